@@ -1,0 +1,76 @@
+# Works with GNU make 3.81 (macOS) and newer.
+
+PYTHON ?= python3
+PYTEST_ARGS ?= -n 2
+ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+# Written when everything is installed; holds the folder that the environment was made in.
+STAMP := $(VENV)/.installed
+# There while an installation runs, so a leftover tells of one that was killed.
+BUSY := $(VENV)/.installing
+EXTRAS := wandb,tensorboard,data,dev
+
+# Numbers must not depend on it, but two test workers with a thread per core each would fight for the cores.
+test: export OMP_NUM_THREADS := 1
+# No look-up of newer versions over the network.
+check: export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check format bench sweep clean distclean
+
+# An environment cannot be moved or copied, and does not survive the removal of its Python: then set it up again.
+ifneq ($(shell test -x $(PY) && cat $(STAMP) 2>/dev/null),$(CURDIR))
+.PHONY: $(STAMP)
+endif
+
+help: ## show this list
+	@echo 'usage: make TARGET [ARGS="overrides or options"] [PYTHON=python3.12] [PYTEST_ARGS="-n 4 -k clip"]'
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP) ## make .venv with everything installed; at once when nothing changed
+
+train: setup ## run the default recipe: python train.py $(ARGS)
+	$(PY) train.py $(ARGS)
+
+test: setup ## run the tests: pytest $(PYTEST_ARGS)
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+check: setup ## lint, formatting and types, the same as CI
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+
+format: setup ## apply what the linter can mend, and the formatting
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: setup ## measure speed: python scripts/bench.py $(ARGS)
+	$(PY) scripts/bench.py $(ARGS)
+
+sweep: setup ## the published sweep: three modes, five seeds each
+	$(PY) train.py -m amp=fp32,bf16,fp16 seed=1,2,3,4,5 $(ARGS)
+
+clean: ## remove build products and caches; runs stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . \( -path ./.venv -o -path ./.git -o -path ./outputs -o -path ./multirun \) -prune \
+		-o -type d -name __pycache__ -exec rm -rf {} +
+
+distclean: clean ## remove .venv too
+	rm -rf $(VENV)
+
+# A killed installation, or one made in another folder, is thrown away. One that failed in an orderly way goes on where
+# it stopped, and an environment that somebody made by hand is completed.
+$(STAMP): pyproject.toml setup.py constraints.txt
+	@if [ -e $(BUSY) ] || { [ -e $(STAMP) ] && [ "$$(cat $(STAMP))" != "$(CURDIR)" ]; }; then rm -rf $(VENV); fi
+	@python=$(PY); [ -x $$python ] || python="$(PYTHON)"; \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+		echo "error: Python 3.11, 3.12 or 3.13 is needed; $$python is $$($$python --version 2>&1)." \
+			"Use make PYTHON=python3.12, or the path of one$$([ $$python != $(PY) ] || echo ', after make distclean')." >&2; \
+		exit 1; }
+	@mkdir -p $(VENV) && touch $(BUSY) && rm -f $(STAMP)
+	@[ -x $(PY) ] || { rm -f $(PY); $(PYTHON) -m venv $(VENV); }
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' || { rm -f $(BUSY); exit 1; }
+	@rm -f $(BUSY) && echo "$(CURDIR)" > $(STAMP)

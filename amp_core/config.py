@@ -1,0 +1,712 @@
+"""The configuration: types, documentation and every rule that can be checked before a device is touched.
+
+Values stand in `conf/*.yaml` and nowhere else; the dataclasses here give each key its type and its meaning. `build`
+turns the plain dictionary that Hydra composed into a `Config`, or raises one `ConfigError` that lists every problem.
+
+This module imports neither torch nor hydra, so that `--help` and `--cfg job` answer at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from amp_core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class AmpConfig:
+    """A mode of mixed precision. The scale policy is null in modes that do not scale the loss."""
+
+    name: str
+    """Name of the mode: the option of the group that was chosen."""
+    dtype: Literal["float32", "bfloat16", "float16"]
+    """What autocast casts to; float32 switches autocast off."""
+    matmul_precision: Literal["highest", "high"]
+    """`high` lets CUDA use TF32 units for what stays in fp32."""
+    scaling: bool
+    """Scale the loss, so that small gradients survive in fp16."""
+    init_scale: float | None
+    """Loss scale of the first step."""
+    growth_factor: float | None
+    """Multiplies the scale after `growth_interval` steps without overflow."""
+    backoff_factor: float | None
+    """Multiplies the scale after an overflow."""
+    growth_interval: int | None
+    """Steps without overflow before the scale grows."""
+    max_scale: float | None
+    """The scale never exceeds this."""
+    max_scale_per_sample: float | None
+    """A second cap: this times the samples of a micro-batch (insightface uses 128)."""
+    min_scale: float | None
+    """The scale never falls below this."""
+    dynamic: bool | None
+    """False keeps the scale at `init_scale`; steps that overflow are skipped all the same."""
+    max_consecutive_skips: int
+    """Stop with exit code 5 after so many skipped steps in a row."""
+    keep_fp32: list[str]
+    """Parts of the model that compute in fp32: module names (globs) or type names."""
+
+
+@dataclass(frozen=True)
+class ClipConfig:
+    """Gradient clipping, on unscaled gradients. Keys of the other kinds are null."""
+
+    name: Literal["none", "norm", "value", "adaptive"]
+    max_norm: float | None
+    """norm: the largest L2 norm over all parameters."""
+    max_value: float | None
+    """value: the largest absolute value of an element."""
+    factor: float | None
+    """adaptive: largest ratio of gradient norm to weight norm, per output unit (NFNets use 0.01)."""
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """How the model and the data lie over processes."""
+
+    name: Literal["single", "ddp"]
+    nproc_per_node: int | None
+    """Processes on this machine; null: one per GPU, or one on a CPU."""
+    nnodes: int | str
+    """Machines: a number, or "least:most" for elastic runs."""
+    max_restarts: int
+    """How often dead workers are brought back from the last checkpoint."""
+    rdzv_endpoint: str | None
+    """host:port at which several machines meet; null on one machine."""
+    rdzv_id: str | None
+    """Name of the job, the same on all machines; needed on more than one."""
+    timeout_minutes: float
+    """A collective that waits longer than this fails."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The network."""
+
+    name: str
+    """One of our own (`cnn`, `mlp`) or any classification model of `torchvision.models`."""
+    options: dict[str, Any]
+    """Keyword arguments of the model's constructor, such as `dropout`."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The data set."""
+
+    name: str
+    """mnist_subset, synthetic, image_folder, imagenet, cifar10."""
+    path: str | None
+    """Folder of the data, for data sets that are not shipped with a package."""
+    num_workers: int
+    """Loader processes per rank; 0 loads in the training process."""
+    image_size: int | None
+    """Height and width of the images, in pixels; null: the data set's own."""
+    augment: bool
+    """Random augmentation of training images, keyed on (seed, sample index, pass)."""
+    num_samples: int | None
+    """synthetic: number of training samples."""
+    num_classes: int | None
+    """synthetic: number of classes."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer."""
+
+    name: str
+    """Any class of `torch.optim` that takes dense gradients and no closure."""
+    lr: float
+    """Peak learning rate."""
+    weight_decay: float
+    """Not applied to norms and biases."""
+    fused: bool | None
+    """null: fused where torch has it; a step then never waits for the device."""
+    options: dict[str, Any]
+    """Further keyword arguments of the class, such as `momentum` or `betas`."""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate, as a function of the number of taken steps."""
+
+    name: str
+    """constant, warmup_cosine, warmup_linear, or any class of `torch.optim.lr_scheduler` that needs no metric."""
+    horizon: int | None
+    """Length in steps; null: the length of the run at its start, kept on resume."""
+    options: dict[str, Any]
+    """Keyword arguments, such as `warmup` (a fraction of the horizon) or `gamma`."""
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    """Averaged weights."""
+
+    decay: float | None
+    """Weight of the old average per taken step; null: off."""
+    warmup: bool
+    """Begin with a smaller decay, (1 + t) / (10 + t) after t taken steps."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where metrics go besides metrics.jsonl."""
+
+    name: str
+    progress: bool
+    """A progress bar on a terminal, plain lines in a file."""
+    tensorboard: bool
+    wandb: bool
+    wandb_project: str
+    wandb_mode: Literal["auto", "online", "offline"]
+    """auto: online when an account is configured, else offline."""
+
+
+@dataclass(frozen=True)
+class PerfConfig:
+    """What changes speed and nothing else."""
+
+    name: str
+    channels_last: bool
+    """Keep images and convolutions in NHWC memory order."""
+    prefetch: bool
+    """Copy the next window to the device while this one is computed."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """How checkpoints are stored."""
+
+    name: Literal["single"]
+    keep: int
+    """How many of the newest are kept, besides the best one."""
+
+
+@dataclass(frozen=True)
+class InjectConfig:
+    """A fault put into one step on purpose, for rehearsals and tests."""
+
+    where: Literal["batch", "activation", "gradient", "drop"]
+    """The input, the first layer's output, a gradient; `drop` takes the window and does nothing with it."""
+    step: int
+    """The step, counted from 1 as in metrics.jsonl."""
+    rank: int
+    """The rank on which it happens; `drop` happens on all."""
+    value: float
+    """What is put there: inf, -inf, nan or a number."""
+
+
+@dataclass(frozen=True)
+class DebugConfig:
+    inject: InjectConfig | None
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    recipe: dict[str, Any]
+    """The recipe's name and its own knobs; each recipe documents and checks its own."""
+    amp: AmpConfig
+    accumulation: int
+    """Micro-batches per optimizer step, per rank."""
+    clip: ClipConfig
+    layout: LayoutConfig
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    ema: EmaConfig
+    steps: int | None
+    """Length of the run in steps (windows, taken or skipped)."""
+    epochs: float | None
+    """Length of the run in passes over the training data."""
+    samples: int | None
+    """Length of the run in training samples."""
+    max_minutes: float | None
+    """Time limit: a checkpoint is written and the run ends with exit code 75."""
+    batch_size: int
+    """Samples per micro-batch and rank."""
+    device: Literal["auto", "cuda", "cpu"]
+    seed: int
+    deterministic: bool
+    """Only algorithms that give the same bits each time; slower on a GPU."""
+    save_every: int
+    """Steps between checkpoints; one is always written at the end."""
+    eval_every: int
+    """Steps between evaluations; one is always made at the end."""
+    log_every: int
+    """Steps between lines of metrics."""
+    run_dir: str | None
+    """Folder of the run; null: outputs/<recipe>/<date_time>. A folder that holds a run is continued."""
+    resume: str
+    """auto, last, never, or the folder or checkpoint of another run to start from."""
+    allow_changes: bool
+    """Permit a resume with settings that differ from those of the checkpoint."""
+    task: Literal["train", "evaluate"]
+    log: LogConfig
+    perf: PerfConfig
+    checkpoint: CheckpointConfig
+    debug: DebugConfig
+    dry_run: bool
+    """Say what would run, and stop."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, lists, strings and numbers."""
+        return dataclasses.asdict(self)
+
+
+# --- finding the values -----------------------------------------------------------------------------------------------
+
+
+def conf_dir() -> Path:
+    """The folder of YAML files: beside the package in a checkout, inside it in an installed wheel."""
+    package = Path(__file__).resolve().parent
+    for folder in (package.parent / "conf", package / "conf"):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise FileNotFoundError(f"conf/config.yaml was found neither in {package.parent} nor in {package}; reinstall")
+
+
+def choices(group: str) -> list[str]:
+    """The options of a config group, sorted."""
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def read_option(group: str, option: str) -> dict[str, Any]:
+    """The values of one option of a group, as plain data, without Hydra.
+
+    Raises:
+        ConfigError: there is no such option.
+    """
+    from omegaconf import OmegaConf
+
+    if option not in choices(group):
+        raise ConfigError(f"{group}={option}: there is no such option. {nearest(option, choices(group))}")
+    return OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{option}.yaml"))  # type: ignore[return-value]
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """A sentence with the nearest valid choice first, then all of them (the first 12)."""
+    valid = list(valid)
+    close = difflib.get_close_matches(str(word).lower(), [v.lower() for v in valid], n=1, cutoff=0.4)
+    hint = f"Did you mean {next(v for v in valid if v.lower() == close[0])}? " if close else ""
+    shown = ", ".join(valid[:12]) + (", ..." if len(valid) > 12 else "")
+    return f"{hint}Valid: {shown}." if valid else hint
+
+
+# --- types ------------------------------------------------------------------------------------------------------------
+
+
+def _describe(kind: Any) -> str:
+    origin = get_origin(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    if origin in (Union, types.UnionType):
+        return " or ".join(_describe(k) for k in get_args(kind))
+    if origin is list:
+        return "a list of text"
+    if origin is dict or kind is dict or dataclasses.is_dataclass(kind):
+        return "a group of keys"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    return names.get(kind, str(kind))
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin = get_origin(kind)
+    if origin is Literal:
+        return type(value) is str and value in get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, k) for k in get_args(kind))
+    if origin is list:
+        return isinstance(value, list) and all(isinstance(v, str) for v in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(isinstance(k, str) for k in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _structure(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
+    """`values` as the dataclass `kind`; what does not fit is added to `problems` and left out."""
+    if not isinstance(values, Mapping):
+        problems.append(f"{key}={values}: expected a group of keys; choose an option with {key}=<option>")
+        return None
+    fields = get_type_hints(kind)
+    dot = f"{key}." if key else ""
+    for name in values:
+        if name not in fields:
+            problems.append(f"{dot}{name}: there is no such key. {nearest(name, [dot + f for f in fields])}")
+    taken = {}
+    for name, expected in fields.items():
+        if name not in values:
+            problems.append(f"{dot}{name}: the key is missing; expected {_describe(expected)}")
+            taken[name] = None
+            continue
+        value = values[name]
+        options = [k for k in (expected, *get_args(expected)) if dataclasses.is_dataclass(k)]
+        if options and not (value is None and type(None) in get_args(expected)):
+            taken[name] = _structure(options[0], value, f"{dot}{name}", problems)
+        elif _fits(value, expected):
+            wants_float = expected is float or (float in get_args(expected) and int not in get_args(expected))
+            taken[name] = float(value) if wants_float and value is not None else value
+        else:
+            literal = [a for k in (expected, *get_args(expected)) if get_origin(k) is Literal for a in get_args(k)]
+            hint = " " + nearest(value, literal) if literal else ""
+            problems.append(f"{dot}{name}={_shown(value)}: expected {_describe(expected)}.{hint}")
+            taken[name] = None
+    return kind(**taken)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+SCALE_KEYS = (
+    "init_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "max_scale",
+    "max_scale_per_sample",
+    "min_scale",
+    "dynamic",
+)
+PROCESSES_PER_CORE = 8
+"""More CPU processes than this per core is taken for a mistake."""
+
+
+def _positive(problems: list[str], values: Mapping[str, Any], *, least: float | None = None) -> None:
+    """Each value is finite and above zero, or at least `least`."""
+    for key, value in values.items():
+        if value is None:
+            continue
+        if not math.isfinite(value) or (value <= 0 if least is None else value < least):
+            expected = "a finite number above 0" if least is None else f"at least {least:g}"
+            problems.append(f"{key}={value:g}: expected {expected}")
+
+
+def _check_amp(amp: AmpConfig, problems: list[str]) -> None:
+    policy = {f"amp.{key}": getattr(amp, key) for key in SCALE_KEYS}
+    if not amp.scaling:
+        for key, value in policy.items():
+            if value is not None:
+                problems.append(
+                    f"{key}={_shown(value)}: has no effect in amp={amp.name}, which does not scale the loss; "
+                    f"use amp=fp16 or leave it out"
+                )
+        if amp.dtype == "float16":
+            problems.append("amp.scaling=false: float16 gradients underflow without a loss scale; use amp=fp16")
+    else:
+        for key in ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale", "dynamic"):
+            if getattr(amp, key) is None:
+                problems.append(f"amp.{key}=null: a mode that scales the loss needs a value; leave it out")
+        if amp.max_scale is None and amp.max_scale_per_sample is None:
+            problems.append("amp.max_scale=null: without a cap the scale grows to 2^127; expected a number")
+        if amp.dtype != "float16":
+            problems.append(
+                f"amp.scaling=true: {amp.dtype} has the range of fp32 and needs no loss scale; use amp=fp16"
+            )
+        _positive(problems, {k: v for k, v in policy.items() if k not in ("amp.dynamic", "amp.growth_interval")})
+        _positive(problems, {"amp.growth_interval": amp.growth_interval}, least=1)
+        if amp.growth_factor is not None and 0 < amp.growth_factor <= 1:
+            problems.append(
+                f"amp.growth_factor={amp.growth_factor:g}: expected more than 1; a fixed scale is dynamic=false"
+            )
+        if amp.backoff_factor is not None and amp.backoff_factor >= 1:
+            problems.append(f"amp.backoff_factor={amp.backoff_factor:g}: expected between 0 and 1")
+        if amp.min_scale is not None and amp.max_scale is not None and amp.min_scale > amp.max_scale:
+            problems.append(f"amp.min_scale={amp.min_scale:g}: expected at most amp.max_scale={amp.max_scale:g}")
+        if amp.min_scale is not None and amp.init_scale is not None and 0 < amp.init_scale < amp.min_scale:
+            problems.append(f"amp.init_scale={amp.init_scale:g}: expected at least amp.min_scale={amp.min_scale:g}")
+    _positive(problems, {"amp.max_consecutive_skips": amp.max_consecutive_skips}, least=1)
+
+
+def _check_clip(clip: ClipConfig, problems: list[str]) -> None:
+    threshold = {"none": None, "norm": "max_norm", "value": "max_value", "adaptive": "factor"}[clip.name]
+    for key in ("max_norm", "max_value", "factor"):
+        value = getattr(clip, key)
+        if key == threshold:
+            if value is None:
+                problems.append(
+                    f"clip.{key}=null: clip={clip.name} needs a number; use clip=none to switch clipping off"
+                )
+            _positive(problems, {f"clip.{key}": value})
+        elif value is not None:
+            owner = {"max_norm": "norm", "max_value": "value", "factor": "adaptive"}[key]
+            problems.append(f"clip.{key}={value:g}: has no effect with clip={clip.name}; use clip={owner}")
+
+
+def node_range(nnodes: int | str) -> tuple[int, int] | None:
+    """(least, most) machines of `layout.nnodes`, or None when it cannot be read."""
+    parts = str(nnodes).split(":")
+    if len(parts) > 2 or not all(p.isascii() and p.isdigit() for p in parts):
+        return None
+    low, high = int(parts[0]), int(parts[-1])
+    return (low, high) if 1 <= low <= high else None
+
+
+def _check_layout(cfg: Config, problems: list[str]) -> None:
+    layout = cfg.layout
+    nodes = node_range(layout.nnodes)
+    _positive(problems, {"layout.nproc_per_node": layout.nproc_per_node}, least=1)
+    _positive(problems, {"layout.max_restarts": layout.max_restarts}, least=0)
+    _positive(problems, {"layout.timeout_minutes": layout.timeout_minutes})
+    if nodes is None:
+        problems.append(f'layout.nnodes={layout.nnodes}: expected a number such as 2, or "1:2" for between 1 and 2')
+    if layout.name == "single":
+        for key, default in (("nproc_per_node", None), ("nnodes", 1), ("rdzv_endpoint", None), ("rdzv_id", None)):
+            value = getattr(layout, key)
+            if value != default and not (key == "nproc_per_node" and value == 1):
+                problems.append(f"layout.{key}={value}: layout=single is one process on one machine; use layout=ddp")
+        if layout.max_restarts > 0:
+            problems.append(
+                f"layout.max_restarts={layout.max_restarts}: has no effect with layout=single; use layout=ddp"
+            )
+    elif nodes is not None and nodes[1] > 1:
+        for key in ("rdzv_endpoint", "rdzv_id"):
+            if getattr(layout, key) is None:
+                problems.append(
+                    f"layout.{key}=null: layout.nnodes={layout.nnodes} needs it, the same on all machines, "
+                    f"for instance layout.{key}={'host:29500' if key == 'rdzv_endpoint' else 'my-job'}"
+                )
+    limit = PROCESSES_PER_CORE * (os.cpu_count() or 1)
+    if cfg.device == "cpu" and layout.nproc_per_node is not None and layout.nproc_per_node > limit:
+        problems.append(
+            f"layout.nproc_per_node={layout.nproc_per_node}: too many processes for {os.cpu_count()} cores; "
+            f"expected at most {limit}"
+        )
+
+
+def _check_run(cfg: Config, problems: list[str]) -> None:
+    given = [f"{key}={getattr(cfg, key):g}" for key in ("steps", "epochs", "samples") if getattr(cfg, key) is not None]
+    if len(given) > 1:
+        problems.append(f"{' and '.join(given)}: expected at most one of steps, epochs, samples; leave one")
+    cadences = ("accumulation", "batch_size", "steps", "samples", "save_every", "eval_every", "log_every")
+    _positive(problems, {key: getattr(cfg, key) for key in cadences}, least=1)
+    _positive(problems, {"epochs": cfg.epochs, "max_minutes": cfg.max_minutes})
+    _positive(problems, {"data.num_workers": cfg.data.num_workers, "seed": cfg.seed}, least=0)
+    _positive(problems, {"checkpoint.keep": cfg.checkpoint.keep, "data.image_size": cfg.data.image_size}, least=1)
+    _positive(problems, {"data.num_samples": cfg.data.num_samples}, least=1)
+    _positive(problems, {"data.num_classes": cfg.data.num_classes}, least=2)
+    if cfg.seed >= 2**63:
+        problems.append(f"seed={cfg.seed}: expected less than 2^63")
+    _positive(problems, {"optimizer.lr": cfg.optimizer.lr})
+    _positive(problems, {"optimizer.weight_decay": cfg.optimizer.weight_decay}, least=0)
+    _positive(problems, {"schedule.horizon": cfg.schedule.horizon}, least=1)
+    for key in ("lr", "params", "weight_decay", "fused", "foreach"):
+        if key in cfg.optimizer.options:
+            where = f"use optimizer.{key}" if key in ("lr", "weight_decay", "fused") else "leave it out"
+            problems.append(f"optimizer.options.{key}: is set by this project; {where}")
+    if cfg.ema.decay is not None and not 0 <= cfg.ema.decay < 1:
+        problems.append(f"ema.decay={cfg.ema.decay:g}: expected at least 0 and below 1, or null to switch it off")
+    inject = cfg.debug.inject
+    if inject is not None:
+        _positive(problems, {"debug.inject.step": inject.step}, least=1)
+        _positive(problems, {"debug.inject.rank": inject.rank}, least=0)
+        if cfg.layout.name == "single" and inject.rank > 0:
+            problems.append(f"debug.inject.rank={inject.rank}: layout=single has only rank 0")
+    if cfg.resume not in ("auto", "last", "never") and not Path(cfg.resume).exists():
+        problems.append(
+            f"resume={cfg.resume}: there is no such file or folder; expected auto, last, never, "
+            f"or the folder of a run or of a checkpoint"
+        )
+    if cfg.resume == "last" and cfg.run_dir is not None:
+        problems.append(
+            f"resume=last: finds the run folder itself; leave out run_dir={cfg.run_dir}, or use resume=auto"
+        )
+    if cfg.task == "evaluate" and cfg.resume == "never":
+        problems.append("task=evaluate: needs a checkpoint, but resume=never; use resume=<run folder> or run_dir=")
+    if cfg.task == "evaluate" and cfg.run_dir is None and cfg.resume == "auto":
+        problems.append(
+            "task=evaluate: needs a checkpoint; use run_dir=<run folder>, resume=<checkpoint> or resume=last"
+        )
+    if cfg.run_dir is not None and not cfg.run_dir.strip():
+        problems.append("run_dir='': expected a folder")
+    if cfg.run_dir is not None and Path(cfg.run_dir).exists() and not Path(cfg.run_dir).is_dir():
+        problems.append(f"run_dir={cfg.run_dir}: is a file; expected a folder or a new name")
+
+
+def _check_inject_value(values: Any) -> Any:
+    """`value: inf` in YAML is text; the float is meant."""
+    inject = values.get("debug", {}).get("inject") if isinstance(values.get("debug"), Mapping) else None
+    if isinstance(inject, dict):
+        inject.setdefault("rank", 0)
+        inject.setdefault("value", "inf")
+        if isinstance(inject["value"], str) and inject["value"].lower() in ("inf", "-inf", "nan", "+inf"):
+            inject["value"] = float(inject["value"])
+    return values
+
+
+def _key(problem: str) -> str:
+    return re.split(r"[=:]", problem, maxsplit=1)[0]
+
+
+def build(values: Mapping[str, Any]) -> Config:
+    """The typed configuration.
+
+    Args:
+        values: the composed configuration as plain dictionaries.
+
+    Raises:
+        ConfigError: with every problem that was found: unknown and missing keys, wrong types, values out of range,
+            pairs that contradict each other.
+    """
+    problems: list[str] = []
+    cfg = _structure(Config, _check_inject_value(dict(values)), "", problems)
+    if not isinstance(cfg.recipe, dict) or not isinstance(cfg.recipe.get("name"), str):
+        problems.append(f"recipe={_shown(cfg.recipe)}: {nearest(str(cfg.recipe), choices('recipe'))}")
+    # A value of the wrong type is null by now: it was reported, and a rule must not report it again.
+    reported = {_key(problem) for problem in problems}
+    found: list[str] = []
+    if cfg.amp is not None:
+        _check_amp(cfg.amp, found)
+    if cfg.clip is not None and cfg.clip.name is not None:
+        _check_clip(cfg.clip, found)
+    if None not in (cfg.layout, cfg.data, cfg.optimizer, cfg.schedule, cfg.ema, cfg.checkpoint, cfg.debug):
+        _check_layout(cfg, found)
+        _check_run(cfg, found)
+    problems += [problem for problem in found if _key(problem) not in reported]
+    if problems:
+        raise ConfigError(problems)
+    return cfg
+
+
+def amp_config(mode: str, **fields: Any) -> AmpConfig:
+    """A mode of `conf/amp` with some of its fields replaced, without Hydra.
+
+    Raises:
+        ConfigError: with every problem that was found.
+    """
+    problems: list[str] = []
+    amp = _structure(AmpConfig, read_option("amp", mode) | fields, "amp", problems)
+    if not problems:
+        _check_amp(amp, problems)
+    if problems:
+        raise ConfigError(problems)
+    return amp
+
+
+def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
+    """Settings that are legal and probably not what was meant.
+
+    Args:
+        cfg: a sound configuration.
+        given: the keys that the user set on the command line.
+    """
+    given = set(given)
+    notes = []
+    if cfg.amp.scaling and not cfg.amp.dynamic:
+        for key in ("growth_factor", "backoff_factor", "growth_interval"):
+            if f"amp.{key}" in given:
+                notes.append(f"amp.{key} has no effect with amp.dynamic=false: the scale stays at amp.init_scale")
+    cap = scale_cap(cfg.amp, cfg.batch_size)
+    above = cfg.amp.init_scale is not None and cfg.amp.init_scale > cap
+    # The capped mode begins at its cap by design; only a value that somebody typed deserves a word.
+    if cfg.amp.scaling and above and (cfg.amp.max_scale_per_sample is None or "amp.init_scale" in given):
+        notes.append(f"amp.init_scale={cfg.amp.init_scale:g} is above the cap {cap:g} and begins there")
+    if cfg.ema.decay is None and "ema.warmup" in given:
+        notes.append("ema.warmup has no effect while ema.decay is null")
+    if not cfg.log.wandb and given & {"log.wandb_mode", "log.wandb_project"}:
+        notes.append("log.wandb_* has no effect without log=wandb")
+    return notes
+
+
+def scale_cap(amp: AmpConfig, batch_size: int | None) -> float:
+    """The largest loss scale in force: `max_scale`, and `max_scale_per_sample` times the samples of a micro-batch."""
+    caps = [] if amp.max_scale is None else [amp.max_scale]
+    if amp.max_scale_per_sample is not None and batch_size is not None:
+        caps.append(amp.max_scale_per_sample * batch_size)
+    return min(caps, default=float(2**24))
+
+
+# --- how long ---------------------------------------------------------------------------------------------------------
+
+
+def num_steps(cfg: Config, *, num_samples: int, samples_per_step: int) -> int:
+    """The length of the run in steps, from steps, epochs, samples or the recipe's own length.
+
+    Args:
+        num_samples: samples in the training set.
+        samples_per_step: over all micro-batches and ranks.
+    """
+    if cfg.steps is not None:
+        return cfg.steps
+    if cfg.samples is not None:
+        return math.ceil(cfg.samples / samples_per_step)
+    epochs = cfg.epochs
+    if epochs is None:
+        number, unit = str(cfg.recipe["length"]).split()
+        if unit.startswith("step"):
+            return int(number)
+        if unit.startswith("sample"):
+            return math.ceil(int(number) / samples_per_step)
+        epochs = float(number)
+    return math.ceil(epochs * num_samples / samples_per_step)
+
+
+# --- may a run go on with other settings? -----------------------------------------------------------------------------
+
+MAY_CHANGE = {
+    "log",
+    "layout",
+    "device",
+    "amp",
+    "save_every",
+    "eval_every",
+    "log_every",
+    "doctor",
+    "perf",
+    "checkpoint",
+    "steps",
+    "epochs",
+    "samples",
+    "max_minutes",
+    "run_dir",
+    "resume",
+    "allow_changes",
+    "task",
+    "dry_run",
+    "debug",
+    "data.num_workers",
+    "data.path",
+    "accumulation",
+    "batch_size",
+    "optimizer.fused",
+    "recipe.length",
+}
+"""Settings that a resumed run may change freely. `accumulation` and `batch_size` are held together by the samples per
+step, which the resume checks by itself; `fused` changes rounding only."""
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, but: Iterable[str] = MAY_CHANGE) -> list[str]:
+    """`key: old -> new` for every setting that differs, except `but` and what lies below."""
+    but = set(but)
+    a, b = _flat(old), _flat(new)
+    return [
+        f"{key}: {_shown(a.get(key))} -> {_shown(b.get(key))}"
+        for key in sorted(a.keys() | b.keys())
+        if a.get(key) != b.get(key) and not any(key == k or key.startswith(f"{k}.") for k in but)
+    ]

@@ -1,0 +1,78 @@
+"""Averaged weights that ignore skipped steps (Polyak and Juditsky, https://doi.org/10.1137/0330046)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_core.config import EmaConfig
+from amp_core.layout import unwrap
+from amp_core.precision import StepReport
+
+
+class Ema:
+    """An exponential moving average of a network's weights and floating-point buffers.
+
+    Args:
+        net: the network that is trained, wrapped or not.
+        decay: weight of the old average per taken step, at least 0 and below 1.
+        warmup: use min(decay, (1 + t) / (10 + t)) after t taken steps, so that the average forgets the start early.
+
+    Attributes:
+        model: the averaged copy: unwrapped, in evaluation mode, without gradients.
+        num_taken: 0-d int64 tensor, taken steps; set it when continuing from a checkpoint.
+    """
+
+    def __init__(self, net: nn.Module, decay: float, *, warmup: bool = True) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"Ema(decay={decay}): expected at least 0 and below 1")
+        self._source = unwrap(net)
+        self.model = copy.deepcopy(self._source).eval().requires_grad_(False)
+        self.decay = decay
+        self.warmup = warmup
+        pairs = [*zip(self.model.parameters(), self._source.parameters(), strict=True)]
+        pairs += zip(self.model.buffers(), self._source.buffers(), strict=True)
+        self._averaged = [pair for pair in pairs if pair[0].is_floating_point()]
+        self._copied = [pair for pair in pairs if not pair[0].is_floating_point()]
+        device = pairs[0][0].device
+        self.num_taken = torch.zeros((), dtype=torch.int64, device=device)
+        self._decay = torch.tensor(decay, device=device)
+
+    @torch.no_grad()
+    def update(self, report: StepReport) -> None:
+        """Move the average towards the weights if the step was taken. Does not wait for the device."""
+        taken = report.taken
+        keep = self._decay
+        if self.warmup:
+            keep = torch.minimum(keep, (1.0 + self.num_taken) / (10.0 + self.num_taken))
+        weight = (1.0 - keep) * taken
+        # average += weight * (value - average): with weight 0 nothing changes by a bit, since weights stay finite and
+        # statistics of a skipped step were put back before.
+        averages = [average for average, _ in self._averaged]
+        steps = torch._foreach_sub([value.detach() for _, value in self._averaged], averages)
+        torch._foreach_mul_(steps, weight)
+        torch._foreach_add_(averages, steps)
+        for copied, value in self._copied:
+            copied.copy_(value)
+        self.num_taken += taken
+
+    def reset(self) -> None:
+        """Begin again from the present weights."""
+        self.model.load_state_dict(self._source.state_dict())
+        self.num_taken.zero_()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The averaged weights, a plain state dict of the network."""
+        return self.model.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from averaged weights. `num_taken` is not part of them: set it for an exact continuation."""
+        self.model.load_state_dict(state)
+
+
+def build_ema(cfg: EmaConfig, net: nn.Module) -> Ema | None:
+    """The average that the `ema` group asks for, or None."""
+    return None if cfg.decay is None else Ema(net, cfg.decay, warmup=cfg.warmup)

@@ -1,0 +1,57 @@
+"""Errors that end a run with an exit code of their own.
+
+| code | raised for |
+| --- | --- |
+| 2 | `ConfigError`: a bad command line or configuration |
+| 3 | `CheckpointError`: no usable checkpoint |
+| 4 | `SaveError`: a checkpoint cannot be written |
+| 5 | `Diverged`: too many skipped steps in a row |
+| 75 | `TimeLimit`: the time limit was reached, resume to go on |
+
+Everything else that escapes a run is a failure and exits with 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class RunError(Exception):
+    """A problem of the run that its user can act on: one message, no traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(RunError):
+    """A bad command line or configuration. Carries every problem that was found.
+
+    Args:
+        problems: one or more sentences, each naming the full key, what was found, what was expected.
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
+        return type(self), (self.problems,)
+
+
+class CheckpointError(RunError):
+    """No usable checkpoint: none is sound, or the one that was named does not fit."""
+
+    exit_code = 3
+
+
+class SaveError(RunError):
+    """A checkpoint cannot be written (full disk, read-only folder). Earlier ones are intact."""
+
+    exit_code = 4
+
+
+class Diverged(RunError):
+    """Too many steps in a row had non-finite gradients."""
+
+    exit_code = 5

@@ -1,0 +1,85 @@
+"""Optimizers by name, with weight decay where it belongs and fused wherever torch has it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_core.config import OptimizerConfig, nearest
+
+REFUSED = {
+    "LBFGS": "needs a closure, which evaluates the loss several times per step",
+    "SparseAdam": "takes only sparse gradients",
+    "Optimizer": "is abstract",
+}
+
+
+def _available() -> dict[str, type[torch.optim.Optimizer]]:
+    found = {
+        name: cls
+        for name, cls in vars(torch.optim).items()
+        if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
+    }
+    return {name: cls for name, cls in sorted(found.items()) if name not in REFUSED}
+
+
+def _has_fused(cls: type[torch.optim.Optimizer]) -> bool:
+    return "fused" in inspect.signature(cls).parameters
+
+
+def check_optimizer(cfg: OptimizerConfig) -> list[str]:
+    """Problems of the `optimizer` group, found by building one on a single weight."""
+    if cfg.name in REFUSED:
+        return [f"optimizer.name={cfg.name}: {REFUSED[cfg.name]}. {nearest('', _available())}"]
+    if cfg.name not in _available():
+        return [f"optimizer.name={cfg.name}: there is no such optimizer. {nearest(cfg.name, _available())}"]
+    cls = _available()[cfg.name]
+    parameters = [p for p in inspect.signature(cls).parameters if p not in ("params", "lr", "weight_decay", "fused")]
+    problems = [
+        f"optimizer.options.{key}: {cfg.name} has no such option. {nearest(key, parameters)}"
+        for key in cfg.options
+        if key not in parameters
+    ]
+    if cfg.fused and not _has_fused(cls):
+        fused = [name for name, other in _available().items() if _has_fused(other)]
+        problems.append(
+            f"optimizer.fused=true: {cfg.name} has no fused form; use optimizer.fused=null, or one of {', '.join(fused)}"
+        )
+    if not problems:
+        try:
+            _build(cfg, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+        except Exception as problem:  # whatever the constructor raises is the user's to know
+            problems.append(f"optimizer.name={cfg.name}: refuses its settings: {problem}")
+    return problems
+
+
+def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of the `optimizer` group over the weights of `nets` that need gradients.
+
+    Weight decay applies to weights of two and more dimensions; norms and biases have none. A step waits for the device
+    0 times when fused, else once.
+    """
+    params = [p for net in nets for p in net.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return _build(cfg, [group for group in groups if group["params"]])
+
+
+def _build(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    cls = _available()[cfg.name]
+    options = dict(cfg.options)
+    if _has_fused(cls) and cfg.fused is not False:
+        # A default of foreach or of a differentiable step excludes fused; both are rare and win.
+        if cfg.fused or not (options.get("foreach") or options.get("differentiable")):
+            options["fused"] = True
+    for key, value in options.items():
+        if isinstance(value, list):  # torch expects betas as a tuple
+            options[key] = tuple(value)
+    if "weight_decay" not in inspect.signature(cls).parameters:
+        groups = [{k: v for k, v in group.items() if k != "weight_decay"} for group in groups]
+    return cls(groups, lr=cfg.lr, **options)  # type: ignore[arg-type]

@@ -1,0 +1,395 @@
+"""One path for every mode of mixed precision: autocast, backward, step, update.
+
+    amp = Amp.named("fp16", device="cuda")
+    for window in windows(loader, accumulation=4):
+        for micro in window:
+            with amp.autocast():
+                loss = loss_fn(model(micro.batch[0]), micro.batch[1])
+            amp.backward(loss * micro.weight)
+        report = amp.step(optimizer, clip=Clip.norm(1.0))
+        amp.update()
+        optimizer.zero_grad()
+
+`step` unscales, checks, clips and steps, in that order, in fp32 and bf16 too: a non-finite gradient never reaches a
+weight. With a fused optimizer all of it happens on the device; the host reads nothing back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from amp_core.buffers import BufferGuard
+from amp_core.clip import Clip
+from amp_core.config import AmpConfig, amp_config, scale_cap
+from amp_core.errors import ConfigError
+from amp_core.scaler import LossScale, ScalePolicy
+
+logger = logging.getLogger("amp_recipes")
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What became of a step. The tensors lie on the device; reading one waits for it.
+
+    Attributes:
+        taken: 0-d bool, false when the step was skipped.
+        grad_norm: 0-d float32, the joint L2 norm of the unscaled gradients before clipping; not finite when skipped.
+        taken_on_host: the same as `taken`, known without waiting, for optimizers that the host decides about; None for
+            those that decide on the device.
+    """
+
+    taken: Tensor
+    grad_norm: Tensor
+    taken_on_host: bool | None = None
+
+
+class _Ledger:
+    """What `Amp` knows about one optimizer within a window."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.on_device = decides_on_device(optimizer)
+        self.found_inf: Tensor | None = None
+        self.unscaled = False
+        self.stepped = False
+
+
+def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of this optimizer can be skipped by a tensor: fused ones, but for SGD with dampening.
+
+    Dampening applies to all steps except the first, and the host cannot know which one that was.
+    """
+    return all(group.get("fused") and not group.get("dampening") for group in optimizer.param_groups)
+
+
+class Amp:
+    """A mode of mixed precision at work: what to cast, how to scale, when to skip.
+
+    Every method works in every mode; in fp32 and bf16 the loss scale is 1. In a process group all ranks skip the same
+    steps, also when their gradients differ (sharded heads): `step` reduces one number over the ranks.
+
+    Args:
+        config: the mode and its loss-scale policy, for example from `Amp.named`.
+        device: where the model lives. TF32 is set for the whole process on CUDA, as `config.matmul_precision` says.
+        samples: samples of a micro-batch; needed by a policy with `max_scale_per_sample`.
+
+    Raises:
+        ConfigError: the policy needs `samples`, or the device is not there.
+    """
+
+    def __init__(self, config: AmpConfig, device: str | torch.device = "cpu", *, samples: int | None = None) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"device={self.device}: expected cpu or cuda")
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"device={self.device}: this machine has no CUDA GPU, or torch was built without CUDA")
+        self.dtype = getattr(torch, config.dtype)
+        self._casts = self.dtype is not torch.float32
+        self.scaler = LossScale(_policy(config, samples), self.device)
+        if self.device.type == "cuda":
+            torch.set_float32_matmul_precision(config.matmul_precision)
+            # Convolutions use TF32 unless told not to, which would make `fp32` something else.
+            torch.backends.cudnn.allow_tf32 = config.matmul_precision != "highest"
+        self._ledgers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Ledger] = weakref.WeakKeyDictionary()
+        self._guards: list[BufferGuard] = []
+        self._zero = torch.zeros((), device=self.device)
+        self.num_skipped = torch.zeros((), dtype=torch.int64, device=self.device)
+        """Windows of which any step was skipped, a 0-d tensor."""
+        self.num_consecutive_skips = torch.zeros((), dtype=torch.int64, device=self.device)
+        """Skipped windows since the last taken one, a 0-d tensor."""
+
+    @classmethod
+    def named(cls, mode: str, device: str | torch.device = "cpu", *, samples: int | None = None, **fields: Any) -> Amp:
+        """A mode of `conf/amp`, with any of its fields replaced.
+
+        Raises:
+            ConfigError: no such mode or field, or values that contradict each other.
+        """
+        return cls(amp_config(mode, **fields), device, samples=samples)
+
+    # --- forward and backward ---------------------------------------------------------------------------------------
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of the forward pass and the loss, in training and in evaluation. Not of the backward pass.
+
+        Use one region per forward: inside a region 16-bit copies of the weights are cached, and go stale when the
+        weights change.
+        """
+        return torch.autocast(self.device.type, dtype=self.dtype if self._casts else None, enabled=self._casts)
+
+    def backward(self, loss: Tensor, gradient: Tensor | None = None, *, retain_graph: bool = False) -> None:
+        """Backward pass of the scaled loss, with autocast off.
+
+        Args:
+            loss: a scalar of any floating dtype; or, with `gradient`, any tensor.
+            gradient: the gradient of the loss with respect to `loss`, for losses computed elsewhere. It is scaled.
+            retain_graph: keep the graph for another backward pass.
+        """
+        with self._autocast_off():
+            if gradient is None:
+                # In fp16 a loss of 1 times a scale of 65536 is already infinite.
+                scaled = loss.float()
+                scaled = scaled * self.scaler.scale if self.scaler.policy else scaled
+                scaled.backward(retain_graph=retain_graph)
+            else:
+                scaled = gradient * self.scaler.scale if self.scaler.policy else gradient
+                loss.backward(scaled.to(loss.dtype), retain_graph=retain_graph)
+
+    def grad(
+        self, outputs: Tensor, inputs: Tensor | Sequence[Tensor], *, create_graph: bool = True, **kwargs: Any
+    ) -> tuple[Tensor, ...]:
+        """`torch.autograd.grad` through the loss scale: unscaled, differentiable float32 gradients for penalties.
+
+        Args:
+            outputs: any shape; it is summed.
+            inputs: a tensor or several.
+            create_graph: keep the result differentiable.
+            **kwargs: passed on.
+
+        Returns:
+            One gradient per input. They may overflow in fp16 when the scale is large; the total loss is then not
+            finite, the step is skipped and the scale falls.
+        """
+        with self._autocast_off():
+            scaled = outputs.float().sum()
+            scaled = scaled * self.scaler.scale if self.scaler.policy else scaled
+            grads = torch.autograd.grad(scaled, inputs, create_graph=create_graph, **kwargs)
+            return tuple(g if g is None else g.float() * self.scaler.inverse for g in grads)
+
+    def _autocast_off(self) -> contextlib.AbstractContextManager[Any]:
+        # A backward pass inside autocast would run the products of fp32 islands in 16 bit.
+        if torch.is_autocast_enabled(self.device.type):
+            return torch.autocast(self.device.type, enabled=False)
+        return contextlib.nullcontext()
+
+    # --- step ---------------------------------------------------------------------------------------------------------
+
+    def guard(self, net: nn.Module) -> None:
+        """Restore the buffers of `net` (running statistics) after a skipped step of any optimizer of its weights.
+
+        Args:
+            net: the outermost module that is called in training, wrapped or not.
+        """
+        self._guards.append(BufferGuard(net))
+
+    @torch.no_grad()
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients of one optimizer in place, to read or change them between backward and step.
+
+        `step` does this by itself. What is written afterwards is checked again by `step`.
+
+        Raises:
+            RuntimeError: called twice in a window, or after the step.
+        """
+        ledger = self._ledger(optimizer)
+        if ledger.unscaled or ledger.stepped:
+            raise RuntimeError(
+                "amp.unscale_ was already called for this optimizer in this window, or it was already stepped; call it "
+                "once, after the last backward and before amp.step"
+            )
+        grads = [p.grad for _, p in _with_grads(optimizer)]
+        if grads:
+            ledger.found_inf = _not_finite(self._norm(grads) * self.scaler.inverse)
+            torch._foreach_mul_(grads, self.scaler.inverse)
+        ledger.unscaled = True
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer, clip: Clip | Callable[..., None] | None = None) -> StepReport:
+        """Unscale, check, clip, and step where all gradients of all ranks are finite. Once per window and optimizer.
+
+        Does not wait for the device when the optimizer is fused; otherwise waits once. A window without a single
+        gradient takes no step and leaves the scale alone.
+
+        Args:
+            optimizer: any optimizer of dense gradients and no closure.
+            clip: a `Clip`, or any function of (parameters, unscaled gradients) that changes the gradients in place.
+
+        Raises:
+            RuntimeError: a second step before `update`.
+            TypeError: 16-bit weights under a loss scale, or sparse gradients.
+        """
+        ledger = self._ledger(optimizer)
+        if ledger.stepped:
+            raise RuntimeError("amp.step was called twice for one optimizer; call amp.update() once per window")
+        ledger.stepped = True
+        pairs = _with_grads(optimizer)
+        params, grads = [p for _, p in pairs], [p.grad for _, p in pairs]
+        self._check_dtypes(grads)
+
+        inverse = None if ledger.unscaled or self.scaler.policy is None else self.scaler.inverse
+        norm = self._norm(grads)
+        if inverse is not None:
+            norm = norm * inverse
+        found_inf = _not_finite(norm)
+        if ledger.found_inf is not None:
+            found_inf = torch.maximum(found_inf, ledger.found_inf)
+
+        factor = inverse
+        if isinstance(clip, Clip) and clip.kind == "norm":
+            coefficient = clip.coefficient(norm)
+            factor = coefficient if inverse is None else inverse * coefficient
+        elif clip is not None and grads:
+            if inverse is not None:
+                torch._foreach_mul_(grads, inverse)
+            clip(params, grads)
+            factor = None
+            # Clamping keeps what is finite finite; anything else may divide zero by zero.
+            if not isinstance(clip, Clip) or clip.kind != "value":
+                found_inf = torch.maximum(found_inf, _not_finite(self._norm(grads)))
+
+        agree = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if agree:
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+        ledger.found_inf = found_inf
+        taken = found_inf == 0
+        if torch.is_autocast_enabled(self.device.type):
+            torch.clear_autocast_cache()
+
+        on_host = None
+        if not grads:
+            taken, on_host = torch.zeros_like(taken), None if ledger.on_device else False
+            if not agree:
+                ledger.found_inf = None
+        elif ledger.on_device:
+            _fill_momentum(optimizer, pairs)
+            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+            optimizer.grad_scale = None if factor is None else factor.reciprocal()  # type: ignore[attr-defined]
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+        else:
+            if factor is not None:
+                torch._foreach_mul_(grads, factor)
+            on_host = found_inf.item() == 0
+            if on_host:
+                optimizer.step()
+        self._settle(optimizer, taken)
+        return StepReport(taken, norm, on_host)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """End the window: move the loss scale once, however many optimizers stepped. Does not wait for the device.
+
+        Raises:
+            RuntimeError: no optimizer was stepped since the last update.
+        """
+        stepped = [ledger for ledger in self._ledgers.values() if ledger.stepped]
+        if not stepped:
+            raise RuntimeError("amp.update() without amp.step(optimizer) before it; step every optimizer, then update")
+        found = [ledger.found_inf for ledger in stepped if ledger.found_inf is not None]
+        self._ledgers.clear()
+        if not found:
+            return
+        found_inf = found[0] if len(found) == 1 else torch.stack(found).amax()
+        self.scaler.update(found_inf)
+        skipped = found_inf.to(torch.int64)
+        self.num_skipped += skipped
+        self.num_consecutive_skips += 1
+        self.num_consecutive_skips *= skipped
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def scale(self) -> float:
+        """The loss scale; 1.0 in modes without one. Waits for the device."""
+        return self.scaler.scale.item()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale in the layout of `torch.amp.GradScaler`; {} in modes without one. Waits for the device.
+
+        Raises:
+            RuntimeError: called between a step and its update, when the scale is not settled.
+        """
+        if any(ledger.stepped for ledger in self._ledgers.values()):
+            raise RuntimeError("amp.state_dict() between amp.step and amp.update; save after the update")
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the loss scale of a checkpoint made in any mode. The policy stays the configured one."""
+        self.scaler.load_state_dict(state)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _ledger(self, optimizer: torch.optim.Optimizer) -> _Ledger:
+        ledger = self._ledgers.get(optimizer)
+        if ledger is None:
+            ledger = self._ledgers[optimizer] = _Ledger(optimizer)
+        return ledger
+
+    def _norm(self, grads: Sequence[Tensor]) -> Tensor:
+        """Joint L2 norm, 0-d float32 on this device. Not finite exactly when a gradient is not, up to 1e19."""
+        if not grads:
+            return self._zero.clone()
+        norms = torch._foreach_norm(grads)
+        if any(norm.device != self.device for norm in norms):
+            norms = [norm.to(self.device, non_blocking=True) for norm in norms]
+        return torch.linalg.vector_norm(torch.stack(norms)).float()
+
+    def _check_dtypes(self, grads: Sequence[Tensor]) -> None:
+        for grad in grads:
+            if grad.dtype is torch.float16 and self.scaler.policy is not None:
+                raise TypeError(
+                    "the weights are float16, whose gradients cannot be unscaled without loss; keep the weights in "
+                    "float32 and let amp.autocast() cast: do not call model.half()"
+                )
+            if grad.layout is not torch.strided:
+                raise TypeError("sparse gradients are not supported; use sparse=False in the embedding")
+
+    def _settle(self, optimizer: torch.optim.Optimizer, taken: Tensor) -> None:
+        if self._guards:
+            stepped = {p for group in optimizer.param_groups for p in group["params"]}
+            for guard in self._guards:
+                if not guard.parameters.isdisjoint(stepped):
+                    guard.settle(taken)
+
+
+def _policy(config: AmpConfig, samples: int | None) -> ScalePolicy | None:
+    if not config.scaling:
+        return None
+    if config.max_scale_per_sample is not None and samples is None:
+        raise ConfigError(
+            f"amp={config.name}: caps the scale at {config.max_scale_per_sample:g} times the samples of a micro-batch; "
+            f"pass samples= to Amp"
+        )
+    assert config.init_scale and config.growth_factor and config.backoff_factor  # checked with the configuration
+    assert config.growth_interval and config.min_scale and config.dynamic is not None
+    cap = scale_cap(config, samples)
+    return ScalePolicy(
+        init_scale=config.init_scale,
+        growth_factor=config.growth_factor,
+        backoff_factor=config.backoff_factor,
+        growth_interval=config.growth_interval,
+        max_scale=cap,
+        min_scale=min(config.min_scale, cap),
+        dynamic=config.dynamic,
+    )
+
+
+def _with_grads(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], Tensor]]:
+    return [(group, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _not_finite(norm: Tensor) -> Tensor:
+    """0-d float32: 1 where `norm` is inf or NaN, else 0, as fused optimizers take it."""
+    return torch.isfinite(norm).logical_not_().float()
+
+
+def _fill_momentum(optimizer: torch.optim.Optimizer, pairs: list[tuple[dict[str, Any], Tensor]]) -> None:
+    """Zero momentum buffers before the first step of a fused SGD.
+
+    It would allocate them without writing when that step is skipped, and the next one moves the weights to 1e20.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        for group, param in pairs:
+            if group["momentum"] and optimizer.state[param].get("momentum_buffer") is None:
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)

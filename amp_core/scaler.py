@@ -1,0 +1,105 @@
+"""The loss scale as a policy: dynamic, static or capped, with a floor, all of it on the device.
+
+The rule is that of Micikevicius et al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740), as in
+`torch.amp.GradScaler`: halve after an overflow, double after `growth_interval` steps without one. Three things are
+added. The scale never exceeds a cap: an uncapped one reaches 2^127 on a quiet run. It never falls below a floor: at
+2^-128 its reciprocal is infinite and writes NaN into the weights. And it may be static while bad steps are skipped
+all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("amp_recipes")
+
+
+@dataclass(frozen=True)
+class ScalePolicy:
+    """How the loss scale moves. All factors are plain numbers; `growth_interval` counts steps."""
+
+    init_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    max_scale: float
+    min_scale: float
+    dynamic: bool = True
+
+
+class LossScale:
+    """The loss scale of one run, or 1 in a mode that does not scale (`policy` is None).
+
+    Attributes:
+        scale: 0-d float32 tensor on the device.
+        inverse: 0-d float32 tensor, 1 / scale.
+    """
+
+    def __init__(self, policy: ScalePolicy | None, device: torch.device) -> None:
+        self.policy = policy
+        start = min(policy.init_scale, policy.max_scale) if policy else 1.0
+        self.scale = torch.full((), start, dtype=torch.float32, device=device)
+        self.inverse = self.scale.reciprocal()
+        self._tracker = torch.zeros((), dtype=torch.int32, device=device)
+
+    def update(self, found_inf: Tensor) -> None:
+        """Move the scale after a window. Does not wait for the device.
+
+        Args:
+            found_inf: 0-d float32 tensor, above 0 when any gradient of the window was not finite.
+        """
+        policy = self.policy
+        if policy is None or not policy.dynamic:
+            return
+        torch._amp_update_scale_(
+            self.scale, self._tracker, found_inf, policy.growth_factor, policy.backoff_factor, policy.growth_interval
+        )
+        # Clamped here and not at use, so that no step ever sees a scale beyond its bounds and none is ever saved.
+        self.scale.clamp_(policy.min_scale, policy.max_scale)
+        torch.reciprocal(self.scale, out=self.inverse)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in the layout of `torch.amp.GradScaler`, which can load it; {} without scaling. Waits."""
+        if self.policy is None:
+            return {}
+        return {
+            "scale": self.scale.item(),
+            "growth_factor": self.policy.growth_factor,
+            "backoff_factor": self.policy.backoff_factor,
+            "growth_interval": self.policy.growth_interval,
+            "_growth_tracker": int(self._tracker.item()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved scale. The policy stays the configured one; a difference is logged.
+
+        Args:
+            state: of this class or of `torch.amp.GradScaler`; {} (a run that did not scale) begins afresh.
+
+        Raises:
+            ValueError: the saved scale is not a positive finite number.
+        """
+        if self.policy is None:
+            if state:
+                logger.info("the checkpoint's loss scale %g is ignored: this mode does not scale", state["scale"])
+            return
+        if not state:
+            logger.info("the checkpoint has no loss scale: beginning with %g", self.scale.item())
+            return
+        scale = float(state["scale"])
+        if not 0.0 < scale < float("inf"):
+            raise ValueError(f"the saved loss scale is {scale}; expected a positive finite number")
+        for key in ("growth_factor", "backoff_factor", "growth_interval"):
+            if key in state and state[key] != getattr(self.policy, key):
+                logger.info("amp.%s: %s in the checkpoint, %s now", key, state[key], getattr(self.policy, key))
+        if self.policy.dynamic:
+            self.scale.fill_(min(max(scale, self.policy.min_scale), self.policy.max_scale))
+            self._tracker.fill_(int(state.get("_growth_tracker", 0)) % self.policy.growth_interval)
+            torch.reciprocal(self.scale, out=self.inverse)
+        elif scale != self.scale.item():
+            logger.info("the checkpoint's loss scale %g is ignored: amp.dynamic=false", scale)
