@@ -1,6 +1,7 @@
 # Works with GNU make 3.81 (macOS) and newer.
 
 PYTHON ?= python3
+# Two workers of one thread each: a thread per core in each of them would only fight for the cores.
 PYTEST_ARGS ?= -n 2
 ARGS ?=
 
@@ -11,11 +12,6 @@ STAMP := $(VENV)/.installed
 # There while an installation runs, so a leftover tells of one that was killed.
 BUSY := $(VENV)/.installing
 EXTRAS := wandb,tensorboard,data,dev
-
-# Numbers must not depend on it, but two test workers with a thread per core each would fight for the cores.
-test: export OMP_NUM_THREADS := 1
-# No look-up of newer versions over the network.
-check: export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test check format bench sweep clean distclean
@@ -35,12 +31,12 @@ train: setup ## run the default recipe: python train.py $(ARGS)
 	$(PY) train.py $(ARGS)
 
 test: setup ## run the tests: pytest $(PYTEST_ARGS)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
 check: setup ## lint, formatting and types, the same as CI
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pyright
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(PY) -m pyright
 
 format: setup ## apply what the linter can mend, and the formatting
 	$(PY) -m ruff check --fix .
@@ -65,12 +61,13 @@ distclean: clean ## remove .venv too
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@if [ -e $(BUSY) ] || { [ -e $(STAMP) ] && [ "$$(cat $(STAMP))" != "$(CURDIR)" ]; }; then rm -rf $(VENV); fi
 	@python=$(PY); [ -x $$python ] || python="$(PYTHON)"; \
-	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
-		echo "error: Python 3.11, 3.12 or 3.13 is needed; $$python is $$($$python --version 2>&1)." \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
+		echo "error: Python 3.11, 3.12 or 3.13 is needed; $$python is $$(command -v $$python >/dev/null && $$python --version 2>&1 || echo missing)." \
 			"Use make PYTHON=python3.12, or the path of one$$([ $$python != $(PY) ] || echo ', after make distclean')." >&2; \
 		exit 1; }
 	@mkdir -p $(VENV) && touch $(BUSY) && rm -f $(STAMP)
 	@[ -x $(PY) ] || { rm -f $(PY); $(PYTHON) -m venv $(VENV); }
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
-	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' || { rm -f $(BUSY); exit 1; }
+	@echo 'installing into $(VENV): a few minutes, once'
+	@$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' || { rm -f $(BUSY); exit 1; }
 	@rm -f $(BUSY) && echo "$(CURDIR)" > $(STAMP)

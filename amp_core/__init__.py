@@ -1,0 +1,65 @@
+"""What must be right about mixed precision, for any PyTorch training loop.
+
+    from amp_core import Amp, Clip, windows, sync_grads, keep_fp32
+
+Names are imported when they are first used: the configuration alone needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from amp_core.checkpoint import Checkpoint, Loaded
+    from amp_core.clip import Clip
+    from amp_core.config import AmpConfig
+    from amp_core.ema import Ema
+    from amp_core.islands import carry_autocast, keep_fp32
+    from amp_core.precision import Amp, StepReport
+    from amp_core.schedule import Schedule
+    from amp_core.window import Micro, sync_grads, windows
+
+_HOME = {
+    "Amp": "precision",
+    "AmpConfig": "config",
+    "Checkpoint": "checkpoint",
+    "Clip": "clip",
+    "Ema": "ema",
+    "Loaded": "checkpoint",
+    "Micro": "window",
+    "Schedule": "schedule",
+    "StepReport": "precision",
+    "carry_autocast": "islands",
+    "keep_fp32": "islands",
+    "sync_grads": "window",
+    "windows": "window",
+}
+
+__all__ = [
+    "Amp",
+    "AmpConfig",
+    "Checkpoint",
+    "Clip",
+    "Ema",
+    "Loaded",
+    "Micro",
+    "Schedule",
+    "StepReport",
+    "carry_autocast",
+    "keep_fp32",
+    "sync_grads",
+    "windows",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'amp_core' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"amp_core.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -47,10 +47,8 @@ _RESERVED = ("progress", "config", "format")
 _SCALARS = (str, int, float, bool, type(None))
 _CHUNK = 1 << 26  # macOS refuses to write 2 GiB at once
 # Optimizer states that have the shape of their parameter, in the classes of torch.optim.
-_LIKE_PARAMETER = frozenset(
-    "momentum_buffer exp_avg exp_avg_sq max_exp_avg_sq exp_inf sum square_avg grad_avg acc_delta ax prev step_size"
-    " variance".split()
-)
+_LIKE_PARAMETER = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg"}
+_LIKE_PARAMETER |= {"grad_avg", "acc_delta", "ax", "prev", "step_size", "variance"}
 _log = logging.getLogger(__name__)
 
 
@@ -210,7 +208,7 @@ class Checkpoint:
                 fresh.append(part)
                 notes.append("the checkpoint has no ema: the averages start from the loaded weights")
             else:
-                raise CheckpointError(f"{found.path} has no {name}; it has {', '.join(sorted(contents))}")
+                raise CheckpointError(f"{found.path} has no {name}; it has {', '.join(map(str, contents))}")
         notes += [
             f"{name} of the checkpoint is not used here"
             for name, state in contents.items()
@@ -237,9 +235,9 @@ class Checkpoint:
             if not isinstance(state, dict):
                 problems.append(f"{name} is a {_type_name(state)}, not a state dict")
             elif isinstance(part, nn.Module):
-                misfits, changed = _compare_net(part, state)
+                misfits, converted = _compare_net(part, state)
                 problems += [f"{name} {misfit}" for misfit in misfits]
-                conversions += [f"{name}: {change}" for change in changed]
+                conversions += [f"dtypes of {name} were converted: {_first(converted)}"] if converted else []
             elif isinstance(part, Optimizer):
                 problems += [f"{name} {misfit}" for misfit in _compare_optimizer(part, state)]
         if problems:
@@ -266,14 +264,14 @@ class Checkpoint:
                 if os.path.lexists(temporary):
                     _remove(temporary)
 
-    def _prune(self, newest: int, best: tuple[str, str] | None) -> None:
-        """Removes what is neither among the newest nor the best. Damaged ones do not count and are left to their owner."""
+    def _prune(self, current: int, best: tuple[str, str] | None) -> None:
+        """Removes what is neither among the newest nor the best. Damaged ones do not count, and stay to be looked at."""
         metrics: dict[int, dict[str, Any]] = {}
         folders = _step_folders(self.folder)
         for step, folder in folders.items():
             with contextlib.suppress(_Rejected, CheckpointError):
                 metrics[step] = _inspect(folder)["metrics"]
-        kept = {newest, *sorted(metrics)[-self.keep :]}
+        kept = {current, *sorted(metrics)[-self.keep :]}
         if best is not None:
             name, mode = best
             scores = {step: _finite(values.get(name)) for step, values in metrics.items()}
@@ -552,6 +550,8 @@ def _plain(value: Any, where: str, copies: dict[tuple[Any, ...], Tensor]) -> Any
             f"{where} is a {_type_name(value)}; a checkpoint takes tensors, str, int, float, bool, None, list, tuple"
             " and dict"
         )
+    if type(value) is int and value.bit_length() > 2000:  # pickle has a code for longer ones that a safe load lacks
+        raise ValueError(f"{where} is an integer of {value.bit_length()} bits")
     return value
 
 
@@ -571,31 +571,26 @@ def _finite(value: Any) -> float | None:
 
 
 def _compare_net(net: nn.Module, state: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """What does not fit, and what will be converted because only the floating-point dtype differs."""
+    """What does not fit; and what will be converted, because it is floating point here and there but not the same."""
     live = net.state_dict()
     here = {plain: live[name] for plain, name in _plain_names(net, live).items()}
-    both = [(key, state[key], value) for key, value in here.items() if key in state]
-    pairs = [(key, old, new) for key, old, new in both if isinstance(old, Tensor) and isinstance(new, Tensor)]
-    odd = [key for key, old, new in both if isinstance(old, Tensor) != isinstance(new, Tensor)]
-    other_dtype = [(key, old.dtype, new.dtype) for key, old, new in pairs if old.dtype != new.dtype]
-    floating = [item for item in other_dtype if item[1].is_floating_point and item[2].is_floating_point]
-    misfits = {
-        "lacks": [key for key in here if key not in state],
-        "has unexpected": [str(key) for key in state if key not in here],
-        "has other shapes: ": [
-            f"{key} {tuple(old.shape)} instead of {tuple(new.shape)}"
-            for key, old, new in pairs
-            if old.shape != new.shape
-        ],
-        "has other types: ": odd
-        + [
-            f"{key} {old} instead of {new}"
-            for key, old, new in other_dtype
-            if not (old.is_floating_point and new.is_floating_point)
-        ],
-    }
-    conversions = [f"{len(floating)} tensors are converted, {floating[0][0]} from {floating[0][1]} to {floating[0][2]}"]
-    return [f"{what} {_first(keys)}" for what, keys in misfits.items() if keys], conversions if floating else []
+    missing, shapes, types, converted = [], [], [], []
+    for key, new in here.items():
+        old = state.get(key)
+        if key not in state:
+            missing.append(key)
+        elif not isinstance(new, Tensor):  # what a module's get_extra_state returned
+            continue
+        elif not isinstance(old, Tensor):
+            types.append(f"{key} is a {_type_name(old)}")
+        elif old.shape != new.shape:
+            shapes.append(f"{key} is {tuple(old.shape)} there and {tuple(new.shape)} here")
+        elif old.dtype != new.dtype:
+            both_float = old.is_floating_point() and new.is_floating_point()
+            (converted if both_float else types).append(f"{key} is {old.dtype} there and {new.dtype} here")
+    unexpected = [str(key) for key in state if key not in here]
+    misfits = {"lacks": missing, "also has": unexpected, "has other shapes:": shapes, "has other types:": types}
+    return [f"{what} {_first(items)}" for what, items in misfits.items() if items], converted
 
 
 def _compare_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[str]:
@@ -605,6 +600,7 @@ def _compare_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[
         isinstance(states, dict)
         and isinstance(groups, list)
         and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+        and all(type(number) is int for group in groups for number in group["params"])
     ):
         yield "is not the state of an optimizer"
         return
@@ -614,14 +610,14 @@ def _compare_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     saved_sizes = [len(group["params"]) for group in groups]
     if sizes != saved_sizes:
-        yield f"has groups of {saved_sizes} parameters instead of {sizes}"
+        yield f"has groups of {saved_sizes} parameters there and {sizes} here"
         return
     shapes = []
-    for index, parameter in _parameters(optimizer, groups):
-        entry = states.get(index, {})
-        for key in _LIKE_PARAMETER.intersection(entry):
+    for number, parameter in _parameters(optimizer, groups):
+        entry = states.get(number, {})
+        for key in _LIKE_PARAMETER.intersection(entry if isinstance(entry, dict) else {}):
             if isinstance(entry[key], Tensor) and entry[key].shape != parameter.shape:
-                shapes.append(f"{index}.{key} {tuple(entry[key].shape)} instead of {tuple(parameter.shape)}")
+                shapes.append(f"{number}.{key} is {tuple(entry[key].shape)} there and {tuple(parameter.shape)} here")
     if shapes:
         yield f"has other shapes: {_first(shapes)}"
 
@@ -649,10 +645,11 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
     optimizer.load_state_dict({"state": state["state"], "param_groups": saved})
     optimizer.param_groups = groups
     # torch casts all but `step` to the parameter's dtype: NAdam's fp32 product of momenta to bf16, for example.
-    for index, parameter in _parameters(optimizer, saved):
-        for key, value in state["state"].get(index, {}).items():
-            if isinstance(value, Tensor) and key != "step" and (exact or value.dim() == 0):
-                live = optimizer.state[parameter]
+    for number, parameter in _parameters(optimizer, saved):
+        live = optimizer.state[parameter]
+        for key, value in state["state"].get(number, {}).items():
+            was_cast = key != "step" and isinstance(value, Tensor) and live[key].dtype != value.dtype
+            if was_cast and (exact or value.dim() == 0):
                 live[key] = value.to(live[key].device)
 
 

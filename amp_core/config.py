@@ -337,7 +337,7 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def _structure(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
+def structure(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
     """`values` as the dataclass `kind`; what does not fit is added to `problems` and left out."""
     if not isinstance(values, Mapping):
         problems.append(f"{key}={values}: expected a group of keys; choose an option with {key}=<option>")
@@ -356,7 +356,7 @@ def _structure(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
         value = values[name]
         options = [k for k in (expected, *get_args(expected)) if dataclasses.is_dataclass(k)]
         if options and not (value is None and type(None) in get_args(expected)):
-            taken[name] = _structure(options[0], value, f"{dot}{name}", problems)
+            taken[name] = structure(options[0], value, f"{dot}{name}", problems)
         elif _fits(value, expected):
             wants_float = expected is float or (float in get_args(expected) and int not in get_args(expected))
             taken[name] = float(value) if wants_float and value is not None else value
@@ -554,6 +554,29 @@ def _key(problem: str) -> str:
     return re.split(r"[=:]", problem, maxsplit=1)[0]
 
 
+def examine(values: Mapping[str, Any]) -> tuple[Config, list[str], set[str]]:
+    """The typed configuration, every problem with it, and the top-level keys that do not have their type.
+
+    Where a value does not fit its type the configuration holds null.
+    """
+    problems: list[str] = []
+    cfg = structure(Config, _check_inject_value(dict(values)), "", problems)
+    if not isinstance(cfg.recipe, dict) or not isinstance(cfg.recipe.get("name"), str):
+        problems.append(f"recipe={_shown(cfg.recipe)}: {nearest(str(cfg.recipe), choices('recipe'))}")
+    # A value of the wrong type is null by now: it was reported, and a rule must not report it again.
+    reported = {_key(problem) for problem in problems}
+    broken = {key.split(".")[0] for key in reported}
+    found: list[str] = []
+    if cfg.amp is not None:
+        _check_amp(cfg.amp, found)
+    if cfg.clip is not None and cfg.clip.name is not None:
+        _check_clip(cfg.clip, found)
+    if None not in (cfg.layout, cfg.data, cfg.optimizer, cfg.schedule, cfg.ema, cfg.checkpoint, cfg.debug):
+        _check_layout(cfg, found)
+        _check_run(cfg, found)
+    return cfg, problems + [problem for problem in found if _key(problem) not in reported], broken
+
+
 def build(values: Mapping[str, Any]) -> Config:
     """The typed configuration.
 
@@ -564,21 +587,7 @@ def build(values: Mapping[str, Any]) -> Config:
         ConfigError: with every problem that was found: unknown and missing keys, wrong types, values out of range,
             pairs that contradict each other.
     """
-    problems: list[str] = []
-    cfg = _structure(Config, _check_inject_value(dict(values)), "", problems)
-    if not isinstance(cfg.recipe, dict) or not isinstance(cfg.recipe.get("name"), str):
-        problems.append(f"recipe={_shown(cfg.recipe)}: {nearest(str(cfg.recipe), choices('recipe'))}")
-    # A value of the wrong type is null by now: it was reported, and a rule must not report it again.
-    reported = {_key(problem) for problem in problems}
-    found: list[str] = []
-    if cfg.amp is not None:
-        _check_amp(cfg.amp, found)
-    if cfg.clip is not None and cfg.clip.name is not None:
-        _check_clip(cfg.clip, found)
-    if None not in (cfg.layout, cfg.data, cfg.optimizer, cfg.schedule, cfg.ema, cfg.checkpoint, cfg.debug):
-        _check_layout(cfg, found)
-        _check_run(cfg, found)
-    problems += [problem for problem in found if _key(problem) not in reported]
+    cfg, problems, _ = examine(values)
     if problems:
         raise ConfigError(problems)
     return cfg
@@ -591,7 +600,7 @@ def amp_config(mode: str, **fields: Any) -> AmpConfig:
         ConfigError: with every problem that was found.
     """
     problems: list[str] = []
-    amp = _structure(AmpConfig, read_option("amp", mode) | fields, "amp", problems)
+    amp = structure(AmpConfig, read_option("amp", mode) | fields, "amp", problems)
     if not problems:
         _check_amp(amp, problems)
     if problems:

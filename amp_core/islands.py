@@ -25,7 +25,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -80,10 +80,10 @@ def keep_fp32(target: Target, patterns: Pattern | Iterable[Pattern] = "") -> Tar
     if isinstance(target, type) and issubclass(target, nn.Module) and target.forward is not nn.Module.forward:
         if not _is_island(target):
             target.forward = _in_fp32(target.forward)
-        return target
+        return cast(Target, target)
     if isinstance(target, type) or not callable(target):
         raise TypeError(f"keep_fp32 takes a module, a function or a module class with a forward; not {target!r}")
-    return target if _is_wrapper(target) else _in_fp32(target)
+    return cast(Target, target if _is_wrapper(target) else _in_fp32(target))
 
 
 def island_names(model: nn.Module) -> list[str]:
@@ -100,7 +100,8 @@ def carry_autocast(fn: Callable[P, R]) -> Callable[P, R]:
             future = pool.submit(carry_autocast(model), images)
 
     Carries for CPU and CUDA whether autocast is on and its dtype, and whether it caches weights. Grad mode is
-    thread-local too and is not carried. Never waits for the device.
+    thread-local too and is not carried. Threads that share weights have to agree on the dtype or switch the cache off:
+    torch keeps one cache of cast weights for all threads, whatever their dtype. Never waits for the device.
 
     Raises:
         TypeError: `fn` is a generator or coroutine function: its body runs after the call, outside of the region.
@@ -131,10 +132,10 @@ def _in_fp32(fn: Any) -> Any:
 
     @functools.wraps(fn)
     def in_fp32(*args: Any, **kwargs: Any) -> Any:
-        cast: dict[Tensor, Tensor] = {}
+        known: dict[Tensor, Tensor] = {}
         try:
             with _autocast_off("cpu"), _autocast_off("cuda"):
-                return fn(*_as_fp32(args, cast), **_as_fp32(kwargs, cast))
+                return fn(*_as_fp32(args, known), **_as_fp32(kwargs, known))
         except RuntimeError as error:
             # FSDP and a later `.half()` make weights 16-bit; what torch says of it names neither module nor cause.
             if args and isinstance(args[0], nn.Module):
@@ -180,32 +181,33 @@ def _holds_16bit(value: Any) -> bool:
     return any(_holds_16bit(part) for part in _parts(value))
 
 
-def _as_fp32(value: Any, cast: dict[Tensor, Tensor]) -> Any:
+def _as_fp32(value: Any, known: dict[Tensor, Tensor]) -> Any:
     """`value` with its 16-bit tensors in fp32, or `value` itself if there are none.
 
     Args:
-        cast: what was cast so far. One tensor in several places stays one tensor: attention asks `query is key`.
+        known: what was cast so far. One tensor in several places stays one tensor: attention asks `query is key`.
     """
     if not _holds_16bit(value):
         return value
     if isinstance(value, Tensor):
-        if value not in cast:
-            cast[value] = value.float()
-        return cast[value]
+        if value not in known:
+            known[value] = value.float()
+        return known[value]
     if isinstance(value, dict):
         # Item by item: torch.compile cannot trace the copy of a plain dict, nor has every dict class an `update`.
         fresh = {} if type(value) is dict else copy.copy(value)
         for key, part in value.items():
-            fresh[key] = _as_fp32(part, cast)
+            fresh[key] = _as_fp32(part, known)
         return fresh
     if isinstance(value, tuple | list):
-        parts = [_as_fp32(part, cast) for part in value]
+        parts = [_as_fp32(part, known) for part in value]
         # `_make` skips `__new__`, which takes other arguments in PackedSequence.
         return getattr(type(value), "_make", type(value))(parts)
-    fresh = copy.copy(value)
-    for field in dataclasses.fields(value):
-        if hasattr(value, field.name):
-            object.__setattr__(fresh, field.name, _as_fp32(getattr(value, field.name), cast))  # also if frozen
+    # By hand, because torch.compile cannot trace the copy of a class with __slots__.
+    fresh = object.__new__(type(value))
+    for name in dict.fromkeys([*getattr(value, "__dict__", ()), *(field.name for field in dataclasses.fields(value))]):
+        if hasattr(value, name):
+            object.__setattr__(fresh, name, _as_fp32(getattr(value, name), known))  # also if frozen
     return fresh
 
 
@@ -267,7 +269,7 @@ def _choose(model: nn.Module, patterns: list[Pattern]) -> list[nn.Module]:
     problems = []
     for pattern in patterns:
         found = {name: module for name, module in modules.items() if _matches(pattern, name, module)}
-        called = {name: module for name, module in found.items() if type(module).forward is not nn.Module.forward}
+        called = {name: module for name, module in found.items() if _has_forward(module)}
         if not found:
             problems.append(_no_match(pattern, modules))
         elif not called:
@@ -312,6 +314,10 @@ def _no_match(pattern: Pattern, modules: dict[str, nn.Module]) -> str:
     names = {name for name in modules if name} if isinstance(pattern, str) else set()
     near = difflib.get_close_matches(word, sorted(names | kinds), n=5, cutoff=0.0)
     return f"'{word}' matches no module, neither by name nor by class; the nearest are {', '.join(near)}"
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _ancestors(name: str) -> Iterator[str]:

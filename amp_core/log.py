@@ -16,8 +16,10 @@ This module does not import torch (`torch.utils.tensorboard` is, when asked for)
 from __future__ import annotations
 
 import configparser
+import contextlib
 import errno
 import importlib.util
+import io
 import json
 import logging
 import math
@@ -92,7 +94,7 @@ class Log:
         self._tensorboard: _TensorBoard | None = None
         self._wandb: _Wandb | None = None
         self._tensorboard_failures = 0
-        self._written: set[tuple[int, str]] = set()
+        self._last_steps: dict[str, int] = {}
         if self._is_main:
             run_dir.mkdir(parents=True, exist_ok=True)
         self._open_text(run_dir, rank)
@@ -103,7 +105,7 @@ class Log:
             last_line_step = start_step if start_step > 0 else -1
         self._metrics_file = _LineFile(run_dir / "metrics.jsonl", self.warning)
         try:
-            self._written = _cut(run_dir / "metrics.jsonl", last_line_step)
+            self._last_steps = _cut(run_dir / "metrics.jsonl", last_line_step)
         except OSError as error:
             self.warning(f"metrics.jsonl: lines beyond step {last_line_step} cannot be cut and stand twice: {error}")
         if cfg.progress:
@@ -120,7 +122,9 @@ class Log:
                 self.warning(f"wandb cannot start, the run goes on without it: {error}")
 
     def metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Report the numbers of a step: to metrics.jsonl, the bar and the trackers. Never raises for them.
+        """Report the numbers of a step: to metrics.jsonl, the bar and the trackers.
+
+        Steps of a split rise: what is reported again, after a resume or at the end, is left out.
 
         Args:
             metrics: `step`, `split` ("train" or "eval") and numbers, also nested; the bar shows `loss`, `lr`,
@@ -129,8 +133,9 @@ class Log:
         if not self._is_main or self._is_closed:
             return
         step, split = int(metrics["step"]), str(metrics["split"])
-        if (step, split) in self._written:  # the checkpoint was made before its step's line: a resume reports it again
+        if step <= self._last_steps.get(split, -1):
             return
+        self._last_steps[split] = step
         self._metrics_file.append(_dumps(metrics))
         numbers = dict(_numbers(split, {key: value for key, value in metrics.items() if key not in ("step", "split")}))
         if self._progress is not None and split == "train":
@@ -189,7 +194,7 @@ class Log:
     def _show(self, method: Callable[..., None], *args: Any) -> None:
         try:
             method(*args)
-        except (OSError, ValueError) as error:  # stderr was closed
+        except (OSError, ValueError, TypeError) as error:  # stderr was closed, or a loss is no number
             self._progress = None
             self.warning(f"progress is switched off: {error}")
 
@@ -211,7 +216,8 @@ class Log:
         for handler in self._handlers:
             self._logger.removeHandler(handler)
             handler.close()
-        self._logger.level, self._logger.propagate = self._before
+        level, self._logger.propagate = self._before
+        self._logger.setLevel(level)
         if self._is_main:
             self._metrics_file.close()
 
@@ -282,25 +288,25 @@ def _replace(path: Path, content: bytes) -> None:
         raise
 
 
-def _cut(path: Path, last_step: int) -> set[tuple[int, str]]:
-    """Keep the whole lines up to `last_step`, each (step, split) once, and return their (step, split)."""
+def _cut(path: Path, last_step: int) -> dict[str, int]:
+    """Keep the whole lines up to `last_step`, each (split, step) once; the last step of each split is returned."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        return set()
-    kept: dict[tuple[int, str], bytes] = {}
+        return {}
+    kept: dict[tuple[str, int], bytes] = {}
     for line in content.split(b"\n"):
         try:
             entry = json.loads(line)
-            key = int(entry["step"]), str(entry["split"])
+            key = str(entry["split"]), int(entry["step"])
         except (ValueError, KeyError, TypeError):  # half-written
             continue
-        if key[0] <= last_step:
+        if key[1] <= last_step:
             kept[key] = line
     whole = b"".join(line + b"\n" for line in kept.values())
     if whole != content:
         _replace(path, whole)
-    return set(kept)
+    return dict(sorted(kept))
 
 
 class _LineFile:
@@ -309,14 +315,14 @@ class _LineFile:
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self._path = path
         self._warn = warn
-        self._file: Any = None
+        self._file: io.FileIO | None = None
         self._has_failed = False
 
     def append(self, line: str) -> None:
         data = line.encode("utf-8", "backslashreplace") + b"\n"
         try:
             if self._file is None:
-                self._file = open(self._path, "ab", buffering=0)
+                self._file = io.FileIO(self._path, "ab")
             end = self._file.seek(0, os.SEEK_END)
             if self._file.write(data) != len(data):
                 self._file.truncate(end)  # or the next line would continue this half
@@ -401,8 +407,9 @@ class _Progress:
     def show(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._begin(step)
         if self._bar is not None:
-            self._bar.set_postfix_str(" ".join(_facts(metrics)), refresh=False)
-            self._bar.update(step - self._bar.n)
+            facts = " ".join(_facts(metrics)).replace(" samples/s", "/s")  # fits 80 columns
+            self._bar.set_description_str(facts, refresh=False)
+            self._bar.n = step
             self._bar.refresh()
         elif not self._is_terminal:
             left = self._seconds_left(step)
@@ -429,7 +436,7 @@ class _Progress:
                     dynamic_ncols=True,
                     mininterval=0,
                     miniters=1,
-                    bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {remaining} left{postfix}",
+                    bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {remaining} left {desc}",
                 )
 
     def _seconds_left(self, step: int) -> float | None:
@@ -505,7 +512,8 @@ class _Wandb:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
         os.set_blocking(self._out, False)
@@ -570,16 +578,19 @@ class _Wandb:
                 self._end()
 
     def _end(self) -> None:
-        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         process, self._process = self._process, None
+        assert process is not None
         self._pending.clear()
-        is_alive = process.poll() is None
-        if is_alive:
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        try:
+            code = process.wait(0.5)
+        except subprocess.TimeoutExpired:
             process.kill()
-        process.stdin.close()
-        process.stdout.close()
-        code = process.wait()
-        if code != 0 and not is_alive and not self._has_warned:
+            process.wait()
+            code = 0
+        if code != 0 and not self._has_warned:
             self._logger.warning("wandb's process died (exit code %d), the run goes on without it", code)
 
 
@@ -611,10 +622,8 @@ def _has_wandb_account() -> bool:
         return True
     settings = configparser.ConfigParser(interpolation=None)
     folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
-    try:
+    with contextlib.suppress(configparser.Error, UnicodeDecodeError):
         settings.read(folder / "settings")
-    except (configparser.Error, UnicodeDecodeError):
-        pass
     if settings.get("default", "api_key", fallback=""):
         return True
     url = os.environ.get("WANDB_BASE_URL") or settings.get("default", "base_url", fallback="https://api.wandb.ai")
@@ -638,7 +647,8 @@ def _wandb_main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # batch systems send it to all; training then closes this process
 
     def answer(level: int, text: str) -> None:
-        answers.write(json.dumps([level, text]) + "\n")
+        with contextlib.suppress(OSError):  # training was killed: nobody listens, the run is finished all the same
+            answers.write(json.dumps([level, " ".join(text.split())]) + "\n")
 
     start = json.loads(sys.stdin.buffer.readline())
     sys.argv = start["argv"]
@@ -655,9 +665,11 @@ def _wandb_main() -> None:
     except (Exception, SystemExit) as error:  # a third party's: whatever it is, training goes on
         answer(logging.WARNING, f"wandb cannot start, the run goes on without it: {error}")
         os._exit(0)  # its exit hooks wait for a service that may never answer
-    if run.settings.mode == "offline":
+    if run.disabled:
+        answer(logging.INFO, "wandb is disabled by WANDB_MODE")
+    elif run.offline:
         answer(logging.INFO, f"wandb: offline run {run.id}, send it with: wandb sync {run.settings.sync_dir}")
-    elif run.url:
+    else:
         answer(logging.INFO, f"wandb: {run.url}")
 
     failures = 0
@@ -684,9 +696,10 @@ def _wandb_main() -> None:
     try:
         run.summary.update(summary)
         run.finish(exit_code=int(summary.get("exit_code") or 0))
-    except Exception as error:  # a third party's: whatever it is, the run ends well
+        wandb.teardown()
+    except (Exception, SystemExit) as error:  # a third party's: whatever it is, the run ends well
         answer(logging.WARNING, f"wandb could not finish the run: {error}")
-        os._exit(0)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,295 @@
+"""The command line, checked and composed by Hydra.
+
+Hydra stops at the first problem, raises many kinds of exceptions, and creates folders before the task runs. So every
+override is looked at here first, by itself, and then the whole; `compose` either returns plain values or raises one
+`ConfigError` that names all problems. With launch glue, the only place that imports hydra.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, QuotedString
+from omegaconf import OmegaConf
+
+from amp_core.config import Config, choices, conf_dir, differences, nearest
+from amp_core.errors import ConfigError
+
+# What Hydra's folders would do is done by run_dir.
+OWNED = {
+    "hydra.run.dir": "use run_dir=",
+    "hydra.sweep.subdir": "each job gets a folder named after its overrides",
+    "hydra.output_subdir": "the run folder always holds .hydra",
+    "hydra.job.chdir": "use run_dir=",
+}
+
+
+def groups() -> list[str]:
+    """The config groups."""
+    return sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir() and folder.name[0] not in "._")
+
+
+def known_keys() -> list[str]:
+    """Every key that may be set, with dots, except those below `options` and `recipe`."""
+
+    def walk(kind: type[Any], prefix: str) -> Iterator[str]:
+        for name, hint in get_type_hints(kind).items():
+            inner = [k for k in (hint, *get_args(hint)) if dataclasses.is_dataclass(k)]
+            yield f"{prefix}{name}"
+            if inner:
+                yield from walk(inner[0], f"{prefix}{name}.")  # type: ignore[arg-type]
+
+    return list(walk(Config, ""))
+
+
+def check_overrides(overrides: list[str], *, multirun: bool) -> tuple[list[str], list[str]]:
+    """(sound overrides in the form Hydra takes, problems) of the command line, each override on its own."""
+    parser = OverridesParser.create()
+    sound, problems = [], []
+    keys, group_names = known_keys(), [*groups(), "experiment"]
+    for text in overrides:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            problems.append(f"{ascii(text)}: is not valid UTF-8; expected key=value")
+            continue
+        try:
+            override = parser.parse_override(text)
+        except Exception:  # the parser raises several kinds
+            problems.append(f"{text!r}: cannot be read; expected key=value, lists in quotes: 'key=[a,b]'")
+            continue
+        problem = _check_override(override, keys, group_names, multirun)
+        if problem:
+            problems.append(problem)
+        else:
+            # Options of a constructor are free keys: setting one adds it.
+            free = ".options." in override.key_or_group and override.is_change()
+            sound.append(f"++{text}" if free else text)
+    return sound, problems
+
+
+def _check_override(override: Override, keys: list[str], group_names: list[str], multirun: bool) -> str | None:
+    key, text = override.key_or_group, override.input_line or ""
+    value = override.value()
+    if "_target_" in text:
+        return f"{key}: _target_ is refused: names are looked up in tables, and a config never runs code"
+    if key in OWNED and not override.is_delete():
+        return f"{key}: is set by this project; {OWNED[key]}"
+    if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        return None
+    if override.package is not None:
+        return f"{text}: packages (@) are not used here; expected {key}=<value>"
+    if override.is_delete():
+        return f"{text}: nothing may be deleted; use {key}=null where a setting can be off"
+    if override.is_sweep_override():
+        if not multirun:
+            return f"{text}: several values are a sweep; add -m, or put a list in brackets: '{key}=[...]'"
+        if override.is_choice_sweep() and key in group_names:
+            options = [str(v) for v in override.value().list]  # type: ignore[union-attr]
+            bad = [option for option in options if option not in choices(key)]
+            return f"{key}={bad[0]}: there is no such option. {nearest(bad[0], choices(key))}" if bad else None
+    elif key in group_names:
+        option = value.text if isinstance(value, QuotedString) else value
+        if key == "experiment" and option is None:
+            return None
+        if not isinstance(option, str) or option not in choices(key):
+            return f"{key}={option}: there is no such option. {nearest(str(option), choices(key))}"
+        return None
+    elif isinstance(value, dict) and key in {k.split(".")[0] for k in keys if "." in k}:
+        return None  # a whole group of keys as a dictionary: checked after composition
+    if key in keys or ".options." in key or key.startswith(("recipe.", "debug.inject.")):
+        return None
+    return f"{key}: there is no such key. {nearest(key, keys + group_names)}"
+
+
+def compose(overrides: list[str]) -> dict[str, Any]:
+    """The composed configuration as plain values. Types and ranges are not checked yet.
+
+    Args:
+        overrides: sound ones, from `check_overrides`.
+
+    Raises:
+        ConfigError: with the first problem that Hydra finds.
+    """
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            return _plain(hydra_compose("config", overrides))
+    except ConfigError:
+        raise
+    except Exception as problem:  # Hydra and OmegaConf raise dozens of kinds; each is a bad command line
+        raise ConfigError(_one_line(problem)) from problem
+
+
+def _plain(cfg: Any) -> dict[str, Any]:
+    OmegaConf.resolve(cfg)
+    values = OmegaConf.to_container(cfg, throw_on_missing=True)
+    assert isinstance(values, dict)
+    if found := _find_target(values):
+        raise ConfigError(f"{found}: _target_ is refused: a config never runs code")
+    return {str(key): value for key, value in values.items() if key != "hydra"}
+
+
+def _find_target(values: Any, path: str = "") -> str | None:
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in items:
+        here = f"{path}.{key}" if path else str(key)
+        if str(key) in ("_target_", "_partial_", "_recursive_"):
+            return here
+        if inner := _find_target(value, here):
+            return inner
+    return None
+
+
+def _one_line(problem: BaseException) -> str:
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(("reference_type", "object_type"))]
+    return f"{'; '.join(kept[:3]) or type(problem).__name__}; see python train.py --help"
+
+
+def jobs_of_sweep(overrides: list[str]) -> list[list[str]]:
+    """The overrides of every job of Hydra's basic sweeper; one list without the swept keys for other sweepers."""
+    parser = OverridesParser.create()
+    parsed = parser.parse_overrides(overrides)
+    own = [o for o in parsed if not o.key_or_group.startswith("hydra")]
+    if any(o.key_or_group == "hydra/sweeper" and o.value() != "basic" for o in parsed):
+        return [[o.input_line or "" for o in own if not o.is_sweep_override()]]
+    batches = BasicSweeper.split_arguments(own, max_batch_size=None)
+    return [list(job) for batch in batches for job in batch]
+
+
+# --- run folders ------------------------------------------------------------------------------------------------------
+
+
+def choose_run_dir(values: dict[str, Any], cfg: Config) -> str | None:
+    """The run folder of a single run; None for what writes nothing. Creates nothing.
+
+    Raises:
+        ConfigError: the folder is in use, or holds a run that these settings cannot continue.
+    """
+    if cfg.dry_run or cfg.task == "evaluate":
+        return None
+    if cfg.resume == "last":
+        return last_unfinished(values)
+    if cfg.run_dir is None:
+        return fresh_run_dir(cfg.recipe["name"])
+    check_run_dir(cfg.run_dir, values, cfg)
+    return cfg.run_dir
+
+
+def check_run_dir(run_dir: str, values: dict[str, Any], cfg: Config) -> None:
+    """Whether a run with these settings may write to a folder that may already hold one.
+
+    Raises:
+        ConfigError: it may not.
+    """
+    folder = Path(run_dir)
+    if is_locked(folder):
+        raise ConfigError(f"run_dir={run_dir}: another process is writing there; wait for it, or choose another folder")
+    stored = stored_config(folder)
+    if stored is None or not any(folder.glob("checkpoints/step_*")):
+        return
+    if cfg.resume == "never":
+        raise ConfigError(f"resume=never: {run_dir} holds a run already; choose another run_dir, or resume=auto")
+    changed = differences(stored, values)
+    if changed and not cfg.allow_changes:
+        raise ConfigError(
+            [f"{change} (run_dir={run_dir} was begun with the first)" for change in changed]
+            + ["allow_changes=false: expected the settings of the run; use allow_changes=true to go on with these"]
+        )
+
+
+def is_finished(run_dir: str, values: dict[str, Any]) -> bool:
+    """Whether the folder holds the finished run of just these settings."""
+    stored = stored_config(run_dir)
+    free = {"log", "layout", "device", "save_every", "eval_every", "log_every", "perf", "run_dir", "resume"}
+    return stored is not None and status_of(run_dir) == "finished" and not differences(stored, values, but=free)
+
+
+def finished_metric(run_dir: str, name: str) -> float | None:
+    """A result of a finished run, from its summary.json."""
+    return json.loads(Path(run_dir, "summary.json").read_text())["eval"].get(name)
+
+
+def status_of(run_dir: str | os.PathLike[str]) -> str:
+    """`status` of summary.json; "unknown" when it cannot be read."""
+    try:
+        return str(json.loads(Path(run_dir, "summary.json").read_text())["status"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "unknown"
+
+
+def fresh_run_dir(recipe: str) -> str:
+    """outputs/<recipe>/<date_time>, with a number behind when that is taken."""
+    stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    path = Path("outputs", recipe, stamp)
+    number = 1
+    while path.exists():
+        number += 1
+        path = path.with_name(f"{stamp}_{number}")
+    return str(path)
+
+
+def sweep_subdir(overrides: list[str]) -> str:
+    """A folder name for a job: its overrides in safe characters, at most 120 of them, and a hash of the whole."""
+    text = ",".join(overrides)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    safe = re.sub(r"[^A-Za-z0-9=,._+-]", "_", text).lstrip(".")[:120]
+    return f"{safe}-{digest}" if safe else digest
+
+
+def stored_config(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The configuration of a run folder, or None when it holds no run."""
+    path = Path(run_dir, ".hydra", "config.yaml")
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, ValueError):
+        return None
+    except Exception:  # a damaged file raises the YAML parser's own kinds
+        return None
+    return values if isinstance(values, dict) else None  # type: ignore[return-value]
+
+
+def last_unfinished(values: dict[str, Any]) -> str:
+    """The newest unfinished run folder of the same configuration.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    base = Path("outputs", str(values["recipe"]["name"]))
+    seen = 0
+    for folder in sorted(base.iterdir() if base.is_dir() else [], key=lambda p: p.stat().st_mtime, reverse=True):
+        stored = stored_config(folder)
+        if stored is None:
+            continue
+        seen += 1
+        if status_of(folder) != "finished" and not is_locked(folder) and not differences(stored, values):
+            return str(folder)
+    raise ConfigError(
+        f"resume=last: no unfinished run with these settings in {base} ({seen} runs there); "
+        f"begin one with resume=auto, or name its folder with run_dir="
+    )
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a living process writes to this run folder."""
+    try:
+        with open(folder / ".lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False

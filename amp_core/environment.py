@@ -1,0 +1,410 @@
+"""What a recipe runs in: device, ranks, run folder, signals. Always torn down, whatever happens inside."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import platform
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from amp_core.config import Config, build, num_steps
+from amp_core.errors import ConfigError, RunError, SaveError
+from amp_core.log import write_json
+from amp_core.precision import Amp
+
+logger = logging.getLogger("amp_recipes")
+
+
+@dataclass
+class Job:
+    """All that a worker needs to know, as JSON: it is composed once and handed to every rank."""
+
+    config: dict[str, Any]
+    run_dir: str | None
+    """None: nothing is written (dry run, evaluation of a checkpoint)."""
+    overrides: list[str] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Warnings found before the start."""
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> Job:
+        return cls(**json.loads(text))
+
+
+def launched() -> bool:
+    """Whether this process is one of several started by torchrun or by torch's elastic agent."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+class WorkerStore:
+    """Text shared by the workers of an agent. Keys of earlier attempts stay in the agent's store, and would confuse a
+    new process group; so all but `first` are kept apart by attempt."""
+
+    def __init__(self) -> None:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._all = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=not agent_hosts and os.environ["RANK"] == "0",
+            timeout=datetime.timedelta(minutes=5),
+        )
+        self._attempt = dist.PrefixStore(f"amp_recipes/attempt_{attempt}", self._all)
+
+    def set(self, key: str, text: str) -> None:
+        self._attempt.set(key, text)
+
+    def get(self, key: str) -> str:
+        """Waits until some rank has set it."""
+        return self._attempt.get(key).decode()
+
+    def first(self, key: str, text: str) -> str:
+        """What the first attempt set."""
+        return self._all.compare_set(f"amp_recipes/{key}", "", text).decode()
+
+    def for_process_group(self) -> dist.Store:
+        return dist.PrefixStore("process_group", self._attempt)
+
+
+_store: WorkerStore | None = None
+
+
+def worker_store() -> WorkerStore:
+    """The store of this worker's agent, connected once."""
+    global _store
+    if _store is None:
+        _store = WorkerStore()
+    return _store
+
+
+class Stop:
+    """Whether to stop, agreed between ranks: a signal on one rank, or the time limit, ends all at the same step.
+
+    `poll` costs the host a microsecond and never waits for the device: the ranks exchange one number per step in the
+    background and act on it one step later.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, max_minutes: float | None) -> None:
+        self.code = 0
+        """Exit code that this rank asks for: 130, 143 or 75; 0 goes on."""
+        self._deadline = None if max_minutes is None else time.monotonic() + 60.0 * max_minutes
+        self._group = group
+        self._flag = torch.zeros(1, dtype=torch.int64)
+        self._host = self._flag.numpy()  # the same memory, readable without a tensor operation
+        self._work: dist.Work | None = None
+
+    def poll(self) -> int:
+        """Called by every rank after every step. Returns the agreed exit code, 0 to go on."""
+        if not self.code and self._deadline is not None and time.monotonic() >= self._deadline:
+            self.code = 75
+        if self._group is None:
+            return self.code
+        agreed = self._settle()
+        self._host[0] = self.code
+        self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return agreed
+
+    def _settle(self) -> int:
+        if self._work is None:
+            return 0
+        self._work.wait()
+        self._work = None
+        return int(self._host[0])
+
+    def on_signal(self, number: int, frame: object) -> None:
+        if self.code in (130, 143) and number == signal.SIGINT and self._asked_by == signal.SIGINT:
+            # Asked twice at the keyboard: no more patience.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            raise KeyboardInterrupt
+        if not self.code:
+            self._asked_by = number
+            self.code = 128 + number
+
+    _asked_by = 0
+
+
+class Environment:
+    """Handed to every recipe. Made by `environment`."""
+
+    def __init__(
+        self, job: Job, cfg: Config, device: torch.device, rank: int, local_rank: int, world_size: int
+    ) -> None:
+        self.job = job
+        self.cfg = cfg
+        self.device = device
+        self.rank = rank
+        self.local_rank = local_rank
+        self.world_size = world_size
+        self.run_dir = Path(job.run_dir) if job.run_dir else None
+        self.stop: Stop
+        self.host_group: dist.ProcessGroup | None = None
+        self.started = time.monotonic()
+        self.summary: dict[str, Any] = {}
+        self._lock: IO[str] | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0, the only one that writes."""
+        return self.rank == 0
+
+    def wrap(self, net: nn.Module, amp: Amp) -> nn.Module:
+        """`net` on the device, with its fp32 islands, its statistics guarded, in the layout of the run."""
+        from amp_core.islands import keep_fp32
+        from amp_core.layout import wrap_ddp
+
+        net = net.to(self.device)
+        if self.cfg.perf.channels_last:
+            net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if self.cfg.amp.keep_fp32:
+            try:
+                keep_fp32(net, self.cfg.amp.keep_fp32)
+            except ValueError as problem:
+                raise ConfigError(f"amp.keep_fp32={self.cfg.amp.keep_fp32}: {problem}") from problem
+        if self.cfg.layout.name == "ddp" and self.world_size > 1:
+            net = wrap_ddp(net, self.device)
+        amp.guard(net)
+        return net
+
+    def num_steps(self, data: Any) -> int:
+        """Length of the run in steps, on `data.train`."""
+        samples = self.cfg.batch_size * self.cfg.accumulation * self.world_size
+        return num_steps(self.cfg, num_samples=len(data.train), samples_per_step=samples)
+
+    def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of `tensor` over all ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def write_summary(self, status: str, exit_code: int, error: str | None = None) -> None:
+        """summary.json of the run; only rank 0 writes, and only when there is a run folder."""
+        if self.run_dir is None or not self.is_main or not self.run_dir.is_dir():
+            return
+        defaults = {
+            "status": status,
+            "exit_code": exit_code,
+            "step": 0,
+            "eval": {},
+            "amp": self.cfg.amp.name,
+            "device": self.device.type,
+            "world_size": self.world_size,
+            "samples_per_second": None,
+            "peak_memory_bytes": peak_memory(self.device),
+            "skipped": 0,
+            "seconds": round(time.monotonic() - self.started, 3),
+        }
+        # A full disk must not hide what happened.
+        with contextlib.suppress(OSError):
+            write_json(self.run_dir / "summary.json", defaults | self.summary | {"error": error})
+
+    def seed_step(self, step: int) -> None:
+        """Randomness of a step as a function of (seed, rank, step), so that no generator state needs saving."""
+        # Odd constants spread neighbouring steps and ranks over the generator's seeds.
+        seed = (self.cfg.seed * 0x9E3779B97F4A7C15 + self.rank * 0xBF58476D1CE4E5B9 + step * 0x94D049BB133111EB) % 2**63
+        random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+
+    def open_folder(self) -> None:
+        """Create the run folder, take its lock, and write what is known at the start. Rank 0."""
+        if self.run_dir is None or not self.is_main:
+            return
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_folder(self.run_dir)
+            hydra = self.run_dir / ".hydra"
+            hydra.mkdir(exist_ok=True)
+            from omegaconf import OmegaConf
+
+            (hydra / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(self.job.config)))
+            (hydra / "overrides.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(self.job.overrides)))
+            write_json(self.run_dir / "environment.json", describe(self))
+        except OSError as problem:
+            raise SaveError(f"run_dir={self.run_dir}: cannot be written: {problem.strerror or problem}") from problem
+        self.write_summary("running", 0)
+
+    def close_folder(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def lock_folder(run_dir: Path) -> IO[str]:
+    """Take the lock of a run folder; it is held by the open file, so a killed process leaves none behind.
+
+    Raises:
+        ConfigError: another process writes there.
+    """
+    import fcntl
+
+    lock = open(run_dir / ".lock", "a+")  # noqa: SIM115 - held open on purpose
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as problem:
+        lock.seek(0)
+        owner = lock.read().strip() or "another process"
+        lock.close()
+        raise ConfigError(
+            f"run_dir={run_dir}: is being written by {owner}; wait for it, or choose another run_dir"
+        ) from problem
+    lock.seek(0)
+    lock.truncate()
+    lock.write(f"process {os.getpid()} on {platform.node()}")
+    lock.flush()
+    return lock
+
+
+@contextlib.contextmanager
+def environment(job: Job) -> Iterator[Environment]:
+    """Set the process up for one run and put everything back afterwards.
+
+    Sets: device, process group, random seeds, deterministic algorithms, signal handlers. Only the last two and the
+    matmul precision are process-wide and outlive a run; they are restored.
+    """
+    cfg = build(job.config)
+    rank, local_rank, world_size = (
+        int(os.environ.get(k, d)) for k, d in zip(("RANK", "LOCAL_RANK", "WORLD_SIZE"), "001")
+    )
+    if cfg.layout.name == "single":
+        rank, local_rank, world_size = 0, 0, 1
+    device = resolve_device(cfg.device, local_rank)
+    env = Environment(job, cfg, device, rank, local_rank, world_size)
+    before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+    deterministic = (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic)
+    handlers: dict[int, Any] = {}
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        if cfg.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.deterministic = True
+        if cfg.layout.name != "single":
+            _join(cfg, device, rank, world_size)
+            env.host_group = dist.new_group(backend="gloo") if world_size > 1 else None
+        env.stop = Stop(env.host_group, cfg.max_minutes)
+        # After the process group exists: its set-up may not be interrupted half-way.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError):  # not in the main thread: signals are somebody else's there
+                handlers[number] = signal.signal(number, env.stop.on_signal)
+        torch.manual_seed(cfg.seed)
+        env.open_folder()
+        if world_size > 1:
+            dist.barrier(group=env.host_group)  # the folder is there before any rank looks into it
+        yield env
+    except BaseException as problem:
+        code, status = outcome_of(problem)
+        env.write_summary(status, code, f"{type(problem).__name__}: {problem}")
+        raise
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        env.close_folder()
+        if dist.is_available() and dist.is_initialized():
+            # A failing teardown after complete work is no failure of the run.
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+        torch.use_deterministic_algorithms(deterministic[0])
+        torch.backends.cudnn.deterministic = deterministic[1]
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def outcome_of(problem: BaseException) -> tuple[int, str]:
+    """Exit code and status of a run that ended with this exception."""
+    if isinstance(problem, KeyboardInterrupt):
+        return 130, "preempted"
+    if isinstance(problem, RunError):
+        status = {5: "diverged", 75: "preempted", 130: "preempted", 143: "preempted"}
+        return problem.exit_code, status.get(problem.exit_code, "failed")
+    return 1, "failed"
+
+
+def _join(cfg: Config, device: torch.device, rank: int, world_size: int) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=worker_store().for_process_group() if launched() else dist.HashStore(),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(minutes=cfg.layout.timeout_minutes),
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of this rank: `auto` is cuda where there is one."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the allocator's peak on a GPU, the process's peak resident size on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def describe(env: Environment) -> dict[str, Any]:
+    """Versions, device, git commit and command line."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {}
+    for package in ("torch", "torchvision", "hydra-core", "omegaconf", "numpy"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    device: dict[str, Any] = {"type": env.device.type, "name": platform.processor() or platform.machine()}
+    if env.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(env.device)
+        device |= {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+        }
+    return {
+        "command": env.job.command,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "device": device,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "world_size": env.world_size,
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_dirty": bool(git("status", "--porcelain")),
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }

@@ -1,0 +1,212 @@
+"""From a checked configuration to finished workers: in this process, or N of them through torch's elastic agent.
+
+Workers are started as commands, not as functions, so that a run, a sweep and a joblib sweep start them the same way.
+A worker that ends on purpose (time limit, divergence, a signal) reports its exit code through a file and exits with 0:
+the agent restarts whatever exits with anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from amp_core.config import Config, build, node_range
+from amp_core.environment import Environment, Job, environment, launched, outcome_of, worker_store
+from amp_core.errors import ConfigError, RunError
+from amp_core.log import write_json
+from amp_core.preflight import num_processes
+
+Run = Callable[[Config, Environment], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    exit_code: int
+    eval: dict[str, float]
+    error: str | None = None
+    """What the user should read; None after success."""
+
+
+def launch(job: Job, run: Run, worker: list[str]) -> Outcome:
+    """Run a job to its end. Never raises for a failing run.
+
+    Args:
+        job: what to run.
+        run: the recipe.
+        worker: the command of a worker; the path of the job's file is appended.
+    """
+    cfg = build(job.config)
+    if cfg.layout.name == "single" or launched():
+        return in_process(job, run)
+    return _with_agent(job, cfg, worker)
+
+
+def in_process(job: Job, run: Run) -> Outcome:
+    """Run a job in this process."""
+    try:
+        with environment(job) as env:
+            return Outcome(0, run(env.cfg, env))
+    except (Exception, KeyboardInterrupt) as problem:
+        code, _ = outcome_of(problem)
+        if isinstance(problem, RunError):
+            return Outcome(code, {}, str(problem))
+        if isinstance(problem, KeyboardInterrupt):
+            return Outcome(code, {}, "interrupted twice: stopped at once, without a checkpoint")
+        return Outcome(code, {}, traceback.format_exc())
+
+
+def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
+    # Imported here: the agent costs a second that a single process need not pay.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    layout = cfg.layout
+    nodes = node_range(layout.nnodes)
+    assert nodes is not None
+    nproc = num_processes(cfg)
+    several = nodes[1] > 1
+    with tempfile.TemporaryDirectory(prefix="amp_recipes_") as folder, _worker_environ(nproc):
+        job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
+        job_file.write_text(job.dumps())
+        config = LaunchConfig(
+            min_nodes=nodes[0],
+            max_nodes=nodes[1],
+            nproc_per_node=nproc,
+            run_id=layout.rdzv_id or uuid.uuid4().hex,
+            role="rank",
+            rdzv_backend="c10d",
+            rdzv_endpoint=layout.rdzv_endpoint or "127.0.0.1:0",
+            local_addr=None if several else "127.0.0.1",
+            max_restarts=layout.max_restarts,
+            monitor_interval=0.1,
+            start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            elastic_launch(config, worker[0])(*worker[1:], str(job_file))
+        except SignalException as stopped:
+            outcome = _read_result(result_file)
+            code = 128 + int(stopped.sigval)
+            if outcome is None:
+                return _failed(job, code, "preempted", f"stopped by {signal.Signals(stopped.sigval).name}")
+            return Outcome(outcome.exit_code or code, outcome.eval, outcome.error)
+        except ChildFailedError as failed:
+            return _failed(job, 1, "failed", _first_failure(failed))
+        outcome = _read_result(result_file)
+        return outcome or _failed(job, 1, "failed", "the workers ended without a result")
+
+
+def _failed(job: Job, code: int, status: str, message: str) -> Outcome:
+    """The workers are dead; what they could not write is written for them."""
+    summary = Path(job.run_dir or "", "summary.json")
+    if job.run_dir and summary.is_file():
+        with contextlib.suppress(OSError, ValueError):
+            content = json.loads(summary.read_text())
+            if content.get("status") == "running":
+                write_json(summary, content | {"status": status, "exit_code": code, "error": message})
+    return Outcome(code, {}, message)
+
+
+def _first_failure(failed: Any) -> str:
+    """Which rank failed first and why: the others fail because their partner is gone."""
+
+    def order(item: tuple[int, Any]) -> tuple[bool, float]:
+        failure = item[1]
+        killed = failure.exitcode < 0 and -failure.exitcode not in (signal.SIGTERM, signal.SIGINT)
+        return not killed, _extra(failure).get("precise_timestamp", float(failure.timestamp))
+
+    rank, failure = min(failed.failures.items(), key=order)
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        return f"rank {rank} was killed by {name}; the same command goes on from the last checkpoint"
+    return f"rank {rank} failed:\n{_extra(failure).get('py_callstack', failure.message)}"
+
+
+def _extra(failure: Any) -> dict[str, Any]:
+    message = failure.error_file_data.get("message")
+    return message.get("extraInfo", {}) if isinstance(message, dict) else {}
+
+
+def _read_result(path: Path) -> Outcome | None:
+    try:
+        return Outcome(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def _worker_environ(nproc: int) -> Iterator[None]:
+    """Share the cores between the workers, unless the user decided."""
+    name = "OMP_NUM_THREADS"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = str(max(1, (os.cpu_count() or 1) // nproc))
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def work(job_file: Path, run_of: Callable[[str], Run]) -> int:
+    """The main function of a worker of the agent. Returns its exit code.
+
+    Args:
+        job_file: what to run.
+        run_of: the recipe of a name.
+    """
+    job = share(Job.loads(job_file.read_text()))
+    assert job is not None
+    outcome = in_process(job, run_of(job.config["recipe"]["name"]))
+    if outcome.exit_code == 1:
+        report_failure(outcome.error or "")
+        return 1
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        write_json(job_file.with_name("result.json"), vars(outcome))
+    return 0
+
+
+def report_failure(text: str) -> None:
+    """Hand this rank's traceback to the agent (ours or torchrun's), which shows that of the first rank to fail."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        print(text, file=sys.stderr)
+        return
+    now = time.time()
+    extra = {"py_callstack": text, "timestamp": str(int(now)), "precise_timestamp": now}
+    Path(path).write_text(json.dumps({"message": {"message": text.strip(), "extraInfo": extra}}))
+
+
+def share(job: Job | None, *, refused: bool = False) -> Job | None:
+    """Rank 0's job on every rank: composed once, one run folder for all, the same after a restart.
+
+    Args:
+        job: on rank 0 the job, or None when there is nothing to do.
+        refused: on rank 0, its configuration is bad.
+
+    Raises:
+        ConfigError: without a message, on every rank, when rank 0 refused: it says why.
+    """
+    store = worker_store()
+    if os.environ["RANK"] == "0":
+        if job is not None:
+            job.run_dir = store.first("run_dir", job.run_dir or "") or None
+        store.set("job", "refused" if refused else job.dumps() if job else "nothing")
+    text = store.get("job")
+    if text == "refused":
+        raise ConfigError([])
+    return None if text == "nothing" else Job.loads(text)

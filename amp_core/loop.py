@@ -1,0 +1,559 @@
+"""The course of a run around its steps: data, resume, cadences, metrics, checkpoints, stopping.
+
+A recipe writes
+
+    for window in loop.windows():
+        loop.log(*train_step(window))
+
+and this module does what must happen between two steps, each thing at its time and on all ranks alike. Between two log
+lines the host reads nothing back from the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from amp_core.checkpoint import Checkpoint, Loaded
+from amp_core.config import differences, num_steps, scale_cap
+from amp_core.data import Data, Sampler, to_device, train_loader
+from amp_core.ema import Ema
+from amp_core.environment import Environment, peak_memory
+from amp_core.errors import CheckpointError, ConfigError, Diverged, Interrupted
+from amp_core.layout import unwrap
+from amp_core.log import Log
+from amp_core.precision import Amp, StepReport
+from amp_core.schedule import Schedule
+from amp_core.window import Micro
+
+logger = logging.getLogger("amp_recipes")
+
+Evaluate = Callable[[nn.Module], dict[str, float]]
+
+
+class Loop:
+    """One run of a recipe.
+
+    Args:
+        env: where it runs.
+        data: training data; evaluation is the recipe's own.
+        amp: the mode.
+        model: the wrapped network.
+        optimizer, schedule, ema: what moves with it.
+        evaluate: metrics of a network (the model, then the averaged one) on the evaluation data; on every rank.
+        parts: further named parts of the checkpoint.
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        data: Data,
+        *,
+        amp: Amp,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        ema: Ema | None,
+        evaluate: Evaluate,
+        **parts: Any,
+    ) -> None:
+        self.env, self.cfg, self.data = env, env.cfg, data
+        self.amp, self.model, self.optimizer, self.schedule, self.ema = amp, model, optimizer, schedule, ema
+        self.evaluate = evaluate
+        self.parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "ema": ema, **parts, "scaler": amp}
+        self.accumulation = self.cfg.accumulation
+        self.step = 0
+        """Windows done, taken or skipped."""
+        self.samples = 0
+        """Samples drawn so far, over all ranks."""
+        self.eval: dict[str, float] = {}
+        """Results of the last evaluation."""
+        self._eval_step = self._save_step = self._log_step = -1
+        self._log: Log | None = None
+        self._report: StepReport | None = None
+        self._sums: dict[str, Tensor] = {}
+        self._num_logged = torch.zeros((), device=env.device)
+        self._reading: _Reading | None = None
+        self._floor_said = False
+        self._clock = _Clock()
+
+    @property
+    def samples_per_step(self) -> int:
+        """Over all micro-batches and ranks."""
+        return self.cfg.batch_size * self.accumulation * self.env.world_size
+
+    @property
+    def num_steps(self) -> int:
+        """The step at which the run ends."""
+        return num_steps(self.cfg, num_samples=len(self.data.train), samples_per_step=self.samples_per_step)
+
+    # --- the course -------------------------------------------------------------------------------------------------
+
+    def windows(self) -> Iterator[list[Micro]]:
+        """The windows from where the run stands to its end. Between them: log, evaluate, save, stop.
+
+        Yields:
+            `accumulation` micro-batches on the device; weights sum to 1 over all ranks.
+
+        Raises:
+            ConfigError: the checkpoint was made with other settings.
+            CheckpointError, SaveError: no usable checkpoint, or it cannot be written.
+            Diverged: too many skipped steps in a row.
+            Interrupted: a signal or the time limit, after a checkpoint.
+        """
+        if self.cfg.dry_run:
+            print(self.plan())
+            return
+        loaded = self._resume()
+        if self.cfg.task == "evaluate":
+            self._evaluate_only(loaded)
+            return
+        if loaded is not None and self.step >= self.num_steps:
+            self._already_finished()
+            return
+        self._open_log(loaded)
+        try:
+            yield from self._steps()
+        finally:
+            if self._log is not None:
+                self._log.close(self.env.summary)
+
+    def _steps(self) -> Iterator[list[Micro]]:
+        env, cfg, end = self.env, self.cfg, self.num_steps
+        sampler = Sampler(
+            len(self.data.train),
+            seed=cfg.seed,
+            batch_size=cfg.batch_size,
+            accumulation=self.accumulation,
+            rank=env.rank,
+            world_size=env.world_size,
+            start_sample=self.samples,
+        )
+        weight = cfg.batch_size / self.samples_per_step
+        on_cuda = env.device.type == "cuda"
+        with contextlib.closing(
+            train_loader(self.data.train, sampler, num_workers=cfg.data.num_workers, pin_memory=on_cuda)
+        ) as loader:
+            batches = to_device(
+                loader, env.device, ahead=cfg.perf.prefetch and on_cuda, channels_last=cfg.perf.channels_last
+            )
+            self._clock.start(self.samples)
+            while self.step < end:
+                window = [
+                    Micro(next(batches), weight, is_last=i == self.accumulation - 1) for i in range(self.accumulation)
+                ]
+                env.seed_step(self.step + 1)
+                self.model.train()
+                with self._fault(window) as dropped:
+                    if not dropped:
+                        yield window
+                self.step += 1
+                self.samples += self.samples_per_step
+                self._after_step(end)
+
+    def _after_step(self, end: int) -> None:
+        cfg, at_end = self.cfg, self.step == end
+        stop = self.env.stop.poll()
+        assert self._log is not None
+        self._log.advance(self.step)
+        if at_end or stop or self.step % cfg.log_every == 0:
+            self._read_metrics()
+        if at_end or (not stop and self.step % cfg.eval_every == 0):
+            self._evaluate()
+        if at_end or stop or self.step % cfg.save_every == 0:
+            self._finish_reading()
+            self._save()
+        if at_end:
+            self._end()
+        elif stop:
+            reason = {75: "the time limit was reached", 130: "SIGINT", 143: "SIGTERM"}[stop]
+            self._summarise()
+            message = (
+                f"stopped at step {self.step} of {end}: {reason}; a checkpoint was written, the same command goes on"
+            )
+            self._log.warning(message)
+            raise Interrupted(message, stop)
+
+    def log(self, report: StepReport, **values: Tensor) -> None:
+        """Record a step. Does not wait for the device.
+
+        Args:
+            report: of the step.
+            **values: 0-d tensors, this rank's shares of means over the window. The metrics hold their means over the
+                taken steps since the last line.
+        """
+        self._report = report
+        for name, value in values.items():
+            value = torch.where(report.taken, value.detach().float(), 0.0)
+            total = self._sums.get(name)
+            self._sums[name] = value if total is None else total + value
+        self._num_logged = self._num_logged + report.taken
+
+    # --- where the run stands -----------------------------------------------------------------------------------------
+
+    def _resume(self) -> Loaded | None:
+        env, cfg = self.env, self.cfg
+        own = None if env.run_dir is None else env.run_dir / "checkpoints"
+        self.checkpoint = Checkpoint(
+            own or "checkpoints", keep=cfg.checkpoint.keep, writer=own is not None and env.is_main, **self.parts
+        )
+        self._notes: list[str] = list(env.job.notes)
+        loaded = None
+        if own is not None:
+            loaded = self.checkpoint.load()
+        if loaded is None and cfg.resume not in ("auto", "last", "never"):
+            loaded = self.checkpoint.load(cfg.resume)
+        elif loaded is None and cfg.task == "evaluate":
+            loaded = self.checkpoint.load(cfg.run_dir)
+        self._agree_on(loaded)
+        if loaded is None:
+            if env.run_dir is not None and (env.run_dir / "metrics.jsonl").exists():
+                self._notes.append("the run folder holds no checkpoint yet: beginning from the start")
+            return None
+        self._notes += loaded.notes
+        progress = loaded.progress
+        if cfg.task == "train":
+            self._check_changes(loaded)
+            self._keep_samples_per_step(progress, loaded.config)
+        self.step = loaded.step
+        self.samples = int(progress["samples"])
+        self.amp.num_skipped.fill_(int(progress["skipped"]))
+        self.amp.num_consecutive_skips.fill_(int(progress["consecutive_skips"]))
+        if self.ema is not None:
+            self.ema.num_taken.fill_(int(progress["averaged"]))
+        old_mode = loaded.config.get("amp", {}).get("name")
+        if old_mode != cfg.amp.name:
+            self._notes.append(f"the checkpoint was made with amp={old_mode}, going on with amp={cfg.amp.name}")
+        self._notes.append(f"continuing from step {self.step}: {loaded.path}")
+        return loaded
+
+    def _agree_on(self, loaded: Loaded | None) -> None:
+        if self.env.world_size == 1:
+            return
+        found: list[Any] = [None] * self.env.world_size
+        mine = None if loaded is None else (loaded.step, loaded.digest)
+        dist.all_gather_object(found, mine, group=self.env.host_group)
+        if any(other != found[0] for other in found):
+            raise CheckpointError(f"the ranks loaded different checkpoints: {found}; do all see the same run folder?")
+
+    def _check_changes(self, loaded: Loaded) -> None:
+        changed = differences(loaded.config, self.cfg.to_dict())
+        if not changed:
+            return
+        if self.cfg.allow_changes:
+            self._notes.append("settings changed since the checkpoint: " + "; ".join(changed))
+            return
+        raise ConfigError(
+            [f"{change} (the checkpoint {loaded.path} was made with the first)" for change in changed]
+            + [
+                "allow_changes=false: expected the settings of the checkpoint; use allow_changes=true to go on with these"
+            ]
+        )
+
+    def _keep_samples_per_step(self, progress: dict[str, Any], old: dict[str, Any]) -> None:
+        """Hold the samples per step when the number of ranks changed, by another accumulation."""
+        before, now = int(progress["samples_per_step"]), self.samples_per_step
+        if before == now:
+            return
+        per_pass = self.cfg.batch_size * self.env.world_size
+        same = all(old.get(key) == getattr(self.cfg, key) for key in ("batch_size", "accumulation"))
+        if same and before % per_pass == 0:
+            self.accumulation = before // per_pass
+            self._notes.append(
+                f"accumulation={self.accumulation} instead of {self.cfg.accumulation}: keeps {before} samples per step "
+                f"on {self.env.world_size} rank(s)"
+            )
+            return
+        problem = (
+            f"batch_size={self.cfg.batch_size}, accumulation={self.cfg.accumulation}, {self.env.world_size} rank(s): "
+            f"{now} samples per step, the checkpoint has {before}; choose values whose product is {before}, "
+            f"or allow_changes=true"
+        )
+        if not self.cfg.allow_changes:
+            raise ConfigError(problem)
+        self._notes.append(problem)
+
+    def _open_log(self, loaded: Loaded | None) -> None:
+        env, cfg = self.env, self.cfg
+        assert env.run_dir is not None
+        self._log = Log(
+            env.run_dir,
+            cfg.log,
+            rank=env.rank,
+            run_config=cfg.to_dict(),
+            name=env.run_dir.name,
+            start_step=self.step,
+            total_steps=self.num_steps,
+            last_line_step=None if loaded is None else self.step,
+        )
+        for note in self._notes if env.is_main else []:
+            self._log.info(note)
+        if env.is_main:
+            self._log.info(self.plan())
+
+    def plan(self) -> str:
+        """What runs, in a few lines."""
+        cfg, env = self.cfg, self.env
+        params = [p for p in unwrap(self.model).parameters()]
+        weights = sum(p.numel() * p.element_size() for p in params)
+        trained = sum(p.numel() * p.element_size() for p in params if p.requires_grad)
+        moments = _state_ratio(self.optimizer)
+        memory = weights + trained + trained * moments + (weights if self.ema else 0)
+        amp = f"amp={cfg.amp.name}"
+        if cfg.amp.scaling:
+            amp += f" (scale at most {scale_cap(cfg.amp, cfg.batch_size):g})"
+        passes = self.num_steps * self.samples_per_step / len(self.data.train)
+        return "\n".join(
+            [
+                f"{cfg.recipe['name']}: {cfg.model.name} ({sum(p.numel() for p in params):,} parameters) on "
+                f"{cfg.data.name} ({len(self.data.train):,} training samples)",
+                f"  {amp} on {env.world_size} x {env.device.type}, "
+                f"{type(self.optimizer).__name__}{' fused' if _is_fused(self.optimizer) else ''}, "
+                f"schedule {cfg.schedule.name} over {self.schedule.num_steps} steps",
+                f"  {self.num_steps} steps of {self.samples_per_step} samples ({cfg.batch_size} x accumulation "
+                f"{self.accumulation} x {env.world_size} rank(s)), {passes:.3g} passes over the data",
+                f"  {memory / 2**20:.1f} MiB per rank for weights, gradients, moments"
+                f"{' and averages' if self.ema else ''}; activations come on top",
+            ]
+        )
+
+    # --- metrics ------------------------------------------------------------------------------------------------------
+
+    def _read_metrics(self) -> None:
+        """Begin to read the numbers of a log line; on a GPU they are written when the next line is begun."""
+        self._finish_reading()
+        rate, passed = self._clock.lap(self.samples)
+        if self._report is None:
+            return
+        names = list(self._sums)
+        sums = torch.stack([*self._sums.values(), self._num_logged / self.env.world_size])
+        if self.env.world_size > 1:
+            dist.all_reduce(sums)
+        lr = self.schedule.rate
+        facts = [
+            self._report.grad_norm,
+            self.amp.scaler.scale,
+            self.amp.num_skipped,
+            self.amp.num_consecutive_skips,
+            lr if isinstance(lr, Tensor) else torch.tensor(lr, device=self.env.device),
+        ]
+        # float64 holds counts and scales exactly.
+        numbers = torch.cat([sums.double(), torch.stack([f.detach().double() for f in facts])])
+        self._sums, self._num_logged = {}, torch.zeros_like(self._num_logged)
+        self._reading = _Reading(numbers, names, self.step, rate)
+        if self.env.device.type == "cpu":
+            self._finish_reading()
+
+    def _finish_reading(self) -> None:
+        if self._reading is None:
+            return
+        reading, self._reading = self._reading, None
+        *sums, num_logged, grad_norm, scale, skipped, streak, lr = reading.values()
+        line: dict[str, Any] = {"step": reading.step, "split": "train"}
+        line |= {
+            name: total / num_logged if num_logged else None for name, total in zip(reading.names, sums, strict=True)
+        }
+        line |= {
+            "lr": lr,
+            "loss_scale": scale,
+            "skipped": int(skipped),
+            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+            "samples_per_second": round(reading.rate, 3),
+        }
+        assert self._log is not None
+        self._log.metrics(line)
+        self.env.summary |= {"step": reading.step, "skipped": int(skipped), "samples_per_second": reading.rate}
+        policy = self.amp.scaler.policy
+        if policy and policy.dynamic and scale <= policy.min_scale and streak and not self._floor_said:
+            self._floor_said = True
+            self._log.warning(
+                f"the loss scale is at its floor {scale:g} and steps are still skipped (step {reading.step}): "
+                f"the overflow is in the forward pass or in the data, not in the scale"
+            )
+        if streak >= self.cfg.amp.max_consecutive_skips:
+            raise Diverged(
+                f"{int(streak)} steps in a row up to step {reading.step} had gradients that are not finite "
+                f"(amp.max_consecutive_skips={self.cfg.amp.max_consecutive_skips}), loss scale {scale:g}. The weights "
+                f"are those of the last good step. Look for an overflow in the forward pass: keep its module in fp32 "
+                f"(amp.keep_fp32), lower optimizer.lr, or use amp=bf16"
+            )
+
+    # --- evaluation, checkpoints, the end -----------------------------------------------------------------------------
+
+    def _evaluate(self) -> None:
+        if self._eval_step == self.step:
+            return
+        began = time.monotonic()
+        self.eval = self._metrics_of_nets()
+        self._eval_step = self.step
+        self._clock.pause(time.monotonic() - began)
+        if self._log is not None:
+            self._log.metrics({"step": self.step, "split": "eval", **self.eval})
+            self._log.info(f"step {self.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in self.eval.items()))
+
+    def _metrics_of_nets(self) -> dict[str, float]:
+        net = unwrap(self.model)
+        metrics = self.evaluate(net.eval())
+        net.train()
+        if self.ema is not None:
+            metrics |= {f"ema_{name}": value for name, value in self.evaluate(self.ema.model).items()}
+        return metrics
+
+    def _save(self) -> None:
+        if self._save_step == self.step:
+            return
+        began = time.monotonic()
+        self.checkpoint.save(
+            self.step,
+            progress={
+                "samples": self.samples,
+                "samples_per_step": self.samples_per_step,
+                "skipped": int(self.amp.num_skipped),
+                "consecutive_skips": int(self.amp.num_consecutive_skips),
+                "averaged": int(self.ema.num_taken) if self.ema else 0,
+            },
+            config=self.cfg.to_dict(),
+            metrics=self.eval if self._eval_step == self.step else None,
+            best=(self.cfg.recipe["best"], self.cfg.recipe["best_is"]),
+        )
+        self._save_step = self.step
+        self._clock.pause(time.monotonic() - began)
+
+    def _summarise(self) -> None:
+        self.env.summary |= {
+            "step": self.step,
+            "eval": self.eval,
+            "skipped": int(self.amp.num_skipped),
+            "samples_per_second": self._clock.overall(self.samples),
+            "peak_memory_bytes": peak_memory(self.env.device),
+        }
+
+    def _end(self) -> None:
+        self._summarise()
+        self.env.write_summary("finished", 0)
+        if self._log is not None and self.env.is_main:
+            result = ", ".join(f"{name} {value:.4f}" for name, value in self.eval.items())
+            self._log.info(f"finished {self.step} steps: {result}")
+            self._log.info(f"run folder: {self.env.run_dir}")
+
+    def _already_finished(self) -> None:
+        """A finished run that is started again: nothing is trained and its result stands."""
+        if self.env.is_main:
+            print(f"already finished: {self.step} of {self.num_steps} steps in {self.env.run_dir}")
+        self.eval = self._metrics_of_nets()
+        self._summarise()
+        self.env.write_summary("finished", 0)
+
+    def _evaluate_only(self, loaded: Loaded | None) -> None:
+        assert loaded is not None  # Checkpoint.load raises when a path was named and holds none
+        self.eval = self._metrics_of_nets()
+        if self.env.is_main:
+            for note in self._notes:
+                print(note)
+            print(f"step {loaded.step}: " + ", ".join(f"{name} {value:.4f}" for name, value in self.eval.items()))
+
+    # --- faults on purpose --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _fault(self, window: list[Micro]) -> Iterator[bool]:
+        """Put the fault of `debug.inject` into this window. Gives true when the window is to be dropped."""
+        inject = self.cfg.debug.inject
+        if inject is None or inject.step != self.step + 1:
+            yield False
+            return
+        if inject.where == "drop":
+            yield True
+            return
+        if inject.rank != self.env.rank:
+            yield False
+            return
+        net, handle = unwrap(self.model), None
+        if inject.where == "batch":
+            _first_float(window[0].batch).fill_(inject.value)
+        elif inject.where == "gradient":
+            weight = next(p for p in net.parameters() if p.requires_grad)
+            handle = weight.register_hook(lambda grad: torch.full_like(grad, inject.value))
+        else:
+            layer = next(m for m in net.modules() if any(True for _ in m.parameters(recurse=False)))
+            handle = layer.register_forward_hook(lambda m, inputs, output: output + inject.value)
+        try:
+            yield False
+        finally:
+            if handle is not None:
+                handle.remove()
+
+
+class _Reading:
+    """Numbers on their way from the device: copied in the background, waited for only when they are used."""
+
+    def __init__(self, numbers: Tensor, names: list[str], step: int, rate: float) -> None:
+        self.names, self.step, self.rate = names, step, rate
+        self._event = None
+        self._numbers = numbers
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def values(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()
+
+
+class _Clock:
+    """Samples per second of training alone: evaluation and saving do not count."""
+
+    def start(self, samples: int) -> None:
+        self._began = self._lap = time.monotonic()
+        self._first = self._samples = samples
+        self._paused = self._paused_in_lap = 0.0
+
+    def pause(self, seconds: float) -> None:
+        self._paused += seconds
+        self._paused_in_lap += seconds
+
+    def lap(self, samples: int) -> tuple[float, float]:
+        now = time.monotonic()
+        seconds = max(now - self._lap - self._paused_in_lap, 1e-9)
+        rate = (samples - self._samples) / seconds
+        self._lap, self._samples, self._paused_in_lap = now, samples, 0.0
+        return rate, seconds
+
+    def overall(self, samples: int) -> float:
+        return (samples - self._first) / max(time.monotonic() - self._began - self._paused, 1e-9)
+
+
+def _first_float(batch: Any) -> Tensor:
+    if isinstance(batch, Tensor):
+        return batch
+    for item in batch.values() if isinstance(batch, dict) else batch:
+        if isinstance(item, Tensor) and item.is_floating_point():
+            return item
+    raise ConfigError("debug.inject.where=batch: the batch holds no floating-point tensor; use where=gradient")
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _state_ratio(optimizer: torch.optim.Optimizer) -> float:
+    """Elements of optimizer state per element of weight, found by one step on a small weight."""
+    weight = nn.Parameter(torch.zeros(16, 16))
+    weight.grad = torch.zeros_like(weight)
+    group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    try:
+        twin = type(optimizer)([{"params": [weight], **group, "lr": 0.0}])  # type: ignore[call-arg]
+        twin.step()
+    except (TypeError, ValueError, RuntimeError):
+        return 2.0
+    return sum(v.numel() for v in twin.state[weight].values() if isinstance(v, Tensor) and v.ndim) / weight.numel()

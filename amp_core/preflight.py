@@ -1,0 +1,111 @@
+"""What can be checked before the start but needs torch: devices, names that are looked up in torch, packages, files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amp_core.checks import check_data
+from amp_core.config import Config, structure, node_range
+from amp_core.environment import launched
+from amp_core.log import check_log
+from amp_core.models import check_model
+from amp_core.optimizers import check_optimizer
+from amp_core.schedule import check_schedule
+
+
+def preflight(cfg: Config, knobs: type[Any], broken: set[str]) -> tuple[list[str], list[str]]:
+    """Problems and warnings of a configuration on this machine. Touches no device and creates nothing.
+
+    Args:
+        cfg: a configuration.
+        knobs: the dataclass of the recipe's own keys.
+        broken: top-level keys whose values do not have their type; what depends on them is not checked.
+    """
+    problems: list[str] = []
+    warnings: list[str] = []
+
+    def sound(*keys: str) -> bool:
+        return broken.isdisjoint(keys)
+
+    if sound("recipe"):
+        structure(knobs, cfg.recipe, "recipe", problems)
+    if sound("device", "layout", "amp", "debug"):
+        _check_devices(cfg, problems, warnings)
+    if sound("optimizer"):
+        problems += check_optimizer(cfg.optimizer)
+    if sound("schedule"):
+        problems += check_schedule(cfg.schedule)
+    if sound("model"):
+        problems += check_model(cfg.model.name, cfg.model.options)
+    if sound("data"):
+        problems += check_data(cfg.data)
+    if sound("log"):
+        problems += check_log(cfg.log)
+    if sound("run_dir") and cfg.run_dir and not cfg.dry_run:
+        _check_writable(Path(cfg.run_dir), problems)
+    return problems, warnings
+
+
+def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> None:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if cfg.device == "cuda" and not num_gpus:
+        reason = "torch was built without CUDA" if torch.version.cuda is None else "no CUDA GPU was found"
+        problems.append(f"device=cuda: {reason}; use device=cpu, or device=auto")
+        return
+    on_cuda = num_gpus > 0 and cfg.device != "cpu"
+    wanted = cfg.layout.nproc_per_node or 1
+    if on_cuda and wanted > num_gpus:
+        problems.append(
+            f"layout.nproc_per_node={wanted}: needs {wanted} GPUs; this machine has {num_gpus}. "
+            f"Use layout.nproc_per_node={num_gpus}, or device=cpu"
+        )
+    if launched():
+        started = int(os.environ["LOCAL_WORLD_SIZE"])
+        if cfg.layout.name == "single" and int(os.environ["WORLD_SIZE"]) > 1:
+            problems.append(f"layout=single: torchrun started {os.environ['WORLD_SIZE']} processes; use layout=ddp")
+        elif cfg.layout.nproc_per_node not in (None, started):
+            problems.append(f"layout.nproc_per_node={wanted}: torchrun started {started} per machine; leave it out")
+        if node_range(cfg.layout.nnodes) != (1, 1):
+            problems.append(f"layout.nnodes={cfg.layout.nnodes}: torchrun decides about machines; leave it out")
+    inject = cfg.debug.inject
+    nodes = node_range(cfg.layout.nnodes)
+    if inject is not None and not launched() and nodes == (1, 1) and cfg.layout.name != "single":
+        num_ranks = num_processes(cfg)
+        if inject.rank >= num_ranks:
+            problems.append(f"debug.inject.rank={inject.rank}: there are {num_ranks} ranks; expected less")
+    if cfg.amp.matmul_precision == "high" and not on_cuda:
+        warnings.append("amp=tf32 on a CPU is plain fp32: TF32 units are in CUDA GPUs")
+    if on_cuda:
+        capability = torch.cuda.get_device_capability()
+        name = torch.cuda.get_device_name()
+        # is_bf16_supported() says yes for emulation by default, which is slower than fp32.
+        if cfg.amp.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            warnings.append(f"amp={cfg.amp.name}: {name} only emulates bfloat16, which is slow; use amp=fp16")
+        if cfg.amp.matmul_precision == "high" and capability < (8, 0):
+            warnings.append(
+                f"amp=tf32: {name} has no TF32 units (compute capability 8.0 and later); this is plain fp32"
+            )
+        if cfg.amp.dtype == "float16" and capability < (7, 0):
+            warnings.append(f"amp={cfg.amp.name}: {name} has no Tensor Cores (compute capability 7.0 and later)")
+
+
+def num_processes(cfg: Config) -> int:
+    """Processes on this machine when the run is started by `train.py` itself."""
+    if cfg.layout.name == "single":
+        return 1
+    on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    return cfg.layout.nproc_per_node or (torch.cuda.device_count() if on_cuda else 1)
+
+
+def _check_writable(folder: Path, problems: list[str]) -> None:
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        problems.append(f"run_dir={folder}: {existing} is a file; expected a folder")
+    elif not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
+        problems.append(f"run_dir={folder}: {existing} is read-only; choose a folder that can be written")

@@ -1,0 +1,45 @@
+"""Imports torchvision, also where its C++ operators cannot be loaded. The one place that knows about it.
+
+torchvision's wheel is built against one build of torch. Beside another one (the usual wheel from PyPI beside a CPU-only
+torch) its shared library does not load, and `import torchvision` fails with `operator torchvision::nms does not exist`:
+it registers shape rules for two operators that were never declared. Declaring those two is enough. Models, data sets
+and transforms do not need the operators; whoever calls `torchvision.ops.nms` still gets torchvision's own error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from types import ModuleType
+
+import torch
+
+_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+_declared: list[torch.library.Library] = []  # torch forgets the operators when the object is collected
+
+
+def import_torchvision() -> ModuleType:
+    """The torchvision module, without whatever part of its compiled code cannot be loaded."""
+    try:
+        return _import()
+    except RuntimeError as error:
+        if _declared or "operator torchvision::nms does not exist" not in str(error):
+            raise
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    library = torch.library.Library("torchvision", "DEF")
+    for schema in _SCHEMAS:
+        library.define(schema)
+    _declared.append(library)
+    return _import()
+
+
+def _import() -> ModuleType:
+    with warnings.catch_warnings():
+        # Said when TORCHVISION_WARN_WHEN_EXTENSION_LOADING_FAILS is set: the case handled here.
+        warnings.filterwarnings("ignore", message="Failed to load '.*' extension", category=UserWarning)
+        return importlib.import_module("torchvision")

@@ -1,0 +1,22 @@
+"""A worker: `python -m recipes JOB_FILE`, started by torch's elastic agent on behalf of train.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from amp_core.launch import work
+from recipes import find
+
+
+def main() -> None:
+    code = work(Path(sys.argv[1]), lambda name: find(name)[1])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Teardown of gloo's threads aborts now and then; all work is done and written.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Image classification: the whole of mixed precision in one loop, in any mode.
+
+The lesson: a step is unscale, check, clip, step, update, in that order, for fp32, bf16 and fp16 alike; micro-batches
+are weighted so that accumulation changes nothing; evaluation runs under the same autocast as training; averaged
+weights, schedule and BatchNorm statistics move with taken steps only.
+
+    python train.py                                            a small CNN on 4,000 MNIST digits, bf16
+    python train.py amp=fp16 accumulation=4 batch_size=16 clip=norm ema.decay=0.99
+    python train.py model=resnet18 data=cifar10 data.path=/data/cifar optimizer=sgd
+    python train.py model=resnet50 data=imagenet data.path=/data/imagenet batch_size=256 perf.channels_last=true
+
+Sources: Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740); torch's notes on automatic mixed precision
+(docs.pytorch.org/docs/stable/notes/amp_examples.html).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_core.clip import Clip
+from amp_core.config import Config
+from amp_core.data import build_data, eval_loader, to_device
+from amp_core.ema import build_ema
+from amp_core.environment import Environment
+from amp_core.loop import Loop
+from amp_core.models import build_model, in_channels
+from amp_core.optimizers import build_optimizer
+from amp_core.precision import Amp, StepReport
+from amp_core.schedule import build_schedule
+from amp_core.window import Micro, sync_grads
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What belongs to this recipe alone."""
+
+    name: str
+    length: str
+    """Length of the run when none is given: a number and steps, epochs or samples."""
+    best: str
+    """The metric that decides which checkpoint is kept as the best."""
+    best_is: str
+    """max or min."""
+    label_smoothing: float
+    """Share of the target that is spread over all classes, from 0 to below 1."""
+
+
+def run(cfg: Config, env: Environment) -> dict[str, float]:
+    """Train, and return the last evaluation: loss and accuracy, with `ema_` in front for averaged weights."""
+    knobs = Knobs(**cfg.recipe)
+    data = build_data(cfg.data, seed=cfg.seed, channels=in_channels(cfg.model.name))
+    amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
+    net = build_model(
+        cfg.model.name, num_classes=data.num_classes, image_shape=data.image_shape, options=cfg.model.options
+    )
+    model = env.wrap(net, amp)
+    optimizer = build_optimizer(cfg.optimizer, model)
+    schedule = build_schedule(cfg.schedule, optimizer, env.num_steps(data))
+    ema = build_ema(cfg.ema, model)
+    clip = Clip.of(cfg.clip)
+
+    def train_step(window: list[Micro]) -> tuple[StepReport, Tensor]:
+        total = torch.zeros((), device=env.device)
+        for micro in window:
+            images, labels = micro.batch
+            with sync_grads(model, when=micro.is_last):
+                with amp.autocast():
+                    loss = F.cross_entropy(model(images), labels, label_smoothing=knobs.label_smoothing)
+                amp.backward(loss * micro.weight)
+            total += loss.detach() * micro.weight
+        report = amp.step(optimizer, clip)
+        amp.update()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.advance(report)
+        if ema is not None:
+            ema.update(report)
+        return report, total
+
+    @torch.no_grad()
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        # loss, correct, samples: summed on the device, read back once.
+        totals = torch.zeros(3, dtype=torch.float64, device=env.device)
+        batches = eval_loader(
+            data.eval,
+            batch_size=max(cfg.batch_size, 128),
+            rank=env.rank,
+            world_size=env.world_size,
+            num_workers=cfg.data.num_workers,
+            pin_memory=env.device.type == "cuda",
+        )
+        for images, labels in to_device(batches, env.device, channels_last=cfg.perf.channels_last):
+            with amp.autocast():
+                logits = net(images)
+                loss = F.cross_entropy(logits, labels, reduction="sum")
+            totals += torch.stack([loss, (logits.argmax(1) == labels).sum(), labels.new_tensor(len(labels))])
+        loss, correct, num_samples = env.sum_over_ranks(totals).tolist()
+        return {"loss": loss / num_samples, "accuracy": correct / num_samples}
+
+    loop = Loop(env, data, amp=amp, model=model, optimizer=optimizer, schedule=schedule, ema=ema, evaluate=evaluate)
+    for window in loop.windows():
+        report, loss = train_step(window)
+        loop.log(report, loss=loss)
+    return loop.eval

@@ -1,0 +1,1073 @@
+"""Checkpoints: bit-exact, whole or not at all, verified, never executed.
+
+Run as a program it is the crash harness: one process that imports torch once, and forks a child for every call to the
+system at which a save can die.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import hashlib
+import io
+import json
+import math
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amp_core import checkpoint as module
+from amp_core.checkpoint import Checkpoint, Loaded, read
+from amp_core.errors import CheckpointError, SaveError
+
+ROOT = Path(__file__).parents[1]
+
+
+def bits(value: Any) -> Any:
+    """A value that compares equal only when every bit and every type is equal."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), value.detach().cpu().flatten().contiguous().view(torch.uint8).tolist()
+    if isinstance(value, dict):
+        return {key: bits(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value), [bits(item) for item in value]
+    return type(value), repr(value)
+
+
+def tiny(value: float = 0.0, size: int = 4) -> nn.Linear:
+    net = nn.Linear(size, size)
+    nn.init.constant_(net.weight, value)
+    nn.init.constant_(net.bias, value)
+    return net
+
+
+def must_load(checkpoint: Checkpoint, path: Path | None = None) -> Loaded:
+    loaded = checkpoint.load(path)
+    assert loaded is not None
+    return loaded
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(name.removeprefix("step_")) for name in names(folder))
+
+
+def forge(folder: Path, data: bytes, step: int = 1, **changes: Any) -> Path:
+    """A step folder with a manifest that is right; written by hand, so that it holds the format of the file too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "state.pt").write_bytes(data)
+    files = {"state.pt": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
+    manifest = {"format": 1, "step": step, "files": files, "metrics": {}, **changes}
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    text = json.dumps({**manifest, "digest": digest}, sort_keys=True, indent=2) + "\n"
+    (folder / "manifest.json").write_text(text)
+    return folder
+
+
+def pickled(contents: Any, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(contents, buffer, **options)
+    return buffer.getvalue()
+
+
+def whole(**entries: Any) -> dict[str, Any]:
+    return {"scaler": {}, "progress": {}, "config": {}, "format": 1, **entries}
+
+
+class Run:
+    """A small training run in fp16 whose loss scale soon overflows, so that a lost scale would show."""
+
+    def __init__(self, seed: int, optimizer: str, fused: bool) -> None:
+        torch.manual_seed(seed)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+        options = {"momentum": 0.9} if optimizer == "SGD" else {}
+        decay = [p for p in self.net.parameters() if p.dim() > 1]
+        others = [p for p in self.net.parameters() if p.dim() == 1]
+        groups = [{"params": decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = getattr(torch.optim, optimizer)(groups, lr=0.01, fused=fused, **options)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_factor=16.0, growth_interval=2)
+        self.skipped = 0
+
+    def checkpoint(self, folder: Path) -> Checkpoint:
+        return Checkpoint(folder, model=self.net, optimizer=self.optimizer, scaler=self.scaler)
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            generator = torch.Generator().manual_seed(step)
+            images, labels = torch.randn(16, 8, generator=generator), torch.randint(0, 4, (16,), generator=generator)
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = nn.functional.cross_entropy(self.net(images), labels)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            before = self.scaler.get_scale()
+            self.scaler.update()
+            self.skipped += self.scaler.get_scale() < before
+            self.optimizer.zero_grad()
+
+    def state(self) -> Any:
+        return bits([self.net.state_dict(), self.optimizer.state_dict(), self.scaler.state_dict()])
+
+
+# What is saved is what is loaded.
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_resume_is_bit_exact(tmp_path: Path, optimizer: str, fused: bool) -> None:
+    straight, first, second = (Run(seed, optimizer, fused) for seed in (0, 0, 1))
+    straight.train(0, 14)
+    first.train(0, 7)
+    first.checkpoint(tmp_path).save(7)
+    loaded = must_load(second.checkpoint(tmp_path))
+    assert (loaded.step, loaded.notes) == (7, ())
+    assert second.state() == first.state()
+    second.train(7, 14)
+    assert second.state() == straight.state()
+    assert first.skipped > 0 and second.skipped > 0
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["unfused_to_fused", "fused_to_unfused"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_state_crosses_between_fused_and_unfused(tmp_path: Path, optimizer: str, fused: bool) -> None:
+    straight, first, second = Run(0, optimizer, not fused), Run(0, optimizer, not fused), Run(1, optimizer, fused)
+    straight.train(0, 14)
+    first.train(0, 7)
+    first.checkpoint(tmp_path).save(7)
+    must_load(second.checkpoint(tmp_path))
+    assert bits(second.optimizer.state_dict()["state"]) == bits(first.optimizer.state_dict()["state"])
+    assert [group["fused"] for group in second.optimizer.param_groups] == [fused, fused]
+    second.train(7, 14)
+    for name, value in straight.net.state_dict().items():
+        torch.testing.assert_close(second.net.state_dict()[name], value, rtol=1e-4, atol=1e-5)  # order of operations
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "optimizer",
+    "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD".split(),  # noqa: SIM905
+)
+def test_every_optimizer_resumes_bit_exactly_in_every_dtype(tmp_path: Path, optimizer: str, dtype: torch.dtype) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = tiny(0.5).to(dtype)
+        net.bias = None  # pyright: ignore[reportAttributeAccessIssue]  # Muon takes matrices only
+        options = {"momentum": 0.9} if optimizer in ("SGD", "RMSprop") else {}
+        return net, getattr(torch.optim, optimizer)(net.parameters(), lr=0.01, **options)
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+        for step in range(first, last):
+            for parameter in net.parameters():
+                generator = torch.Generator().manual_seed(step)
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+            optimizer.step()
+
+    (net, opt), (net2, opt2) = build(), build()
+    train(net, opt, 0, 4)
+    Checkpoint(tmp_path, model=net, optimizer=opt).save(4)
+    must_load(Checkpoint(tmp_path, model=net2, optimizer=opt2))
+    assert bits(opt2.state_dict()) == bits(opt.state_dict())
+    train(net, opt, 4, 8)
+    train(net2, opt2, 4, 8)
+    assert bits([net2.state_dict(), opt2.state_dict()]) == bits([net.state_dict(), opt.state_dict()])
+
+
+def test_states_keep_a_dtype_that_is_not_their_parameters(tmp_path: Path) -> None:
+    net = tiny(1.0).bfloat16()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.state[net.weight]["master"] = torch.full((4, 4), 1.0001)
+    Checkpoint(tmp_path, model=net, optimizer=optimizer).save(1)
+    other = torch.optim.SGD(net.parameters(), lr=0.1)
+    must_load(Checkpoint(tmp_path, model=net, optimizer=other))
+    assert bits(other.state[net.weight]["master"]) == bits(optimizer.state[net.weight]["master"])
+
+
+def test_the_live_optimizer_keeps_its_hyperparameters_and_its_very_learning_rate(tmp_path: Path) -> None:
+    def build(lr: float, decay: float) -> tuple[nn.Linear, torch.optim.Optimizer, Tensor]:
+        net, rate = tiny(1.0), torch.tensor(lr)
+        groups = [{"params": [net.weight]}, {"params": [net.bias]}]
+        return net, torch.optim.AdamW(groups, lr=rate, weight_decay=decay, betas=(0.9, 1 - decay), fused=True), rate
+
+    net, optimizer, _ = build(0.5, 0.1)
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    path = Checkpoint(tmp_path, model=net, optimizer=optimizer).save(1)
+    groups = torch.load(path / "state.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert [group["lr"] for group in groups] == [0.5, 0.5] and type(groups[0]["lr"]) is float
+
+    net, optimizer, rate = build(0.25, 0.2)
+    live_groups = optimizer.param_groups
+    before = [{key: value for key, value in group.items() if key != "params"} for group in live_groups]
+    must_load(Checkpoint(tmp_path, model=net, optimizer=optimizer))
+    assert optimizer.param_groups is live_groups
+    assert all(group["lr"] is rate for group in live_groups) and rate.item() == 0.25
+    assert [{key: value for key, value in group.items() if key != "params"} for group in live_groups] == before
+    assert [parameter for group in live_groups for parameter in group["params"]] == [net.weight, net.bias]
+    assert len(optimizer.state) == 2
+
+
+def test_a_file_holds_plain_data_that_plain_pytorch_loads(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(net.parameters())
+    progress = {
+        "samples": 2**40,
+        "nested": [1, (2.5, None), {"a": True, 3: float("inf")}],
+        "rng": torch.get_rng_state(),
+    }
+    path = Checkpoint(tmp_path, model=net, optimizer=optimizer).save(5, progress=progress, config={"lr": 0.1})
+    contents = torch.load(path / "state.pt", weights_only=True)
+    assert list(contents) == ["scaler", "model", "optimizer", "progress", "config", "format"]
+    assert type(contents["model"]) is dict and contents["scaler"] == {} and type(contents["format"]) is int
+    assert bits(contents["progress"]) == bits({**progress, "step": 5})
+    other = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    other.load_state_dict(contents["model"])
+    torch.optim.AdamW(other.parameters()).load_state_dict(contents["optimizer"])
+    assert bits(other.state_dict()) == bits(net.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (OrderedDict, "config.here is a type"),
+        (Path("x"), "config.here is a PosixPath"),
+        (random.getstate, "config.here is a"),
+        (torch.float16, "config.here is a dtype"),
+        ({1, 2}, "config.here is a set"),
+        ({(1, 2): 3}, "config.here has a tuple as a key"),
+        (torch.eye(2).to_sparse(), "config.here is a Tensor .*sparse"),
+        (torch.empty(2, device="meta"), "config.here is a meta"),
+    ],
+)
+def test_what_a_safe_load_would_refuse_is_not_saved(tmp_path: Path, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Checkpoint(tmp_path / "c").save(1, config={"here": value})
+    assert not (tmp_path / "c").exists()
+
+
+def test_views_and_shared_tensors_do_not_inflate_the_file(tmp_path: Path) -> None:
+    flat = torch.randn(1_000_000)
+    tied = nn.ModuleDict({"a": nn.Linear(100, 100, bias=False), "b": nn.Linear(100, 100, bias=False)})
+    tied["b"].weight = tied["a"].weight
+    views = {"row": flat[:10], "strided": flat[::100_000], "expanded": torch.ones(1).expand(10)}
+    path = Checkpoint(tmp_path, model=tied).save(1, progress=views)
+    assert (path / "state.pt").stat().st_size < 40_000 + 5_000
+    contents = read(path)
+    assert bits([contents["progress"][name] for name in views]) == bits(list(views.values()))
+    assert contents["model"]["a.weight"].data_ptr() == contents["model"]["b.weight"].data_ptr()
+
+
+def test_memory_format_is_kept(tmp_path: Path) -> None:
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    loaded = read(Checkpoint(tmp_path).save(1, progress={"image": image}))["progress"]["image"]
+    assert loaded.is_contiguous(memory_format=torch.channels_last) and torch.equal(loaded, image)
+
+
+def test_crc_setting_of_torch_is_restored(tmp_path: Path) -> None:
+    assert torch.serialization.get_crc32_options()
+    Checkpoint(tmp_path, model=tiny()).save(1)
+    assert torch.serialization.get_crc32_options()
+
+
+def wrapped_nets() -> Iterator[tuple[str, Callable[[nn.Module], nn.Module]]]:
+    ddp = nn.parallel.DistributedDataParallel
+    yield "ddp", ddp
+    yield "data_parallel", nn.DataParallel
+    yield "compile", lambda net: torch.compile(net)  # pyright: ignore[reportReturnType]
+    yield "compile(ddp)", lambda net: torch.compile(ddp(net))  # pyright: ignore[reportReturnType]
+    yield "ddp(compile)", lambda net: ddp(torch.compile(net))  # pyright: ignore[reportArgumentType]
+    yield "inside", lambda net: nn.ModuleDict({"module": ddp(torch.compile(net)), "b": nn.DataParallel(tiny(2.0))})  # pyright: ignore[reportArgumentType]
+
+
+# The import of torch's own compiler warns.
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_nets_are_stored_unwrapped_and_load_into_any_wrapping(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for label, wrap in wrapped_nets():
+            folder = tmp_path / label
+            net = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"module": nn.BatchNorm1d(4)}))
+            prefix = "module." if label == "inside" else ""
+            expected = {prefix + name: value for name, value in copy.deepcopy(net).state_dict().items()}
+            expected |= {"b.weight": torch.full((4, 4), 2.0), "b.bias": torch.full((4,), 2.0)} if prefix else {}
+            contents = read(Checkpoint(folder, model=wrap(net)).save(1))
+            assert bits(contents["model"]) == bits(expected), label
+            fresh = wrap(nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"module": nn.BatchNorm1d(4)})))
+            must_load(Checkpoint(folder, model=fresh))
+            assert bits(list(fresh.state_dict().values())) == bits(list(expected.values())), label
+            if not prefix:
+                plain = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"module": nn.BatchNorm1d(4)}))
+                must_load(Checkpoint(folder, model=plain))
+                assert bits(plain.state_dict()) == bits(expected), label
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# Which parts.
+
+
+class Recorder:
+    """A part that is not a net and not an optimizer."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+        self.loaded: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded.append(state)
+
+    def reset(self) -> None:
+        self.loaded.append("reset")
+
+
+def test_any_object_with_a_state_dict_is_a_part(tmp_path: Path) -> None:
+    part = Recorder(value=torch.tensor(3.0, dtype=torch.bfloat16), table=[1.5, 2.5], note="x")
+    Checkpoint(tmp_path, schedule=part, nothing=None).save(1)
+    must_load(Checkpoint(tmp_path, schedule=part))
+    assert bits(part.loaded) == bits([part.state])
+
+
+def test_a_checkpoint_without_scale_gives_a_fresh_one(tmp_path: Path) -> None:
+    Checkpoint(tmp_path / "none", model=tiny()).save(1)
+    Checkpoint(tmp_path / "empty", model=tiny(), scaler=Recorder()).save(1)
+    absent = whole(model=tiny().state_dict())
+    del absent["scaler"]
+    forge(tmp_path / "absent" / "step_00000001", pickled(absent))
+    for name in ("none", "empty", "absent"):
+        amp, torch_scaler = Recorder(), torch.amp.GradScaler("cpu", init_scale=8.0)
+        assert must_load(Checkpoint(tmp_path / name, model=tiny(), scaler=amp)).notes == ()
+        must_load(Checkpoint(tmp_path / name, model=tiny(), scaler=torch_scaler))
+        assert amp.loaded == [{}] and torch_scaler.get_scale() == 8.0
+
+
+def test_an_ema_that_is_not_in_the_file_starts_from_the_loaded_weights(tmp_path: Path) -> None:
+    Checkpoint(tmp_path, model=tiny(3.0)).save(1)
+    net = tiny()
+
+    class Ema(Recorder):
+        def reset(self) -> None:
+            self.loaded.append(net.weight.mean().item())
+
+    ema = Ema()
+    loaded = must_load(Checkpoint(tmp_path, ema=ema, model=net))
+    assert ema.loaded == [3.0] and "no ema" in loaded.notes[0]
+
+
+def test_a_part_of_the_file_that_is_not_wanted_is_ignored_and_said(tmp_path: Path) -> None:
+    Checkpoint(tmp_path, model=tiny(), ema=tiny(), scaler=Recorder(scale=2.0)).save(1)
+    assert must_load(Checkpoint(tmp_path, model=tiny())).notes == (
+        "scaler of the checkpoint is not used here",
+        "ema of the checkpoint is not used here",
+    )
+
+
+def test_a_wanted_part_that_is_not_in_the_file_is_an_error(tmp_path: Path) -> None:
+    Checkpoint(tmp_path, model=tiny(1.0)).save(1)
+    net = tiny()
+    with pytest.raises(CheckpointError, match="has no schedule; it has scaler, model, progress, config, format"):
+        Checkpoint(tmp_path, model=net, schedule=Recorder()).load()
+    assert net.weight.count_nonzero() == 0
+
+
+def test_constructor_refuses_what_cannot_be_saved(tmp_path: Path) -> None:
+    for parts in ({"config": tiny()}, {"model": 3}, {"keep": 0}):
+        with pytest.raises(ValueError):
+            Checkpoint(tmp_path, **parts)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="max"):
+        Checkpoint(tmp_path).save(1, best=("loss", "smallest"))  # pyright: ignore[reportArgumentType]
+
+
+def foreign_parts() -> dict[str, tuple[str, nn.Module, Callable[[nn.Module], torch.optim.Optimizer]]]:
+    def adamw(net: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(net.parameters())
+
+    class Integers(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("extra", torch.zeros(2, dtype=torch.int64))
+
+    long = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    return {
+        "missing and unexpected": (r"model lacks 0.weight, 0.bias, 1.weight and 5 more; model also has", long, adamw),
+        "shape": (r"weight is \(4, 4\) there and \(5, 5\) here", tiny(size=5), adamw),
+        "dtype": ("extra is torch.float32 there and torch.int64 here", Integers(), adamw),
+        "groups": (
+            r"optimizer has groups of \[2\] parameters there and \[1, 1\] here",
+            tiny(),
+            lambda net: torch.optim.AdamW([{"params": [parameter]} for parameter in net.parameters()]),
+        ),
+        "class": ("optimizer is the state of AdamW, not of SGD", tiny(), lambda net: torch.optim.SGD(net.parameters())),
+        "order": (
+            r"0.exp_avg(_sq)? is \(4, 4\) there and \(4,\) here",
+            tiny(),
+            lambda net: torch.optim.AdamW(list(net.parameters())[::-1]),
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", foreign_parts())
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path, case: str) -> None:
+    message, net, build = foreign_parts()[case]
+    saved = tiny(1.0)
+    if case == "dtype":
+        saved.register_buffer("extra", torch.zeros(2))
+    optimizer = torch.optim.AdamW(saved.parameters())
+    saved(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    Checkpoint(tmp_path, first=tiny(1.0), other=Recorder(), model=saved, optimizer=optimizer).save(1)
+
+    first, other, live = tiny(), Recorder(), build(net)
+    before = bits([first.state_dict(), net.state_dict(), live.state_dict()])
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Checkpoint(tmp_path, first=first, other=other, model=net, optimizer=live).load()
+    assert "is of another model" in str(caught.value) and caught.value.exit_code == 3
+    assert bits([first.state_dict(), net.state_dict(), live.state_dict()]) == before and other.loaded == []
+
+
+def test_a_net_of_another_floating_dtype_is_converted_and_said(tmp_path: Path) -> None:
+    def build(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = tiny(1.5).to(dtype)
+        optimizer = torch.optim.NAdam(net.parameters())
+        net(torch.ones(1, 4, dtype=dtype)).sum().backward()
+        optimizer.step()
+        return net, optimizer
+
+    net, optimizer = build(torch.float32)
+    Checkpoint(tmp_path, model=net, optimizer=optimizer).save(1)
+    half, half_optimizer = build(torch.bfloat16)
+    loaded = must_load(Checkpoint(tmp_path, model=half, optimizer=half_optimizer))
+    assert loaded.notes == (
+        "dtypes of model were converted: weight is torch.float32 there and torch.bfloat16 here, "
+        "bias is torch.float32 there and torch.bfloat16 here",
+    )
+    state = half_optimizer.state[next(half.parameters())]
+    assert state["exp_avg"].dtype == torch.bfloat16 and state["mu_product"].dtype == torch.float32
+
+
+# Which checkpoint.
+
+
+def test_no_checkpoint_at_all_is_none_but_a_named_one_must_be_there(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path / "c", model=tiny())
+    assert checkpoint.load() is None and not (tmp_path / "c").exists()
+    for call in (checkpoint.load, read):
+        for path in (tmp_path, tmp_path / "c", tmp_path / "c" / "step_00000001"):
+            with pytest.raises(CheckpointError):
+                call(path)
+
+
+def test_a_checkpoint_can_be_named_in_four_ways(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    writer = Checkpoint(folder, model=tiny(1.0))
+    first, second = writer.save(1, config={"a": 1}), writer.save(2)
+    for path, expected in [(first, first), (first / "state.pt", first), (folder, second), (tmp_path / "run", second)]:
+        loaded = must_load(Checkpoint(tmp_path / "elsewhere", model=tiny()), path)
+        assert (loaded.path, loaded.notes) == (expected, ())
+        assert loaded.digest == hashlib.sha256((expected / "state.pt").read_bytes()).hexdigest()
+        assert read(path)["progress"]["step"] == loaded.step == int(expected.name[5:])
+    with pytest.raises(CheckpointError, match="step 1"):
+        read(first.rename(folder / "step_00000009"))
+
+
+def test_a_file_without_manifest_is_loaded_and_called_unverified(tmp_path: Path) -> None:
+    path = Checkpoint(tmp_path / "c", model=tiny(1.0)).save(7)
+    shutil.copy(path / "state.pt", tmp_path / "copy.pt")
+    net = tiny()
+    loaded = must_load(Checkpoint(tmp_path / "d", model=net), tmp_path / "copy.pt")
+    assert loaded.step == 7 and "not verified" in loaded.notes[0] and net.weight.mean() == 1.0
+    assert loaded.path == tmp_path / "copy.pt"
+
+
+def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+    writer = Checkpoint(tmp_path, model=tiny())
+    for step in (99_999_998, 99_999_999, 100_000_000):
+        writer.save(step)
+    assert must_load(writer).step == 100_000_000
+    assert saved_steps(tmp_path) == [99_999_999, 100_000_000]
+
+
+def test_the_newest_two_and_the_best_are_kept(tmp_path: Path) -> None:
+    writer = Checkpoint(tmp_path, model=tiny())
+    scores = [math.nan, 0.5, 0.9, None, math.inf, 0.9, 0.1, 0.2]
+    kept = []
+    for step, score in enumerate(scores):
+        metrics = {"accuracy": score} if step != 3 else {}
+        writer.save(step, metrics=metrics, best=("accuracy", "max"))
+        kept.append(saved_steps(tmp_path))
+    assert kept[2:] == [[1, 2], [2, 3], [2, 3, 4], [4, 5], [5, 6], [5, 6, 7]]
+    assert json.loads((tmp_path / "step_00000005" / "manifest.json").read_text())["metrics"] == {"accuracy": 0.9}
+    writer.save(8, metrics={"accuracy": torch.tensor(0.05)}, best=("accuracy", "min"))
+    assert saved_steps(tmp_path) == [7, 8]  # 6 would have been the best, had it been asked for in time
+    writer.save(9)
+    Checkpoint(tmp_path, model=tiny(), keep=1).save(4)  # older than what is there, but just written
+    assert saved_steps(tmp_path) == [4, 9]
+
+
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
+    writer = Checkpoint(tmp_path, model=tiny())
+    for step in (1, 2):
+        writer.save(step)
+    (tmp_path / "step_00000002" / "manifest.json").unlink()
+    writer.save(3)
+    assert saved_steps(tmp_path) == [1, 2, 3]
+    writer.save(4)
+    assert saved_steps(tmp_path) == [2, 3, 4]
+
+
+def test_a_sound_step_is_never_written_again_and_a_damaged_one_is_replaced(tmp_path: Path) -> None:
+    writer = Checkpoint(tmp_path, model=tiny(1.0))
+    path = writer.save(1)
+    before = (path / "state.pt").stat()
+    assert Checkpoint(tmp_path, model=tiny(2.0)).save(1) == path
+    assert (path / "state.pt").stat() == before
+    (path / "state.pt").write_bytes(b"damaged")
+    assert Checkpoint(tmp_path, model=tiny(2.0)).save(1) == path
+    assert read(path)["model"]["weight"].mean() == 2.0 and names(tmp_path) == ["step_00000001"]
+
+
+def test_ranks_above_0_collect_states_and_write_nothing(tmp_path: Path) -> None:
+    class Collective(Recorder):
+        collected = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            Collective.collected += 1
+            return {}
+
+    for writer in (True, False):
+        for _ in range(2):  # the second save of a step returns early, but not before all ranks took part
+            path = Checkpoint(tmp_path / str(writer), writer=writer, part=Collective()).save(1)
+            assert path.name == "step_00000001" and path.exists() == writer
+    assert Collective.collected == 4 and names(tmp_path) == ["True"]
+
+
+def test_unfinished_saves_of_dead_processes_are_removed_by_the_writer(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for pid in (dead.pid, os.getpid(), os.getppid(), 10**30):
+        (tmp_path / f".tmp-step_00000001-{pid}" / "deep").mkdir(parents=True)
+        (tmp_path / f".tmp-step_00000001-{pid}" / "state.pt").touch()
+    (tmp_path / ".tmp-other").touch()
+    Checkpoint(tmp_path, writer=False)
+    assert len(names(tmp_path)) == 5
+    Checkpoint(tmp_path)
+    alive = {f".tmp-step_00000001-{pid}" for pid in (os.getpid(), os.getppid())}
+    assert set(names(tmp_path)) == alive | {".tmp-other"}
+    Checkpoint(tmp_path).save(1)  # over what a dead process with our number left
+    assert f".tmp-step_00000001-{os.getpid()}" not in names(tmp_path) and read(tmp_path)["format"] == 1
+
+
+# Damage.
+
+
+def damage(rng: random.Random, folder: Path) -> str:
+    """Damages one of the two files in a way that changes it."""
+    path = folder / rng.choice(["state.pt", "manifest.json"])
+    data = bytearray(path.read_bytes())
+    where, kind = rng.randrange(len(data)), rng.choice(["flip", "flip", "cut", "zeros", "more", "missing", "empty"])
+    if kind == "flip":
+        data[where] ^= 1 << rng.randrange(8)
+    elif kind == "cut":
+        del data[where:]
+    elif kind == "zeros":
+        data[where : where + 64] = bytes(min(64, len(data) - where))
+    elif kind == "more":
+        data += b"\n"
+    elif kind == "empty":
+        data.clear()
+    if kind == "missing":
+        path.unlink()
+    elif data == path.read_bytes():
+        return damage(rng, folder)
+    else:
+        path.write_bytes(data)
+    return f"{kind} of {path.name} at {where}"
+
+
+def test_no_damage_is_accepted_and_the_one_before_is_used(tmp_path: Path) -> None:
+    writer = Checkpoint(tmp_path, model=tiny(1.0))
+    writer.save(1)
+    writer.parts["model"] = tiny(2.0)
+    newest = writer.save(2, metrics={"accuracy": 0.5})
+    sound = {path: path.read_bytes() for path in newest.iterdir()}
+    rng = random.Random(0)
+    for _ in range(300):
+        what = damage(rng, newest)
+        net = tiny()
+        loaded = must_load(Checkpoint(tmp_path, writer=False, model=net))
+        assert (loaded.step, net.weight.mean().item()) == (1, 1.0), what
+        assert len(loaded.notes) == 1 and str(newest) in loaded.notes[0] and "damaged" in loaded.notes[0], what
+        with pytest.raises(CheckpointError):
+            read(newest)
+        for path, data in sound.items():
+            path.write_bytes(data)
+    assert must_load(Checkpoint(tmp_path, model=tiny())).notes == ()
+
+
+def test_when_none_is_sound_the_run_stops(tmp_path: Path) -> None:
+    writer = Checkpoint(tmp_path, model=tiny(1.0))
+    for step in (1, 2):
+        damage(random.Random(step), writer.save(step))
+    (tmp_path / "step_00000003").mkdir()
+    with pytest.raises(CheckpointError, match=r"no checkpoint is sound: .*00000003.*00000002.*00000001") as caught:
+        writer.load()
+    assert caught.value.exit_code == 3
+
+
+def test_strange_entries_are_rejected_and_not_followed(tmp_path: Path) -> None:
+    writer = Checkpoint(tmp_path, model=tiny())
+    writer.save(1)
+    (tmp_path / "step_00000002").write_text("a file")
+    forge(tmp_path / "step_00000003", b"x", step=3, files={"../state.pt": {"bytes": 1, "sha256": "0"}})
+    forge(tmp_path / "step_00000004", b"x", step=4, files=[])
+    forge(tmp_path / "step_00000005", b"x", step=5, metrics=None)
+    (tmp_path / "step_00000006").mkdir()
+    os.mkfifo(tmp_path / "step_00000006" / "manifest.json")
+    forge(tmp_path / "step_00000007", b"x", step=7)
+    (tmp_path / "step_00000007" / "manifest.json").write_text("[" * 100_000)
+    (tmp_path / "step_abc").mkdir()
+    loaded = must_load(writer)
+    assert loaded.step == 1 and len(loaded.notes) == 6
+
+
+# Hostile files.
+
+
+class Evil:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+def compressed(data: bytes) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as target:
+        for entry in source.infolist():
+            target.writestr(entry.filename, source.read(entry))
+    return out.getvalue()
+
+
+def hostile_files(marker: Path) -> dict[str, bytes]:
+    evil, loop = Evil(marker), []
+    loop.append(loop)
+    return {
+        "code in a part": pickled(whole(model={"weight": evil})),
+        "code on top": pickled(evil),
+        "code as a key": pickled(whole(config={"a": [evil]})),
+        "legacy format": pickled(whole(), _use_new_zipfile_serialization=False),
+        "legacy format with code": pickled(evil, _use_new_zipfile_serialization=False),
+        "raw pickle": pickle.dumps(evil),
+        "a set": pickled(whole(config={"a": {1, 2}})),
+        "a dtype": pickled(whole(config={"a": torch.float16})),
+        "a sparse tensor": pickled(whole(model={"weight": torch.eye(4).to_sparse()})),
+        "a tensor larger than its data": pickled(whole(model={"weight": torch.ones(1).expand(2**40)})),
+        "a meta tensor": pickled(whole(model={"weight": torch.empty(2**40, device="meta")})),
+        "compressed": compressed(pickled(whole(model={"weight": torch.zeros(1_000_000)}))),
+        "endless": pickled(whole(config=loop)),
+        "no format": pickled(tiny().state_dict()),
+        "not a dict": pickled([1, 2]),
+        "no progress": pickled(whole(progress=3)),
+        "empty": b"",
+        "text": b"hello",
+    }
+
+
+@pytest.mark.parametrize("case", hostile_files(Path("x")))
+def test_a_hostile_file_is_refused_and_nothing_is_executed(tmp_path: Path, case: str) -> None:
+    data = hostile_files(tmp_path / "executed")[case]
+    forge(tmp_path / "c" / "step_00000002", data, step=2)
+    (tmp_path / "alone.pt").write_bytes(data)
+    for path in (tmp_path / "c", tmp_path / "alone.pt"):
+        net = tiny()
+        with pytest.raises(CheckpointError, match="refused: ."):
+            Checkpoint(tmp_path / "own", model=net).load(path)
+        assert net.weight.count_nonzero() == 0
+    assert not (tmp_path / "executed").exists()
+
+
+def test_an_odd_state_of_a_part_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    odd: list[Any] = [3, [], {}, {"state": {}, "param_groups": [3]}, {"state": {}, "param_groups": [{"params": [[]]}]}]
+    for number, state in enumerate(odd):
+        folder = forge(
+            tmp_path / f"{number}" / "step_00000001", pickled(whole(model=tiny(1.0).state_dict(), optimizer=state))
+        )
+        net = tiny()
+        with pytest.raises(CheckpointError, match="optimizer is "):
+            Checkpoint(tmp_path, model=net, optimizer=torch.optim.SGD(net.parameters())).load(folder)
+        assert net.weight.count_nonzero() == 0
+
+
+def test_a_newer_format_stops_instead_of_falling_back(tmp_path: Path) -> None:
+    writer = Checkpoint(tmp_path, model=tiny())
+    writer.save(1)
+    for changes in ({"format": 2}, {}):
+        folder = forge(tmp_path / "step_00000002", pickled(whole(format=2)), step=2, **changes)
+        for call in (writer.load, lambda: read(folder / "state.pt"), lambda: writer.save(2)):
+            if changes or call is writer.load:
+                with pytest.raises(CheckpointError, match="format 2, newer than 1"):
+                    call()
+    forge(folder, pickled(whole(format=2)), step=2, format=2)
+    for step in (3, 4, 5):
+        writer.save(step)
+    assert saved_steps(tmp_path) == [2, 4, 5]
+
+
+# Where it cannot be written.
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def check_save_error(caught: SaveError, reason: int, folder: Path) -> None:
+    message = str(caught)
+    assert caught.exit_code == 4 and str(folder) in message and os.strerror(reason) in message
+    assert "bytes needed" in message and "free" in message and "Earlier checkpoints are intact" in message
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_the_earlier_checkpoint(small_disk: Path) -> None:
+    folder = small_disk / "c"
+    Checkpoint(folder, model=tiny(1.0, size=64)).save(1)
+    before = os.statvfs(small_disk).f_bavail
+    with pytest.raises(SaveError) as caught:
+        Checkpoint(folder, model=tiny(2.0, size=600)).save(2)
+    check_save_error(caught.value, errno.ENOSPC, folder)
+    assert names(folder) == ["step_00000001"] and os.statvfs(small_disk).f_bavail == before
+    assert read(folder)["model"]["weight"].mean() == 1.0
+
+
+def test_a_read_only_disk_is_a_clear_error(small_disk: Path) -> None:
+    folder = small_disk / "c"
+    writer = Checkpoint(folder, model=tiny(1.0))
+    writer.save(1)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    for target in (folder, small_disk / "new"):
+        with pytest.raises(SaveError) as caught:
+            Checkpoint(target, model=tiny(1.0)).save(2)
+        check_save_error(caught.value, errno.EROFS, target)
+    assert must_load(writer).step == 1
+
+
+def test_a_file_size_limit_is_a_clear_error(tmp_path: Path) -> None:
+    import resource  # the limit is real: a write is cut short, and the next one fails
+
+    writer = Checkpoint(tmp_path, model=tiny(1.0))
+    writer.save(1)
+    writer.parts["model"] = tiny(2.0, size=1200)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, limits[1]))
+    try:
+        with pytest.raises(SaveError) as caught:
+            writer.save(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    check_save_error(caught.value, errno.EFBIG, tmp_path)
+    assert names(tmp_path) == ["step_00000001"]
+    writer.parts["model"] = tiny(2.0)
+    writer.save(2)
+    assert must_load(writer).step == 2
+
+
+def test_a_folder_without_permission_is_a_clear_error(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(SaveError) as caught:
+            Checkpoint(tmp_path / "c").save(1)
+    finally:
+        tmp_path.chmod(0o700)
+    check_save_error(caught.value, errno.EACCES, tmp_path / "c")
+
+
+def test_a_file_in_the_place_of_the_folder_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "c").touch()
+    with pytest.raises(SaveError, match=str(tmp_path / "c")):
+        Checkpoint(tmp_path / "c").save(1)
+
+
+# Death at any moment.
+
+
+class Calls:
+    """Stands in for `os` in the module: records the calls that change a file system, and can die at one of them."""
+
+    CHANGING = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
+
+    def __init__(self, die_at: int | None = None, when: str = "") -> None:
+        self.die_at, self.when = die_at, when
+        self.trace: list[tuple[str, tuple[Any, ...], Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        return (lambda *args: self.call(name, real, args)) if name in self.CHANGING else real
+
+    def call(self, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        die = len(self.trace) == self.die_at
+        if die and self.when == "before":
+            os._exit(9)
+        if die and self.when == "half" and name == "write":
+            args = (args[0], bytes(args[1])[: len(args[1]) // 2])
+        result = real(*args)
+        if die:
+            os._exit(9)
+        self.trace.append((name, args, result))
+        return result
+
+
+def test_nothing_is_renamed_before_it_is_on_disk_nor_deleted_before_the_new_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    writer = Checkpoint(folder, keep=1, model=tiny())
+    writer.save(1)
+    calls = Calls()
+    monkeypatch.setattr(module, "os", calls)
+    writer.save(2)
+    paths: dict[int, str] = {}
+    events = []
+    for name, args, result in calls.trace:
+        if name == "open":
+            paths[result] = str(args[0])
+        what = paths.get(args[0], "") if name in ("write", "fsync", "close") else str(args[0])
+        events.append((name, what.replace(str(os.getpid()), "PID").replace(str(folder), "C")))
+    new, old = "C/.tmp-step_00000002-PID", "C/.tmp-old-step_00000001-PID"
+    assert [event for event in events if event[0] not in ("open", "close")] == [
+        ("mkdir", new),
+        ("write", f"{new}/state.pt"),
+        ("fsync", f"{new}/state.pt"),
+        ("write", f"{new}/manifest.json"),
+        ("fsync", f"{new}/manifest.json"),
+        ("fsync", new),
+        ("rename", new),
+        ("fsync", "C"),
+        ("rename", "C/step_00000001"),
+        ("fsync", "C"),
+        *sorted([("unlink", f"{old}/state.pt"), ("unlink", f"{old}/manifest.json")], key=events.index),
+        ("rmdir", old),
+    ]
+
+
+def test_new_folders_are_made_durable_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls()
+    monkeypatch.setattr(module, "os", calls)
+    Checkpoint(tmp_path / "run" / "checkpoints").save(1)
+    changes = [(name, args[0]) for name, args, _ in calls.trace if name in ("mkdir", "open")]
+    assert changes[:4] == [
+        ("mkdir", tmp_path / "run"),
+        ("open", tmp_path),
+        ("mkdir", tmp_path / "run" / "checkpoints"),
+        ("open", tmp_path / "run"),
+    ]
+
+
+def save(folder: Path, step: int, **options: Any) -> None:
+    Checkpoint(folder, model=tiny(float(step), size=16)).save(step, **options)
+
+
+def one_save(folder: Path) -> None:
+    save(folder, 1)
+
+
+def three_saves(folder: Path) -> None:
+    for step, accuracy in ((1, 0.9), (2, 0.1), (3, 0.2)):
+        save(folder, step, metrics={"accuracy": accuracy}, best=("accuracy", "max"))
+
+
+def damaged_second(folder: Path) -> None:
+    save(folder, 1)
+    save(folder, 2)
+    (folder / "step_00000002" / "state.pt").write_bytes(b"damaged")
+
+
+def leftovers(folder: Path) -> None:
+    save(folder, 1)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for name in (f".tmp-step_00000002-{dead.pid}", f".tmp-old-step_00000000-{dead.pid}"):
+        shutil.copytree(folder / "step_00000001", folder / name)
+
+
+# Name -> (what was before, the step that is saved, steps that must survive).
+SCENARIOS: dict[str, tuple[Callable[[Path], None], int, set[int]]] = {
+    "first": (lambda _: None, 1, set()),
+    "next": (one_save, 2, {1}),
+    "prune": (three_saves, 4, {1, 3}),
+    "replace": (damaged_second, 2, {1}),
+    "clean": (leftovers, 2, {1}),
+}
+
+
+def in_child(act: Callable[[], object]) -> bool:
+    """True when a forked child came to the end of `act`, false when it died of it at the chosen call."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            act()
+        except BaseException as error:
+            os.write(2, f"{error!r}\n".encode())
+            os._exit(1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, 9), code
+    return code == 0
+
+
+def violations_after_death(folder: Path, acknowledged: set[int], step: int, was_damaged: bool) -> Iterator[str]:
+    """What is wrong in a folder in which a save of `step` died; then the next process goes on there."""
+    net = tiny(size=16)
+    try:
+        loaded = Checkpoint(folder, writer=False, model=net).load()
+    except CheckpointError as error:
+        yield str(error)
+        return
+    newest = max(acknowledged, default=0)
+    if loaded is None:
+        if newest:
+            yield "nothing was found"
+    elif loaded.step not in (newest, step) or net.weight.mean().item() != loaded.step:
+        yield f"step {loaded.step} was loaded"
+    folders = module._step_folders(folder)
+    yield from [f"step {number} is lost" for number in acknowledged - set(folders)]
+    yield from [f"{path} is damaged" for path in folders.values() if not (module._is_sound(path) or was_damaged)]
+    save(folder, 8)
+    if read(folder)["progress"]["step"] != 8 or any(name.startswith(".tmp") for name in names(folder)):
+        yield f"the next process could not go on: {names(folder)}"
+
+
+def die_everywhere(work: Path, scenario: str) -> tuple[int, list[str]]:
+    """Number of deaths, and what was wrong after them."""
+    before, step, survivors = SCENARIOS[scenario]
+    best = ("accuracy", "max") if scenario == "prune" else None
+    template, folder = work / "template" / "checkpoints", work / "run" / "checkpoints"
+    template.parent.mkdir(parents=True)
+    before(template)
+    deaths, wrong = 0, []
+    for when in ("before", "half", "after"):
+        for point in range(10_000):
+
+            def act(point: int = point, when: str = when) -> None:
+                module.os = Calls(point, when)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+                save(folder, step, best=best)
+
+            shutil.rmtree(folder.parent, ignore_errors=True)
+            shutil.copytree(template.parent, folder.parent)
+            done = in_child(act)
+            acknowledged = survivors | {step} if done else survivors
+            found = violations_after_death(folder, acknowledged, step, scenario == "replace")
+            wrong += [f"{scenario}, {when} call {point}: {violation}" for violation in found]
+            if done:
+                break
+            deaths += 1
+    shutil.rmtree(work)
+    return deaths, wrong
+
+
+def delete_in_place(self: Checkpoint, folder: Path) -> None:
+    """The tempting way to prune."""
+    module._remove(folder)
+
+
+def write_in_place(self: Checkpoint, target: Path, files: dict[str, Any]) -> None:
+    """The tempting way to write."""
+    module._make_folder(target)
+    for name, data in files.items():
+        module._write_file(target / name, data)
+
+
+def torch_save_in_place(work: Path) -> dict[str, Any]:
+    """Overwrites a good file with torch.save, and dies when the first kilobyte is written."""
+    work.mkdir()
+    path = work / "state.pt"
+    torch.save({"model": tiny().state_dict()}, path)
+
+    class Dying(io.FileIO):
+        def write(self, data: Any) -> int:
+            super().write(data)
+            if self.tell() > 1000:
+                os._exit(9)
+            return len(data)
+
+    died = not in_child(lambda: torch.save({"model": tiny(1.0, size=64).state_dict()}, Dying(path, "wb")))  # pyright: ignore[reportArgumentType]
+    try:
+        torch.load(path, weights_only=True)
+    except Exception as error:
+        return {"died": died, "error": str(error)}
+    return {"died": died, "error": None}
+
+
+def harness(work: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks where a library has threads
+    module._CHUNK = 1000  # several writes for one file
+    results: dict[str, Any] = {name: die_everywhere(work / name, name) for name in SCENARIOS}
+    right = Checkpoint._discard, Checkpoint._write
+    Checkpoint._discard = delete_in_place
+    results["delete in place"] = die_everywhere(work / "delete", "prune")
+    Checkpoint._discard, Checkpoint._write = right[0], write_in_place  # pyright: ignore[reportAttributeAccessIssue]
+    results["write in place"] = die_everywhere(work / "write", "next")
+    Checkpoint._write = right[1]
+    results["torch.save in place"] = torch_save_in_place(work / "broken")
+    return results
+
+
+@pytest.fixture(scope="module")
+def deaths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    work = tmp_path_factory.mktemp("deaths")
+    if os.access("/dev/shm", os.W_OK):  # what a killed process leaves is the same in memory, and fsync costs nothing
+        work = Path("/dev/shm") / f"{work.parent.name}-{os.getpid()}"
+        work.mkdir()
+    command = [sys.executable, __file__, str(work)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    shutil.rmtree(work)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_death_at_any_call_of_a_save_loses_nothing_acknowledged(deaths: dict[str, Any], scenario: str) -> None:
+    number, wrong = deaths[scenario]
+    assert number >= 40 and wrong == []
+
+
+@pytest.mark.parametrize("way", ["delete in place", "write in place"])
+def test_the_same_deaths_show_the_holes_of_a_careless_save(deaths: dict[str, Any], way: str) -> None:
+    number, wrong = deaths[way]
+    assert number >= 10 and len(wrong) >= 2
+
+
+def test_torch_save_in_place_leaves_an_unreadable_file(deaths: dict[str, Any]) -> None:
+    result = deaths["torch.save in place"]
+    assert result["died"] and result["error"]
+
+
+if __name__ == "__main__":
+    print(json.dumps(harness(Path(sys.argv[1]))))

@@ -1,0 +1,706 @@
+"""What a run reports, and that no report can stop or stall it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import logging
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import textwrap
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from amp_core import log as log_module
+from amp_core.config import LogConfig
+from amp_core.log import Log, check_log, write_json
+
+ROOT = Path(__file__).parents[1]
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+PREAMBLE = f"""
+import importlib.util, json, os, resource, signal, subprocess, sys, time, types
+spec = importlib.util.spec_from_file_location("amp_log", {str(ROOT / "amp_core" / "log.py")!r})
+amp_log = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(amp_log)
+def make(run_dir, **changes):
+    cfg = dict(name="test", progress=False, tensorboard=False, wandb=False, wandb_project="p", wandb_mode="auto")
+    return amp_log.Log(run_dir, types.SimpleNamespace(**cfg | changes), rank=0, run_config={{"seed": 1}}, name="n",
+                       start_step=0, total_steps=100)
+"""
+
+
+def make_log(
+    run_dir: Path, rank: int = 0, start_step: int = 0, last_line_step: int | None = None, **changes: Any
+) -> Log:
+    values = {"name": "test", "progress": False, "tensorboard": False, "wandb": False, "wandb_project": "p"}
+    cfg = LogConfig(**{**values, "wandb_mode": "offline", **changes})
+    return Log(
+        run_dir,
+        cfg,
+        rank=rank,
+        run_config={"seed": 1, "amp": {"init_scale": 65536.0}},
+        name="n",
+        start_step=start_step,
+        total_steps=100,
+        last_line_step=last_line_step,
+    )
+
+
+def train_line(step: int, **more: Any) -> dict[str, Any]:
+    numbers = {"loss": 0.5, "lr": 1e-3, "loss_scale": 65536.0, "skipped": 0, "grad_norm": 1.2}
+    return {"step": step, "split": "train", **numbers, "samples_per_second": 900.0, **more}
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    """No account of the machine's user, no setting of the caller."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_") and key != "NETRC"}
+    return {**kept, "HOME": str(home), **more}
+
+
+def script(code: str, *args: object, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return out, err
+
+
+def wait_until(is_true: Any, seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+# --- metrics.jsonl
+
+
+def test_metrics_are_one_object_a_line_and_not_finite_is_null(tmp_path):
+    torch = pytest.importorskip("torch")
+    log = make_log(tmp_path)
+    log.metrics(train_line(10, loss=float("nan"), nested={"a": [float("inf"), 1.0]}, norm=torch.tensor(2.5)))
+    log.metrics({"step": 10, "split": "eval", "loss": torch.tensor(float("nan")), "accuracy": 0.5})
+    log.close({})
+    first, second = lines_of(tmp_path)
+    assert first == {**train_line(10), "loss": None, "nested": {"a": [None, 1.0]}, "norm": 2.5}
+    assert second == {"step": 10, "split": "eval", "loss": None, "accuracy": 0.5}
+
+
+def test_a_killed_run_has_all_its_lines(tmp_path):
+    code = """
+        log = make(sys.argv[1])
+        log.metrics({"step": 1, "split": "train", "loss": 1.0})
+        log.info("hello")
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    assert script(code, tmp_path).communicate(timeout=30)[1] == ""
+    assert lines_of(tmp_path) == [{"step": 1, "split": "train", "loss": 1.0}]
+    assert "hello" in (tmp_path / "train.log").read_text()
+
+
+def test_a_resume_cuts_what_lies_beyond_the_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    kept = '{"step": 10,  "split": "train", "loss": 1.0}\n{"step": 20, "split": "eval", "loss": 1.0}\n'
+    path.write_bytes(kept.encode() + b'{"step": 30, "split": "train", "loss": 1.0}\n{"step": 40, "split": "tr\xff')
+    log = make_log(tmp_path, start_step=20)
+    assert path.read_text() == kept
+    log.metrics({"step": 20, "split": "train", "loss": 2.0})
+    log.metrics({"step": 30, "split": "train", "loss": 2.0})
+    log.close({})
+    assert [(line["step"], line["split"], line["loss"]) for line in lines_of(tmp_path)] == [
+        (10, "train", 1.0),
+        (20, "eval", 1.0),
+        (20, "train", 2.0),
+        (30, "train", 2.0),
+    ]
+    assert [file.name for file in tmp_path.iterdir() if file.name.endswith(".tmp")] == []
+
+
+def test_every_step_of_a_split_stands_once(tmp_path):
+    for start_step in (0, 20):
+        log = make_log(tmp_path, start_step=start_step)
+        for step in (10, 20, 20, 30):
+            log.metrics({"step": step, "split": "train"})
+            log.metrics({"step": step, "split": "eval"})
+        log.close({})
+    assert [line["step"] for line in lines_of(tmp_path)] == [10, 10, 20, 20, 30, 30]
+
+
+def test_a_fresh_start_cuts_old_lines(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "split": "eval"}\n{"step": 10, "split": "train"}\n')
+    make_log(tmp_path).close({})
+    assert lines_of(tmp_path) == []
+
+
+def test_last_line_step_says_what_is_kept(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "split": "eval"}\n{"step": 10, "split": "train"}\n')
+    make_log(tmp_path, last_line_step=0).close({})
+    assert lines_of(tmp_path) == [{"step": 0, "split": "eval"}]
+
+
+def test_a_full_disk_warns_once_and_leaves_whole_lines(tmp_path):
+    code = """
+        log = make(sys.argv[1])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        for step in range(1, 101):
+            log.metrics({"step": step, "split": "train", "loss": 0.5})
+            log.info("a message of some length")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        log.metrics({"step": 101, "split": "train", "loss": 0.5})
+        log.close({})
+    """
+    out, err = finish(script(code, tmp_path))
+    assert out.count("a message") == 100
+    assert err.count("metrics.jsonl cannot be written") == err.count("train.log cannot be written") == 1
+    assert err.count("\n") == 2
+    steps = [line["step"] for line in lines_of(tmp_path)]
+    assert steps == [*range(1, len(steps)), 101]
+    assert len(steps) > 10
+
+
+def test_ranks_above_zero_write_nothing(tmp_path):
+    log = make_log(tmp_path / "run", rank=1, progress=True, tensorboard=True, wandb=True)
+    log.metrics(train_line(1))
+    log.advance(1)
+    log.close({})
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- messages
+
+
+def test_messages_go_to_stdout_warnings_to_stderr_and_both_to_the_file(tmp_path, capsys):
+    log = make_log(tmp_path)
+    log.info("100% done")
+    log.warning("beware")
+    logging.getLogger("amp_recipes.part").warning("of a part")
+    log.close({})
+    assert capsys.readouterr() == ("100% done\n", "warning: beware\nwarning: of a part\n")
+    written = (tmp_path / "train.log").read_text().splitlines()
+    assert [re.sub(r"^[\d-]+ [\d:,]+ ", "", line) for line in written] == [
+        "INFO 100% done",
+        "WARNING beware",
+        "WARNING of a part",
+    ]
+
+
+def test_other_ranks_only_warn_and_say_who_they_are(tmp_path, capsys):
+    log = make_log(tmp_path, rank=3)
+    log.info("silent")
+    log.warning("beware")
+    log.close({})
+    assert capsys.readouterr() == ("", "[rank 3] warning: beware\n")
+
+
+def test_runs_after_one_another_do_not_repeat_lines(tmp_path, capsys):
+    logger = logging.getLogger("amp_recipes")
+    before = logger.handlers[:], logger.level, logger.propagate
+    for name in ("a", "b"):
+        log = make_log(tmp_path / name)
+        log.info(f"run {name}")
+        log.close({})
+        log.close({})
+    assert (logger.handlers, logger.level, logger.propagate) == before
+    assert capsys.readouterr().out == "run a\nrun b\n"
+    assert (tmp_path / "a" / "train.log").read_text().count("run") == 1
+
+
+def test_a_run_that_was_never_closed_does_not_repeat_lines(tmp_path, capsys):
+    broken = make_log(tmp_path / "a")
+    log = make_log(tmp_path / "b")
+    log.info("once")
+    log.close({})
+    broken.close({})
+    assert capsys.readouterr().out == "once\n"
+    assert not logging.getLogger("amp_recipes").handlers
+
+
+def test_a_closed_pipe_does_not_stop_the_run(tmp_path):
+    code = """
+        log = make(sys.argv[1], progress=True)
+        for step in range(1, 101):
+            log.info("to nobody")
+            log.warning("to nobody")
+            log.metrics({"step": step, "split": "train", "loss": 0.5})
+            log.advance(step)
+        log.close({})
+        os._exit(7)  # Python's own flush of the closed stdout is not what is tested
+    """
+    process = script(code, tmp_path)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(30) == 7
+    assert len(lines_of(tmp_path)) == 100
+
+
+def test_the_key_is_not_logged(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    log = make_log(tmp_path)
+    log.warning(f"server says: {KEY} is wrong")
+    log.close({})
+    assert "server says: *** is wrong" in (tmp_path / "train.log").read_text()
+
+
+# --- progress
+
+
+def test_progress_in_a_file_is_a_few_plain_lines(tmp_path, capsys):
+    log = make_log(tmp_path, progress=True)
+    for step in range(1, 101):
+        log.advance(step)
+        if step % 10 == 0:
+            log.metrics(train_line(step, loss=0.43121, lr=9.8e-4, samples_per_second=912.3))
+    log.close({})
+    first, last = capsys.readouterr().err.splitlines()
+    facts = "loss 0.4312  lr 9.8e-04  scale 65536  skipped 0  912 samples/s"
+    assert first == f"step 10/100  {facts}  00:00 left"
+    assert last == f"step 100/100  {facts}  00:00 left"
+
+
+def test_a_run_that_stops_early_shows_its_last_line(tmp_path, capsys):
+    log = make_log(tmp_path, progress=True)
+    for step in (10, 20, 30):
+        log.metrics(train_line(step, loss=float("nan")))
+    log.close({})
+    assert [line.split("  ")[:2] for line in capsys.readouterr().err.splitlines()] == [
+        ["step 10/100", "loss nan"],
+        ["step 30/100", "loss nan"],
+    ]
+
+
+def test_plain_lines_come_every_few_seconds(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(log_module, "LINE_SECONDS", 0.2)
+    log = make_log(tmp_path, progress=True)
+    for step in range(1, 51):
+        log.metrics(train_line(step))
+        time.sleep(0.01)
+    log.close({})
+    assert 3 <= len(capsys.readouterr().err.splitlines()) <= 6
+
+
+def test_no_progress_when_not_wanted(tmp_path, capsys):
+    log = make_log(tmp_path, progress=False)
+    log.metrics(train_line(1))
+    log.advance(1)
+    log.close({})
+    assert capsys.readouterr() == ("", "")
+
+
+def test_advance_costs_next_to_nothing(tmp_path):
+    log = make_log(tmp_path, progress=True)
+    start = time.perf_counter()
+    for step in range(100_000):
+        log.advance(step)
+    assert time.perf_counter() - start < 1.0
+    log.close({})
+
+
+def on_terminal(code: str, run_dir: Path, columns: int) -> str:
+    """The output of a script on a terminal of so many columns."""
+    main, sub = pty.openpty()
+    termios.tcsetwinsize(sub, (24, columns))
+    process = subprocess.Popen(
+        [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), str(run_dir)], stdout=sub, stderr=sub
+    )
+    os.close(sub)
+    output = b""
+    while select.select([main], [], [], 30)[0]:
+        try:
+            output += os.read(main, 65536)
+        except OSError:  # Linux' way to say that the other end is closed
+            break
+        if process.poll() is not None and not select.select([main], [], [], 0)[0]:
+            break
+    os.close(main)
+    assert process.wait(30) == 0, output.decode()
+    return output.decode()
+
+
+def screen(output: str) -> list[str]:
+    """What a person sees: a carriage return goes back, later characters overwrite."""
+    lines = []
+    for line in output.replace("\r\n", "\n").split("\n"):
+        cells: list[str] = []
+        for part in line.split("\r"):
+            cells[: len(part)] = part
+        lines.append("".join(cells).rstrip())
+    return lines
+
+
+TERMINAL_RUN = """
+    log = make(sys.argv[1], progress=True)
+    log.info("before the bar")
+    for step in range(1, 101):
+        time.sleep(0.01)
+        log.advance(step)
+        if step % 10 == 0:
+            log.metrics({"step": step, "split": "train", "loss": 0.43121, "lr": 9.8e-4, "loss_scale": 65536.0,
+                         "skipped": 2, "samples_per_second": 912.3})
+        if step == 50:
+            log.info("half way")
+            log.warning("beware")
+    log.close({})
+    print("after")
+"""
+
+
+@pytest.mark.parametrize("columns", [0, 80, 120])  # 0: as terminals without a size say
+def test_a_bar_on_a_terminal_is_whole_and_messages_do_not_tear_it(tmp_path, columns):
+    output = on_terminal(TERMINAL_RUN, tmp_path, columns)
+    assert "50/100" in output
+    before, half, beware, bar, after, *_ = screen(output)
+    assert (before, half, beware, after) == ("before the bar", "half way", "warning: beware", "after")
+    assert re.fullmatch(r"100%\|\S+\| 100/100 00:00 left loss 0.4312 lr 9.8e-04 scale 65536 skipped 2 ?(912/s?)?", bar)
+    assert len(bar) <= (columns or 80)
+
+
+# --- tensorboard
+
+
+def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    accumulator_module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = accumulator_module.EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {
+        name: [(event.step, event.value) for event in accumulator.Scalars(name)]
+        for name in accumulator.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_events_are_readable_and_a_resume_hides_what_was_cut(tmp_path):
+    pytest.importorskip("tensorboard")
+    log = make_log(tmp_path, tensorboard=True)
+    for step in (10, 20, 30):
+        log.metrics({"step": step, "split": "train", "loss": 0.5, "parts": {"a": 1}, "note": "text", "none": None})
+    log.metrics({"step": 30, "split": "eval", "accuracy": 0.25})
+    log.close({})
+    assert events(tmp_path / "tensorboard") == {
+        "train/loss": [(10, 0.5), (20, 0.5), (30, 0.5)],
+        "train/parts/a": [(10, 1.0), (20, 1.0), (30, 1.0)],
+        "eval/accuracy": [(30, 0.25)],
+    }
+    log = make_log(tmp_path, tensorboard=True, start_step=20)
+    log.metrics({"step": 30, "split": "train", "loss": 0.75})
+    log.close({})
+    assert events(tmp_path / "tensorboard")["train/loss"] == [(10, 0.5), (20, 0.5), (30, 0.75)]
+
+
+def test_a_tensorboard_that_cannot_start_is_one_warning(tmp_path, capsys):
+    pytest.importorskip("tensorboard")
+    (tmp_path / "tensorboard").write_text("in the way")
+    log = make_log(tmp_path, tensorboard=True)
+    log.metrics(train_line(1))
+    log.close({})
+    assert capsys.readouterr().err.count("tensorboard cannot start, the run goes on without it") == 1
+    assert len(lines_of(tmp_path)) == 1
+
+
+def test_a_tensorboard_that_fails_is_switched_off_with_one_warning(tmp_path):
+    pytest.importorskip("tensorboard")
+    code = """
+        log = make(sys.argv[1], tensorboard=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        for step in range(1, 200):
+            log.metrics({"step": step, "split": "train", **{f"number_{i}": 0.5 for i in range(50)}})
+        log.close({})
+    """
+    _, err = finish(script(code, tmp_path))
+    assert err.count("tensorboard is switched off after 3 failures") == 1, err
+
+
+# --- wandb
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    for key in [key for key in os.environ if key.startswith("WANDB_")]:
+        monkeypatch.delenv(key)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def offline_files(run_dir: Path) -> list[Path]:
+    return sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_an_offline_run_is_continued_under_its_id(tmp_path, offline, capsys):
+    for start_step in (0, 20):
+        log = make_log(tmp_path, wandb=True, start_step=start_step)
+        for step in (start_step + 10, start_step + 20):
+            log.metrics(train_line(step, loss=step + 0.125))
+        log.close({"status": "finished", "exit_code": 0, "eval": {"accuracy": float("nan")}})
+        time.sleep(max(0.0, 1.1 - time.time() % 1))  # wandb names folders by the second
+    known = (tmp_path / "wandb_id").read_text().strip()
+    first, second = offline_files(tmp_path)
+    assert first.name == second.name == f"run-{known}.wandb"
+    for file, step in ((first, 20), (second, 40)):
+        content = file.read_bytes()
+        assert b"train/loss" in content
+        assert f"{step}.125".encode() in content
+        assert b"finished" in content
+        assert b"init_scale" in content
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.count("wandb: offline run") == 2
+
+
+def test_a_dead_service_is_one_warning_and_training_goes_on(tmp_path, offline, capsys):
+    log = make_log(tmp_path, wandb=True)
+    log.metrics(train_line(1))
+    assert log._wandb is not None
+    assert log._wandb._process is not None
+    child = log._wandb._process.pid
+    wait_until(lambda: log.advance(1) or "offline run" in capsys.readouterr().out)
+    service = subprocess.run(["pgrep", "-P", str(child)], capture_output=True, text=True, check=True).stdout.split()
+    for pid in service:
+        os.kill(int(pid), signal.SIGKILL)
+    for step in range(2, 50):
+        log.metrics(train_line(step))
+        log.advance(step)
+        time.sleep(0.02)
+    start = time.monotonic()
+    log.close({})
+    assert time.monotonic() - start < 5
+    assert capsys.readouterr().err.count("wandb is switched off after 3 failures") == 1
+    assert len(lines_of(tmp_path)) == 49
+
+
+def test_a_dead_process_is_one_warning(tmp_path, offline, capsys):
+    log = make_log(tmp_path, wandb=True)
+    assert log._wandb is not None
+    assert log._wandb._process is not None
+    log._wandb._process.kill()
+    for step in range(1, 20):
+        log.metrics(train_line(step))
+        time.sleep(0.02)
+    log.close({})
+    assert capsys.readouterr().err == "warning: wandb's process died (exit code -9), the run goes on without it\n"
+
+
+def test_a_process_that_hangs_costs_lines_there_and_a_bounded_wait_at_the_end(tmp_path, offline, capsys, monkeypatch):
+    monkeypatch.setattr(log_module, "MAX_PENDING_BYTES", 20_000)
+    monkeypatch.setattr(log_module, "CLOSE_SECONDS", 0.5)
+    log = make_log(tmp_path, wandb=True)
+    assert log._wandb is not None
+    assert log._wandb._process is not None
+    child = log._wandb._process
+    os.kill(child.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    for step in range(1, 2001):
+        log.metrics(train_line(step))
+    assert time.monotonic() - start < 2
+    assert len(log._wandb._pending) < 25_000
+    start = time.monotonic()
+    log.close({})
+    assert time.monotonic() - start < 3
+    assert child.returncode is not None
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 2
+    assert "wandb does not keep up" in err[0]
+    assert "did not finish within" in err[1]
+    assert len(lines_of(tmp_path)) == 2000
+
+
+def test_a_killed_training_leaves_a_finished_run_and_no_process(tmp_path):
+    pytest.importorskip("wandb")
+    code = """
+        log = make(sys.argv[1], wandb=True)
+        log.metrics({"step": 1, "split": "train", "loss": 5.125})
+        print(log._wandb._process.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    process = script(code, tmp_path, env=environment(tmp_path, WANDB_MODE="offline"))
+    child = int(process.communicate(timeout=30)[0])
+    wait_until(lambda: not is_running(child))
+    (file,) = offline_files(tmp_path)
+    assert b"5.125" in file.read_bytes()
+
+
+def is_running(pid: int) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+    return bool(state.strip()) and not state.startswith("Z")
+
+
+class Nonsense(http.server.BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            self.wfile.write(b"<html>this is not the server you are looking for</html>")
+
+    do_GET = do_PUT = do_POST
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+FAULTY_RUN = """
+    log = make(sys.argv[1], wandb=True)
+    calls = []
+    for step in range(1, 101):
+        start = time.perf_counter()
+        log.metrics({"step": step, "split": "train", "loss": 0.5})
+        log.advance(step)
+        calls.append(time.perf_counter() - start)
+        time.sleep(0.005)
+    while sys.argv[2] == "long" and log._wandb._process is not None:
+        log.advance(100)
+        time.sleep(0.1)
+    start = time.perf_counter()
+    log.close({"exit_code": 0})
+    print(json.dumps({"mean": sum(calls) / len(calls), "max": max(calls), "close": time.perf_counter() - start}))
+    print(sorted(name for name in sys.modules if name in ("wandb", "torch")))
+"""
+
+
+def test_an_unreachable_server_does_not_hold_up_training_or_its_end(tmp_path):
+    """Short runs are over before wandb has given up (they wait 10 s), long ones hear that it has."""
+    pytest.importorskip("wandb")
+    with contextlib.ExitStack() as stack:
+        closed = stack.enter_context(socket.socket())
+        closed.bind(("127.0.0.1", 0))  # bound and not listening: refuses
+        silent = stack.enter_context(socket.socket())
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(100)  # the kernel accepts, nobody answers
+        nonsense = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Nonsense))
+        threading.Thread(target=nonsense.serve_forever, daemon=True).start()
+        stack.callback(nonsense.shutdown)
+        ports = {
+            "closed": closed.getsockname()[1],
+            "silent": silent.getsockname()[1],
+            "nonsense": nonsense.server_address[1],
+        }
+        runs = {}
+        for name, port in ports.items():
+            for length in ("short", "long"):
+                env = environment(tmp_path, WANDB_BASE_URL=f"http://127.0.0.1:{port}", WANDB_API_KEY=KEY)
+                runs[name, length] = script(FAULTY_RUN, tmp_path / name / length, length, env=env)
+        began = time.monotonic()
+        results = {key: finish(process) for key, process in runs.items()}
+        assert time.monotonic() - began < 45
+    for (name, length), (out, err) in results.items():
+        numbers, modules = out.splitlines()
+        times = json.loads(numbers)
+        assert modules == "[]"
+        assert times["mean"] < 0.05, (name, length, times)
+        assert times["close"] < (12 if length == "short" else 3), (name, length, times)
+        assert len(err.splitlines()) == 1, err
+        assert ("wandb cannot start" in err) or (length == "short" and "did not finish" in err), err
+        assert len(lines_of(tmp_path / name / length)) == 100
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            assert KEY.encode() not in file.read_bytes(), file
+
+
+def test_the_mode_is_online_only_with_an_account(tmp_path, monkeypatch):
+    for key in [key for key in os.environ if key.startswith("WANDB_") or key == "NETRC"]:
+        monkeypatch.delenv(key)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def mode(wandb_mode: str = "auto") -> str:
+        return log_module._wandb_mode(SimpleNamespace(wandb_mode=wandb_mode))  # pyright: ignore[reportArgumentType]
+
+    assert mode() == "offline"
+    assert (mode("online"), mode("offline")) == ("online", "offline")
+    (tmp_path / ".netrc").write_text("machine elsewhere login user password secret\n")
+    assert mode() == "offline"
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
+    assert mode() == "online"
+    monkeypatch.setenv("WANDB_BASE_URL", "http://own.server:8080")
+    assert mode() == "offline"
+    (tmp_path / ".config" / "wandb").mkdir(parents=True)
+    (tmp_path / ".config" / "wandb" / "settings").write_text("[default]\napi_key = secret\n")
+    assert mode() == "online"
+    (tmp_path / ".config" / "wandb" / "settings").write_text("nonsense")
+    (tmp_path / ".netrc").write_text("nonsense")
+    assert mode() == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    assert mode() == "online"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert mode("online") == "offline"
+
+
+def test_the_id_is_made_once(tmp_path):
+    first = log_module._wandb_id(tmp_path / "wandb_id")
+    assert log_module._wandb_id(tmp_path / "wandb_id") == first
+    (tmp_path / "wandb_id").write_text("../../etc")
+    assert re.fullmatch(r"\w+", log_module._wandb_id(tmp_path / "wandb_id"))
+
+
+# --- the rest
+
+
+def test_missing_packages_are_named_with_the_remedy(tmp_path, monkeypatch):
+    cfg = LogConfig("all", True, True, True, "p", "auto")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (tmp_path / "wandb").mkdir()  # as a run leaves it in the working directory
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert check_log(cfg) == [
+        "log=all needs the package tensorboard: pip install 'amp-recipes[tensorboard]'",
+        "log=all needs the package wandb: pip install 'amp-recipes[wandb]'",
+    ]
+    assert check_log(LogConfig("default", True, False, False, "p", "auto")) == []
+
+
+def test_checking_imports_nothing(tmp_path):
+    code = """
+        cfg = types.SimpleNamespace(name="all", tensorboard=True, wandb=True)
+        amp_log.check_log(cfg)
+        make(sys.argv[1], progress=True).close({})
+        print(sorted(name for name in sys.modules if name in ("wandb", "torch", "tensorboard", "hydra", "omegaconf")))
+    """
+    assert finish(script(code, tmp_path))[0] == "[]\n"
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "summary.json"
+    write_json(path, {"loss": float("nan"), "dir": tmp_path, "list": (1, float("-inf"))})
+    assert json.loads(path.read_text()) == {"loss": None, "dir": str(tmp_path), "list": [1, None]}
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        write_json(tmp_path / "folder", {})
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["folder", "summary.json"]
+
+
+def test_the_options_hold_every_key_of_the_config():
+    yaml = pytest.importorskip("yaml")
+    for name, tensorboard, wandb in (
+        ("default", False, False),
+        ("tensorboard", True, False),
+        ("wandb", False, True),
+        ("all", True, True),
+    ):
+        text = (ROOT / "conf" / "log" / f"{name}.yaml").read_text()
+        assert text.startswith("# ")
+        cfg = LogConfig(**yaml.safe_load(text))
+        assert (cfg.name, cfg.tensorboard, cfg.wandb, cfg.wandb_mode) == (name, tensorboard, wandb, "auto")
