@@ -9,7 +9,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # Written when everything is installed; holds the folder that the environment was made in.
 STAMP := $(VENV)/.installed
-# There while an installation runs, so a leftover tells of one that was killed.
+# There while an installation runs, and holds make's process id, so a leftover tells of one that was killed.
 BUSY := $(VENV)/.installing
 EXTRAS := wandb,tensorboard,data,dev
 
@@ -59,13 +59,16 @@ distclean: clean ## remove .venv too
 # A killed installation, or one made in another folder, is thrown away. One that failed in an orderly way goes on where
 # it stopped, and an environment that somebody made by hand is completed.
 $(STAMP): pyproject.toml setup.py constraints.txt
+	@if [ -e $(BUSY) ] && kill -0 "$$(cat $(BUSY))" 2>/dev/null; then \
+		echo "error: process $$(cat $(BUSY)) is installing into $(VENV); wait for it (or remove $(BUSY))." >&2; exit 1; fi
 	@if [ -e $(BUSY) ] || { [ -e $(STAMP) ] && [ "$$(cat $(STAMP))" != "$(CURDIR)" ]; }; then rm -rf $(VENV); fi
 	@python=$(PY); [ -x $$python ] || python="$(PYTHON)"; \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
-		echo "error: Python 3.11, 3.12 or 3.13 is needed; $$python is $$(command -v $$python >/dev/null && $$python --version 2>&1 || echo missing)." \
+		found=$$(command -v $$python >/dev/null && $$python --version 2>&1 || echo missing); \
+		echo "error: Python 3.11, 3.12 or 3.13 is needed; $$python is $$found." \
 			"Use make PYTHON=python3.12, or the path of one$$([ $$python != $(PY) ] || echo ', after make distclean')." >&2; \
 		exit 1; }
-	@mkdir -p $(VENV) && touch $(BUSY) && rm -f $(STAMP)
+	@mkdir -p $(VENV) && echo $$PPID > $(BUSY) && rm -f $(STAMP)
 	@[ -x $(PY) ] || { rm -f $(PY); $(PYTHON) -m venv $(VENV); }
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
 	@echo 'installing into $(VENV): a few minutes, once'

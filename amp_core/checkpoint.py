@@ -265,7 +265,7 @@ class Checkpoint:
                     _remove(temporary)
 
     def _prune(self, current: int, best: tuple[str, str] | None) -> None:
-        """Removes what is neither among the newest nor the best. Damaged ones do not count, and stay to be looked at."""
+        """Removes what is neither among the newest nor the best. Damaged ones do not count, and stay."""
         metrics: dict[int, dict[str, Any]] = {}
         folders = _step_folders(self.folder)
         for step, folder in folders.items():
@@ -466,11 +466,11 @@ def _tensors(value: object, where: str = "") -> Iterator[tuple[str, Tensor]]:
         yield where, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _tensors(key, f"a key of {where}")
-            yield from _tensors(item, f"{where}.{key}")
+            yield from _tensors(key, f"a key of {where or 'it'}")
+            yield from _tensors(item, _join(where, key))
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _tensors(item, f"{where}.{index}")
+            yield from _tensors(item, _join(where, index))
     elif type(value) not in _SCALARS:
         raise ValueError(f"{where} is a {_type_name(value)}")
 
@@ -541,9 +541,9 @@ def _plain(value: Any, where: str, copies: dict[tuple[Any, ...], Tensor]) -> Any
         for key in value:
             if type(key) not in _SCALARS:
                 raise ValueError(f"{where} has a {_type_name(key)} as a key; a checkpoint takes str, int, float, bool")
-        return {key: _plain(item, f"{where}.{key}" if where else str(key), copies) for key, item in value.items()}
+        return {key: _plain(item, _join(where, key), copies) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [_plain(item, f"{where}.{index}", copies) for index, item in enumerate(value)]
+        items = [_plain(item, _join(where, index), copies) for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     if type(value) not in _SCALARS:
         raise ValueError(
@@ -663,6 +663,10 @@ def _parameters(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> Ite
 def _first(items: list[str], count: int = 3) -> str:
     more = len(items) - count
     return ", ".join(items[:count]) + (f" and {more} more" if more > 0 else "")
+
+
+def _join(where: str, key: object) -> str:
+    return f"{where}.{key}" if where else str(key)
 
 
 def _type_name(value: object) -> str:

@@ -87,8 +87,10 @@ def _check_path(cfg: DataConfig) -> list[str]:
 def _check_classes(root: Path) -> Iterator[str]:
     """Stops at the first image of each part, so that a large data set is checked at once."""
     for part in ("train", "val"):
-        images = (name for _, _, names in os.walk(root / part, followlinks=True) for name in names)
-        if not class_names(root / part):
+        classes = class_names(root / part)
+        walks = (os.walk(root / part / name, followlinks=True) for name in classes)
+        images = (name for walk in walks for _, _, names in walk for name in names)
+        if not classes:
             yield f"{part} has no class folders; expected {part}/<class>/*"
         elif not any(name.lower().endswith(IMAGE_ENDINGS) for name in images):
             yield f"{part} has no images; expected files that end with {', '.join(IMAGE_ENDINGS)}"

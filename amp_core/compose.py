@@ -64,7 +64,7 @@ def check_overrides(overrides: list[str], *, multirun: bool) -> tuple[list[str],
         try:
             text.encode()
         except UnicodeEncodeError:
-            problems.append(f"{ascii(text)}: is not valid UTF-8; expected key=value")
+            problems.append(f"{text!a}: is not valid UTF-8; expected key=value")
             continue
         try:
             override = parser.parse_override(text)

@@ -283,9 +283,8 @@ def environment(job: Job) -> Iterator[Environment]:
     matmul precision are process-wide and outlive a run; they are restored.
     """
     cfg = build(job.config)
-    rank, local_rank, world_size = (
-        int(os.environ.get(k, d)) for k, d in zip(("RANK", "LOCAL_RANK", "WORLD_SIZE"), "001")
-    )
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     if cfg.layout.name == "single":
         rank, local_rank, world_size = 0, 0, 1
     device = resolve_device(cfg.device, local_rank)
@@ -406,5 +405,5 @@ def describe(env: Environment) -> dict[str, Any]:
         "world_size": env.world_size,
         "git_commit": git("rev-parse", "HEAD"),
         "git_dirty": bool(git("status", "--porcelain")),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

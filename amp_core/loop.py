@@ -176,9 +176,7 @@ class Loop:
         elif stop:
             reason = {75: "the time limit was reached", 130: "SIGINT", 143: "SIGTERM"}[stop]
             self._summarise()
-            message = (
-                f"stopped at step {self.step} of {end}: {reason}; a checkpoint was written, the same command goes on"
-            )
+            message = f"stopped at step {self.step} of {end}: {reason}; a checkpoint was written to go on from"
             self._log.warning(message)
             raise Interrupted(message, stop)
 
@@ -330,7 +328,7 @@ class Loop:
     def _read_metrics(self) -> None:
         """Begin to read the numbers of a log line; on a GPU they are written when the next line is begun."""
         self._finish_reading()
-        rate, passed = self._clock.lap(self.samples)
+        rate = self._clock.lap(self.samples)
         if self._report is None:
             return
         names = list(self._sums)
@@ -522,12 +520,12 @@ class _Clock:
         self._paused += seconds
         self._paused_in_lap += seconds
 
-    def lap(self, samples: int) -> tuple[float, float]:
+    def lap(self, samples: int) -> float:
         now = time.monotonic()
         seconds = max(now - self._lap - self._paused_in_lap, 1e-9)
         rate = (samples - self._samples) / seconds
         self._lap, self._samples, self._paused_in_lap = now, samples, 0.0
-        return rate, seconds
+        return rate
 
     def overall(self, samples: int) -> float:
         return (samples - self._first) / max(time.monotonic() - self._began - self._paused, 1e-9)

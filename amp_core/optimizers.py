@@ -46,11 +46,11 @@ def check_optimizer(cfg: OptimizerConfig) -> list[str]:
     if cfg.fused and not _has_fused(cls):
         fused = [name for name, other in _available().items() if _has_fused(other)]
         problems.append(
-            f"optimizer.fused=true: {cfg.name} has no fused form; use optimizer.fused=null, or one of {', '.join(fused)}"
+            f"optimizer.fused=true: {cfg.name} has no fused form; use fused=null, or one of {', '.join(fused)}"
         )
     if not problems:
         try:
-            _build(cfg, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+            _build(cfg, [{"params": [nn.Parameter(torch.zeros(shape))]} for shape in ((2, 2), (2,))])
         except Exception as problem:  # whatever the constructor raises is the user's to know
             problems.append(f"optimizer.name={cfg.name}: refuses its settings: {problem}")
     return problems
@@ -73,10 +73,9 @@ def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optim
 def _build(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     cls = _available()[cfg.name]
     options = dict(cfg.options)
-    if _has_fused(cls) and cfg.fused is not False:
-        # A default of foreach or of a differentiable step excludes fused; both are rare and win.
-        if cfg.fused or not (options.get("foreach") or options.get("differentiable")):
-            options["fused"] = True
+    # A differentiable step excludes fused; it is rare, and wins unless both were asked for.
+    if _has_fused(cls) and (cfg.fused or (cfg.fused is None and not options.get("differentiable"))):
+        options["fused"] = True
     for key, value in options.items():
         if isinstance(value, list):  # torch expects betas as a tuple
             options[key] = tuple(value)

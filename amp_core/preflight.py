@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from amp_core.checks import check_data
-from amp_core.config import Config, structure, node_range
+from amp_core.config import Config, node_range, structure
 from amp_core.environment import launched
 from amp_core.log import check_log
 from amp_core.models import check_model

@@ -1,8 +1,9 @@
 """Learning rates as a table on the device, indexed by the number of taken steps.
 
 A scheduler that is stepped by the loop counts windows; after three overflows it is three steps ahead of the weights.
-Here any `torch.optim.lr_scheduler` that needs no metric is run once, ahead of time, on a stand-in optimizer. A step then
-copies one entry of the table into the optimizer's groups, and the index moves by `report.taken`, all on the device.
+Here any `torch.optim.lr_scheduler` that needs no metric is run once, ahead of time, on a stand-in optimizer. A step
+then copies one entry of the table into the optimizer's groups, and the index moves by `report.taken`, all on the
+device.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Schedule:
 
     @property
     def rate(self) -> Tensor | float:
-        """The learning rate of the first group: a 0-d device tensor, or a float for optimizers the host decides about."""
+        """The first group's learning rate: a 0-d device tensor, or a float where the host decides."""
         return self.optimizer.param_groups[0]["lr"]
 
     def state_dict(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -140,7 +141,8 @@ def test_resume_is_bit_exact(tmp_path: Path, optimizer: str, fused: bool) -> Non
     assert second.state() == first.state()
     second.train(7, 14)
     assert second.state() == straight.state()
-    assert first.skipped > 0 and second.skipped > 0
+    assert first.skipped > 0
+    assert second.skipped > 0
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["unfused_to_fused", "fused_to_unfused"])
@@ -166,7 +168,7 @@ def test_a_state_crosses_between_fused_and_unfused(tmp_path: Path, optimizer: st
 def test_every_optimizer_resumes_bit_exactly_in_every_dtype(tmp_path: Path, optimizer: str, dtype: torch.dtype) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         net = tiny(0.5).to(dtype)
-        net.bias = None  # pyright: ignore[reportAttributeAccessIssue]  # Muon takes matrices only
+        net.bias = None  # Muon takes matrices only
         options = {"momentum": 0.9} if optimizer in ("SGD", "RMSprop") else {}
         return net, getattr(torch.optim, optimizer)(net.parameters(), lr=0.01, **options)
 
@@ -208,14 +210,16 @@ def test_the_live_optimizer_keeps_its_hyperparameters_and_its_very_learning_rate
     optimizer.step()
     path = Checkpoint(tmp_path, model=net, optimizer=optimizer).save(1)
     groups = torch.load(path / "state.pt", weights_only=True)["optimizer"]["param_groups"]
-    assert [group["lr"] for group in groups] == [0.5, 0.5] and type(groups[0]["lr"]) is float
+    assert [group["lr"] for group in groups] == [0.5, 0.5]
+    assert type(groups[0]["lr"]) is float
 
     net, optimizer, rate = build(0.25, 0.2)
     live_groups = optimizer.param_groups
     before = [{key: value for key, value in group.items() if key != "params"} for group in live_groups]
     must_load(Checkpoint(tmp_path, model=net, optimizer=optimizer))
     assert optimizer.param_groups is live_groups
-    assert all(group["lr"] is rate for group in live_groups) and rate.item() == 0.25
+    assert all(group["lr"] is rate for group in live_groups)
+    assert rate.item() == 0.25
     assert [{key: value for key, value in group.items() if key != "params"} for group in live_groups] == before
     assert [parameter for group in live_groups for parameter in group["params"]] == [net.weight, net.bias]
     assert len(optimizer.state) == 2
@@ -232,7 +236,9 @@ def test_a_file_holds_plain_data_that_plain_pytorch_loads(tmp_path: Path) -> Non
     path = Checkpoint(tmp_path, model=net, optimizer=optimizer).save(5, progress=progress, config={"lr": 0.1})
     contents = torch.load(path / "state.pt", weights_only=True)
     assert list(contents) == ["scaler", "model", "optimizer", "progress", "config", "format"]
-    assert type(contents["model"]) is dict and contents["scaler"] == {} and type(contents["format"]) is int
+    assert type(contents["model"]) is dict
+    assert contents["scaler"] == {}
+    assert type(contents["format"]) is int
     assert bits(contents["progress"]) == bits({**progress, "step": 5})
     other = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     other.load_state_dict(contents["model"])
@@ -241,13 +247,14 @@ def test_a_file_holds_plain_data_that_plain_pytorch_loads(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    "value, message",
     [
         (OrderedDict, "config.here is a type"),
         (Path("x"), "config.here is a PosixPath"),
         (random.getstate, "config.here is a"),
         (torch.float16, "config.here is a dtype"),
         ({1, 2}, "config.here is a set"),
+        (1 << 2001, "config.here is an integer of 2002 bits"),
         ({(1, 2): 3}, "config.here has a tuple as a key"),
         (torch.eye(2).to_sparse(), "config.here is a Tensor .*sparse"),
         (torch.empty(2, device="meta"), "config.here is a meta"),
@@ -274,7 +281,8 @@ def test_views_and_shared_tensors_do_not_inflate_the_file(tmp_path: Path) -> Non
 def test_memory_format_is_kept(tmp_path: Path) -> None:
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     loaded = read(Checkpoint(tmp_path).save(1, progress={"image": image}))["progress"]["image"]
-    assert loaded.is_contiguous(memory_format=torch.channels_last) and torch.equal(loaded, image)
+    assert loaded.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(loaded, image)
 
 
 def test_crc_setting_of_torch_is_restored(tmp_path: Path) -> None:
@@ -287,10 +295,10 @@ def wrapped_nets() -> Iterator[tuple[str, Callable[[nn.Module], nn.Module]]]:
     ddp = nn.parallel.DistributedDataParallel
     yield "ddp", ddp
     yield "data_parallel", nn.DataParallel
-    yield "compile", lambda net: torch.compile(net)  # pyright: ignore[reportReturnType]
-    yield "compile(ddp)", lambda net: torch.compile(ddp(net))  # pyright: ignore[reportReturnType]
-    yield "ddp(compile)", lambda net: ddp(torch.compile(net))  # pyright: ignore[reportArgumentType]
-    yield "inside", lambda net: nn.ModuleDict({"module": ddp(torch.compile(net)), "b": nn.DataParallel(tiny(2.0))})  # pyright: ignore[reportArgumentType]
+    yield "compile", lambda net: torch.compile(net)
+    yield "compile(ddp)", lambda net: torch.compile(ddp(net))
+    yield "ddp(compile)", lambda net: ddp(torch.compile(net))
+    yield "inside", lambda net: nn.ModuleDict({"module": ddp(torch.compile(net)), "b": nn.DataParallel(tiny(2.0))})
 
 
 # The import of torch's own compiler warns.
@@ -354,7 +362,8 @@ def test_a_checkpoint_without_scale_gives_a_fresh_one(tmp_path: Path) -> None:
         amp, torch_scaler = Recorder(), torch.amp.GradScaler("cpu", init_scale=8.0)
         assert must_load(Checkpoint(tmp_path / name, model=tiny(), scaler=amp)).notes == ()
         must_load(Checkpoint(tmp_path / name, model=tiny(), scaler=torch_scaler))
-        assert amp.loaded == [{}] and torch_scaler.get_scale() == 8.0
+        assert amp.loaded == [{}]
+        assert torch_scaler.get_scale() == 8.0
 
 
 def test_an_ema_that_is_not_in_the_file_starts_from_the_loaded_weights(tmp_path: Path) -> None:
@@ -367,7 +376,8 @@ def test_an_ema_that_is_not_in_the_file_starts_from_the_loaded_weights(tmp_path:
 
     ema = Ema()
     loaded = must_load(Checkpoint(tmp_path, ema=ema, model=net))
-    assert ema.loaded == [3.0] and "no ema" in loaded.notes[0]
+    assert ema.loaded == [3.0]
+    assert "no ema" in loaded.notes[0]
 
 
 def test_a_part_of_the_file_that_is_not_wanted_is_ignored_and_said(tmp_path: Path) -> None:
@@ -388,10 +398,10 @@ def test_a_wanted_part_that_is_not_in_the_file_is_an_error(tmp_path: Path) -> No
 
 def test_constructor_refuses_what_cannot_be_saved(tmp_path: Path) -> None:
     for parts in ({"config": tiny()}, {"model": 3}, {"keep": 0}):
-        with pytest.raises(ValueError):
-            Checkpoint(tmp_path, **parts)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ValueError, match=r"config|model|keep"):
+            Checkpoint(tmp_path, **parts)
     with pytest.raises(ValueError, match="max"):
-        Checkpoint(tmp_path).save(1, best=("loss", "smallest"))  # pyright: ignore[reportArgumentType]
+        Checkpoint(tmp_path).save(1, best=("loss", "smallest"))
 
 
 def foreign_parts() -> dict[str, tuple[str, nn.Module, Callable[[nn.Module], torch.optim.Optimizer]]]:
@@ -437,8 +447,10 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: 
     before = bits([first.state_dict(), net.state_dict(), live.state_dict()])
     with pytest.raises(CheckpointError, match=message) as caught:
         Checkpoint(tmp_path, first=first, other=other, model=net, optimizer=live).load()
-    assert "is of another model" in str(caught.value) and caught.value.exit_code == 3
-    assert bits([first.state_dict(), net.state_dict(), live.state_dict()]) == before and other.loaded == []
+    assert "is of another model" in str(caught.value)
+    assert caught.value.exit_code == 3
+    assert bits([first.state_dict(), net.state_dict(), live.state_dict()]) == before
+    assert other.loaded == []
 
 
 def test_a_net_of_another_floating_dtype_is_converted_and_said(tmp_path: Path) -> None:
@@ -458,7 +470,8 @@ def test_a_net_of_another_floating_dtype_is_converted_and_said(tmp_path: Path) -
         "bias is torch.float32 there and torch.bfloat16 here",
     )
     state = half_optimizer.state[next(half.parameters())]
-    assert state["exp_avg"].dtype == torch.bfloat16 and state["mu_product"].dtype == torch.float32
+    assert state["exp_avg"].dtype == torch.bfloat16
+    assert state["mu_product"].dtype == torch.float32
 
 
 # Which checkpoint.
@@ -466,7 +479,8 @@ def test_a_net_of_another_floating_dtype_is_converted_and_said(tmp_path: Path) -
 
 def test_no_checkpoint_at_all_is_none_but_a_named_one_must_be_there(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path / "c", model=tiny())
-    assert checkpoint.load() is None and not (tmp_path / "c").exists()
+    assert checkpoint.load() is None
+    assert not (tmp_path / "c").exists()
     for call in (checkpoint.load, read):
         for path in (tmp_path, tmp_path / "c", tmp_path / "c" / "step_00000001"):
             with pytest.raises(CheckpointError):
@@ -491,7 +505,9 @@ def test_a_file_without_manifest_is_loaded_and_called_unverified(tmp_path: Path)
     shutil.copy(path / "state.pt", tmp_path / "copy.pt")
     net = tiny()
     loaded = must_load(Checkpoint(tmp_path / "d", model=net), tmp_path / "copy.pt")
-    assert loaded.step == 7 and "not verified" in loaded.notes[0] and net.weight.mean() == 1.0
+    assert loaded.step == 7
+    assert "not verified" in loaded.notes[0]
+    assert net.weight.mean() == 1.0
     assert loaded.path == tmp_path / "copy.pt"
 
 
@@ -539,7 +555,8 @@ def test_a_sound_step_is_never_written_again_and_a_damaged_one_is_replaced(tmp_p
     assert (path / "state.pt").stat() == before
     (path / "state.pt").write_bytes(b"damaged")
     assert Checkpoint(tmp_path, model=tiny(2.0)).save(1) == path
-    assert read(path)["model"]["weight"].mean() == 2.0 and names(tmp_path) == ["step_00000001"]
+    assert read(path)["model"]["weight"].mean() == 2.0
+    assert names(tmp_path) == ["step_00000001"]
 
 
 def test_ranks_above_0_collect_states_and_write_nothing(tmp_path: Path) -> None:
@@ -553,8 +570,10 @@ def test_ranks_above_0_collect_states_and_write_nothing(tmp_path: Path) -> None:
     for writer in (True, False):
         for _ in range(2):  # the second save of a step returns early, but not before all ranks took part
             path = Checkpoint(tmp_path / str(writer), writer=writer, part=Collective()).save(1)
-            assert path.name == "step_00000001" and path.exists() == writer
-    assert Collective.collected == 4 and names(tmp_path) == ["True"]
+            assert path.name == "step_00000001"
+            assert path.exists() == writer
+    assert Collective.collected == 4
+    assert names(tmp_path) == ["True"]
 
 
 def test_unfinished_saves_of_dead_processes_are_removed_by_the_writer(tmp_path: Path) -> None:
@@ -570,7 +589,8 @@ def test_unfinished_saves_of_dead_processes_are_removed_by_the_writer(tmp_path: 
     alive = {f".tmp-step_00000001-{pid}" for pid in (os.getpid(), os.getppid())}
     assert set(names(tmp_path)) == alive | {".tmp-other"}
     Checkpoint(tmp_path).save(1)  # over what a dead process with our number left
-    assert f".tmp-step_00000001-{os.getpid()}" not in names(tmp_path) and read(tmp_path)["format"] == 1
+    assert f".tmp-step_00000001-{os.getpid()}" not in names(tmp_path)
+    assert read(tmp_path)["format"] == 1
 
 
 # Damage.
@@ -612,7 +632,7 @@ def test_no_damage_is_accepted_and_the_one_before_is_used(tmp_path: Path) -> Non
         net = tiny()
         loaded = must_load(Checkpoint(tmp_path, writer=False, model=net))
         assert (loaded.step, net.weight.mean().item()) == (1, 1.0), what
-        assert len(loaded.notes) == 1 and str(newest) in loaded.notes[0] and "damaged" in loaded.notes[0], what
+        assert [note.split(":")[0] for note in loaded.notes] == [f"{newest} is damaged and was not used"], what
         with pytest.raises(CheckpointError):
             read(newest)
         for path, data in sound.items():
@@ -643,7 +663,8 @@ def test_strange_entries_are_rejected_and_not_followed(tmp_path: Path) -> None:
     (tmp_path / "step_00000007" / "manifest.json").write_text("[" * 100_000)
     (tmp_path / "step_abc").mkdir()
     loaded = must_load(writer)
-    assert loaded.step == 1 and len(loaded.notes) == 6
+    assert loaded.step == 1
+    assert len(loaded.notes) == 6
 
 
 # Hostile files.
@@ -697,7 +718,7 @@ def test_a_hostile_file_is_refused_and_nothing_is_executed(tmp_path: Path, case:
     (tmp_path / "alone.pt").write_bytes(data)
     for path in (tmp_path / "c", tmp_path / "alone.pt"):
         net = tiny()
-        with pytest.raises(CheckpointError, match="refused: ."):
+        with pytest.raises(CheckpointError, match=r"refused: \w"):
             Checkpoint(tmp_path / "own", model=net).load(path)
         assert net.weight.count_nonzero() == 0
     assert not (tmp_path / "executed").exists()
@@ -715,16 +736,17 @@ def test_an_odd_state_of_a_part_is_refused_before_anything_changes(tmp_path: Pat
         assert net.weight.count_nonzero() == 0
 
 
-def test_a_newer_format_stops_instead_of_falling_back(tmp_path: Path) -> None:
+def test_a_newer_format_stops_and_is_neither_replaced_nor_pruned(tmp_path: Path) -> None:
     writer = Checkpoint(tmp_path, model=tiny())
     writer.save(1)
-    for changes in ({"format": 2}, {}):
-        folder = forge(tmp_path / "step_00000002", pickled(whole(format=2)), step=2, **changes)
-        for call in (writer.load, lambda: read(folder / "state.pt"), lambda: writer.save(2)):
-            if changes or call is writer.load:
-                with pytest.raises(CheckpointError, match="format 2, newer than 1"):
-                    call()
-    forge(folder, pickled(whole(format=2)), step=2, format=2)
+    folder = tmp_path / "step_00000002"
+    forge(folder, pickled(whole(format=2)), step=2)
+    with pytest.raises(CheckpointError, match="format 2, newer than 1"):
+        writer.load()
+    forge(folder, b"of another kind", step=2, format=2)
+    for call in (writer.load, lambda: read(folder), lambda: writer.save(2)):
+        with pytest.raises(CheckpointError, match="format 2, newer than 1"):
+            call()
     for step in (3, 4, 5):
         writer.save(step)
     assert saved_steps(tmp_path) == [2, 4, 5]
@@ -733,41 +755,61 @@ def test_a_newer_format_stops_instead_of_falling_back(tmp_path: Path) -> None:
 # Where it cannot be written.
 
 
+Mount = Callable[[Path], None]
+
+
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("needs the right to mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+def mount_small_disk() -> Iterator[Mount]:
+    """Mounts a real file system of 1 MB at a folder."""
+    mounted = []
+
+    def mount(folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        try:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("needs the right to mount a tmpfs")
+        mounted.append(folder)
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", folder], check=True)
 
 
 def check_save_error(caught: SaveError, reason: int, folder: Path) -> None:
     message = str(caught)
-    assert caught.exit_code == 4 and str(folder) in message and os.strerror(reason) in message
-    assert "bytes needed" in message and "free" in message and "Earlier checkpoints are intact" in message
+    assert caught.exit_code == 4
+    assert str(folder) in message
+    assert os.strerror(reason) in message
+    assert "bytes needed" in message
+    assert "free" in message
+    assert "Earlier checkpoints are intact" in message
 
 
-def test_a_full_disk_is_a_clear_error_and_leaves_the_earlier_checkpoint(small_disk: Path) -> None:
-    folder = small_disk / "c"
+def test_a_full_disk_is_a_clear_error_and_leaves_the_earlier_checkpoint(
+    tmp_path: Path, mount_small_disk: Mount
+) -> None:
+    disk = tmp_path / "disk"
+    mount_small_disk(disk)
+    folder = disk / "c"
     Checkpoint(folder, model=tiny(1.0, size=64)).save(1)
-    before = os.statvfs(small_disk).f_bavail
+    before = os.statvfs(disk).f_bavail
     with pytest.raises(SaveError) as caught:
         Checkpoint(folder, model=tiny(2.0, size=600)).save(2)
     check_save_error(caught.value, errno.ENOSPC, folder)
-    assert names(folder) == ["step_00000001"] and os.statvfs(small_disk).f_bavail == before
+    assert names(folder) == ["step_00000001"]
+    assert os.statvfs(disk).f_bavail == before
     assert read(folder)["model"]["weight"].mean() == 1.0
 
 
-def test_a_read_only_disk_is_a_clear_error(small_disk: Path) -> None:
-    folder = small_disk / "c"
+def test_a_read_only_disk_is_a_clear_error(tmp_path: Path, mount_small_disk: Mount) -> None:
+    disk = tmp_path / "disk"
+    mount_small_disk(disk)
+    folder = disk / "c"
     writer = Checkpoint(folder, model=tiny(1.0))
     writer.save(1)
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    for target in (folder, small_disk / "new"):
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    for target in (folder, disk / "new"):
         with pytest.raises(SaveError) as caught:
             Checkpoint(target, model=tiny(1.0)).save(2)
         check_save_error(caught.value, errno.EROFS, target)
@@ -812,6 +854,19 @@ def test_a_file_in_the_place_of_the_folder_is_a_clear_error(tmp_path: Path) -> N
     (tmp_path / "c").touch()
     with pytest.raises(SaveError, match=str(tmp_path / "c")):
         Checkpoint(tmp_path / "c").save(1)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
+    tmp_path: Path, mount_small_disk: Mount, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = Checkpoint(tmp_path / "c", model=tiny(), keep=1)
+    path = writer.save(1)
+    shutil.copytree(path, tmp_path / "copy")
+    mount_small_disk(path)  # a mount point can be neither renamed nor removed
+    shutil.copytree(tmp_path / "copy", path, dirs_exist_ok=True)
+    assert must_load(writer, writer.save(2)).step == 2
+    assert saved_steps(tmp_path / "c") == [1, 2]
+    assert "cannot remove an old checkpoint" in caplog.text
 
 
 # Death at any moment.
@@ -975,7 +1030,7 @@ def die_everywhere(work: Path, scenario: str) -> tuple[int, list[str]]:
         for point in range(10_000):
 
             def act(point: int = point, when: str = when) -> None:
-                module.os = Calls(point, when)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+                module.os = Calls(point, when)
                 save(folder, step, best=best)
 
             shutil.rmtree(folder.parent, ignore_errors=True)
@@ -1016,7 +1071,7 @@ def torch_save_in_place(work: Path) -> dict[str, Any]:
                 os._exit(9)
             return len(data)
 
-    died = not in_child(lambda: torch.save({"model": tiny(1.0, size=64).state_dict()}, Dying(path, "wb")))  # pyright: ignore[reportArgumentType]
+    died = not in_child(lambda: torch.save({"model": tiny(1.0, size=64).state_dict()}, Dying(path, "wb")))
     try:
         torch.load(path, weights_only=True)
     except Exception as error:
@@ -1032,41 +1087,33 @@ def harness(work: Path) -> dict[str, Any]:
     right = Checkpoint._discard, Checkpoint._write
     Checkpoint._discard = delete_in_place
     results["delete in place"] = die_everywhere(work / "delete", "prune")
-    Checkpoint._discard, Checkpoint._write = right[0], write_in_place  # pyright: ignore[reportAttributeAccessIssue]
+    Checkpoint._discard, Checkpoint._write = right[0], write_in_place
     results["write in place"] = die_everywhere(work / "write", "next")
     Checkpoint._write = right[1]
     results["torch.save in place"] = torch_save_in_place(work / "broken")
     return results
 
 
-@pytest.fixture(scope="module")
-def deaths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    work = tmp_path_factory.mktemp("deaths")
+def test_death_at_any_call_of_a_save_loses_nothing_acknowledged_and_careless_saves_do(tmp_path: Path) -> None:
+    work = tmp_path
     if os.access("/dev/shm", os.W_OK):  # what a killed process leaves is the same in memory, and fsync costs nothing
-        work = Path("/dev/shm") / f"{work.parent.name}-{os.getpid()}"
-        work.mkdir()
-    command = [sys.executable, __file__, str(work)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    shutil.rmtree(work)
+        work = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    try:
+        command = [sys.executable, __file__, str(work)]
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    finally:
+        shutil.rmtree(work)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_death_at_any_call_of_a_save_loses_nothing_acknowledged(deaths: dict[str, Any], scenario: str) -> None:
-    number, wrong = deaths[scenario]
-    assert number >= 40 and wrong == []
-
-
-@pytest.mark.parametrize("way", ["delete in place", "write in place"])
-def test_the_same_deaths_show_the_holes_of_a_careless_save(deaths: dict[str, Any], way: str) -> None:
-    number, wrong = deaths[way]
-    assert number >= 10 and len(wrong) >= 2
-
-
-def test_torch_save_in_place_leaves_an_unreadable_file(deaths: dict[str, Any]) -> None:
-    result = deaths["torch.save in place"]
-    assert result["died"] and result["error"]
+    results = json.loads(done.stdout)
+    for scenario in SCENARIOS:
+        deaths, wrong = results[scenario]
+        assert wrong == []
+        assert deaths >= 40, scenario
+    for careless in ("delete in place", "write in place"):
+        deaths, wrong = results[careless]
+        assert len(wrong) >= 2, careless
+    assert results["torch.save in place"]["died"]
+    assert results["torch.save in place"]["error"], "torch.load read a file that was half written"
 
 
 if __name__ == "__main__":

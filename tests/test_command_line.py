@@ -1,0 +1,206 @@
+"""Bad command lines end with exit code 2 and one message that names the key; nothing is created."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train
+from amp_core import compose
+from amp_core.config import build, choices, nearest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def values_of(*overrides):
+    sound, problems = compose.check_overrides(list(overrides), multirun=False)
+    assert not problems
+    return compose.compose(sound)
+
+
+def typos(word):
+    """Misspellings of a key: a letter less, a letter more, two letters swapped."""
+    head, dot, tail = word.rpartition(".")
+    if len(tail) > 3:
+        yield f"{head}{dot}{tail[:1]}{tail[2:]}"
+        yield f"{head}{dot}{tail[:-2]}{tail[-1]}{tail[-2]}"
+    yield f"{head}{dot}{tail}x"
+
+
+KEYS = [key for key in compose.known_keys() if not key.startswith("recipe")]
+LEAVES = [key for key in KEYS if not any(other.startswith(f"{key}.") for other in KEYS)]
+UNKNOWN = sorted({f"{typo}=1" for key in LEAVES for typo in typos(key)} - {f"{key}=1" for key in KEYS})
+
+NUMBERS = [
+    *("steps epochs samples batch_size accumulation seed save_every eval_every log_every max_minutes".split()),
+    *("amp.max_consecutive_skips layout.nproc_per_node layout.max_restarts data.num_workers data.image_size".split()),
+    *("optimizer.lr optimizer.weight_decay schedule.horizon checkpoint.keep ema.decay layout.timeout_minutes".split()),
+]
+WRONG_TYPE = [f"{key}={value}" for key in NUMBERS for value in ("abc", "[1,2]", "{a: 1}", "true")]
+WRONG_TYPE += ["steps=1.5", "batch_size=64.0", "seed=null", "deterministic=maybe", "deterministic=1", "dry_run=yes please"]
+WRONG_TYPE += ["amp.keep_fp32=head", "amp.keep_fp32=[1,2]", "amp.scaling=7", "model.options=3", "data.path=[a]"]
+WRONG_TYPE += ["amp=1", "amp=null", "amp=true", "model=1.5", "device=tpu", "task=test", "amp.dtype=float64", "ema=0.9"]
+WRONG_TYPE += ["debug.inject=3", "debug.inject={where: nowhere, step: 1}", "debug.inject={where: batch}", "log=1"]
+WRONG_TYPE += ["debug.inject={where: batch, step: 1, value: much}", "debug=null", "clip={max_norm: 3}", "layout=null"]
+
+OUT_OF_RANGE = [f"{key}={value}" for key in NUMBERS if key not in ("seed", "layout.max_restarts") for value in (-1,)]
+OUT_OF_RANGE += [f"{key}=0" for key in ("steps", "epochs", "samples", "batch_size", "accumulation", "log_every")]
+OUT_OF_RANGE += ["optimizer.lr=inf", "optimizer.lr=nan", "epochs=nan", "ema.decay=1", "ema.decay=1.5", "seed=-1"]
+OUT_OF_RANGE += ["layout.nnodes=0", "layout.nnodes=2:1", "layout.nnodes=a:b", "layout.max_restarts=-1", "run_dir=''"]
+OUT_OF_RANGE += ["debug.inject={where: batch, step: 0}", "amp.max_consecutive_skips=0", "seed=9223372036854775808"]
+
+NO_SUCH_NAME = [f"{group}={option}x" for group in compose.groups() for option in choices(group)]
+NO_SUCH_NAME += ["optimizer.name=AdamX", "optimizer.name=LBFGS", "optimizer.name=SparseAdam", "schedule.name=cosinus"]
+NO_SUCH_NAME += ["schedule.name=ReduceLROnPlateau", "schedule.name=LambdaLR", "model.name=resnt18", "data.name=minst"]
+NO_SUCH_NAME += ["recipe.name=clasification", "resume=/no/such/folder", "optimizer.options.momentum=0.9"]
+NO_SUCH_NAME += ["schedule.options.gama=0.1", "model.options.witdh=8", "model.options.weights=IMAGENET1K_V1"]
+
+BAD_SYNTAX = ["=", "=5", "steps", "steps 5", "[", "{", "amp.keep_fp32=[a", "amp.keep_fp32=a]", "steps=[", "debug.inject={"]
+BAD_SYNTAX += ["a=b=", "steps=${nothing}", "steps=${oc.env:NO_SUCH_VARIABLE_HERE}", "steps=???", "~steps", "~amp", "~model"]
+BAD_SYNTAX += ["amp@other=fp16", "+model@x=cnn", "amp=fp16 amp", "'", '"', "--", "seed==1", "++", "+", "~", "steps=\x00"]
+BAD_SYNTAX += ["steps=\udcff\udcfe", "\udcff=1", "+new=1", "+new.key=1", "++amp.other=1", "+amp=fp16", "amp=fp16,bf16"]
+BAD_SYNTAX += ["model.options={_target_: os.system}", "+recipe._target_=os.system", "+model.options._target_=os.system"]
+BAD_SYNTAX += ["steps=range(1,3)", "seed=choice(1,2)", "amp=[fp16]", "hydra.run.dir=x", "hydra.job.chdir=true"]
+BAD_SYNTAX += ["hydra.sweep.subdir=x", "hydra/launcher=joblib", "hydra.verbose=true", "--dry-run", "--amp=fp16", "-x"]
+
+PAIRS = {
+    "amp.init_scale": ["amp=bf16", "amp.init_scale=1024"],
+    "amp.growth_interval": ["amp=fp32", "amp.growth_interval=10"],
+    "amp.max_scale": ["amp=tf32", "amp.max_scale=10"],
+    "amp.dynamic": ["amp=bf16", "amp.dynamic=false"],
+    "amp.scaling": ["amp=fp16", "amp.scaling=false"],
+    "amp.growth_factor": ["amp=fp16", "amp.growth_factor=1.0"],
+    "amp.backoff_factor": ["amp=fp16", "amp.backoff_factor=1.0"],
+    "amp.min_scale": ["amp=fp16", "amp.min_scale=1e9"],
+    "steps=5 and epochs=1": ["steps=5", "epochs=1"],
+    "steps=5 and samples=9": ["steps=5", "samples=9"],
+    "clip.max_norm": ["clip=norm", "clip.max_norm=0"],
+    "clip.max_value": ["clip=norm", "clip.max_value=1"],
+    "clip.factor": ["clip=none", "clip.factor=0.1"],
+    "layout.nproc_per_node": ["layout.nproc_per_node=2"],
+    "layout.nnodes": ["layout.nnodes=2"],
+    "layout.rdzv_endpoint": ["layout=ddp", "layout.nnodes=2"],
+    "layout.max_restarts": ["layout.max_restarts=3"],
+    "layout.nproc_per_node=1000": ["layout=ddp", "layout.nproc_per_node=1000", "device=cpu"],
+    "optimizer.fused": ["optimizer.name=Adafactor", "optimizer.fused=true"],
+    "optimizer.options.lr": ["optimizer.options.lr=1"],
+    "cycle_momentum=false": ["schedule=one_cycle", "schedule.options.cycle_momentum=true"],
+    "debug.inject.rank": ["debug.inject={where: batch, step: 1, rank: 3}"],
+    "task=evaluate": ["task=evaluate"],
+    "resume=never": ["task=evaluate", "resume=never", "run_dir=."],
+    "resume=last": ["resume=last", "run_dir=somewhere"],
+    "no unfinished run": ["resume=last"],
+    "data.path": ["data=image_folder"],
+    "data.path=/no/such": ["data=image_folder", "data.path=/no/such/folder"],
+    "data.num_classes": ["data.num_classes=5"],
+    "run_dir=/proc/version": ["run_dir=/proc/version"],
+    "amp.keep_fp32": ["amp=bf16", "amp.keep_fp32=7"],
+    "-m": ["-m", "run_dir=x", "amp=fp32,bf16"],
+    "amp=fp17": ["-m", "amp=fp32,fp17"],
+    "seed=abc": ["-m", "seed=1,abc"],
+}
+MALFORMED = [[text] for text in (*UNKNOWN, *WRONG_TYPE, *OUT_OF_RANGE, *NO_SUCH_NAME, *BAD_SYNTAX)] + list(PAIRS.values())
+
+
+def refuse(arguments, capsys, folder):
+    code = train.main(list(arguments))
+    out, err = capsys.readouterr()
+    assert code == 2, (arguments, out, err)
+    assert err.startswith("error: ") and err.count("error:") == 1, (arguments, err)
+    assert "Traceback" not in err and not out, (arguments, err)
+    assert len(err) < 2000, (arguments, err)
+    assert not list(folder.iterdir()), arguments
+    return err
+
+
+def test_there_are_at_least_300_malformed_command_lines():
+    assert len({tuple(arguments) for arguments in MALFORMED}) >= 300
+
+
+def test_malformed_command_lines_exit_with_2_and_one_message_and_create_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for arguments in MALFORMED:
+        refuse(arguments, capsys, tmp_path)
+
+
+@pytest.mark.parametrize("text", [*UNKNOWN[::10], *WRONG_TYPE[::5], *OUT_OF_RANGE[::3]])
+def test_the_message_names_the_full_key(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert text.split("=")[0] in refuse([text], capsys, tmp_path)
+
+
+@pytest.mark.parametrize("key", PAIRS)
+def test_settings_that_contradict_each_other_are_refused_by_name(key, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert key in refuse(PAIRS[key], capsys, tmp_path)
+
+
+def test_a_typo_gets_the_nearest_key_and_the_nearest_option(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "Did you mean accumulation?" in refuse(["acumulation=2"], capsys, tmp_path)
+    assert "Did you mean fp16?" in refuse(["amp=fp_16"], capsys, tmp_path)
+    assert "Did you mean AdamW?" in refuse(["optimizer.name=AdmW"], capsys, tmp_path)
+
+
+def test_every_problem_stands_in_one_message(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    bad = ["stepz=1", "amp=fp17", "accumulation=0", "seed=abc", "optimizer.name=Adm", "schedule.name=cos", "clip.factor=1"]
+    message = refuse(bad, capsys, tmp_path)
+    for key in ("stepz", "amp=fp17", "accumulation=0", "seed=abc", "optimizer.name=Adm", "schedule.name=cos", "clip.factor"):
+        assert key in message
+
+
+@pytest.mark.parametrize(
+    "arguments", [["stepz=1"], ["amp=fp16", "steps=\udcff"], ["layout=ddp", "steps=0"], ["-m", "amp=fp32,x"], ["--foo"]]
+)
+def test_a_real_process_exits_with_2_and_creates_nothing(arguments, tmp_path):
+    encoded = [os.fsencode(argument) for argument in arguments]
+    done = subprocess.run([sys.executable, ROOT / "train.py", *encoded], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_warnings_name_settings_without_effect():
+    def warnings(*overrides):
+        return " ".join(train.checked(list(overrides))[2])
+
+    assert "TF32" in warnings("amp=tf32", "device=cpu")
+    assert "amp.growth_interval" in warnings("amp=fp16", "amp.dynamic=false", "amp.growth_interval=5")
+    assert "above the cap" in warnings("amp=fp16", "amp.max_scale=1024")
+    assert "ema.warmup" in warnings("ema.warmup=false")
+    assert not warnings()
+    assert not warnings("amp=fp16_capped")
+
+
+def test_defaults_of_the_scale_policy_are_those_of_the_contract():
+    amp = build(values_of("amp=fp16")).amp
+    assert (amp.init_scale, amp.growth_factor, amp.backoff_factor, amp.growth_interval) == (2.0**16, 2.0, 0.5, 2000)
+    assert (amp.max_scale, amp.min_scale, amp.dynamic, amp.max_consecutive_skips) == (2.0**24, 1.0, True, 50)
+    capped = build(values_of("amp=fp16_capped")).amp
+    assert (capped.max_scale_per_sample, capped.growth_interval) == (128.0, 100)
+
+
+def test_help_and_cfg_need_no_torch(tmp_path):
+    for flag in (["--help"], ["--cfg", "job"]):
+        code = f"import sys, runpy; sys.argv = ['train.py', *{flag}]\ntry: runpy.run_path('train.py', run_name='__main__')\n"
+        code += "except SystemExit as e: assert not e.code, e.code\nassert 'torch' not in sys.modules"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "accumulation" in done.stdout
+
+
+def test_cfg_job_prints_every_key_of_the_schema(capsys):
+    done = subprocess.run([sys.executable, ROOT / "train.py", "--cfg", "job"], capture_output=True, text=True, check=True)
+    for key in LEAVES:
+        leaf = key.rpartition(".")[2]
+        assert key.startswith("debug.inject") or re.search(rf"^\s*{leaf}:", done.stdout, re.MULTILINE), key
+
+
+def test_nearest_puts_the_close_one_first():
+    assert nearest("fp61", ["bf16", "fp16"]).startswith("Did you mean fp16?")
