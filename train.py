@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
             return 0
         if flags.multirun:
             return _sweep(flags.overrides)
-        if flags.hydra_help or flags.cfg or flags.info or flags.shell_completion or flags.version:
+        if flags.hydra_help or flags.cfg or flags.info or flags.shell_completion:
             return _ask_hydra(arguments, flags)
         return _single(flags.overrides)
     except ConfigError as refused:

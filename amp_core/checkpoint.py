@@ -205,8 +205,10 @@ class Checkpoint:
             elif name in contents:
                 wanted[name] = contents[name]
             elif name == "ema":
-                fresh.append(part)
-                notes.append("the checkpoint has no ema: the averages start from the loaded weights")
+                reset = getattr(part, "reset", None)
+                fresh += [reset] if reset else []
+                start = "it starts from the loaded weights" if reset else "it has no reset() and stays as it is"
+                notes.append(f"the checkpoint has no ema: {start}")
             else:
                 raise CheckpointError(f"{found.path} has no {name}; it has {', '.join(map(str, contents))}")
         notes += [
@@ -220,9 +222,8 @@ class Checkpoint:
                 _load_part(self.parts[name], state, exact=not conversions)
             except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{found.path}: {name} does not fit: {error}") from error
-        for part in fresh:
-            if callable(reset := getattr(part, "reset", None)):
-                reset()
+        for reset in fresh:
+            reset()
         return Loaded(
             found.step, contents["progress"], contents["config"], found.path, found.digest, (*notes, *conversions)
         )
@@ -255,10 +256,12 @@ class Checkpoint:
             for name, data in files.items():
                 _write_file(temporary / name, data)
             _sync_folder(temporary)
-            if os.path.lexists(target):  # damaged, else `save` had returned
-                self._discard(target)
+            damaged = self._set_aside(target) if os.path.lexists(target) else None
             os.rename(temporary, target)
             _sync_folder(self.folder)
+            if damaged:
+                with contextlib.suppress(OSError):  # the new one is safe, and the next run tries again
+                    _remove(damaged)
         finally:
             with contextlib.suppress(OSError):
                 if os.path.lexists(temporary):
@@ -278,16 +281,16 @@ class Checkpoint:
             ranked = [(score if mode == "max" else -score, step) for step, score in scores.items() if score is not None]
             kept |= {step for _, step in sorted(ranked)[-1:]}
         for step in sorted(metrics.keys() - kept):
-            self._discard(folders[step])
+            _remove(self._set_aside(folders[step]))
 
-    def _discard(self, folder: Path) -> None:
-        """Renames before it deletes, so that no step folder is ever seen half deleted."""
+    def _set_aside(self, folder: Path) -> Path:
+        """Renames what is to be removed, so that no step folder is ever seen half deleted."""
         trash = _temporary(folder, "old-")
         if os.path.lexists(trash):
             _remove(trash)
         os.rename(folder, trash)
         _sync_folder(self.folder)
-        _remove(trash)
+        return trash
 
 
 def read(path: str | os.PathLike[str], *, notes: list[str] | None = None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString
+from hydra.core.override_parser.types import Override, OverrideType, QuotedString
 from omegaconf import OmegaConf
 
 from amp_core.config import Config, choices, conf_dir, differences, nearest
@@ -76,7 +76,7 @@ def check_overrides(overrides: list[str], *, multirun: bool) -> tuple[list[str],
             problems.append(problem)
         else:
             # Options of a constructor are free keys: setting one adds it.
-            free = ".options." in override.key_or_group and override.is_change()
+            free = ".options." in override.key_or_group and override.type is OverrideType.CHANGE
             sound.append(f"++{text}" if free else text)
     return sound, problems
 

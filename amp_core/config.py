@@ -471,7 +471,7 @@ def _check_layout(cfg: Config, problems: list[str]) -> None:
             value = getattr(layout, key)
             if value != default and not (key == "nproc_per_node" and value == 1):
                 problems.append(f"layout.{key}={value}: layout=single is one process on one machine; use layout=ddp")
-        if layout.max_restarts > 0:
+        if (layout.max_restarts or 0) > 0:
             problems.append(
                 f"layout.max_restarts={layout.max_restarts}: has no effect with layout=single; use layout=ddp"
             )
@@ -501,13 +501,13 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
     _positive(problems, {"checkpoint.keep": cfg.checkpoint.keep, "data.image_size": cfg.data.image_size}, least=1)
     _positive(problems, {"data.num_samples": cfg.data.num_samples}, least=1)
     _positive(problems, {"data.num_classes": cfg.data.num_classes}, least=2)
-    if cfg.seed >= 2**63:
+    if cfg.seed is not None and cfg.seed >= 2**63:
         problems.append(f"seed={cfg.seed}: expected less than 2^63")
     _positive(problems, {"optimizer.lr": cfg.optimizer.lr})
     _positive(problems, {"optimizer.weight_decay": cfg.optimizer.weight_decay}, least=0)
     _positive(problems, {"schedule.horizon": cfg.schedule.horizon}, least=1)
     for key in ("lr", "params", "weight_decay", "fused", "foreach"):
-        if key in cfg.optimizer.options:
+        if key in (cfg.optimizer.options or ()):
             where = f"use optimizer.{key}" if key in ("lr", "weight_decay", "fused") else "leave it out"
             problems.append(f"optimizer.options.{key}: is set by this project; {where}")
     if cfg.ema.decay is not None and not 0 <= cfg.ema.decay < 1:
@@ -518,7 +518,7 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
         _positive(problems, {"debug.inject.rank": inject.rank}, least=0)
         if cfg.layout.name == "single" and inject.rank > 0:
             problems.append(f"debug.inject.rank={inject.rank}: layout=single has only rank 0")
-    if cfg.resume not in ("auto", "last", "never") and not Path(cfg.resume).exists():
+    if cfg.resume not in ("auto", "last", "never", None) and not Path(cfg.resume).exists():
         problems.append(
             f"resume={cfg.resume}: there is no such file or folder; expected auto, last, never, "
             f"or the folder of a run or of a checkpoint"

@@ -6,6 +6,7 @@ Names are looked up in an explicit table, so that a configuration can choose but
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,7 +63,7 @@ def mlp(
     channels, height, columns = image_shape
     sizes = [channels * height * columns] + [width] * depth
     layers: list[nn.Module] = [nn.Flatten()]
-    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU(inplace=True), nn.Dropout(dropout)]
     return nn.Sequential(*layers, nn.Linear(width, num_classes))
 

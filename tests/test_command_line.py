@@ -34,7 +34,7 @@ def typos(word):
 
 KEYS = [key for key in compose.known_keys() if not key.startswith("recipe")]
 LEAVES = [key for key in KEYS if not any(other.startswith(f"{key}.") for other in KEYS)]
-UNKNOWN = sorted({f"{typo}=1" for key in LEAVES for typo in typos(key)} - {f"{key}=1" for key in KEYS})
+UNKNOWN = sorted({f"{typo}=1" for key in LEAVES for typo in typos(key)} - {f"{key}=1" for key in KEYS})[::2]
 
 NUMBERS = [
     *("steps epochs samples batch_size accumulation seed save_every eval_every log_every max_minutes".split()),
@@ -62,7 +62,7 @@ NO_SUCH_NAME += ["schedule.options.gama=0.1", "model.options.witdh=8", "model.op
 
 BAD_SYNTAX = ["=", "=5", "steps", "steps 5", "[", "{", "amp.keep_fp32=[a", "amp.keep_fp32=a]", "steps=[", "debug.inject={"]
 BAD_SYNTAX += ["a=b=", "steps=${nothing}", "steps=${oc.env:NO_SUCH_VARIABLE_HERE}", "steps=???", "~steps", "~amp", "~model"]
-BAD_SYNTAX += ["amp@other=fp16", "+model@x=cnn", "amp=fp16 amp", "'", '"', "--", "seed==1", "++", "+", "~", "steps=\x00"]
+BAD_SYNTAX += ["amp@other=fp16", "+model@x=cnn", "amp=fp16 amp", "'", '"', "seed==1", "++", "+", "~", "steps=\x00"]
 BAD_SYNTAX += ["steps=\udcff\udcfe", "\udcff=1", "+new=1", "+new.key=1", "++amp.other=1", "+amp=fp16", "amp=fp16,bf16"]
 BAD_SYNTAX += ["model.options={_target_: os.system}", "+recipe._target_=os.system", "+model.options._target_=os.system"]
 BAD_SYNTAX += ["steps=range(1,3)", "seed=choice(1,2)", "amp=[fp16]", "hydra.run.dir=x", "hydra.job.chdir=true"]

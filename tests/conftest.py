@@ -1,0 +1,64 @@
+"""One thread for bit-exact comparisons, and a harness for tests of several ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def _rank_main(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], num_ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=20)
+    )
+    try:
+        torch.save(fn(rank, *args), f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def on_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
+    """`on_ranks(fn, *args, num_ranks=2)`: what fn(rank, *args) returns on each gloo rank; `fn` is a module's function.
+
+    Ranks are forked from a server that has imported torch and run nothing: forking pytest itself would be unsafe as
+    soon as any test has started a thread. A rank that hangs is killed and fails the test.
+    """
+
+    def run(fn: Callable[..., Any], *args: Any, num_ranks: int = 2, seconds: float = 60) -> list[Any]:
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "amp_core.precision"])
+        folder = tmp_path / f"ranks{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        context = mp.start_processes(
+            _rank_main, (fn, args, num_ranks, str(folder)), num_ranks, join=False, start_method="forkserver"
+        )
+        deadline = time.monotonic() + seconds
+        while not context.join(timeout=max(deadline - time.monotonic(), 0.01)):  # raises a rank's exception
+            if time.monotonic() > deadline:
+                for process in context.processes:
+                    process.kill()
+                pytest.fail(f"{fn.__name__}: the ranks still hang after {seconds:g} s")
+        return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(num_ranks)]
+
+    return run

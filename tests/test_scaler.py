@@ -1,0 +1,282 @@
+"""The loss scale moves as GradScaler's does, within a cap and a floor, once per window; its state fits both ways."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from amp_core import Amp
+from amp_core.errors import ConfigError
+
+INF = float("inf")
+
+
+def amp_of(**fields: Any) -> Amp:
+    return Amp.named("fp16", **fields)
+
+
+def a_weight(value: float = 0.0, lr: float = 1.0, kind: Callable[..., Optimizer] = SGD) -> tuple[Tensor, Optimizer]:
+    weight = torch.full((1,), value, requires_grad=True)
+    return weight, kind([weight], lr=lr)
+
+
+def one_step(amp: Amp, weight: Tensor, optimizer: Optimizer, factor: float = 1.0) -> float:
+    """A window whose gradient is `factor`; the scale after it."""
+    amp.backward((weight * factor).sum())
+    amp.step(optimizer)
+    amp.update()
+    optimizer.zero_grad()
+    return amp.scale
+
+
+def trace(amp: Amp, bad: list[bool]) -> list[float]:
+    weight, optimizer = a_weight()
+    return [one_step(amp, weight, optimizer, INF if now else 1.0) for now in bad]
+
+
+def train(net: nn.Module, optimizer: Optimizer, scaler: Amp | GradScaler, micros: list[list[Tensor]]) -> list[float]:
+    """The textbook's loop with GradScaler, or ours; the scale after each window."""
+    scales = []
+    for window in micros:
+        for x in window:
+            with torch.autocast("cpu", torch.float16):
+                loss = net(x).float().square().mean() / len(window)
+            scaler.backward(loss) if isinstance(scaler, Amp) else scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.scale if isinstance(scaler, Amp) else scaler.get_scale())
+    return scales
+
+
+# Optimizers for which the mathematics, not only the result, is the reference's: bitwise.
+OPTIMIZERS = {
+    "sgd": lambda params: SGD(params, lr=0.1, momentum=0.9),
+    "sgd_fused": lambda params: SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01, fused=True),
+    "adamw": lambda params: AdamW(params, lr=0.01),
+    "adamw_fused": lambda params: AdamW(params, lr=0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_scales_and_weights_are_those_of_grad_scaler_for_1000_overflow_patterns(name: str, accumulation: int) -> None:
+    draw = random.Random(f"{name}{accumulation}")
+    for _ in range(125):  # times 8 cases
+        knobs = {
+            "init_scale": draw.choice([2.0**12, 2.0**16]),
+            "growth_interval": draw.choice([1, 2, 3, 5]),
+            "growth_factor": draw.choice([2.0, 4.0]),
+            "backoff_factor": draw.choice([0.5, 0.25]),
+        }
+        chance = draw.choice([0.1, 0.3, 0.6])
+        # The first window is clean, or the reference itself breaks: it leaves fused SGD's momentum uninitialised.
+        micros = [[torch.randn(2, 3) for _ in range(accumulation)] for _ in range(8)]
+        for window in micros[1:]:
+            if draw.random() < chance:
+                draw.choice(window)[0, 0] = draw.choice([INF, float("nan")])
+        ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
+        theirs.load_state_dict(ours.state_dict())
+        a, b = OPTIMIZERS[name](ours.parameters()), OPTIMIZERS[name](theirs.parameters())
+        amp = amp_of(min_scale=2.0**-40, max_scale=2.0**40, **knobs)
+        assert train(ours, a, amp, micros) == train(theirs, b, GradScaler("cpu", **knobs), micros)
+        assert all(torch.equal(x, y) for x, y in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_documented_trace_of_interval_3() -> None:
+    scales = trace(amp_of(growth_interval=3), [True, False, False, False, True])
+    assert scales == [32768, 32768, 32768, 65536, 32768]
+
+
+def test_scale_stops_at_its_cap_where_grad_scaler_reaches_2_to_the_127() -> None:
+    assert trace(amp_of(init_scale=2.0**22, growth_interval=1), [False] * 4) == [2.0**23] + [2.0**24] * 3
+    # A cap that is no multiple is met exactly.
+    assert trace(amp_of(init_scale=3.0, max_scale=8.0, growth_interval=1), [False] * 3) == [6.0, 8.0, 8.0]
+    stock = GradScaler("cpu", growth_interval=1)
+    weight, optimizer = a_weight(lr=0.0)
+    for _ in range(200):
+        stock.scale(weight.sum() * 1e-38).backward()
+        stock.step(optimizer)
+        stock.update()
+        optimizer.zero_grad()
+    assert stock.get_scale() == 2.0**127
+
+
+def test_scale_stops_at_its_floor_and_recovers_where_grad_scaler_writes_nan() -> None:
+    weight, optimizer = a_weight()
+    amp = amp_of(growth_interval=2)
+    scales = [one_step(amp, weight, optimizer, INF) for _ in range(170)]
+    assert min(scales) == scales[-1] == 1.0 and weight.item() == 0.0
+    assert [one_step(amp, weight, optimizer) for _ in range(4)] == [1, 2, 2, 4]
+    assert weight.item() == -4.0
+    # The usual way: after 143 bad batches the next clean one writes NaN, and 166 lead to 0 for good.
+    stock, (weight, optimizer) = GradScaler("cpu"), a_weight()
+    for is_bad in [True] * 143 + [False] + [True] * 22:
+        if not is_bad:
+            assert weight.item() == 0.0
+        stock.scale((weight * (INF if is_bad else 1.0)).sum()).backward()
+        stock.step(optimizer)
+        stock.update()
+        optimizer.zero_grad()
+    assert weight.isnan().all() and stock.get_scale() == 0.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_static_scale_never_moves_and_still_skips(fused: bool) -> None:
+    amp = amp_of(init_scale=128.0, dynamic=False, growth_interval=1)
+    weight, optimizer = a_weight(kind=lambda params, lr: SGD(params, lr=lr, fused=fused))
+    assert [one_step(amp, weight, optimizer, factor) for factor in (1.0, INF, 1.0)] == [128.0] * 3
+    assert weight.item() == -2.0
+
+
+def test_init_above_the_cap_is_clamped() -> None:
+    assert amp_of(init_scale=65536.0, max_scale=1024.0).scale == 1024.0
+    assert Amp.named("fp16_capped", samples=4).scale == 512.0
+
+
+def test_capped_growth_freezes_at_the_cap_and_resumes_after_a_backoff() -> None:
+    amp = Amp.named("fp16_capped", samples=4, growth_interval=2)
+    weight, optimizer = a_weight()
+    used = []
+    for is_bad in [False] * 5 + [True] + [False] * 6:
+        used.append(amp.scale)
+        one_step(amp, weight, optimizer, INF if is_bad else 1.0)
+    # The streak of clean steps begins anew at the overflow.
+    assert used == [512] * 6 + [256, 256] + [512] * 4
+    # insightface's scaler saves growth_factor 1, which the stock constructor refuses and with which it never grows.
+    stock = GradScaler("cpu")
+    stock.load_state_dict(amp.state_dict())
+    assert stock.get_scale() == 512 and stock.get_growth_factor() == 2.0
+    again = Amp.named("fp16_capped", samples=2)
+    again.load_state_dict(amp.state_dict())
+    assert again.scale == 256.0  # a smaller micro-batch has a lower cap
+
+
+def test_capped_mode_needs_the_samples_of_a_micro_batch() -> None:
+    with pytest.raises(ConfigError, match="samples"):
+        Amp.named("fp16_capped")
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("cut", [0, 1, 5])
+def test_saved_state_continues_in_grad_scaler_and_back(cut: int, ours_first: bool) -> None:
+    bad = [False, False, True, False, False, True, False, False, False, False]
+    micros = [[torch.full((1, 3), INF if now else 1.0)] for now in bad]
+
+    def scaler(ours: bool) -> Amp | GradScaler:
+        return amp_of(growth_interval=3) if ours else GradScaler("cpu", growth_interval=3)
+
+    net = nn.Linear(3, 1)
+    optimizer = SGD(net.parameters(), lr=0.01)
+    first, second, whole = scaler(ours_first), scaler(not ours_first), scaler(False)
+    scales = train(net, optimizer, first, micros[:cut])
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert scales + train(net, optimizer, second, micros[cut:]) == train(net, optimizer, whole, micros)
+    assert second.state_dict() == whole.state_dict()
+
+
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16"])
+def test_states_cross_modes(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    fp16, other = amp_of(growth_interval=1), Amp.named(mode)
+    trace(fp16, [False])
+    other.load_state_dict(fp16.state_dict())  # ignored
+    assert other.scale == 1.0 and other.state_dict() == {}
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        fp16.load_state_dict(other.state_dict())
+    assert fp16.scale == 65536.0 and len(caplog.records) == 1  # begins afresh, said once
+    with pytest.raises(RuntimeError):  # the usual code
+        GradScaler("cpu").load_state_dict({})
+
+
+def test_knobs_stay_those_of_the_config_and_the_difference_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    saved = GradScaler("cpu", 1024.0, growth_interval=7, growth_factor=8.0).state_dict() | {"_growth_tracker": 1}
+    amp = amp_of(growth_interval=2)
+    with caplog.at_level(logging.INFO):
+        amp.load_state_dict(saved)
+    assert "growth_interval" in caplog.text
+    assert trace(amp, [False] * 3) == [2048, 2048, 4096]  # the saved streak of 1, then this config's 2 and factor 2
+    assert amp.state_dict()["growth_interval"] == 2
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, INF, float("nan")])
+def test_a_saved_scale_that_is_unusable_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match="scale"):
+        amp_of().load_state_dict(amp_of().state_dict() | {"scale": scale})
+
+
+def test_a_saved_scale_outside_of_cap_and_floor_is_clamped() -> None:
+    for saved, used in ((2.0**100, 2.0**24), (2.0**-20, 1.0)):
+        amp = amp_of()
+        amp.load_state_dict(amp.state_dict() | {"scale": saved})
+        assert amp.scale == used
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_optimizer_skips_alone_and_the_scale_falls_once(fused: bool) -> None:
+    (a, opt_a), (b, opt_b) = (a_weight(kind=lambda p, lr: SGD(p, lr=lr, fused=fused)) for _ in range(2))
+    amp = amp_of()
+    amp.backward((a * INF).sum(), retain_graph=True)
+    amp.backward(b.sum())
+    reports = amp.step(opt_a), amp.step(opt_b)
+    amp.update()
+    assert [bool(report.taken) for report in reports] == [False, True]
+    assert (a.item(), b.item(), amp.scale) == (0.0, -1.0, 32768.0)
+
+
+def test_growth_counts_windows_not_optimizers() -> None:
+    (a, opt_a), (b, opt_b) = a_weight(), a_weight()
+    amp = amp_of(growth_interval=2)
+    scales = []
+    for _ in range(4):
+        amp.backward((a + b).sum())
+        amp.step(opt_a), amp.step(opt_b)
+        amp.update()
+        scales.append(amp.scale)
+    assert scales == [65536, 131072, 131072, 262144]
+
+
+def test_update_inside_each_step_gives_minus_2_and_unscaled_first_minus_1_5e_5() -> None:
+    """What accelerate and Lightning do, against ours: -1 both times."""
+    for unscale_first, expected in ((False, -2.0), (True, -(2.0**-16))):
+        (a, opt_a), (b, opt_b) = a_weight(), a_weight()
+        stock = GradScaler("cpu")
+        stock.scale((a * (1.0 if unscale_first else INF)).sum() + b.sum()).backward()
+        if unscale_first:
+            stock.unscale_(opt_a), stock.unscale_(opt_b)
+        for optimizer in (opt_a, opt_b):
+            stock.step(optimizer)
+            stock.update()
+        assert b.item() == expected
+
+        (a, opt_a), (b, opt_b) = a_weight(), a_weight()
+        amp = amp_of()
+        amp.backward((a * (1.0 if unscale_first else INF)).sum() + b.sum())
+        if unscale_first:
+            amp.unscale_(opt_a), amp.unscale_(opt_b)
+        amp.step(opt_a), amp.step(opt_b)
+        amp.update()
+        assert b.item() == -1.0
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+@pytest.mark.parametrize("scale", [1.0, 2.0**10, 2.0**20])
+def test_the_scale_is_no_learning_rate(kind: Callable[..., Optimizer], scale: float) -> None:
+    """In fp32 mathematics a power of two is exact: bitwise equal to no scale at all."""
+    results = []
+    for amp in (amp_of(init_scale=scale), None):
+        weight, optimizer = a_weight(1.0, 0.1, kind)
+        loss = (weight * 0.3).square().sum()
+        amp.backward(loss) if amp else loss.backward()
+        amp.step(optimizer) if amp else optimizer.step()
+        results.append(weight.detach())
+    assert torch.equal(*results)
