@@ -51,7 +51,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         raise ConfigError(f"{message}; settings are written key=value, see python train.py --help")
 
     parser.error = refuse
-    flags = parser.parse_args(arguments)
+    flags = parser.parse_intermixed_args(arguments)
     for name in ("config_path", "config_name", "config_dir", "experimental_rerun"):
         if getattr(flags, name, None):
             flag = name.replace("_", "-")
@@ -75,11 +75,14 @@ def checked(overrides: list[str]) -> tuple[dict[str, Any], Config, list[str]]:
         ConfigError: with every problem that can be found before the start.
     """
     sound, problems = compose.check_overrides(overrides, multirun=False)
-    values: dict[str, Any] = {}
     try:
         values = compose.compose(sound)
     except ConfigError as refused:
         raise ConfigError(problems + refused.problems) from None
+    return values, *_checked_values(values, overrides, problems)
+
+
+def _checked_values(values: dict[str, Any], overrides: list[str], problems: list[str]) -> tuple[Config, list[str]]:
     cfg, found, broken = examine(values)
     problems += found
     # torch is imported from here on: `--help` and `--cfg job` do not need it.
@@ -95,7 +98,7 @@ def checked(overrides: list[str]) -> tuple[dict[str, Any], Config, list[str]]:
         problems += found
     if problems:
         raise ConfigError(problems)
-    return values, cfg, warnings + warnings_of(cfg, {text.split("=")[0].lstrip("+") for text in overrides})
+    return cfg, warnings + warnings_of(cfg, {text.split("=")[0].lstrip("+") for text in overrides})
 
 
 def _single(overrides: list[str]) -> int:
@@ -150,11 +153,11 @@ def _under_torchrun(overrides: list[str]) -> int:
             job = _prepare(overrides)
         except ConfigError as problem:
             refused = problem
+            _say_error(refused)  # before the others hear of it: the agent kills all when the first one leaves
+            sys.stderr.flush()
     try:
         job = share(job, refused=refused is not None)
     except ConfigError:
-        if refused is not None:
-            _say_error(refused)
         return 2
     if job is None:
         return 0
@@ -221,19 +224,18 @@ def sweep_job(config: DictConfig) -> float | None:
 
     overrides = list(HydraConfig.get().overrides.task)
     run_dir = str(Path(HydraConfig.get().sweep.dir, compose.sweep_subdir(overrides)))
-    values = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(values, dict)
+    values: Any = OmegaConf.to_container(config, resolve=True)
     try:
-        _, cfg, warnings = checked(overrides)
-        compose.check_run_dir(run_dir, values, cfg)  # type: ignore[arg-type]
+        cfg, warnings = _checked_values(values, overrides, [])
+        compose.check_run_dir(run_dir, values, cfg)
     except ConfigError as refused:
         _say_error(refused)
         raise JobFailed(f"{overrides}: exit code 2") from None
-    if compose.is_finished(run_dir, values):  # type: ignore[arg-type]
+    if compose.is_finished(run_dir, values):
         print(f"already finished: {run_dir}")
         return compose.finished_metric(run_dir, cfg.recipe["best"])
     print(f"run folder: {run_dir}")
-    outcome = _launch(Job(values, run_dir, overrides, [sys.executable, *sys.argv], warnings))  # type: ignore[arg-type]
+    outcome = _launch(Job(values, run_dir, overrides, [sys.executable, *sys.argv], warnings))
     if outcome.exit_code in (130, 143):
         raise SystemExit(outcome.exit_code)  # a signal ends the sweep; anything else only this job
     if outcome.exit_code:

@@ -17,33 +17,34 @@ from torch import Tensor, nn
 class BufferGuard:
     """Remembers a network's buffers at the first forward of a window and puts them back after a skipped step.
 
-    A buffer that did not change since it was last remembered (seen by its version counter) costs nothing. Nothing here
-    waits for the device.
+    All buffers that belong to the network's state are remembered: BatchNorm writes its statistics without a trace in
+    their version counters, so which ones change cannot be told. Nothing here waits for the device.
     """
 
     def __init__(self, net: nn.Module) -> None:
         self._net = weakref.ref(net)
-        self._kept: dict[Tensor, tuple[Tensor, int]] = {}
+        self._live: list[Tensor] = []
+        self._kept: list[Tensor] = []
         self._armed = False
-        self._hook = net.register_forward_pre_hook(self._before_forward)
+        net.register_forward_pre_hook(self._before_forward)
         self.parameters = frozenset(net.parameters())
 
+    @torch.no_grad()
     def _before_forward(self, net: nn.Module, inputs: Any) -> None:
         # A deep copy of the network carries this hook along; it must not speak for the original.
         if self._armed or not net.training or net is not self._net():
             return
         self._armed = True
-        live = {}
-        with torch.no_grad():
-            for buffer in net.buffers():
-                kept = self._kept.get(buffer)
-                if kept is None:
-                    kept = (buffer.detach().clone(), buffer._version)
-                elif kept[1] != buffer._version:
-                    kept[0].copy_(buffer)
-                    kept = (kept[0], buffer._version)
-                live[buffer] = kept
-        self._kept = live
+        live = [
+            buffer
+            for module in net.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
+        if len(live) != len(self._live) or any(a is not b for a, b in zip(live, self._live, strict=True)):
+            self._live, self._kept = live, [torch.empty_like(buffer) for buffer in live]
+        if live:
+            torch._foreach_copy_(self._kept, live)
 
     @torch.no_grad()
     def settle(self, taken: Tensor) -> None:
@@ -51,7 +52,6 @@ class BufferGuard:
         if not self._armed:
             return
         self._armed = False
-        for buffer, (kept, version) in self._kept.items():
-            if buffer._version != version:
-                # where, not lerp: 0 * NaN is NaN.
-                torch.where(taken, buffer, kept, out=buffer)
+        for buffer, kept in zip(self._live, self._kept, strict=True):
+            # where, not lerp: 0 * NaN is NaN.
+            torch.where(taken, buffer, kept, out=buffer)

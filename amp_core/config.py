@@ -270,7 +270,7 @@ class Config:
 def conf_dir() -> Path:
     """The folder of YAML files: beside the package in a checkout, inside it in an installed wheel."""
     package = Path(__file__).resolve().parent
-    for folder in (package.parent / "conf", package / "conf"):
+    for folder in (package / "conf", package.parent / "conf"):
         if (folder / "config.yaml").is_file():
             return folder
     raise FileNotFoundError(f"conf/config.yaml was found neither in {package.parent} nor in {package}; reinstall")
@@ -320,6 +320,10 @@ def _describe(kind: Any) -> str:
     return names.get(kind, str(kind))
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _fits(value: Any, kind: Any) -> bool:
     origin = get_origin(kind)
     if origin is Literal:
@@ -333,7 +337,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return _is_int(value)
     return isinstance(value, kind)
 
 
@@ -357,6 +361,8 @@ def structure(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
         options = [k for k in (expected, *get_args(expected)) if dataclasses.is_dataclass(k)]
         if options and not (value is None and type(None) in get_args(expected)):
             taken[name] = structure(options[0], value, f"{dot}{name}", problems)
+        elif _is_int(value) and str in (expected, *get_args(expected)) and int not in get_args(expected):
+            taken[name] = str(value)  # YAML reads run_dir=7 or rdzv_id=42 as numbers; text is meant
         elif _fits(value, expected):
             wants_float = expected is float or (float in get_args(expected) and int not in get_args(expected))
             taken[name] = float(value) if wants_float and value is not None else value

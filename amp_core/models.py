@@ -21,25 +21,26 @@ ImageShape = tuple[int, int, int]
 
 
 def cnn(*, num_classes: int, image_shape: ImageShape, width: int = 32, dropout: float = 0.1) -> nn.Module:
-    """Five convolutions with batch normalisation, for small images. 139,000 parameters with the defaults.
+    """Four convolutions with batch normalisation, for small images. 242,000 parameters with the defaults.
+
+    Strides instead of pooling: on a CPU, half the time of a step for the same accuracy.
 
     Args:
-        width: channels of the first stage, doubled in each of the next two. Multiples of 8 suit Tensor Cores.
+        width: channels of the first layer, doubled in the second and the third. Multiples of 8 suit Tensor Cores.
         dropout: probability, before the last layer.
     """
     _check_count("width", width)
     _check_probability("dropout", dropout)
 
-    def conv(inputs: int, outputs: int) -> list[nn.Module]:
-        return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+    def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+        layer = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+        return [layer, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
 
     return nn.Sequential(
-        *conv(image_shape[0], width),
-        nn.MaxPool2d(2),
-        *conv(width, 2 * width),
-        *conv(2 * width, 2 * width),
-        nn.MaxPool2d(2),
-        *conv(2 * width, 4 * width),
+        *conv(image_shape[0], width, 5, stride=2),
+        *conv(width, 2 * width, 3, stride=2),
+        *conv(2 * width, 4 * width, 3),
+        *conv(4 * width, 4 * width, 3),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Dropout(dropout),
@@ -112,7 +113,7 @@ def check_model(name: str, options: Mapping[str, Any]) -> list[str]:
             pass  # RegNet computes its widths with tensors: it cannot be built without data
         except Exception as error:  # a constructor's complaint about its options has no common type
             given = ", ".join(f"{key}={value}" for key, value in options.items())
-            problems.append(f"model.options: {name} cannot be built with {given}: {error}")
+            problems.append(f"model.options: {name} cannot be built with {given}: {_one_line(error)}")
     return problems
 
 
@@ -142,7 +143,7 @@ def build_model(name: str, *, num_classes: int, image_shape: ImageShape, options
         pass
     except Exception as error:
         raise ConfigError(
-            f"model.name={name}: does not take images of {height}x{width} pixels ({error}); "
+            f"model.name={name}: does not take images of {height}x{width} pixels ({_one_line(error)}); "
             f"expected a larger data.image_size, such as 224"
         ) from error
     return _build(name, num_classes=num_classes, image_shape=image_shape, options=options)
@@ -187,3 +188,7 @@ def _check_count(key: str, value: Any) -> None:
 def _check_probability(key: str, value: Any) -> None:
     if type(value) not in (int, float) or not 0 <= value < 1:
         raise ValueError(f"{key}={value}, expected at least 0 and below 1")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")

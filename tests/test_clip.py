@@ -1,0 +1,230 @@
+"""Clipping sees unscaled gradients, in every mode the same, and cannot smuggle a non-finite number into a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import SGD, AdamW, Optimizer
+
+from amp_core import Amp, Clip
+
+INF, NAN = float("inf"), float("nan")
+fused_or_not = pytest.mark.parametrize("fused", [True, False])
+every_mode = pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "fp16", "fp16_capped"])
+
+
+def amp_of(mode: str = "fp16", **fields: Any) -> Amp:
+    return Amp.named(mode, samples=8 if mode == "fp16_capped" else None, **fields)
+
+
+def weights(*values: list[Any]) -> list[Tensor]:
+    return [torch.tensor(value, requires_grad=True) for value in values]
+
+
+def step(
+    grads: Sequence[Tensor], clip: Any, amp: Amp | None = None, fused: bool = False, params: Sequence[Tensor] = ()
+) -> tuple[list[Tensor], float, bool]:
+    """What a step of SGD at rate 1 subtracts from weights of zero (or `params`) with these true gradients."""
+    params = params or [torch.zeros_like(g, requires_grad=True) for g in grads]
+    amp, optimizer = amp or amp_of(), SGD(params, lr=1.0, fused=fused)
+    before = [p.detach().clone() for p in params]
+    amp.backward(torch.stack([(p * g).sum() for p, g in zip(params, grads, strict=True)]).sum())
+    report = amp.step(optimizer, clip)
+    amp.update()
+    moved = [b - p.detach() for p, b in zip(params, before, strict=True)]
+    return moved, float(report.grad_norm), bool(report.taken)
+
+
+def joint(tensors: Sequence[Tensor]) -> float:
+    return float(torch.cat([t.detach().flatten() for t in tensors]).norm())
+
+
+GRADS = [torch.tensor([[3.0, 4.0], [0.0, 12.0]]), torch.tensor([84.0])]  # joint norm 85.  Powers of two away: exact.
+
+
+@fused_or_not
+@every_mode
+def test_clipping_by_norm_moves_by_max_norm_and_reports_the_norm_before(mode: str, fused: bool) -> None:
+    moved, norm, _ = step(GRADS, Clip.norm(1.0), amp_of(mode), fused)
+    assert norm == pytest.approx(85, rel=1e-6) and joint(moved) == pytest.approx(1, rel=1e-6)
+    for a, g in zip(moved, GRADS, strict=True):
+        torch.testing.assert_close(a, g / 85, rtol=2e-6, atol=0)  # rounding, and torch's eps of 1e-6 on the norm
+    moved, norm, _ = step(GRADS, Clip.norm(1000.0), amp_of(mode), fused)
+    assert norm == pytest.approx(85, rel=1e-6) and all(torch.equal(a, g) for a, g in zip(moved, GRADS, strict=True))
+
+
+def test_clipping_before_unscaling_moves_by_1_5e_5_instead_of_1() -> None:
+    grads = [torch.tensor([3.0, 4.0])]
+    assert joint(step(grads, Clip.norm(1.0))[0]) == pytest.approx(1.0, rel=1e-6)
+    (weight,), scaler = weights([0.0, 0.0]), GradScaler("cpu")
+    optimizer = SGD([weight], lr=1.0)
+    scaler.scale((weight * grads[0]).sum()).backward()
+    clip_grad_norm_([weight], 1.0)
+    scaler.step(optimizer)
+    assert joint([weight]) == pytest.approx(2.0**-16, rel=1e-5)  # 1.5e-5
+
+
+def test_clipping_by_value_before_unscaling_hides_an_overflow() -> None:
+    grads = [torch.tensor([0.5, INF])]
+    moved, norm, taken = step(grads, Clip.value(1.0))
+    assert not taken and joint(moved) == 0.0 and norm == INF
+    (weight,), scaler = weights([0.0, 0.0]), GradScaler("cpu")
+    optimizer = SGD([weight], lr=1.0)
+    scaler.scale((weight * grads[0]).sum()).backward()
+    clip_grad_value_([weight], 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.count_nonzero() == 2 and scaler.get_scale() == 65536  # taken, and nothing seen
+
+
+@fused_or_not
+@every_mode
+def test_clipping_by_value_clamps_each_element_of_the_unscaled_gradient(mode: str, fused: bool) -> None:
+    (moved,), norm, _ = step([torch.tensor([0.25, -3.0, 7.0])], Clip.value(1.0), amp_of(mode), fused)
+    assert moved.tolist() == [0.25, -1.0, 1.0] and norm == pytest.approx(58.0625**0.5)  # the norm before clipping
+
+
+def adaptive_reference(weight: Tensor, grad: Tensor, factor: float) -> Tensor:
+    """Brock et al., equation 3, one output unit at a time; of a vector each element is one."""
+    clipped = [
+        g * min(1.0, factor * max(float(w.norm()), 1e-3) / max(float(g.norm()), 1e-30))
+        for w, g in zip(torch.atleast_1d(weight), torch.atleast_1d(grad), strict=True)
+    ]
+    return torch.stack(clipped).view_as(grad)
+
+
+@fused_or_not
+@every_mode
+@pytest.mark.parametrize("shape", [(3, 4), (3, 2, 2, 2), (3,), ()], ids=str)
+def test_adaptive_clipping_limits_each_unit_to_its_weights(shape: tuple[int, ...], mode: str, fused: bool) -> None:
+    weight, grad = torch.randn(shape), torch.randn(shape) * 10
+    if shape:
+        weight[0] = 0.0  # a unit of zero weights can still learn: its norm counts as 1e-3
+        grad[1] = 0.0  # 0 / 0
+        grad[2] *= 1e-4  # small enough
+    (moved,), _, taken = step([grad], Clip.adaptive(0.1), amp_of(mode), fused, [weight.clone().requires_grad_()])
+    assert taken
+    expected = adaptive_reference(weight, grad, 0.1)
+    torch.testing.assert_close(moved, expected, rtol=1e-4, atol=2e-7)  # the difference of two weights is rounded
+
+
+@every_mode
+@fused_or_not
+def test_a_clip_function_that_returns_nan_is_caught(fused: bool, mode: str) -> None:
+    def divides_by_zero(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        assert joint(grads) == pytest.approx(85)  # it sees unscaled gradients
+        grads[0].mul_(torch.tensor(0.0) / 0.0)
+
+    amp = amp_of(mode)
+    before = amp.scale
+    moved, _, taken = step(GRADS, divides_by_zero, amp, fused)
+    assert not taken and joint(moved) == 0.0
+    assert amp.scale == (before if before == 1.0 else before / 2)
+
+
+def test_grad_scaler_writes_the_nan_of_a_clip_function() -> None:
+    (weight,), scaler = weights([0.0, 0.0]), GradScaler("cpu")
+    optimizer = SGD([weight], lr=1.0)
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    weight.grad.mul_(NAN)
+    scaler.step(optimizer)
+    assert weight.isnan().all()
+
+
+@fused_or_not
+def test_any_function_of_parameters_and_gradients_clips(fused: bool) -> None:
+    def sign(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        for p, g in zip(params, grads, strict=True):
+            assert p.shape == g.shape
+            g.sign_()
+
+    assert [m.tolist() for m in step(GRADS, sign, fused=fused)[0]] == [[[1, 1], [0, 1]], [1]]
+
+
+@fused_or_not
+@pytest.mark.parametrize("clip", [Clip.norm(0.05), Clip.value(0.01), Clip.adaptive(0.02)], ids=lambda clip: clip.kind)
+def test_fp16_clips_as_fp32_does(clip: Clip, fused: bool) -> None:
+    results = {}
+    for mode, scale in (("fp32", None), ("fp16", 2.0**6), ("fp16", 2.0**12), ("bf16", None)):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        amp = amp_of(mode, **({"init_scale": scale} if scale else {}))
+        optimizer: Optimizer = SGD(net.parameters(), lr=0.5, fused=fused)
+        norms = []
+        for _ in range(5):
+            with amp.autocast():
+                loss = net(torch.randn(16, 8)).square().mean()
+            amp.backward(loss)
+            norms.append(float(amp.step(optimizer, clip).grad_norm))
+            amp.update()
+            optimizer.zero_grad()
+        results[mode, scale] = norms, torch.cat([p.detach().flatten() for p in net.parameters()])
+    for (mode, _), (norms, params) in results.items():
+        tolerance = 5e-3 if mode == "fp16" else 5e-2  # rounding of activations
+        assert norms == pytest.approx(results["fp32", None][0], rel=tolerance)
+        torch.testing.assert_close(params, results["fp32", None][1], rtol=tolerance, atol=tolerance * 0.1)
+
+
+@fused_or_not
+def test_clipped_adamw_is_torch_s_recipe(fused: bool) -> None:
+    """unscale_, clip_grad_norm_, step; equal but for rounding where the factor is folded into the step."""
+    torch.manual_seed(0)
+    ours, theirs = torch.randn(2, 6).unbind()
+    ours, theirs = ours.clone().requires_grad_(), ours.clone().requires_grad_()
+    a, b = AdamW([ours], lr=0.1, fused=fused), AdamW([theirs], lr=0.1, fused=fused)
+    amp, scaler = amp_of(init_scale=4096.0), GradScaler("cpu", 4096.0)
+    for i in range(8):
+        target = torch.randn(6) * (INF if i in (0, 4) else 1)
+        amp.backward((ours - target).square().sum())
+        amp.step(a, Clip.norm(0.5))
+        amp.update()
+        a.zero_grad()
+        scaler.scale((theirs - target).square().sum()).backward()
+        scaler.unscale_(b)
+        clip_grad_norm_([theirs], 0.5)
+        scaler.step(b)
+        scaler.update()
+        b.zero_grad()
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        assert amp.scale == scaler.get_scale()
+
+
+@fused_or_not
+@pytest.mark.parametrize("clip", [None, Clip.norm(1.0), Clip.value(1.0), Clip.adaptive(0.1)], ids=str)
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+def test_every_clip_leaves_an_overflow_an_overflow(bad: float, clip: Clip | None, fused: bool) -> None:
+    amp = amp_of()
+    moved, norm, taken = step([torch.tensor([[1.0, bad]]), torch.ones(1)], clip, amp, fused)
+    assert not taken and joint(moved) == 0.0 and not torch.tensor(norm).isfinite() and amp.scale == 32768
+
+
+@every_mode
+@fused_or_not
+def test_a_norm_beyond_fp32_does_not_become_a_step_of_zero(fused: bool, mode: str) -> None:
+    """Finite gradients of 1e20: the usual code divides by an infinite norm and steps by nothing, unseen."""
+    amp = amp_of(mode, **({"init_scale": 2.0**10} if mode.startswith("fp16") else {}))
+    moved, _, taken = step([torch.full((4,), 1e20)], Clip.norm(1.0), amp, fused)
+    assert joint(moved) == pytest.approx(1.0, rel=1e-5) if taken else joint(moved) == 0.0
+
+
+@fused_or_not
+def test_gradients_are_read_unscaled_and_clipped_after_the_step(fused: bool) -> None:
+    """As torch leaves them."""
+    (weight,), amp = weights([0.0, 0.0]), amp_of()
+    amp.backward((weight * torch.tensor([3.0, 4.0])).sum())
+    amp.step(SGD([weight], lr=0.0, fused=fused), Clip.norm(1.0))
+    torch.testing.assert_close(weight.grad, torch.tensor([0.6, 0.8]))
+
+
+@pytest.mark.parametrize("make", [Clip.norm, Clip.value, Clip.adaptive])
+@pytest.mark.parametrize("threshold", [0.0, -1.0, NAN])
+def test_thresholds_that_are_not_positive_are_refused(make: Callable[[float], Clip], threshold: float) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        make(threshold)

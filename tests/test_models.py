@@ -1,0 +1,202 @@
+"""Networks by name: what can be built, and what is refused with a sentence that helps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from amp_core.config import choices, read_option
+from amp_core.errors import ConfigError
+from amp_core.models import OWN, build_model, check_model, in_channels
+from amp_core.vision import import_torchvision
+
+ROOT = Path(__file__).parents[1]
+GRAY, COLOUR = (1, 28, 28), (3, 64, 64)
+
+
+def num_parameters(net: torch.nn.Module) -> int:
+    return sum(p.numel() for p in net.parameters())
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- torchvision ------------------------------------------------------------------------------------------------------
+
+
+def test_torchvision_is_imported_twice_in_a_fresh_interpreter_without_a_warning() -> None:
+    code = """
+from amp_core.vision import import_torchvision
+first = import_torchvision()
+assert import_torchvision() is first
+import torchvision
+assert torchvision is first
+print(first.models.resnet18().fc.out_features)
+"""
+    assert run_python(code) == "1000\n"
+
+
+def test_torchvision_is_imported_after_somebody_else_failed_to() -> None:
+    code = """
+try:
+    import torchvision.transforms
+except RuntimeError:
+    pass
+from amp_core.vision import import_torchvision
+print(import_torchvision().transforms.Resize(8).size)
+"""
+    assert run_python(code) == "8\n"
+
+
+def test_another_failure_of_torchvision_is_not_hidden(tmp_path: Path) -> None:
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator aten::other does not exist')")
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from amp_core.vision import import_torchvision
+try:
+    import_torchvision()
+except RuntimeError as error:
+    print(error)
+"""
+    assert run_python(code) == "operator aten::other does not exist\n"
+
+
+def test_our_own_models_do_not_import_torchvision() -> None:
+    code = """
+import sys
+from amp_core.models import build_model, check_model
+assert check_model("cnn", {"width": 8}) == []
+build_model("mlp", num_classes=10, image_shape=(1, 28, 28), options={})
+print("torchvision" in sys.modules)
+"""
+    assert run_python(code) == "False\n"
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
+@pytest.mark.parametrize("shape", [GRAY, (3, 32, 32), (1, 8, 8), (4, 17, 23)], ids=str)
+def test_our_own_models_take_any_image(name: str, shape: tuple[int, int, int]) -> None:
+    net = build_model(name, num_classes=7, image_shape=shape, options={})
+    assert net(torch.randn(3, *shape)).shape == (3, 7)
+    assert in_channels(name) is None
+
+
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("resnet18", GRAY),
+        ("mobilenet_v3_small", COLOUR),
+        ("vit_b_32", (3, 32, 32)),
+        ("googlenet", COLOUR),
+        ("regnet_y_400mf", COLOUR),
+    ],
+)
+def test_torchvision_models_give_plain_logits_of_the_classes_of_the_data(
+    name: str, shape: tuple[int, int, int]
+) -> None:
+    shape = (in_channels(name) or 0, *shape[1:])
+    net = build_model(name, num_classes=7, image_shape=shape, options={}).train()
+    logits = net(torch.randn(2, *shape))
+    assert isinstance(logits, torch.Tensor)
+    assert logits.shape == (2, 7)
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_hidden_layers_suit_tensor_cores(name: str) -> None:
+    net = build_model(name, num_classes=10, image_shape=GRAY, options={})
+    layers = [m for m in net.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]
+    outputs = [m.out_channels if isinstance(m, torch.nn.Conv2d) else m.out_features for m in layers]
+    assert all(count % 8 == 0 for count in outputs[:-1])
+
+
+def test_options_reach_the_model() -> None:
+    small, large = (build_model("cnn", num_classes=10, image_shape=GRAY, options={"width": width}) for width in (8, 32))
+    assert num_parameters(small) < 20_000 < 100_000 < num_parameters(large) < 300_000
+    deep = build_model("mlp", num_classes=10, image_shape=GRAY, options={"depth": 5, "width": 16, "dropout": 0.25})
+    assert sum(isinstance(m, torch.nn.Linear) for m in deep.modules()) == 6
+    assert next(m for m in deep.modules() if isinstance(m, torch.nn.Dropout)).p == 0.25
+    wide = build_model("resnet18", num_classes=10, image_shape=COLOUR, options={"zero_init_residual": True})
+    assert not wide.get_parameter("layer1.0.bn2.weight").any()
+
+
+def test_the_same_seed_gives_the_same_weights_and_checks_draw_no_random_numbers() -> None:
+    expected = OWN["cnn"](num_classes=10, image_shape=GRAY)
+    torch.manual_seed(0)
+    assert check_model("resnet18", {"zero_init_residual": True}) == []
+    net = build_model("cnn", num_classes=10, image_shape=GRAY, options={})
+    for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+# --- refusing ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_classification_model_of_torchvision_is_accepted_and_nothing_else() -> None:
+    models = import_torchvision().models
+    for name in ("resnet50", "efficientnet_b0", "swin_t"):
+        assert check_model(name, {}) == []
+    for name in models.list_models():
+        is_classifier = models.get_model_builder(name).__module__.count(".") == 2
+        assert bool(check_model(name, {})) != is_classifier, name
+
+
+@pytest.mark.parametrize(
+    "name, options, expected",
+    [
+        ("resnt18", {}, ["model.name=resnt18: there is no such model. Did you mean resnet18?"]),
+        ("CNN", {}, ["model.name=CNN: there is no such model. Did you mean cnn?"]),
+        ("cnn", {"widht": 8}, ["model.options.widht: cnn has no such option. Did you mean width?"]),
+        ("resnet18", {"weights": "DEFAULT"}, ["model.options.weights: recipes train from scratch"]),
+        ("cnn", {"num_classes": 3}, ["model.options.num_classes: follows the data set"]),
+        ("vit_b_16", {"image_size": 32}, ["model.options.image_size: follows data.image_size"]),
+        ("inception_v3", {"aux_logits": True}, ["model.options.aux_logits: a recipe takes one output"]),
+        ("mobilenet_v3_small", {"widht": 1}, ["model.options.widht: mobilenet_v3_small has no such option"]),
+        (
+            "resnet18",
+            {"depth": 1, "width_per_grup": 64},
+            ["model.options.depth: resnet18", "model.options.width_per_grup: resnet18"],
+        ),
+        ("cnn", {"width": 0}, ["model.options: cnn cannot be built with width=0: width=0, expected a whole number"]),
+        ("cnn", {"width": "wide"}, ["model.options: cnn cannot be built with width=wide"]),
+        ("mlp", {"dropout": 1.5}, ["model.options: mlp cannot be built with dropout=1.5"]),
+        ("resnet18", {"groups": 2}, ["model.options: resnet18 cannot be built with groups=2: BasicBlock only"]),
+    ],
+)
+def test_problems_name_the_key_and_the_way_out(name: str, options: dict[str, object], expected: list[str]) -> None:
+    problems = check_model(name, options)
+    assert len(problems) == len(expected)
+    for problem, beginning in zip(problems, expected, strict=True):
+        assert problem.startswith(beginning), problem
+    with pytest.raises(ConfigError, match=r"^model\."):
+        build_model(name, num_classes=10, image_shape=COLOUR, options=options)
+
+
+@pytest.mark.parametrize("name", ["vgg11", "vit_b_16", "maxvit_t", "inception_v3"])
+def test_images_that_are_too_small_for_a_model_are_refused_before_it_trains(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model.name={name}: does not take images of 28x28 .* data.image_size"):
+        build_model(name, num_classes=10, image_shape=(3, 28, 28), options={})
+
+
+def test_channels_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="takes images with 3 channels; these have 1"):
+        build_model("resnet18", num_classes=10, image_shape=GRAY, options={})
+
+
+@pytest.mark.parametrize("option", choices("model"))
+def test_every_option_of_the_model_group_can_be_built(option: str) -> None:
+    values = read_option("model", option)
+    assert set(values) == {"name", "options"}
+    assert values["name"] == option
+    assert check_model(values["name"], values["options"]) == []

@@ -1,0 +1,387 @@
+"""One path for every mode: what is cast, what is refused, and that a bad step leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import NAdam, Adadelta, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop, SGD
+
+from amp_core import Amp, Clip, Ema, Schedule
+from amp_core.errors import ConfigError
+
+INF, NAN = float("inf"), float("nan")
+MODES = ["fp32", "tf32", "bf16", "fp16", "fp16_capped"]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp16_capped": torch.float16}
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def amp_of(mode: str = "fp16", **fields: Any) -> Amp:
+    return Amp.named(mode, samples=8 if mode == "fp16_capped" else None, **fields)
+
+
+def sgd(net: nn.Module, lr: float = 0.1) -> Optimizer:
+    return SGD(net.parameters(), lr=lr)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+# --- autocast and backward
+
+
+@every_mode
+def test_only_activations_are_16_bit(mode: str) -> None:
+    net, amp = nn.Linear(4, 4), amp_of(mode)
+    optimizer = Adam(net.parameters())
+    with amp.autocast():
+        y = net(torch.randn(8, 4))
+        loss = F.mse_loss(y, torch.zeros(8, 4))
+    assert y.dtype == DTYPES.get(mode, torch.float32) and loss.dtype == torch.float32
+    amp.backward(loss)
+    amp.step(optimizer)
+    states = [x for state in optimizer.state.values() for x in state.values()]
+    assert {x.dtype for p in net.parameters() for x in (p, p.grad, *states)} == {torch.float32}
+    with torch.no_grad(), amp.autocast():  # evaluation too
+        assert net(torch.randn(8, 4)).dtype == y.dtype
+
+
+def test_fp32_is_bitwise_plain_pytorch() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+    plain, amp = copy.deepcopy(net), amp_of("fp32")
+    opt_net, opt_plain = AdamW(net.parameters(), fused=True), AdamW(plain.parameters(), fused=True)
+    for _ in range(5):
+        x = torch.randn(8, 8)
+        with amp.autocast():
+            loss = net(x).square().mean()
+        amp.backward(loss)
+        amp.step(opt_net)
+        amp.update()
+        opt_net.zero_grad()
+        plain(x).square().mean().backward()
+        opt_plain.step()
+        opt_plain.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
+    assert amp.scale == 1.0 and amp.state_dict() == {}
+
+
+class Probe(torch.autograd.Function):
+    """Notes whether autocast is on in the backward pass."""
+
+    seen: bool | None = None
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Probe.seen = torch.is_autocast_enabled("cpu")
+        return grad
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_backward_runs_outside_of_autocast_even_when_called_inside(mode: str) -> None:
+    amp, x = amp_of(mode), torch.randn(3, requires_grad=True)
+    with amp.autocast():
+        Probe.apply(x).sum().backward()
+        assert Probe.seen  # the usual way: an fp32 island's backward would run in 16 bits
+        amp.backward(Probe.apply(x).sum())
+        assert not Probe.seen
+        amp.grad(Probe.apply(x).sum(), x)
+        assert not Probe.seen
+        assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_inside_a_region_leaves_no_stale_weights_in_its_cache(fused: bool) -> None:
+    net, x = nn.Linear(1, 1, bias=False), torch.ones(1, 1)
+    with torch.no_grad():
+        net.weight.fill_(1.0)
+    with torch.autocast("cpu", torch.float16):
+        net(x)
+        net.weight.data += 5
+        assert net(x).item() == 1.0  # the usual way
+    amp, optimizer = amp_of(init_scale=4.0), SGD(net.parameters(), lr=1.0, fused=fused)
+    with amp.autocast():
+        amp.backward(net(x).sum())
+        amp.step(optimizer)
+        assert net(x).item() == net.weight.item() == 5.0
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_loss_of_any_dtype_is_scaled_in_fp32(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    weight = torch.full(shape, 3.0, requires_grad=True)
+    amp = amp_of(init_scale=2.0**15)  # the largest gradient that an fp16 loss can have; the loss itself would be inf
+    amp.backward(weight.to(dtype) * 1.0)
+    amp.step(SGD([weight], lr=1.0))
+    assert weight.item() == 2.0
+    if shape and dtype == torch.float16:  # the usual way: 65536 does not fit
+        assert GradScaler("cpu", 2.0**15).scale(weight.half()).isinf().all()
+
+
+# --- gradients that do not come from a loss
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_external_gradient_equals_the_loss_it_came_from(mode: str) -> None:
+    net, x = nn.Linear(8, 4), torch.randn(16, 8)
+    outside = torch.randn(16, 4) * 1e-7  # below fp16's smallest number: lost unless it is scaled first
+    results = []
+    for as_loss in (True, False):
+        amp = amp_of(mode)
+        net.zero_grad()
+        with amp.autocast():
+            features = net(x)
+            loss = (features.float() * outside).sum()
+        amp.backward(loss) if as_loss else amp.backward(features, outside)
+        amp.unscale_(sgd(net))
+        results.append(net.weight.grad.clone())
+    assert torch.equal(*results)
+    assert relative(results[0], outside.T @ x) < 1e-2  # 16-bit rounding
+    features = net(x).half()
+    features.backward(outside.half())
+    assert outside.half().count_nonzero() < outside.numel()
+
+
+def penalised(amp: Amp | None, unscale: bool = True) -> tuple[float, Tensor]:
+    """The penalty on the gradient's norm and the total loss's gradient, unscaled; `amp` None is plain fp32."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    x, y = torch.randn(64, 16), torch.randn(64, 1)
+    amp = amp or amp_of("fp32")
+    with amp.autocast():
+        loss = F.mse_loss(net(x), y)
+    grads = amp.grad(loss, list(net.parameters()))
+    assert {g.dtype for g in grads} == {torch.float32}
+    with amp.autocast():
+        factor = 1.0 if unscale else amp.scale
+        penalty = sum((g * factor).square().sum() for g in grads).add(1e-12).sqrt()
+        total = loss + penalty
+    amp.backward(total)
+    amp.unscale_(sgd(net))
+    return penalty.item(), torch.cat([p.grad.flatten() for p in net.parameters()])
+
+
+def test_gradient_penalty_matches_fp32_and_unscaling_matters() -> None:
+    penalty, grad = penalised(None)
+    for amp in (amp_of(init_scale=2.0**10), amp_of(init_scale=2.0**14), amp_of("bf16")):
+        ours, ours_grad = penalised(amp)
+        assert abs(ours - penalty) < 1e-2 * penalty and relative(ours_grad, grad) < 1e-2
+    wrong, wrong_grad = penalised(amp_of(init_scale=2.0**14), unscale=False)  # the usual mistake
+    assert wrong > 1000 * penalty and not relative(wrong_grad, grad) < 1000  # or NaN
+
+
+def test_wgan_penalty_on_inputs_trains_after_the_scale_has_found_its_level() -> None:
+    """A unit upstream gradient times 65536 does not fit into fp16: the first steps are skipped, then all are taken."""
+    net, amp = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), amp_of()
+    optimizer, taken = AdamW(net.parameters(), fused=True), []
+    for _ in range(6):
+        x = torch.randn(8, 8, requires_grad=True)
+        with amp.autocast():
+            critic = net(x)
+        (grad,) = amp.grad(critic, x)
+        with amp.autocast():
+            loss = critic.float().mean() + 10 * (grad.square().sum(1).add(1e-12).sqrt() - 1).square().mean()
+        amp.backward(loss)
+        taken.append(bool(amp.step(optimizer).taken))
+        amp.update()
+        optimizer.zero_grad()
+    assert taken == [False] * (6 - sum(taken)) + [True] * sum(taken) and sum(taken) >= 3
+    assert all(p.isfinite().all() for p in net.parameters())
+
+
+# --- a bad window leaves no trace
+
+NO_TRACE: dict[str, Callable[..., Optimizer]] = {
+    "sgd_fused": lambda p: SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True, fused=True),
+    "sgd_dampened_fused": lambda p: SGD(p, lr=0.05, momentum=0.9, dampening=0.5, fused=True),
+    "sgd": lambda p: SGD(p, lr=0.05, momentum=0.9),
+    "adamw_fused": lambda p: AdamW(p, lr=0.01, fused=True),
+    "adam_amsgrad_fused": lambda p: Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1, fused=True),
+    "adagrad_fused": lambda p: Adagrad(p, lr=0.01, lr_decay=0.1, fused=True),
+    "adamw": lambda p: AdamW(p, lr=0.01),
+    "adafactor": lambda p: Adafactor(p, lr=0.01),
+    "nadam": lambda p: NAdam(p, lr=0.01),
+    "rmsprop": lambda p: RMSprop(p, lr=0.01, centered=True),
+    "adadelta": lambda p: Adadelta(p),
+}
+
+
+def flat(state: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Every number of a nest of state dicts, by its path, as a tensor."""
+    if isinstance(state, dict):
+        return {key: value for name, part in state.items() for key, value in flat(part, f"{prefix}.{name}").items()}
+    if isinstance(state, list):
+        return flat(dict(enumerate(state)), prefix)
+    return {prefix: torch.as_tensor(state)} if isinstance(state, (int, float, Tensor)) else {}
+
+
+def run(mode: str, name: str, batches: list[Tensor], where: str = "batch", clip: Any = None, guard: bool = True) -> Any:
+    """Everything that training on `batches` leaves behind; in "gradient" an inf in the batch becomes one there."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    # Static: halving the scale is exact only while no fp16 gradient is subnormal.
+    amp = amp_of(mode, **({"dynamic": False, "init_scale": 1024.0} if mode.startswith("fp16") else {}))
+    optimizer = NO_TRACE[name](net.parameters())
+    schedule = Schedule(optimizer, lambda o, n: torch.optim.lr_scheduler.CosineAnnealingLR(o, n), 20)
+    ema = Ema(net, 0.9)
+    if guard:
+        amp.guard(net)
+    for x in batches:
+        bad = not bool(x.isfinite().all())
+        with amp.autocast():
+            loss = net(x.nan_to_num(1.0, 1.0, 1.0) if where == "gradient" else x).float().square().mean()
+        amp.backward(loss)
+        if bad and where == "gradient":
+            net[3].bias.grad.fill_(NAN)
+        report = amp.step(optimizer, clip)
+        assert bool(report.taken) == (not bad) == bool(report.grad_norm.isfinite())
+        assert report.taken_on_host in (None, not bad)
+        amp.update()
+        optimizer.zero_grad()
+        schedule.advance(report)
+        ema.update(report)
+    parts = {"net": net, "optimizer": optimizer, "schedule": schedule, "ema": ema, "amp": amp}
+    state = flat({key: part.state_dict() for key, part in parts.items()} | {"rate": schedule.rate})
+    return state, net
+
+
+@pytest.mark.parametrize("where", ["batch", "gradient"])
+@pytest.mark.parametrize("name", NO_TRACE)
+@every_mode
+def test_a_bad_window_leaves_no_trace(mode: str, name: str, where: str) -> None:
+    """Weights, moments, step counts, rate, average and running statistics: bitwise. The very first step included."""
+    good = [torch.randn(8, 4) for _ in range(3)]
+    bad = torch.full((8, 4), INF)
+    for clip in (None, Clip.norm(0.1)):
+        seen, _ = run(mode, name, [bad, good[0], bad, good[1], good[2], bad], where, clip)
+        never, _ = run(mode, name, good, where, clip)
+        assert seen.keys() == never.keys()
+        assert not [key for key in seen if not torch.equal(seen[key], never[key])]
+
+
+@every_mode
+def test_without_the_guard_the_running_variance_is_nan_for_ever(mode: str) -> None:
+    batches = [torch.randn(8, 4), torch.full((8, 4), INF), torch.randn(8, 4)]
+    for guard in (True, False):
+        _, net = run(mode, "sgd_fused", batches, guard=guard)
+        assert net[1].running_var.isfinite().all() == guard
+        assert net[1].num_batches_tracked == (2 if guard else 3)
+        assert all(p.isfinite().all() for p in net.parameters())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_one_bad_micro_batch_skips_its_whole_window(fused: bool) -> None:
+    net, amp = nn.Linear(2, 1), amp_of(init_scale=1024.0)
+    before = copy.deepcopy(net.state_dict())
+    optimizer = SGD(net.parameters(), lr=1.0, momentum=0.9, fused=fused)
+    for value in (1.0, INF, 1.0, 1.0):
+        with amp.autocast():
+            loss = net(torch.full((1, 2), value)).sum() / 4
+        amp.backward(loss)
+    assert not amp.step(optimizer).taken
+    amp.update()
+    assert amp.scale == 512.0 and all(torch.equal(net.state_dict()[key], before[key]) for key in before)
+
+
+def test_written_after_unscaling_is_checked_again() -> None:
+    """GradScaler looks once: what becomes NaN after `unscale_` goes into the weights."""
+    for stock in (True, False):
+        weight = torch.zeros(2, requires_grad=True)
+        optimizer, scaler = SGD([weight], lr=1.0), GradScaler("cpu") if stock else amp_of()
+        scaler.scale(weight.sum()).backward() if stock else scaler.backward(weight.sum())
+        scaler.unscale_(optimizer)
+        assert weight.grad.eq(1.0).all()
+        weight.grad[0] = NAN
+        scaler.step(optimizer)
+        scaler.update()
+        assert weight.isnan().any() == stock
+        assert (scaler.get_scale() if stock else scaler.scale) == (65536 if stock else 32768)
+
+
+# --- what is refused
+
+
+def ready(mode: str = "fp16") -> tuple[Amp, Optimizer]:
+    weight, amp = torch.zeros(2, requires_grad=True), amp_of(mode)
+    amp.backward(weight.sum())
+    return amp, SGD([weight], lr=1.0)
+
+
+MISUSES: dict[str, Callable[[Amp, Optimizer], object]] = {
+    "a second step": lambda amp, opt: (amp.step(opt), amp.step(opt)),
+    "update without a step": lambda amp, opt: amp.update(),
+    "a second update": lambda amp, opt: (amp.step(opt), amp.update(), amp.update()),
+    "a second unscale": lambda amp, opt: (amp.unscale_(opt), amp.unscale_(opt)),
+    "unscale after the step": lambda amp, opt: (amp.step(opt), amp.unscale_(opt)),
+    "state between step and update": lambda amp, opt: (amp.step(opt), amp.state_dict()),
+    "backward after unscale": lambda amp, opt: (amp.unscale_(opt), amp.backward(opt.param_groups[0]["params"][0].sum())),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+@every_mode
+def test_misuse_is_refused_in_every_mode(mode: str, misuse: str) -> None:
+    with pytest.raises(RuntimeError):
+        MISUSES[misuse](*ready(mode))
+
+
+@pytest.mark.parametrize("mistake, expected", [("unscale", -512.5), ("rescale", -1.5), (None, -1.0)])
+def test_grad_scaler_allows_to_unscale_or_rescale_within_a_window(mistake: str | None, expected: float) -> None:
+    """Why backward after unscale_, and update without a step, are refused above. Two gradients of 0.5 want -1."""
+    weight = torch.zeros(1, requires_grad=True)
+    scaler, optimizer = GradScaler("cpu", 1024.0), SGD([weight], lr=1.0)
+    scaler.scale(weight.sum() / 2).backward()
+    if mistake == "unscale":
+        scaler.unscale_(optimizer)
+    if mistake == "rescale":
+        scaler.update(512.0)
+    scaler.scale(weight.sum() / 2).backward()
+    scaler.step(optimizer)
+    assert weight.item() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("fused", [True, False])
+def test_16_bit_weights_under_a_scale_are_refused(fused: bool, dtype: torch.dtype) -> None:
+    weight, amp = torch.zeros(2, dtype=dtype, requires_grad=True), amp_of(init_scale=8.0)
+    amp.backward(weight.float().sum())
+    with pytest.raises(TypeError, match="16"):
+        amp.step(SGD([weight], lr=1.0, fused=fused))
+    assert weight.eq(0).all()
+
+
+def test_sparse_gradients_are_refused() -> None:
+    net, amp = nn.Embedding(4, 2, sparse=True), amp_of()
+    amp.backward(net(torch.tensor([1])).sum())
+    with pytest.raises(TypeError, match="sparse"):
+        amp.step(sgd(net))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@every_mode
+def test_no_gradient_at_all_is_a_recorded_no_op(mode: str, fused: bool) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    amp, optimizer = amp_of(mode), AdamW([weight], fused=fused)
+    before = amp.state_dict()
+    report = amp.step(optimizer, Clip.norm(1.0))
+    amp.update()
+    assert not report.taken and weight.eq(1.0).all() and amp.state_dict() == before
+    amp.backward(weight.sum())  # and training goes on
+    assert amp.step(optimizer).taken
+
+
+def test_an_unknown_mode_or_field_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="fp16"):
+        amp_of("fp61")
+    with pytest.raises(ConfigError, match="init_scale"):
+        amp_of(init_scael=1.0)

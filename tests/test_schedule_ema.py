@@ -1,0 +1,308 @@
+"""Learning rates and averages move with the steps that were taken, and with no others."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
+from torch.optim import lr_scheduler as torch_schedulers
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from amp_core import Amp, Ema, Schedule, StepReport
+from amp_core.config import OptimizerConfig, ScheduleConfig
+from amp_core.optimizers import build_optimizer
+from amp_core.schedule import build_schedule, check_schedule
+
+INF = float("inf")
+Make = Callable[[Optimizer, int], LRScheduler]
+
+
+def report(taken: bool) -> StepReport:
+    return StepReport(torch.tensor(taken), torch.tensor(1.0))
+
+
+def one_step(amp: Amp, net: nn.Module, optimizer: Optimizer, bad: bool) -> StepReport:
+    amp.backward(sum(p.square().sum() for p in net.parameters()) * (INF if bad else 1.0))
+    result = amp.step(optimizer)
+    amp.update()
+    optimizer.zero_grad()
+    return result
+
+
+S = torch_schedulers
+SCHEDULERS: dict[str, Make] = {
+    "StepLR": lambda o, n: S.StepLR(o, 3, 0.5),
+    "MultiStepLR": lambda o, n: S.MultiStepLR(o, [2, 5, 7], 0.3),
+    "ConstantLR": lambda o, n: S.ConstantLR(o, 0.2, 4),
+    "LinearLR": lambda o, n: S.LinearLR(o, 0.1, 1.0, 5),
+    "ExponentialLR": lambda o, n: S.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o, n: S.PolynomialLR(o, n, 2.0),
+    "CosineAnnealingLR": lambda o, n: S.CosineAnnealingLR(o, n, 1e-4),
+    "CosineAnnealingWarmRestarts": lambda o, n: S.CosineAnnealingWarmRestarts(o, 3, 2),
+    "OneCycleLR": lambda o, n: S.OneCycleLR(o, [g["lr"] for g in o.param_groups], n, cycle_momentum=False),
+    "CyclicLR": lambda o, n: S.CyclicLR(o, 1e-3, 0.1, 3, mode="triangular2", cycle_momentum=False),
+    "LambdaLR": lambda o, n: S.LambdaLR(o, lambda k: 1 / (1 + k)),
+    "LambdaLR per group": lambda o, n: S.LambdaLR(o, [lambda k: 0.9**k, lambda k: 1.0 - k / n]),
+    "MultiplicativeLR": lambda o, n: S.MultiplicativeLR(o, lambda k: 0.8 + 0.01 * k),
+    "SequentialLR": lambda o, n: S.SequentialLR(o, [S.LinearLR(o, 0.1, 1.0, 3), S.CosineAnnealingLR(o, n - 3)], [3]),
+    "ChainedScheduler": lambda o, n: S.ChainedScheduler([S.ConstantLR(o, 0.5, 3), S.ExponentialLR(o, 0.9)]),
+}
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda groups: SGD(groups, momentum=0.9),
+    "adamw_fused": lambda groups: AdamW(groups, fused=True),
+    "nadam": lambda groups: NAdam(groups),
+}
+
+
+def two_groups(kind: str) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    return net, OPTIMIZERS[kind]([{"params": net[0].parameters(), "lr": 0.3}, {"params": net[1].parameters(), "lr": 0.02}])
+
+
+def rates(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_schedule_is_torch_s_scheduler_stepped_on_taken_steps_only(name: str, kind: str) -> None:
+    """Weights too: bitwise, because the fused kernels take the rate as it is rounded to fp32 or not at all."""
+    (net, optimizer), (twin, reference), steps = two_groups(kind), two_groups(kind), 10
+    schedule = Schedule(optimizer, SCHEDULERS[name], steps)
+    scheduler = SCHEDULERS[name](reference, steps)
+    amp, other, draw = Amp.named("fp16", init_scale=256.0), Amp.named("fp16", init_scale=256.0), random.Random(name)
+    num_taken = 0
+    while num_taken < steps:
+        assert rates(optimizer) == pytest.approx(rates(reference), rel=1e-6)  # fp32 on the device
+        assert float(schedule.rate) == rates(optimizer)[0]
+        bad = draw.random() < 0.4
+        schedule.advance(one_step(amp, net, optimizer, bad))
+        if not bad:
+            num_taken += 1
+            one_step(other, twin, reference, False)
+            if num_taken < steps:  # OneCycleLR refuses one more
+                scheduler.step()
+        assert schedule.state_dict() == {"num_taken": num_taken, "num_steps": steps}
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)  # the rate's rounding to fp32
+
+
+def test_three_overflows_in_five_batches_leave_the_rate_at_0_003_not_0_006() -> None:
+    weight = nn.Linear(1, 1)
+    optimizer, usual = SGD(weight.parameters(), lr=0.001), SGD(weight.parameters(), lr=0.001)
+    make: Make = lambda o, n: S.LambdaLR(o, lambda k: 1.0 + k)  # noqa: E731
+    schedule, scheduler, amp = Schedule(optimizer, make, 10), make(usual, 10), Amp.named("fp16")
+    usual.step()
+    for bad in (True, False, True, True, False):
+        schedule.advance(one_step(amp, weight, optimizer, bad))
+        scheduler.step()
+    assert rates(optimizer) == pytest.approx([0.003]) and rates(usual) == pytest.approx([0.006])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_steps_beyond_the_table_keep_its_last_rate(fused: bool) -> None:
+    net = nn.Linear(1, 1)
+    optimizer = SGD(net.parameters(), lr=1.0, fused=fused)
+    schedule, amp, seen = Schedule(optimizer, SCHEDULERS["OneCycleLR"], 4), Amp.named("fp32"), []
+    for _ in range(7):
+        seen += rates(optimizer)
+        schedule.advance(one_step(amp, net, optimizer, False))
+    assert seen[3:] == [seen[3]] * 4 and seen[3] < 1e-4 and schedule.state_dict()["num_taken"] == 7
+
+
+MOVES_MOMENTUM: dict[str, tuple[Make, Callable[..., Optimizer]]] = {
+    "OneCycleLR SGD": (lambda o, n: S.OneCycleLR(o, 0.1, n), lambda p: SGD(p, lr=0.1, momentum=0.9)),
+    "OneCycleLR Adam": (lambda o, n: S.OneCycleLR(o, 0.1, n), lambda p: Adam(p, lr=0.1)),
+    "CyclicLR": (lambda o, n: S.CyclicLR(o, 0.01, 0.1), lambda p: SGD(p, lr=0.1, momentum=0.9)),
+}
+
+
+@pytest.mark.parametrize("name", MOVES_MOMENTUM)
+def test_schedulers_that_move_the_momentum_are_refused(name: str) -> None:
+    make, kind = MOVES_MOMENTUM[name]
+    with pytest.raises(ValueError, match="momentum"):
+        Schedule(kind(nn.Linear(1, 1).parameters()), make, 10)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_schedule_loaded_in_the_middle_continues_at_its_rate(kind: str) -> None:
+    net, optimizer = two_groups(kind)
+    schedule, amp = Schedule(optimizer, SCHEDULERS["CosineAnnealingLR"], 10), Amp.named("fp32")
+    for bad in (False, True, False, False, True, False):
+        schedule.advance(one_step(amp, net, optimizer, bad))
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), schedule.state_dict()))
+    for schedule_first in (True, False):
+        again, loaded = two_groups(kind)
+        continued = Schedule(loaded, SCHEDULERS["CosineAnnealingLR"], 3)  # the saved length holds
+        again.load_state_dict(saved[0])
+        for part in ("so", "os")[schedule_first]:
+            continued.load_state_dict(saved[2]) if part == "s" else loaded.load_state_dict(copy.deepcopy(saved[1]))
+        assert rates(loaded) == rates(optimizer) and continued.state_dict() == schedule.state_dict()
+        twin, twin_optimizer = copy.deepcopy((net, optimizer)), None
+        del twin, twin_optimizer
+        continued.advance(one_step(amp, again, loaded, False))
+        expected = Schedule(two_groups(kind)[1], SCHEDULERS["CosineAnnealingLR"], 10)
+        expected.load_state_dict({"num_taken": 5, "num_steps": 10})
+        assert float(continued.rate) == float(expected.rate)
+        assert float(continued.rate) == rates(loaded)[0] != rates(optimizer)[0]
+
+
+def test_a_fixed_length_is_not_replaced_by_the_saved_one() -> None:
+    schedule = Schedule(two_groups("sgd")[1], SCHEDULERS["LinearLR"], 5, fixed=True)
+    schedule.load_state_dict({"num_taken": 2, "num_steps": 100})
+    assert schedule.state_dict() == {"num_taken": 2, "num_steps": 5}
+
+
+# --- the `schedule` and `optimizer` groups
+
+
+def config(name: str, horizon: int | None = None, **options: Any) -> ScheduleConfig:
+    return ScheduleConfig(name, horizon, options)
+
+
+@pytest.mark.parametrize("name, final", [("warmup_cosine", 0.01), ("warmup_linear", 0.0)])
+def test_warm_up_rises_to_the_peak_and_falls_to_the_final_fraction(name: str, final: float) -> None:
+    optimizer = SGD(nn.Linear(1, 1).parameters(), lr=2.0)
+    schedule = build_schedule(config(name, warmup=0.1, final=final), optimizer, 100)
+    seen = []
+    for _ in range(100):
+        seen += rates(optimizer)
+        schedule.advance(report(True))
+    peak = seen.index(max(seen))
+    assert 9 <= peak <= 10 and max(seen) == pytest.approx(2.0) and 0 < seen[0] <= 0.2
+    assert seen[: peak + 1] == sorted(seen[: peak + 1]) and seen[peak:] == sorted(seen[peak:], reverse=True)
+    assert seen[-1] == pytest.approx(2.0 * final, abs=0.03)  # at the last step, or one step after it
+
+
+def test_the_horizon_goes_before_the_length_of_the_run() -> None:
+    optimizer = SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    schedule = build_schedule(config("LinearLR", 8, start_factor=0.5, total_iters=4), optimizer, 100)
+    assert schedule.state_dict() == {"num_taken": 0, "num_steps": 8} and float(schedule.rate) == 0.5
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        config("ReduceLROnPlateau"),
+        config("StepLL"),
+        config("StepLR"),
+        config("StepLR", step_size=3, gamm=1.0),
+        config("OneCycleLR"),
+        config("LRScheduler"),
+    ],
+    ids=lambda bad: f"{bad.name} {bad.options}",
+)
+def test_schedules_that_cannot_work_are_named_before_the_start(bad: ScheduleConfig) -> None:
+    problems = check_schedule(bad)
+    assert len(problems) == 1 and "schedule" in problems[0]
+    good = config("OneCycleLR", cycle_momentum=False), config("StepLR", step_size=2), config("constant")
+    assert [check_schedule(cfg) for cfg in good] == [[], [], []]
+
+
+def test_norms_and_biases_have_no_weight_decay_and_frozen_weights_no_optimizer() -> None:
+    net, head = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Linear(2, 2)), nn.Linear(2, 2)
+    net[2].requires_grad_(False)
+    optimizer = build_optimizer(OptimizerConfig("AdamW", 0.1, 0.5, None, {}), net, head)
+    decays = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert {p: 0.5 * (p.dim() > 1) for m in (net, head) for p in m.parameters() if p.requires_grad} == decays
+    assert optimizer.defaults["fused"]
+
+
+# --- averages
+
+
+def ema_reference(values: list[Tensor], start: Tensor, decay: float, warmup: bool) -> Tensor:
+    average = start.double()
+    for t, value in enumerate(values, 1):
+        d = min(decay, (1 + t) / (10 + t)) if warmup else decay
+        average = d * average + (1 - d) * value.double()
+    return average
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 0.999])
+def test_the_average_is_that_of_the_taken_steps(decay: float, warmup: bool) -> None:
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    start, ema, values = copy.deepcopy(net.state_dict()), Ema(net, decay, warmup=warmup), []
+    for i in range(12):
+        with torch.no_grad():
+            for p in net.parameters():
+                p.copy_(torch.randn(p.shape))
+        net(torch.randn(4, 3))
+        taken = i % 3 != 0
+        if taken:
+            values.append(copy.deepcopy(net.state_dict()))
+        ema.update(report(taken))
+    assert not ema.model.training and not any(p.requires_grad for p in ema.model.parameters())
+    assert int(ema.num_taken) == 8
+    for key, value in ema.model.state_dict().items():
+        if value.is_floating_point():
+            expected = ema_reference([state[key] for state in values], start[key], decay, warmup)
+            torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)  # fp32 against fp64
+        else:
+            assert torch.equal(value, values[-1][key])  # a count is not averaged
+
+
+def test_a_skipped_step_moves_the_usual_average_from_1_to_0_9() -> None:
+    weight = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(weight.weight)
+    ours, usual = Ema(weight, 0.9, warmup=False), AveragedModel(weight, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    usual.update_parameters(weight)
+    nn.init.zeros_(weight.weight)  # as another optimizer, or an inner step, leaves it
+    ours.update(report(False))
+    usual.update_parameters(weight)
+    assert ours.model.weight.item() == 1.0 and usual.module.weight.item() == pytest.approx(0.9)
+
+
+def test_nothing_not_even_nan_enters_from_a_skipped_step() -> None:
+    net = nn.Linear(2, 2)
+    ema = Ema(net, 0.5)
+    before = copy.deepcopy(ema.state_dict())
+    with torch.no_grad():
+        net.weight.fill_(float("nan"))
+    ema.update(report(False))
+    assert all(torch.equal(value, before[key]) for key, value in ema.state_dict().items())
+
+
+def test_reset_begins_again_from_the_present_weights() -> None:
+    net = nn.Linear(2, 2)
+    ema, fresh = Ema(net, 0.9), None
+    for _ in range(5):
+        nn.init.normal_(net.weight)
+        ema.update(report(True))
+    ema.reset()
+    fresh = Ema(net, 0.9)
+    for _ in range(3):
+        nn.init.normal_(net.weight)
+        ema.update(report(True)), fresh.update(report(True))
+    assert int(ema.num_taken) == 3 and torch.equal(ema.model.weight, fresh.model.weight)
+
+
+def test_an_average_continues_from_its_state_and_loads_into_the_network() -> None:
+    net = nn.Linear(2, 2)
+    ema = Ema(net, 0.9)
+    for _ in range(3):
+        nn.init.normal_(net.weight)
+        ema.update(report(True))
+    again = Ema(net, 0.9)
+    again.load_state_dict(copy.deepcopy(ema.state_dict()))
+    again.num_taken.fill_(3)
+    nn.init.normal_(net.weight)
+    ema.update(report(True)), again.update(report(True))
+    assert torch.equal(ema.model.weight, again.model.weight)
+    net.load_state_dict(ema.state_dict())
+    assert torch.equal(net.weight, ema.model.weight)
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1, 2.0])
+def test_a_decay_outside_of_0_to_1_is_refused(decay: float) -> None:
+    with pytest.raises(ValueError, match="decay"):
+        Ema(nn.Linear(1, 1), decay)

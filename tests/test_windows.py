@@ -1,0 +1,256 @@
+"""Accumulated gradients are those of the one big batch: ragged tails, tokens, masks, several ranks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from amp_core import Amp, sync_grads, windows
+from amp_core.layout import wrap_ddp
+from amp_core.window import num_samples
+
+IGNORE = -100
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_batches", range(1, 10))
+def test_accumulated_gradients_are_those_of_the_big_batch(num_batches: int, accumulation: int) -> None:
+    """Batches of unequal sizes, in float64: equal but for the order of summation."""
+    draw = random.Random(num_batches)
+    batches = [torch.randn(draw.randint(1, 5), 3, dtype=torch.float64) for _ in range(num_batches)]
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    cut = list(windows(batches, accumulation))
+    assert [len(window) for window in cut[:-1]] == [accumulation] * (-(-num_batches // accumulation) - 1)
+    assert all(a.batch is b for a, b in zip(itertools.chain(*cut), batches, strict=True))
+    for window in cut:
+        assert [micro.is_last for micro in window] == [False] * (len(window) - 1) + [True]
+        assert sum(float(micro.weight) for micro in window) == pytest.approx(1, abs=1e-15)
+        net.zero_grad()
+        for micro in window:
+            (net(micro.batch).square().mean() * micro.weight).backward()
+        ours = [p.grad.clone() for p in net.parameters()]
+        net.zero_grad()
+        net(torch.cat([micro.batch for micro in window])).square().mean().backward()
+        for a, p in zip(ours, net.parameters(), strict=True):
+            torch.testing.assert_close(a, p.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_the_tail_is_not_divided_by_the_full_number() -> None:
+    """Inputs 1 to 6 in windows of 4: [2.5, 5.5]. A fixed division gives [2.5, 2.75]."""
+    weight = torch.zeros((), requires_grad=True)
+
+    def grads(divide: Callable[[Any], Any]) -> list[float]:
+        result = []
+        for window in windows([torch.tensor([float(x)]) for x in range(1, 7)], 4):
+            weight.grad = None
+            for micro in window:
+                ((weight * micro.batch).mean() * divide(micro)).backward()
+            result.append(weight.grad.item())
+        return result
+
+    assert grads(lambda micro: micro.weight) == [2.5, 5.5]
+    assert grads(lambda micro: 1 / 4) == [2.5, 2.75]
+
+
+def test_endless_loaders_are_read_no_further_than_needed() -> None:
+    read: list[int] = []
+    endless = (read.append(i) or torch.ones(2) for i in itertools.count())
+    assert [len(window) for window in itertools.islice(windows(endless, 3), 2)] == [3, 3]
+    assert len(read) <= 7  # at most one ahead
+
+
+def test_no_batches_no_windows_and_accumulation_below_1_is_refused() -> None:
+    assert list(windows([], 2)) == []
+    with pytest.raises(ValueError, match="accumulation"):
+        list(windows([torch.ones(1)], 0))
+
+
+@pytest.mark.parametrize("batch", [torch.ones(3), (torch.ones(3, 2), 1), {"x": [torch.ones(3)]}, [{"a": (torch.ones(3),)}]])
+def test_samples_are_counted_in_nested_batches(batch: Any) -> None:
+    assert num_samples(batch) == 3
+
+
+def token_batches(dead: set[int], num_batches: int = 5) -> list[tuple[Tensor, Tensor]]:
+    """(inputs, targets) of 2 sequences of 6 tokens, of which some do not count; in the dead ones none does."""
+    batches = []
+    for i in range(num_batches):
+        targets = torch.randint(0, 7, (2, 6))
+        targets[torch.rand(2, 6) < 0.5] = IGNORE
+        targets[0, 0] = 1
+        batches.append((torch.randn(2, 6, 4, dtype=torch.float64), torch.full((2, 6), IGNORE) if i in dead else targets))
+    return batches
+
+
+def valid(batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (batch[1] != IGNORE).sum()
+
+
+def token_loss(net: nn.Module, batch: tuple[Tensor, Tensor], reduction: str) -> Tensor:
+    return F.cross_entropy(net(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=IGNORE, reduction=reduction)
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+@pytest.mark.parametrize("dead", [set(), {0}, {1, 4}, {3}, {0, 1, 2}, {4, 3}], ids=str)
+def test_token_weights_equal_the_big_batch_also_with_fully_masked_micro_batches(dead: set[int], as_tensor: bool) -> None:
+    net, batches = nn.Linear(4, 7).double(), token_batches(dead)
+    for window in windows(batches, 3, count=valid if as_tensor else lambda batch: int(valid(batch))):
+        assert all(isinstance(micro.weight, Tensor) == as_tensor for micro in window)
+        net.zero_grad()
+        for micro in window:
+            mean = token_loss(net, micro.batch, "sum") / valid(micro.batch).clamp(min=1)
+            (mean * micro.weight).backward()
+        ours = net.weight.grad.clone()
+        net.zero_grad()
+        big = tuple(torch.cat(parts) for parts in zip(*(micro.batch for micro in window), strict=True))
+        (token_loss(net, big, "sum") / valid(big).clamp(min=1)).backward()
+        rtol = 1e-6 if as_tensor else 1e-12  # weights that are tensors are fp32
+        torch.testing.assert_close(ours, net.weight.grad, rtol=rtol, atol=1e-14)
+        assert ours.isfinite().all()  # a window without a single token has gradients of zero
+
+
+def test_the_mean_over_a_fully_masked_micro_batch_is_nan_whatever_its_weight() -> None:
+    net, (batch,) = nn.Linear(4, 7).double(), token_batches({0}, 1)
+    assert (token_loss(net, batch, "mean") * 0).isnan()
+
+
+# --- several ranks. A rank's functions stand here because they are sent by name.
+
+
+def ragged(rank: int, num_batches: tuple[int, ...]) -> list[Tensor]:
+    """The batches of one rank, of unequal sizes, the same in every process."""
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        torch.randn(1 + (i + rank) % 3, 3, dtype=torch.float64, generator=generator) for i in range(num_batches[rank])
+    ]
+
+
+def a_net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def train_on_a_rank(rank: int, plain: bool, num_batches: tuple[int, ...], sync: bool = True) -> tuple[Any, int, int]:
+    """Weights, windows and reductions of gradients of a rank with fewer or more batches than the others."""
+    num_reductions = 0
+
+    def count(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
+        nonlocal num_reductions
+        num_reductions += 1
+        return default_hooks.allreduce_hook(state, bucket)
+
+    net = DistributedDataParallel(a_net()) if plain else wrap_ddp(a_net(), torch.device("cpu"))
+    if plain:
+        net.register_comm_hook(None, count)
+    amp, optimizer, num_windows = Amp.named("fp32"), SGD(net.parameters(), lr=0.1), 0
+    world_size = dist.get_world_size() if plain else 1
+    for window in windows(ragged(rank, num_batches), 2, world_size=world_size):
+        num_windows += 1
+        for micro in window:
+            with sync_grads(net, when=micro.is_last or not sync):
+                loss = net(micro.batch).square().mean()
+                amp.backward(loss * micro.weight)
+        assert amp.step(optimizer).taken
+        amp.update()
+        optimizer.zero_grad()
+    return [p.detach() for p in net.parameters()], num_windows, num_reductions
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["ours", "plain"])
+@pytest.mark.parametrize("num_batches", [(5, 3), (1, 4), (3, 3)], ids=str)
+def test_uneven_ranks_end_together_and_equal_one_process(
+    num_batches: tuple[int, int], plain: bool, on_ranks: Callable[..., Any]
+) -> None:
+    results = on_ranks(train_on_a_rank, plain, num_batches)
+    net = a_net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    both = [ragged(rank, num_batches) for rank in (0, 1)]
+    num_windows = -(-max(num_batches) // 2)
+    for k in range(num_windows):
+        big = torch.cat([batch for batches in both for batch in batches[2 * k : 2 * k + 2]])
+        net(big).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for params, windows_seen, reductions in results:
+        assert windows_seen == num_windows
+        assert reductions == (num_windows if plain else 0)
+        for a, b in zip(params, net.parameters(), strict=True):
+            torch.testing.assert_close(a, b.detach(), rtol=1e-12, atol=1e-14)
+    assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))
+
+
+def test_without_sync_grads_every_micro_batch_is_reduced(on_ranks: Callable[..., Any]) -> None:
+    """4 micro-batches in windows of 2: 2 reductions, or 4 the usual way."""
+    assert [on_ranks(train_on_a_rank, True, (4, 4), sync)[0][2] for sync in (True, False)] == [2, 4]
+
+
+def reductions_of_ours(rank: int) -> tuple[int, int]:
+    """Collectives of four micro-batches, with and without sync_grads, counted by the profiler."""
+    net, counts = wrap_ddp(a_net(), torch.device("cpu")), []
+    for only_last in (True, False):
+        with torch.profiler.profile() as profile:
+            for i in range(4):
+                with sync_grads(net, when=i == 3 or not only_last):
+                    net(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        counts.append(sum(event.name == "gloo:all_reduce" for event in profile.events()))
+    return tuple(counts)
+
+
+def test_our_wrapper_reduces_once_per_window(on_ranks: Callable[..., Any]) -> None:
+    assert on_ranks(reductions_of_ours) == [(1, 4)] * 2
+
+
+def means_of_tokens(rank: int, plain: bool) -> tuple[float, float]:
+    """Rank 0 has the token loss 1; rank 1 has 3, 4 and 5. The weight's gradient: ours, and the mean of means."""
+    tokens = torch.tensor([[1.0, IGNORE, IGNORE], [3.0, 4.0, 5.0]][rank])
+    grads = []
+    for mean_of_means in (False, True):
+        net = nn.Linear(1, 1, bias=False)
+        wrapped = DistributedDataParallel(net) if plain or mean_of_means else wrap_ddp(net, torch.device("cpu"))
+        (window,) = windows([tokens], count=lambda batch: (batch != IGNORE).sum(), world_size=2 if plain else 1)
+        with sync_grads(wrapped, when=True):
+            loss = wrapped(tokens[tokens != IGNORE].unsqueeze(1)).mean()
+            (loss if mean_of_means else loss * window[0].weight).backward()
+        grads.append(net.weight.grad.item())
+    return tuple(grads)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["ours", "plain"])
+def test_ranks_with_1_and_3_tokens_give_the_mean_of_all_and_not_the_mean_of_means(
+    plain: bool, on_ranks: Callable[..., Any]
+) -> None:
+    assert on_ranks(means_of_tokens, plain) == [(3.25, 2.5)] * 2
+
+
+def without_batches(rank: int) -> str:
+    try:
+        list(windows([] if rank else [torch.ones(1)]))
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_without_a_batch_is_refused(on_ranks: Callable[..., Any]) -> None:
+    """There; the others lose their connection, or are ended by the launcher."""
+    other, empty = on_ranks(without_batches)
+    assert empty.startswith("ValueError") and "batch" in empty and "Error" in other
+
+
+def weights_of_masked_micros(rank: int) -> list[list[float]]:
+    batches = [torch.tensor([n]) for n in ((3, 0, 2), (0, 5))[rank]]
+    return [[float(micro.weight) for micro in window] for window in windows(batches, 2, count=lambda batch: batch[0])]
+
+
+def test_masked_and_missing_micro_batches_weigh_nothing_on_ranks(on_ranks: Callable[..., Any]) -> None:
+    first, second = on_ranks(weights_of_masked_micros)
+    assert first == [[0.375, 0.0], [1.0]] and second == [[0.0, 0.625], [0.0]]
