@@ -434,9 +434,8 @@ def _unpickle(data: bytes, path: Path) -> dict[str, Any]:
     """Plain data from the bytes of a `state.pt`, or CheckpointError."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            entries = archive.infolist()
-        if any(entry.compress_type for entry in entries) or sum(entry.file_size for entry in entries) > len(data):
-            raise ValueError("it is compressed")
+            if sum(entry.file_size for entry in archive.infolist()) > len(data):
+                raise ValueError("it is compressed")
         contents = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True, mmap=False)
         _require_plain(contents, len(data))
     except Exception as error:  # a hostile file can make the readers raise anything

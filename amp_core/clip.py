@@ -5,7 +5,6 @@ By norm: Pascanu et al., https://arxiv.org/abs/1211.5063. Adaptive: Brock et al.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +50,7 @@ class Clip:
         """norm: the factor for all gradients, a 0-d tensor of at most 1, from their 0-d joint norm."""
         return (self.threshold / (norm + 1e-6)).clamp_(max=1.0)
 
-    def __call__(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    def __call__(self, params: list[Tensor], grads: list[Tensor]) -> None:
         """value and adaptive: change the unscaled gradients in place. Does not wait for the device.
 
         Args:

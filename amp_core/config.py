@@ -361,14 +361,14 @@ def structure(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
         options = [k for k in (expected, *get_args(expected)) if dataclasses.is_dataclass(k)]
         if options and not (value is None and type(None) in get_args(expected)):
             taken[name] = structure(options[0], value, f"{dot}{name}", problems)
-        elif _is_int(value) and str in (expected, *get_args(expected)) and int not in get_args(expected):
+        elif _is_int(value) and expected in (str, str | None):
             taken[name] = str(value)  # YAML reads run_dir=7 or rdzv_id=42 as numbers; text is meant
         elif _fits(value, expected):
             wants_float = expected is float or (float in get_args(expected) and int not in get_args(expected))
             taken[name] = float(value) if wants_float and value is not None else value
         else:
             literal = [a for k in (expected, *get_args(expected)) if get_origin(k) is Literal for a in get_args(k)]
-            hint = " " + nearest(value, literal) if literal else ""
+            hint = " " + nearest(_shown(value), literal) if literal else ""
             problems.append(f"{dot}{name}={_shown(value)}: expected {_describe(expected)}.{hint}")
             taken[name] = None
     return kind(**taken)

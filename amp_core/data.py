@@ -182,7 +182,7 @@ class Batches:
     signal every process of a job, and a run that still wants to finish its step and save must keep its workers.
 
     Raises:
-        RunError: from `next`, when a worker died.
+        RunError: from `next`: a worker died, or an image cannot be read.
     """
 
     def __init__(
@@ -213,8 +213,9 @@ class Batches:
                 "ignore", message=".*use of fork.*may lead to deadlocks", category=DeprecationWarning
             )
             self._iterator: Iterator[Batch] = iter(loader)
-        self._end = multiprocessing.util.Finalize(self, _shut_down, args=(self._iterator,), exitpriority=0)
-        # multiprocessing's own exit comes after torch has declared its workers out of reach, and would wait for them.
+        # For a child of multiprocessing, which runs no atexit; above 10, where queues give up their threads.
+        self._end = multiprocessing.util.Finalize(self, _shut_down, args=(self._iterator,), exitpriority=20)
+        # For any other process: multiprocessing's own turn comes after torch has let go of its workers, and would wait.
         atexit.register(self._end)
 
     def __iter__(self) -> Batches:
@@ -226,6 +227,10 @@ class Batches:
         except StopIteration:
             self.close()
             raise
+        except RunError as error:
+            self.close()
+            # torch puts the worker's traceback in front of the message.
+            raise RunError(str(error).strip().rpartition("RunError: ")[2]) from error
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
                 raise
@@ -259,11 +264,10 @@ def _ignore_signals(worker: int) -> None:
 
 def _shut_down(iterator: Any) -> None:
     workers = getattr(iterator, "_workers", [])
+    for worker in workers:
+        worker.terminate = worker.kill  # what torch does to a worker that is stuck, and these ignore SIGTERM
     if workers:
         iterator._shutdown_workers()  # torch has no public name for it
-    for worker in workers:
-        if worker.is_alive():  # stuck, and deaf to SIGTERM
-            worker.kill()
 
 
 # --- to the device ----------------------------------------------------------------------------------------------------

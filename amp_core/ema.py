@@ -33,8 +33,9 @@ class Ema:
         self.model = copy.deepcopy(self._source).eval().requires_grad_(False)
         self.decay = decay
         self.warmup = warmup
-        pairs = [*zip(self.model.parameters(), self._source.parameters(), strict=True)]
-        pairs += zip(self.model.buffers(), self._source.buffers(), strict=True)
+        averages: list[Tensor] = [*self.model.parameters(), *self.model.buffers()]
+        values: list[Tensor] = [*self._source.parameters(), *self._source.buffers()]
+        pairs = list(zip(averages, values, strict=True))
         self._averaged = [pair for pair in pairs if pair[0].is_floating_point()]
         self._copied = [pair for pair in pairs if not pair[0].is_floating_point()]
         device = pairs[0][0].device

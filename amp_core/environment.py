@@ -302,7 +302,8 @@ def environment(job: Job) -> Iterator[Environment]:
             torch.backends.cudnn.deterministic = True
         if cfg.layout.name != "single":
             _join(cfg, device, rank, world_size)
-            env.host_group = dist.new_group(backend="gloo") if world_size > 1 else None
+            group = dist.new_group(backend="gloo") if world_size > 1 else None
+            env.host_group = group  # type: ignore[assignment] - a rank outside the group would get a number
         env.stop = Stop(env.host_group, cfg.max_minutes)
         # After the process group exists: its set-up may not be interrupted half-way.
         for number in (signal.SIGTERM, signal.SIGINT):

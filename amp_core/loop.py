@@ -300,7 +300,7 @@ class Loop:
     def plan(self) -> str:
         """What runs, in a few lines."""
         cfg, env = self.cfg, self.env
-        params = [p for p in unwrap(self.model).parameters()]
+        params = list(unwrap(self.model).parameters())
         weights = sum(p.numel() * p.element_size() for p in params)
         trained = sum(p.numel() * p.element_size() for p in params if p.requires_grad)
         moments = _state_ratio(self.optimizer)
@@ -481,7 +481,7 @@ class Loop:
             handle = weight.register_hook(lambda grad: torch.full_like(grad, inject.value))
         else:
             layer = next(m for m in net.modules() if any(True for _ in m.parameters(recurse=False)))
-            handle = layer.register_forward_hook(lambda m, inputs, output: output + inject.value)
+            handle = layer.register_forward_hook(lambda m, inputs, output: torch.as_tensor(output) + inject.value)
         try:
             yield False
         finally:

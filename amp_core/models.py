@@ -20,8 +20,8 @@ from amp_core.vision import import_torchvision
 ImageShape = tuple[int, int, int]
 
 
-def cnn(*, num_classes: int, image_shape: ImageShape, width: int = 32, dropout: float = 0.1) -> nn.Module:
-    """Four convolutions with batch normalisation, for small images. 242,000 parameters with the defaults.
+def cnn(*, num_classes: int, image_shape: ImageShape, width: int = 24, dropout: float = 0.1) -> nn.Module:
+    """Four convolutions with batch normalisation, for small images. 137,000 parameters with the defaults.
 
     Strides instead of pooling: on a CPU, half the time of a step for the same accuracy.
 

@@ -196,7 +196,7 @@ class Amp:
                 "amp.unscale_ was already called for this optimizer in this window, or it was already stepped; call it "
                 "once, after the last backward and before amp.step"
             )
-        grads = [p.grad for _, p in _with_grads(optimizer)]
+        _, grads = _with_grads(optimizer)
         if grads:
             ledger.found_inf = _not_finite(self._norm(grads) * self.scaler.inverse)
             torch._foreach_mul_(grads, self.scaler.inverse)
@@ -221,8 +221,7 @@ class Amp:
         if ledger.stepped:
             raise RuntimeError("amp.step was called twice for one optimizer; call amp.update() once per window")
         ledger.stepped = True
-        pairs = _with_grads(optimizer)
-        params, grads = [p for _, p in pairs], [p.grad for _, p in pairs]
+        params, grads = _with_grads(optimizer)
         self._check_dtypes(grads)
 
         inverse = None if ledger.unscaled or self.scaler.policy is None else self.scaler.inverse
@@ -260,7 +259,7 @@ class Amp:
             if not agree:
                 ledger.found_inf = None
         elif ledger.on_device:
-            _fill_momentum(optimizer, pairs)
+            _fill_momentum(optimizer)
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             optimizer.grad_scale = None if factor is None else factor.reciprocal()  # type: ignore[attr-defined]
             try:
@@ -326,7 +325,7 @@ class Amp:
             ledger = self._ledgers[optimizer] = _Ledger(optimizer)
         return ledger
 
-    def _norm(self, grads: Sequence[Tensor]) -> Tensor:
+    def _norm(self, grads: list[Tensor]) -> Tensor:
         """Joint L2 norm, 0-d float32 on this device. Not finite exactly when a gradient is not, up to 1e19."""
         if not grads:
             return self._zero.clone()
@@ -375,8 +374,10 @@ def _policy(config: AmpConfig, samples: int | None) -> ScalePolicy | None:
     )
 
 
-def _with_grads(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], Tensor]]:
-    return [(group, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+def _with_grads(optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+    """The weights that have gradients, and these."""
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return params, [p.grad for p in params]
 
 
 def _not_finite(norm: Tensor) -> Tensor:
@@ -384,12 +385,13 @@ def _not_finite(norm: Tensor) -> Tensor:
     return torch.isfinite(norm).logical_not_().float()
 
 
-def _fill_momentum(optimizer: torch.optim.Optimizer, pairs: list[tuple[dict[str, Any], Tensor]]) -> None:
+def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Zero momentum buffers before the first step of a fused SGD.
 
     It would allocate them without writing when that step is skipped, and the next one moves the weights to 1e20.
     """
     if isinstance(optimizer, torch.optim.SGD):
-        for group, param in pairs:
-            if group["momentum"] and optimizer.state[param].get("momentum_buffer") is None:
-                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+        for group in optimizer.param_groups:
+            for param in group["params"] if group["momentum"] else ():
+                if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:
+                    optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)

@@ -79,6 +79,17 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
             problems.append(f"debug.inject.rank={inject.rank}: there are {num_ranks} ranks; expected less")
     if cfg.amp.matmul_precision == "high" and not on_cuda:
         warnings.append("amp=tf32 on a CPU is plain fp32: TF32 units are in CUDA GPUs")
+    if not on_cuda:
+        # The same question that torch's own convolutions ask.
+        fast = {
+            "float16": torch.ops.mkldnn._is_mkldnn_fp16_supported,
+            "bfloat16": torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        }
+        if cfg.amp.dtype in fast and not fast[cfg.amp.dtype]():
+            warnings.append(
+                f"amp={cfg.amp.name}: this CPU has no fast {cfg.amp.dtype} units; results are right, and convolutions "
+                f"many times slower than in amp=fp32"
+            )
     if on_cuda:
         capability = torch.cuda.get_device_capability()
         name = torch.cuda.get_device_name()

@@ -285,12 +285,13 @@ def test_views_and_shared_tensors_do_not_inflate_the_file(tmp_path: Path) -> Non
     flat = torch.randn(1_000_000)
     tied = nn.ModuleDict({"a": nn.Linear(100, 100, bias=False), "b": nn.Linear(100, 100, bias=False)})
     tied["b"].weight = tied["a"].weight
-    views = {"row": flat[:10], "strided": flat[::100_000], "expanded": torch.ones(1).expand(10)}
+    views = {"row": flat[:10], "same": flat[:10], "strided": flat[::100_000], "expanded": torch.ones(1).expand(10)}
     path = Checkpoint(tmp_path, model=tied).save(1, progress=views)
     assert (path / "state.pt").stat().st_size < 40_000 + 5_000
     contents = read(path)
     assert bits([contents["progress"][name] for name in views]) == bits(list(views.values()))
     assert contents["model"]["a.weight"].data_ptr() == contents["model"]["b.weight"].data_ptr()
+    assert contents["progress"]["row"].data_ptr() == contents["progress"]["same"].data_ptr()
 
 
 def test_memory_format_is_kept(tmp_path: Path) -> None:
@@ -552,11 +553,12 @@ def test_the_newest_two_and_the_best_are_kept(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [4, 9]
 
 
-def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["manifest.json", "state.pt"])
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path, file: str) -> None:
     writer = Checkpoint(tmp_path, model=tiny())
     for step in (1, 2):
         writer.save(step)
-    (tmp_path / "step_00000002" / "manifest.json").unlink()
+    os.truncate(tmp_path / "step_00000002" / file, 100)
     writer.save(3)
     assert saved_steps(tmp_path) == [1, 2, 3]
     writer.save(4)
@@ -705,6 +707,7 @@ def compressed(data: bytes) -> bytes:
 def hostile_files(marker: Path) -> dict[str, bytes]:
     evil, loop = Evil(marker), []
     loop.append(loop)
+    honest = pickled(whole(model={"weight": torch.ones(300)}))
     return {
         "code in a part": pickled(whole(model={"weight": evil})),
         "code on top": pickled(evil),
@@ -716,6 +719,7 @@ def hostile_files(marker: Path) -> dict[str, bytes]:
         "a dtype": pickled(whole(config={"a": torch.float16})),
         "a sparse tensor": pickled(whole(model={"weight": torch.eye(4).to_sparse()})),
         "a tensor larger than its data": pickled(whole(model={"weight": torch.ones(1).expand(2**40)})),
+        "a tensor longer than its data": honest.replace(b"M\x2c\x01", b"M\xff\xff"),  # 300 and 65535, pickled
         "a meta tensor": pickled(whole(model={"weight": torch.empty(2**40, device="meta")})),
         "compressed": compressed(pickled(whole(model={"weight": torch.zeros(1_000_000)}))),
         "endless": pickled(whole(config=loop)),
@@ -738,6 +742,23 @@ def test_a_hostile_file_is_refused_and_nothing_is_executed(tmp_path: Path, case:
             Checkpoint(tmp_path / "own", model=net).load(path)
         assert net.weight.count_nonzero() == 0
     assert not (tmp_path / "executed").exists()
+
+
+def test_tensors_of_a_file_from_another_device_come_to_the_cpu(tmp_path: Path) -> None:
+    data = pickled(whole(model=tiny(2.0).state_dict()))
+    elsewhere = data.replace(b"X\x03\x00\x00\x00cpu", b"X\x03\x00\x00\x00mps")
+    assert elsewhere != data
+    assert read(forge(tmp_path / "step_00000001", elsewhere))["model"]["weight"].device.type == "cpu"
+
+
+def test_a_part_that_refuses_its_state_is_a_clear_error(tmp_path: Path) -> None:
+    class Strict(Recorder):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyError("num_taken")
+
+    Checkpoint(tmp_path, schedule=Recorder()).save(1)
+    with pytest.raises(CheckpointError, match="schedule does not fit: 'num_taken'"):
+        Checkpoint(tmp_path, schedule=Strict()).load()
 
 
 def test_an_odd_state_of_a_part_is_refused_before_anything_changes(tmp_path: Path) -> None:
@@ -914,37 +935,51 @@ class Calls:
         return result
 
 
+def changes_of_save(writer: Checkpoint, step: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The calls of a save with the path that each was about, C being the folder of checkpoints."""
+    calls = Calls()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "os", calls)
+        writer.save(step)
+    opened: dict[int, str] = {}
+    changes = []
+    for name, args, result in calls.trace:
+        if name == "open":
+            opened[result] = str(args[0])
+        elif name != "close":
+            path = opened[args[0]] if name in ("write", "fsync") else str(args[0])
+            changes.append((name, path.replace(str(os.getpid()), "PID").replace(str(writer.folder), "C")))
+    return changes
+
+
+def durable_write(folder: str) -> list[tuple[str, str]]:
+    return [
+        ("mkdir", folder),
+        ("write", f"{folder}/state.pt"),
+        ("fsync", f"{folder}/state.pt"),
+        ("write", f"{folder}/manifest.json"),
+        ("fsync", f"{folder}/manifest.json"),
+        ("fsync", folder),
+    ]
+
+
 def test_nothing_is_renamed_before_it_is_on_disk_nor_deleted_before_the_new_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "run" / "checkpoints"
-    writer = Checkpoint(folder, keep=1, model=tiny())
+    writer = Checkpoint(tmp_path / "checkpoints", keep=1, model=tiny())
     writer.save(1)
-    calls = Calls()
-    monkeypatch.setattr(module, "os", calls)
-    writer.save(2)
-    paths: dict[int, str] = {}
-    events = []
-    for name, args, result in calls.trace:
-        if name == "open":
-            paths[result] = str(args[0])
-        what = paths.get(args[0], "") if name in ("write", "fsync", "close") else str(args[0])
-        events.append((name, what.replace(str(os.getpid()), "PID").replace(str(folder), "C")))
+    changes = changes_of_save(writer, 2, monkeypatch)
     new, old = "C/.tmp-step_00000002-PID", "C/.tmp-old-step_00000001-PID"
-    assert [event for event in events if event[0] not in ("open", "close")] == [
-        ("mkdir", new),
-        ("write", f"{new}/state.pt"),
-        ("fsync", f"{new}/state.pt"),
-        ("write", f"{new}/manifest.json"),
-        ("fsync", f"{new}/manifest.json"),
-        ("fsync", new),
-        ("rename", new),
-        ("fsync", "C"),
-        ("rename", "C/step_00000001"),
-        ("fsync", "C"),
-        *sorted([("unlink", f"{old}/state.pt"), ("unlink", f"{old}/manifest.json")], key=events.index),
-        ("rmdir", old),
-    ]
+    publish = [("rename", new), ("fsync", "C")]
+    assert changes[:10] == [*durable_write(new), *publish, ("rename", "C/step_00000001"), ("fsync", "C")]
+    assert sorted(changes[10:12]) == [("unlink", f"{old}/manifest.json"), ("unlink", f"{old}/state.pt")]
+    assert changes[12:] == [("rmdir", old)]
+
+    (tmp_path / "checkpoints" / "step_00000002" / "state.pt").unlink()
+    changes = changes_of_save(writer, 2, monkeypatch)
+    old = "C/.tmp-old-step_00000002-PID"
+    assert changes[:10] == [*durable_write(new), ("rename", "C/step_00000002"), ("fsync", "C"), *publish]
+    assert changes[10:] == [("unlink", f"{old}/manifest.json"), ("rmdir", old)]
 
 
 def test_new_folders_are_made_durable_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

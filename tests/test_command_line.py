@@ -37,12 +37,49 @@ LEAVES = [key for key in KEYS if not any(other.startswith(f"{key}.") for other i
 UNKNOWN = sorted({f"{typo}=1" for key in LEAVES for typo in typos(key)} - {f"{key}=1" for key in KEYS})[::2]
 
 NUMBERS = [
-    *("steps epochs samples batch_size accumulation seed save_every eval_every log_every max_minutes".split()),
-    *("amp.max_consecutive_skips layout.nproc_per_node layout.max_restarts data.num_workers data.image_size".split()),
-    *("optimizer.lr optimizer.weight_decay schedule.horizon checkpoint.keep ema.decay layout.timeout_minutes".split()),
+    *(
+        [
+            "steps",
+            "epochs",
+            "samples",
+            "batch_size",
+            "accumulation",
+            "seed",
+            "save_every",
+            "eval_every",
+            "log_every",
+            "max_minutes",
+        ]
+    ),
+    *(
+        [
+            "amp.max_consecutive_skips",
+            "layout.nproc_per_node",
+            "layout.max_restarts",
+            "data.num_workers",
+            "data.image_size",
+        ]
+    ),
+    *(
+        [
+            "optimizer.lr",
+            "optimizer.weight_decay",
+            "schedule.horizon",
+            "checkpoint.keep",
+            "ema.decay",
+            "layout.timeout_minutes",
+        ]
+    ),
 ]
 WRONG_TYPE = [f"{key}={value}" for key in NUMBERS for value in ("abc", "[1,2]", "{a: 1}", "true")]
-WRONG_TYPE += ["steps=1.5", "batch_size=64.0", "seed=null", "deterministic=maybe", "deterministic=1", "dry_run=yes please"]
+WRONG_TYPE += [
+    "steps=1.5",
+    "batch_size=64.0",
+    "seed=null",
+    "deterministic=maybe",
+    "deterministic=1",
+    "dry_run=yes please",
+]
 WRONG_TYPE += ["amp.keep_fp32=head", "amp.keep_fp32=[1,2]", "amp.scaling=7", "model.options=3", "data.path=[a]"]
 WRONG_TYPE += ["amp=1", "amp=null", "amp=true", "model=1.5", "device=tpu", "task=test", "amp.dtype=float64", "ema=0.9"]
 WRONG_TYPE += ["debug.inject=3", "debug.inject={where: nowhere, step: 1}", "debug.inject={where: batch}", "log=1"]
@@ -60,8 +97,27 @@ NO_SUCH_NAME += ["schedule.name=ReduceLROnPlateau", "schedule.name=LambdaLR", "m
 NO_SUCH_NAME += ["recipe.name=clasification", "resume=/no/such/folder", "optimizer.options.momentum=0.9"]
 NO_SUCH_NAME += ["schedule.options.gama=0.1", "model.options.witdh=8", "model.options.weights=IMAGENET1K_V1"]
 
-BAD_SYNTAX = ["=", "=5", "steps", "steps 5", "[", "{", "amp.keep_fp32=[a", "amp.keep_fp32=a]", "steps=[", "debug.inject={"]
-BAD_SYNTAX += ["a=b=", "steps=${nothing}", "steps=${oc.env:NO_SUCH_VARIABLE_HERE}", "steps=???", "~steps", "~amp", "~model"]
+BAD_SYNTAX = [
+    "=",
+    "=5",
+    "steps",
+    "steps 5",
+    "[",
+    "{",
+    "amp.keep_fp32=[a",
+    "amp.keep_fp32=a]",
+    "steps=[",
+    "debug.inject={",
+]
+BAD_SYNTAX += [
+    "a=b=",
+    "steps=${nothing}",
+    "steps=${oc.env:NO_SUCH_VARIABLE_HERE}",
+    "steps=???",
+    "~steps",
+    "~amp",
+    "~model",
+]
 BAD_SYNTAX += ["amp@other=fp16", "+model@x=cnn", "amp=fp16 amp", "'", '"', "seed==1", "++", "+", "~", "steps=\x00"]
 BAD_SYNTAX += ["steps=\udcff\udcfe", "\udcff=1", "+new=1", "+new.key=1", "++amp.other=1", "+amp=fp16", "amp=fp16,bf16"]
 BAD_SYNTAX += ["model.options={_target_: os.system}", "+recipe._target_=os.system", "+model.options._target_=os.system"]
@@ -100,11 +156,13 @@ PAIRS = {
     "data.num_classes": ["data.num_classes=5"],
     "run_dir=/proc/version": ["run_dir=/proc/version"],
     "amp.keep_fp32": ["amp=bf16", "amp.keep_fp32=7"],
-    "-m": ["-m", "run_dir=x", "amp=fp32,bf16"],
+    "run_dir=x": ["-m", "run_dir=x", "amp=fp32,bf16"],
     "amp=fp17": ["-m", "amp=fp32,fp17"],
     "seed=abc": ["-m", "seed=1,abc"],
 }
-MALFORMED = [[text] for text in (*UNKNOWN, *WRONG_TYPE, *OUT_OF_RANGE, *NO_SUCH_NAME, *BAD_SYNTAX)] + list(PAIRS.values())
+MALFORMED = [[text] for text in (*UNKNOWN, *WRONG_TYPE, *OUT_OF_RANGE, *NO_SUCH_NAME, *BAD_SYNTAX)] + list(
+    PAIRS.values()
+)
 
 
 def refuse(arguments, capsys, folder):
@@ -149,9 +207,25 @@ def test_a_typo_gets_the_nearest_key_and_the_nearest_option(tmp_path, monkeypatc
 
 def test_every_problem_stands_in_one_message(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    bad = ["stepz=1", "amp=fp17", "accumulation=0", "seed=abc", "optimizer.name=Adm", "schedule.name=cos", "clip.factor=1"]
+    bad = [
+        "stepz=1",
+        "amp=fp17",
+        "accumulation=0",
+        "seed=abc",
+        "optimizer.name=Adm",
+        "schedule.name=cos",
+        "clip.factor=1",
+    ]
     message = refuse(bad, capsys, tmp_path)
-    for key in ("stepz", "amp=fp17", "accumulation=0", "seed=abc", "optimizer.name=Adm", "schedule.name=cos", "clip.factor"):
+    for key in (
+        "stepz",
+        "amp=fp17",
+        "accumulation=0",
+        "seed=abc",
+        "optimizer.name=Adm",
+        "schedule.name=cos",
+        "clip.factor",
+    ):
         assert key in message
 
 
@@ -196,7 +270,9 @@ def test_help_and_cfg_need_no_torch(tmp_path):
 
 
 def test_cfg_job_prints_every_key_of_the_schema(capsys):
-    done = subprocess.run([sys.executable, ROOT / "train.py", "--cfg", "job"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", "--cfg", "job"], capture_output=True, text=True, check=True
+    )
     for key in LEAVES:
         leaf = key.rpartition(".")[2]
         assert key.startswith("debug.inject") or re.search(rf"^\s*{leaf}:", done.stdout, re.MULTILINE), key

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import NAdam, Adadelta, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop, SGD
+from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from amp_core import Amp, Clip, Ema, Schedule
 from amp_core.errors import ConfigError
@@ -324,7 +324,10 @@ MISUSES: dict[str, Callable[[Amp, Optimizer], object]] = {
     "a second unscale": lambda amp, opt: (amp.unscale_(opt), amp.unscale_(opt)),
     "unscale after the step": lambda amp, opt: (amp.step(opt), amp.unscale_(opt)),
     "state between step and update": lambda amp, opt: (amp.step(opt), amp.state_dict()),
-    "backward after unscale": lambda amp, opt: (amp.unscale_(opt), amp.backward(opt.param_groups[0]["params"][0].sum())),
+    "backward after unscale": lambda amp, opt: (
+        amp.unscale_(opt),
+        amp.backward(opt.param_groups[0]["params"][0].sum()),
+    ),
 }
 
 

@@ -76,7 +76,9 @@ def test_no_batches_no_windows_and_accumulation_below_1_is_refused() -> None:
         list(windows([torch.ones(1)], 0))
 
 
-@pytest.mark.parametrize("batch", [torch.ones(3), (torch.ones(3, 2), 1), {"x": [torch.ones(3)]}, [{"a": (torch.ones(3),)}]])
+@pytest.mark.parametrize(
+    "batch", [torch.ones(3), (torch.ones(3, 2), 1), {"x": [torch.ones(3)]}, [{"a": (torch.ones(3),)}]]
+)
 def test_samples_are_counted_in_nested_batches(batch: Any) -> None:
     assert num_samples(batch) == 3
 
@@ -88,7 +90,9 @@ def token_batches(dead: set[int], num_batches: int = 5) -> list[tuple[Tensor, Te
         targets = torch.randint(0, 7, (2, 6))
         targets[torch.rand(2, 6) < 0.5] = IGNORE
         targets[0, 0] = 1
-        batches.append((torch.randn(2, 6, 4, dtype=torch.float64), torch.full((2, 6), IGNORE) if i in dead else targets))
+        batches.append(
+            (torch.randn(2, 6, 4, dtype=torch.float64), torch.full((2, 6), IGNORE) if i in dead else targets)
+        )
     return batches
 
 
@@ -102,7 +106,9 @@ def token_loss(net: nn.Module, batch: tuple[Tensor, Tensor], reduction: str) -> 
 
 @pytest.mark.parametrize("as_tensor", [True, False])
 @pytest.mark.parametrize("dead", [set(), {0}, {1, 4}, {3}, {0, 1, 2}, {4, 3}], ids=str)
-def test_token_weights_equal_the_big_batch_also_with_fully_masked_micro_batches(dead: set[int], as_tensor: bool) -> None:
+def test_token_weights_equal_the_big_batch_also_with_fully_masked_micro_batches(
+    dead: set[int], as_tensor: bool
+) -> None:
     net, batches = nn.Linear(4, 7).double(), token_batches(dead)
     for window in windows(batches, 3, count=valid if as_tensor else lambda batch: int(valid(batch))):
         assert all(isinstance(micro.weight, Tensor) == as_tensor for micro in window)
