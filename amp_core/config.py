@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import os
 import re
 import types
 from collections.abc import Iterable, Mapping
@@ -390,8 +389,6 @@ SCALE_KEYS = (
     "min_scale",
     "dynamic",
 )
-PROCESSES_PER_CORE = 8
-"""More CPU processes than this per core is taken for a mistake."""
 
 
 def _positive(problems: list[str], values: Mapping[str, Any], *, least: float | None = None) -> None:
@@ -488,12 +485,6 @@ def _check_layout(cfg: Config, problems: list[str]) -> None:
                     f"layout.{key}=null: layout.nnodes={layout.nnodes} needs it, the same on all machines, "
                     f"for instance layout.{key}={'host:29500' if key == 'rdzv_endpoint' else 'my-job'}"
                 )
-    limit = PROCESSES_PER_CORE * (os.cpu_count() or 1)
-    if cfg.device == "cpu" and layout.nproc_per_node is not None and layout.nproc_per_node > limit:
-        problems.append(
-            f"layout.nproc_per_node={layout.nproc_per_node}: too many processes for {os.cpu_count()} cores; "
-            f"expected at most {limit}"
-        )
 
 
 def _check_run(cfg: Config, problems: list[str]) -> None:
@@ -541,8 +532,6 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
         )
     if cfg.run_dir is not None and not cfg.run_dir.strip():
         problems.append("run_dir='': expected a folder")
-    if cfg.run_dir is not None and Path(cfg.run_dir).exists() and not Path(cfg.run_dir).is_dir():
-        problems.append(f"run_dir={cfg.run_dir}: is a file; expected a folder or a new name")
 
 
 def _check_inject_value(values: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -74,6 +75,8 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # The agent's account of each worker's end would stand around the one message that matters.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     layout = cfg.layout
     nodes = node_range(layout.nnodes)
     assert nodes is not None

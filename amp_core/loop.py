@@ -177,7 +177,8 @@ class Loop:
             reason = {75: "the time limit was reached", 130: "SIGINT", 143: "SIGTERM"}[stop]
             self._summarise()
             message = f"stopped at step {self.step} of {end}: {reason}; a checkpoint was written to go on from"
-            self._log.warning(message)
+            if self.env.is_main:
+                self._log.warning(message)
             raise Interrupted(message, stop)
 
     def log(self, report: StepReport, **values: Tensor) -> None:
@@ -251,9 +252,7 @@ class Loop:
             return
         raise ConfigError(
             [f"{change} (the checkpoint {loaded.path} was made with the first)" for change in changed]
-            + [
-                "allow_changes=false: expected the settings of the checkpoint; use allow_changes=true to go on with these"
-            ]
+            + ["allow_changes=false: expected the settings of the checkpoint; allow_changes=true goes on with these"]
         )
 
     def _keep_samples_per_step(self, progress: dict[str, Any], old: dict[str, Any]) -> None:

@@ -16,6 +16,9 @@ from amp_core.models import check_model
 from amp_core.optimizers import check_optimizer
 from amp_core.schedule import check_schedule
 
+PROCESSES_PER_CORE = 8
+"""More CPU processes than this per core is taken for a mistake."""
+
 
 def preflight(cfg: Config, knobs: type[Any], broken: set[str]) -> tuple[list[str], list[str]]:
     """Problems and warnings of a configuration on this machine. Touches no device and creates nothing.
@@ -62,6 +65,11 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
         problems.append(
             f"layout.nproc_per_node={wanted}: needs {wanted} GPUs; this machine has {num_gpus}. "
             f"Use layout.nproc_per_node={num_gpus}, or device=cpu"
+        )
+    limit = PROCESSES_PER_CORE * (os.cpu_count() or 1)
+    if not on_cuda and wanted > limit:
+        problems.append(
+            f"layout.nproc_per_node={wanted}: too many processes for {os.cpu_count()} cores; expected at most {limit}"
         )
     if launched():
         started = int(os.environ["LOCAL_WORLD_SIZE"])

@@ -142,7 +142,7 @@ PAIRS = {
     "layout.nnodes": ["layout.nnodes=2"],
     "layout.rdzv_endpoint": ["layout=ddp", "layout.nnodes=2"],
     "layout.max_restarts": ["layout.max_restarts=3"],
-    "layout.nproc_per_node=1000": ["layout=ddp", "layout.nproc_per_node=1000", "device=cpu"],
+    "layout.nproc_per_node=1000": ["layout=ddp", "layout.nproc_per_node=1000"],
     "optimizer.fused": ["optimizer.name=Adafactor", "optimizer.fused=true"],
     "optimizer.options.lr": ["optimizer.options.lr=1"],
     "cycle_momentum=false": ["schedule=one_cycle", "schedule.options.cycle_momentum=true"],

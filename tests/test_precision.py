@@ -279,6 +279,47 @@ def test_without_the_guard_the_running_variance_is_nan_for_ever(mode: str) -> No
         assert all(p.isfinite().all() for p in net.parameters())
 
 
+@pytest.mark.parametrize("bad", [False, True])
+def test_statistics_of_a_net_that_another_optimizer_s_window_runs_through(bad: bool) -> None:
+    """A critic's window runs the generator's forward. Then a bad window of the generator itself is skipped."""
+    amp, nets = amp_of("fp32"), [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.Linear(2, 1)]
+    generator, critic = nets
+    for net in nets:
+        amp.guard(net)
+
+    def window(x: Tensor, optimizer: Optimizer) -> None:
+        amp.backward(critic(generator(x)).square().mean())
+        amp.step(optimizer)
+        amp.update()
+
+    before = generator[1].running_mean.clone()
+    window(torch.full((4, 2), INF) if bad else torch.randn(4, 2), sgd(critic))
+    after = generator[1].running_mean.clone()
+    assert torch.equal(after, before) == bad
+    for net in nets:
+        net.zero_grad()
+    window(torch.full((4, 2), INF), sgd(generator))
+    assert torch.equal(generator[1].running_mean, after)
+
+
+def test_a_buffer_that_the_forward_replaces_is_put_back_too() -> None:
+    class Tracks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean = 0.9 * self.mean + x.mean().detach()
+            return super().forward(x)
+
+    net, amp, seen = Tracks(1, 1), amp_of("fp32"), []
+    net.register_buffer("mean", torch.zeros(()))
+    amp.guard(net)
+    for value in (1.0, INF, 1.0):
+        amp.backward(net(torch.full((1, 1), value)).sum())
+        amp.step(sgd(net))
+        amp.update()
+        net.zero_grad()
+        seen.append(round(net.mean.item(), 6))
+    assert seen == [1.0, 1.0, 1.9]
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_one_bad_micro_batch_skips_its_whole_window(fused: bool) -> None:
     net, amp = nn.Linear(2, 1), amp_of(init_scale=1024.0)
@@ -381,6 +422,27 @@ def test_no_gradient_at_all_is_a_recorded_no_op(mode: str, fused: bool) -> None:
     assert not report.taken and weight.eq(1.0).all() and amp.state_dict() == before
     amp.backward(weight.sum())  # and training goes on
     assert amp.step(optimizer).taken
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_finite_scaled_gradient_that_unscales_to_inf_is_skipped(fused: bool) -> None:
+    """A scale of 2^-20 and a gradient of 1e41: GradScaler looks before it divides."""
+    for stock in (True, False):
+        weight = torch.zeros(1, requires_grad=True)
+        scale = {"init_scale": 2.0**-20}
+        scaler: Any = GradScaler("cpu", **scale) if stock else amp_of(min_scale=2.0**-30, **scale)
+        loss = (weight * 1e20 * 1e21).sum()
+        scaler.scale(loss).backward() if stock else scaler.backward(loss)
+        scaler.step(SGD([weight], lr=1.0, fused=fused))
+        assert (not weight.isfinite()) == stock
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there_is_refused_where_grad_scaler_switches_itself_off() -> None:
+    with pytest.raises(ConfigError, match="cuda"):
+        Amp.named("fp16", device="cuda")
+    with pytest.warns(UserWarning, match="not available"):
+        assert not GradScaler("cuda").is_enabled()
 
 
 def test_an_unknown_mode_or_field_names_the_nearest() -> None:

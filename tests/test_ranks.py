@@ -74,7 +74,10 @@ def test_an_overflow_of_one_rank_s_own_weights_is_skipped_by_all(mode: str, kind
     assert a["scales"] == b["scales"] == ([65536, 32768, 32768] if mode == "fp16" else [1, 1, 1])
     assert same(a["backbone"], b["backbone"])
     never = on_ranks(sharded, mode, kind, True, None)
-    assert [same(x["head"] + x["backbone"], y["head"] + y["backbone"]) for x, y in zip((a, b), never)] == [True, True]
+    assert [same(x["head"] + x["backbone"], y["head"] + y["backbone"]) for x, y in zip((a, b), never, strict=True)] == [
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw_fused"])

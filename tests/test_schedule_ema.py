@@ -153,10 +153,9 @@ def test_a_schedule_loaded_in_the_middle_continues_as_if_never_stopped(kind: str
     net, optimizer, schedule = copy.deepcopy([part.state_dict() for part in whole])
     for num_steps in (10, 3):  # the saved length holds
         again = build(num_steps)
-        again[0].load_state_dict(net)
-        loads = [lambda: again[1].load_state_dict(copy.deepcopy(optimizer)), lambda: again[2].load_state_dict(schedule)]
-        for load in loads if order == "optimizer first" else loads[::-1]:
-            load()
+        loads = [(again[0], net), (again[1], optimizer), (again[2], schedule)]
+        for part, state in loads if order == "optimizer first" else loads[::-1]:
+            part.load_state_dict(copy.deepcopy(state))
         assert rates(again[1]) == rates(whole[1]) and again[2].state_dict() == schedule
         reference = build(10)
         run(reference, False, True, False, False)
