@@ -23,6 +23,7 @@ class BufferGuard:
 
     def __init__(self, net: nn.Module) -> None:
         self._net = weakref.ref(net)
+        self._owners: list[tuple[nn.Module, str]] = []
         self._live: list[Tensor] = []
         self._kept: list[Tensor] = []
         self._armed = False
@@ -32,26 +33,39 @@ class BufferGuard:
     @torch.no_grad()
     def _before_forward(self, net: nn.Module, inputs: Any) -> None:
         # A deep copy of the network carries this hook along; it must not speak for the original.
-        if self._armed or not net.training or net is not self._net():
+        if self._armed or net is not self._net():
             return
-        self._armed = True
-        live = [
-            buffer
+        found = [
+            (module, name, buffer)
             for module in net.modules()
+            if module.training
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in module._non_persistent_buffers_set
         ]
+        if not found:  # evaluation, or a network without statistics
+            return
+        self._armed = True
+        live = [buffer for _, _, buffer in found]
         if len(live) != len(self._live) or any(a is not b for a, b in zip(live, self._live, strict=True)):
+            self._owners = [(module, name) for module, name, _ in found]
             self._live, self._kept = live, [torch.empty_like(buffer) for buffer in live]
-        if live:
-            torch._foreach_copy_(self._kept, live)
+        torch._foreach_copy_(self._kept, live)
 
     @torch.no_grad()
-    def settle(self, taken: Tensor) -> None:
-        """End the window: keep what the forward passes wrote where `taken` (0-d bool), else put it back."""
+    def settle(self, taken: Tensor | None) -> None:
+        """End the window: keep what the forward passes wrote where `taken` (0-d bool), else put it back.
+
+        None keeps all of it.
+        """
         if not self._armed:
             return
         self._armed = False
-        for buffer, kept in zip(self._live, self._kept, strict=True):
+        if taken is None:
+            return
+        for (module, name), live, kept in zip(self._owners, self._live, self._kept, strict=True):
+            buffer = module._buffers[name]
             # where, not lerp: 0 * NaN is NaN.
-            torch.where(taken, buffer, kept, out=buffer)
+            if buffer is live:
+                torch.where(taken, buffer, kept, out=buffer)
+            elif buffer is not None:  # the forward pass put another tensor in its place
+                module._buffers[name] = torch.where(taken, buffer, kept)

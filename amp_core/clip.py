@@ -36,7 +36,7 @@ class Clip:
 
     @classmethod
     def adaptive(cls, factor: float) -> Clip:
-        """Limit the gradient norm of each output unit to `factor` times the norm of its weights."""
+        """Limit the gradient norm of each output unit, or of a whole vector, to `factor` times that of its weights."""
         return cls("adaptive", factor)
 
     @classmethod
@@ -64,12 +64,12 @@ class Clip:
         if self.kind != "adaptive":
             raise ValueError(f"Clip.{self.kind} is applied through its coefficient")
         for param, grad in zip(params, grads, strict=True):
-            # A vector (bias, gain) is one unit per element; a matrix or kernel is one unit per output row.
-            dims = tuple(range(1, grad.ndim))
+            # A vector (bias, gain) is one unit; a matrix or kernel has one per output row.
+            dims = tuple(range(1, grad.ndim)) or None
             weight_norm = _unit_norm(param.detach(), dims).clamp_(min=1e-3)
             grad_norm = _unit_norm(grad, dims).clamp_(min=1e-6)
             grad.mul_((self.threshold * weight_norm / grad_norm).clamp_(max=1.0))
 
 
-def _unit_norm(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=True) if dims else tensor.abs()
+def _unit_norm(tensor: Tensor, dims: tuple[int, ...] | None) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=True)

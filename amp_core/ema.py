@@ -36,8 +36,8 @@ class Ema:
         averages: list[Tensor] = [*self.model.parameters(), *self.model.buffers()]
         values: list[Tensor] = [*self._source.parameters(), *self._source.buffers()]
         pairs = list(zip(averages, values, strict=True))
-        self._averaged = [pair for pair in pairs if pair[0].is_floating_point()]
-        self._copied = [pair for pair in pairs if not pair[0].is_floating_point()]
+        num_params = len(list(self.model.parameters()))
+        self._params, self._buffers = pairs[:num_params], pairs[num_params:]
         device = pairs[0][0].device
         self.num_taken = torch.zeros((), dtype=torch.int64, device=device)
         self._decay = torch.tensor(decay, device=device)
@@ -50,14 +50,15 @@ class Ema:
         if self.warmup:
             keep = torch.minimum(keep, (1.0 + self.num_taken) / (10.0 + self.num_taken))
         weight = (1.0 - keep) * taken
-        # average += weight * (value - average): with weight 0 nothing changes by a bit, since weights stay finite and
-        # statistics of a skipped step were put back before.
-        averages = [average for average, _ in self._averaged]
-        steps = torch._foreach_sub([value.detach() for _, value in self._averaged], averages)
+        # average += weight * (value - average): with weight 0 nothing changes by a bit, since weights stay finite.
+        averages = [average for average, _ in self._params]
+        steps = torch._foreach_sub([value.detach() for _, value in self._params], averages)
         torch._foreach_mul_(steps, weight)
         torch._foreach_add_(averages, steps)
-        for copied, value in self._copied:
-            copied.copy_(value)
+        for average, value in self._buffers:
+            # Unguarded statistics may be NaN after a skipped step, and 0 * NaN is NaN.
+            moved = average + weight * (value - average) if average.is_floating_point() else value
+            torch.where(taken, moved, average, out=average)
         self.num_taken += taken
 
     def reset(self) -> None:

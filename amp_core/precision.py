@@ -101,6 +101,7 @@ class Amp:
             torch.backends.cudnn.allow_tf32 = config.matmul_precision != "highest"
         self._ledgers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Ledger] = weakref.WeakKeyDictionary()
         self._guards: list[BufferGuard] = []
+        self._in_window = False
         self._zero = torch.zeros((), device=self.device)
         self.num_skipped = torch.zeros((), dtype=torch.int64, device=self.device)
         """Windows of which any step was skipped, a 0-d tensor."""
@@ -133,7 +134,12 @@ class Amp:
             loss: a scalar of any floating dtype; or, with `gradient`, any tensor.
             gradient: the gradient of the loss with respect to `loss`, for losses computed elsewhere. It is scaled.
             retain_graph: keep the graph for another backward pass.
+
+        Raises:
+            RuntimeError: it reaches weights whose gradients were already unscaled in this window.
         """
+        self._in_window = True
+        unscaled = [(o, _grad_versions(o)) for o, ledger in self._ledgers.items() if ledger.unscaled]
         with self._autocast_off():
             if gradient is None:
                 # In fp16 a loss of 1 times a scale of 65536 is already infinite.
@@ -143,6 +149,11 @@ class Amp:
             else:
                 scaled = gradient * self.scaler.scale if self.scaler.policy else gradient
                 loss.backward(scaled.to(loss.dtype), retain_graph=retain_graph)
+        if any(_grad_versions(optimizer) != before for optimizer, before in unscaled):
+            raise RuntimeError(
+                "amp.backward added scaled gradients to gradients that amp.unscale_ had unscaled; call unscale_ once, "
+                "after the last backward of the window"
+            )
 
     def grad(
         self, outputs: Tensor, inputs: Tensor | Sequence[Tensor], *, create_graph: bool = True, **kwargs: Any
@@ -174,7 +185,9 @@ class Amp:
     # --- step ---------------------------------------------------------------------------------------------------------
 
     def guard(self, net: nn.Module) -> None:
-        """Restore the buffers of `net` (running statistics) after a skipped step of any optimizer of its weights.
+        """Restore the buffers of `net` (running statistics) after a skipped step.
+
+        They follow the step of the optimizer that has weights of `net`; in a window without one, all of its steps.
 
         Args:
             net: the outermost module that is called in training, wrapped or not.
@@ -204,7 +217,9 @@ class Amp:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer, clip: Clip | Callable[..., None] | None = None) -> StepReport:
-        """Unscale, check, clip, and step where all gradients of all ranks are finite. Once per window and optimizer.
+        """Unscale, check, clip, and step where the gradients of all ranks are finite. Once per window and optimizer.
+
+        What is checked is their joint norm in float32, so that gradients beyond 1e19 count as an overflow, too.
 
         Does not wait for the device when the optimizer is fused; otherwise waits once. A window without a single
         gradient takes no step and leaves the scale alone.
@@ -220,7 +235,6 @@ class Amp:
         ledger = self._ledger(optimizer)
         if ledger.stepped:
             raise RuntimeError("amp.step was called twice for one optimizer; call amp.update() once per window")
-        ledger.stepped = True
         params, grads = _with_grads(optimizer)
         self._check_dtypes(grads)
 
@@ -245,6 +259,7 @@ class Amp:
             if not isinstance(clip, Clip) or clip.kind != "value":
                 found_inf = torch.maximum(found_inf, _not_finite(self._norm(grads)))
 
+        ledger.stepped = True
         agree = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if agree:
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
@@ -287,9 +302,13 @@ class Amp:
             raise RuntimeError("amp.update() without amp.step(optimizer) before it; step every optimizer, then update")
         found = [ledger.found_inf for ledger in stepped if ledger.found_inf is not None]
         self._ledgers.clear()
-        if not found:
+        self._in_window = False
+        found_inf = None if not found else found[0] if len(found) == 1 else torch.stack(found).amax()
+        # Nets that ran in this window without a step of their own, such as a generator under its critic's.
+        for guard in self._guards:
+            guard.settle(None if found_inf is None else found_inf == 0)
+        if found_inf is None:
             return
-        found_inf = found[0] if len(found) == 1 else torch.stack(found).amax()
         self.scaler.update(found_inf)
         skipped = found_inf.to(torch.int64)
         self.num_skipped += skipped
@@ -314,7 +333,16 @@ class Amp:
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the loss scale of a checkpoint made in any mode. The policy stays the configured one."""
+        """Continue the loss scale of a checkpoint made in any mode. The policy stays the configured one.
+
+        Raises:
+            RuntimeError: in the middle of a window, whose gradients have another scale.
+        """
+        if self._in_window and self.scaler.policy is not None:
+            raise RuntimeError(
+                "amp.load_state_dict in the middle of a window: its gradients carry the present scale; load before "
+                "amp.backward or after amp.update"
+            )
         self.scaler.load_state_dict(state)
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -336,9 +364,9 @@ class Amp:
 
     def _check_dtypes(self, grads: Sequence[Tensor]) -> None:
         for grad in grads:
-            if grad.dtype is torch.float16 and self.scaler.policy is not None:
+            if grad.dtype in (torch.float16, torch.bfloat16) and self.scaler.policy is not None:
                 raise TypeError(
-                    "the weights are float16, whose gradients cannot be unscaled without loss; keep the weights in "
+                    f"the weights are {grad.dtype}, whose gradients cannot be unscaled without loss; keep the weights in "
                     "float32 and let amp.autocast() cast: do not call model.half()"
                 )
             if grad.layout is not torch.strided:
@@ -378,6 +406,11 @@ def _with_grads(optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Te
     """The weights that have gradients, and these."""
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return params, [p.grad for p in params]
+
+
+def _grad_versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
+    """Changes whenever a gradient of this optimizer is made or written."""
+    return [(id(grad), grad._version) for grad in _with_grads(optimizer)[1]]
 
 
 def _not_finite(norm: Tensor) -> Tensor:

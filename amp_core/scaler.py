@@ -89,6 +89,9 @@ class LossScale:
                 logger.info("the checkpoint's loss scale %g is ignored: this mode does not scale", state["scale"])
             return
         if not state:
+            self.scale.fill_(min(self.policy.init_scale, self.policy.max_scale))
+            self._tracker.zero_()
+            torch.reciprocal(self.scale, out=self.inverse)
             logger.info("the checkpoint has no loss scale: beginning with %g", self.scale.item())
             return
         scale = float(state["scale"])

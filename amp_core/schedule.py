@@ -50,6 +50,8 @@ class Schedule:
         """Taken steps, an int64 tensor of shape [1]."""
         self._rates: dict[int, Tensor] = {}
         self._set_table(num_steps)
+        # load_state_dict of an optimizer replaces the very tensors that hold its rates.
+        optimizer.register_load_state_dict_post_hook(lambda _: self._link())
 
     def _set_table(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -63,8 +65,12 @@ class Schedule:
         for i in self._tables:
             self._rates.setdefault(i, torch.zeros(1, device=device))
         self._last = num_steps - 1
+        self._link()
+
+    def _link(self) -> None:
+        """Put the rates of this schedule into the optimizer's groups."""
         if self._on_device:
-            for group, i in zip(self.optimizer.param_groups, owner, strict=True):
+            for group, i in zip(self.optimizer.param_groups, self._owner, strict=True):
                 group["lr"] = self._rates[i][0]
         self._apply(int(self.num_taken.item()))
 

@@ -71,7 +71,7 @@ def windows(
         A list of `Micro`.
 
     Raises:
-        ValueError: `accumulation` below 1, or a rank without a single batch while others have some.
+        ValueError: `accumulation` below 1; or, on every rank, that one has no batch at all while others have some.
     """
     if accumulation < 1:
         raise ValueError(f"windows(accumulation={accumulation}): expected at least 1")
@@ -80,13 +80,13 @@ def windows(
     spare = None
     while True:
         window = list(islice(iterator, accumulation))
-        length = _agree(len(window))
+        length, starved = _agree(len(window), starved=not window and spare is None)
         if length == 0:
             return
+        if starved:  # on every rank: one that raised alone would leave the others waiting
+            raise ValueError("a rank has no batch at all while others have some; give every rank data")
         counts: list[int | Tensor] = [count(batch) for batch in window]
         if len(window) < length:
-            if not window and spare is None:
-                raise ValueError("this rank has no batch at all while others have some; give every rank data")
             filler = window[-1] if window else spare
             counts += [counts[-1] * 0 if counts else count(filler) * 0] * (length - len(window))
             window += [filler] * (length - len(window))
@@ -109,13 +109,14 @@ def _collective_device() -> torch.device:
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def _agree(length: int) -> int:
-    """The longest window over all ranks."""
+def _agree(length: int, *, starved: bool) -> tuple[int, bool]:
+    """The longest window over all ranks, and whether any rank is starved."""
     if not _distributed():
-        return length
-    longest = torch.tensor(length, device=_collective_device())
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    return int(longest)
+        return length, starved
+    most = torch.tensor([length, int(starved)], device=_collective_device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    longest, any_starved = most.tolist()
+    return longest, bool(any_starved)
 
 
 def _total(counts: list[int | Tensor]) -> int | Tensor:

@@ -29,7 +29,7 @@ def _rank_main(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], num_ran
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = dist.FileStore(f"{folder}/store", num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=50))
     try:
         torch.save(fn(rank, *args), f"{folder}/{rank}.pt")
     finally:
