@@ -65,7 +65,9 @@ class BufferGuard:
         for (module, name), live, kept in zip(self._owners, self._live, self._kept, strict=True):
             buffer = module._buffers[name]
             # where, not lerp: 0 * NaN is NaN.
+            if buffer is None:
+                continue
             if buffer is live:
                 torch.where(taken, buffer, kept, out=buffer)
-            elif buffer is not None:  # the forward pass put another tensor in its place
+            else:  # the forward pass put another tensor in its place
                 module._buffers[name] = torch.where(taken, buffer, kept)

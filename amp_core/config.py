@@ -526,10 +526,8 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
         )
     if cfg.task == "evaluate" and cfg.resume == "never":
         problems.append("task=evaluate: needs a checkpoint, but resume=never; use resume=<run folder> or run_dir=")
-    if cfg.task == "evaluate" and cfg.run_dir is None and cfg.resume == "auto":
-        problems.append(
-            "task=evaluate: needs a checkpoint; use run_dir=<run folder>, resume=<checkpoint> or resume=last"
-        )
+    if cfg.task == "evaluate" and cfg.run_dir is None and cfg.resume in ("auto", "last"):
+        problems.append("task=evaluate: needs a checkpoint; use run_dir=<run folder> or resume=<checkpoint>")
     if cfg.run_dir is not None and not cfg.run_dir.strip():
         problems.append("run_dir='': expected a folder")
 

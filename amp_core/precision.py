@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +98,7 @@ class Amp:
             torch.set_float32_matmul_precision(config.matmul_precision)
             # Convolutions use TF32 unless told not to, which would make `fp32` something else.
             torch.backends.cudnn.allow_tf32 = config.matmul_precision != "highest"
-        self._ledgers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Ledger] = weakref.WeakKeyDictionary()
+        self._ledgers: dict[torch.optim.Optimizer, _Ledger] = {}
         self._guards: list[BufferGuard] = []
         self._in_window = False
         self._zero = torch.zeros((), device=self.device)
@@ -366,7 +365,7 @@ class Amp:
         for grad in grads:
             if grad.dtype in (torch.float16, torch.bfloat16) and self.scaler.policy is not None:
                 raise TypeError(
-                    f"the weights are {grad.dtype}, whose gradients cannot be unscaled without loss; keep the weights in "
+                    f"the weights are {grad.dtype}, whose gradients cannot be unscaled without loss; keep them in "
                     "float32 and let amp.autocast() cast: do not call model.half()"
                 )
             if grad.layout is not torch.strided:

@@ -11,8 +11,9 @@ import torch
 from amp_core.checks import check_data
 from amp_core.config import Config, node_range, structure
 from amp_core.environment import launched
+from amp_core.islands import keep_fp32
 from amp_core.log import check_log
-from amp_core.models import check_model
+from amp_core.models import build_model, check_model
 from amp_core.optimizers import check_optimizer
 from amp_core.schedule import check_schedule
 
@@ -43,7 +44,10 @@ def preflight(cfg: Config, knobs: type[Any], broken: set[str]) -> tuple[list[str
     if sound("schedule"):
         problems += check_schedule(cfg.schedule)
     if sound("model"):
-        problems += check_model(cfg.model.name, cfg.model.options)
+        found = check_model(cfg.model.name, cfg.model.options)
+        problems += found
+        if not found and sound("amp") and cfg.amp.keep_fp32:
+            _check_islands(cfg, problems)
     if sound("data"):
         problems += check_data(cfg.data)
     if sound("log"):
@@ -51,6 +55,18 @@ def preflight(cfg: Config, knobs: type[Any], broken: set[str]) -> tuple[list[str
     if sound("run_dir") and cfg.run_dir and not cfg.dry_run:
         _check_writable(Path(cfg.run_dir), problems)
     return problems, warnings
+
+
+def _check_islands(cfg: Config, problems: list[str]) -> None:
+    """Whether every pattern finds a module; names do not depend on the data, so any shape will do."""
+    try:
+        with torch.device("meta"):
+            net = build_model(cfg.model.name, num_classes=10, image_shape=(3, 224, 224), options=cfg.model.options)
+        keep_fp32(net, cfg.amp.keep_fp32)
+    except ValueError as problem:
+        problems.append(f"amp.keep_fp32={cfg.amp.keep_fp32}: {problem}")
+    except (NotImplementedError, RuntimeError):  # a model that cannot be built without memory is checked at the start
+        return
 
 
 def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> None:

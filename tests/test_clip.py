@@ -91,11 +91,9 @@ def test_clipping_by_value_clamps_each_element_of_the_unscaled_gradient(mode: st
 
 
 def adaptive_reference(weight: Tensor, grad: Tensor, factor: float) -> Tensor:
-    """Brock et al., equation 3, one output unit at a time; of a vector each element is one."""
-    clipped = [
-        g * min(1.0, factor * max(float(w.norm()), 1e-3) / max(float(g.norm()), 1e-30))
-        for w, g in zip(torch.atleast_1d(weight), torch.atleast_1d(grad), strict=True)
-    ]
+    """Brock et al., equation 3, one output unit at a time; a vector is one unit."""
+    units = [(weight, grad)] if grad.ndim < 2 else zip(weight, grad, strict=True)
+    clipped = [g * min(1.0, factor * max(float(w.norm()), 1e-3) / max(float(g.norm()), 1e-30)) for w, g in units]
     return torch.stack(clipped).view_as(grad)
 
 

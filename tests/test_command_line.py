@@ -156,6 +156,7 @@ PAIRS = {
     "data.num_classes": ["data.num_classes=5"],
     "run_dir=/proc/version": ["run_dir=/proc/version"],
     "amp.keep_fp32": ["amp=bf16", "amp.keep_fp32=7"],
+    "amp.keep_fp32=['head']": ["amp=bf16", "amp.keep_fp32=[head]"],
     "run_dir=x": ["-m", "run_dir=x", "amp=fp32,bf16"],
     "amp=fp17": ["-m", "amp=fp32,fp17"],
     "seed=abc": ["-m", "seed=1,abc"],

@@ -1,0 +1,124 @@
+"""The promises of the core on a CUDA GPU, where waiting, streams and half-precision units are real."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import train
+from amp_core import Amp, Clip, Ema, Schedule, windows
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+MODES = ["fp32", "tf32", "bf16", "fp16", "fp16_capped"]
+FUSED = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
+SMALL = [
+    "device=cuda",
+    "data=synthetic",
+    "data.num_samples=256",
+    "data.image_size=16",
+    "data.num_classes=4",
+    "batch_size=16",
+]
+SMALL += ["log.progress=false", "deterministic=true", "clip=norm", "ema.decay=0.9", "accumulation=2"]
+
+
+def net_and_data():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 8)).cuda()
+    return net, [(torch.randn(8, 3, 8, 8).cuda(), torch.randint(8, (8,)).cuda()) for _ in range(8)]
+
+
+@pytest.mark.parametrize("cls", FUSED)
+@pytest.mark.parametrize("mode", MODES)
+def test_two_hundred_steps_never_wait_for_the_device(mode, cls):
+    net, data = net_and_data()
+    amp = Amp.named(mode, device="cuda", samples=8)
+    amp.guard(net)
+    optimizer = cls(net.parameters(), lr=1e-3, fused=True)
+    schedule = Schedule(optimizer, lambda o, n: torch.optim.lr_scheduler.CosineAnnealingLR(o, n), 200)
+    ema = Ema(net, 0.9)
+
+    def steps():
+        for window in windows(data, 4):
+            for micro in window:
+                with amp.autocast():
+                    loss = nn.functional.cross_entropy(net(micro.batch[0]), micro.batch[1])
+                amp.backward(loss * micro.weight)
+            report = amp.step(optimizer, Clip.norm(1.0))
+            amp.update()
+            optimizer.zero_grad()
+            schedule.advance(report)
+            ema.update(report)
+        return report
+
+    steps()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(100):
+            report = steps()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert report.taken.item()
+    assert all(torch.isfinite(p).all() for p in net.parameters())
+
+
+@pytest.mark.parametrize("index", [0, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bad_batch_leaves_no_trace_on_the_device(mode, index):
+    fixed = {"dynamic": False, "init_scale": 256.0} if "fp16" in mode else {}
+
+    def trained(change):
+        net, data = net_and_data()
+        change(data)
+        amp = Amp.named(mode, device="cuda", samples=8, **fixed)
+        amp.guard(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True)
+        for images, labels in data:
+            with amp.autocast():
+                loss = nn.functional.cross_entropy(net(images), labels)
+            amp.backward(loss)
+            amp.step(optimizer)
+            amp.update()
+            optimizer.zero_grad()
+        return net.state_dict()
+
+    bad = trained(lambda data: data[index][0].fill_(float("inf")))
+    clean = trained(lambda data: data.pop(index))
+    assert all(torch.equal(bad[key], clean[key]) for key in clean)
+
+
+def test_fp16_underflows_without_a_scale_and_learns_with_one():
+    net, data = net_and_data()
+    images, labels = data[0]
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = nn.functional.cross_entropy(net(images), labels) * 1e-6
+    loss.backward()
+    assert not net[0].weight.grad.any()
+    net.zero_grad()
+    amp = Amp.named("fp16", device="cuda")
+    with amp.autocast():
+        loss = nn.functional.cross_entropy(net(images), labels) * 1e-6
+    amp.backward(loss)
+    assert (net[0].weight.grad != 0).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_continues_bit_exactly_on_the_device(mode, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train.main([*SMALL, f"amp={mode}", "steps=12", "run_dir=whole", "schedule.horizon=12"]) == 0
+    assert train.main([*SMALL, f"amp={mode}", "steps=5", "run_dir=parts", "schedule.horizon=12"]) == 0
+    assert train.main([*SMALL, f"amp={mode}", "steps=12", "run_dir=parts", "schedule.horizon=12"]) == 0
+    whole, parts = (
+        torch.load(Path(folder, "checkpoints/step_00000012/state.pt"), weights_only=True)
+        for folder in ("whole", "parts")
+    )
+    for name in ("model", "ema"):
+        assert all(torch.equal(whole[name][key], parts[name][key]) for key in whole[name])
+    assert json.loads(Path("parts/summary.json").read_text())["device"] == "cuda"
