@@ -35,7 +35,7 @@ class CountWaits(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ANN001
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += function is torch.ops.aten._local_scalar_dense.default
         return function(*args, **(kwargs or {}))
 
