@@ -101,6 +101,7 @@ class Amp:
         self._ledgers: dict[torch.optim.Optimizer, _Ledger] = {}
         self._guards: list[BufferGuard] = []
         self._in_window = False
+        self._said_waits = False
         self._zero = torch.zeros((), device=self.device)
         self.num_skipped = torch.zeros((), dtype=torch.int64, device=self.device)
         """Windows of which any step was skipped, a 0-d tensor."""
@@ -283,6 +284,7 @@ class Amp:
         else:
             if factor is not None:
                 torch._foreach_mul_(grads, factor)
+            self._say_that_it_waits(optimizer)
             on_host = found_inf.item() == 0
             if on_host:
                 optimizer.step()
@@ -370,6 +372,12 @@ class Amp:
                 )
             if grad.layout is not torch.strided:
                 raise TypeError("sparse gradients are not supported; use sparse=False in the embedding")
+
+    def _say_that_it_waits(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._said_waits:
+            self._said_waits = True
+            name = type(optimizer).__name__
+            logger.info("%s is not fused: each step waits for the device once, to know whether to skip", name)
 
     def _settle(self, optimizer: torch.optim.Optimizer, taken: Tensor) -> None:
         if self._guards:
