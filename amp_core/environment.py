@@ -196,6 +196,14 @@ class Environment:
             dist.all_reduce(tensor)
         return tensor
 
+    def any_rank(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank. Called by all of them; waits for them, not for the device."""
+        if self.world_size == 1:
+            return flag
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.host_group)
+        return bool(flags.numpy())
+
     def write_summary(self, status: str, exit_code: int, error: str | None = None) -> None:
         """summary.json of the run; only rank 0 writes, and only when there is a run folder."""
         if self.run_dir is None or not self.is_main or not self.run_dir.is_dir():

@@ -108,6 +108,9 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
                 return _failed(job, code, "preempted", f"stopped by {signal.Signals(stopped.sigval).name}")
             return Outcome(outcome.exit_code or code, outcome.eval, outcome.error)
         except ChildFailedError as failed:
+            outcome = _read_result(result_file)
+            if outcome is not None and outcome.exit_code:  # a rank ended on purpose, and the others missed it
+                return outcome
             return _failed(job, 1, "failed", _first_failure(failed))
         outcome = _read_result(result_file)
         return outcome or _failed(job, 1, "failed", "the workers ended without a result")

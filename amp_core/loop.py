@@ -27,7 +27,7 @@ from amp_core.config import differences, num_steps, scale_cap
 from amp_core.data import Data, Sampler, to_device, train_loader
 from amp_core.ema import Ema
 from amp_core.environment import Environment, peak_memory
-from amp_core.errors import CheckpointError, ConfigError, Diverged, Interrupted
+from amp_core.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
 from amp_core.layout import unwrap
 from amp_core.log import Log
 from amp_core.precision import Amp, StepReport
@@ -408,19 +408,26 @@ class Loop:
         if self._save_step == self.step:
             return
         began = time.monotonic()
-        self.checkpoint.save(
-            self.step,
-            progress={
-                "samples": self.samples,
-                "samples_per_step": self.samples_per_step,
-                "skipped": int(self.amp.num_skipped),
-                "consecutive_skips": int(self.amp.num_consecutive_skips),
-                "averaged": int(self.ema.num_taken) if self.ema else 0,
-            },
-            config=self.cfg.to_dict(),
-            metrics=self.eval if self._eval_step == self.step else None,
-            best=(self.cfg.recipe["best"], self.cfg.recipe["best_is"]),
-        )
+        problem = None
+        try:
+            self.checkpoint.save(
+                self.step,
+                progress={
+                    "samples": self.samples,
+                    "samples_per_step": self.samples_per_step,
+                    "skipped": int(self.amp.num_skipped),
+                    "consecutive_skips": int(self.amp.num_consecutive_skips),
+                    "averaged": int(self.ema.num_taken) if self.ema else 0,
+                },
+                config=self.cfg.to_dict(),
+                metrics=self.eval if self._eval_step == self.step else None,
+                best=(self.cfg.recipe["best"], self.cfg.recipe["best_is"]),
+            )
+        except SaveError as error:
+            problem = error
+        # Only rank 0 writes; the others must not wait in a collective for one that gave up.
+        if self.env.any_rank(problem is not None):
+            raise problem or SaveError("rank 0 cannot save, see its message")
         self._save_step = self.step
         self._clock.pause(time.monotonic() - began)
 
