@@ -49,7 +49,7 @@ _CHUNK = 1 << 26  # macOS refuses to write 2 GiB at once
 # Optimizer states that have the shape of their parameter, in the classes of torch.optim.
 _LIKE_PARAMETER = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg"}
 _LIKE_PARAMETER |= {"grad_avg", "acc_delta", "ax", "prev", "step_size", "variance"}
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("amp_recipes")
 
 
 class Part(Protocol):
