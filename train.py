@@ -10,9 +10,18 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+import signal
 import sys
+
+if __name__ == "__main__":
+    # Until a run is set up there is nothing to save, and a traceback out of an import tells nobody anything.
+    signal.signal(
+        signal.SIGINT,
+        lambda *_: (os.write(2, b"interrupted before the first step; nothing was written\n"), os._exit(130)),
+    )
+
+import argparse
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +34,7 @@ from amp_core import compose
 from amp_core.config import Config, conf_dir, examine, nearest, warnings_of
 from amp_core.errors import ConfigError
 from amp_core.help import help_text
+from amp_core.log import say
 
 
 def main(arguments: list[str]) -> int:
@@ -32,7 +42,7 @@ def main(arguments: list[str]) -> int:
     try:
         flags = _parse(arguments)
         if flags.help:
-            print(help_text())
+            say(help_text())
             return 0
         if flags.multirun:
             return _sweep(flags.overrides)
@@ -120,14 +130,14 @@ def _prepare(overrides: list[str]) -> Any:
     values, cfg, warnings = checked(overrides)
     run_dir = compose.choose_run_dir(values, cfg)
     if run_dir is not None and compose.is_finished(run_dir, values):
-        print(f"already finished: {run_dir}")
+        say(f"already finished: {run_dir}")
         return None
     return Job(values, run_dir, overrides, [sys.executable, *sys.argv], warnings)
 
 
 def _run(job: Any) -> int:
     outcome = _launch(job)
-    if outcome.error and outcome.exit_code not in (75, 130, 143):  # those were said in the log
+    if outcome.error:
         print(f"error: {outcome.error}", file=sys.stderr)
     return outcome.exit_code
 
@@ -164,7 +174,7 @@ def _under_torchrun(overrides: list[str]) -> int:
     outcome = in_process(job, find(job.config["recipe"]["name"])[1])
     if outcome.exit_code == 1:
         report_failure(outcome.error or "")
-    elif outcome.error and outcome.exit_code not in (75, 130, 143) and os.environ["RANK"] == "0":
+    elif outcome.error and os.environ["RANK"] == "0":
         print(f"error: {outcome.error}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -205,6 +215,7 @@ def _sweep(overrides: list[str]) -> int:
                 problems += [problem for problem in refused.problems if problem not in problems]
     if problems:
         raise ConfigError(problems)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # launchers stop their workers on KeyboardInterrupt
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions on instead of printing them
     try:
         _hydra(["--multirun", *sound])
@@ -232,12 +243,12 @@ def sweep_job(config: DictConfig) -> float | None:
         _say_error(refused)
         raise JobFailed(f"{overrides}: exit code 2") from None
     if compose.is_finished(run_dir, values):
-        print(f"already finished: {run_dir}")
+        say(f"already finished: {run_dir}")
         return compose.finished_metric(run_dir, cfg.recipe["best"])
-    print(f"run folder: {run_dir}")
-    outcome = _launch(Job(values, run_dir, overrides, [sys.executable, *sys.argv], warnings))
-    if outcome.exit_code in (130, 143):
-        raise SystemExit(outcome.exit_code)  # a signal ends the sweep; anything else only this job
+    writes = not cfg.dry_run and cfg.task == "train"
+    outcome = _launch(Job(values, run_dir if writes else None, overrides, [sys.executable, *sys.argv], warnings))
+    if outcome.exit_code in (130, 143) or outcome.signalled:
+        raise SystemExit(outcome.signalled or outcome.exit_code)  # a signal ends the sweep; anything else only this job
     if outcome.exit_code:
         print(f"error: {' '.join(overrides)}: {outcome.error}", file=sys.stderr)
         raise JobFailed(f"{overrides}: exit code {outcome.exit_code}")

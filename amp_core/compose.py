@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import difflib
 import fcntl
 import hashlib
 import json
@@ -112,7 +113,10 @@ def _check_override(override: Override, keys: list[str], group_names: list[str],
         return None  # a whole group of keys as a dictionary: checked after composition
     if key in keys or ".options." in key or key.startswith(("recipe.", "debug.inject.")):
         return None
-    return f"{key}: there is no such key. {nearest(key, keys + group_names)}"
+    same_end = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2] and known != key]
+    close = same_end or difflib.get_close_matches(key, keys + group_names, n=1, cutoff=0.4)
+    hint = f"Did you mean {' or '.join(close[:3])}? " if close else ""
+    return f"{key}: there is no such key. {hint}All keys: python train.py --cfg job"
 
 
 def compose(overrides: list[str]) -> dict[str, Any]:
@@ -233,7 +237,8 @@ def status_of(run_dir: str | os.PathLike[str]) -> str:
 
 def fresh_run_dir(recipe: str) -> str:
     """outputs/<recipe>/<date_time>, with a number behind when that is taken."""
-    stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    # Milliseconds, for runs that are started together.
+    stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
     path = Path("outputs", recipe, stamp)
     number = 1
     while path.exists():
@@ -269,17 +274,20 @@ def last_unfinished(values: dict[str, Any]) -> str:
         ConfigError: there is none.
     """
     base = Path("outputs", str(values["recipe"]["name"]))
-    seen = 0
+    finished = others = 0
     for folder in sorted(base.iterdir() if base.is_dir() else [], key=lambda p: p.stat().st_mtime, reverse=True):
         stored = stored_config(folder)
         if stored is None:
             continue
-        seen += 1
-        if status_of(folder) != "finished" and not is_locked(folder) and not differences(stored, values):
+        if status_of(folder) == "finished":
+            finished += 1
+        elif is_locked(folder) or differences(stored, values):
+            others += 1
+        else:
             return str(folder)
     raise ConfigError(
-        f"resume=last: no unfinished run with these settings in {base} ({seen} runs there); "
-        f"begin one with resume=auto, or name its folder with run_dir="
+        f"resume=last: no unfinished run with these settings in {base} ({finished} finished, {others} running or with "
+        f"other settings); begin one with resume=auto, or name its folder with run_dir="
     )
 
 

@@ -312,7 +312,7 @@ def _describe(kind: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_describe(k) for k in get_args(kind))
     if origin is list:
-        return "a list of text"
+        return 'a list of text, in quotes: \'key=["a","b"]\''
     if origin is dict or kind is dict or dataclasses.is_dataclass(kind):
         return "a group of keys"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
@@ -637,26 +637,25 @@ def scale_cap(amp: AmpConfig, batch_size: int | None) -> float:
 # --- how long ---------------------------------------------------------------------------------------------------------
 
 
-def num_steps(cfg: Config, *, num_samples: int, samples_per_step: int) -> int:
-    """The length of the run in steps, from steps, epochs, samples or the recipe's own length.
+def num_steps(
+    cfg: Config, *, num_samples: int, samples_per_step: int, steps_done: int = 0, samples_done: int = 0
+) -> int:
+    """The step at which the run ends, from steps, epochs, samples or the recipe's own length.
 
     Args:
         num_samples: samples in the training set.
         samples_per_step: over all micro-batches and ranks.
+        steps_done: where the run stands; earlier steps may have had another number of samples.
+        samples_done: samples of these steps.
     """
-    if cfg.steps is not None:
-        return cfg.steps
-    if cfg.samples is not None:
-        return math.ceil(cfg.samples / samples_per_step)
-    epochs = cfg.epochs
-    if epochs is None:
-        number, unit = str(cfg.recipe["length"]).split()
-        if unit.startswith("step"):
-            return int(number)
-        if unit.startswith("sample"):
-            return math.ceil(int(number) / samples_per_step)
-        epochs = float(number)
-    return math.ceil(epochs * num_samples / samples_per_step)
+    number, unit = str(cfg.recipe["length"]).split()
+    for key in ("steps", "epochs", "samples"):
+        if getattr(cfg, key) is not None:
+            number, unit = getattr(cfg, key), key
+    if unit.startswith("step"):
+        return int(number)
+    samples = float(number) if unit.startswith("sample") else float(number) * num_samples
+    return steps_done + math.ceil((samples - samples_done) / samples_per_step)
 
 
 # --- may a run go on with other settings? -----------------------------------------------------------------------------

@@ -112,11 +112,14 @@ class Stop:
         self._flag = torch.zeros(1, dtype=torch.int64)
         self._host = self._flag.numpy()  # the same memory, readable without a tensor operation
         self._work: dist.Work | None = None
+        self._parent = os.getppid() if launched() else None
 
     def poll(self) -> int:
         """Called by every rank after every step. Returns the agreed exit code, 0 to go on."""
         if not self.code and self._deadline is not None and time.monotonic() >= self._deadline:
             self.code = 75
+        if self._parent is not None and not self.code and os.getppid() != self._parent:
+            self.code = 143  # the agent was killed: without it, training would go on unseen and hold the run folder
         if self._group is None:
             return self.code
         agreed = self._settle()
@@ -160,7 +163,10 @@ class Environment:
         self.host_group: dist.ProcessGroup | None = None
         self.started = time.monotonic()
         self.summary: dict[str, Any] = {}
+        self.summary_before: dict[str, Any] = {}
+        """What summary.json held when this run began."""
         self._lock: IO[str] | None = None
+        self._is_new = self._begun = False
 
     @property
     def is_main(self) -> bool:
@@ -206,7 +212,7 @@ class Environment:
 
     def write_summary(self, status: str, exit_code: int, error: str | None = None) -> None:
         """summary.json of the run; only rank 0 writes, and only when there is a run folder."""
-        if self.run_dir is None or not self.is_main or not self.run_dir.is_dir():
+        if self.run_dir is None or self._lock is None or not (self._begun or status == "failed"):
             return
         defaults = {
             "status": status,
@@ -235,12 +241,23 @@ class Environment:
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
 
     def open_folder(self) -> None:
-        """Create the run folder, take its lock, and write what is known at the start. Rank 0."""
+        """Create the run folder and take its lock. Rank 0. What it holds is not touched before `begin`."""
         if self.run_dir is None or not self.is_main:
             return
         try:
+            self._is_new = not self.run_dir.exists()
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.run_dir)
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                self.summary_before = json.loads((self.run_dir / "summary.json").read_text())
+        except OSError as problem:
+            raise SaveError(f"run_dir={self.run_dir}: cannot be written: {problem.strerror or problem}") from problem
+
+    def begin(self) -> None:
+        """Write what is known at the start. Called when nothing can refuse the run any more."""
+        if self.run_dir is None or not self.is_main:
+            return
+        try:
             hydra = self.run_dir / ".hydra"
             hydra.mkdir(exist_ok=True)
             from omegaconf import OmegaConf
@@ -250,12 +267,18 @@ class Environment:
             write_json(self.run_dir / "environment.json", describe(self))
         except OSError as problem:
             raise SaveError(f"run_dir={self.run_dir}: cannot be written: {problem.strerror or problem}") from problem
+        self._begun = True
         self.write_summary("running", 0)
 
     def close_folder(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        if self._lock is None:
+            return
+        if self._is_new and not self._begun and self.run_dir is not None:  # refused: leave nothing behind
+            (self.run_dir / ".lock").unlink()
+            with contextlib.suppress(OSError):
+                self.run_dir.rmdir()
+        self._lock.close()
+        self._lock = None
 
 
 def lock_folder(run_dir: Path) -> IO[str]:
@@ -310,11 +333,13 @@ def environment(job: Job) -> Iterator[Environment]:
             torch.backends.cudnn.deterministic = True
         if cfg.layout.name != "single":
             _join(cfg, device, rank, world_size)
-            group = dist.new_group(backend="gloo") if world_size > 1 else None
+            timeout = datetime.timedelta(minutes=cfg.layout.timeout_minutes)
+            group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
             env.host_group = group  # type: ignore[assignment] - a rank outside the group would get a number
         env.stop = Stop(env.host_group, cfg.max_minutes)
         # After the process group exists: its set-up may not be interrupted half-way.
-        for number in (signal.SIGTERM, signal.SIGINT):
+        stoppable = cfg.task == "train" and not cfg.dry_run  # the rest may be ended at any moment
+        for number in (signal.SIGTERM, signal.SIGINT) if stoppable else ():
             with contextlib.suppress(ValueError):  # not in the main thread: signals are somebody else's there
                 handlers[number] = signal.signal(number, env.stop.on_signal)
         torch.manual_seed(cfg.seed)
@@ -324,7 +349,8 @@ def environment(job: Job) -> Iterator[Environment]:
         yield env
     except BaseException as problem:
         code, status = outcome_of(problem)
-        env.write_summary(status, code, f"{type(problem).__name__}: {problem}")
+        if code != 2:  # a refused run leaves the folder as it was
+            env.write_summary(status, code, f"{type(problem).__name__}: {problem}")
         raise
     finally:
         for number, handler in handlers.items():

@@ -8,6 +8,7 @@ the agent restarts whatever exits with anything else.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -24,9 +25,12 @@ from typing import Any
 
 from amp_core.config import Config, build, node_range
 from amp_core.environment import Environment, Job, environment, launched, outcome_of, worker_store
-from amp_core.errors import ConfigError, RunError
+from amp_core.errors import ConfigError, Interrupted, RunError
 from amp_core.log import write_json
 from amp_core.preflight import num_processes
+
+SHUTDOWN_SECONDS = 600
+"""How long workers may take to finish their step and write a checkpoint after a signal."""
 
 Run = Callable[[Config, Environment], dict[str, float]]
 
@@ -39,6 +43,8 @@ class Outcome:
     eval: dict[str, float]
     error: str | None = None
     """What the user should read; None after success."""
+    signalled: int = 0
+    """130 or 143 when a signal came too late to stop the run: what comes after it should not begin."""
 
 
 def launch(job: Job, run: Run, worker: list[str]) -> Outcome:
@@ -59,13 +65,16 @@ def in_process(job: Job, run: Run) -> Outcome:
     """Run a job in this process."""
     try:
         with environment(job) as env:
-            return Outcome(0, run(env.cfg, env))
+            result = run(env.cfg, env)
+            return Outcome(0, result, signalled=env.stop.code if env.stop.code != 75 else 0)
     except (Exception, KeyboardInterrupt) as problem:
         code, _ = outcome_of(problem)
+        if isinstance(problem, Interrupted):  # the log has said so
+            return Outcome(code, {})
         if isinstance(problem, RunError):
             return Outcome(code, {}, str(problem))
         if isinstance(problem, KeyboardInterrupt):
-            return Outcome(code, {}, "interrupted twice: stopped at once, without a checkpoint")
+            return Outcome(code, {}, "interrupted twice: stopped at once; the steps since the last checkpoint are lost")
         return Outcome(code, {}, traceback.format_exc())
 
 
@@ -76,7 +85,9 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # The agent's account of each worker's end would stand around the one message that matters.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     layout = cfg.layout
     nodes = node_range(layout.nnodes)
     assert nodes is not None
@@ -85,6 +96,9 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="amp_recipes_") as folder, _worker_environ(nproc):
         job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
         job_file.write_text(job.dumps())
+        patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS}
+        if "shutdown_timeout" not in {field.name for field in dataclasses.fields(LaunchConfig)}:
+            patience = {}  # an older torch: it waits 30 seconds
         config = LaunchConfig(
             min_nodes=nodes[0],
             max_nodes=nodes[1],
@@ -96,6 +110,7 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
             local_addr=None if several else "127.0.0.1",
             max_restarts=layout.max_restarts,
             monitor_interval=0.1,
+            **patience,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )

@@ -222,6 +222,15 @@ class Log:
             self._metrics_file.close()
 
 
+def say(message: str) -> None:
+    """Print to stdout; a closed pipe (`| head`) or a full disk does not end a run."""
+    try:
+        print(message, flush=True)
+    except OSError:
+        # What is still buffered would raise again at exit.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
 def check_log(cfg: LogConfig) -> list[str]:
     """What is missing for the wanted trackers, one sentence each. Imports nothing."""
     wanted = {"tensorboard": cfg.tensorboard, "wandb": cfg.wandb}

@@ -26,10 +26,10 @@ from amp_core.checkpoint import Checkpoint, Loaded
 from amp_core.config import differences, num_steps, scale_cap
 from amp_core.data import Data, Sampler, to_device, train_loader
 from amp_core.ema import Ema
-from amp_core.environment import Environment, peak_memory
+from amp_core.environment import Environment, outcome_of, peak_memory
 from amp_core.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
 from amp_core.layout import unwrap
-from amp_core.log import Log
+from amp_core.log import Log, say
 from amp_core.precision import Amp, StepReport
 from amp_core.schedule import Schedule
 from amp_core.window import Micro
@@ -82,7 +82,7 @@ class Loop:
         self._sums: dict[str, Tensor] = {}
         self._num_logged = torch.zeros((), device=env.device)
         self._reading: _Reading | None = None
-        self._floor_said = False
+        self._floor_said = self._skip_said = False
         self._clock = _Clock()
 
     @property
@@ -93,7 +93,13 @@ class Loop:
     @property
     def num_steps(self) -> int:
         """The step at which the run ends."""
-        return num_steps(self.cfg, num_samples=len(self.data.train), samples_per_step=self.samples_per_step)
+        return num_steps(
+            self.cfg,
+            num_samples=len(self.data.train),
+            samples_per_step=self.samples_per_step,
+            steps_done=self.step,
+            samples_done=self.samples,
+        )
 
     # --- the course -------------------------------------------------------------------------------------------------
 
@@ -110,7 +116,8 @@ class Loop:
             Interrupted: a signal or the time limit, after a checkpoint.
         """
         if self.cfg.dry_run:
-            print(self.plan())
+            if self.env.is_main:
+                say(self.plan())
             return
         loaded = self._resume()
         if self.cfg.task == "evaluate":
@@ -119,12 +126,18 @@ class Loop:
         if loaded is not None and self.step >= self.num_steps:
             self._already_finished()
             return
+        self.env.begin()
         self._open_log(loaded)
+        ending: dict[str, Any] = {"status": "finished", "exit_code": 0}
         try:
             yield from self._steps()
+        except BaseException as problem:  # trackers are told how it ended, and it goes on its way
+            code, status = (1, "failed") if isinstance(problem, GeneratorExit) else outcome_of(problem)
+            ending = {"status": status, "exit_code": code}
+            raise
         finally:
             if self._log is not None:
-                self._log.close(self.env.summary)
+                self._log.close(self.env.summary | ending)
 
     def _steps(self) -> Iterator[list[Micro]]:
         env, cfg, end = self.env, self.cfg, self.num_steps
@@ -176,7 +189,10 @@ class Loop:
         elif stop:
             reason = {75: "the time limit was reached", 130: "SIGINT", 143: "SIGTERM"}[stop]
             self._summarise()
-            message = f"stopped at step {self.step} of {end}: {reason}; a checkpoint was written to go on from"
+            message = (
+                f"stopped at step {self.step} of {end}: {reason}; a checkpoint was written; "
+                f"go on with run_dir={self.env.run_dir}"
+            )
             if self.env.is_main:
                 self._log.warning(message)
             raise Interrupted(message, stop)
@@ -231,7 +247,10 @@ class Loop:
         old_mode = loaded.config.get("amp", {}).get("name")
         if old_mode != cfg.amp.name:
             self._notes.append(f"the checkpoint was made with amp={old_mode}, going on with amp={cfg.amp.name}")
-        self._notes.append(f"continuing from step {self.step}: {loaded.path}")
+        verb = "continuing from" if cfg.task == "train" else "evaluating"
+        self._notes.append(f"{verb} step {self.step}: {loaded.path}")
+        if cfg.task == "train" and self.num_steps > self.schedule.num_steps:
+            self._notes.append(f"steps beyond the schedule's {self.schedule.num_steps} keep its last learning rate")
         return loaded
 
     def _agree_on(self, loaded: Loaded | None) -> None:
@@ -295,6 +314,7 @@ class Loop:
             self._log.info(note)
         if env.is_main:
             self._log.info(self.plan())
+            self._log.info(f"run folder: {env.run_dir}")
 
     def plan(self) -> str:
         """What runs, in a few lines."""
@@ -334,13 +354,12 @@ class Loop:
         sums = torch.stack([*self._sums.values(), self._num_logged / self.env.world_size])
         if self.env.world_size > 1:
             dist.all_reduce(sums)
-        lr = self.schedule.rate
         facts = [
             self._report.grad_norm,
             self.amp.scaler.scale,
             self.amp.num_skipped,
             self.amp.num_consecutive_skips,
-            lr if isinstance(lr, Tensor) else torch.tensor(lr, device=self.env.device),
+            self.schedule.rate_of(self._report).to(self.env.device),
         ]
         # float64 holds counts and scales exactly.
         numbers = torch.cat([sums.double(), torch.stack([f.detach().double() for f in facts])])
@@ -369,6 +388,10 @@ class Loop:
         self._log.metrics(line)
         self.env.summary |= {"step": reading.step, "skipped": int(skipped), "samples_per_second": reading.rate}
         policy = self.amp.scaler.policy
+        if skipped and not self._skip_said:
+            self._skip_said = True
+            why = "usual while the loss scale settles" if policy else "not usual without a loss scale: look at the data"
+            self._log.info(f"step {reading.step}: first skipped step, its gradients were not finite ({why})")
         if policy and policy.dynamic and scale <= policy.min_scale and streak and not self._floor_said:
             self._floor_said = True
             self._log.warning(
@@ -398,6 +421,11 @@ class Loop:
 
     def _metrics_of_nets(self) -> dict[str, float]:
         net = unwrap(self.model)
+        nets = [net] if self.ema is None else [net, self.ema.model]
+        if self.env.world_size > 1:
+            # Running statistics differ between ranks; rank 0's are saved, so rank 0's are evaluated.
+            for buffer in (buffer for each in nets for buffer in each.buffers()):
+                dist.broadcast(buffer, 0)
         metrics = self.evaluate(net.eval())
         net.train()
         if self.ema is not None:
@@ -429,6 +457,8 @@ class Loop:
         if self.env.any_rank(problem is not None):
             raise problem or SaveError("rank 0 cannot save, see its message")
         self._save_step = self.step
+        self._summarise()
+        self.env.write_summary("running", 0)
         self._clock.pause(time.monotonic() - began)
 
     def _summarise(self) -> None:
@@ -450,19 +480,27 @@ class Loop:
 
     def _already_finished(self) -> None:
         """A finished run that is started again: nothing is trained and its result stands."""
-        if self.env.is_main:
-            print(f"already finished: {self.step} of {self.num_steps} steps in {self.env.run_dir}")
-        self.eval = self._metrics_of_nets()
-        self._summarise()
-        self.env.write_summary("finished", 0)
+        env = self.env
+        if env.is_main:
+            say(f"already finished: {self.step} of {self.num_steps} steps in {env.run_dir}")
+        before = env.summary_before if env.summary_before.get("status") == "finished" else None
+        # A run that was killed between its last checkpoint and its summary has no result yet.
+        if env.any_rank(env.is_main and before is None):
+            self.eval = self._metrics_of_nets()
+            self._summarise()
+        else:
+            self.eval = dict(before["eval"]) if before else {}
+            env.summary |= before or {}
+        env.begin()
+        env.write_summary("finished", 0)
 
     def _evaluate_only(self, loaded: Loaded | None) -> None:
         assert loaded is not None  # Checkpoint.load raises when a path was named and holds none
         self.eval = self._metrics_of_nets()
         if self.env.is_main:
             for note in self._notes:
-                print(note)
-            print(f"step {loaded.step}: " + ", ".join(f"{name} {value:.4f}" for name, value in self.eval.items()))
+                say(note)
+            say(f"step {loaded.step}: " + ", ".join(f"{name} {value:.4f}" for name, value in self.eval.items()))
 
     # --- faults on purpose --------------------------------------------------------------------------------------------
 
@@ -516,6 +554,9 @@ class _Reading:
 
 class _Clock:
     """Samples per second of training alone: evaluation and saving do not count."""
+
+    def __init__(self) -> None:
+        self.start(0)
 
     def start(self, samples: int) -> None:
         self._began = self._lap = time.monotonic()

@@ -52,7 +52,7 @@ def preflight(cfg: Config, knobs: type[Any], broken: set[str]) -> tuple[list[str
         problems += check_data(cfg.data)
     if sound("log"):
         problems += check_log(cfg.log)
-    if sound("run_dir") and cfg.run_dir and not cfg.dry_run:
+    if sound("run_dir") and cfg.run_dir and not cfg.dry_run and cfg.task == "train":
         _check_writable(Path(cfg.run_dir), problems)
     return problems, warnings
 
@@ -76,7 +76,7 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
         problems.append(f"device=cuda: {reason}; use device=cpu, or device=auto")
         return
     on_cuda = num_gpus > 0 and cfg.device != "cpu"
-    wanted = cfg.layout.nproc_per_node or 1
+    wanted = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else cfg.layout.nproc_per_node or 1
     if on_cuda and wanted > num_gpus:
         problems.append(
             f"layout.nproc_per_node={wanted}: needs {wanted} GPUs; this machine has {num_gpus}. "
@@ -92,7 +92,8 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
         if cfg.layout.name == "single" and int(os.environ["WORLD_SIZE"]) > 1:
             problems.append(f"layout=single: torchrun started {os.environ['WORLD_SIZE']} processes; use layout=ddp")
         elif cfg.layout.nproc_per_node not in (None, started):
-            problems.append(f"layout.nproc_per_node={wanted}: torchrun started {started} per machine; leave it out")
+            asked = f"layout.nproc_per_node={cfg.layout.nproc_per_node}"
+            problems.append(f"{asked}: torchrun started {started} per machine; leave it out")
         if node_range(cfg.layout.nnodes) != (1, 1):
             problems.append(f"layout.nnodes={cfg.layout.nnodes}: torchrun decides about machines; leave it out")
     inject = cfg.debug.inject
@@ -103,7 +104,7 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
             problems.append(f"debug.inject.rank={inject.rank}: there are {num_ranks} ranks; expected less")
     if cfg.amp.matmul_precision == "high" and not on_cuda:
         warnings.append("amp=tf32 on a CPU is plain fp32: TF32 units are in CUDA GPUs")
-    if not on_cuda:
+    if not on_cuda and torch.backends.mkldnn.is_available():
         # The same question that torch's own convolutions ask.
         fast = {
             "float16": torch.ops.mkldnn._is_mkldnn_fp16_supported,

@@ -103,6 +103,11 @@ class Schedule:
         """The first group's learning rate: a 0-d device tensor, or a float where the host decides."""
         return self.optimizer.param_groups[0]["lr"]
 
+    def rate_of(self, report: StepReport) -> Tensor:
+        """The first group's learning rate in the step of `report`, the last one: 0-d. Does not wait for the device."""
+        index = (self.num_taken - report.taken.to(self.num_taken)).clamp(min=0, max=self._last)
+        return self._tables[self._owner[0]].index_select(0, index)[0]
+
     def state_dict(self) -> dict[str, Any]:
         """{"num_taken", "num_steps"}. Waits for the device."""
         return {"num_taken": int(self.num_taken.item()), "num_steps": self.num_steps}
