@@ -267,6 +267,52 @@ def test_changed_settings_are_refused_with_the_list_unless_allowed(capsys):
     assert summary(folder)["step"] == 6
 
 
+def test_a_refused_resume_touches_nothing(capsys):
+    folder = run("run_dir=a", "steps=3")
+    run("run_dir=b", "steps=2")
+
+    def everything():
+        return {p: p.read_bytes() for p in sorted(Path().rglob("*")) if p.is_file() and p.name != ".lock"}
+
+    before = everything()
+    run("run_dir=a", "steps=6", "batch_size=16", code=2)
+    assert "16 samples per step, the checkpoint has 8" in capsys.readouterr().err
+    run("resume=a", "steps=6", "optimizer.lr=0.5", code=2)
+    assert everything() == before
+    assert summary(folder)["status"] == "finished"
+    assert not list(Path().glob("outputs/classification/*"))
+
+
+def test_a_run_past_its_end_is_finished_even_without_its_summary():
+    folder = run("run_dir=a", "steps=5")
+    expected = summary(folder)["eval"]
+    run("run_dir=a", "steps=3")
+    (folder / "summary.json").unlink()  # killed between the last checkpoint and its summary
+    run("run_dir=a", "steps=5")
+    assert summary(folder)["status"] == "finished" and summary(folder)["eval"] == expected
+
+
+def test_epochs_count_samples_when_the_samples_per_step_change():
+    run("run_dir=a", "epochs=1", "schedule.horizon=50")  # 96 samples: 12 steps of 8
+    folder = run("run_dir=a", "epochs=2", "schedule.horizon=50", "batch_size=16", "allow_changes=true")
+    assert state(folder)["progress"]["samples"] == 192
+    assert state(folder)["progress"]["step"] == 12 + 6
+
+
+def test_a_line_holds_the_learning_rate_of_its_step():
+    folder = run(
+        "run_dir=a",
+        "steps=4",
+        "log_every=1",
+        "schedule=warmup_linear",
+        "optimizer.lr=0.004",
+        "schedule.options.warmup=0",
+    )
+    assert [line["lr"] for line in lines(folder) if line["split"] == "train"] == pytest.approx(
+        [0.004, 0.003, 0.002, 0.001]
+    )
+
+
 def test_resume_last_finds_the_newest_unfinished_run_of_the_same_settings():
     run("steps=500000", "max_minutes=0.01", code=75)
     (first,) = Path("outputs/classification").iterdir()
@@ -387,6 +433,33 @@ def test_a_run_moves_to_another_number_of_ranks_with_the_same_samples_per_step()
     out = finish(start("run_dir=a", *settings, "steps=8"))
     assert "accumulation=4 instead of 2" in out
     assert state("a")["progress"]["samples"] == 8 * 32
+
+
+def test_ranks_evaluate_the_model_that_is_saved(capsys):
+    settings = ["steps=6", "ema.decay=0.5", "amp=fp32", "optimizer.lr=0.05"]
+    finish(start("run_dir=a", *settings, "layout=ddp", "layout.nproc_per_node=2"))
+    expected = summary("a")["eval"]
+    capsys.readouterr()
+    run("run_dir=a", "task=evaluate", *settings)
+    printed = capsys.readouterr().out
+    for name, value in expected.items():
+        assert f"{name} {value:.4f}" in printed
+
+
+def test_workers_do_not_outlive_a_killed_launcher():
+    settings = ["run_dir=a", "layout=ddp", "layout.nproc_per_node=2"]
+    process = start(*settings, "steps=1000000")
+    wait_for(lambda: Path("a/metrics.jsonl").exists() and len(lines("a")) > 1, process)
+    workers = descendants(process.pid)[1:]
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    reached = state("a")["progress"]["step"]
+    finish(start(*settings, f"steps={reached + 2}"))
+    assert summary("a")["step"] == reached + 2
 
 
 def test_a_failing_rank_is_named_once_with_its_traceback():
