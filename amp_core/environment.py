@@ -135,15 +135,11 @@ class Stop:
         return int(self._host[0])
 
     def on_signal(self, number: int, frame: object) -> None:
-        if self.code in (130, 143) and number == signal.SIGINT and self._asked_by == signal.SIGINT:
+        if self.code == 130 and number == signal.SIGINT:
             # Asked twice at the keyboard: no more patience.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             raise KeyboardInterrupt
-        if not self.code:
-            self._asked_by = number
-            self.code = 128 + number
-
-    _asked_by = 0
+        self.code = self.code or 128 + number
 
 
 class Environment:
