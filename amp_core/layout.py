@@ -27,6 +27,11 @@ def _sum(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
     return work.get_future().then(lambda future: future.value()[0])
 
 
+def several_ranks() -> bool:
+    """Whether this process trains together with others."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def unwrap(net: nn.Module) -> nn.Module:
     """The network inside wrappers of data parallelism and of torch.compile, nested in any order."""
     while True:

@@ -417,7 +417,7 @@ class Loop:
         self._clock.pause(time.monotonic() - began)
         if self._log is not None:
             self._log.metrics({"step": self.step, "split": "eval", **self.eval})
-            self._log.info(f"step {self.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in self.eval.items()))
+            self._log.info(f"step {self.step}: {_spell(self.eval)}")
 
     def _metrics_of_nets(self) -> dict[str, float]:
         net = unwrap(self.model)
@@ -474,8 +474,7 @@ class Loop:
         self._summarise()
         self.env.write_summary("finished", 0)
         if self._log is not None and self.env.is_main:
-            result = ", ".join(f"{name} {value:.4f}" for name, value in self.eval.items())
-            self._log.info(f"finished {self.step} steps: {result}")
+            self._log.info(f"finished {self.step} steps: {_spell(self.eval)}")
             self._log.info(f"run folder: {self.env.run_dir}")
 
     def _already_finished(self) -> None:
@@ -500,7 +499,7 @@ class Loop:
         if self.env.is_main:
             for note in self._notes:
                 say(note)
-            say(f"step {loaded.step}: " + ", ".join(f"{name} {value:.4f}" for name, value in self.eval.items()))
+            say(f"step {loaded.step}: {_spell(self.eval)}")
 
     # --- faults on purpose --------------------------------------------------------------------------------------------
 
@@ -576,6 +575,10 @@ class _Clock:
 
     def overall(self, samples: int) -> float:
         return (samples - self._first) / max(time.monotonic() - self._began - self._paused, 1e-9)
+
+
+def _spell(metrics: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 def _first_float(batch: Any) -> Tensor:

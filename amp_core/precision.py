@@ -30,6 +30,7 @@ from amp_core.buffers import BufferGuard
 from amp_core.clip import Clip
 from amp_core.config import AmpConfig, amp_config, scale_cap
 from amp_core.errors import ConfigError
+from amp_core.layout import several_ranks
 from amp_core.scaler import LossScale, ScalePolicy
 
 logger = logging.getLogger("amp_recipes")
@@ -260,7 +261,7 @@ class Amp:
                 found_inf = torch.maximum(found_inf, _not_finite(self._norm(grads)))
 
         ledger.stepped = True
-        agree = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        agree = several_ranks()
         if agree:
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
         ledger.found_inf = found_inf

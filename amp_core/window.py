@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from amp_core.layout import several_ranks
+
 
 @dataclass(frozen=True, slots=True)
 class Micro:
@@ -100,10 +102,6 @@ def windows(
         ]
 
 
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def _collective_device() -> torch.device:
     """Where small host numbers must lie for a collective: NCCL has no CPU tensors."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -111,7 +109,7 @@ def _collective_device() -> torch.device:
 
 def _agree(length: int, *, starved: bool) -> tuple[int, bool]:
     """The longest window over all ranks, and whether any rank is starved."""
-    if not _distributed():
+    if not several_ranks():
         return length, starved
     most = torch.tensor([length, int(starved)], device=_collective_device())
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -122,7 +120,7 @@ def _agree(length: int, *, starved: bool) -> tuple[int, bool]:
 def _total(counts: list[int | Tensor]) -> int | Tensor:
     """What the window weighs over all ranks. Stays on the device when the counts are tensors."""
     total = sum(counts)
-    if not _distributed():
+    if not several_ranks():
         return total
     if isinstance(total, Tensor):
         total = total.clone()
