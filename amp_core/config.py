@@ -92,7 +92,7 @@ class ModelConfig:
     """The network."""
 
     name: str
-    """One of our own (`cnn`, `mlp`) or any classification model of `torchvision.models`."""
+    """One of our own, or for classification any such model of `torchvision.models`."""
     options: dict[str, Any]
     """Keyword arguments of the model's constructor, such as `dropout`."""
 
@@ -102,9 +102,11 @@ class DataConfig:
     """The data set."""
 
     name: str
-    """mnist_subset, synthetic, image_folder, imagenet, cifar10."""
+    """The data set; which of the keys below it takes stands in `amp_core/checks.py`."""
     path: str | None
-    """Folder of the data, for data sets that are not shipped with a package."""
+    """File or folder of the data, for data sets that are not shipped with a package."""
+    eval_path: str | None
+    """File or folder of other data to evaluate on; null: a part of `path` that is not trained on."""
     num_workers: int
     """Loader processes per rank; 0 loads in the training process."""
     image_size: int | None
@@ -112,9 +114,11 @@ class DataConfig:
     augment: bool
     """Random augmentation of training images, keyed on (seed, sample index, pass)."""
     num_samples: int | None
-    """synthetic: number of training samples."""
+    """Number of training samples: of synthetic data, or at most so many of a large data set."""
     num_classes: int | None
     """synthetic: number of classes."""
+    length: int | None
+    """text: tokens per sample."""
 
 
 @dataclass(frozen=True)
@@ -496,7 +500,7 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
     _positive(problems, {"epochs": cfg.epochs, "max_minutes": cfg.max_minutes})
     _positive(problems, {"data.num_workers": cfg.data.num_workers, "seed": cfg.seed}, least=0)
     _positive(problems, {"checkpoint.keep": cfg.checkpoint.keep, "data.image_size": cfg.data.image_size}, least=1)
-    _positive(problems, {"data.num_samples": cfg.data.num_samples}, least=1)
+    _positive(problems, {"data.num_samples": cfg.data.num_samples, "data.length": cfg.data.length}, least=1)
     _positive(problems, {"data.num_classes": cfg.data.num_classes}, least=2)
     if cfg.seed is not None and cfg.seed >= 2**63:
         problems.append(f"seed={cfg.seed}: expected less than 2^63")

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from amp_core.datasets import Batch, Data, Dataset, Key, build_data
+from amp_core.datasets import Data, Dataset, Key, build_data
 from amp_core.errors import RunError
 
 __all__ = [
@@ -212,7 +212,7 @@ class Batches:
             warnings.filterwarnings(
                 "ignore", message=".*use of fork.*may lead to deadlocks", category=DeprecationWarning
             )
-            self._iterator: Iterator[Batch] = iter(loader)
+            self._iterator: Iterator[Any] = iter(loader)
         # For a child of multiprocessing, which runs no atexit; above 10, where queues give up their threads.
         self._end = multiprocessing.util.Finalize(self, _shut_down, args=(self._iterator,), exitpriority=20)
         # For any other process: multiprocessing's own turn comes after torch has let go of its workers, and would wait.
@@ -221,7 +221,7 @@ class Batches:
     def __iter__(self) -> Batches:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         try:
             return next(self._iterator)
         except StopIteration:

@@ -13,7 +13,7 @@ from amp_core.config import Config, node_range, structure
 from amp_core.environment import launched
 from amp_core.islands import keep_fp32
 from amp_core.log import check_log
-from amp_core.models import build_model, check_model
+from amp_core.models import Family, build_model, check_model
 from amp_core.optimizers import check_optimizer
 from amp_core.schedule import check_schedule
 
@@ -21,12 +21,12 @@ PROCESSES_PER_CORE = 8
 """More CPU processes than this per core is taken for a mistake."""
 
 
-def preflight(cfg: Config, knobs: type[Any], broken: set[str]) -> tuple[list[str], list[str]]:
+def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], list[str]]:
     """Problems and warnings of a configuration on this machine. Touches no device and creates nothing.
 
     Args:
         cfg: a configuration.
-        knobs: the dataclass of the recipe's own keys.
+        recipe: the module of the recipe.
         broken: top-level keys whose values do not have their type; what depends on them is not checked.
     """
     problems: list[str] = []
@@ -36,7 +36,7 @@ def preflight(cfg: Config, knobs: type[Any], broken: set[str]) -> tuple[list[str
         return broken.isdisjoint(keys)
 
     if sound("recipe"):
-        structure(knobs, cfg.recipe, "recipe", problems)
+        structure(recipe.Knobs, cfg.recipe, "recipe", problems)
     if sound("device", "layout", "amp", "debug"):
         _check_devices(cfg, problems, warnings)
     if sound("optimizer"):
@@ -44,12 +44,12 @@ def preflight(cfg: Config, knobs: type[Any], broken: set[str]) -> tuple[list[str
     if sound("schedule"):
         problems += check_schedule(cfg.schedule)
     if sound("model"):
-        found = check_model(cfg.model.name, cfg.model.options)
+        found = check_model(cfg.model.name, cfg.model.options, recipe.MODELS)
         problems += found
         if not found and sound("amp") and cfg.amp.keep_fp32:
-            _check_islands(cfg, problems)
+            _check_islands(cfg, recipe.MODELS, problems)
     if sound("data"):
-        problems += check_data(cfg.data)
+        problems += check_data(cfg.data, recipe.DATA)
     if sound("log"):
         problems += check_log(cfg.log)
     if sound("run_dir") and cfg.run_dir and not cfg.dry_run and cfg.task == "train":
@@ -57,11 +57,11 @@ def preflight(cfg: Config, knobs: type[Any], broken: set[str]) -> tuple[list[str
     return problems, warnings
 
 
-def _check_islands(cfg: Config, problems: list[str]) -> None:
+def _check_islands(cfg: Config, family: Family, problems: list[str]) -> None:
     """Whether every pattern finds a module; names do not depend on the data, so any shape will do."""
     try:
         with torch.device("meta"):
-            net = build_model(cfg.model.name, num_classes=10, image_shape=(3, 224, 224), options=cfg.model.options)
+            net = build_model(cfg.model.name, family, options=cfg.model.options, **family.example)
         keep_fp32(net, cfg.amp.keep_fp32)
     except ValueError as problem:
         problems.append(f"amp.keep_fp32={cfg.amp.keep_fp32}: {problem}")

@@ -11,7 +11,7 @@ from recipes import find
 
 
 def main() -> None:
-    code = work(Path(sys.argv[1]), lambda name: find(name)[1])
+    code = work(Path(sys.argv[1]), lambda name: find(name).run)
     sys.stdout.flush()
     sys.stderr.flush()
     # Teardown of gloo's threads aborts now and then; all work is done and written.

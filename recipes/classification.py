@@ -27,11 +27,14 @@ from amp_core.data import build_data, eval_loader, to_device
 from amp_core.ema import build_ema
 from amp_core.environment import Environment
 from amp_core.loop import Loop
-from amp_core.models import build_model, in_channels
+from amp_core.models import CLASSIFIERS, build_model
 from amp_core.optimizers import build_optimizer
 from amp_core.precision import Amp, StepReport
 from amp_core.schedule import build_schedule
 from amp_core.window import Micro, sync_grads
+
+DATA = "images"
+MODELS = CLASSIFIERS
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,9 @@ class Knobs:
 def run(cfg: Config, env: Environment) -> dict[str, float]:
     """Train, and return the last evaluation: loss and accuracy, with `ema_` in front for averaged weights."""
     knobs = Knobs(**cfg.recipe)
-    data = build_data(cfg.data, seed=cfg.seed, channels=in_channels(cfg.model.name))
+    data = build_data(cfg.data, seed=cfg.seed, channels=MODELS.in_channels(cfg.model.name))
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
-    net = build_model(
-        cfg.model.name, num_classes=data.num_classes, image_shape=data.image_shape, options=cfg.model.options
-    )
-    model = env.wrap(net, amp)
+    model = env.wrap(build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts), amp)
     optimizer = build_optimizer(cfg.optimizer, model)
     schedule = build_schedule(cfg.schedule, optimizer, env.num_steps(data))
     ema = build_ema(cfg.ema, model)

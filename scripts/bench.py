@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_core import Amp, Clip, Schedule, windows
-from amp_core.models import build_model
+from amp_core.models import CLASSIFIERS, build_model
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 Step = Callable[[], None]
@@ -106,7 +106,7 @@ def measure(model: str, mode: str, accumulation: int, device: str, rounds: int, 
     steps: dict[str, Step] = {}
     for name, make in (("textbook", textbook), ("again", textbook), ("ours", ours)):
         torch.manual_seed(0)
-        net = build_model(model, num_classes=10, image_shape=shape, options={}).to(device)
+        net = build_model(model, CLASSIFIERS, num_classes=10, image_shape=shape, options={}).to(device)
         steps[name] = make(net, batches, mode, device)
         steps[name]()
     waits = {}

