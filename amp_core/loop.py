@@ -15,7 +15,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from amp_core.layout import unwrap
 from amp_core.log import Log, say
 from amp_core.precision import Amp, StepReport
 from amp_core.schedule import Schedule
-from amp_core.window import Micro
+from amp_core.window import Micro, shares
 
 logger = logging.getLogger("amp_recipes")
 
@@ -46,10 +46,9 @@ class Loop:
         env: where it runs.
         data: training data; evaluation is the recipe's own.
         amp: the mode.
-        model: the wrapped network.
-        optimizer, schedule, ema: what moves with it.
-        evaluate: metrics of a network (the model, then the averaged one) on the evaluation data; on every rank.
-        parts: further named parts of the checkpoint.
+        evaluate: metrics of a network (the first one, then its average) on the evaluation data; on every rank.
+        **parts: what is saved, by name: networks (wrapped or not), optimizers, schedules, averages, and anything else
+            with `state_dict` and `load_state_dict`. None is left out. At least one network, optimizer and schedule.
     """
 
     def __init__(
@@ -58,17 +57,17 @@ class Loop:
         data: Data,
         *,
         amp: Amp,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
-        ema: Ema | None,
         evaluate: Evaluate,
         **parts: Any,
     ) -> None:
         self.env, self.cfg, self.data = env, env.cfg, data
-        self.amp, self.model, self.optimizer, self.schedule, self.ema = amp, model, optimizer, schedule, ema
-        self.evaluate = evaluate
-        self.parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "ema": ema, **parts, "scaler": amp}
+        self.amp, self.evaluate = amp, evaluate
+        self.parts = parts | {"scaler": amp}
+        self.nets = [part for part in parts.values() if isinstance(part, nn.Module)]
+        self.optimizers = [part for part in parts.values() if isinstance(part, torch.optim.Optimizer)]
+        self.schedules = {name: part for name, part in parts.items() if isinstance(part, Schedule)}
+        self.model, self.schedule = self.nets[0], next(iter(self.schedules.values()))
+        self.ema = next((part for part in parts.values() if isinstance(part, Ema)), None)
         self.accumulation = self.cfg.accumulation
         self.step = 0
         """Windows done, taken or skipped."""
@@ -78,9 +77,7 @@ class Loop:
         """Results of the last evaluation."""
         self._eval_step = self._save_step = self._log_step = -1
         self._log: Log | None = None
-        self._report: StepReport | None = None
-        self._sums: dict[str, Tensor] = {}
-        self._num_logged = torch.zeros((), device=env.device)
+        self._meters: dict[str, _Meter] = {}
         self._reading: _Reading | None = None
         self._floor_said = self._skip_said = False
         self._clock = _Clock()
@@ -103,8 +100,11 @@ class Loop:
 
     # --- the course -------------------------------------------------------------------------------------------------
 
-    def windows(self) -> Iterator[list[Micro]]:
+    def windows(self, count: Callable[[Any], Tensor] | None = None) -> Iterator[list[Micro]]:
         """The windows from where the run stands to its end. Between them: log, evaluate, save, stop.
+
+        Args:
+            count: what a batch weighs, a 0-d tensor on its device, such as its valid tokens. Default: its samples.
 
         Yields:
             `accumulation` micro-batches on the device; weights sum to 1 over all ranks.
@@ -130,7 +130,7 @@ class Loop:
         self._open_log(loaded)
         ending: dict[str, Any] = {"status": "finished", "exit_code": 0}
         try:
-            yield from self._steps()
+            yield from self._steps(count)
         except BaseException as problem:  # trackers are told how it ended, and it goes on its way
             code, status = (1, "failed") if isinstance(problem, GeneratorExit) else outcome_of(problem)
             ending = {"status": status, "exit_code": code}
@@ -139,7 +139,7 @@ class Loop:
             if self._log is not None:
                 self._log.close(self.env.summary | ending)
 
-    def _steps(self) -> Iterator[list[Micro]]:
+    def _steps(self, count: Callable[[Any], Tensor] | None) -> Iterator[list[Micro]]:
         env, cfg, end = self.env, self.cfg, self.num_steps
         sampler = Sampler(
             len(self.data.train),
@@ -160,11 +160,15 @@ class Loop:
             )
             self._clock.start(self.samples)
             while self.step < end:
+                window = [next(batches) for _ in range(self.accumulation)]
+                weights = [weight] * len(window) if count is None else shares([count(batch) for batch in window])
                 window = [
-                    Micro(next(batches), weight, is_last=i == self.accumulation - 1) for i in range(self.accumulation)
+                    Micro(batch, share, is_last=i == self.accumulation)
+                    for i, (batch, share) in enumerate(zip(window, weights, strict=True), 1)
                 ]
                 env.seed_step(self.step + 1)
-                self.model.train()
+                for net in self.nets:
+                    net.train()
                 with self._fault(window) as dropped:
                     if not dropped:
                         yield window
@@ -197,20 +201,19 @@ class Loop:
                 self._log.warning(message)
             raise Interrupted(message, stop)
 
-    def log(self, report: StepReport, **values: Tensor) -> None:
+    def log(self, report: StepReport, *, of: str = "", **values: Tensor) -> None:
         """Record a step. Does not wait for the device.
 
         Args:
             report: of the step.
+            of: whose step it was, in a recipe that steps several optimizers one by one. Its gradient norm and skipped
+                steps are logged as `grad_norm_<of>` and `skipped_<of>`.
             **values: 0-d tensors, this rank's shares of means over the window. The metrics hold their means over the
                 taken steps since the last line.
         """
-        self._report = report
-        for name, value in values.items():
-            value = torch.where(report.taken, value.detach().float(), 0.0)
-            total = self._sums.get(name)
-            self._sums[name] = value if total is None else total + value
-        self._num_logged = self._num_logged + report.taken
+        if of not in self._meters:
+            self._meters[of] = _Meter(self.env.device)
+        self._meters[of].add(report, values)
 
     # --- where the run stands -----------------------------------------------------------------------------------------
 
@@ -242,6 +245,8 @@ class Loop:
         self.samples = int(progress["samples"])
         self.amp.num_skipped.fill_(int(progress["skipped"]))
         self.amp.num_consecutive_skips.fill_(int(progress["consecutive_skips"]))
+        for of, skipped in progress.get("skipped_of", {}).items():
+            self._meters[of] = _Meter(env.device, int(skipped))
         if self.ema is not None:
             self.ema.num_taken.fill_(int(progress["averaged"]))
         old_mode = loaded.config.get("amp", {}).get("name")
@@ -319,11 +324,13 @@ class Loop:
     def plan(self) -> str:
         """What runs, in a few lines."""
         cfg, env = self.cfg, self.env
-        params = list(unwrap(self.model).parameters())
-        weights = sum(p.numel() * p.element_size() for p in params)
-        trained = sum(p.numel() * p.element_size() for p in params if p.requires_grad)
-        moments = _state_ratio(self.optimizer)
-        memory = weights + trained + trained * moments + (weights if self.ema else 0)
+        params = [p for net in self.nets for p in unwrap(net).parameters()]
+        memory = _num_bytes(params) + sum(
+            _num_bytes(p for group in optimizer.param_groups for p in group["params"]) * (1 + _state_ratio(optimizer))
+            for optimizer in self.optimizers
+        )
+        memory += _num_bytes(self.ema.model.parameters()) if self.ema else 0
+        optimizer = self.optimizers[0]
         amp = f"amp={cfg.amp.name}"
         if cfg.amp.scaling:
             amp += f" (scale at most {scale_cap(cfg.amp, cfg.batch_size):g})"
@@ -333,7 +340,7 @@ class Loop:
                 f"{cfg.recipe['name']}: {cfg.model.name} ({sum(p.numel() for p in params):,} parameters) on "
                 f"{cfg.data.name} ({len(self.data.train):,} training samples)",
                 f"  {amp} on {env.world_size} x {env.device.type}, "
-                f"{type(self.optimizer).__name__}{' fused' if _is_fused(self.optimizer) else ''}, "
+                f"{type(optimizer).__name__}{' fused' if _is_fused(optimizer) else ''}, "
                 f"schedule {cfg.schedule.name} over {self.schedule.num_steps} steps",
                 f"  {self.num_steps} steps of {self.samples_per_step} samples ({cfg.batch_size} x accumulation "
                 f"{self.accumulation} x {env.world_size} rank(s)), {passes:.3g} passes over the data",
@@ -348,23 +355,32 @@ class Loop:
         """Begin to read the numbers of a log line; on a GPU they are written when the next line is begun."""
         self._finish_reading()
         rate = self._clock.lap(self.samples)
-        if self._report is None:
+        meters = {of: meter for of, meter in self._meters.items() if meter.report is not None}
+        if not meters:
             return
-        names = list(self._sums)
-        sums = torch.stack([*self._sums.values(), self._num_logged / self.env.world_size])
+        # Sums, and the steps they are over, which all ranks have counted.
+        sums = {
+            (of, name): value
+            for of, meter in meters.items()
+            for name, value in (meter.sums | {"": meter.num_taken / self.env.world_size}).items()
+        }
+        summed = torch.stack(list(sums.values()))
         if self.env.world_size > 1:
-            dist.all_reduce(sums)
-        facts = [
-            self._report.grad_norm,
-            self.amp.scaler.scale,
-            self.amp.num_skipped,
-            self.amp.num_consecutive_skips,
-            self.schedule.rate_of(self._report).to(self.env.device),
-        ]
+            dist.all_reduce(summed)
+        facts: dict[tuple[str, str], Tensor] = {
+            ("", "loss_scale"): self.amp.scaler.scale,
+            ("", "skipped"): self.amp.num_skipped,
+            ("", "streak"): self.amp.num_consecutive_skips,
+        }
+        for of, meter in meters.items():
+            assert meter.report is not None
+            facts |= {(of, "grad_norm"): meter.report.grad_norm, (of, "skips"): meter.num_skipped}
+            meter.clear()
+        for name, schedule in self.schedules.items():
+            facts["", _rate_key(name)] = schedule.last_rate().to(self.env.device)
         # float64 holds counts and scales exactly.
-        numbers = torch.cat([sums.double(), torch.stack([f.detach().double() for f in facts])])
-        self._sums, self._num_logged = {}, torch.zeros_like(self._num_logged)
-        self._reading = _Reading(numbers, names, self.step, rate)
+        numbers = torch.cat([summed.double(), torch.stack([f.detach().double() for f in facts.values()])])
+        self._reading = _Reading(numbers, [*sums, *facts], self.step, rate)
         if self.env.device.type == "cpu":
             self._finish_reading()
 
@@ -372,18 +388,30 @@ class Loop:
         if self._reading is None:
             return
         reading, self._reading = self._reading, None
-        *sums, num_logged, grad_norm, scale, skipped, streak, lr = reading.values()
+        found = dict(zip(reading.names, reading.values(), strict=True))
+        scale, skipped, streak = (found.pop(("", name)) for name in ("loss_scale", "skipped", "streak"))
         line: dict[str, Any] = {"step": reading.step, "split": "train"}
+        norms: dict[str, Any] = {}
+        for (of, name), value in found.items():
+            if name == "grad_norm":
+                # The first one stands under the plain name, too.
+                norm = value if math.isfinite(value) else None
+                norms |= ({f"grad_norm_{of}": norm} if of else {}) | {"grad_norm": norms.get("grad_norm", norm)}
+            elif name == "skips":
+                norms |= {f"skipped_{of}": int(value)} if of else {}
+            elif name.startswith("lr"):
+                norms[name] = value
+            elif name:
+                num_taken = found[of, ""]
+                line[name] = value / num_taken if num_taken else None
         line |= {
-            name: total / num_logged if num_logged else None for name, total in zip(reading.names, sums, strict=True)
-        }
-        line |= {
-            "lr": lr,
+            "lr": norms.pop("lr"),
             "loss_scale": scale,
             "skipped": int(skipped),
-            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+            "grad_norm": norms.pop("grad_norm"),
             "samples_per_second": round(reading.rate, 3),
         }
+        line |= norms
         assert self._log is not None
         self._log.metrics(line)
         self.env.summary |= {"step": reading.step, "skipped": int(skipped), "samples_per_second": reading.rate}
@@ -445,6 +473,7 @@ class Loop:
                     "samples_per_step": self.samples_per_step,
                     "skipped": int(self.amp.num_skipped),
                     "consecutive_skips": int(self.amp.num_consecutive_skips),
+                    "skipped_of": {of: int(meter.num_skipped) for of, meter in self._meters.items() if of},
                     "averaged": int(self.ema.num_taken) if self.ema else 0,
                 },
                 config=self.cfg.to_dict(),
@@ -532,10 +561,33 @@ class Loop:
                 handle.remove()
 
 
+class _Meter:
+    """What is to be logged of the steps of one optimizer, summed on the device since the last line."""
+
+    def __init__(self, device: torch.device, num_skipped: int = 0) -> None:
+        self.report: StepReport | None = None
+        self.num_skipped = torch.full((), num_skipped, dtype=torch.int64, device=device)
+        self._zero = torch.zeros((), device=device)
+        self.clear()
+
+    def clear(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.num_taken = self._zero
+
+    def add(self, report: StepReport, values: dict[str, Tensor]) -> None:
+        self.report = report
+        for name, value in values.items():
+            # A skipped step has no loss: NaN would spoil the mean.
+            value = torch.where(report.taken, value.detach().float(), 0.0)
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        self.num_taken = self.num_taken + report.taken
+        self.num_skipped = self.num_skipped + ~report.taken
+
+
 class _Reading:
     """Numbers on their way from the device: copied in the background, waited for only when they are used."""
 
-    def __init__(self, numbers: Tensor, names: list[str], step: int, rate: float) -> None:
+    def __init__(self, numbers: Tensor, names: list[tuple[str, str]], step: int, rate: float) -> None:
         self.names, self.step, self.rate = names, step, rate
         self._event = None
         self._numbers = numbers
@@ -588,6 +640,15 @@ def _first_float(batch: Any) -> Tensor:
         if isinstance(item, Tensor) and item.is_floating_point():
             return item
     raise ConfigError("debug.inject.where=batch: the batch holds no floating-point tensor; use where=gradient")
+
+
+def _rate_key(schedule: str) -> str:
+    """`schedule` -> lr, `generator_schedule` -> lr_generator."""
+    return f"lr_{schedule.removesuffix('schedule').strip('_')}".strip("_")
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:

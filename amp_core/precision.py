@@ -17,8 +17,9 @@ weight. With a fused optimizer all of it happens on the device; the host reads n
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,19 @@ class _Ledger:
         self.found_inf: Tensor | None = None
         self.unscaled = False
         self.stepped = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """An optimizer that is about to step."""
+
+    optimizer: torch.optim.Optimizer
+    ledger: _Ledger
+    grads: list[Tensor]
+    norm: Tensor
+    found_inf: Tensor
+    factor: Tensor | None
+    """What the gradients are still to be multiplied by; None: nothing."""
 
 
 def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -217,7 +231,14 @@ class Amp:
         ledger.unscaled = True
 
     @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer, clip: Clip | Callable[..., None] | None = None) -> StepReport:
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        clip: Clip | Callable[..., None] | None = None,
+        *,
+        unscaled: Collection[torch.optim.Optimizer] = (),
+        sharded: Collection[torch.optim.Optimizer] = (),
+    ) -> StepReport:
         """Unscale, check, clip, and step where the gradients of all ranks are finite. Once per window and optimizer.
 
         What is checked is their joint norm in float32, so that gradients beyond 1e19 count as an overflow, too.
@@ -226,21 +247,75 @@ class Amp:
         gradient takes no step and leaves the scale alone.
 
         Args:
-            optimizer: any optimizer of dense gradients and no closure.
+            optimizer: any optimizer of dense gradients and no closure. Several in a list are stepped together or not
+                at all, each clipped by its own norm; stepped in calls of their own, each skips alone.
             clip: a `Clip`, or any function of (parameters, unscaled gradients) that changes the gradients in place.
+            unscaled: those of the optimizers whose gradients do not carry the loss scale, because they do not come
+                from `backward`.
+            sharded: those whose gradients are this rank's part of one that lies over all ranks; its norm is theirs.
 
         Raises:
             RuntimeError: a second step before `update`.
             TypeError: 16-bit weights under a loss scale, or sparse gradients.
         """
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        due = [self._examine(o, clip, scaled=o not in unscaled, sharded=o in sharded) for o in optimizers]
+        found_inf = functools.reduce(torch.maximum, [each.found_inf for each in due])
+        agree = several_ranks()
+        if agree:
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+        taken = found_inf == 0
+        if torch.is_autocast_enabled(self.device.type):
+            torch.clear_autocast_cache()
+
+        on_host = None
+        if not any(each.grads for each in due):
+            taken = torch.zeros_like(taken)
+            on_host = None if all(each.ledger.on_device for each in due) else False
+        for each in due:
+            each.ledger.stepped = True
+            each.ledger.found_inf = found_inf if each.grads or agree else None
+            if not each.grads:
+                continue
+            if each.ledger.on_device:
+                _fill_momentum(each.optimizer)
+                each.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+                inverse = None if each.factor is None else each.factor.reciprocal()
+                each.optimizer.grad_scale = inverse  # type: ignore[attr-defined]
+                try:
+                    each.optimizer.step()
+                finally:
+                    del each.optimizer.found_inf, each.optimizer.grad_scale  # type: ignore[attr-defined]
+                continue
+            if each.factor is not None:
+                torch._foreach_mul_(each.grads, each.factor)
+            if on_host is None:
+                self._say_that_it_waits(each.optimizer)
+                on_host = found_inf.item() == 0
+            if on_host:
+                each.optimizer.step()
+        for each in due:
+            self._settle(each.optimizer, taken)
+        norms = [each.norm for each in due]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        return StepReport(taken, norm, on_host)
+
+    def _examine(
+        self, optimizer: torch.optim.Optimizer, clip: Clip | Callable[..., None] | None, *, scaled: bool, sharded: bool
+    ) -> _Due:
+        """Norm, finiteness and clipping of one optimizer's gradients, before it is known whether the step is taken."""
         ledger = self._ledger(optimizer)
         if ledger.stepped:
             raise RuntimeError("amp.step was called twice for one optimizer; call amp.update() once per window")
         params, grads = _with_grads(optimizer)
         self._check_dtypes(grads)
 
-        inverse = None if ledger.unscaled or self.scaler.policy is None else self.scaler.inverse
+        inverse = None if ledger.unscaled or not scaled or self.scaler.policy is None else self.scaler.inverse
         norm = self._norm(grads)
+        if sharded and several_ranks():
+            squares = norm.square()
+            dist.all_reduce(squares)
+            norm = squares.sqrt()
         if inverse is not None:
             norm = norm * inverse
         found_inf = _not_finite(norm)
@@ -259,38 +334,7 @@ class Amp:
             # Clamping keeps what is finite finite; anything else may divide zero by zero.
             if not isinstance(clip, Clip) or clip.kind != "value":
                 found_inf = torch.maximum(found_inf, _not_finite(self._norm(grads)))
-
-        ledger.stepped = True
-        agree = several_ranks()
-        if agree:
-            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
-        ledger.found_inf = found_inf
-        taken = found_inf == 0
-        if torch.is_autocast_enabled(self.device.type):
-            torch.clear_autocast_cache()
-
-        on_host = None
-        if not grads:
-            taken, on_host = torch.zeros_like(taken), None if ledger.on_device else False
-            if not agree:
-                ledger.found_inf = None
-        elif ledger.on_device:
-            _fill_momentum(optimizer)
-            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-            optimizer.grad_scale = None if factor is None else factor.reciprocal()  # type: ignore[attr-defined]
-            try:
-                optimizer.step()
-            finally:
-                del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
-        else:
-            if factor is not None:
-                torch._foreach_mul_(grads, factor)
-            self._say_that_it_waits(optimizer)
-            on_host = found_inf.item() == 0
-            if on_host:
-                optimizer.step()
-        self._settle(optimizer, taken)
-        return StepReport(taken, norm, on_host)
+        return _Due(optimizer, ledger, grads, norm, found_inf, factor)
 
     @torch.no_grad()
     def update(self) -> None:

@@ -65,6 +65,7 @@ class Schedule:
         for i in self._tables:
             self._rates.setdefault(i, torch.zeros(1, device=device))
         self._last = num_steps - 1
+        self._moved: Tensor | None = None
         self._link()
 
     def _link(self) -> None:
@@ -77,6 +78,7 @@ class Schedule:
     @torch.no_grad()
     def advance(self, report: StepReport) -> None:
         """Move on if the step was taken. Does not wait for the device."""
+        self._moved = report.taken
         if not self._on_device:
             assert report.taken_on_host is not None
             if report.taken_on_host:
@@ -103,9 +105,10 @@ class Schedule:
         """The first group's learning rate: a 0-d device tensor, or a float where the host decides."""
         return self.optimizer.param_groups[0]["lr"]
 
-    def rate_of(self, report: StepReport) -> Tensor:
-        """The first group's learning rate in the step of `report`, the last one: 0-d. Does not wait for the device."""
-        index = (self.num_taken - report.taken.to(self.num_taken)).clamp(min=0, max=self._last)
+    def last_rate(self) -> Tensor:
+        """The first group's learning rate in the last step, taken or skipped: 0-d. Does not wait for the device."""
+        moved = 0 if self._moved is None else self._moved.to(self.num_taken)
+        index = (self.num_taken - moved).clamp(min=0, max=self._last)
         return self._tables[self._owner[0]].index_select(0, index)[0]
 
     def state_dict(self) -> dict[str, Any]:

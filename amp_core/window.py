@@ -8,7 +8,7 @@ small; a mean of means favours short micro-batches.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -93,13 +93,21 @@ def windows(
             counts += [counts[-1] * 0 if counts else count(filler) * 0] * (length - len(window))
             window += [filler] * (length - len(window))
         spare = window[-1]
-        total = _total(counts)
-        # Counted tokens may all be masked; 0 / 0 would poison the weights.
-        shares = [c / total.clamp(min=1) if isinstance(total, Tensor) else c / max(total, 1) for c in counts]
         yield [
             Micro(batch, share * world_size, is_last=i == length - 1)
-            for i, (batch, share) in enumerate(zip(window, shares, strict=True))
+            for i, (batch, share) in enumerate(zip(window, shares(counts), strict=True))
         ]
+
+
+def shares(counts: Sequence[int | Tensor]) -> list[float | Tensor]:
+    """What each micro-batch of a window weighs: its count over that of the whole window on all ranks.
+
+    Args:
+        counts: of this rank's micro-batches, ints or 0-d tensors, which stay on their device; collective.
+    """
+    total = _total(counts)
+    # Counted tokens may all be masked; 0 / 0 would poison the weights.
+    return [c / total.clamp(min=1) if isinstance(total, Tensor) else c / max(total, 1) for c in counts]
 
 
 def _collective_device() -> torch.device:
@@ -117,7 +125,7 @@ def _agree(length: int, *, starved: bool) -> tuple[int, bool]:
     return longest, bool(any_starved)
 
 
-def _total(counts: list[int | Tensor]) -> int | Tensor:
+def _total(counts: Sequence[int | Tensor]) -> int | Tensor:
     """What the window weighs over all ranks. Stays on the device when the counts are tensors."""
     total = sum(counts)
     if not several_ranks():
