@@ -1,0 +1,153 @@
+"""A language model: a GPT whose positions are computed in fp32, or, to see what goes wrong, from ids of 16 bits.
+
+Position ids are numbers like any other: bfloat16 counts exactly to 256, float16 to 2048, and beyond neighbours share an
+id. Nothing of it shows while sequences are short. And fp32 ids are not enough: under autocast a product of matrices,
+`ids @ frequencies`, casts them down again. So ids become phases and distances in an fp32 island, element by element.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_core.islands import keep_fp32
+from amp_core.models.family import Family, check_choice, check_count, check_probability
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+POSITIONS = ("learned", "rope", "alibi")
+
+
+def position_ids(length: int, *, offset: int = 0, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """[length] ids from `offset` on, rounded to `dtype`. Of 4096, bfloat16 tells 769 apart, float16 3073."""
+    return (torch.arange(length, device=device) + offset).to(dtype)
+
+
+@keep_fp32
+def rope_phases(ids: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the angles by which RoPE turns pairs of features (Su et al., arXiv:2104.09864).
+
+    Computed anew for each forward pass: frequencies in a buffer would follow the weights into 16 bits.
+
+    Args:
+        ids: [L], as fp32 in here.
+        dim: features of a head, an even number.
+
+    Returns:
+        Two fp32 tensors [L, dim / 2].
+    """
+    frequencies = 10_000.0 ** (-torch.arange(0, dim, 2, device=ids.device) / dim)
+    angles = torch.outer(ids, frequencies)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn feature i and feature i + D / 2 of each position. The product with fp32 phases is fp32; x keeps its dtype.
+
+    Args:
+        x: [B, H, L, D] in any floating dtype.
+        phases: of `rope_phases`.
+    """
+    cos, sin = phases
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+
+
+@keep_fp32
+def alibi_bias(ids: Tensor, heads: int) -> Tensor:
+    """What ALiBi adds to attention scores (Press et al., arXiv:2108.12409): minus the distance, steeper in some heads.
+
+    The difference of two ids is exact as long as the ids are; only the result may be cast to 16 bits.
+
+    Args:
+        ids: [L], as fp32 in here.
+        heads: number of heads.
+
+    Returns:
+        fp32 [heads, L, L]; minus infinity where a key lies in the future.
+    """
+    slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=ids.device) / heads)
+    bias = -slopes[:, None, None] * (ids[:, None] - ids)
+    # By the order, not by the ids: rounded ones would show the future.
+    future = torch.ones(len(ids), len(ids), dtype=torch.bool, device=ids.device).triu(1)
+    return bias.masked_fill(future, -torch.inf)
+
+
+class Block(nn.Module):
+    """Attention and a multilayer perceptron, each on normalised inputs and added to the stream."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm_attention = nn.LayerNorm(width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.norm_mlp = nn.LayerNorm(width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor, phases: tuple[Tensor, Tensor] | None, bias: Tensor | None) -> Tensor:
+        """x [B, L, width], and what tells attention the positions: phases for RoPE, a bias for ALiBi."""
+        dropout = self.dropout if self.training else 0.0
+        q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if phases is not None:
+            q, k = rotate(q, phases), rotate(k, phases)
+        mask = None if bias is None else bias.to(q.dtype)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout)
+        x = x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), dropout)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm_mlp(x)))), dropout)
+
+
+class GPT(nn.Module):
+    """Logits [B, L, vocab_size] of the next token, from tokens int64 [B, L]. See `gpt`."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        length: int,
+        width: int,
+        depth: int,
+        heads: int,
+        dropout: float,
+        positions: str,
+        positions_dtype: str,
+        tied: bool,
+    ) -> None:
+        super().__init__()
+        self.positions, self.positions_dtype, self.dropout = positions, DTYPES[positions_dtype], dropout
+        self.embed = nn.Embedding(vocab_size, width)
+        self.table = nn.Embedding(length, width) if positions == "learned" else None
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02 if isinstance(module, nn.Embedding) else width**-0.5 / 2)
+        for block in self.blocks:  # the stream grows by 2 * depth additions (Radford et al. 2019)
+            for layer in (block.out, block.down):
+                nn.init.normal_(layer.weight, std=0.02 * (2 * depth) ** -0.5)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, offset: int = 0) -> Tensor:
+        """Logits in the dtype that the last layer computes in; `offset` is the position of the first token.
+
+        Raises:
+            ValueError: learned positions end before the last token.
+        """
+        length = tokens.shape[1]
+        ids = position_ids(length, offset=offset, dtype=self.positions_dtype, device=tokens.device)
+        x = self.embed(tokens)
+        phases = bias = None
+        if self.table is not None:
+            if offset + length > self.table.num_embeddings:
+                raise ValueError(f"positions up to {offset + length}: the model learned {self.table.num_embeddings}")
+            x = x + self.table(ids.long())
+        elif self.positions == "rope":
+            phases = rope_phases(ids, self.head_dim)
+        else:
+            bias = alibi_bias(ids, self.heads)
+        x = F.dropout(x, self.dropout, self.training)
+        for block in self.blocks:
+            x = block(x, phases, bias)
+        return self.head(self.norm(x))

@@ -1,0 +1,48 @@
+"""What tests of whole runs read in a run folder, and how they compare it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+
+def checkpoints(folder):
+    return sorted(Path(folder, "checkpoints").glob("step_*"))
+
+
+def state(folder):
+    return torch.load(checkpoints(folder)[-1] / "state.pt", weights_only=True)
+
+
+def summary(folder):
+    return json.loads(Path(folder, "summary.json").read_text())
+
+
+def lines(folder):
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def differing(a, b, path=""):
+    """Paths at which two nested states differ in any bit."""
+    if isinstance(a, torch.Tensor):
+        same = (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+        )
+        return [] if same else [path]
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), (path, a.keys() ^ b.keys())
+        return [d for key in a for d in differing(a[key], b[key], f"{path}.{key}")]
+    if isinstance(a, list | tuple):
+        assert len(a) == len(b), path
+        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differing(x, y, f"{path}[{i}]")]
+    return [] if a == b or (a != a and b != b) else [path]
+
+
+def same_but(a, b, *ignored):
+    """The states agree in every bit, apart from top-level entries or paths that begin with one of `ignored`."""
+    a, b = ({k: v for k, v in s.items() if k != "config"} for s in (a, b))
+    return [d for d in differing(a, b) if not d.startswith(tuple(f".{i}" for i in ignored))]
