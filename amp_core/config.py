@@ -29,6 +29,12 @@ class AmpConfig:
     """Name of the mode: the option of the group that was chosen."""
     dtype: Literal["float32", "bfloat16", "float16"]
     """What autocast casts to; float32 switches autocast off."""
+    weights: Literal["float32", "bfloat16", "float16"]
+    """What the network holds its weights in; 16 bits compute without autocast."""
+    update: Literal["master", "stochastic", "kahan", "nearest"] | None
+    """How a step changes 16-bit weights: through fp32 copies, stochastic rounding, a compensation, or plain rounding."""
+    float8: bool
+    """Multiply in float8 in the linear layers whose sizes allow it."""
     matmul_precision: Literal["highest", "high"]
     """`high` lets CUDA use TF32 units for what stays in fp32."""
     scaling: bool
@@ -416,13 +422,15 @@ def _check_amp(amp: AmpConfig, problems: list[str]) -> None:
                 )
         if amp.dtype == "float16":
             problems.append("amp.scaling=false: float16 gradients underflow without a loss scale; use amp=fp16")
+        elif amp.weights == "float16" and amp.update == "master":
+            problems.append("amp.scaling=false: float16 gradients underflow without a loss scale; use amp=o2")
     else:
         for key in ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale", "dynamic"):
             if getattr(amp, key) is None:
                 problems.append(f"amp.{key}=null: a mode that scales the loss needs a value; leave it out")
         if amp.max_scale is None and amp.max_scale_per_sample is None:
             problems.append("amp.max_scale=null: without a cap the scale grows to 2^127; expected a number")
-        if amp.dtype != "float16":
+        if "float16" not in (amp.dtype, amp.weights):
             problems.append(
                 f"amp.scaling=true: {amp.dtype} has the range of fp32 and needs no loss scale; use amp=fp16"
             )
@@ -439,6 +447,18 @@ def _check_amp(amp: AmpConfig, problems: list[str]) -> None:
         if amp.min_scale is not None and amp.init_scale is not None and 0 < amp.init_scale < amp.min_scale:
             problems.append(f"amp.init_scale={amp.init_scale:g}: expected at least amp.min_scale={amp.min_scale:g}")
     _positive(problems, {"amp.max_consecutive_skips": amp.max_consecutive_skips}, least=1)
+    if amp.weights == "float32":
+        if amp.update is not None:
+            problems.append(f"amp.update={amp.update}: has no effect on fp32 weights; use amp=bf16_pure or amp=o2")
+    else:
+        if amp.dtype != "float32":
+            problems.append(f"amp.dtype={amp.dtype}: amp.weights={amp.weights} compute without autocast; leave it out")
+        if amp.update is None:
+            problems.append(f"amp.update=null: amp.weights={amp.weights} need one of master, nearest, kahan, stochastic")
+        if amp.update in ("stochastic", "kahan") and amp.weights != "bfloat16":
+            problems.append(f"amp.update={amp.update}: is for bfloat16 weights; use amp=bf16_pure")
+    if amp.float8 and amp.dtype != "bfloat16":
+        problems.append(f"amp.float8=true: stands beside autocast to bfloat16; use amp=fp8 instead of amp={amp.name}")
 
 
 def _check_clip(clip: ClipConfig, problems: list[str]) -> None:
