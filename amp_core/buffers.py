@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_core.weights import trainable
+
 
 class BufferGuard:
     """Remembers a network's buffers at the first forward of a window and puts them back after a skipped step.
@@ -28,7 +30,7 @@ class BufferGuard:
         self._kept: list[Tensor] = []
         self._armed = False
         net.register_forward_pre_hook(self._before_forward)
-        self.parameters = frozenset(net.parameters())
+        self.parameters = frozenset(trainable(net))
 
     @torch.no_grad()
     def _before_forward(self, net: nn.Module, inputs: Any) -> None:

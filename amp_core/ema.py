@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from amp_core.config import EmaConfig
 from amp_core.layout import unwrap
 from amp_core.precision import StepReport
+from amp_core.weights import fp32_copy, fp32_values
 
 
 class Ema:
@@ -22,7 +22,7 @@ class Ema:
         warmup: use min(decay, (1 + t) / (10 + t)) after t taken steps, so that the average forgets the start early.
 
     Attributes:
-        model: the averaged copy: unwrapped, in evaluation mode, without gradients.
+        model: the averaged copy: unwrapped, in evaluation mode, without gradients; in fp32 also beside 16-bit weights.
         num_taken: 0-d int64 tensor, taken steps; set it when continuing from a checkpoint.
     """
 
@@ -30,15 +30,13 @@ class Ema:
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"Ema(decay={decay}): expected at least 0 and below 1")
         self._source = unwrap(net)
-        self.model = copy.deepcopy(self._source).eval().requires_grad_(False)
+        self.model = fp32_copy(self._source).eval().requires_grad_(False)
         self.decay = decay
         self.warmup = warmup
-        averages: list[Tensor] = [*self.model.parameters(), *self.model.buffers()]
-        values: list[Tensor] = [*self._source.parameters(), *self._source.buffers()]
-        pairs = list(zip(averages, values, strict=True))
-        num_params = len(list(self.model.parameters()))
-        self._params, self._buffers = pairs[:num_params], pairs[num_params:]
-        device = pairs[0][0].device
+        self._averages: list[Tensor] = list(self.model.parameters())
+        self._weights = list(self._source.parameters())
+        self._buffers = list(zip(self.model.buffers(), self._source.buffers(), strict=True))
+        device = self._averages[0].device
         self.num_taken = torch.zeros((), dtype=torch.int64, device=device)
         self._decay = torch.tensor(decay, device=device)
 
@@ -51,10 +49,9 @@ class Ema:
             keep = torch.minimum(keep, (1.0 + self.num_taken) / (10.0 + self.num_taken))
         weight = (1.0 - keep) * taken
         # average += weight * (value - average): with weight 0 nothing changes by a bit, since weights stay finite.
-        averages = [average for average, _ in self._params]
-        steps = torch._foreach_sub([value.detach() for _, value in self._params], averages)
+        steps = torch._foreach_sub(fp32_values(self._weights), self._averages)
         torch._foreach_mul_(steps, weight)
-        torch._foreach_add_(averages, steps)
+        torch._foreach_add_(self._averages, steps)
         for average, value in self._buffers:
             # Unguarded statistics may be NaN after a skipped step, and 0 * NaN is NaN.
             moved = average + weight * (value - average) if average.is_floating_point() else value

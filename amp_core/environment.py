@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from amp_core.config import Config, build, num_steps
+from amp_core.config import ONE_PROCESS, Config, build, num_steps
 from amp_core.errors import ConfigError, RunError, SaveError
 from amp_core.log import write_json
 from amp_core.precision import Amp
@@ -165,16 +165,30 @@ class Environment:
         self._is_new = self._begun = False
 
     @property
+    def devices(self) -> list[torch.device]:
+        """All devices of this process, `device` first. On a CPU the stages of model_parallel share it."""
+        if self.device.type == "cuda" and self.cfg.layout.name == "data_parallel":
+            return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        first = self.device.index or 0
+        stages = range(first, first + (self.cfg.layout.num_stages or 1))
+        return [torch.device("cuda", index) if self.device.type == "cuda" else self.device for index in stages]
+
+    @property
     def is_main(self) -> bool:
         """Rank 0, the only one that writes."""
         return self.rank == 0
 
     def wrap(self, net: nn.Module, amp: Amp) -> nn.Module:
-        """`net` on the device, with its fp32 islands, its statistics guarded, in the layout of the run."""
-        from amp_core.islands import keep_fp32
-        from amp_core.layout import wrap_ddp
+        """`net` on the device, with its fp32 islands, its statistics guarded, in the layout of the run.
 
-        net = net.to(self.device)
+        In layout model_parallel its parts stay on the devices where they are.
+        """
+        from amp_core.islands import keep_fp32
+        from amp_core.layout import wrap_data_parallel, wrap_ddp
+
+        split = self.cfg.layout.name == "model_parallel"
+        if not split:
+            net = net.to(self.device)
         if self.cfg.perf.channels_last:
             net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.cfg.amp.keep_fp32:
@@ -182,8 +196,11 @@ class Environment:
                 keep_fp32(net, self.cfg.amp.keep_fp32)
             except ValueError as problem:
                 raise ConfigError(f"amp.keep_fp32={self.cfg.amp.keep_fp32}: {problem}") from problem
-        if self.cfg.layout.name == "ddp" and self.world_size > 1:
-            net = wrap_ddp(net, self.device)
+        amp.prepare(net)
+        if self.cfg.layout.name == "data_parallel":
+            net = wrap_data_parallel(net, self.devices)
+        elif self.world_size > 1 and not amp.weights:  # 16-bit gradients are summed in fp32, by amp.step
+            net = wrap_ddp(net, None if split else self.device)
         amp.guard(net)
         return net
 
@@ -233,8 +250,10 @@ class Environment:
         seed = (self.cfg.seed * 0x9E3779B97F4A7C15 + self.rank * 0xBF58476D1CE4E5B9 + step * 0x94D049BB133111EB) % 2**63
         random.seed(seed)
         torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+        for number, device in enumerate(self.devices if self.device.type == "cuda" else ()):
+            # Replicas and stages on further devices draw numbers of their own.
+            generator = torch.cuda.default_generators[device.index or 0]
+            generator.manual_seed((seed + number * 0xD6E8FEB86659FD93) % 2**63)
 
     def open_folder(self) -> None:
         """Create the run folder and take its lock. Rank 0. What it holds is not touched before `begin`."""
@@ -312,9 +331,9 @@ def environment(job: Job) -> Iterator[Environment]:
     cfg = build(job.config)
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if cfg.layout.name == "single":
+    if cfg.layout.name in ONE_PROCESS:
         rank, local_rank, world_size = 0, 0, 1
-    device = resolve_device(cfg.device, local_rank)
+    device = resolve_device(cfg.device, local_rank * (cfg.layout.num_stages or 1))
     env = Environment(job, cfg, device, rank, local_rank, world_size)
     before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
     deterministic = (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic)
@@ -327,7 +346,7 @@ def environment(job: Job) -> Iterator[Environment]:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.deterministic = True
-        if cfg.layout.name != "single":
+        if cfg.layout.name == "ddp" or world_size > 1:
             _join(cfg, device, rank, world_size)
             timeout = datetime.timedelta(minutes=cfg.layout.timeout_minutes)
             group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
@@ -380,7 +399,8 @@ def _join(cfg: Config, device: torch.device, rank: int, world_size: int) -> None
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(minutes=cfg.layout.timeout_minutes),
-        device_id=device if device.type == "cuda" else None,
+        # With several devices per process each collective says by its tensors where it runs.
+        device_id=device if device.type == "cuda" and cfg.layout.num_stages is None else None,
     )
 
 

@@ -27,7 +27,7 @@ from amp_core.config import Config, build, node_range
 from amp_core.environment import Environment, Job, environment, launched, outcome_of, worker_store
 from amp_core.errors import ConfigError, Interrupted, RunError
 from amp_core.log import write_json
-from amp_core.preflight import num_processes
+from amp_core.preflight import needs_agent, num_processes
 
 SHUTDOWN_SECONDS = 600
 """How long workers may take to finish their step and write a checkpoint after a signal."""
@@ -56,7 +56,7 @@ def launch(job: Job, run: Run, worker: list[str]) -> Outcome:
         worker: the command of a worker; the path of the job's file is appended.
     """
     cfg = build(job.config)
-    if cfg.layout.name == "single" or launched():
+    if launched() or not needs_agent(cfg):
         return in_process(job, run)
     return _with_agent(job, cfg, worker)
 

@@ -2,6 +2,7 @@
 
 # No postponed annotations here: DistributedDataParallel looks at those of its communication hooks.
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,15 +10,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from amp_core.islands import carry_autocast
 
-def wrap_ddp(net: nn.Module, device: torch.device) -> DistributedDataParallel:
+
+def wrap_ddp(net: nn.Module, device: torch.device | None) -> DistributedDataParallel:
     """DistributedDataParallel whose reduction *sums* gradients over ranks.
 
     The weights of a window already sum to 1 over all ranks, so a mean on top would divide twice.
+
+    Args:
+        net: on `device`.
+        device: None for a network that lies on several devices and moves its inputs by itself.
     """
-    ddp = DistributedDataParallel(
-        net, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
-    )
+    on_one_gpu = device is not None and device.type == "cuda"
+    ddp = DistributedDataParallel(net, device_ids=[device] if on_one_gpu else None, gradient_as_bucket_view=True)
     ddp.register_comm_hook(None, _sum)
     return ddp
 
@@ -25,6 +31,29 @@ def wrap_ddp(net: nn.Module, device: torch.device) -> DistributedDataParallel:
 def _sum(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
+
+
+class ReplicaParallel(nn.DataParallel):
+    """nn.DataParallel whose replicas compute in the autocast mode of the thread that calls it.
+
+    Each replica runs in a thread of its own, and autocast is thread-local: torch (2.11 to 2.13) hands on whether it is
+    enabled and forgets the dtype, so that float16 outside is the default dtype inside.
+    """
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
+        return super().parallel_apply([carry_autocast(replica) for replica in replicas], inputs, kwargs)
+
+
+def wrap_data_parallel(net: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
+    """A replica of `net` on each GPU, for one process; on a CPU `net` itself, as nn.DataParallel would do."""
+    return net if devices[0].type == "cpu" else ReplicaParallel(net, devices)
+
+
+def share_buffers(*nets: nn.Module) -> None:
+    """Put rank 0's buffers on all ranks: running statistics differ between them. Collective."""
+    if several_ranks():
+        for buffer in (buffer for net in nets for buffer in net.buffers()):
+            dist.broadcast(buffer, 0)
 
 
 def several_ranks() -> bool:

@@ -32,6 +32,7 @@ from amp_core.layout import unwrap
 from amp_core.log import Log, say
 from amp_core.precision import Amp, StepReport
 from amp_core.schedule import Schedule
+from amp_core.weights import weight_bytes
 from amp_core.window import Micro, shares
 
 logger = logging.getLogger("amp_recipes")
@@ -249,6 +250,8 @@ class Loop:
             self._meters[of] = _Meter(env.device, int(skipped))
         if self.ema is not None:
             self.ema.num_taken.fill_(int(progress["averaged"]))
+        for weights, num_taken in zip(self.amp.weights, progress.get("rounded", []), strict=False):
+            weights.num_taken.fill_(int(num_taken))
         old_mode = loaded.config.get("amp", {}).get("name")
         if old_mode != cfg.amp.name:
             self._notes.append(f"the checkpoint was made with amp={old_mode}, going on with amp={cfg.amp.name}")
@@ -325,15 +328,15 @@ class Loop:
         """What runs, in a few lines."""
         cfg, env = self.cfg, self.env
         params = [p for net in self.nets for p in unwrap(net).parameters()]
-        memory = _num_bytes(params) + sum(
+        memory = sum(weight_bytes(unwrap(net)) for net in self.nets) + sum(
             _num_bytes(p for group in optimizer.param_groups for p in group["params"]) * (1 + _state_ratio(optimizer))
             for optimizer in self.optimizers
         )
         memory += _num_bytes(self.ema.model.parameters()) if self.ema else 0
         optimizer = self.optimizers[0]
-        amp = f"amp={cfg.amp.name}"
-        if cfg.amp.scaling:
-            amp += f" (scale at most {scale_cap(cfg.amp, cfg.batch_size):g})"
+        smallest, largest = self.amp.limits
+        amp = f"amp={cfg.amp.name} (numbers from {smallest:.1e} to {largest:.1e}"
+        amp += f", scale at most {scale_cap(cfg.amp, cfg.batch_size):g})" if cfg.amp.scaling else ")"
         passes = self.num_steps * self.samples_per_step / len(self.data.train)
         return "\n".join(
             [
@@ -475,6 +478,7 @@ class Loop:
                     "consecutive_skips": int(self.amp.num_consecutive_skips),
                     "skipped_of": {of: int(meter.num_skipped) for of, meter in self._meters.items() if of},
                     "averaged": int(self.ema.num_taken) if self.ema else 0,
+                    "rounded": [int(weights.num_taken) for weights in self.amp.weights],
                 },
                 config=self.cfg.to_dict(),
                 metrics=self.eval if self._eval_step == self.step else None,

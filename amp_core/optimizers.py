@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from amp_core.config import OptimizerConfig, nearest
+from amp_core.weights import trainable
 
 REFUSED = {
     "LBFGS": "needs a closure, which evaluates the loss several times per step",
@@ -62,7 +63,7 @@ def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optim
     Weight decay applies to weights of two and more dimensions; norms and biases have none. A step waits for the device
     0 times when fused, else once.
     """
-    params = [p for net in nets for p in net.parameters() if p.requires_grad]
+    params = [p for net in nets for p in trainable(net) if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},

@@ -31,8 +31,10 @@ from amp_core.buffers import BufferGuard
 from amp_core.clip import Clip
 from amp_core.config import AmpConfig, amp_config, scale_cap
 from amp_core.errors import ConfigError
+from amp_core.float8 import use_float8
 from amp_core.layout import several_ranks
 from amp_core.scaler import LossScale, ScalePolicy
+from amp_core.weights import LowPrecisionWeights
 
 logger = logging.getLogger("amp_recipes")
 
@@ -59,6 +61,7 @@ class _Ledger:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.on_device = decides_on_device(optimizer)
         self.found_inf: Tensor | None = None
+        self.reduced = False
         self.unscaled = False
         self.stepped = False
 
@@ -69,6 +72,7 @@ class _Due:
 
     optimizer: torch.optim.Optimizer
     ledger: _Ledger
+    params: list[Tensor]
     grads: list[Tensor]
     norm: Tensor
     found_inf: Tensor
@@ -115,6 +119,8 @@ class Amp:
             torch.backends.cudnn.allow_tf32 = config.matmul_precision != "highest"
         self._ledgers: dict[torch.optim.Optimizer, _Ledger] = {}
         self._guards: list[BufferGuard] = []
+        self.weights: list[LowPrecisionWeights] = []
+        """Of the networks that hold 16-bit weights, in the order of `prepare`."""
         self._in_window = False
         self._said_waits = False
         self._zero = torch.zeros((), device=self.device)
@@ -134,13 +140,18 @@ class Amp:
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self, *, cache: bool = True) -> contextlib.AbstractContextManager[Any]:
         """The context of the forward pass and the loss, in training and in evaluation. Not of the backward pass.
 
         Use one region per forward: inside a region 16-bit copies of the weights are cached, and go stale when the
         weights change.
+
+        Args:
+            cache: False casts weights anew at each use, for regions of several threads at a time: these share one
+                cache, which the first of them to end empties.
         """
-        return torch.autocast(self.device.type, dtype=self.dtype if self._casts else None, enabled=self._casts)
+        dtype = self.dtype if self._casts else None
+        return torch.autocast(self.device.type, dtype=dtype, enabled=self._casts, cache_enabled=cache)
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, *, retain_graph: bool = False) -> None:
         """Backward pass of the scaled loss, with autocast off.
@@ -197,6 +208,26 @@ class Amp:
             return torch.autocast(self.device.type, enabled=False)
         return contextlib.nullcontext()
 
+    # --- networks -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, net: nn.Module) -> None:
+        """Give a network what the mode asks for beyond autocast, in place: float8 layers, 16-bit weights.
+
+        On the device, after `keep_fp32`, and before `guard`, optimizers (which own `trainable(net)`) and averages.
+        Gradients of 16-bit weights are reduced over ranks by `step`: leave out DistributedDataParallel.
+        """
+        if self.config.float8:
+            try:
+                left_alone = use_float8(net)
+            except ValueError as nothing:
+                logger.warning("amp=%s: %s; without one it is autocast to bfloat16", self.config.name, nothing)
+            else:
+                for name, reason in left_alone:
+                    logger.info("%s stays in %s: %s", name or "the network", self.config.dtype, reason)
+        if self.config.update is not None:
+            dtype = getattr(torch, self.config.weights)
+            self.weights.append(LowPrecisionWeights(net, dtype, self.config.update))
+
     # --- step ---------------------------------------------------------------------------------------------------------
 
     def guard(self, net: nn.Module) -> None:
@@ -224,6 +255,7 @@ class Amp:
                 "amp.unscale_ was already called for this optimizer in this window, or it was already stepped; call it "
                 "once, after the last backward and before amp.step"
             )
+        self._reduce(ledger, optimizer)
         _, grads = _with_grads(optimizer)
         if grads:
             ledger.found_inf = _not_finite(self._norm(grads) * self.scaler.inverse)
@@ -295,6 +327,8 @@ class Amp:
             if on_host:
                 each.optimizer.step()
         for each in due:
+            for weights in self.weights if each.grads else ():
+                weights.end_step(each.params, taken)
             self._settle(each.optimizer, taken)
         norms = [each.norm for each in due]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
@@ -307,8 +341,11 @@ class Amp:
         ledger = self._ledger(optimizer)
         if ledger.stepped:
             raise RuntimeError("amp.step was called twice for one optimizer; call amp.update() once per window")
+        self._reduce(ledger, optimizer)
         params, grads = _with_grads(optimizer)
         self._check_dtypes(grads)
+        for weights in self.weights:
+            weights.begin_step(params)
 
         inverse = None if ledger.unscaled or not scaled or self.scaler.policy is None else self.scaler.inverse
         norm = self._norm(grads)
@@ -334,7 +371,7 @@ class Amp:
             # Clamping keeps what is finite finite; anything else may divide zero by zero.
             if not isinstance(clip, Clip) or clip.kind != "value":
                 found_inf = torch.maximum(found_inf, _not_finite(self._norm(grads)))
-        return _Due(optimizer, ledger, grads, norm, found_inf, factor)
+        return _Due(optimizer, ledger, params, grads, norm, found_inf, factor)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -368,6 +405,15 @@ class Amp:
         """The loss scale; 1.0 in modes without one. Waits for the device."""
         return self.scaler.scale.item()
 
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The smallest positive and the largest finite number that an activation and its gradient can be.
+
+        What is smaller becomes 0, what is larger becomes infinite. Subnormal numbers count.
+        """
+        info = torch.finfo(self.dtype if self.config.update is None else getattr(torch, self.config.weights))
+        return info.smallest_normal * info.eps, info.max
+
     def state_dict(self) -> dict[str, Any]:
         """The loss scale in the layout of `torch.amp.GradScaler`; {} in modes without one. Waits for the device.
 
@@ -398,6 +444,12 @@ class Amp:
         if ledger is None:
             ledger = self._ledgers[optimizer] = _Ledger(optimizer)
         return ledger
+
+    def _reduce(self, ledger: _Ledger, optimizer: torch.optim.Optimizer) -> None:
+        if self.weights and not ledger.reduced:
+            for weights in self.weights:
+                weights.reduce_(_with_grads(optimizer)[0])
+            ledger.reduced = True
 
     def _norm(self, grads: list[Tensor]) -> Tensor:
         """Joint L2 norm, 0-d float32 on this device. Not finite exactly when a gradient is not, up to 1e19."""

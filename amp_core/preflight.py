@@ -9,14 +9,17 @@ from typing import Any
 import torch
 
 from amp_core.checks import check_data
-from amp_core.config import Config, node_range, structure
+from amp_core.config import ONE_PROCESS, Config, node_range, structure
 from amp_core.environment import launched
+from amp_core.float8 import float8_is_emulated
 from amp_core.islands import keep_fp32
 from amp_core.log import check_log
 from amp_core.models import Family, build_model, check_model
 from amp_core.optimizers import check_optimizer
 from amp_core.schedule import check_schedule
 
+LAYOUTS = ("single", "data_parallel", "ddp")
+"""Layouts of a recipe whose module does not name its own in a constant of this name."""
 PROCESSES_PER_CORE = 8
 """More CPU processes than this per core is taken for a mistake."""
 
@@ -37,6 +40,10 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
 
     if sound("recipe"):
         structure(recipe.Knobs, cfg.recipe, "recipe", problems)
+    if sound("recipe", "layout") and cfg.layout.name not in (layouts := getattr(recipe, "LAYOUTS", LAYOUTS)):
+        problems.append(
+            f"layout={cfg.layout.name}: recipe={cfg.recipe['name']} does not run in it. Valid: {', '.join(layouts)}"
+        )
     if sound("device", "layout", "amp", "debug"):
         _check_devices(cfg, problems, warnings)
     if sound("optimizer"):
@@ -77,10 +84,12 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
         return
     on_cuda = num_gpus > 0 and cfg.device != "cpu"
     wanted = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else cfg.layout.nproc_per_node or 1
-    if on_cuda and wanted > num_gpus:
+    num_stages = cfg.layout.num_stages or 1
+    if on_cuda and wanted * num_stages > num_gpus:
+        asked = f"layout.nproc_per_node={wanted}" + (f" with layout.num_stages={num_stages}" if num_stages > 1 else "")
+        fitting = f"layout.nproc_per_node={num_gpus // num_stages}, or " if num_gpus >= num_stages else ""
         problems.append(
-            f"layout.nproc_per_node={wanted}: needs {wanted} GPUs; this machine has {num_gpus}. "
-            f"Use layout.nproc_per_node={num_gpus}, or device=cpu"
+            f"{asked}: needs {wanted * num_stages} GPUs; this machine has {num_gpus}. Use {fitting}device=cpu"
         )
     limit = PROCESSES_PER_CORE * (os.cpu_count() or 1)
     if not on_cuda and wanted > limit:
@@ -89,8 +98,9 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
         )
     if launched():
         started = int(os.environ["LOCAL_WORLD_SIZE"])
-        if cfg.layout.name == "single" and int(os.environ["WORLD_SIZE"]) > 1:
-            problems.append(f"layout=single: torchrun started {os.environ['WORLD_SIZE']} processes; use layout=ddp")
+        if cfg.layout.name in ONE_PROCESS and int(os.environ["WORLD_SIZE"]) > 1:
+            total = os.environ["WORLD_SIZE"]
+            problems.append(f"layout={cfg.layout.name}: torchrun started {total} processes; use layout=ddp")
         elif cfg.layout.nproc_per_node not in (None, started):
             asked = f"layout.nproc_per_node={cfg.layout.nproc_per_node}"
             problems.append(f"{asked}: torchrun started {started} per machine; leave it out")
@@ -98,10 +108,13 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
             problems.append(f"layout.nnodes={cfg.layout.nnodes}: torchrun decides about machines; leave it out")
     inject = cfg.debug.inject
     nodes = node_range(cfg.layout.nnodes)
-    if inject is not None and not launched() and nodes == (1, 1) and cfg.layout.name != "single":
+    if inject is not None and not launched() and nodes == (1, 1) and cfg.layout.name not in ONE_PROCESS:
         num_ranks = num_processes(cfg)
         if inject.rank >= num_ranks:
             problems.append(f"debug.inject.rank={inject.rank}: there are {num_ranks} ranks; expected less")
+    if cfg.layout.name == "data_parallel" and (not on_cuda or num_gpus == 1):
+        where = "one GPU" if on_cuda else "a CPU"
+        warnings.append(f"layout=data_parallel on {where} is layout=single: nn.DataParallel passes everything through")
     if cfg.amp.matmul_precision == "high" and not on_cuda:
         warnings.append("amp=tf32 on a CPU is plain fp32: TF32 units are in CUDA GPUs")
     if not on_cuda and torch.backends.mkldnn.is_available():
@@ -115,6 +128,11 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
                 f"amp={cfg.amp.name}: this CPU has no fast {cfg.amp.dtype} units; results are right, and convolutions "
                 f"many times slower than in amp=fp32"
             )
+    if cfg.amp.float8 and float8_is_emulated(torch.device("cuda" if on_cuda else "cpu")):
+        warnings.append(
+            f"amp={cfg.amp.name}: no float8 units here (compute capability 8.9 and later has them): emulated, with the "
+            f"numbers of float8 and without its speed"
+        )
     if on_cuda:
         capability = torch.cuda.get_device_capability()
         name = torch.cuda.get_device_name()
@@ -131,10 +149,16 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
 
 def num_processes(cfg: Config) -> int:
     """Processes on this machine when the run is started by `train.py` itself."""
-    if cfg.layout.name == "single":
+    if cfg.layout.name in ONE_PROCESS:
         return 1
     on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
-    return cfg.layout.nproc_per_node or (torch.cuda.device_count() if on_cuda else 1)
+    return cfg.layout.nproc_per_node or (torch.cuda.device_count() // (cfg.layout.num_stages or 1) if on_cuda else 1)
+
+
+def needs_agent(cfg: Config) -> bool:
+    """Whether there are workers to start and to watch, other than this process."""
+    alone = num_processes(cfg) == 1 and node_range(cfg.layout.nnodes) == (1, 1) and not cfg.layout.max_restarts
+    return cfg.layout.name not in ONE_PROCESS and not (cfg.layout.name == "model_parallel" and alone)
 
 
 def _check_writable(folder: Path, problems: list[str]) -> None:

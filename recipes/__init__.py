@@ -11,6 +11,10 @@ from typing import Any
 
 RECIPES = {
     "classification": "recipes.classification",
+    "face_recognition": "recipes.face_recognition",
+    "language_model": "recipes.language_model",
+    "model_parallel": "recipes.model_parallel",
+    "segmentation": "recipes.segmentation",
 }
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from amp_core.checks import check_data
 from amp_core.config import DataConfig
 from amp_core.datasets.base import Data, Dataset, Key
+from amp_core.datasets.identities import BUILDERS as IDENTITIES
 from amp_core.datasets.images import BUILDERS as IMAGES
+from amp_core.datasets.masks import BUILDERS as MASKS
+from amp_core.datasets.text import BUILDERS as TEXT
 from amp_core.errors import ConfigError
 
 __all__ = ["Data", "Dataset", "Key", "build_data"]
 
-BUILDERS = IMAGES
+BUILDERS = IMAGES | TEXT | MASKS | IDENTITIES
 
 
 def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Data:

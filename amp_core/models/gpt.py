@@ -99,22 +99,46 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Logits [B, L, vocab_size] of the next token, from tokens int64 [B, L]. See `gpt`."""
+    """A small GPT: tokens int64 [B, L] to logits [B, L, vocab_size] of the token that follows each.
+
+    Logits and all that leads to them have the dtype of autocast, or without it that of the weights.
+
+    Args:
+        vocab_size: number of tokens.
+        length: tokens of a training sample, and all positions that `learned` ones have.
+        width: features of the stream, a multiple of `heads`. Multiples of 16 suit the matrix units of every dtype.
+        depth: number of blocks.
+        heads: attention heads; with 64 features each they suit fused attention best.
+        dropout: probability, after the embedding, in attention, and after each half of a block.
+        positions: `rope`: queries and keys are turned; `alibi`: far keys count less; `learned`: a table.
+        positions_dtype: dtype that holds the position ids: fp32, bf16, fp16.
+        tied: the last layer has the weights of the embedding.
+    """
 
     def __init__(
         self,
+        *,
         vocab_size: int,
         length: int,
-        width: int,
-        depth: int,
-        heads: int,
-        dropout: float,
-        positions: str,
-        positions_dtype: str,
-        tied: bool,
+        width: int = 192,
+        depth: int = 4,
+        heads: int = 3,
+        dropout: float = 0.0,
+        positions: str = "rope",
+        positions_dtype: str = "fp32",
+        tied: bool = False,
     ) -> None:
         super().__init__()
-        self.positions, self.positions_dtype, self.dropout = positions, DTYPES[positions_dtype], dropout
+        for key, value in (("width", width), ("depth", depth), ("heads", heads)):
+            check_count(key, value)
+        check_probability("dropout", dropout)
+        check_choice("positions", positions, POSITIONS)
+        check_choice("positions_dtype", positions_dtype, DTYPES)
+        check_choice("tied", tied, (True, False))
+        if width % (2 * heads):
+            raise ValueError(f"width={width}, expected a multiple of 2 * heads = {2 * heads}")
+        self.heads, self.head_dim, self.dropout = heads, width // heads, dropout
+        self.positions, self.ids_dtype = positions, DTYPES[positions_dtype]
         self.embed = nn.Embedding(vocab_size, width)
         self.table = nn.Embedding(length, width) if positions == "learned" else None
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
@@ -122,26 +146,26 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocab_size, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02 if isinstance(module, nn.Embedding) else width**-0.5 / 2)
-        for block in self.blocks:  # the stream grows by 2 * depth additions (Radford et al. 2019)
+                nn.init.normal_(module.weight, std=0.02)
+        for block in self.blocks:
+            # Each block adds to the stream twice; so its variance does not grow with depth (Radford et al. 2019).
             for layer in (block.out, block.down):
                 nn.init.normal_(layer.weight, std=0.02 * (2 * depth) ** -0.5)
         if tied:
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, offset: int = 0) -> Tensor:
-        """Logits in the dtype that the last layer computes in; `offset` is the position of the first token.
+        """Logits; `offset` is the position of the first token. Does not wait for the device.
 
         Raises:
-            ValueError: learned positions end before the last token.
+            ValueError: a learned table ends before the last position.
         """
         length = tokens.shape[1]
-        ids = position_ids(length, offset=offset, dtype=self.positions_dtype, device=tokens.device)
-        x = self.embed(tokens)
-        phases = bias = None
+        ids = position_ids(length, offset=offset, dtype=self.ids_dtype, device=tokens.device)
+        x, phases, bias = self.embed(tokens), None, None
         if self.table is not None:
             if offset + length > self.table.num_embeddings:
-                raise ValueError(f"positions up to {offset + length}: the model learned {self.table.num_embeddings}")
+                raise ValueError(f"position {offset + length - 1}: the model has learned {self.table.num_embeddings}")
             x = x + self.table(ids.long())
         elif self.positions == "rope":
             phases = rope_phases(ids, self.head_dim)
@@ -151,3 +175,8 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, phases, bias)
         return self.head(self.norm(x))
+
+
+LANGUAGE_MODELS = Family(
+    what="a language model", builders={"gpt": GPT}, example={"vocab_size": 256, "length": 256}
+)

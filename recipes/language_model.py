@@ -1,0 +1,181 @@
+"""A language model on bytes: losses that count tokens, and positions that 16 bits cannot count.
+
+The lesson, in two parts. Samples have different numbers of valid tokens, so a mean of means is the mean of nothing:
+micro-batches are weighted by their share of the valid tokens of the window over all ranks, and one without any gives 0
+instead of NaN. And position ids belong in fp32: bfloat16 counts to 256, float16 to 2048, then neighbours share an id.
+Samples of 256 tokens never show it. `recipe.eval_offset` evaluates the same text as if it stood further down a long
+one: RoPE and ALiBi know only distances, so a loss that differs from the one at the beginning is an error of arithmetic.
+
+    python train.py recipe=language_model                                       torch's own sources, bf16
+    python train.py recipe=language_model recipe.eval_offset=4096               `loss_at_4096` equals `loss`
+    python train.py recipe=language_model recipe.eval_offset=4096 model.options.positions_dtype=bf16     it does not
+    python train.py recipe=language_model data=text data.path=book.txt model.options.width=384 model.options.depth=6
+
+Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); Su et al., "RoFormer"
+(arXiv:2104.09864); Press et al., "Train Short, Test Long" (arXiv:2108.12409).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_core.clip import Clip
+from amp_core.config import Config
+from amp_core.data import build_data, eval_loader, to_device
+from amp_core.datasets.text import IGNORE, Batch
+from amp_core.ema import build_ema
+from amp_core.environment import Environment
+from amp_core.errors import ConfigError
+from amp_core.layout import unwrap
+from amp_core.loop import Loop
+from amp_core.models import LANGUAGE_MODELS, build_model
+from amp_core.optimizers import build_optimizer
+from amp_core.precision import Amp, StepReport
+from amp_core.schedule import build_schedule
+from amp_core.window import Micro, sync_grads
+
+DATA = "text"
+MODELS = LANGUAGE_MODELS
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What belongs to this recipe alone."""
+
+    name: str
+    length: str
+    """Length of the run when none is given: a number and steps, epochs or samples."""
+    best: str
+    """The metric that decides which checkpoint is kept as the best."""
+    best_is: str
+    """max or min."""
+    eval_offset: int | None
+    """Evaluate a second time with the first token at this position, as `loss_at_<offset>`; null: do not."""
+    sample_bytes: int
+    """Bytes to sample when the run is done, into samples/ of the run folder; 0: none."""
+    prompt: str
+    """Where the sampled text begins."""
+    temperature: float
+    """Of sampling: above 0, lower is safer."""
+
+
+def run(cfg: Config, env: Environment) -> dict[str, float]:
+    """Train, and return the last evaluation: loss in nats per byte, bits_per_byte and perplexity per byte."""
+    knobs = Knobs(**cfg.recipe)
+    check(knobs, cfg)
+    data = build_data(cfg.data, seed=cfg.seed)
+    amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
+    model = env.wrap(build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts), amp)
+    optimizer = build_optimizer(cfg.optimizer, model)
+    schedule = build_schedule(cfg.schedule, optimizer, env.num_steps(data))
+    ema = build_ema(cfg.ema, model)
+    clip = Clip.of(cfg.clip)
+
+    def train_step(window: list[Micro]) -> tuple[StepReport, Tensor]:
+        total = torch.zeros((), device=env.device)
+        for micro in window:
+            inputs, targets = micro.batch
+            with sync_grads(model, when=micro.is_last):
+                with amp.autocast():
+                    loss = token_loss(model(inputs), targets) / num_valid(micro.batch).clamp(min=1)
+                amp.backward(loss * micro.weight)
+            total += loss.detach() * micro.weight
+        report = amp.step(optimizer, clip)
+        amp.update()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.advance(report)
+        if ema is not None:
+            ema.update(report)
+        return report, total
+
+    @torch.no_grad()
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        offsets = [0, knobs.eval_offset] if knobs.eval_offset else [0]
+        # A loss per offset, and tokens: summed on the device, read back once.
+        totals = torch.zeros(len(offsets) + 1, dtype=torch.float64, device=env.device)
+        batches = eval_loader(
+            data.eval,
+            batch_size=max(cfg.batch_size, 32),
+            rank=env.rank,
+            world_size=env.world_size,
+            num_workers=cfg.data.num_workers,
+            pin_memory=env.device.type == "cuda",
+        )
+        for inputs, targets in to_device(batches, env.device):
+            with amp.autocast():
+                losses = [token_loss(net(inputs, offset=offset), targets) for offset in offsets]
+            totals += torch.stack([*losses, num_valid((inputs, targets))])
+        *sums, num_tokens = env.sum_over_ranks(totals).tolist()
+        loss, *further = [total / num_tokens for total in sums]
+        metrics = {"loss": loss, "bits_per_byte": loss / math.log(2), "perplexity": math.exp(loss)}
+        return metrics | {f"loss_at_{offset}": value for offset, value in zip(offsets[1:], further, strict=True)}
+
+    loop = Loop(env, data, amp=amp, evaluate=evaluate, model=model, optimizer=optimizer, schedule=schedule, ema=ema)
+    for window in loop.windows(count=num_valid):
+        report, loss = train_step(window)
+        loop.log(report, loss=loss)
+    if env.run_dir is not None and knobs.sample_bytes:
+        text = sample(unwrap(model), amp, knobs, length=data.facts["length"], seed=cfg.seed)
+        if env.is_main:
+            file = env.run_dir / "samples" / f"step_{loop.step:08d}.txt"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+    return loop.eval
+
+
+def num_valid(batch: Batch) -> Tensor:
+    """Tokens of a batch that are to be predicted, a 0-d int64 tensor."""
+    return (batch[1] != IGNORE).sum()
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The cross entropy summed over the valid tokens, in fp32; 0 where there are none, whose mean would be 0 / 0.
+
+    Args:
+        logits: [B, L, vocab_size] in any floating dtype. A sum of 16 bits would overflow or stop to grow.
+        targets: int64 [B, L].
+    """
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+@torch.no_grad()
+def sample(net: nn.Module, amp: Amp, knobs: Knobs, *, length: int, seed: int) -> str:
+    """The prompt and `knobs.sample_bytes` more, each given at most `length` before it. The same for the same seed.
+
+    Waits for the device once, at the end. The most likely of noisy logits is a sample of their softmax (Gumbel 1954),
+    and logits that are not finite make it a bad one instead of an error.
+    """
+    net.eval()
+    generator = torch.Generator(amp.device).manual_seed(seed)
+    tokens = torch.tensor([list(knobs.prompt.encode())], device=amp.device)
+    for _ in range(knobs.sample_bytes):
+        with amp.autocast():
+            logits = net(tokens[:, -length:])[:, -1].float()
+        noise = torch.empty_like(logits).exponential_(generator=generator).log()
+        tokens = torch.cat([tokens, (logits / knobs.temperature - noise).argmax(dim=-1, keepdim=True)], dim=1)
+    return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+def check(knobs: Knobs, cfg: Config) -> None:
+    """Raises ConfigError with every knob that cannot be followed."""
+    problems = []
+    if knobs.eval_offset is not None and knobs.eval_offset < 1:
+        problems.append(f"recipe.eval_offset={knobs.eval_offset}: expected a position above 0, or null")
+    elif knobs.eval_offset is not None and cfg.model.options.get("positions") == "learned":
+        problems.append(
+            f"recipe.eval_offset={knobs.eval_offset}: a learned table ends with data.length; "
+            f"use model.options.positions=rope or alibi"
+        )
+    if knobs.sample_bytes < 0:
+        problems.append(f"recipe.sample_bytes={knobs.sample_bytes}: expected at least 0")
+    if not knobs.prompt:
+        problems.append("recipe.prompt='': expected at least one character")
+    if not 0 < knobs.temperature < math.inf:
+        problems.append(f"recipe.temperature={knobs.temperature:g}: expected a finite number above 0")
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,150 @@
+"""A network over several devices of one process, with autocast inside of `forward`.
+
+The lesson: autocast is thread-local. Whoever runs parts of a network in threads (nn.DataParallel for its replicas, a
+pipeline for its stages) must enter autocast in each of them, and the safe place is the `forward` that the thread calls.
+A thread that is left without it computes in fp32, silently, or fails where a 16-bit input meets an fp32 weight.
+nn.DataParallel hands on whether autocast is enabled and forgets the dtype; `layout=data_parallel` mends that.
+
+    python train.py recipe=model_parallel                                   two stages, on a CPU both of them there
+    python train.py recipe=model_parallel layout.nproc_per_node=2           and DistributedDataParallel over 2 processes
+    python train.py recipe=model_parallel recipe.chunks=4 recipe.pipeline=threads
+    python train.py recipe=model_parallel model=resnet50 data=imagenet data.path=/data/imagenet layout.num_stages=4
+
+Threads change no bit: `recipe.pipeline=off` with the same chunks gives the same weights. Another number of chunks
+does change a network with BatchNorm, which normalises each chunk by itself.
+
+Sources: "Working with Multiple GPUs" in torch's notes on automatic mixed precision
+(docs.pytorch.org/docs/stable/notes/amp_examples.html); Huang et al., "GPipe" (arXiv:1811.06965).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_core.clip import Clip
+from amp_core.config import Config
+from amp_core.data import build_data, eval_loader, to_device
+from amp_core.ema import build_ema
+from amp_core.environment import Environment
+from amp_core.errors import ConfigError
+from amp_core.islands import keep_fp32
+from amp_core.loop import Loop
+from amp_core.models import CLASSIFIERS, build_model
+from amp_core.optimizers import build_optimizer
+from amp_core.precision import Amp, StepReport
+from amp_core.schedule import build_schedule
+from amp_core.stages import Stages
+from amp_core.window import Micro, sync_grads
+
+DATA = "images"
+MODELS = CLASSIFIERS
+LAYOUTS = ("model_parallel",)
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What belongs to this recipe alone."""
+
+    name: str
+    length: str
+    """Length of the run when none is given: a number and steps, epochs or samples."""
+    best: str
+    """The metric that decides which checkpoint is kept as the best."""
+    best_is: str
+    """max or min."""
+    chunks: int
+    """Parts that a micro-batch is cut into. One after the other they save memory; in threads they keep stages busy."""
+    pipeline: str
+    """off: the stages compute one after the other. threads: each in a thread of its own, on different chunks."""
+    label_smoothing: float
+    """Share of the target that is spread over all classes, from 0 to below 1."""
+
+
+def run(cfg: Config, env: Environment) -> dict[str, float]:
+    """Train, and return the last evaluation: loss and accuracy, with `ema_` in front for averaged weights."""
+    knobs = Knobs(**cfg.recipe)
+    data = build_data(cfg.data, seed=cfg.seed, channels=MODELS.in_channels(cfg.model.name))
+    amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
+    model = env.wrap(build_stages(cfg, knobs, env.devices, amp, **data.facts), amp)
+    optimizer = build_optimizer(cfg.optimizer, model)
+    schedule = build_schedule(cfg.schedule, optimizer, env.num_steps(data))
+    ema = build_ema(cfg.ema, model)
+    clip = Clip.of(cfg.clip)
+
+    def train_step(window: list[Micro]) -> tuple[StepReport, Tensor]:
+        total = torch.zeros((), device=env.device)
+        for micro in window:
+            images, labels = micro.batch
+            with sync_grads(model, when=micro.is_last):
+                # Not under `amp.autocast()`: it would hold for this thread alone. Every stage enters it by itself.
+                logits = model(images)
+                loss = F.cross_entropy(logits.float(), labels, label_smoothing=knobs.label_smoothing)
+                amp.backward(loss * micro.weight)
+            total += loss.detach() * micro.weight
+        report = amp.step(optimizer, clip)
+        amp.update()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.advance(report)
+        if ema is not None:
+            ema.update(report)
+        return report, total
+
+    @torch.no_grad()
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        # loss, correct, samples: summed on the device, read back once.
+        totals = torch.zeros(3, dtype=torch.float64, device=env.device)
+        batches = eval_loader(
+            data.eval,
+            batch_size=max(cfg.batch_size, 128),
+            rank=env.rank,
+            world_size=env.world_size,
+            num_workers=cfg.data.num_workers,
+            pin_memory=env.device.type == "cuda",
+        )
+        for images, labels in to_device(batches, env.device, channels_last=cfg.perf.channels_last):
+            logits = net(images)
+            loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+            totals += torch.stack([loss, (logits.argmax(1) == labels).sum(), labels.new_tensor(len(labels))])
+        loss, correct, num_samples = env.sum_over_ranks(totals).tolist()
+        return {"loss": loss / num_samples, "accuracy": correct / num_samples}
+
+    loop = Loop(env, data, amp=amp, model=model, optimizer=optimizer, schedule=schedule, ema=ema, evaluate=evaluate)
+    for window in loop.windows():
+        report, loss = train_step(window)
+        loop.log(report, loss=loss)
+    return loop.eval
+
+
+def build_stages(cfg: Config, knobs: Knobs, devices: list[torch.device], amp: Amp, **facts) -> Stages:
+    """The network of the `model` group, cut into as many stages as there are devices.
+
+    Raises:
+        ConfigError: it cannot be cut, or the knobs contradict each other.
+    """
+    problems = []
+    if knobs.pipeline not in ("off", "threads"):
+        problems.append(f'recipe.pipeline={knobs.pipeline}: expected "off" (in quotes in a file) or threads')
+    if knobs.chunks < 1:
+        problems.append(f"recipe.chunks={knobs.chunks}: expected at least 1")
+    elif knobs.pipeline == "threads" and knobs.chunks == 1:
+        problems.append("recipe.pipeline=threads: with recipe.chunks=1 there is nothing to overlap; use more, such as 4")
+    if problems:
+        raise ConfigError(problems)
+    net = build_model(cfg.model.name, MODELS, options=cfg.model.options, **facts)
+    try:
+        # Islands first: a container that is one computes as a whole and is not cut.
+        keep_fp32(net, cfg.amp.keep_fp32)
+        return Stages(
+            net,
+            devices,
+            amp,
+            image_shape=facts["image_shape"],
+            chunks=knobs.chunks,
+            threads=knobs.pipeline == "threads",
+        )
+    except ValueError as problem:
+        raise ConfigError(f"model.name={cfg.model.name}: {problem}") from problem

@@ -1,0 +1,170 @@
+"""Segmentation with binary masks: the loss that autocast refuses, and two forms of it that are right.
+
+The lesson: binary cross-entropy of a probability p has the gradient 1/p, up to 1e12, and fp16 ends at 65504. Autocast
+refuses `F.binary_cross_entropy` on CUDA; on a CPU it lets it pass. There are two cures (`recipe.loss`):
+
+    logits  `binary_cross_entropy_with_logits`: sigmoid and logarithm in one, in fp32 under autocast; the gradient is
+            sigmoid(z) - y, which never overflows and never vanishes where the network is wrong
+    fp32    an fp32 island that holds the sigmoid *and* the loss; the logits arrive there as fp32
+
+The cure that is often shown, sigmoid under autocast and only the loss in fp32, is no cure: the probability was rounded
+before it was cast. In fp16 it is exactly 1 from a logit of 8.3 on. Where such a pixel belongs to the background, its
+loss is 100, where torch clamps it, instead of 8.3, and its gradient NaN (infinity from the loss times p (1 - p) = 0). In
+bf16 it is 1 from a logit of 6.3 on: the gradient of the pixels that are most wrong is 0. Even the fp32 form goes blind
+at 16.7, where fp32 rounds to 1, so `logits` is the default. tests/test_segmentation.py shows each of these numbers.
+
+`reduction="none"` changes nothing about that, and here it is needed: pixels have weights (void ones 0, those of a mask
+`mask_weight`), and the loss of a window is the sum of weighted losses over the sum of weights, over all micro-batches
+and ranks. BatchNorm keeps statistics of what it sees: a batch that overflows would leave NaN in them although the step
+is skipped; `env.wrap` guards them.
+
+    python train.py recipe=segmentation                        digits on photographs, bf16
+    python train.py recipe=segmentation data=brain             grey and white matter
+    python train.py recipe=segmentation amp=fp16 recipe.loss=fp32 accumulation=4 batch_size=4
+    python train.py recipe=segmentation data=mask_folder data.path=/data/cracks model.options.width=32
+
+Sources: Ronneberger et al., "U-Net" (arXiv:1505.04597); torch's notes on automatic mixed precision, "Prefer
+binary_cross_entropy_with_logits over binary_cross_entropy" (docs.pytorch.org/docs/stable/amp.html).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_core.clip import Clip
+from amp_core.config import Config
+from amp_core.data import build_data, eval_loader, to_device
+from amp_core.datasets.masks import VOID
+from amp_core.ema import build_ema
+from amp_core.environment import Environment
+from amp_core.errors import ConfigError
+from amp_core.islands import keep_fp32
+from amp_core.loop import Loop
+from amp_core.models import SEGMENTERS, build_model
+from amp_core.optimizers import build_optimizer
+from amp_core.precision import Amp, StepReport
+from amp_core.schedule import build_schedule
+from amp_core.window import Micro, sync_grads
+
+DATA = "masks"
+MODELS = SEGMENTERS
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What belongs to this recipe alone."""
+
+    name: str
+    length: str
+    """Length of the run when none is given: a number and steps, epochs or samples."""
+    best: str
+    """The metric that decides which checkpoint is kept as the best."""
+    best_is: str
+    """max or min."""
+    loss: Literal["logits", "fp32"]
+    """The form of binary cross-entropy, see above."""
+    mask_weight: float
+    """Weight of a pixel of the mask; one of the background weighs 1, a void one 0."""
+
+
+def run(cfg: Config, env: Environment) -> dict[str, float]:
+    """Train, and return the last evaluation: loss, iou and dice, with `ema_` in front for averaged weights."""
+    knobs = Knobs(**cfg.recipe)
+    if not knobs.mask_weight > 0:
+        raise ConfigError(f"recipe.mask_weight={knobs.mask_weight:g}: expected a number above 0")
+    pixel_losses = LOSSES[knobs.loss]
+    data = build_data(cfg.data, seed=cfg.seed, channels=MODELS.in_channels(cfg.model.name))
+    amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
+    model = env.wrap(build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts), amp)
+    optimizer = build_optimizer(cfg.optimizer, model)
+    schedule = build_schedule(cfg.schedule, optimizer, env.num_steps(data))
+    ema = build_ema(cfg.ema, model)
+    clip = Clip.of(cfg.clip)
+
+    def train_step(window: list[Micro]) -> tuple[StepReport, Tensor]:
+        total = torch.zeros((), device=env.device)
+        for micro in window:
+            images, masks = micro.batch
+            weights = pixel_weights(masks, knobs.mask_weight)
+            with sync_grads(model, when=micro.is_last):
+                with amp.autocast():
+                    losses = pixel_losses(model(images), targets(masks))
+                # A micro-batch of nothing but void would divide 0 by 0.
+                loss = (losses * weights).sum() / weights.sum().clamp(min=1)
+                amp.backward(loss * micro.weight)
+            total += loss.detach() * micro.weight
+        report = amp.step(optimizer, clip)
+        amp.update()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.advance(report)
+        if ema is not None:
+            ema.update(report)
+        return report, total
+
+    @torch.no_grad()
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        # Over the whole set and not per image: small masks would count as much as large ones.
+        losses = torch.zeros(2, dtype=torch.float64, device=env.device)
+        pixels = torch.zeros(3, data.facts["num_masks"], dtype=torch.float64, device=env.device)
+        batches = eval_loader(
+            data.eval,
+            batch_size=max(cfg.batch_size, 32),
+            rank=env.rank,
+            world_size=env.world_size,
+            num_workers=cfg.data.num_workers,
+            pin_memory=env.device.type == "cuda",
+        )
+        for images, masks in to_device(batches, env.device, channels_last=cfg.perf.channels_last):
+            with amp.autocast():
+                logits = net(images)
+                of_pixels = pixel_losses(logits, targets(masks))
+            weights = pixel_weights(masks, knobs.mask_weight)
+            losses += torch.stack([(of_pixels * weights).sum(), weights.sum()])
+            pixels += overlap(logits, masks)
+        loss, weight = env.sum_over_ranks(losses).tolist()
+        both, predicted, true = env.sum_over_ranks(pixels)
+        # A mask that is nowhere and was predicted nowhere is right.
+        iou = torch.where(predicted + true > 0, both / (predicted + true - both), 1.0)
+        dice = torch.where(predicted + true > 0, 2 * both / (predicted + true), 1.0)
+        return {"loss": loss / weight, "iou": iou.mean().item(), "dice": dice.mean().item()}
+
+    loop = Loop(env, data, amp=amp, model=model, optimizer=optimizer, schedule=schedule, ema=ema, evaluate=evaluate)
+    for window in loop.windows(count=lambda batch: pixel_weights(batch[1], knobs.mask_weight).sum()):
+        report, loss = train_step(window)
+        loop.log(report, loss=loss)
+    return loop.eval
+
+
+def with_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """Loss per pixel, fp32 under autocast. Both [B, K, H, W]; `targets` float32, 0 or 1."""
+    return F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+
+
+@keep_fp32
+def in_fp32(logits: Tensor, targets: Tensor) -> Tensor:
+    """The same from probabilities. `keep_fp32` switches autocast off and calls `.float()` on 16-bit arguments."""
+    return F.binary_cross_entropy(torch.sigmoid(logits), targets, reduction="none")
+
+
+LOSSES = {"logits": with_logits, "fp32": in_fp32}
+
+
+def targets(masks: Tensor) -> Tensor:
+    """float32 [B, K, H, W] of 0 and 1; void pixels are 0 and weigh nothing."""
+    return (masks == 1).float()
+
+
+def pixel_weights(masks: Tensor, mask_weight: float) -> Tensor:
+    """float32 [B, K, H, W]: 0 for void, `mask_weight` in the mask, 1 in the background."""
+    return (masks != VOID).float() + (mask_weight - 1) * (masks == 1)
+
+
+def overlap(logits: Tensor, masks: Tensor) -> Tensor:
+    """int64 [3, K]: pixels in both, predicted (a probability above 1/2) and true, void ones left out."""
+    predicted, true = (logits > 0) & (masks != VOID), masks == 1
+    return torch.stack([part.sum(dim=(0, 2, 3)) for part in (predicted & true, predicted, true)])

@@ -1,0 +1,590 @@
+"""What torch and the core do, fact by fact, where no other test shows it; docs/BEHAVIOURS.md is the table of contents."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import pickle
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from test_recipes import RECIPE
+from test_recipes import run as run_recipe
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim import SGD, Adam, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from amp_core import Amp, Clip, Schedule, compose, keep_fp32, windows
+from amp_core.config import OptimizerConfig
+from amp_core.environment import Job, environment
+from amp_core.optimizers import check_optimizer
+
+ROOT = Path(__file__).resolve().parent.parent
+INF, NAN = float("inf"), float("nan")
+FP16, FP32 = torch.float16, torch.float32
+
+
+def a_weight(lr: float = 1.0, **options: Any) -> tuple[Tensor, Optimizer]:
+    weight = torch.zeros(1, requires_grad=True)
+    return weight, SGD([weight], lr=lr, **options)
+
+
+# --- modes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mode, dtype, smallest, largest",
+    [
+        ("fp32", torch.float32, 2.0**-149, 3.4028234663852886e38),
+        ("bf16", torch.bfloat16, 2.0**-133, 3.3895313892515355e38),
+        ("fp16", torch.float16, 2.0**-24, 65504.0),
+    ],
+)
+def test_the_numbers_that_a_mode_can_hold(
+    mode: str, dtype: torch.dtype, smallest: float, largest: float, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    assert Amp.named(mode).limits == (smallest, largest)
+    low, high = torch.tensor([smallest, largest], dtype=torch.float64)
+    assert low.to(dtype) == low and (low / 2).to(dtype) == 0
+    assert high.to(dtype) == high and (high * 1.01).to(dtype).isinf()
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["dry_run=true", "data=synthetic", f"amp={mode}"]) == 0
+    assert f"numbers from {smallest:.1e} to {largest:.1e}" in capsys.readouterr().out
+
+
+def test_bf16_trains_where_the_fp16_forward_overflows() -> None:
+    """Activations near 1e5: no loss scale helps, since it is the forward pass that overflows."""
+    skipped, losses = {}, {}
+    for mode in ("fp32", "bf16", "fp16"):
+        torch.manual_seed(0)
+        net, amp = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), Amp.named(mode)
+        x = torch.randn(64, 8)
+        optimizer, seen = Adam(net.parameters(), lr=0.01, fused=True), []
+        for _ in range(60):
+            with amp.autocast():
+                loss = F.mse_loss(net[2](net[1](net[0](x)) * 1e5) * 1e-5, x[:, :1])
+            amp.backward(loss)
+            amp.step(optimizer)
+            amp.update()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        skipped[mode], losses[mode] = int(amp.num_skipped), seen[-1] / seen[0]
+        assert (amp.scaler.policy is None) == (mode != "fp16")
+    assert skipped == {"fp32": 0, "bf16": 0, "fp16": 60}
+    assert losses["bf16"] < 0.2 > losses["fp32"] and not losses["fp16"] < 1
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("casts", [False, True])
+def test_autocast_and_the_loss_scale_work_with_and_without_each_other(casts: bool, scales: bool) -> None:
+    def trained(casts: bool, scales: bool) -> Tensor:
+        torch.manual_seed(0)
+        net, x = nn.Linear(8, 1), torch.randn(32, 8)
+        cast, scaling = Amp.named("bf16" if casts else "fp32"), Amp.named("fp16" if scales else "fp32")
+        optimizer = SGD(net.parameters(), lr=0.1)
+        for _ in range(20):
+            with cast.autocast():
+                loss = F.mse_loss(net(x), x[:, :1])
+            scaling.backward(loss)
+            assert scaling.step(optimizer).taken
+            scaling.update()
+            optimizer.zero_grad()
+        return net.weight.detach()
+
+    # A power of two is exact; bf16 has 8 bits.
+    assert torch.equal(trained(casts, scales), trained(casts, False))
+    torch.testing.assert_close(trained(casts, scales), trained(False, False), rtol=0, atol=0 if not casts else 0.02)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_grad_scaler_goes_quiet_without_a_gpu_or_stays_on_for_what_is_none() -> None:
+    for device in ((), ("cuda",)):
+        with pytest.warns(UserWarning, match="not available"):
+            scaler = GradScaler(*device)
+        assert not scaler.is_enabled() and scaler.state_dict() == {} and scaler.get_scale() == 1.0
+    assert GradScaler("bogus").is_enabled()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks about the CPU")
+@pytest.mark.parametrize("mode, dtype", [("fp16", "float16"), ("bf16", "bfloat16")])
+def test_slow_16_bit_units_of_this_cpu_are_said_before_the_start(mode: str, dtype: str) -> None:
+    is_fast = {"fp16": torch.ops.mkldnn._is_mkldnn_fp16_supported, "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported}
+    warnings = " ".join(train.checked([f"amp={mode}", "device=cpu"])[2])
+    assert (f"no fast {dtype} units" in warnings) != is_fast[mode]()
+
+
+def test_is_bf16_supported_counts_emulation_unless_told_not_to() -> None:
+    parameter = inspect.signature(torch.cuda.is_bf16_supported).parameters["including_emulation"]
+    assert parameter.default is True
+    calls = [
+        node
+        for path in (ROOT / "amp_core").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "is_bf16_supported"
+    ]
+    assert calls and all(ast.unparse(call.keywords[0]) == "including_emulation=False" for call in calls)
+
+
+# --- what autocast does to each operation ---------------------------------------------------------------------------------
+
+OUT_OF_FP32 = {
+    "linear": lambda f: F.linear(f, f), "matmul": lambda f: f @ f, "addmm": lambda f: torch.addmm(f, f, f),
+    "einsum": lambda f: torch.einsum("ij,jk->ik", f, f), "conv2d": lambda f: F.conv2d(f.view(1, 1, 4, 4), f.view(1, 1, 4, 4)),
+    "conv_transpose2d": lambda f: F.conv_transpose2d(f.view(1, 1, 4, 4), f.view(1, 1, 4, 4)),
+    "attention": lambda f: F.scaled_dot_product_attention(f.view(1, 1, 2, 8), f.view(1, 1, 2, 8), f.view(1, 1, 2, 8)),
+    "prelu": lambda f: F.prelu(f, torch.ones(1, device=f.device)),
+}  # fmt: skip
+OUT_OF_FP16 = {
+    "softmax": lambda h: h.softmax(1), "log_softmax": lambda h: h.log_softmax(1), "layer_norm": lambda h: F.layer_norm(h, (4,)),
+    "group_norm": lambda h: F.group_norm(h, 2), "rms_norm": lambda h: F.rms_norm(h, (4,)),
+    "sum": lambda h: h.sum(), "cumsum": lambda h: h.cumsum(0), "norm": lambda h: h.norm(), "normalize": lambda h: F.normalize(h),
+    "cosine_similarity": lambda h: F.cosine_similarity(h, h), "exp": lambda h: h.exp(), "log": lambda h: h.log(),
+    "pow": lambda h: h.pow(2), "rsqrt": lambda h: h.rsqrt(), "reciprocal": lambda h: h.reciprocal(),
+    "softplus": lambda h: F.softplus(h), "tan": lambda h: h.tan(),
+    "interpolate": lambda h: F.interpolate(h.view(1, 1, 4, 4), scale_factor=2.0, mode="bilinear"),
+    "prod": lambda h: h.prod(), "mse_loss": lambda h: F.mse_loss(h, h), "l1_loss": lambda h: F.l1_loss(h, h),
+    "smooth_l1_loss": lambda h: F.smooth_l1_loss(h, h), "kl_div": lambda h: F.kl_div(h, h, reduction="sum"),
+    "bce_with_logits": lambda h: F.binary_cross_entropy_with_logits(h, h),
+    "cross_entropy": lambda h: F.cross_entropy(h, h.softmax(1)), "cosine_embedding_loss": lambda h: F.cosine_embedding_loss(h, h, torch.ones(4, device=h.device)),
+    "mean": lambda h: h.mean(), "var": lambda h: h.var(), "sqrt": lambda h: h.sqrt(), "sigmoid": lambda h: h.sigmoid(),
+    "relu": lambda h: h.relu(), "gelu": lambda h: F.gelu(h), "tanh": lambda h: h.tanh(),
+    "batch_norm": lambda h: F.batch_norm(h, torch.zeros(4, device=h.device), torch.ones(4, device=h.device)),
+    "avg_pool2d": lambda h: F.avg_pool2d(h.view(1, 1, 4, 4), 2), "avg_pool3d": lambda h: F.avg_pool3d(h.view(1, 1, 1, 4, 4), 1),
+}  # fmt: skip
+OUT_OF_BOTH = {
+    "add": lambda h, f: h + f, "mul": lambda h, f: h * f, "cat": lambda h, f: torch.cat([h, f]),
+    "stack": lambda h, f: torch.stack([h, f]), "addcdiv": lambda h, f: torch.addcdiv(h, f, f),
+    "addcmul": lambda h, f: torch.addcmul(h, f, f), "atan2": lambda h, f: torch.atan2(h, f),
+}  # fmt: skip
+RAISES_ON_CPU = {
+    "bilinear": lambda h, f: F.bilinear(h, f, f.view(1, 4, 4)), "tensordot": lambda h, f: torch.tensordot(h, f, 1),
+    "index_put": lambda h, f: f.index_put((torch.zeros(4, dtype=torch.int64, device=f.device),), h),
+}  # fmt: skip
+STAYS_16_BIT_ON_CPU = {
+    "softmax", "log_softmax", "layer_norm", "group_norm", "rms_norm", "sum", "cumsum", "norm", "normalize",
+    "cosine_similarity", "exp", "log", "pow", "rsqrt", "reciprocal", "softplus", "tan", "interpolate",
+}  # fmt: skip
+IN_FP32_EVERYWHERE = {
+    "prod", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "bce_with_logits", "cross_entropy", "cosine_embedding_loss",
+}  # fmt: skip
+UNTOUCHED = {"mean", "var", "sqrt", "sigmoid", "relu", "gelu", "tanh", "batch_norm", "avg_pool2d"}
+
+
+def dtypes(device: str) -> dict[str, torch.dtype]:
+    """The dtype that comes out of each operation under fp16 autocast."""
+    f = torch.ones(4, 4, device=device)
+    h = f.half()
+    return {
+        **{name: op(f).dtype for name, op in OUT_OF_FP32.items()},
+        **{name: op(h).dtype for name, op in OUT_OF_FP16.items()},
+        **{name: op(h, f).dtype for name, op in OUT_OF_BOTH.items()},
+    }
+
+
+def expected_dtypes(*, on_cpu: bool) -> dict[str, torch.dtype]:
+    table = dict.fromkeys(OUT_OF_FP32, FP16) | dict.fromkeys(IN_FP32_EVERYWHERE, FP32) | dict.fromkeys(UNTOUCHED, FP16)
+    table |= dict.fromkeys(STAYS_16_BIT_ON_CPU, FP16 if on_cpu else FP32) | dict.fromkeys(OUT_OF_BOTH, FP32)
+    return table | {"avg_pool3d": FP32 if on_cpu else FP16}
+
+
+def test_operations_on_a_cpu_stay_16_bit_more_often_than_the_tutorials_say() -> None:
+    with torch.autocast("cpu", FP16):
+        assert dtypes("cpu") == expected_dtypes(on_cpu=True)
+        h, f = torch.ones(4, 4, dtype=FP16), torch.ones(4, 4)
+        for op in RAISES_ON_CPU.values():
+            with pytest.raises(RuntimeError, match="dtype"):
+                op(h, f)
+
+
+class OnCuda:
+    """Autocast as on a GPU: a real one, or its rules without arithmetic. No gradients: a fake tensor's abort torch."""
+
+    def __enter__(self) -> OnCuda:
+        self.fake = None if torch.cuda.is_available() else FakeTensorMode()
+        if self.fake:
+            self.fake.__enter__()
+        # torch.autocast("cuda") switches itself off where there is no GPU.
+        self.before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", FP16)
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        torch.set_autocast_enabled("cuda", self.before[0])
+        torch.set_autocast_dtype("cuda", self.before[1])
+        if self.fake:
+            self.fake.__exit__(*problem)
+
+
+def test_operations_on_a_gpu_follow_the_lists_of_the_documentation() -> None:
+    with OnCuda():
+        assert dtypes("cuda") == expected_dtypes(on_cpu=False)
+        h, f = torch.ones(4, 4, device="cuda").half(), torch.ones(4, 4, device="cuda")
+        assert {op(h, f).dtype for op in RAISES_ON_CPU.values()} == {FP32}
+    assert not torch.is_autocast_enabled("cuda")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_binary_cross_entropy_raises_on_a_gpu_and_not_on_a_cpu(reduction: str) -> None:
+    with OnCuda():
+        p = torch.full((4,), 0.5, device="cuda")
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            F.binary_cross_entropy(p, p, reduction=reduction)
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            nn.BCELoss(reduction=reduction)(p.half(), p)
+        assert F.binary_cross_entropy_with_logits(p.half(), p, reduction=reduction).dtype == FP32
+    with torch.autocast("cpu", FP16):
+        p = torch.full((4,), 0.5)
+        assert F.binary_cross_entropy(p, p, reduction=reduction).dtype == FP32
+
+
+def test_sums_of_70000_ones_are_infinite_in_fp16_and_their_mean_is_not() -> None:
+    ones = torch.ones(70000, dtype=FP16)
+    assert ones.sum().isinf() and ones.mean() == 1.0 and ones.sum(dtype=FP32) == 70000
+    with torch.autocast("cpu", FP16):
+        assert ones.sum().isinf() and keep_fp32(torch.sum)(ones) == 70000
+
+
+# --- every recipe ---------------------------------------------------------------------------------------------------------
+
+
+@RECIPE
+def test_a_recipe_keeps_the_order_of_a_step_and_evaluates_in_the_dtypes_of_training(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    events: list[str] = []
+    seen: dict[nn.Module, dict[bool, set[torch.dtype]]] = defaultdict(lambda: {True: set(), False: set()})
+
+    def spy(owner: type, method: str, letter: str) -> None:
+        original = getattr(owner, method)
+
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            assert method != "zero_grad" or (kwargs or {"set_to_none": True})["set_to_none"]
+            result = original(self, *args, **kwargs)
+            events.append(letter)
+            return result
+
+        monkeypatch.setattr(owner, method, called)
+
+    def probe(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(module, nn.Linear | nn.Conv2d) and isinstance(output, Tensor):
+            seen[module][module.training].add(output.dtype)
+
+    for owner, method, letter in (
+        (Amp, "backward", "b"),
+        (Amp, "step", "s"),
+        (Amp, "update", "u"),
+        (Optimizer, "zero_grad", "z"),
+    ):
+        spy(owner, method, letter)
+    handle = register_module_forward_hook(probe)
+    try:
+        run_recipe(recipe, "a", "steps=2", "amp=bf16", "accumulation=2")
+    finally:
+        handle.remove()
+    # Gradients are dropped after a step or before the next window, never between its micro-batches.
+    assert re.fullmatch(r"(z*(b+z*s)+u)+z+", "".join(events)), "".join(events)
+    assert events.count("u") == 2
+    both = [dtypes for dtypes in seen.values() if dtypes[True] and dtypes[False]]
+    assert both and all(dtypes[True] == dtypes[False] for dtypes in both)
+    assert any(torch.bfloat16 in dtypes[False] for dtypes in both)
+
+
+def test_no_process_group_outlives_a_run() -> None:
+    """Jobs of a sweep may share a process, and one of them may fail."""
+    job = Job(compose.compose(["layout=ddp", "device=cpu", "data=synthetic"]), run_dir=None)
+    for fails in (False, True):
+        with contextlib.suppress(ZeroDivisionError), environment(job):
+            assert dist.is_initialized()
+            assert 1 / (not fails)
+        assert not dist.is_initialized()
+
+
+# --- the loss scale -------------------------------------------------------------------------------------------------------
+
+
+def test_one_loss_scale_serves_a_whole_run_and_its_resume() -> None:
+    weight, optimizer = a_weight(fused=True)
+    amp = Amp.named("fp16", growth_interval=2)
+    scaler, scale = amp.scaler, amp.scaler.scale
+    for i in range(6):
+        amp.backward((weight * (INF if i == 3 else 1.0)).sum())
+        amp.step(optimizer)
+        amp.update()
+        optimizer.zero_grad()
+    amp.load_state_dict(amp.state_dict())
+    assert amp.scaler is scaler and amp.scaler.scale is scale and scale.item() == 131072.0
+
+
+def test_unscaling_is_of_one_optimizer_and_remembered() -> None:
+    (a, opt_a), (b, opt_b) = a_weight(), a_weight()
+    amp = Amp.named("fp16")
+    amp.backward((a * 3.0 + b * 5.0).sum())
+    amp.unscale_(opt_a)
+    assert (a.grad.item(), b.grad.item()) == (3.0, 5.0 * 65536)
+    amp.step(opt_a), amp.step(opt_b)
+    assert (a.item(), b.item()) == (-3.0, -5.0)
+    # Unscaled before, skipped all the same.
+    amp.update()
+    opt_a.zero_grad()
+    amp.backward((a * INF).sum())
+    amp.unscale_(opt_a)
+    assert not amp.step(opt_a).taken and a.item() == -3.0
+    amp.update()
+    assert amp.scale == 32768.0
+
+
+def stock() -> tuple[GradScaler, Optimizer]:
+    weight, optimizer = a_weight()
+    scaler = GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    return scaler, optimizer
+
+
+STOCK_ERRORS: dict[str, Callable[[GradScaler, Optimizer], object]] = {
+    "already been called on this optimizer": lambda s, o: (s.unscale_(o), s.unscale_(o)),
+    "called after step": lambda s, o: (s.step(o), s.unscale_(o)),
+    "step\\(\\) has already been called": lambda s, o: (s.step(o), s.step(o)),
+    "No inf checks were recorded prior to update": lambda s, o: s.update(),
+    "No inf checks were recorded for this optimizer": lambda s, o: (o.zero_grad(), s.step(o)),
+    "only be pickled at the beginning": lambda s, o: (s.step(o), pickle.dumps(s)),
+    "Attempted unscale_ but _scale is None": lambda s, o: GradScaler("cpu").unscale_(o),
+    "Closure use is not currently supported": lambda s, o: s.step(o, closure=lambda: 0.0),
+    "The growth factor must be > 1": lambda s, o: GradScaler("cpu", growth_factor=1.0),
+    "source state dict is empty": lambda s, o: s.load_state_dict({}),
+}
+
+
+@pytest.mark.parametrize("message", STOCK_ERRORS)
+def test_what_grad_scaler_answers_to_misuse(message: str) -> None:
+    with pytest.raises((RuntimeError, AssertionError), match=message):
+        STOCK_ERRORS[message](*stock())
+
+
+def test_a_factor_that_grad_scaler_refuses_it_loads_and_never_grows_again() -> None:
+    scaler = GradScaler("cpu", growth_interval=1)
+    scaler.load_state_dict(scaler.state_dict() | {"growth_factor": 1.0})
+    weight, optimizer = a_weight()
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 65536.0 and scaler.get_growth_factor() == 1.0
+    amp = Amp.named("fp16")
+    amp.load_state_dict(scaler.state_dict())
+    assert amp.scaler.policy.growth_factor == 2.0
+
+
+def test_a_scale_is_not_loaded_into_the_middle_of_a_window() -> None:
+    weight, optimizer = a_weight()
+    amp = Amp.named("fp16")
+    state = amp.state_dict()
+    amp.backward(weight.sum())
+    with pytest.raises(RuntimeError, match="middle of a window"):
+        amp.load_state_dict(state)
+    amp.step(optimizer)
+    amp.update()
+    amp.load_state_dict(state)
+
+
+def test_whoever_vetoes_a_step_drops_the_gradients_and_goes_on() -> None:
+    weight, optimizer = a_weight()
+    amp = Amp.named("fp16")
+    amp.backward(weight.sum())
+    amp.unscale_(optimizer)
+    optimizer.zero_grad()  # the veto
+    assert not amp.step(optimizer).taken
+    amp.update()
+    amp.backward(weight.sum())
+    assert amp.step(optimizer).taken and weight.item() == -1.0 and amp.scale == 65536.0
+
+
+def test_gradients_are_unscaled_before_any_loss_was_scaled() -> None:
+    """The first window of a resumed run may have gradients that came from elsewhere; GradScaler raises there."""
+    weight, optimizer = a_weight()
+    weight.grad = torch.full((1,), 65536.0)
+    amp = Amp.named("fp16")
+    amp.load_state_dict(GradScaler("cpu").state_dict())
+    amp.unscale_(optimizer)
+    assert amp.step(optimizer).taken and weight.item() == -1.0
+
+
+KNOBS: dict[str, Any] = {
+    "init_scale": 1024.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3, "max_scale": 70000.0,
+    "min_scale": 50000.0, "dynamic": False, "max_scale_per_sample": 16.0,
+}  # fmt: skip
+
+
+def trace(amp: Amp) -> list[float]:
+    weight, optimizer = a_weight()
+    seen = []
+    for bad in (True, False, False, False, False, True):
+        seen.append(amp.scale)
+        amp.backward((weight * (INF if bad else 1.0)).sum())
+        amp.step(optimizer)
+        amp.update()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("knob", KNOBS)
+def test_every_knob_of_the_loss_scale_changes_what_happens(knob: str) -> None:
+    usual, changed = ({"growth_interval": 2} | knobs for knobs in ({}, {knob: KNOBS[knob]}))
+    assert trace(Amp.named("fp16", samples=8, **changed)) != trace(Amp.named("fp16", samples=8, **usual))
+
+
+def test_the_knobs_above_are_all_that_a_mode_without_a_loss_scale_lacks() -> None:
+    assert {name for name, value in vars(Amp.named("bf16").config).items() if value is None} - {
+        "update"
+    } == KNOBS.keys()
+
+
+def test_closures_are_refused_before_the_start() -> None:
+    (problem,) = check_optimizer(OptimizerConfig("LBFGS", 0.1, 0.0, None, {}))
+    assert "closure" in problem
+
+
+def test_ten_windows_of_which_three_overflow_take_seven_steps() -> None:
+    """The end of a run counts windows; the schedule counts steps."""
+    weight, optimizer = a_weight(fused=True)
+    schedule = Schedule(optimizer, lambda o, n: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.5, n), 10)
+    amp, num_windows = Amp.named("fp16"), 0
+    for (micro,) in windows([torch.tensor([INF if i in (0, 4, 5) else 1.0]) for i in range(10)]):
+        amp.backward((weight * micro.batch).sum())
+        schedule.advance(amp.step(optimizer))
+        amp.update()
+        optimizer.zero_grad()
+        num_windows += 1
+    assert num_windows == 10 and int(schedule.num_taken) == 7 and int(amp.num_skipped) == 3
+
+
+def norm_of_parts(rank: int, clip: Clip | None) -> tuple[float, list[float]]:
+    """Each rank holds two of four weights, whose gradients are 1, 2, 4 and 10."""
+    weight = torch.zeros(2, requires_grad=True)
+    amp, optimizer = Amp.named("fp16"), SGD([weight], lr=1.0)
+    amp.backward((weight * torch.tensor([[1.0, 2.0], [4.0, 10.0]])[rank]).sum())
+    report = amp.step(optimizer, clip, sharded=[optimizer])
+    amp.update()
+    return float(report.grad_norm), weight.tolist()
+
+
+@pytest.mark.parametrize("clip", [None, Clip.norm(1.1)], ids=str)
+def test_the_norm_of_a_sharded_gradient_is_that_of_the_whole(clip: Clip | None, on_ranks: Callable[..., Any]) -> None:
+    (norm_a, a), (norm_b, b) = on_ranks(norm_of_parts, clip)
+    assert norm_a == norm_b == pytest.approx(11.0)  # sqrt(1 + 4 + 16 + 100)
+    factor = 1.0 if clip is None else 0.1
+    assert a + b == pytest.approx([-1.0 * factor, -2.0 * factor, -4.0 * factor, -10.0 * factor], rel=1e-5)
+
+
+# --- where the first infinity is born --------------------------------------------------------------------------------------
+
+
+class FirstBad(TorchDispatchMode):
+    """The first operation that makes a number that is not finite out of finite ones."""
+
+    name: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        outputs = [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, Tensor)]
+        if self.name is None and any(o.is_floating_point() and not bool(o.isfinite().all()) for o in outputs):
+            self.name = func.overloadpacket.__name__
+        return out
+
+
+def overflowing() -> tuple[nn.Sequential, Tensor]:
+    """A convolution that reaches 1e5 before a BatchNorm; weights and inputs are harmless."""
+    torch.manual_seed(0)
+    net = nn.Sequential()
+    net.add_module("fuse", nn.Conv2d(3, 8, 3))
+    net.add_module("norm", nn.BatchNorm2d(8))
+    net.add_module("relu", nn.ReLU())
+    net.add_module("pool", nn.AdaptiveAvgPool2d(1))
+    net.add_module("flat", nn.Flatten())
+    net.add_module("head", nn.Linear(8, 2))
+    nn.init.uniform_(net.fuse.weight, 0.1, 0.3)
+    return net, torch.rand(4, 3, 10, 10) * 3e4
+
+
+def blamed(net: nn.Sequential, x: Tensor, is_bad: Callable[[Tensor], Tensor]) -> str:
+    """The module whose output is bad first, as a forward hook on each of them sees it."""
+    bad: list[str] = []
+    handles = [
+        module.register_forward_hook(lambda m, i, out, name=name: bad.append(name) if is_bad(out).any() else None)
+        for name, module in net.named_children()
+    ]
+    with torch.autocast("cpu", FP16):
+        net(x)
+    for handle in handles:
+        handle.remove()
+    return bad[0]
+
+
+def test_looking_for_nan_blames_the_batch_norm_that_received_the_infinity() -> None:
+    net, x = overflowing()
+    assert x.isfinite().all() and all(p.isfinite().all() for p in net.parameters())
+    assert x.abs().max() * net.fuse.weight.abs().max() < 65504
+    assert blamed(net, x, torch.isnan) == "norm"
+    assert blamed(net, x, lambda out: ~out.isfinite()) == "fuse"
+    with torch.autocast("cpu", FP16), FirstBad() as first:
+        net(x)
+    assert first.name in ("convolution", "mkldnn_convolution", "_convolution")
+    # Parameters are as finite as before; the statistics are not parameters.
+    assert all(p.isfinite().all() for p in net.parameters())
+    assert not any(s.isfinite().all() for s in (net.norm.running_mean, net.norm.running_var))
+
+
+def test_one_overflow_ruins_the_statistics_for_all_clean_batches_after_it() -> None:
+    net, x = overflowing()
+    with torch.autocast("cpu", FP16):
+        assert net(x).isnan().any()
+        for _ in range(5):
+            assert net(x / 3e4).isfinite().all()
+        assert not net.norm.running_mean.isfinite().all() and net.norm.running_var.isnan().any()
+        assert net.norm.num_batches_tracked == 6
+        assert net.eval()(x / 3e4).isnan().any()
+
+
+def test_an_overflow_inside_one_module_escapes_its_hooks_and_not_the_dispatcher() -> None:
+    """x * x is infinite, its rsqrt 0, and the output all zeros: finite, and wrong."""
+
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (x * x).mean(-1, keepdim=True).rsqrt()
+
+    net, x = nn.Sequential(Norm()), torch.full((2, 4), 300.0, dtype=FP16)
+    with FirstBad() as first:
+        assert not net(x).any() and net(x).isfinite().all()
+    assert first.name == "mul"
+    torch.testing.assert_close(keep_fp32(net)(x), torch.ones(2, 4))
+
+
+def test_pinning_the_module_in_which_it_is_born_saves_the_loss_scale() -> None:
+    scales = {}
+    for island in (None, "norm", "fuse"):
+        net, x = overflowing()
+        if island:
+            keep_fp32(net, island)
+        amp, optimizer = Amp.named("fp16"), SGD(net.parameters(), lr=0.01)
+        for _ in range(20):
+            with amp.autocast():
+                loss = net(x).float().square().mean()
+            amp.backward(loss)
+            amp.step(optimizer)
+            amp.update()
+            optimizer.zero_grad()
+        scales[island] = amp.scale
+    assert scales[None] == scales["norm"] == 1.0  # the floor, after 16 skipped steps
+    assert scales["fuse"] >= 2.0**10

@@ -1,0 +1,102 @@
+"""Modes beyond autocast, in whole runs: the apex levels, 16-bit weights, float8."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from running import lines, same_but, state, summary
+from test_recipes import on_two_ranks, run, weights
+
+MODES = {
+    "o0": [],
+    "o1": ["amp.dynamic=false", "amp.init_scale=256"],
+    "o2": ["amp.dynamic=false", "amp.init_scale=256"],
+    "o3": [],
+    "bf16_pure": [],
+    "bf16_pure/kahan": ["amp.update=kahan"],
+    "bf16_pure/nearest": ["amp.update=nearest"],
+    "fp8": [],
+}
+# Sizes that float8 takes, for both recipes.
+NETS = {
+    "classification": ["model=cnn", "model.options.width=8"],
+    "classification/mlp": ["model=mlp", "model.options.width=32"],
+    "language_model": [],
+}
+WINDOW = ["accumulation=2", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9"]
+CASES = pytest.mark.parametrize(
+    "net, mode", [(net, mode) for net in NETS for mode in MODES if net != "classification/mlp" or mode == "fp8"]
+)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def settings(net, mode):
+    return [*NETS[net], f"amp={mode.split('/')[0]}", *MODES[mode]]
+
+
+@CASES
+def test_it_resumes_bit_by_bit(net, mode):
+    recipe, common = net.split("/")[0], [*settings(net, mode), "schedule.horizon=6", *WINDOW]
+    whole = run(recipe, "whole", "steps=6", *common)
+    run(recipe, "parts", "steps=3", *common)
+    parts = run(recipe, "parts", "steps=6", *common)
+    assert not same_but(state(whole), state(parts))
+    assert summary(whole)["eval"] == summary(parts)["eval"]
+    saved = state(whole)["model"]
+    assert all(t.dtype is torch.float32 for t in saved.values() if t.is_floating_point())
+
+
+@CASES
+def test_a_bad_window_leaves_no_trace(net, mode):
+    recipe, common = net.split("/")[0], ["steps=4", *settings(net, mode), *WINDOW]
+    clean = run(recipe, "clean", "debug.inject={where: drop, step: 2}", *common)
+    for where in ("gradient", "activation"):
+        bad = run(recipe, where, f"debug.inject={{where: {where}, step: 2}}", *common)
+        assert summary(bad)["skipped"] == 1
+        assert not same_but(state(clean), state(bad), "progress.skipped")
+
+
+@pytest.mark.parametrize("mode", ["o2", "bf16_pure", "bf16_pure/kahan", "fp8"])
+def test_two_ranks_agree_with_one(mode):
+    # No BatchNorm: its statistics belong to the micro-batch.
+    common = ["steps=3", "model=mlp", "model.options.width=32", f"amp={mode.split('/')[0]}", *MODES[mode]]
+    one = run("classification", "one", "batch_size=8", *common)
+    two = on_two_ranks("classification", "two", *common)
+    # Half of each gradient is rounded before it is summed; Adam's first steps have the size of the learning rate.
+    assert (weights(one) - weights(two)).abs().mean() < 2e-4
+    assert lines(one)[0]["loss"] == pytest.approx(lines(two)[0]["loss"], rel=2e-3)
+
+
+def test_every_mode_goes_on_from_every_other(capsys):
+    order = ["fp32", "o2", "bf16_pure", "fp8", "o3", "bf16", "o1", "bf16_pure", "fp16", "o2", "o0"]
+    for number, mode in enumerate(order, 1):
+        folder = run("classification", "a", f"steps={2 * number}", f"amp={mode}", "ema.decay=0.9", "schedule=constant")
+        assert state(folder)["progress"]["step"] == 2 * number
+        assert torch.isfinite(weights(folder)).all()
+    assert capsys.readouterr().out.count("the checkpoint was made with amp=") == len(order) - 1
+
+
+def test_rounding_to_nearest_stalls_and_the_cures_do_not():
+    # Steps of 1e-5, below half of a last digit (2^-10 of it and more) of every weight beyond 0.02.
+    common = ["steps=40", "model=mlp", "model.options.width=32", "optimizer.lr=1e-5", "schedule=constant"]
+    common += ["optimizer.weight_decay=0"]
+    start = weights(run("classification", "start", *common, "steps=1", "debug.inject={where: drop, step: 1}"))
+    large = start.abs() > 0.02
+
+    def moved(name, *mode):
+        return (weights(run("classification", name, *common, *mode)) - start)[large]
+
+    reference = moved("fp32", "amp=fp32")
+    assert (reference != 0).double().mean() > 0.7  # pixels that are dark in all images have no gradient
+    rounded = (start.bfloat16().double() - start)[large]
+    assert torch.equal(moved("nearest", "amp=bf16_pure", "amp.update=nearest"), rounded)  # not one has moved
+    kahan = moved("kahan", "amp=bf16_pure", "amp.update=kahan")
+    assert (kahan - reference).norm() < 0.2 * reference.norm()
+    # By chance up or down by far more than a step, and right in the mean.
+    stochastic = moved("stochastic", "amp=bf16_pure") - rounded
+    along = torch.sign(reference)
+    assert (stochastic * along).mean().item() == pytest.approx(reference.abs().mean().item(), rel=0.3)

@@ -1,0 +1,628 @@
+"""16-bit weights: which updates survive, exactly what is saved, and no trace of a skipped step."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from amp_core import Amp, Checkpoint, Clip, Ema, StepReport, keep_fp32
+from amp_core.rounding import noise_16bit, round_stochastically, split
+from amp_core.weights import LowPrecisionWeights, fp32_copy, fp32_values, trainable, weight_bytes
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+INF = float("inf")
+OnRanks = Callable[..., list[Any]]
+MODES: dict[str, tuple[torch.dtype, Any] | None] = {
+    "fp32": None,
+    "o2": (FP16, "master"),
+    "o3": (FP16, "nearest"),
+    "bf16_master": (BF16, "master"),
+    "bf16_stochastic": (BF16, "stochastic"),
+    "bf16_kahan": (BF16, "kahan"),
+    "bf16_nearest": (BF16, "nearest"),
+}
+SIXTEEN = [mode for mode in MODES if mode != "fp32"]
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adam": lambda p: Adam(p, lr=0.01, fused=True),
+    "sgd": lambda p: SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adamw_unfused": lambda p: AdamW(p, lr=0.01),
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+
+class Run:
+    """A plain training loop around 16-bit weights; what `Amp` has to do with them stands in `step`."""
+
+    def __init__(self, mode: str, net: nn.Module | None = None, optimizer: str = "adam", decay: float = 0.5) -> None:
+        self.net = net or network()
+        self.amp = Amp.named("fp16" if MODES[mode] == MODES["o2"] else "fp32", "cpu")
+        self.weights = None if MODES[mode] is None else LowPrecisionWeights(self.net, *MODES[mode])
+        self.optimizer = OPTIMIZERS[optimizer](trainable(self.net))
+        self.ema = Ema(self.net, decay, warmup=False)
+
+    def step(self, loss: Tensor | None = None, clip: Clip | None = None) -> StepReport:
+        if loss is not None:
+            self.amp.backward(loss)
+        params = [p for p in trainable(self.net) if p.grad is not None]
+        if self.weights is not None:
+            self.weights.reduce_(params)
+            self.weights.begin_step(params)
+        report = self.amp.step(self.optimizer, clip)
+        if self.weights is not None:
+            self.weights.end_step(params, report.taken)
+        self.amp.update()
+        self.optimizer.zero_grad()
+        self.ema.update(report)
+        return report
+
+    def train(self, steps: Iterator[int] | range, bad: int | None = None) -> list[bool]:
+        return [bool(self.step(self.loss(i) * (INF if i == bad else 1.0)).taken) for i in steps]
+
+    def loss(self, i: int) -> Tensor:
+        x = torch.randn(8, 1, 6, 6, generator=torch.Generator().manual_seed(i))
+        return F.cross_entropy(self.net(x), torch.arange(8) % 3)
+
+    def everything(self) -> list[Tensor]:
+        """All that a run consists of: weights as they lie in memory and as they are saved, moments, averages."""
+        sides = [m for m in trainable(self.net) if m.untyped_storage().nbytes() > 4]
+        moments = [v for state in self.optimizer.state_dict()["state"].values() for v in state.values()]
+        saved = [*self.net.state_dict().values(), *self.ema.state_dict().values()]
+        return [t.detach().clone() for t in (*self.net.parameters(), *sides, *moments, *saved)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(x.dtype is y.dtype and x.equal(y) for x, y in zip(a, b, strict=True))
+
+
+class Scalar(nn.Module):
+    """One weight, which is its output."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((256,), start))
+
+    def forward(self) -> Tensor:
+        return self.weight * 1
+
+
+# --- which updates survive
+
+
+@pytest.mark.parametrize(
+    "mode, expected",
+    [
+        ("fp32", 0.0),
+        ("o2", 0.0),
+        ("o3", 0.022),
+        ("bf16_nearest", 1.0),
+        ("bf16_master", 0.0),
+        ("bf16_stochastic", 0.0),
+        ("bf16_kahan", 0.0),
+    ],
+)
+def test_a_thousand_small_steps(mode: str, expected: float) -> None:
+    """1 - 1000 * 1e-3. A thousandth is less than half of the last digit of 1.0 in bfloat16."""
+    net = Scalar(1.0)
+    weights = None if MODES[mode] is None else LowPrecisionWeights(net, *MODES[mode])
+    (param,) = trainable(net)
+    optimizer = SGD([param], lr=1e-3, fused=True)
+    for _ in range(1000):
+        param.grad = torch.ones(256)
+        if weights:
+            weights.begin_step([param])
+        optimizer.step()
+        if weights:
+            weights.end_step([param], torch.tensor(True))
+    value = net.state_dict()["weight"].mean().item()
+    tolerance = {"bf16_nearest": 0.0, "o3": 1e-3, "bf16_stochastic": 0.01, "bf16_kahan": 2e-3}.get(mode, 1e-5)
+    assert value == pytest.approx(expected, abs=tolerance)
+
+
+def regression(mode: str, make: Callable[[Any], Optimizer]) -> float:
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1)).requires_grad_(False)
+    net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+    weights = None if MODES[mode] is None else LowPrecisionWeights(net, *MODES[mode])
+    params = trainable(net)
+    optimizer = make(params)
+    x = torch.randn(1024, 16)
+    y = 2 * teacher(2 * x)
+    for i in range(400):
+        rows = slice(64 * i % 1024, 64 * i % 1024 + 64)
+        F.mse_loss(net(x[rows]), y[rows]).backward()
+        if weights:
+            weights.begin_step(params)
+        optimizer.step()
+        if weights:
+            weights.end_step(params, torch.tensor(True))
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return F.mse_loss(net(x), y).item()
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_training_stalls_when_rounded_to_nearest_and_each_cure_ends_where_fp32_ends(kind: str) -> None:
+    make: Callable[[Any], Optimizer] = {
+        "sgd": lambda p: SGD(p, lr=1e-3, fused=True),
+        "adam": lambda p: Adam(p, lr=1e-4, fused=True),
+    }[kind]
+    losses = {
+        mode: regression(mode, make)
+        for mode in ("fp32", "bf16_nearest", "bf16_master", "bf16_stochastic", "bf16_kahan", "o2")
+    }
+    print(kind, losses)
+    reference = losses.pop("fp32")
+    assert losses.pop("bf16_nearest") > 1.5 * reference
+    assert list(losses.values()) == pytest.approx([reference] * 4, rel=0.02)
+
+
+def test_the_wrong_way_adam_with_fp16_moments_divides_by_zero() -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=FP16))
+    weight.grad = torch.tensor([1e-4, 0.0], dtype=FP16)
+    Adam([weight], lr=1e-3, foreach=False).step()
+    assert weight[0] == -INF and weight[1].isnan()  # the square of 1e-4 and eps=1e-8 are 0 in fp16
+
+    net = Scalar(1.0)
+    weights = LowPrecisionWeights(net, FP16, "nearest")
+    (param,) = trainable(net)
+    param.grad = torch.tensor([1e-4, 0.0]).repeat(128)
+    weights.begin_step([param])
+    Adam([param], lr=1e-3, foreach=False).step()
+    weights.end_step([param], torch.tensor(True))
+    assert net.weight[0].item() == pytest.approx(0.999, abs=5e-4) and net.weight[1] == 1.0
+
+
+# --- rounding
+
+
+def test_stochastic_rounding_has_no_bias_and_takes_only_the_two_neighbours() -> None:
+    values = torch.tensor([1.0017, -1.0017, 3.1e-20, -2.7e8, 1.5e-39, 0.1, 1 + 2**-8]).repeat_interleave(1 << 16)
+    down = (values.view(torch.int32) & -0x10000).view(FP32)
+    up = ((values.view(torch.int32) & -0x10000) + 0x10000).view(FP32)
+    rounded = round_stochastically(values, noise_16bit(len(values), torch.tensor(3))).float()
+    assert ((rounded == down) | (rounded == up)).all()
+    share = ((values - down) / (up - down)).view(7, -1).double().mean(1)
+    found = (rounded == up).view(7, -1).double().mean(1)
+    deviation = (share * (1 - share) / (1 << 16)).sqrt()
+    assert ((found - share).abs() < 4 * deviation).all()
+    nearest = (values.to(BF16).float() - values).view(7, -1).double().mean(1)
+    assert (nearest[0] / 1.0017).abs() > 1e-3  # always to the same side
+
+
+def test_stochastic_rounding_leaves_alone_what_bfloat16_can_hold() -> None:
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(BF16).float()
+    values = torch.cat([every, torch.tensor([INF, -INF]), torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(FP32)])
+    rounded = round_stochastically(values, noise_16bit(len(values), torch.tensor(1)))
+    assert torch.equal(rounded.isnan(), values.isnan())
+    assert rounded.float().nan_to_num(7.0).equal(values.nan_to_num(7.0))
+
+
+def test_the_noise_is_even_and_differs_between_steps_and_places() -> None:
+    noise = torch.stack([noise_16bit(1 << 14, torch.tensor(step)) for step in range(64)])
+    assert noise.min() == 0 and noise.max() == 0xFFFF
+    counts = torch.bincount(noise.view(-1) >> 8, minlength=256).double()
+    assert ((counts - 4096).square() / 4096).sum() < 330  # chi squared of 255 degrees: 99.9 %
+    centred = noise.double() - noise.double().mean()
+    for shift in range(1, 5):
+        for a, b in ((centred[shift:], centred[:-shift]), (centred[:, shift:], centred[:, :-shift])):
+            assert ((a * b).mean() / centred.square().mean()).abs() < 0.005
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_a_sum_of_two_splits_into_the_same_two(dtype: torch.dtype) -> None:
+    bits = torch.randint(-(1 << 31), 1 << 31, (1 << 18,)).to(torch.int32)
+    ties = torch.tensor([1 + 2**-8 - 2**-23, 1 + 3 * 2**-8 - 2**-22, -2 + 2**-9, 1 + 2**-11 + 2**-22, 2 - 2**-24])
+    values = torch.cat([bits.view(FP32), torch.randn(1 << 18), ties, torch.zeros(1)])
+    values = values[values.abs() < 6e4] if dtype is FP16 else values[values.abs() < 1e38]
+    low, rest = split(values, dtype)
+    whole = low.float() + rest.float()
+    again, rest_again = split(whole, dtype)
+    assert again.equal(low) and rest_again.equal(rest)
+    assert (low.double() + rest.double()).equal(whole.double())  # nothing is lost in the sum
+    relative, absolute = (2.0**-17, 2.0**-134) if dtype is BF16 else (2.0**-23, 2.0**-25)
+    assert ((whole - values).double().abs() <= values.double().abs() * relative + absolute).all()
+
+
+# --- a skipped step, resuming, other modes
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mode", SIXTEEN)
+def test_a_skipped_step_leaves_every_bit(mode: str, optimizer: str) -> None:
+    run, twin = Run(mode, optimizer=optimizer), Run(mode, optimizer=optimizer)
+    taken = run.train(range(6), bad=3)
+    assert taken == [True, True, True, False, True, True]
+    twin.train(range(3))
+    before = twin.everything()
+    assert not twin.step(twin.net[4](torch.full((2, 64), INF)).sum()).taken  # no forward pass of the statistics
+    assert same(twin.everything(), before)
+
+
+@pytest.mark.parametrize("mode", ["o2", "bf16_stochastic", "bf16_kahan"])
+def test_a_run_that_skipped_is_the_run_that_never_saw_the_batch(mode: str) -> None:
+    run, twin = (Run(mode, net=nn.Sequential(nn.Flatten(), nn.Linear(36, 3))) for _ in range(2))
+    twin.net.load_state_dict(run.net.state_dict())
+    twin.ema.reset(), run.ema.reset()
+    run.amp.scaler.policy = twin.amp.scaler.policy = None  # a scale that falls is the one trace that is meant
+    run.train(range(6), bad=3)
+    twin.train(itertools.chain(range(3), range(4, 6)))
+    assert same(run.everything(), twin.everything())
+
+
+def save(run: Run, folder: Path) -> dict[str, Any]:
+    Checkpoint(folder, model=run.net, optimizer=run.optimizer, ema=run.ema, scaler=run.amp).save(1)
+    return {"num_taken": 0 if run.weights is None else int(run.weights.num_taken)}
+
+
+def load(run: Run, folder: Path, num_taken: int) -> tuple[str, ...]:
+    loaded = Checkpoint(folder, model=run.net, optimizer=run.optimizer, ema=run.ema, scaler=run.amp).load()
+    assert loaded is not None
+    if run.weights is not None:
+        run.weights.num_taken.fill_(num_taken)
+    return loaded.notes
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_resume_is_bit_exact(mode: str, optimizer: str, tmp_path: Path) -> None:
+    run = Run(mode, optimizer=optimizer)
+    run.train(range(4))
+    progress = save(run, tmp_path)
+    run.train(range(4, 8))
+    resumed = Run(mode, optimizer=optimizer)
+    resumed.train(range(20, 22))  # whatever it was before
+    assert load(resumed, tmp_path, **progress) == ()
+    resumed.train(range(4, 8))
+    assert same(run.everything(), resumed.everything())
+
+
+@pytest.mark.parametrize("there, here", list(itertools.permutations(MODES, 2)))
+def test_each_mode_continues_each_other_s_checkpoint(there: str, here: str, tmp_path: Path) -> None:
+    run, other = Run(there), Run(here)
+    run.train(range(3))
+    progress = save(run, tmp_path)
+    load(other, tmp_path, **progress)
+    saved, loaded = run.net.state_dict(), other.net.state_dict()
+    assert [v.dtype for v in saved.values()] == [v.dtype for v in loaded.values()]
+    exact = {"fp32": 0, "o2": 0, "bf16_master": 0, "o3": 2.0**-11, "bf16_kahan": 2.0**-17}.get(here, 2.0**-8)
+    for name, value in saved.items():
+        assert torch.allclose(loaded[name].double(), value.double(), rtol=exact, atol=1e-7 if exact else 0)
+    for a, b in zip(run.optimizer.state.values(), other.optimizer.state.values(), strict=True):
+        assert a["exp_avg"].equal(b["exp_avg"]) and b["exp_avg_sq"].dtype is FP32
+    assert other.train(range(3, 5)) == [True, True]
+
+
+def test_a_checkpoint_is_one_of_fp32(tmp_path: Path) -> None:
+    run, plain = Run("bf16_kahan"), Run("fp32")
+    run.train(range(3))
+    state = run.net.state_dict()
+    assert {name: (v.dtype, v.shape) for name, v in state.items()} == {
+        name: (v.dtype, v.shape) for name, v in plain.net.state_dict().items()
+    }
+    plain.net.load_state_dict(state)
+    assert run.net[4].state_dict()["weight"].equal(state["4.weight"])  # also of a part
+    assert not state["4.weight"].equal(run.net[4].weight.float())
+    with pytest.raises(ValueError, match="assign=False"):
+        run.net.load_state_dict(state, assign=True)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        run.net.load_state_dict(state | {"4.weight": torch.zeros(1)})
+
+
+# --- gradients
+
+
+def test_gradients_are_summed_in_fp32() -> None:
+    net = Scalar(1.0)
+    LowPrecisionWeights(net, BF16, "master")
+    naive = nn.Parameter(torch.ones(256, dtype=BF16))
+    for _ in range(512):
+        (net().float().sum() / 512).backward()
+        (naive.float().sum() / 512).backward()
+    (param,) = trainable(net)
+    assert (param.grad == 1.0).all() and param.grad.dtype is FP32 and net.weight.grad is None
+    assert (naive.grad == 0.5).all()
+
+
+@pytest.mark.parametrize("mode", SIXTEEN)
+def test_micro_batches_sum_to_the_big_batch(mode: str) -> None:
+    big, small = (Run(mode, net=nn.Sequential(nn.Linear(36, 16), nn.Tanh(), nn.Linear(16, 3))) for _ in range(2))
+    small.net.load_state_dict(big.net.state_dict())
+    x, labels = torch.randn(32, 36), torch.arange(32) % 3
+    big.amp.backward(F.cross_entropy(big.net(x), labels))
+    for rows in torch.arange(32).split(5):
+        small.amp.backward(F.cross_entropy(small.net(x[rows]), labels[rows]) * (len(rows) / 32))
+    for a, b in zip(trainable(big.net), trainable(small.net), strict=True):
+        assert (a.grad - b.grad).norm() < (0.01 if MODES[mode][0] is BF16 else 2e-3) * a.grad.norm()
+
+
+def test_a_loss_scale_of_65536_keeps_gradients_that_fp16_would_lose() -> None:
+    run = Run("o2", net=nn.Sequential(nn.Linear(36, 16), nn.Linear(16, 3)))
+    x = torch.randn(4, 36)
+    F.mse_loss(run.net(x), torch.zeros(4, 3)).mul(1e-8).backward()
+    assert all((p.grad == 0).all() for p in trainable(run.net)[:2])
+    run.optimizer.zero_grad()
+    run.amp.backward(F.mse_loss(run.net(x), torch.zeros(4, 3)) * 1e-8)
+    assert all((p.grad != 0).any() for p in trainable(run.net))
+    assert run.step(clip=Clip.norm(1.0)).taken
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_adaptive_clipping_sees_the_weights(mode: str) -> None:
+    run = Run(mode, optimizer="sgd")
+    before = fp32_copy(run.net)[4]
+    assert run.step(run.loss(0), clip=Clip.adaptive(0.05)).taken
+    units = before.weight.norm(dim=1)
+    moved = (run.net.state_dict()["4.weight"] - before.weight).norm(dim=1)
+    assert moved.tolist() == pytest.approx((0.1 * 0.05 * units).tolist(), rel=0.3)  # lr times factor times norm
+
+
+# --- memory
+
+
+def test_bytes_per_weight_between_steps() -> None:
+    """What a weight needs besides its gradient, which is fp32 in all modes, and Adam's moments: 8 bytes."""
+    expected = {"fp32": 4, "o2": 6, "o3": 2, "bf16_master": 6, "bf16_stochastic": 2, "bf16_kahan": 4, "bf16_nearest": 2}
+    for mode, num_bytes in expected.items():
+        run = Run(mode, net=nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100)))
+        x = torch.randn(4, 100)
+        run.step(run.net(x).square().mean())
+        assert weight_bytes(run.net) == num_bytes * 2 * 10_100
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in (*run.net.parameters(), *trainable(run.net))
+        }
+        rest = 2 * 2 * 10_100 if mode == "bf16_kahan" else 0
+        assert sum(storages.values()) + rest - weight_bytes(run.net) in (0, 4)
+        moments = [v for state in run.optimizer.state.values() for k, v in state.items() if k != "step"]
+        assert sum(v.numel() * v.element_size() for v in moments) == 8 * 2 * 10_100
+
+
+def test_a_weight_that_has_no_memory_reads_as_nan_and_not_as_something_old() -> None:
+    run = Run("bf16_stochastic")
+    run.train(range(2))
+    for param, low in zip(trainable(run.net), run.net.parameters(), strict=True):
+        assert param.shape == low.shape and (param is low or param.isnan().all())
+    assert not any(v.isnan().any() for v in fp32_values(run.net.parameters()))
+
+
+# --- the forward pass
+
+
+class Pair(NamedTuple):
+    logits: Tensor
+    labels: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    hidden: Tensor
+    more: dict[str, Any]
+
+
+class Model(nn.Module):
+    """Islands between 16-bit layers, and all kinds of containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.island = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+        self.matrix = nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("table", torch.arange(300, 308).float())
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, extra: dict[str, Tensor]) -> Any:
+        h = self.island(self.first(x))
+        self.seen = [h.dtype, self.island[1].weight.dtype, self.table.dtype, extra["bias"].dtype]
+        h = h @ self.matrix + extra["bias"]  # a product with a weight of its own
+        h, state = self.lstm(h)
+        return Output(h, {"pairs": [Pair(h, torch.zeros(2, dtype=torch.int64))], "state": state, "none": None})
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+def test_inputs_are_cast_down_and_outputs_are_fp32(dtype: torch.dtype) -> None:
+    net = keep_fp32(Model(), ["island"])
+    reference = net(x := torch.randn(2, 3, 8), extra={"bias": torch.ones(8)})
+    LowPrecisionWeights(net, dtype, "master")
+    output = net(x, extra={"bias": torch.ones(8)})
+    assert net.seen == [dtype, FP32, FP32, dtype]
+    pair = output.more["pairs"][0]
+    assert isinstance(output, Output) and isinstance(pair, Pair) and pair.labels.dtype is torch.int64
+    assert {t.dtype for t in (output.hidden, pair.logits, *output.more["state"])} == {FP32}
+    assert (output.hidden - reference.hidden).norm() < 0.02 * reference.hidden.norm()
+    output.hidden.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is FP32 for p in trainable(net))
+
+
+def test_a_container_without_floats_is_passed_on_itself() -> None:
+    class Cache(nn.Embedding):
+        def forward(self, ids: Tensor, cache: list[Tensor]) -> Tensor:
+            cache.append(ids)
+            return super().forward(ids)
+
+    net, cache = Cache(4, 4), []
+    LowPrecisionWeights(net, BF16, "master")
+    net(torch.arange(4), cache)
+    assert len(cache) == 1
+
+
+def test_batch_normalisation_stays_fp32_and_its_variance_finite() -> None:
+    net = network()
+    LowPrecisionWeights(net, FP16, "nearest")
+    x = torch.randn(8, 1, 6, 6) * 2000
+    net(x)
+    assert net[0].weight.dtype is FP16
+    assert {t.dtype for t in (net[1].weight, net[1].bias, net[1].running_mean, net[1].running_var)} == {FP32}
+    assert net[1].running_var.isfinite().all() and net.eval()(x).isfinite().all()
+
+    wrong = network().half()
+    wrong(x.half())
+    assert wrong[1].running_var.isinf().any()
+
+
+# --- copies
+
+
+@pytest.mark.parametrize("mode", SIXTEEN)
+def test_averages_follow_the_fp32_values_in_fp32(mode: str) -> None:
+    run = Run(mode, net=nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), decay=0.9)
+    expected = {name: value.double() for name, value in run.net.state_dict().items()}
+    for i in range(5):
+        run.train(range(i, i + 1))
+        for name, value in run.net.state_dict().items():
+            expected[name] += 0.1 * (value.double() - expected[name])
+    for name, value in run.ema.state_dict().items():
+        assert value.dtype is FP32 and (value - expected[name]).abs().max() < 1e-7
+    x = torch.randn(4, 1, 6, 6)
+    assert run.ema.model(x).equal(F.linear(x.flatten(1), *run.ema.model.parameters()))
+    assert not run.ema.model[1]._forward_pre_hooks and len(run.net[1]._forward_pre_hooks) == 1
+
+
+def test_an_fp32_copy_keeps_the_hooks_of_others_and_no_tie_breaks() -> None:
+    net = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    net["b"].weight = net["a"].weight
+    calls = []
+    net["a"].register_forward_hook(lambda *_: calls.append(1))
+    LowPrecisionWeights(net, BF16, "kahan")
+    assert len(trainable(net)) == 3
+    twin = fp32_copy(net)
+    assert twin["a"].weight is twin["b"].weight and twin["a"].weight.dtype is FP32
+    twin["a"](torch.randn(1, 4))
+    assert len(calls) == 1
+    state = net.state_dict()
+    net.load_state_dict({name: value + 0.25 for name, value in state.items()})
+    assert net["a"].weight is net["b"].weight and net.state_dict()["b.weight"].equal(
+        split(state["a.weight"] + 0.25, BF16)[0].float() + split(state["a.weight"] + 0.25, BF16)[1]
+    )
+
+
+def test_plain_copies_and_pickles_compute_in_16_bits_and_do_not_speak_for_the_original() -> None:
+    run = Run("bf16_kahan")
+    run.train(range(2))
+    run.net.eval()
+    x = torch.randn(2, 1, 6, 6)
+    file = io.BytesIO()
+    torch.save(run.net, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(run.net), torch.load(file, weights_only=False)):
+        assert twin(x).equal(run.net(x)) and twin(x).dtype is FP32
+        assert twin.state_dict()["4.weight"].dtype is BF16
+        with torch.no_grad():
+            twin[4].weight.zero_()
+    assert run.net[4].weight.any()
+
+
+def test_weights_die_with_their_network() -> None:
+    import gc
+    import weakref
+
+    net = network()
+    LowPrecisionWeights(net, BF16, "kahan")
+    fate = weakref.ref(trainable(net)[0])
+    del net
+    gc.collect()
+    assert fate() is None
+
+
+# --- frozen weights, parts, refusals
+
+
+def test_frozen_weights_are_cast_and_stay_frozen() -> None:
+    net = network()
+    net[0].requires_grad_(False)
+    LowPrecisionWeights(net, BF16, "master")
+    assert net[0].weight.dtype is BF16 and not trainable(net)[0].requires_grad and not net[0].weight.requires_grad
+    net(torch.randn(2, 1, 6, 6)).sum().backward()
+    assert [p.grad is None for p in trainable(net)] == [True, True, False, False, False, False]
+
+
+def test_two_optimizers_own_two_parts() -> None:
+    net = network()
+    weights = LowPrecisionWeights(net, BF16, "stochastic")
+    body, head = trainable(net[0]), trainable(net[4])
+    optimizer = Adam(head, lr=0.1, fused=True)
+    before = [p.clone() for p in net.parameters()]
+    net(torch.randn(2, 1, 6, 6)).square().sum().backward()
+    weights.begin_step(head)
+    optimizer.step()
+    weights.end_step(head, torch.tensor(True))
+    changed = [not a.equal(b) for a, b in zip(before, net.parameters(), strict=True)]
+    assert changed == [False] * 4 + [True] * 2 and all(p.isnan().all() for p in body)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="stochastic rounding is for bfloat16"):
+        LowPrecisionWeights(network(), FP16, "stochastic")
+    with pytest.raises(ValueError, match="expected float16 or bfloat16, and one of"):
+        LowPrecisionWeights(network(), FP32, "master")
+    with pytest.raises(ValueError, match="expected float16 or bfloat16, and one of"):
+        LowPrecisionWeights(network(), BF16, "other")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="16-bit already"):
+        LowPrecisionWeights(network().half(), FP16, "master")
+    with pytest.raises(ValueError, match="BatchNorm1d has no weights that could be"):
+        LowPrecisionWeights(nn.BatchNorm1d(3), BF16, "master")
+
+
+# --- several ranks
+
+
+def two_ranks(rank: int, mode: str) -> dict[str, Any]:
+    torch.manual_seed(rank)  # begins differently on each
+    run = Run(
+        mode, net=nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), keep_fp32(nn.Linear(16, 16)), nn.Linear(16, 3))
+    )
+    start = [v.clone() for v in run.net.state_dict().values()]
+    for i in range(5):
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(i))[4 * rank : 4 * rank + 4]
+        run.step(run.net(x).square().mean() / 2)
+    return {"start": start, "end": [v.clone() for v in run.net.state_dict().values()]}
+
+
+def sum_of_buckets(rank: int) -> list[Tensor]:
+    import amp_core.weights
+
+    amp_core.weights._BUCKET = 50
+    net = nn.Sequential(nn.Linear(4, 10), nn.Linear(10, 4), nn.BatchNorm1d(4))
+    weights = LowPrecisionWeights(net, BF16, "master")
+    params = trainable(net)
+    for index, param in enumerate(params):
+        param.grad = torch.full_like(param, float(10**index + rank))
+    foreign = nn.Parameter(torch.zeros(2))
+    foreign.grad = torch.ones(2)
+    weights.reduce_([*params, foreign])
+    return [p.grad for p in (*params, foreign)]
+
+
+def test_gradients_of_a_network_are_summed_over_ranks_in_pieces(on_ranks: OnRanks) -> None:
+    for grads in on_ranks(sum_of_buckets):
+        assert [grad.unique().tolist() for grad in grads] == [[2.0 * 10**i + 1] for i in range(6)] + [[1.0]]
+
+
+@pytest.mark.parametrize("mode", ["o2", "bf16_stochastic", "bf16_kahan"])
+def test_two_ranks_stay_alike_and_equal_one(mode: str, on_ranks: OnRanks) -> None:
+    first, second = on_ranks(two_ranks, mode)
+    assert same(first["start"], second["start"]) and same(first["end"], second["end"])
+    torch.manual_seed(0)
+    run = Run(
+        mode, net=nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), keep_fp32(nn.Linear(16, 16)), nn.Linear(16, 3))
+    )
+    for i in range(5):
+        run.step(run.net(torch.randn(8, 8, generator=torch.Generator().manual_seed(i))).square().mean())
+    for alone, together, start in zip(run.net.state_dict().values(), first["end"], first["start"], strict=True):
+        # Adam moves each weight by about 0.05 in 5 steps, and 16-bit gradients differ in their last digits.
+        assert (alone - together).abs().max() < 0.1 * (together - start).abs().max() + 2**-8
