@@ -245,8 +245,8 @@ def _check_digit_scenes(cfg: DataConfig) -> list[str]:
         )
     if cfg.image_size is not None and not 28 <= cfg.image_size <= 160:
         problems.append(
-            f"data.image_size={cfg.image_size}: expected 28, the size of a digit, to 160, the width of the parts of the "
-            f"photographs that are kept for evaluation"
+            f"data.image_size={cfg.image_size}: expected 28, the size of a digit, to 160, the width of the parts of "
+            f"the photographs that are kept for evaluation"
         )
     return problems
 

@@ -77,7 +77,7 @@ def check_overrides(overrides: list[str], *, multirun: bool) -> tuple[list[str],
             problems.append(problem)
         else:
             # Options of a constructor are free keys: setting one adds it.
-            free = ".options." in override.key_or_group and override.type is OverrideType.CHANGE
+            free = "options." in override.key_or_group and override.type is OverrideType.CHANGE
             sound.append(f"++{text}" if free else text)
     return sound, problems
 
@@ -111,7 +111,7 @@ def _check_override(override: Override, keys: list[str], group_names: list[str],
         return None
     elif isinstance(value, dict) and key in {k.split(".")[0] for k in keys if "." in k}:
         return None  # a whole group of keys as a dictionary: checked after composition
-    if key in keys or ".options." in key or key.startswith(("recipe.", "debug.inject.")):
+    if key in keys or "options." in key or key.startswith(("recipe.", "debug.inject.")):
         return None
     same_end = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2] and known != key]
     close = same_end or difflib.get_close_matches(key, keys + group_names, n=1, cutoff=0.4)

@@ -181,10 +181,10 @@ class Environment:
     def wrap(self, net: nn.Module, amp: Amp) -> nn.Module:
         """`net` on the device, with its fp32 islands, its statistics guarded, in the layout of the run.
 
-        In layout model_parallel its parts stay on the devices where they are.
+        In layout model_parallel its parts stay on the devices where they are. Networks in an `nn.ModuleDict` are
+        wrapped one by one, in place; names of islands are those in the dictionary.
         """
         from amp_core.islands import keep_fp32
-        from amp_core.layout import wrap_data_parallel, wrap_ddp
 
         split = self.cfg.layout.name == "model_parallel"
         if not split:
@@ -196,6 +196,16 @@ class Environment:
                 keep_fp32(net, self.cfg.amp.keep_fp32)
             except ValueError as problem:
                 raise ConfigError(f"amp.keep_fp32={self.cfg.amp.keep_fp32}: {problem}") from problem
+        if not isinstance(net, nn.ModuleDict):
+            return self._lay_out(net, amp)
+        for name, part in net.items():
+            net[name] = self._lay_out(part, amp)
+        return net
+
+    def _lay_out(self, net: nn.Module, amp: Amp) -> nn.Module:
+        from amp_core.layout import wrap_data_parallel, wrap_ddp
+
+        split = self.cfg.layout.name == "model_parallel"
         amp.prepare(net)
         if self.cfg.layout.name == "data_parallel":
             net = wrap_data_parallel(net, self.devices)

@@ -115,9 +115,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "float8 layers have no second derivative (create_graph=True); use amp=bf16 here"
-            )
+            raise RuntimeError("float8 layers have no second derivative (create_graph=True); use amp=bf16 here")
         x, x_scale, w, w_scale = ctx.saved_tensors
         g, g_scale = quantise(grads[0], E5M2)
         to_rows = to_weight = None

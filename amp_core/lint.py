@@ -12,12 +12,17 @@ from torch import nn
 from amp_core.islands import island_names
 
 _EPS = ("eps", "epsilon", "variance_epsilon", "layer_norm_eps")
-_NATIVE_NORMS = (
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-)
+_NATIVE_NORMS = {
+    norm.forward
+    for norm in (
+        nn.modules.batchnorm._BatchNorm,
+        nn.modules.instancenorm._InstanceNorm,
+        nn.SyncBatchNorm,
+        nn.LayerNorm,
+        nn.GroupNorm,
+        nn.RMSNorm,
+    )
+}
 """Their kernels add eps in fp32, whatever the dtype of the input."""
 _SMALLEST = 64
 """Narrower products are bound by memory traffic, which Tensor Cores do not speed up."""
@@ -45,7 +50,7 @@ def find_unsafe(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tu
             found.append(
                 (name, "BCELoss is unsafe under autocast; use BCEWithLogitsLoss, or an island with the sigmoid in it")
             )
-        if dtype is not torch.float16 or type(module).forward in {norm.forward for norm in _NATIVE_NORMS}:
+        if dtype is not torch.float16 or type(module).forward in _NATIVE_NORMS:
             continue
         for key in _EPS:
             value = getattr(module, key, None)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -216,6 +217,23 @@ class Loop:
             self._meters[of] = _Meter(self.env.device)
         self._meters[of].add(report, values)
 
+    def draw(self, random: Callable[..., Tensor], *shape: int, stream: int = 0) -> list[Tensor]:
+        """Random numbers of the present window: for each micro-batch a tensor [B, *shape] on the device.
+
+        A function of (seed, step, stream): drawn for the whole step and cut as its samples are, so that accumulation
+        and ranks do not change what a sample gets.
+
+        Args:
+            random: torch.randn or torch.rand.
+            *shape: of one sample.
+            stream: another number gives other numbers in the same step.
+        """
+        entropy = np.random.SeedSequence([self.cfg.seed, self.step, stream]).generate_state(1, np.uint64)
+        generator = torch.Generator(self.env.device).manual_seed(int(entropy[0]))
+        split = (self.accumulation, self.env.world_size, self.cfg.batch_size)
+        drawn = random(*split, *shape, generator=generator, device=self.env.device)
+        return list(drawn[:, self.env.rank])
+
     # --- where the run stands -----------------------------------------------------------------------------------------
 
     def _resume(self) -> Loaded | None:
@@ -225,6 +243,7 @@ class Loop:
             own or "checkpoints", keep=cfg.checkpoint.keep, writer=own is not None and env.is_main, **self.parts
         )
         self._notes: list[str] = list(env.job.notes)
+        planned = {name: schedule.num_steps for name, schedule in self.schedules.items()}
         loaded = None
         if own is not None:
             loaded = self.checkpoint.load()
@@ -257,7 +276,7 @@ class Loop:
             self._notes.append(f"the checkpoint was made with amp={old_mode}, going on with amp={cfg.amp.name}")
         verb = "continuing from" if cfg.task == "train" else "evaluating"
         self._notes.append(f"{verb} step {self.step}: {loaded.path}")
-        if cfg.task == "train" and self.num_steps > self.schedule.num_steps:
+        if cfg.task == "train" and any(s.num_steps < planned[name] for name, s in self.schedules.items()):
             self._notes.append(f"steps beyond the schedule's {self.schedule.num_steps} keep its last learning rate")
         return loaded
 
@@ -359,6 +378,8 @@ class Loop:
         self._finish_reading()
         rate = self._clock.lap(self.samples)
         meters = {of: meter for of, meter in self._meters.items() if meter.report is not None}
+        # Without those of a phase that is over, unless nothing at all was logged since the last line.
+        meters = {of: meter for of, meter in meters.items() if meter.is_fresh} or meters
         if not meters:
             return
         # Sums, and the steps they are over, which all ranks have counted.
@@ -403,7 +424,7 @@ class Loop:
             elif name == "skips":
                 norms |= {f"skipped_{of}": int(value)} if of else {}
             elif name.startswith("lr"):
-                norms[name] = value
+                norms |= {name: value, "lr": norms.get("lr", value)}
             elif name:
                 num_taken = found[of, ""]
                 line[name] = value / num_taken if num_taken else None
@@ -575,11 +596,12 @@ class _Meter:
         self.clear()
 
     def clear(self) -> None:
+        self.is_fresh = False
         self.sums: dict[str, Tensor] = {}
         self.num_taken = self._zero
 
     def add(self, report: StepReport, values: dict[str, Tensor]) -> None:
-        self.report = report
+        self.report, self.is_fresh = report, True
         for name, value in values.items():
             # A skipped step has no loss: NaN would spoil the mean.
             value = torch.where(report.taken, value.detach().float(), 0.0)

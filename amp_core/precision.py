@@ -153,13 +153,21 @@ class Amp:
         dtype = self.dtype if self._casts else None
         return torch.autocast(self.device.type, dtype=dtype, enabled=self._casts, cache_enabled=cache)
 
-    def backward(self, loss: Tensor, gradient: Tensor | None = None, *, retain_graph: bool = False) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        *,
+        retain_graph: bool = False,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
         """Backward pass of the scaled loss, with autocast off.
 
         Args:
             loss: a scalar of any floating dtype; or, with `gradient`, any tensor.
             gradient: the gradient of the loss with respect to `loss`, for losses computed elsewhere. It is scaled.
             retain_graph: keep the graph for another backward pass.
+            inputs: the weights whose gradients are wanted, where the graph holds others, too; None: all.
 
         Raises:
             RuntimeError: it reaches weights whose gradients were already unscaled in this window.
@@ -171,10 +179,10 @@ class Amp:
                 # In fp16 a loss of 1 times a scale of 65536 is already infinite.
                 scaled = loss.float()
                 scaled = scaled * self.scaler.scale if self.scaler.policy else scaled
-                scaled.backward(retain_graph=retain_graph)
+                scaled.backward(retain_graph=retain_graph, inputs=inputs)
             else:
                 scaled = gradient * self.scaler.scale if self.scaler.policy else gradient
-                loss.backward(scaled.to(loss.dtype), retain_graph=retain_graph)
+                loss.backward(scaled.to(loss.dtype), retain_graph=retain_graph, inputs=inputs)
         if any(_grad_versions(optimizer) != before for optimizer, before in unscaled):
             raise RuntimeError(
                 "amp.backward added scaled gradients to gradients that amp.unscale_ had unscaled; call unscale_ once, "

@@ -164,7 +164,7 @@ class LowPrecisionWeights:
         self.dtype = dtype
         self.update = update
         self.num_taken = torch.zeros((), dtype=torch.int64, device=lows[0].device)
-        self._nan = torch.full((), torch.nan, device=lows[0].device)
+        self._nan = {device: torch.full((), torch.nan, device=device) for device in {p.device for p in lows}}
         self._weights: dict[Tensor, tuple[nn.Parameter, _Fp32]] = {}
         for low in lows:
             side = self._store(low)
@@ -181,14 +181,14 @@ class LowPrecisionWeights:
             module.register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
         inside = {part for island in islands for part in island.modules() if part is not island}
         for island in islands - inside:
-            island.register_forward_hook(functools.partial(_cast_output, dtype))
-        net.register_forward_hook(functools.partial(_cast_output, torch.float32))
+            island.register_forward_hook(functools.partial(_cast_island, dtype))
+        net.register_forward_hook(_cast_output)
 
     def _store(self, low: nn.Parameter) -> _Fp32:
         value, trains = low.detach(), low.requires_grad
         keeps = self.update == "master"
         rest = torch.zeros_like(value, dtype=self.dtype) if self.update == "kahan" else None
-        side = _Fp32(nn.Parameter(value if keeps else self._nan.expand(low.shape), trains), keeps, rest)
+        side = _Fp32(nn.Parameter(value if keeps else self._nan[low.device].expand(low.shape), trains), keeps, rest)
         low.data = side.take(value, self.dtype)
         _sides[low] = side
 
@@ -217,9 +217,11 @@ class LowPrecisionWeights:
         """
         grads = [p.grad for p in params if p in self._owned and p.grad is not None] if several_ranks() else []
         while grads:
-            sizes = [grads[0].numel()]
-            while len(sizes) < len(grads) and sum(sizes) + grads[len(sizes)].numel() <= _BUCKET:
-                sizes.append(grads[len(sizes)].numel())
+            sizes: list[int] = []
+            for grad in grads:
+                if sizes and (sum(sizes) + grad.numel() > _BUCKET or grad.device != grads[0].device):
+                    break
+                sizes.append(grad.numel())
             bucket, grads = grads[: len(sizes)], grads[len(sizes) :]
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             dist.all_reduce(flat)
@@ -237,21 +239,23 @@ class LowPrecisionWeights:
         """Write the 16-bit weights. After a skipped step they keep every bit. Does not wait for the device.
 
         Args:
-            params: as given to `begin_step`.
+            params: as given to `begin_step`. Without any of this network nothing happens.
             taken: 0-d bool tensor, whether the step was taken.
         """
         mine = self._of(params)
+        if not mine:
+            return
         values = [side.master.detach() for _, side in mine]
         if self.update == "stochastic":
             sizes = [value.numel() for value in values]
             noises = noise_16bit(sum(sizes), self.num_taken).split(sizes)
-            values = [round_stochastically(value, noise) for value, noise in zip(values, noises, strict=True)]
+            values = [round_stochastically(v, noise.to(v.device)) for v, noise in zip(values, noises, strict=True)]
         elif self.update == "kahan":
             values = [side.take(value, self.dtype) for value, (_, side) in zip(values, mine, strict=True)]
         for (low, side), value in zip(mine, values, strict=True):
             low.copy_(value)
             if not side.keeps:
-                side.master.data = self._nan.expand(low.shape)
+                side.master.data = self._nan[low.device].expand(low.shape)
         self.num_taken += taken
 
 
@@ -267,14 +271,25 @@ def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) 
     return _cast(args, dtype), _cast(kwargs, dtype)
 
 
-def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
-    return _cast(output, dtype)
+def _cast_island(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    low = _cast(output, dtype)
+    if isinstance(low, Tensor) and low is not output and not low.is_inference():
+        low.whole = output, low._version  # type: ignore[attr-defined]
+    return low
+
+
+def _cast_output(module: nn.Module, args: Any, output: Any) -> Any:
+    return _cast(output, torch.float32)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """`value` with its floating-point tensors in `dtype`, within containers, too."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        if value.dtype is dtype or not value.is_floating_point():
+            return value
+        # What an island at the end computed is returned unrounded, unless it was written into since.
+        whole, version = getattr(value, "whole", (None, None))
+        return (value if whole is None or version != value._version else whole).to(dtype)
     if isinstance(value, dict):
         parts = dict(value)
     elif isinstance(value, tuple | list):

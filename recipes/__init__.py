@@ -11,7 +11,10 @@ from typing import Any
 
 RECIPES = {
     "classification": "recipes.classification",
+    "custom_function": "recipes.custom_function",
+    "distillation": "recipes.distillation",
     "face_recognition": "recipes.face_recognition",
+    "gan": "recipes.gan",
     "language_model": "recipes.language_model",
     "model_parallel": "recipes.model_parallel",
     "segmentation": "recipes.segmentation",

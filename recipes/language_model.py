@@ -34,6 +34,7 @@ from amp_core.errors import ConfigError
 from amp_core.layout import unwrap
 from amp_core.loop import Loop
 from amp_core.models import LANGUAGE_MODELS, build_model
+from amp_core.models.gpt import num_shared_ids
 from amp_core.optimizers import build_optimizer
 from amp_core.precision import Amp, StepReport
 from amp_core.schedule import build_schedule
@@ -75,6 +76,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     schedule = build_schedule(cfg.schedule, optimizer, env.num_steps(data))
     ema = build_ema(cfg.ema, model)
     clip = Clip.of(cfg.clip)
+    env.job.notes += shared_positions(unwrap(model), length=data.facts["length"], offset=knobs.eval_offset or 0)
 
     def train_step(window: list[Micro]) -> tuple[StepReport, Tensor]:
         total = torch.zeros((), device=env.device)
@@ -159,6 +161,18 @@ def sample(net: nn.Module, amp: Amp, knobs: Knobs, *, length: int, seed: int) ->
         noise = torch.empty_like(logits).exponential_(generator=generator).log()
         tokens = torch.cat([tokens, (logits / knobs.temperature - noise).argmax(dim=-1, keepdim=True)], dim=1)
     return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+def shared_positions(net: nn.Module, *, length: int, offset: int) -> list[str]:
+    """A sentence for the log if the dtype of the position ids is too short to count to the last one."""
+    dtype = getattr(net, "ids_dtype", torch.float32)
+    num_shared = num_shared_ids(length, offset=offset, dtype=dtype)
+    if num_shared == 0:
+        return []
+    return [
+        f"positions in {dtype}: of the {length} from {offset} on {num_shared} have the id of another one before them; "
+        f"use model.options.positions_dtype=fp32"
+    ]
 
 
 def check(knobs: Knobs, cfg: Config) -> None:

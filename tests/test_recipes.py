@@ -22,13 +22,39 @@ COMMON = ["device=cpu", "log.progress=false", "save_every=1000", "eval_every=100
 IMAGES = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4"]
 SMALL = {
     "classification": [*IMAGES, "model.options.width=8"],
+    "custom_function": [*IMAGES, "model.options.width=16", "model.options.features=8"],
+    "distillation": [*IMAGES, "recipe.teacher_options.width=8", "recipe.teacher_steps=1"],
+    "face_recognition": [
+        *("data=synthetic_identities", "data.num_classes=24", "data.num_samples=96", "data.image_size=16"),
+        *("recipe.embedding=16", "recipe.sample_rate=0.5"),
+    ],
+    "gan": [*IMAGES, "model.options.width=8", "recipe.num_critic_steps=3"],
+    "language_model": [
+        *("data.num_samples=64", "data.length=32", "recipe.sample_bytes=4"),
+        *("model.options.depth=1", "model.options.width=32", "model.options.heads=2"),
+    ],
+    "model_parallel": [*IMAGES, "model.options.width=8"],
+    "segmentation": ["data.num_samples=48", "data.image_size=32", "model.options.width=4", "model.options.depth=2"],
 }
 """Settings with which a step takes milliseconds."""
 
 NO_DROPOUT = {
     "classification": ["model.options.dropout=0"],
+    "custom_function": [],
+    "distillation": ["model.options.dropout=0", "recipe.teacher_options.dropout=0"],
+    "face_recognition": ["recipe.sample_rate=1.0"],
+    "gan": [],
+    "language_model": [],
+    "model_parallel": ["model.options.dropout=0"],
+    "segmentation": ["model.options.dropout=0"],
 }
 """Settings without randomness that belongs to the micro-batch."""
+
+FAULT = {
+    "distillation": "batch",  # the teacher steps in this window, the student is the first of the networks
+    "gan": "batch",  # the discriminator steps, the generator is the first
+}
+"""Where a fault hits whatever steps in window 2, if that is not the gradient of the first network."""
 
 WINDOW = ["accumulation=2", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9"]
 STATIC = {"fp16": ["amp.dynamic=false", "amp.init_scale=256"]}
@@ -162,7 +188,7 @@ def test_accumulation_and_ranks_do_not_change_the_run(recipe):
 def test_a_bad_window_leaves_no_trace(recipe, mode):
     settings = ["steps=4", f"amp={mode}", *STATIC.get(mode, []), *WINDOW]
     clean = run(recipe, "clean", "debug.inject={where: drop, step: 2}", *settings)
-    bad = run(recipe, "bad", "debug.inject={where: gradient, step: 2}", *settings)
+    bad = run(recipe, "bad", f"debug.inject={{where: {FAULT.get(recipe, 'gradient')}, step: 2}}", *settings)
     assert not same_but(state(clean), state(bad), "progress.skipped")
     assert summary(bad)["skipped"] == 1
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_core import Amp, Checkpoint, Clip, Ema, StepReport, keep_fp32
 from amp_core.rounding import noise_16bit, round_stochastically, split
@@ -371,6 +372,29 @@ def test_adaptive_clipping_sees_the_weights(mode: str) -> None:
     assert moved.tolist() == pytest.approx((0.1 * 0.05 * units).tolist(), rel=0.3)  # lr times factor times norm
 
 
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func.overloadpacket in (
+            torch.ops.aten._local_scalar_dense,
+            torch.ops.aten.equal,
+            torch.ops.aten.nonzero,
+        )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", SIXTEEN)
+def test_a_step_never_waits_for_the_device(mode: str) -> None:
+    run = Run(mode)
+    run.train(range(2))
+    with Waits() as waits:
+        run.step(run.loss(2), clip=Clip.norm(1.0))
+    assert waits.num == 0
+
+
 # --- memory
 
 
@@ -447,6 +471,23 @@ def test_inputs_are_cast_down_and_outputs_are_fp32(dtype: torch.dtype) -> None:
     assert (output.hidden - reference.hidden).norm() < 0.02 * reference.hidden.norm()
     output.hidden.sum().backward()
     assert all(p.grad is not None and p.grad.dtype is FP32 for p in trainable(net))
+
+
+@pytest.mark.parametrize("last", [[], [nn.ReLU(inplace=True)], [nn.ReLU(inplace=True), nn.Linear(16, 16)]])
+def test_an_island_at_the_end_returns_all_its_digits(last: list[nn.Module]) -> None:
+    head = keep_fp32(nn.Linear(16, 16))
+    net = nn.Sequential(nn.Linear(16, 16), head, *last)
+    LowPrecisionWeights(net, BF16, "master")
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        logits, output = head(net[0](x)), net(x)
+        whole = head(net[0](x)).whole[0]
+    assert logits.dtype is BF16 and output.dtype is FP32
+    assert output.equal(output.to(BF16).float()) == bool(last)
+    expected = nn.Sequential(*last)(logits.clone()).float() if last else whole
+    assert output.equal(expected)
+    with torch.inference_mode():
+        assert net(x).dtype is FP32
 
 
 def test_a_container_without_floats_is_passed_on_itself() -> None:

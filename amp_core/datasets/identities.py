@@ -47,7 +47,7 @@ def draw_glyphs(size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     faces = []
     for file in dejavu_files():
         with TTFont(file, lazy=True) as font:
-            faces.append((file, set(font.getBestCmap())))
+            faces.append((file, set(font.getBestCmap() or ())))
     counts = Counter(code for _, codes in faces for code in codes)
     letters = sorted(code for code, number in counts.items() if number >= _LEAST_FACES and chr(code).isalpha())
     drawn: dict[int, list[NDArray[np.uint8]]] = {code: [] for code in letters}

@@ -85,7 +85,7 @@ def read_brain() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
     The skull-stripped T1 template ICBM 152 2009a nonlinear symmetric, an average of 152 brains, and its maps of tissue
     probability, as nilearn ships them. Slices are 1 mm apart; their pixels are means of 2 x 2 voxels of 1 mm. The crop
-    is 192 x 160 mm. A mask is where the probability is 1/2 or more, so the two do not overlap. Left and right are alike.
+    is 192 x 160 mm. A mask is where the probability is 1/2 or more, so the two do not overlap. Left mirrors right.
 
     nilearn is under the 3-clause BSD licence and nibabel under the MIT licence. The template (Fonov et al., NeuroImage
     2011) is copyright Louis Collins, McConnell Brain Imaging Centre, who permits use, copies and changes without a fee
@@ -125,7 +125,10 @@ class DigitScenes:
     """One to three handwritten digits on a piece of a photograph; the mask is where there is ink.
 
     A digit is lighter or darker than the piece is on the average, in any colour and half to fully opaque, and turned,
-    scaled and moved. Where its opacity in the file is 1/2 or more, there is ink.
+    scaled and moved. Where its opacity is 1/2 or more, there is ink.
+
+    The photographs are those of scikit-learn (3-clause BSD licence), both under CC BY 2.0: china.jpg by danielbuechele
+    and flower.jpg by vultilion, on flickr.
 
     Args:
         num_samples: its length.

@@ -119,9 +119,8 @@ def _torch_sources(cfg: DataConfig, seed: int, channels: int | None) -> Data:
 
 def _text(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path, "check_data was not asked"
-    return _parts(
-        cfg, text_files(Path(cfg.path).expanduser()), cfg.eval_path and text_files(Path(cfg.eval_path).expanduser())
-    )
+    held_out = None if cfg.eval_path is None else text_files(Path(cfg.eval_path).expanduser())
+    return _parts(cfg, text_files(Path(cfg.path).expanduser()), held_out)
 
 
 BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {"torch_sources": _torch_sources, "text": _text}

@@ -23,6 +23,11 @@ def position_ids(length: int, *, offset: int = 0, dtype: torch.dtype, device: to
     return (torch.arange(length, device=device) + offset).to(dtype)
 
 
+def num_shared_ids(length: int, *, offset: int = 0, dtype: torch.dtype) -> int:
+    """How many of the positions have the id of one before them: of the first 257 none in bfloat16, of 2049 in float16."""
+    return length - position_ids(length, offset=offset, dtype=dtype).unique().numel()
+
+
 @keep_fp32
 def rope_phases(ids: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles by which RoPE turns pairs of features (Su et al., arXiv:2104.09864).
@@ -30,7 +35,7 @@ def rope_phases(ids: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     Computed anew for each forward pass: frequencies in a buffer would follow the weights into 16 bits.
 
     Args:
-        ids: [L], as fp32 in here.
+        ids: floating point [L]; 16-bit ones arrive in fp32, as far as they were rounded.
         dim: features of a head, an even number.
 
     Returns:
@@ -57,10 +62,10 @@ def rotate(x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
 def alibi_bias(ids: Tensor, heads: int) -> Tensor:
     """What ALiBi adds to attention scores (Press et al., arXiv:2108.12409): minus the distance, steeper in some heads.
 
-    The difference of two ids is exact as long as the ids are; only the result may be cast to 16 bits.
+    The difference of two ids is exact as long as the ids are. The result may be cast to 16 bits, the ids may not.
 
     Args:
-        ids: [L], as fp32 in here.
+        ids: as for `rope_phases`.
         heads: number of heads.
 
     Returns:
@@ -134,7 +139,6 @@ class GPT(nn.Module):
         check_probability("dropout", dropout)
         check_choice("positions", positions, POSITIONS)
         check_choice("positions_dtype", positions_dtype, DTYPES)
-        check_choice("tied", tied, (True, False))
         if width % (2 * heads):
             raise ValueError(f"width={width}, expected a multiple of 2 * heads = {2 * heads}")
         self.heads, self.head_dim, self.dropout = heads, width // heads, dropout
@@ -144,15 +148,15 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, vocab_size, bias=False)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-        for block in self.blocks:
-            # Each block adds to the stream twice; so its variance does not grow with depth (Radford et al. 2019).
-            for layer in (block.out, block.down):
-                nn.init.normal_(layer.weight, std=0.02 * (2 * depth) ** -0.5)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                # Each block adds to the stream twice: it should not grow with depth (Radford et al. 2019).
+                num_added = 2 * depth if name.endswith((".out", ".down")) else 1
+                nn.init.normal_(module.weight, std=(num_added * module.in_features) ** -0.5)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.25)
         if tied:
-            self.head.weight = self.embed.weight
+            self.embed.weight = self.head.weight
 
     def forward(self, tokens: Tensor, offset: int = 0) -> Tensor:
         """Logits; `offset` is the position of the first token. Does not wait for the device.
@@ -166,7 +170,7 @@ class GPT(nn.Module):
         if self.table is not None:
             if offset + length > self.table.num_embeddings:
                 raise ValueError(f"position {offset + length - 1}: the model has learned {self.table.num_embeddings}")
-            x = x + self.table(ids.long())
+            x = x + self.table(ids.long().clamp(max=self.table.num_embeddings - 1))  # 511 in bfloat16 is 512
         elif self.positions == "rope":
             phases = rope_phases(ids, self.head_dim)
         else:
@@ -177,6 +181,4 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-LANGUAGE_MODELS = Family(
-    what="a language model", builders={"gpt": GPT}, example={"vocab_size": 256, "length": 256}
-)
+LANGUAGE_MODELS = Family(what="a language model", builders={"gpt": GPT}, example={"vocab_size": 256, "length": 256})

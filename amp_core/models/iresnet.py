@@ -93,9 +93,7 @@ class _Block(nn.Module):
         self.bn3 = nn.BatchNorm2d(outputs)
         self.downsample = None
         if stride > 1:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.prelu(self.bn2(self.conv1(self.bn1(x))))

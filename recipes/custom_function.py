@@ -1,0 +1,276 @@
+"""Custom autograd functions under autocast: three kinds, three rules.
+
+The lesson: autocast casts the inputs of torch's own operations. It does not look into an `autograd.Function`: the
+forward runs under autocast, the backward runs without, and what was saved in between has the dtypes of the inputs.
+
+    of your own, any dtype will do     `custom_fwd` and `custom_bwd`, bare: the backward sees the autocast of the
+                                       forward. Without them it fails where 16-bit gradients meet fp32 weights.
+    of your own, needs fp32            `custom_fwd(cast_inputs=torch.float32)`: fp32 inputs, autocast off in both passes.
+                                       Without it a square overflows in fp16 from 256 on.
+    somebody else's                    call it in an fp32 island, `keep_fp32`; there is nothing to edit.
+
+A function needs one of them when it has several floating-point inputs, when it calls something that autocast casts
+(products, convolutions), or when it needs a certain dtype. The network is a small classifier whose every layer is made
+of such functions; `model.options.functions=torch` is the same network of torch's operations, with the same accuracy.
+
+    python train.py recipe=custom_function
+    python train.py recipe=custom_function amp=fp16 model.options.functions=torch
+
+Source: "Functions that need a particular dtype" in torch's notes on automatic mixed precision
+(docs.pytorch.org/docs/stable/notes/amp_examples.html#autocast-and-custom-autograd-functions).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.amp.autocast_mode import custom_bwd, custom_fwd
+from torch.autograd import Function
+
+from amp_core.clip import Clip
+from amp_core.config import Config
+from amp_core.data import build_data, eval_loader, to_device
+from amp_core.ema import build_ema
+from amp_core.environment import Environment
+from amp_core.islands import keep_fp32
+from amp_core.loop import Loop
+from amp_core.models import Family, build_model
+from amp_core.models.family import ImageShape, check_choice, check_count
+from amp_core.optimizers import build_optimizer
+from amp_core.precision import Amp, StepReport
+from amp_core.schedule import build_schedule
+from amp_core.window import Micro, sync_grads
+
+DATA = "images"
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What belongs to this recipe alone."""
+
+    name: str
+    length: str
+    """Length of the run when none is given: a number and steps, epochs or samples."""
+    best: str
+    """The metric that decides which checkpoint is kept as the best."""
+    best_is: str
+    """max or min."""
+
+
+def run(cfg: Config, env: Environment) -> dict[str, float]:
+    """Train, and return the last evaluation: loss and accuracy, with `ema_` in front for averaged weights."""
+    data = build_data(cfg.data, seed=cfg.seed, channels=MODELS.in_channels(cfg.model.name))
+    amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
+    model = env.wrap(build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts), amp)
+    optimizer = build_optimizer(cfg.optimizer, model)
+    schedule = build_schedule(cfg.schedule, optimizer, env.num_steps(data))
+    ema = build_ema(cfg.ema, model)
+    clip = Clip.of(cfg.clip)
+
+    def train_step(window: list[Micro]) -> tuple[StepReport, Tensor]:
+        total = torch.zeros((), device=env.device)
+        for micro in window:
+            images, labels = micro.batch
+            with sync_grads(model, when=micro.is_last):
+                with amp.autocast():
+                    loss = F.cross_entropy(model(images), labels)
+                amp.backward(loss * micro.weight)
+            total += loss.detach() * micro.weight
+        report = amp.step(optimizer, clip)
+        amp.update()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.advance(report)
+        if ema is not None:
+            ema.update(report)
+        return report, total
+
+    @torch.no_grad()
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        # loss, correct, samples: summed on the device, read back once.
+        totals = torch.zeros(3, dtype=torch.float64, device=env.device)
+        batches = eval_loader(
+            data.eval,
+            batch_size=max(cfg.batch_size, 128),
+            rank=env.rank,
+            world_size=env.world_size,
+            num_workers=cfg.data.num_workers,
+            pin_memory=env.device.type == "cuda",
+        )
+        for images, labels in to_device(batches, env.device):
+            with amp.autocast():
+                logits = net(images)
+                loss = F.cross_entropy(logits, labels, reduction="sum")
+            totals += torch.stack([loss, (logits.argmax(1) == labels).sum(), labels.new_tensor(len(labels))])
+        loss, correct, num_samples = env.sum_over_ranks(totals).tolist()
+        return {"loss": loss / num_samples, "accuracy": correct / num_samples}
+
+    loop = Loop(env, data, amp=amp, model=model, optimizer=optimizer, schedule=schedule, ema=ema, evaluate=evaluate)
+    for window in loop.windows():
+        report, loss = train_step(window)
+        loop.log(report, loss=loss)
+    return loop.eval
+
+
+# --- the functions ------------------------------------------------------------------------------------------------------
+
+
+def on_its_device(decorate: Callable[..., Any], **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`custom_fwd` or `custom_bwd` for the device on which the tensors lie when the function is called.
+
+    Theirs is fixed when the class is made, and on another device they do nothing (`torch.cuda.amp.custom_fwd` on a
+    CPU); one around the other does not help, since the inner one overwrites what the outer one found.
+    """
+
+    def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
+        forms = {kind: decorate(function, device_type=kind, **options) for kind in ("cpu", "cuda")}
+
+        @functools.wraps(function)
+        def chosen(ctx: Any, *args: Any) -> Any:
+            kind = next(arg.device.type for arg in args if isinstance(arg, Tensor))
+            return forms[kind](ctx, *args)
+
+        return chosen
+
+    return decorator
+
+
+class Product(Function):
+    """x [B, N] times the transpose of weight [M, N], in whatever dtype autocast says: the backward the same."""
+
+    @staticmethod
+    @on_its_device(custom_fwd)
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.mm(weight.t())
+
+    @staticmethod
+    @on_its_device(custom_bwd)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad.mm(weight), grad.t().mm(x)
+
+
+class RowNorm(Function):
+    """x / sqrt(mean(x²) + eps) over the last dimension, float32 under autocast (float64 stays as it is without)."""
+
+    @staticmethod
+    @on_its_device(custom_fwd, cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        inverse = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        y = x * inverse
+        ctx.save_for_backward(y, inverse)
+        return y
+
+    @staticmethod
+    @on_its_device(custom_bwd)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        y, inverse = ctx.saved_tensors
+        return inverse * (grad - y * (grad * y).mean(-1, keepdim=True)), None
+
+
+class SquaredDistance(Function):
+    """|x - c|² for rows x [B, N] and centres c [K, N]: [B, K]. Stands for a function out of another package.
+
+    It knows nothing of autocast: its product would be rounded to 16 bits, and its backward fails for a 16-bit x.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, centres: Tensor) -> Tensor:
+        ctx.save_for_backward(x, centres)
+        return x.square().sum(1, keepdim=True) - 2 * x.mm(centres.t()) + centres.square().sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, centres = ctx.saved_tensors
+        dx = grad.sum(1, keepdim=True) * x - grad.mm(centres)
+        dc = grad.sum(0)[:, None] * centres - grad.t().mm(x)
+        return 2 * dx, 2 * dc
+
+
+squared_distance = keep_fp32(SquaredDistance.apply)
+
+
+@keep_fp32
+def plain_norm(x: Tensor, eps: float) -> Tensor:
+    """`RowNorm` of torch's operations."""
+    return F.rms_norm(x, x.shape[-1:], eps=eps)
+
+
+@keep_fp32
+def plain_distance(x: Tensor, centres: Tensor) -> Tensor:
+    """`SquaredDistance` of torch's operations."""
+    return (x[:, None] - centres).square().sum(2)
+
+
+# --- the network that they make -----------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Product, norm with a gain, ReLU."""
+
+    def __init__(self, inputs: int, outputs: int, *, custom: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+        self.gain = nn.Parameter(torch.ones(outputs))
+        self.custom = custom
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Product.apply(x, self.weight) if self.custom else F.linear(x, self.weight)
+        x = RowNorm.apply(x, 1e-6) if self.custom else plain_norm(x, 1e-6)
+        return F.relu(x * self.gain)
+
+
+class Prototypes(nn.Module):
+    """Logits: minus the squared distances to learned class centres, in a space of `features` dimensions."""
+
+    def __init__(self, inputs: int, features: int, num_classes: int, *, custom: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(features, inputs) / inputs**0.5)
+        self.centres = nn.Parameter(torch.randn(num_classes, features))
+        self.custom = custom
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Product.apply(x, self.weight) if self.custom else F.linear(x, self.weight)
+        distance = squared_distance if self.custom else plain_distance
+        return -distance(x, self.centres) / self.centres.shape[1]
+
+
+def prototype_net(
+    *,
+    num_classes: int,
+    image_shape: ImageShape,
+    width: int = 256,
+    depth: int = 2,
+    features: int = 64,
+    functions: str = "custom",
+) -> nn.Module:
+    """Fully connected layers with normalised rows, and a class centre for each class.
+
+    Args:
+        width: units of each hidden layer. Multiples of 8 suit Tensor Cores.
+        depth: number of hidden layers.
+        features: dimensions of the space in which the centres lie.
+        functions: custom, or torch for the same network of torch's operations.
+    """
+    for key, value in (("width", width), ("depth", depth), ("features", features)):
+        check_count(key, value)
+    check_choice("functions", functions, ("custom", "torch"))
+    custom = functions == "custom"
+    channels, height, columns = image_shape
+    sizes = [channels * height * columns] + [width] * depth
+    layers = [Layer(inputs, outputs, custom=custom) for inputs, outputs in itertools.pairwise(sizes)]
+    return nn.Sequential(nn.Flatten(), *layers, Prototypes(width, features, num_classes, custom=custom))
+
+
+MODELS = Family(
+    what="a network of custom functions",
+    builders={"prototype_net": prototype_net},
+    example={"num_classes": 10, "image_shape": (1, 28, 28)},
+)

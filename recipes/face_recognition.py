@@ -1,0 +1,182 @@
+"""Face recognition: a backbone in 16 bits under a head in fp32 that lies in pieces over all ranks.
+
+The lesson has four parts, and the order of a step is theirs.
+
+What is scaled is a gradient, not a loss. The margin softmax (ArcFace, CosFace) over Partial FC computes the loss and
+its gradient with respect to the features itself, in fp32 and unscaled: cosines are where fp16 hurts most (just above 1,
+acos is NaN). `amp.backward(features, gradient=x_grad)` multiplies that gradient by the loss scale on its way into the
+backbone. The head's own gradients carry no scale: `unscaled=[head_optimizer]`.
+
+Nobody averages twice. The loss is a mean over the samples of all ranks and x_grad is complete, so the backbone's
+reduction has to sum. A plain DistributedDataParallel net averages: without a factor of world_size its gradients are
+exactly 1 / world_size of what they should be.
+
+All step, or none. The centres of a rank are its own, so one rank may see an inf where the others see none: the usual
+loop then has ranks with different weights and scales. And its head is stepped unconditionally: one overflowing batch
+leaves the backbone clean and NaN in the class centres, for good. `amp.step` takes both optimizers, agrees over the
+ranks, and skips both or none. Each is clipped by its own norm, the head's over all ranks (`sharded`).
+
+The loss scale is capped (`amp=fp16_capped`): at 128 times the batch, as insightface does, before the norm is clipped.
+
+    python train.py recipe=face_recognition                    letters in 12 faces; others are compared, bf16
+    python train.py recipe=face_recognition amp=fp16_capped clip=norm clip.max_norm=5
+    python train.py recipe=face_recognition recipe.sample_rate=0.3 layout=ddp layout.nproc_per_node=2 batch_size=64
+    python train.py recipe=face_recognition model=iresnet50 data=records data.path=/data/ms1m optimizer=sgd_face \\
+        recipe.embedding=512 recipe.scale=64 recipe.margin=0.5 amp=fp16_capped clip=norm clip.max_norm=5 epochs=20 \\
+        layout=ddp perf.channels_last=true
+    python train.py recipe=face_recognition data=synthetic_identities data.num_classes=2000000 recipe.sample_rate=0.1 \\
+        recipe.embedding=512 optimizer=sgd_face steps=100      what a head of 2,000,000 identities costs
+
+Sources: Deng et al., "ArcFace" (arXiv:1801.07698); Wang et al., "CosFace" (arXiv:1801.09414); An et al., "Partial FC"
+(arXiv:2010.05222) and "Killing Two Birds with One Stone" (arXiv:2203.15565); insightface's arcface_torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from amp_core.clip import Clip
+from amp_core.config import Config
+from amp_core.data import build_data, eval_loader, to_device
+from amp_core.ema import build_ema
+from amp_core.environment import Environment
+from amp_core.errors import ConfigError
+from amp_core.loop import Loop
+from amp_core.models import EMBEDDERS, build_model
+from amp_core.optimizers import build_optimizer
+from amp_core.partial_fc import PartialFC
+from amp_core.precision import Amp, StepReport
+from amp_core.schedule import build_schedule
+from amp_core.verification import verify
+from amp_core.window import Micro, sync_grads
+
+DATA = "identities"
+MODELS = EMBEDDERS
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What belongs to this recipe alone."""
+
+    name: str
+    length: str
+    """Length of the run when none is given: a number and steps, epochs or samples."""
+    best: str
+    """The metric that decides which checkpoint is kept as the best."""
+    best_is: str
+    """max or min."""
+    embedding: int
+    """Numbers per feature vector."""
+    loss: Literal["arcface", "cosface"]
+    """Where the margin goes: to the angle between a feature and the centre of its class, or to its cosine."""
+    margin: float
+    """ArcFace: radians, 0.5 for faces; CosFace: 0.4 for faces."""
+    scale: float
+    """Of the cosines before the softmax; 64 for faces. It has nothing to do with the loss scale."""
+    sample_rate: float
+    """Share of its classes that a rank uses in a step; those with a sample in the window are always among them."""
+
+
+def run(cfg: Config, env: Environment) -> dict[str, float]:
+    """Train, and return the last verification: accuracy, tar_at_far_1e-3, ... on identities that were held out."""
+    knobs = Knobs(**cfg.recipe)
+    data = build_data(cfg.data, seed=cfg.seed, channels=MODELS.in_channels(cfg.model.name))
+    amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
+    net = build_model(cfg.model.name, MODELS, options=cfg.model.options, embedding=knobs.embedding, **data.facts)
+    model = env.wrap(net, amp)
+    head = build_head(knobs, data.facts["num_classes"], env)
+    optimizer = build_optimizer(cfg.optimizer, model)
+    head_optimizer = build_optimizer(cfg.optimizer, nn.ParameterList([head.active]))
+    head_state = head.carry(head_optimizer)
+    schedule = build_schedule(cfg.schedule, optimizer, env.num_steps(data))
+    head_schedule = build_schedule(cfg.schedule, head_optimizer, env.num_steps(data))
+    ema = build_ema(cfg.ema, model)
+    clip = Clip.of(cfg.clip)
+
+    def train_step(window: list[Micro]) -> tuple[StepReport, Tensor]:
+        total = torch.zeros((), device=env.device)
+        head.sample(*(micro.batch[1] for micro in window))
+        for micro in window:
+            images, labels = micro.batch
+            with sync_grads(model, when=micro.is_last):
+                with amp.autocast():
+                    features = model(images)
+                loss, x_grad = head(features.detach(), labels, micro.weight)
+                amp.backward(features, gradient=x_grad)
+            total += loss
+        report = amp.step([optimizer, head_optimizer], clip, unscaled=[head_optimizer], sharded=[head_optimizer])
+        amp.update()
+        head.write_back()
+        optimizer.zero_grad(set_to_none=True)
+        head_optimizer.zero_grad(set_to_none=True)
+        schedule.advance(report)
+        head_schedule.advance(report)
+        if ema is not None:
+            ema.update(report)
+        return report, total
+
+    @torch.no_grad()
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        # Each rank fills in its rows; the sum over the ranks is all of them.
+        embeddings = torch.zeros(len(data.eval), knobs.embedding, device=env.device)
+        identities = torch.zeros(len(data.eval), dtype=torch.int64, device=env.device)
+        batch_size = max(cfg.batch_size, 128)
+        batches = eval_loader(
+            data.eval,
+            batch_size=batch_size,
+            rank=env.rank,
+            world_size=env.world_size,
+            num_workers=cfg.data.num_workers,
+            pin_memory=env.device.type == "cuda",
+        )
+        batches = to_device(batches, env.device, channels_last=cfg.perf.channels_last)
+        for number, (images, labels) in enumerate(batches):
+            first = (number * env.world_size + env.rank) * batch_size
+            rows = slice(first, first + len(labels))
+            with amp.autocast():
+                embeddings[rows] = net(images).float()
+            identities[rows] = labels
+        return verify(env.sum_over_ranks(embeddings), env.sum_over_ranks(identities), scale=knobs.scale)
+
+    loop = Loop(
+        env,
+        data,
+        amp=amp,
+        evaluate=evaluate,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        ema=ema,
+        head=head,
+        head_optimizer=head_state,
+        head_schedule=head_schedule,
+    )
+    for window in loop.windows():
+        report, loss = train_step(window)
+        loop.log(report, loss=loss)
+    return loop.eval
+
+
+def build_head(knobs: Knobs, num_classes: int, env: Environment) -> PartialFC:
+    """This rank's part of the head.
+
+    Raises:
+        ConfigError: a knob out of range, or more ranks than identities.
+    """
+    try:
+        return PartialFC(
+            num_classes,
+            knobs.embedding,
+            kind=knobs.loss,
+            margin=knobs.margin,
+            scale=knobs.scale,
+            sample_rate=knobs.sample_rate,
+            device=env.device,
+            seed=env.cfg.seed,
+        )
+    except ValueError as problem:
+        raise ConfigError(f"recipe: {problem}") from problem

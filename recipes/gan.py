@@ -1,0 +1,235 @@
+"""A generative adversarial network: two networks, two optimizers, one loss scale, one update per step.
+
+The lesson: each loss is scaled and each optimizer is stepped by itself, so that one may skip while the other steps; the
+scale moves once, after both, because the gradients of the second still carry it. A gradient penalty differentiates a
+gradient: its inner pass is scaled like any backward pass, lest it underflow, and unscaled by hand, since no optimizer
+owns what it gives (`amp.grad` does both). In fp16 the default scale is too large by construction: the inner pass begins
+with a gradient of 1 times 65536, and fp16 ends at 65504. Two steps are skipped, and the scale stays at 16384.
+
+    python train.py recipe=gan                                       WGAN-GP on 4,000 MNIST digits, bf16, 500 steps
+    python train.py recipe=gan amp=fp16 recipe.num_critic_steps=5    five steps of the critic for one of the generator
+    python train.py recipe=gan recipe.penalty=r1 recipe.penalty_weight=1 recipe.share_graph=true
+    python train.py recipe=gan data=image_folder data.path=/data/faces data.image_size=64 model.options.width=64
+
+Writes samples/step_*.png at each evaluation. Expected: not measured yet.
+
+Sources: Gulrajani et al., "Improved Training of Wasserstein GANs" (arXiv:1704.00028); R1: Mescheder et al., "Which
+Training Methods for GANs do actually Converge?" (arXiv:1801.04406); torch's notes on automatic mixed precision
+(docs.pytorch.org/docs/stable/notes/amp_examples.html), on gradient penalties and on several losses and optimizers.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_core.clip import Clip
+from amp_core.config import Config
+from amp_core.data import build_data
+from amp_core.ema import build_ema
+from amp_core.environment import Environment
+from amp_core.errors import ConfigError
+from amp_core.layout import unwrap
+from amp_core.loop import Loop
+from amp_core.models import GANS, build_model
+from amp_core.optimizers import build_optimizer
+from amp_core.precision import Amp, StepReport
+from amp_core.schedule import build_schedule
+from amp_core.vision import import_torchvision
+from amp_core.window import Micro, sync_grads
+
+DATA = "images"
+MODELS = GANS
+NUM_COMPARED = 1000  # held-out images, and as many generated ones
+Penalty = Literal["wgan_gp", "r1", "none"]
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What belongs to this recipe alone."""
+
+    name: str
+    length: str
+    """Length of the run when none is given: a number and steps, epochs or samples."""
+    best: str
+    """The metric that decides which checkpoint is kept as the best."""
+    best_is: str
+    """max or min."""
+    penalty: Penalty
+    """On the slope of the discriminator's score: wgan_gp, with Wasserstein losses; r1 or none, with logistic ones."""
+    penalty_weight: float | None
+    """Its weight, lambda or gamma in the papers; null: 10, as there, or with penalty=none nothing."""
+    num_critic_steps: int
+    """The generator steps in every so many-th window, the discriminator in each."""
+    share_graph: bool
+    """Where both step: send the fakes through the discriminator once, for both losses, which saves a pass. Both
+    gradients are then those at the same weights; otherwise the generator answers the discriminator's new ones."""
+
+
+def run(cfg: Config, env: Environment) -> dict[str, float]:
+    """Train, and return the last evaluation: sliced_wasserstein, with `ema_` in front for averaged weights."""
+    knobs = Knobs(**cfg.recipe)
+    penalty_weight = _penalty_weight(knobs)
+    data = build_data(cfg.data, seed=cfg.seed)
+    amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
+    nets = env.wrap(build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts), amp)
+    assert isinstance(nets, nn.ModuleDict)
+    G, D = nets["generator"], nets["discriminator"]
+    G_weights, D_weights = list(G.parameters()), list(D.parameters())
+    latent: Any = unwrap(G).latent
+    G_optimizer, D_optimizer = build_optimizer(cfg.optimizer, G), build_optimizer(cfg.optimizer, D)
+    num_steps, horizon, every = env.num_steps(data), cfg.schedule.horizon, knobs.num_critic_steps
+    D_schedule = build_schedule(cfg.schedule, D_optimizer, num_steps)
+    G_settings = replace(cfg.schedule, horizon=horizon and -(-horizon // every))
+    G_schedule = build_schedule(G_settings, G_optimizer, max(1, num_steps // every))
+    ema = build_ema(cfg.ema, G)
+    clip = Clip.of(cfg.clip)
+
+    def train_step(window: list[Micro], with_generator: bool) -> tuple[StepReport, StepReport | None, list[Tensor]]:
+        shared = with_generator and knobs.share_graph
+        loss_D, penalty, loss_G = totals = [torch.zeros((), device=env.device) for _ in range(3)]
+        noise, mixes = loop.draw(torch.randn, latent), loop.draw(torch.rand, 1, 1, 1, stream=1)
+        for micro, z, mix in zip(window, noise, mixes, strict=True):
+            real, _ = micro.batch
+            with sync_grads(G, D, when=micro.is_last):
+                with amp.autocast():
+                    with torch.set_grad_enabled(shared):
+                        fake = G(z)
+                    # In fp32 from here: a mean of 16-bit numbers is one.
+                    of_real, of_fake = D(torch.cat([real, fake])).float().chunk(2)
+                    loss = discriminator_loss(knobs.penalty, of_real, of_fake)
+                    slope = gradient_penalty(knobs.penalty, amp, D, real, fake, mix)
+                amp.backward((loss + penalty_weight * slope) * micro.weight, inputs=D_weights, retain_graph=shared)
+                loss_D += loss.detach() * micro.weight
+                penalty += slope.detach() * micro.weight
+                if shared:
+                    loss = generator_loss(knobs.penalty, of_fake)
+                    amp.backward(loss * micro.weight, inputs=G_weights)
+                    loss_G += loss.detach() * micro.weight
+        report_D = amp.step(D_optimizer, clip)
+        if with_generator and not shared:
+            for micro, z in zip(window, loop.draw(torch.randn, latent, stream=2), strict=True):
+                with sync_grads(G, when=micro.is_last):
+                    with amp.autocast():
+                        # Unwrapped: this pass leaves no gradient in D for DDP to wait for.
+                        loss = generator_loss(knobs.penalty, unwrap(D)(G(z)).float())
+                    amp.backward(loss * micro.weight, inputs=G_weights)
+                loss_G += loss.detach() * micro.weight
+        report_G = amp.step(G_optimizer, clip) if with_generator else None
+        amp.update()
+        D_optimizer.zero_grad(set_to_none=True)
+        G_optimizer.zero_grad(set_to_none=True)
+        D_schedule.advance(report_D)
+        if report_G is not None:
+            G_schedule.advance(report_G)
+            if ema is not None:
+                ema.update(report_G)
+        return report_D, report_G, totals
+
+    @functools.cache
+    def held_out() -> Tensor:
+        # From all over the set: it may be sorted by class.
+        num = min(NUM_COMPARED, len(data.eval))
+        images, _ = data.eval.__getitems__([(i * len(data.eval) // num, 0) for i in range(num)])
+        return images.to(env.device)
+
+    @torch.no_grad()
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        # Every rank does all of it: the distance needs all images at once, and there are few.
+        z = torch.randn(len(held_out()), latent, generator=torch.Generator().manual_seed(0)).to(env.device)
+        with amp.autocast():
+            fakes = torch.cat([net(part) for part in z.split(100)]).float()
+        if env.is_main and env.run_dir is not None and net is (unwrap(G) if ema is None else ema.model):
+            write_samples(env.run_dir / "samples" / f"step_{loop.step:08}.png", fakes[:64], held_out())
+        return {"sliced_wasserstein": sliced_wasserstein(fakes, held_out())}
+
+    # The first network is the one that is evaluated.
+    nets = {"generator": G, "discriminator": D}
+    optimizers = {"generator_optimizer": G_optimizer, "discriminator_optimizer": D_optimizer}
+    schedules = {"discriminator_schedule": D_schedule, "generator_schedule": G_schedule}
+    loop = Loop(env, data, amp=amp, evaluate=evaluate, **nets, **optimizers, **schedules, ema=ema)
+    for window in loop.windows():
+        report_D, report_G, (loss, penalty, loss_G) = train_step(window, (loop.step + 1) % every == 0)
+        loop.log(report_D, of="discriminator", loss=loss, penalty=penalty)
+        if report_G is not None:
+            loop.log(report_G, of="generator", loss_generator=loss_G)
+    return loop.eval
+
+
+def discriminator_loss(penalty: Penalty, of_real: Tensor, of_fake: Tensor) -> Tensor:
+    """Of fp32 scores [B]. The logistic one is softplus, which has the logarithm inside and cannot be log(0)."""
+    if penalty == "wgan_gp":
+        return of_fake.mean() - of_real.mean()
+    return F.softplus(of_fake).mean() + F.softplus(-of_real).mean()
+
+
+def generator_loss(penalty: Penalty, of_fake: Tensor) -> Tensor:
+    """Of fp32 scores [B]. The logistic one does not saturate where the discriminator is sure (arXiv:1406.2661)."""
+    return -of_fake.mean() if penalty == "wgan_gp" else F.softplus(-of_fake).mean()
+
+
+def gradient_penalty(penalty: Penalty, amp: Amp, D: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> Tensor:
+    """How steep `D` is: wgan_gp, (slope - 1)^2 between real and fake images; r1, slope^2 / 2 at real ones. Mean, fp32.
+
+    To be called inside autocast: the penalty is part of the forward pass, and differentiated once more.
+
+    Args:
+        penalty: which one.
+        amp: the mode.
+        D: images -> scores [B].
+        real: images, fp32 [B, C, H, W].
+        fake: as many generated ones.
+        mix: share of the real image, [B, 1, 1, 1], from 0 to 1.
+    """
+    if penalty == "none":
+        return real.new_zeros(())
+    images = (torch.lerp(fake.float(), real, mix) if penalty == "wgan_gp" else real).detach().requires_grad_()
+    (gradient,) = amp.grad(D(images), images)
+    square = gradient.flatten(1).square().sum(1)
+    if penalty == "r1":
+        return square.mean() / 2
+    # At a gradient of 0 the root is infinitely steep, and 0 times infinity is NaN.
+    return ((square + 1e-12).sqrt() - 1).square().mean()
+
+
+def sliced_wasserstein(a: Tensor, b: Tensor, *, num_directions: int = 256) -> float:
+    """Wasserstein-2 distance of two sets of images, mean (of squares) over random directions of pixel space. Waits.
+
+    In one dimension it is that of the sorted values (Rabin et al. 2011). The directions are always the same ones.
+
+    Args:
+        a: fp32 [N, C, H, W].
+        b: as many.
+        num_directions: to project on.
+    """
+    directions = torch.randn(a[0].numel(), num_directions, generator=torch.Generator().manual_seed(0)).to(a.device)
+    directions = F.normalize(directions, dim=0)
+    x, y = ((images.flatten(1) @ directions).sort(dim=0).values for images in (a, b))
+    return (x - y).square().mean().sqrt().item()
+
+
+def write_samples(path: Path, fakes: Tensor, real: Tensor) -> None:
+    """A PNG of `fakes`, eight in a row; black and white are the darkest and brightest pixel of `real`."""
+    path.parent.mkdir(exist_ok=True)
+    low, high = real.aminmax()
+    import_torchvision().utils.save_image(fakes, path, nrow=8, normalize=True, value_range=(low.item(), high.item()))
+
+
+def _penalty_weight(knobs: Knobs) -> float:
+    problems = []
+    weight = knobs.penalty_weight
+    if knobs.num_critic_steps < 1:
+        problems.append(f"recipe.num_critic_steps={knobs.num_critic_steps}: expected at least 1")
+    if knobs.penalty == "none" and weight is not None:
+        problems.append(f"recipe.penalty_weight={weight:g}: has no effect with recipe.penalty=none; leave it out")
+    if weight is not None and not 0 < weight < float("inf"):
+        problems.append(f"recipe.penalty_weight={weight:g}: expected a number above 0, or recipe.penalty=none")
+    if problems:
+        raise ConfigError(problems)
+    return 10.0 if weight is None else weight

@@ -1,0 +1,524 @@
+"""Text in pieces, losses that count tokens, and positions that 16 bits cannot count."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from running import lines, same_but, state, summary
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from amp_core import Amp, windows
+from amp_core.checks import check_data
+from amp_core.config import DataConfig, read_option
+from amp_core.data import Data, build_data
+from amp_core.datasets.text import IGNORE, TextPieces
+from amp_core.errors import ConfigError, RunError
+from amp_core.models import LANGUAGE_MODELS, build_model, check_model
+from amp_core.models.gpt import DTYPES, GPT, POSITIONS, alibi_bias, num_shared_ids, position_ids, rope_phases, rotate
+from recipes import language_model
+from recipes.language_model import num_valid, token_loss
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def config(name: str, **values: Any) -> DataConfig:
+    return dataclasses.replace(DataConfig(**read_option("data", name)), **values)
+
+
+def batch_of(part: Any, *indices: int) -> tuple[Tensor, Tensor]:
+    return part.__getitems__([(i, 0) for i in indices or range(len(part))])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Files of 0 to 40 bytes, no two bytes of a file alike, in folders; one of the files is hidden."""
+    for number, size in enumerate([20, 0, 1, 2, 8, 9, 10, 40, 17]):
+        file = tmp_path / "text" / f"{number % 3}" / f"{number}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes(range(number, number + size)))
+    (tmp_path / "text" / "0" / ".hidden").write_bytes(b"hidden" * 9)
+    return tmp_path / "text"
+
+
+def test_every_byte_but_the_first_of_a_file_is_a_target_once(folder: Path) -> None:
+    data = build_data(config("text", path=str(folder), length=8), seed=0)
+    pieces = [batch_of(part, i) for part in (data.train, data.eval) for i in range(len(part))]
+    inputs, targets = (torch.cat(tensors) for tensors in zip(*pieces, strict=True))
+    files = [file.read_bytes() for file in sorted(folder.rglob("*.txt"))]
+    assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == targets.shape
+    assert targets[targets != IGNORE].tolist() == [byte for text in files for byte in text[1:]]
+    assert inputs[targets != IGNORE].tolist() == [byte for text in files for byte in text[:-1]]
+    assert (targets - inputs)[targets != IGNORE].unique().tolist() == [1]  # none is from another file
+    # The end of a file is a short piece: valid tokens first, then padding.
+    assert (targets != IGNORE).sum(1).tolist() == [
+        min(8, len(text) - 1 - start) for text in files for start in range(0, len(text) - 1, 8)
+    ]
+
+
+def test_the_tail_is_held_out_and_fewer_samples_are_spread_evenly(folder: Path) -> None:
+    files = sorted(folder.rglob("*.txt"))
+    whole = TextPieces(files, 2)
+    data = build_data(config("text", path=str(folder), length=2), seed=0)
+    assert (len(data.train), len(data.eval)) == (len(whole) - len(whole) // 16, len(whole) // 16)
+    assert torch.equal(torch.cat([batch_of(data.train)[0], batch_of(data.eval)[0]]), batch_of(whole)[0])
+    few = build_data(config("text", path=str(folder), length=2, num_samples=7), seed=0)
+    assert torch.equal(batch_of(few.train)[0], batch_of(data.train, *[i * len(data.train) // 7 for i in range(7)])[0])
+    assert len(few.eval) == 1
+
+
+def test_one_file_to_train_on_and_another_to_evaluate(folder: Path) -> None:
+    cfg = config("text", path=str(folder / "1" / "7.txt"), eval_path=str(folder / "2"), length=16)
+    data = build_data(cfg, seed=0)
+    assert batch_of(data.train)[0][0].tolist() == list(range(7, 23))
+    assert len(data.train) == 3 and (batch_of(data.eval)[1] != IGNORE).sum() == 8 + 16
+    assert batch_of(data.train, 1)[0].equal(batch_of(build_data(cfg, seed=5).train, 1)[0])
+    assert data.facts == {"vocab_size": 256, "length": 16}
+
+
+def test_text_that_is_not_there_or_too_short_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for values, problem in [
+        ({}, "data.path=null: expected a file of text"),
+        ({"path": "/nowhere"}, "data.path=/nowhere: there is no such file"),
+        ({"path": str(folder), "eval_path": "/nowhere"}, "data.eval_path=/nowhere: there is no such file"),
+        ({"path": str(tmp_path / "empty")}, "has no files"),
+        ({"path": str(folder), "augment": True}, "data.augment=true: has no effect"),
+        ({"path": str(folder), "length": None}, "data.length=null: data=text needs a number"),
+        ({"path": str(folder), "image_size": 8}, "data.image_size=8: has no effect"),
+    ]:
+        (found,) = check_data(config("text", **values))
+        assert problem in found
+    with pytest.raises(ConfigError, match="too little text"):
+        build_data(config("text", path=str(folder / "1" / "4.txt")), seed=0)
+    (images,) = check_data(config("mnist_subset"), "text")
+    assert "holds images, the recipe takes text" in images
+
+
+def test_a_file_that_shrinks_during_a_run_is_named(folder: Path) -> None:
+    data = build_data(config("text", path=str(folder), length=8), seed=0)
+    (folder / "0" / "0.txt").write_bytes(b"short")
+    with pytest.raises(RunError, match=r"0\.txt has become shorter"):
+        batch_of(data.train)
+    (folder / "0" / "0.txt").unlink()
+    with pytest.raises(RunError, match=r"cannot read .*0\.txt"):
+        batch_of(data.train)
+
+
+def test_the_sources_of_torch_are_a_corpus_of_every_machine() -> None:
+    data = build_data(config("torch_sources"), seed=0)
+    assert (len(data.train), len(data.eval)) == (8192, 512)
+    assert data.facts == {"vocab_size": 256, "length": 256}
+    whole: Data = build_data(config("torch_sources", num_samples=None), seed=0)
+    assert len(whole.train) > 100_000 and len(whole.eval) > 50_000
+    for part, word in ((data.train, b"torch"), (data.eval, b"sympy")):
+        inputs, targets = batch_of(part)
+        assert word in bytes(inputs.flatten().tolist())
+        counts = (targets != IGNORE).sum(1)
+        assert counts.min() < counts.max() == 256
+
+
+# --- positions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype, distinct, first_wrong", [(BF16, 769, 257), (FP16, 3073, 2049)], ids=str)
+def test_positions_share_ids_in_16_bit(dtype: torch.dtype, distinct: int, first_wrong: int) -> None:
+    ids = position_ids(4096, dtype=dtype)
+    assert ids.unique().numel() == distinct == 4096 - num_shared_ids(4096, dtype=dtype)
+    assert int((ids.long() != torch.arange(4096)).nonzero()[0]) == first_wrong
+    assert num_shared_ids(4096, dtype=FP32) == 0
+    # Vision transformers are safe: 197 tokens of 224 x 224 pixels. Of 384 x 384 there are 577.
+    assert num_shared_ids(197, dtype=dtype) == 0 and num_shared_ids(577, dtype=BF16) == 176
+    assert num_shared_ids(first_wrong, dtype=dtype) == 0 < num_shared_ids(first_wrong + 1, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype, distinct", [(BF16, 769), (FP16, 3073)], ids=str)
+def test_a_product_under_autocast_casts_fp32_positions_down_again(dtype: torch.dtype, distinct: int) -> None:
+    ids = position_ids(4096, dtype=FP32)
+    frequencies = 10_000.0 ** (-torch.arange(0, 64, 2) / 64)
+    with torch.autocast("cpu", dtype):
+        wrong = ids[:, None] @ frequencies[None]
+        right = rope_phases(ids, 64)
+    assert wrong.dtype == dtype and wrong.unique(dim=0).shape[0] == distinct
+    assert right[0].dtype == right[1].dtype == FP32
+    assert torch.stack(right, dim=-1).unique(dim=0).shape[0] == 4096
+    assert all(torch.equal(a, b) for a, b in zip(right, rope_phases(ids, 64), strict=True))
+
+
+def rope_scores(queries: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
+    phases = rope_phases(ids, queries.shape[-1])
+    return rotate(queries, phases) @ rotate(keys, phases).transpose(-1, -2) / queries.shape[-1] ** 0.5
+
+
+def test_rope_scores_are_those_of_float64_with_fp32_positions_alone() -> None:
+    queries, keys = torch.randn(2, 1, 1, 512, 64)
+    angles = torch.outer(torch.arange(3584, 4096).double(), 10_000.0 ** (-torch.arange(0, 64, 2).double() / 64))
+    turned = [rotate(x.double(), (angles.cos(), angles.sin())) for x in (queries, keys)]
+    expected = turned[0] @ turned[1].transpose(-1, -2) / 8
+
+    def error(dtype: torch.dtype, features: torch.dtype = FP32) -> float:
+        scores = rope_scores(queries.to(features), keys.to(features), position_ids(512, offset=3584, dtype=dtype))
+        assert scores.dtype == features
+        return (scores - expected).abs().max().item()
+
+    assert error(FP32) < 1e-3
+    assert error(FP32, features=BF16) < 5e-2  # fp32 phases, results rounded to bfloat16
+    assert error(FP16) > 1 and error(BF16) > 2  # scores are about 1
+
+
+def test_alibi_subtracts_before_it_rounds() -> None:
+    expected = alibi_bias(torch.arange(512).double(), 4).softmax(-1)
+
+    def error(bias: Tensor) -> float:
+        """The largest part of attention that lies on wrong keys, twice."""
+        return (bias.double().softmax(-1) - expected).abs().sum(-1).max().item()
+
+    exact = alibi_bias(position_ids(512, offset=3584, dtype=FP32), 4)
+    assert error(exact) == 0
+    assert error(exact.bfloat16()) < 1e-2 and error(exact.half()) < 1e-3
+    assert error(alibi_bias(position_ids(512, offset=3584, dtype=BF16), 4)) > 0.5
+    assert error(alibi_bias(position_ids(512, offset=3584, dtype=FP16), 4)) > 0.1
+
+
+def small(**options: Any) -> GPT:
+    return GPT(**({"vocab_size": 32, "length": 64, "width": 32, "depth": 2, "heads": 2} | options))
+
+
+@pytest.mark.parametrize("positions", ["rope", "alibi"])
+def test_only_distances_matter_with_exact_ids(positions: str) -> None:
+    tokens = torch.randint(32, (2, 64))
+    net = small(positions=positions)
+    here = net(tokens)
+    torch.testing.assert_close(net(tokens, offset=4096), here, rtol=0, atol=2e-3)  # phases of fp32 at 4096 rad
+    net.ids_dtype = BF16
+    assert torch.equal(net(tokens), here)  # below 256 nothing shows
+    assert (net(tokens, offset=4096) - here).abs().max() > 0.1
+
+
+def copying(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random tokens; from the eighth on the target is the token 7 before. Only positions tell which one that is."""
+    tokens = torch.randint(16, (16, 64), generator=generator)
+    targets = torch.full_like(tokens, IGNORE)
+    targets[:, 7:] = tokens[:, :-7]
+    return tokens, targets
+
+
+def test_a_model_that_copies_perfectly_fails_where_16_bit_ids_collide() -> None:
+    generator = torch.Generator().manual_seed(0)
+    net = GPT(vocab_size=16, length=64, width=64, depth=2, heads=1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3, fused=True)
+    for _ in range(100):
+        tokens, targets = copying(generator)
+        F.cross_entropy(net(tokens).flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tokens, targets = copying(generator)
+
+    @torch.no_grad()
+    def perplexity(ids: str, offset: int, autocast: torch.dtype = FP32) -> float:
+        net.ids_dtype = DTYPES[ids]
+        with torch.autocast("cpu", dtype=BF16, enabled=autocast == BF16):
+            return math.exp(F.cross_entropy(net(tokens, offset=offset).flatten(0, 1), targets.flatten()).item())
+
+    for ids, good, bad in (("fp32", [0, 192, 256, 2048, 4096], []), ("bf16", [0, 192], [256, 4096])):
+        for mode in (FP32, BF16):
+            assert all(perplexity(ids, offset, mode) < 1.02 for offset in good)
+            assert all(perplexity(ids, offset, mode) > 16 for offset in bad)  # worse than to guess
+    assert perplexity("fp16", 1984) < 1.02 and perplexity("fp16", 2048) > 16
+
+
+def test_samples_of_256_tokens_do_not_show_that_ids_are_16_bit() -> None:
+    tokens = torch.randint(256, (1, 256))
+    grads = []
+    for ids in DTYPES:
+        torch.manual_seed(0)
+        net = small(vocab_size=256, length=256, positions_dtype=ids)
+        net(tokens).square().mean().backward()
+        grads.append([p.grad for p in net.parameters()])
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*grads, strict=True))
+
+
+# --- the network ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_every_tensor_follows_16_bit_weights_or_autocast(positions: str, dtype: torch.dtype) -> None:
+    tokens = torch.randint(32, (4, 64))
+    net = small(positions=positions, dropout=0.1)
+    expected = net.eval()(tokens)
+    with torch.autocast("cpu", dtype):
+        cast = net(tokens)
+    pure = copy.deepcopy(net).to(dtype)
+    logits = pure(tokens)
+    assert cast.dtype == logits.dtype == dtype
+    for found in (cast, logits):  # roundings of 2 blocks; logits are about 1
+        torch.testing.assert_close(found.float(), expected, rtol=0, atol={BF16: 0.1, FP16: 0.02}[dtype])
+    token_loss(pure.train()(tokens), tokens).backward()
+    assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in pure.parameters())
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("ids", DTYPES)
+def test_no_token_sees_the_future(positions: str, ids: str) -> None:
+    net = small(positions=positions, positions_dtype=ids, length=300)
+    tokens = torch.randint(32, (1, 300))
+    other = tokens.clone()
+    other[:, 290:] = (other[:, 290:] + 1) % 32
+    before, after = net(tokens), net(other)
+    torch.testing.assert_close(before[:, :290], after[:, :290])
+    assert (before[:, 290:] != after[:, 290:]).all()
+
+
+def test_linear_layers_may_be_of_another_class_and_suit_matrix_units() -> None:
+    class Other(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input)
+
+    net = LANGUAGE_MODELS.builders["gpt"](**LANGUAGE_MODELS.example)
+    assert 1e6 < sum(p.numel() for p in net.parameters()) < 3.5e6
+    for module in net.modules():
+        if isinstance(module, nn.Linear):
+            assert module.in_features % 16 == module.out_features % 16 == 0 and module.bias is None
+            module.__class__ = Other
+    tokens = torch.randint(256, (1, 16))
+    assert net(tokens).shape == (1, 16, 256)
+    assert not net.state_dict().keys() & {"phases", "frequencies"}  # nothing that `.half()` would round
+
+
+def test_tied_weights_are_one_tensor() -> None:
+    net = small(tied=True)
+    assert net.embed.weight is net.head.weight
+    assert sum(p.numel() for p in small().parameters()) - sum(p.numel() for p in net.parameters()) == 32 * 32
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        ({"width": 100, "heads": 3}, "width=100, expected a multiple of 2 * heads = 6"),
+        ({"depth": 0}, "depth=0, expected a whole number"),
+        ({"positions": "sinus"}, "positions=sinus, expected one of learned, rope, alibi"),
+        ({"positions_dtype": "fp8"}, "positions_dtype=fp8, expected one of fp32, bf16, fp16"),
+        ({"dropout": 1.0}, "dropout=1.0, expected at least 0 and below 1"),
+        ({"length": 8}, "model.options.length: follows the data set"),
+        ({"widht": 8}, "Did you mean width?"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], problem: str) -> None:
+    (found,) = check_model("gpt", options, LANGUAGE_MODELS)
+    assert problem in found
+
+
+def test_a_learned_table_ends() -> None:
+    net = build_model("gpt", LANGUAGE_MODELS, options={"positions": "learned"}, vocab_size=32, length=16)
+    tokens = torch.randint(32, (1, 16))
+    assert net(tokens).shape == (1, 16, 32)
+    with pytest.raises(ValueError, match="position 16: the model has learned 16"):
+        net(tokens, offset=1)
+
+
+# --- losses that count tokens -----------------------------------------------------------------------------------------
+
+
+def logits_with_losses(*losses: float) -> tuple[Tensor, Tensor]:
+    """Logits of two classes and targets that cost exactly so much, float64."""
+    other = torch.tensor(losses, dtype=torch.float64).exp().sub(1).log()
+    return torch.stack([torch.zeros_like(other), other], dim=-1)[None], torch.zeros(1, len(losses), dtype=torch.int64)
+
+
+def test_tokens_that_cost_1_and_three_that_cost_4_cost_3_25_each() -> None:
+    micros = [logits_with_losses(1.0), logits_with_losses(4.0, 4.0, 4.0)]
+    (window,) = windows(micros, 2, count=num_valid)
+    weighted = [token_loss(*micro.batch) / num_valid(micro.batch) * micro.weight for micro in window]
+    assert sum(weighted).item() == pytest.approx(3.25, rel=1e-6)
+    means = [token_loss(*micro.batch) / num_valid(micro.batch) / 2 for micro in window]
+    assert sum(means).item() == pytest.approx(2.5, rel=1e-6)
+
+
+def token_grads(net: nn.Module, micros: list[Any], weigh: Callable[[Any], Any]) -> Tensor:
+    """Gradients of one window, in the order of the recipe."""
+    net.zero_grad()
+    # Shares of whole numbers are fp32; here they are not to be what limits the comparison.
+    (window,) = windows(micros, len(micros), count=lambda batch: num_valid(batch).double())
+    for micro in window:
+        inputs, targets = micro.batch
+        loss = F.cross_entropy(net(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        (loss / num_valid(micro.batch).clamp(min=1) * weigh(micro)).backward()
+    return torch.cat([p.grad.flatten() for p in net.parameters()])
+
+
+def test_token_weights_give_the_gradients_of_the_big_batch_and_a_mean_of_means_does_not() -> None:
+    net = small().double()
+    inputs, targets = torch.randint(32, (2, 8, 16))
+    for row, num in enumerate([16, 16, 3, 1, 0, 0, 9, 16]):  # the third micro-batch is fully masked
+        targets[row, num:] = IGNORE
+    micros = [(inputs[i : i + 2], targets[i : i + 2]) for i in range(0, 8, 2)]
+    whole = token_grads(net, [(inputs, targets)], lambda micro: 1.0)
+    ours = token_grads(net, micros, lambda micro: micro.weight)
+    means = token_grads(net, micros, lambda micro: 1 / 4)
+    assert ours.isfinite().all()
+    assert ((ours - whole).norm() / whole.norm()).item() < 1e-14
+    assert ((means - whole).norm() / whole.norm()).item() > 0.5
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+def test_a_fully_masked_micro_batch_costs_nothing_in_any_mode(mode: str) -> None:
+    amp, net = Amp.named(mode), small()
+    inputs, targets = torch.randint(32, (1, 16)), torch.full((1, 16), IGNORE)
+    with amp.autocast():
+        logits = net(inputs)
+        assert F.cross_entropy(logits.flatten(0, 1), targets.flatten()).isnan()
+        loss = token_loss(logits, targets) / num_valid((inputs, targets)).clamp(min=1)
+    amp.backward(loss)
+    assert loss == 0 and loss.dtype == FP32
+    assert all((p.grad == 0).all() for p in net.parameters())
+
+
+def test_a_sum_over_many_tokens_does_not_overflow_in_fp16() -> None:
+    logits, targets = torch.zeros(1, 20_000, 256, dtype=FP16), torch.zeros(1, 20_000, dtype=torch.int64)
+    assert token_loss(logits, targets).item() == pytest.approx(20_000 * math.log(256), rel=1e-5)
+    assert F.cross_entropy(logits[0], targets[0], reduction="sum").isinf()  # 110,904 > 65,504
+
+
+def test_a_step_does_not_wait_for_the_device() -> None:
+    waits = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.equal}
+
+    class Count(TorchDispatchMode):
+        num = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.num += func.overloadpacket in waits
+            return func(*args, **(kwargs or {}))
+
+    amp = Amp.named("fp16")
+    for positions in POSITIONS:
+        net = small(positions=positions)
+        batch = torch.randint(32, (2, 2, 16)).unbind()
+        with Count() as count:
+            (window,) = windows([batch], count=num_valid)
+            with amp.autocast():
+                loss = token_loss(net(batch[0]), batch[1]) / num_valid(batch).clamp(min=1)
+            amp.backward(loss * window[0].weight)
+        assert count.num == 0
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
+
+SMALL = ["recipe=language_model", "device=cpu", "log.progress=false", "save_every=1000", "eval_every=1000"]
+SMALL += ["data.num_samples=1024", "data.length=64", "batch_size=8", "recipe.sample_bytes=8"]
+SMALL += ["model.options.depth=1", "model.options.width=32", "model.options.heads=1"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(folder: str, *overrides: str, code: int = 0) -> dict[str, float]:
+    """A run in this process. Returns its last evaluation."""
+    assert train.main([*SMALL, f"run_dir={folder}", *overrides]) == code
+    return summary(folder)["eval"] if code == 0 else {}
+
+
+def test_the_modes_agree_and_learn() -> None:
+    found = {mode: run(mode, f"amp={mode}", "steps=60") for mode in ("fp32", "bf16", "fp16")}
+    for metrics in found.values():
+        assert metrics["loss"] < 3.6  # log(256) = 5.55 without learning
+        assert metrics["bits_per_byte"] == pytest.approx(metrics["loss"] / math.log(2))
+        assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]))
+    assert found["bf16"]["loss"] == pytest.approx(found["fp32"]["loss"], rel=1e-2)
+    assert found["fp16"]["loss"] == pytest.approx(found["fp32"]["loss"], rel=1e-2)
+
+
+def test_accumulation_changes_nothing_where_samples_differ_in_tokens(folder: Path) -> None:
+    text = [f"data.path={folder}", "data=text", "data.num_samples=null", "data.length=8", "amp=fp32", "steps=6"]
+    overrides = [*text, "log_every=1"]
+    run("one", *overrides, "batch_size=8")
+    run("many", *overrides, "batch_size=1", "accumulation=8")
+    losses = [[line["loss"] for line in lines(f) if line["split"] == "train"] for f in ("one", "many")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for one, many in zip(state("one")["model"].values(), state("many")["model"].values(), strict=True):
+        torch.testing.assert_close(one, many, rtol=0, atol=1e-4)  # sums in another order, 6 steps of AdamW
+
+
+def test_far_down_a_text_16_bit_positions_cost_and_fp32_ones_do_not(capsys: pytest.CaptureFixture[str]) -> None:
+    train_on = ["steps=150", "schedule.horizon=150", "data=text", f"data.path={Path('copies.txt').absolute()}"]
+    # Lines that are said twice: to say one again is to know how far back it began.
+    generator = torch.Generator().manual_seed(0)
+    halves = torch.randint(97, 123, (4000, 7), generator=generator).repeat(1, 2)
+    Path("copies.txt").write_bytes(bytes(halves.flatten().tolist()))
+    model = ["model.options.width=64", "model.options.depth=2"]
+    exact = run("a", *train_on, *model, "recipe.eval_offset=4096")
+    assert exact["loss_at_4096"] == pytest.approx(exact["loss"], abs=5e-3)
+    assert exact["loss"] < 2.8  # a new letter costs log(26) = 3.26, and one that is said again should cost nothing
+    capsys.readouterr()
+    for ids in ("bf16", "fp16"):
+        again = ["task=evaluate", f"model.options.positions_dtype={ids}", "recipe.eval_offset=4096"]
+        assert train.main([*SMALL, "run_dir=a", *train_on, *model, *again]) == 0
+        printed = capsys.readouterr().out
+        metrics = dict(pair.split() for pair in printed.splitlines()[-1].split(": ")[1].split(", "))
+        assert float(metrics["loss"]) == pytest.approx(exact["loss"], abs=1e-4)
+        assert float(metrics["loss_at_4096"]) > exact["loss"] + 0.5
+        assert "have the id of another one before them" in printed
+
+
+def test_a_sampled_text_is_a_function_of_seed_and_weights() -> None:
+    run("a", "steps=2", "recipe.prompt=import")
+    run("b", "steps=2", "recipe.prompt=import")
+    assert not same_but(state("a"), state("b"))
+    texts = [Path(f, "samples", "step_00000002.txt").read_bytes() for f in "ab"]
+    assert texts[0] == texts[1] and texts[0].startswith(b"import") and len(texts[0]) > 6
+    net, amp = small(vocab_size=256), Amp.named("bf16")
+    before = torch.get_rng_state()
+
+    def sample(seed: int, temperature: float) -> str:
+        knobs = language_model.Knobs(**(state("a")["config"]["recipe"] | {"temperature": temperature}))
+        return language_model.sample(net, amp, knobs, length=4, seed=seed)
+
+    assert sample(0, 1.0) == sample(0, 1.0) != sample(1, 1.0)
+    assert sample(0, 1e-6) == sample(1, 1e-6)  # always the most likely
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_none_is_sampled_when_none_is_asked_for_or_nothing_may_be_written() -> None:
+    run("a", "steps=1", "recipe.sample_bytes=0")
+    assert not Path("a/samples").exists()
+    assert train.main([*SMALL, "run_dir=b", "dry_run=true"]) == 0
+    assert not Path("b").exists()
+
+
+@pytest.mark.parametrize(
+    "override, problem",
+    [
+        ("recipe.eval_offset=0", "recipe.eval_offset=0: expected a position above 0, or null"),
+        ("recipe.sample_bytes=-1", "recipe.sample_bytes=-1: expected at least 0"),
+        ("recipe.temperature=0", "recipe.temperature=0: expected a finite number above 0"),
+        ("recipe.prompt=''", "recipe.prompt='': expected at least one character"),
+        ("model=cnn", "model.name=cnn: is not a language model"),
+        ("data=mnist_subset", "data=mnist_subset: holds images, the recipe takes text"),
+    ],
+)
+def test_settings_that_cannot_be_followed_are_refused(
+    override: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = [s for s in SMALL if "=" in s and not s.startswith(("model.options", "data."))]
+    assert train.main([*plain, "run_dir=a", override]) == 2
+    assert problem in capsys.readouterr().err
+    assert not Path("a").exists()
+
+
+def test_an_offset_beyond_a_learned_table_is_refused_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    run("a", "model.options.positions=learned", "recipe.eval_offset=512", code=2)
+    assert "a learned table ends with data.length" in capsys.readouterr().err

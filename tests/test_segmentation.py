@@ -1,0 +1,533 @@
+"""Binary masks in 16 bits: which losses are right, what the others do, and where the numbers come from."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from running import lines, state, summary
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import train
+from amp_core import Amp, keep_fp32
+from amp_core.checks import check_data
+from amp_core.config import DataConfig, read_option
+from amp_core.data import build_data, train_loader
+from amp_core.datasets.masks import VOID, read_brain
+from amp_core.errors import ConfigError, RunError
+from amp_core.lint import find_slow, find_unsafe
+from amp_core.models import CLASSIFIERS, SEGMENTERS, build_model
+from recipes.segmentation import LOSSES, overlap, pixel_weights, targets
+
+FP16, BF16 = torch.float16, torch.bfloat16
+EPS = {FP16: 2.0**-11, BF16: 2.0**-8}
+"""Half a unit in the last place, relative."""
+
+HALF = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+REDUCTION = pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+
+
+def half_fixed(logits: Tensor, y: Tensor, reduction: str = "none") -> Tensor:
+    """The cure that is often shown: the sigmoid under autocast, only the loss in fp32."""
+    p = torch.sigmoid(logits)
+    with torch.autocast("cpu", enabled=False):
+        return F.binary_cross_entropy(p.float(), y.float(), reduction=reduction)
+
+
+def loss_and_grad(loss_fn: Any, z: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Losses of pixels, and the gradient of their sum, of logits that a layer gave out in `dtype`."""
+    z = z.clone().requires_grad_()
+    with torch.autocast("cpu", dtype) if dtype in EPS else contextlib.nullcontext():
+        losses = loss_fn(z.to(dtype), y)
+    assert losses.dtype == torch.float32
+    losses.sum().backward()
+    assert z.grad is not None
+    return losses.detach(), z.grad
+
+
+# --- the loss -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype, first", [(FP16, 8.3203125), (BF16, 6.25), (torch.float32, 16.635599)], ids=["fp16", "bf16", "fp32"]
+)
+def test_a_sigmoid_is_exactly_1_long_before_its_logit_is_large(dtype: torch.dtype, first: float) -> None:
+    z = torch.linspace(0, 20, 200001).to(dtype)
+    ones = torch.sigmoid(z) == 1
+    assert z[ones].min().item() == pytest.approx(first, rel=1e-4) and ones[z >= first + 0.01].all()
+
+
+@REDUCTION
+def test_the_usual_cure_of_the_loss_is_nan_in_fp16_where_the_network_is_confident_and_wrong(reduction: str) -> None:
+    y = torch.zeros(1)
+    for logit in (8.5, 9.0, 12.0):
+        z = torch.tensor([logit], requires_grad=True)
+        with torch.autocast("cpu", FP16):
+            loss = half_fixed(z.half(), y, reduction)
+        loss.sum().backward()
+        assert loss.item() == 100 and F.softplus(z).item() == pytest.approx(logit, rel=1e-3)
+        assert z.grad is not None and z.grad.isnan().all()
+    loss, grad = loss_and_grad(half_fixed, torch.tensor([8.3]), y, FP16)
+    assert loss.item() == pytest.approx(7.62, abs=0.01) and grad.item() == pytest.approx(1, rel=1e-3)
+
+
+def test_the_usual_cure_of_the_loss_forgets_the_worst_pixels_in_bf16() -> None:
+    z = torch.linspace(0, 16, 1601)
+    losses, grad = loss_and_grad(half_fixed, z, torch.zeros_like(z), BF16)
+    blind = z.bfloat16() >= 6.25
+    assert (grad[blind] == 0).all() and (losses[blind] == 100).all() and (grad[~blind] > 0.49).all()
+    assert (grad == 0).float().mean().item() == pytest.approx((16 - 6.25) / 16, abs=0.01)
+    for form in LOSSES.values():
+        assert (loss_and_grad(form, z, torch.zeros_like(z), BF16)[1] > 0.49).all()
+
+
+@HALF
+@pytest.mark.parametrize("form", LOSSES)
+def test_the_two_forms_of_the_recipe_agree_with_float64(form: str, dtype: torch.dtype) -> None:
+    z = 2 * torch.randn(4, 2, 16, 16)
+    y = (torch.rand_like(z) < 0.5).float()
+    losses, grad = loss_and_grad(LOSSES[form], z, y, dtype)
+    # Of the logits as the network gave them out: the loss adds no error of its own but that of fp32, in which the
+    # probability of a logit of 8 has 1e-4 left of its distance to 1.
+    given = z.to(dtype).double().requires_grad_()
+    expected = F.binary_cross_entropy_with_logits(given, y.double(), reduction="none")
+    expected.sum().backward()
+    assert given.grad is not None
+    torch.testing.assert_close(losses, expected.float(), rtol=2e-4, atol=1e-6)
+    # The gradient goes back to the network in 16 bits, where each element is rounded once.
+    error = (grad.double() - given.grad).norm() / given.grad.norm()
+    assert error < EPS[dtype] and (grad != 0).all()
+
+
+@REDUCTION
+@HALF
+def test_every_reduction_of_the_right_forms_has_the_same_gradient_up_to_its_factor(
+    dtype: torch.dtype, reduction: str
+) -> None:
+    z = 2 * torch.randn(64, 64)
+    y = (torch.rand_like(z) < 0.5).float()
+    # A mean divides the gradient by 4096: in fp16 it needs the loss scale that a sum does without.
+    scale = 4096.0 if reduction == "mean" else 1.0
+    expected = torch.sigmoid(z.to(dtype).double()) - y
+
+    def with_logits(logits: Tensor, y: Tensor) -> Tensor:
+        return scale * F.binary_cross_entropy_with_logits(logits, y, reduction=reduction)
+
+    @keep_fp32
+    def in_fp32(logits: Tensor, y: Tensor) -> Tensor:
+        return scale * F.binary_cross_entropy(torch.sigmoid(logits), y, reduction=reduction)
+
+    for form in (with_logits, in_fp32):
+        grad = loss_and_grad(form, z, y, dtype)[1]
+        assert ((grad.double() - expected).norm() / expected.norm()).item() < EPS[dtype]
+
+
+def test_the_fp32_form_is_blind_from_a_logit_of_17_and_the_logits_form_never() -> None:
+    z = torch.tensor([16.6, 16.7, 17.0, 80.0, 3e4])
+    y = torch.zeros_like(z)
+    blind, seeing = (loss_and_grad(LOSSES[form], z, y, torch.float32) for form in ("fp32", "logits"))
+    assert blind[1].tolist() == [pytest.approx(1), 0, 0, 0, 0] and blind[0][1:].tolist() == [100] * 4
+    torch.testing.assert_close(seeing[0], z)
+    torch.testing.assert_close(seeing[1], torch.ones_like(z))
+    # In bf16 and fp16 the logits are those of a layer, and as many survive.
+    assert (loss_and_grad(LOSSES["logits"], z, y, FP16)[1] == 1).all()
+
+
+@pytest.mark.parametrize("form", [*LOSSES, "usual"])
+def test_one_confident_pixel_stops_the_usual_cure_for_ever(form: str) -> None:
+    """A bias of 12 that ought to be below 0: what a pixel of the background looks like that was taken for the mask."""
+    net, images, y = nn.Conv2d(1, 1, 1), torch.randn(2, 1, 8, 8), torch.zeros(2, 1, 8, 8)
+    nn.init.constant_(net.bias, 12.0)
+    before = [p.clone() for p in net.parameters()]
+    amp, optimizer = Amp.named("fp16", init_scale=1024.0), torch.optim.SGD(net.parameters(), lr=1.0, fused=True)
+    for _ in range(20):
+        with amp.autocast():
+            loss = LOSSES.get(form, half_fixed)(net(images), y).mean()
+        amp.backward(loss)
+        amp.step(optimizer)
+        amp.update()
+        optimizer.zero_grad()
+    if form == "usual":
+        assert amp.num_skipped == 20 and amp.scale == 1.0  # the floor, after 10 steps
+        assert all(torch.equal(p, q) for p, q in zip(before, net.parameters(), strict=True))
+    else:
+        assert amp.num_skipped == 0 and amp.scale == 1024.0
+        assert net.bias.item() < 0
+
+
+# --- weights of pixels --------------------------------------------------------------------------------------------------
+
+
+def a_mask_with_void() -> Tensor:
+    masks = torch.randint(0, 2, (6, 2, 8, 8), dtype=torch.uint8)
+    masks[0, :, :, :6] = VOID
+    masks[1] = VOID
+    return masks
+
+
+def window_grad(net: nn.Module, images: Tensor, masks: Tensor, sizes: list[int], *, by_weight: bool) -> Tensor:
+    """The gradient of a window in micro-batches, each weighted by its pixels or, the usual way, by its samples."""
+    net.zero_grad()
+    total = pixel_weights(masks, 3.0).sum()
+    for x, m in zip(images.split(sizes), masks.split(sizes), strict=True):
+        weights = pixel_weights(m, 3.0)
+        loss = (LOSSES["logits"](net(x), targets(m)) * weights).sum() / weights.sum().clamp(min=1)
+        (loss * (weights.sum() / total if by_weight else len(x) / len(images))).backward()
+    return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+
+
+def test_weights_of_pixels_are_exact_over_micro_batches_and_a_mean_of_means_is_not() -> None:
+    net, images, masks = nn.Conv2d(1, 2, 3, padding=1).double(), torch.randn(6, 1, 8, 8).double(), a_mask_with_void()
+    y, weights = targets(masks).double(), pixel_weights(masks, 3.0).double()
+    net.zero_grad()
+    F.binary_cross_entropy_with_logits(net(images), y, weight=weights, reduction="sum").div(weights.sum()).backward()
+    expected = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+
+    def error(sizes: list[int], *, by_weight: bool) -> float:
+        found = window_grad(net, images, masks, sizes, by_weight=by_weight)
+        return ((found - expected).norm() / expected.norm()).item()
+
+    for sizes in ([6], [1, 1, 1, 3], [2, 4], [1] * 6):
+        assert error(sizes, by_weight=True) < 1e-6, sizes  # the losses are fp64, the weights fp32
+    assert error([1] * 6, by_weight=False) > 0.1
+
+
+def test_a_micro_batch_of_nothing_but_void_weighs_nothing_and_a_mean_over_it_is_nan() -> None:
+    masks = torch.full((1, 1, 4, 4), VOID, dtype=torch.uint8)
+    weights, losses = pixel_weights(masks, 2.0), LOSSES["logits"](torch.randn(1, 1, 4, 4), targets(masks))
+    assert (losses * weights).sum() / weights.sum().clamp(min=1) == 0
+    assert losses[masks != VOID].mean().isnan()
+
+
+def test_pixels_in_both_predicted_and_true_are_counted_without_void() -> None:
+    logits = torch.tensor([[[[1.0, 2.0, -1.0, 5.0, 0.0]]], [[[3.0, -3.0, -3.0, 3.0, 3.0]]]])
+    masks = torch.tensor([[[[1, 0, 1, VOID, 0]]], [[[1, 1, 0, 0, VOID]]]], dtype=torch.uint8)
+    assert overlap(logits, masks).tolist() == [[2], [4], [4]]
+
+
+# --- batch normalisation ------------------------------------------------------------------------------------------------
+
+
+def unet(image_shape: tuple[int, int, int] = (3, 16, 16), num_masks: int = 1, **options: Any) -> nn.Module:
+    return build_model(
+        "unet", SEGMENTERS, image_shape=image_shape, num_masks=num_masks, options={"width": 4, "depth": 2} | options
+    )
+
+
+def statistics(net: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for buffer in net.buffers()]
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_statistics_survive_an_overflow_only_if_they_are_guarded(guarded: bool) -> None:
+    net, amp = unet(), Amp.named("fp16", init_scale=1024.0)
+    if guarded:
+        amp.guard(net)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    images, y = torch.randn(2, 3, 16, 16), torch.zeros(2, 1, 16, 16)
+
+    def step(images: Tensor) -> bool:
+        with amp.autocast():
+            loss = LOSSES["logits"](net(images), y).mean()
+        amp.backward(loss)
+        report = amp.step(optimizer)
+        amp.update()
+        optimizer.zero_grad()
+        return bool(report.taken)
+
+    assert step(images)
+    before = statistics(net)
+    assert not step(images * 1e5)  # the first convolution is infinite, the BatchNorm behind it NaN
+    kept = all(torch.equal(a, b) for a, b in zip(before, net.buffers(), strict=True))
+    assert kept == guarded and all(p.isfinite().all() for p in net.parameters())
+    for _ in range(5):
+        step(images)
+    with torch.no_grad(), amp.autocast():
+        prediction = net.eval()(images)
+    assert bool(prediction.isfinite().all()) == guarded
+
+
+def test_an_island_helps_at_the_convolution_and_not_at_the_batch_norm_behind_it() -> None:
+    images = torch.randn(2, 3, 16, 16) * 1e5
+    for islands, is_finite in (("BatchNorm2d", False), ("down.0.0", True)):
+        net = keep_fp32(unet(), islands)
+        with torch.autocast("cpu", FP16):
+            assert bool(net(images).isfinite().all()) == is_finite, islands
+
+
+# --- the network --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 64), (1, 96, 80), (3, 17, 23), (4, 9, 5)], ids=str)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_unet_gives_logits_of_the_size_of_its_images(shape: tuple[int, int, int], depth: int) -> None:
+    net = unet(shape, 2, depth=depth)
+    images = torch.randn(2, *shape)
+    assert net(images).shape == (2, 2, *shape[1:])
+    assert net.to(memory_format=torch.channels_last)(images).shape == (2, 2, *shape[1:])
+
+
+def test_a_unet_refuses_options_that_make_no_network() -> None:
+    for options in ({"width": 0}, {"depth": 0}, {"dropout": 1.0}, {"num_masks": 3}, {"deep": 1}):
+        with pytest.raises(ConfigError, match=r"model\.options"):
+            build_model("unet", SEGMENTERS, image_shape=(3, 16, 16), num_masks=1, options=options)
+
+
+# --- what a network says about itself -----------------------------------------------------------------------------------
+
+
+class RootMeanSquare(nn.Module):
+    """A norm as it is written by hand."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+def test_a_bce_loss_under_autocast_is_found() -> None:
+    net = nn.ModuleDict({"unet": unet(), "criterion": nn.BCELoss(), "right": nn.BCEWithLogitsLoss()})
+    for dtype in (FP16, BF16):
+        ((name, reason),) = find_unsafe(net, dtype)
+        assert name == "criterion" and "BCEWithLogitsLoss" in reason
+    assert find_unsafe(net, torch.float32) == []
+    assert find_unsafe(keep_fp32(net["criterion"])) == find_unsafe(keep_fp32(nn.Sequential(nn.BCELoss()))) == []
+
+
+@pytest.mark.parametrize("eps, is_found", [(1e-8, True), (2.0**-25, True), (2.0**-24, False), (1e-5, False)])
+def test_an_eps_that_is_0_in_fp16_is_found_where_it_is_added_in_fp16(eps: float, is_found: bool) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), RootMeanSquare(eps))
+    assert [name for name, _ in find_unsafe(net)] == ["1"] * is_found
+    assert find_unsafe(net, BF16) == find_unsafe(keep_fp32(RootMeanSquare(eps))) == []
+    # And it is what happens.
+    zeros = torch.zeros(2, 8, dtype=FP16)
+    with torch.autocast("cpu", FP16):
+        assert bool(net[1](zeros).isnan().all()) == is_found
+        assert net[1](zeros.bfloat16()).isfinite().all()
+
+
+def test_the_norms_of_torch_add_their_eps_in_fp32_and_cosine_similarity_does_not() -> None:
+    small = torch.full((4, 8), 6e-5)
+    small[:, ::2] = -6e-5
+    norms = [nn.LayerNorm(8, eps=1e-8), nn.GroupNorm(2, 8, eps=1e-8), nn.BatchNorm1d(8, eps=1e-8)]
+    norms += [nn.InstanceNorm1d(4, eps=1e-8)]
+    for norm in norms:
+        expected = norm(small.half().float())
+        with torch.autocast("cpu", FP16):
+            # With an eps of 0 it would be larger by the root of 1 + 1e-8 / 6e-5^2, which is 1.9.
+            torch.testing.assert_close(norm(small.half()).float(), expected, rtol=2e-3, atol=1e-5)
+        assert find_unsafe(norm) == []
+    similarity, zeros = nn.CosineSimilarity(), torch.zeros(1, 8, dtype=FP16)
+    with torch.autocast("cpu", FP16):
+        assert similarity(zeros, zeros).isnan() and not similarity(zeros.bfloat16(), zeros.bfloat16()).isnan()
+    assert len(find_unsafe(similarity)) == 1
+
+
+def test_sizes_that_are_no_multiples_of_8_are_found_where_they_matter() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 100, 3), nn.Conv2d(100, 104, 3), nn.Linear(104, 10), nn.Linear(64, 50257))
+    assert [(name, reason.split()[0]) for name, reason in find_slow(net)] == [
+        ("0", "out_channels=100"),
+        ("1", "in_channels=100"),
+        ("3", "out_features=50257"),
+    ]
+    assert "50264 suits" in find_slow(net)[-1][1]
+    assert find_slow(net, torch.float32) == find_slow(nn.Conv2d(100, 100, 3, groups=100)) == []
+
+
+def test_the_networks_of_this_project_are_safe_and_fast() -> None:
+    with torch.device("meta"):
+        nets = [unet(width=8, depth=3)]
+        nets += [build_model(n, CLASSIFIERS, options={}, **CLASSIFIERS.example) for n in ("cnn", "mlp", "resnet18")]
+    for net in nets:
+        assert find_unsafe(net) == find_slow(net) == []
+
+
+# --- data ---------------------------------------------------------------------------------------------------------------
+
+
+def config(name: str, **values: Any) -> DataConfig:
+    return dataclasses.replace(DataConfig(**read_option("data", name)), **values)
+
+
+def sample(dataset: Any, *keys: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    return dataset.__getitems__(list(keys))
+
+
+@pytest.mark.parametrize("name", ["brain", "digit_scenes"])
+def test_a_sample_depends_on_seed_index_and_pass_alone(name: str) -> None:
+    data = build_data(config(name), seed=1)
+    together = sample(data.train, (3, 0), (5, 2), (3, 1))
+    alone = [sample(data.train, key) for key in ((3, 0), (5, 2), (3, 1))]
+    for whole, parts in zip(together, zip(*alone, strict=True), strict=True):
+        assert torch.equal(whole, torch.cat(parts))
+    assert not torch.equal(together[0][0], together[0][2])
+    other = build_data(config(name), seed=2)
+    assert not torch.equal(sample(other.train, (3, 0))[0], together[0][:1])
+    for ours, theirs in zip(sample(other.eval, (3, 0)), sample(data.eval, (3, 7)), strict=True):
+        assert torch.equal(ours, theirs)
+    fixed = build_data(config(name, augment=False), seed=1)
+    assert torch.equal(sample(fixed.train, (3, 0))[0], sample(fixed.train, (3, 9))[0])
+
+
+@pytest.mark.parametrize("name, num_train, num_eval, masks", [("brain", 96, 24, 2), ("digit_scenes", 1600, 400, 1)])
+def test_shapes_and_values_are_what_the_facts_say(name: str, num_train: int, num_eval: int, masks: int) -> None:
+    data = build_data(config(name), seed=0)
+    assert (len(data.train), len(data.eval)) == (num_train, num_eval)
+    for part in (data.train, data.eval):
+        x, m = sample(part, *((i, 0) for i in range(8, 24)))
+        assert x.shape == (16, *data.facts["image_shape"]) and x.dtype == torch.float32
+        assert m.shape == (16, masks, *data.facts["image_shape"][1:]) and m.dtype == torch.uint8
+        assert set(m.unique().tolist()) <= {0, 1, VOID} and x.abs().max() <= 2.5
+        assert 0.02 < (m == 1).float().mean() < 0.3
+        assert (m == VOID).any() == (name == "brain" and part is data.train)
+
+
+def test_brain_slices_are_split_in_blocks_and_the_tissues_do_not_overlap() -> None:
+    images, masks = read_brain()
+    assert images.shape == (144, 1, 96, 80) and masks.shape == (144, 2, 96, 80)
+    assert not (masks[:, 0] & masks[:, 1]).any()
+    data = build_data(config("brain"), seed=0)
+    where = [
+        [next(i for i in range(144) if np.array_equal(images[i], image)) for image in part.images]  # type: ignore[attr-defined]
+        for part in (data.train, data.eval)
+    ]
+    assert min(abs(a - b) for a in where[0] for b in where[1]) == 4  # three slices, 3 mm, between them
+    assert where[1][:7] == [27, 28, 29, 30, 31, 32, 63]
+
+
+def test_scenes_for_evaluation_have_photographs_and_digits_of_their_own() -> None:
+    data = build_data(config("digit_scenes"), seed=0)
+    train_part, eval_part = data.train, data.eval
+    columns = [
+        {column.tobytes() for photo in part._photos for column in photo.swapaxes(0, 1)}
+        for part in (train_part, eval_part)
+    ]  # type: ignore[attr-defined]
+    assert len(columns[0]) == 2 * 448 and len(columns[1]) == 2 * 160 and not columns[0] & columns[1]
+    digits = [{digit.tobytes() for digit in part._digits} for part in (train_part, eval_part)]  # type: ignore[attr-defined]
+    assert (len(train_part._digits), len(eval_part._digits)) == (4000, 1000)  # type: ignore[attr-defined]
+    assert not digits[0] & digits[1]
+
+
+def folder_of_masks(root: Path, mode: str = "L") -> Path:
+    rng = np.random.default_rng(0)
+    for part in ("train", "val"):
+        for kind in ("images", "masks"):
+            (root / part / kind).mkdir(parents=True)
+        for number in range(4):
+            values = np.zeros((20, 40), dtype=np.uint8)
+            values[5:15, 10:30] = 255 if mode == "L" else 1
+            values[0] = 128
+            mask = Image.fromarray(values)
+            if mode == "P":
+                mask.putpalette([0, 0, 0, 90, 30, 10] + [7] * 750)
+            mask.save(root / part / "masks" / f"{number}.png")
+            pixels = rng.integers(0, 100, (20, 40, 3), dtype=np.uint8)
+            pixels[values == values[10, 20]] += 150
+            Image.fromarray(pixels).save(root / part / "images" / f"{number}.jpg", quality=95)
+    return root
+
+
+@pytest.mark.parametrize("mode", ["L", "P"])
+def test_a_folder_of_masks_is_read_whole_for_evaluation_and_in_parts_for_training(tmp_path: Path, mode: str) -> None:
+    data = build_data(config("mask_folder", path=str(folder_of_masks(tmp_path, mode)), image_size=40), seed=0)
+    x, m = sample(data.eval, (0, 0), (1, 0))
+    assert x.shape == (2, 3, 40, 40) and m.shape == (2, 1, 40, 40)
+    assert (m[0, 0, :10] == VOID).all() and (m[0, 0, 30:] == VOID).all()  # above and below a wide image
+    assert (m[0, 0, 10] == VOID).all()  # 128 in the file
+    assert m[0, 0, 15:25, 10:30].eq(1).all() and m[0].eq(1).sum() == 200
+    inside, outside = (x[0].mean(0)[m[0, 0] == value].mean() for value in (1, 0))
+    assert inside > outside + 1  # mask and image lie on each other
+    x, m = sample(data.train, *((i % 4, i) for i in range(32)))
+    assert x.mean(1)[m[:, 0] == 1].mean() > x.mean(1)[m[:, 0] == 0].mean() + 1
+    batches = [next(iter(train_loader(data.train, [[(0, 3), (2, 5)]], num_workers=n))) for n in (0, 1)]
+    assert all(torch.equal(a, b) for a, b in zip(*batches, strict=True))
+
+
+def test_a_bad_folder_of_masks_is_named(tmp_path: Path) -> None:
+    def problems() -> str:
+        return " ".join(check_data(config("mask_folder", path=str(tmp_path)), "masks"))
+
+    assert "no folder train/images" in problems()
+    folder_of_masks(tmp_path)
+    assert not problems()
+    (tmp_path / "val/masks/2.png").rename(tmp_path / "val/masks/two.png")
+    assert "val has images without a mask: 2;" in problems() and "masks without an image: two;" in problems()
+    (tmp_path / "val/masks/two.png").rename(tmp_path / "val/masks/2.png")
+    data = build_data(config("mask_folder", path=str(tmp_path), image_size=16), seed=0)
+    Image.fromarray(np.full((20, 40), 77, dtype=np.uint8)).save(tmp_path / "val/masks/0.png")
+    with pytest.raises(RunError, match=r"0\.png has a pixel of 77; expected 0, 255"):
+        sample(data.eval, (0, 0))
+    Image.fromarray(np.zeros((20, 41), dtype=np.uint8)).save(tmp_path / "val/masks/1.png")
+    with pytest.raises(RunError, match=r"1\.png has 41x20 pixels, its image 40x20"):
+        sample(data.eval, (1, 0))
+
+
+def test_settings_without_effect_and_sizes_that_do_not_fit_are_refused() -> None:
+    assert "data.image_size=32: has no effect" in check_data(config("brain", image_size=32))[0]
+    assert "data.image_size=200: expected 28" in check_data(config("digit_scenes", image_size=200))[0]
+    assert "holds images, the recipe takes masks" in check_data(config("cifar10"), "masks")[0]
+
+
+# --- whole runs ---------------------------------------------------------------------------------------------------------
+
+SMALL = ["recipe=segmentation", "data.image_size=28", "model.options.depth=2", "steps=40"]
+SMALL += ["device=cpu", "log.progress=false", "data.num_samples=256", "optimizer.lr=0.01", "batch_size=8"]
+
+
+def run(folder: Path, *overrides: str, code: int = 0) -> dict[str, float]:
+    assert train.main([*SMALL, f"run_dir={folder}", *overrides]) == code
+    return summary(folder)["eval"] if code == 0 else {}
+
+
+def test_it_learns_and_the_modes_and_forms_agree(tmp_path: Path) -> None:
+    found = {
+        (mode, form): run(tmp_path / f"{mode}_{form}", f"amp={mode}", f"recipe.loss={form}")
+        for mode, form in (
+            ("fp32", "logits"),
+            ("fp32", "fp32"),
+            ("bf16", "logits"),
+            ("fp16", "logits"),
+            ("fp16", "fp32"),
+        )
+    }
+    reference = found["fp32", "logits"]
+    assert reference["loss"] < 0.5 and reference["iou"] > 0.3, reference
+    assert all(math.isclose(e["dice"], 2 * e["iou"] / (1 + e["iou"])) for e in found.values())
+    # The two forms are one function; rounding grows over the steps.
+    assert found["fp32", "fp32"]["loss"] == pytest.approx(reference["loss"], rel=0.02)
+    for metrics in found.values():
+        assert metrics["iou"] == pytest.approx(reference["iou"], abs=0.1), found
+        assert metrics["loss"] == pytest.approx(reference["loss"], rel=0.08), found
+
+
+def test_void_pixels_and_weights_of_the_mask_are_exact_over_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Statistics as in evaluation: what BatchNorm normalises with otherwise is the micro-batch, by definition.
+    monkeypatch.setattr(_BatchNorm, "train", lambda self, mode=True: nn.Module.train(self, False))
+    settings = ["data=brain", "data.image_size=null", "data.num_samples=null", "steps=2", "log_every=1", "amp=fp32"]
+    settings += ["recipe.mask_weight=5", "optimizer=sgd", "optimizer.lr=0.1"]
+    for name, split in (("whole", ["batch_size=4"]), ("split", ["batch_size=1", "accumulation=4"])):
+        run(tmp_path / name, *settings, *split)
+    whole, parts = ([line["loss"] for line in lines(tmp_path / name)[:2]] for name in ("whole", "split"))
+    assert whole == pytest.approx(parts, rel=1e-5)
+    whole, parts = (state(tmp_path / name)["model"]["head.weight"] for name in ("whole", "split"))
+    torch.testing.assert_close(whole, parts, rtol=1e-4, atol=1e-6)
+
+
+def test_a_weight_that_is_no_weight_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "a", "recipe.mask_weight=0", code=2)
+    run(tmp_path / "b", "recipe.loss=half", code=2)
+    errors = capsys.readouterr().err
+    assert "recipe.mask_weight=0: expected a number above 0" in errors and "logits" in errors
