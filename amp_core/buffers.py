@@ -66,10 +66,11 @@ class BufferGuard:
             return
         for (module, name), live, kept in zip(self._owners, self._live, self._kept, strict=True):
             buffer = module._buffers[name]
-            # where, not lerp: 0 * NaN is NaN.
             if buffer is None:
                 continue
+            # where, not lerp: 0 * NaN is NaN.
+            moves = taken.to(buffer.device, non_blocking=True)
             if buffer is live:
-                torch.where(taken, buffer, kept, out=buffer)
+                torch.where(moves, buffer, kept, out=buffer)
             else:  # the forward pass put another tensor in its place
-                module._buffers[name] = torch.where(taken, buffer, kept)
+                module._buffers[name] = torch.where(moves, buffer, kept)

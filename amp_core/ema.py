@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.config import EmaConfig
-from amp_core.layout import unwrap
+from amp_core.layout import multiply_, unwrap
 from amp_core.precision import StepReport
 from amp_core.weights import fp32_copy, fp32_values
 
@@ -50,12 +50,13 @@ class Ema:
         weight = (1.0 - keep) * taken
         # average += weight * (value - average): with weight 0 nothing changes by a bit, since weights stay finite.
         steps = torch._foreach_sub(fp32_values(self._weights), self._averages)
-        torch._foreach_mul_(steps, weight)
+        multiply_(steps, weight)
         torch._foreach_add_(self._averages, steps)
         for average, value in self._buffers:
             # Unguarded statistics may be NaN after a skipped step, and 0 * NaN is NaN.
-            moved = average + weight * (value - average) if average.is_floating_point() else value
-            torch.where(taken, moved, average, out=average)
+            share, moves = (t.to(average.device, non_blocking=True) for t in (weight, taken))
+            moved = average + share * (value - average) if average.is_floating_point() else value
+            torch.where(moves, moved, average, out=average)
         self.num_taken += taken
 
     def reset(self) -> None:

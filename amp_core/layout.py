@@ -49,6 +49,13 @@ def wrap_data_parallel(net: nn.Module, devices: Sequence[torch.device]) -> nn.Mo
     return net if devices[0].type == "cpu" else ReplicaParallel(net, devices)
 
 
+def multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply by a 0-d tensor in place, on whatever devices they lie. Does not wait for any."""
+    for device in {tensor.device for tensor in tensors}:
+        here = [tensor for tensor in tensors if tensor.device == device]
+        torch._foreach_mul_(here, factor.to(device, non_blocking=True))
+
+
 def share_buffers(*nets: nn.Module) -> None:
     """Put rank 0's buffers on all ranks: running statistics differ between them. Collective."""
     if several_ranks():

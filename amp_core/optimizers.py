@@ -74,8 +74,10 @@ def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optim
 def _build(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     cls = _available()[cfg.name]
     options = dict(cfg.options)
-    # A differentiable step excludes fused; it is rare, and wins unless both were asked for.
-    if _has_fused(cls) and (cfg.fused or (cfg.fused is None and not options.get("differentiable"))):
+    # A differentiable step excludes fused; it is rare, and wins unless both were asked for. So do weights on several
+    # devices in SGD, whose fused form takes its learning rate from one of them.
+    spread = cls is torch.optim.SGD and len({p.device for group in groups for p in group["params"]}) > 1
+    if _has_fused(cls) and (cfg.fused or (cfg.fused is None and not options.get("differentiable") and not spread)):
         options["fused"] = True
     for key, value in options.items():
         if isinstance(value, list):  # torch expects betas as a tuple

@@ -32,7 +32,8 @@ from amp_core.clip import Clip
 from amp_core.config import AmpConfig, amp_config, scale_cap
 from amp_core.errors import ConfigError
 from amp_core.float8 import use_float8
-from amp_core.layout import several_ranks
+from amp_core.layout import multiply_, several_ranks
+from amp_core.lint import find_slow, find_unsafe
 from amp_core.scaler import LossScale, ScalePolicy
 from amp_core.weights import LowPrecisionWeights
 
@@ -112,6 +113,7 @@ class Amp:
             raise ConfigError(f"device={self.device}: this machine has no CUDA GPU, or torch was built without CUDA")
         self.dtype = getattr(torch, config.dtype)
         self._casts = self.dtype is not torch.float32
+        self._low = self.dtype if config.update is None else getattr(torch, config.weights)
         self.scaler = LossScale(_policy(config, samples), self.device)
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision(config.matmul_precision)
@@ -222,8 +224,13 @@ class Amp:
         """Give a network what the mode asks for beyond autocast, in place: float8 layers, 16-bit weights.
 
         On the device, after `keep_fp32`, and before `guard`, optimizers (which own `trainable(net)`) and averages.
-        Gradients of 16-bit weights are reduced over ranks by `step`: leave out DistributedDataParallel.
+        Gradients of 16-bit weights are reduced over ranks by `step`: leave out DistributedDataParallel. Logs what is
+        unsafe in 16 bits, and on a GPU what is slow.
         """
+        for name, reason in find_unsafe(net, self._low):
+            logger.warning("amp=%s: %s: %s", self.config.name, name or "the network", reason)
+        for name, reason in find_slow(net, self._low) if self.device.type == "cuda" else ():
+            logger.info("amp=%s: %s: %s", self.config.name, name or "the network", reason)
         if self.config.float8:
             try:
                 left_alone = use_float8(net)
@@ -233,8 +240,7 @@ class Amp:
                 for name, reason in left_alone:
                     logger.info("%s stays in %s: %s", name or "the network", self.config.dtype, reason)
         if self.config.update is not None:
-            dtype = getattr(torch, self.config.weights)
-            self.weights.append(LowPrecisionWeights(net, dtype, self.config.update))
+            self.weights.append(LowPrecisionWeights(net, self._low, self.config.update))
 
     # --- step ---------------------------------------------------------------------------------------------------------
 
@@ -267,7 +273,7 @@ class Amp:
         _, grads = _with_grads(optimizer)
         if grads:
             ledger.found_inf = _not_finite(self._norm(grads) * self.scaler.inverse)
-            torch._foreach_mul_(grads, self.scaler.inverse)
+            multiply_(grads, self.scaler.inverse)
         ledger.unscaled = True
 
     @torch.no_grad()
@@ -328,7 +334,7 @@ class Amp:
                     del each.optimizer.found_inf, each.optimizer.grad_scale  # type: ignore[attr-defined]
                 continue
             if each.factor is not None:
-                torch._foreach_mul_(each.grads, each.factor)
+                multiply_(each.grads, each.factor)
             if on_host is None:
                 self._say_that_it_waits(each.optimizer)
                 on_host = found_inf.item() == 0
@@ -373,7 +379,7 @@ class Amp:
             factor = coefficient if inverse is None else inverse * coefficient
         elif clip is not None and grads:
             if inverse is not None:
-                torch._foreach_mul_(grads, inverse)
+                multiply_(grads, inverse)
             clip(params, grads)
             factor = None
             # Clamping keeps what is finite finite; anything else may divide zero by zero.
@@ -419,7 +425,7 @@ class Amp:
 
         What is smaller becomes 0, what is larger becomes infinite. Subnormal numbers count.
         """
-        info = torch.finfo(self.dtype if self.config.update is None else getattr(torch, self.config.weights))
+        info = torch.finfo(self._low)
         return info.smallest_normal * info.eps, info.max
 
     def state_dict(self) -> dict[str, Any]:
@@ -450,6 +456,11 @@ class Amp:
     def _ledger(self, optimizer: torch.optim.Optimizer) -> _Ledger:
         ledger = self._ledgers.get(optimizer)
         if ledger is None:
+            params = [p for group in optimizer.param_groups for p in group["params"]] if self.weights else []
+            if any(p.dtype in (torch.float16, torch.bfloat16) for p in params):
+                raise TypeError(
+                    "the optimizer holds 16-bit weights, which get no gradients; build it on trainable(net)"
+                )
             ledger = self._ledgers[optimizer] = _Ledger(optimizer)
         return ledger
 

@@ -39,7 +39,10 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
         return broken.isdisjoint(keys)
 
     if sound("recipe"):
-        structure(recipe.Knobs, cfg.recipe, "recipe", problems)
+        knobs = structure(recipe.Knobs, cfg.recipe, "recipe", problems)
+        # Broken groups are null; a recipe's own rules may look at any of them.
+        if not problems and not broken and hasattr(recipe, "check"):
+            problems += recipe.check(knobs, cfg)
     if sound("recipe", "layout") and cfg.layout.name not in (layouts := getattr(recipe, "LAYOUTS", LAYOUTS)):
         problems.append(
             f"layout={cfg.layout.name}: recipe={cfg.recipe['name']} does not run in it. Valid: {', '.join(layouts)}"

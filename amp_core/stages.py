@@ -2,9 +2,9 @@
 
     net = Stages(net, [torch.device("cuda", 0), torch.device("cuda", 1)], amp, image_shape=(3, 224, 224))
 
-Autocast is entered inside of `forward`, by each stage in the thread that runs it: autocast is thread-local, and a thread
-begins without it. Plain model parallelism leaves all devices but one idle; with `threads` a micro-batch is cut into
-chunks, and a stage computes one chunk while the stage before it computes the next (Huang et al., "GPipe",
+Autocast is entered inside of `forward`, by each stage in the thread that runs it: autocast is thread-local, and a
+thread begins without it. Plain model parallelism leaves all devices but one idle; with `threads` a micro-batch is cut
+into chunks, and a stage computes one chunk while the stage before it computes the next (Huang et al., "GPipe",
 arXiv:1811.06965).
 """
 
@@ -130,7 +130,7 @@ def cuts(costs: Sequence[float], num_parts: int) -> list[tuple[int, int]]:
         start: (sum(costs[start:]), [(start, len(costs))]) for start in range(len(costs))
     }
     for rest in range(1, num_parts):
-        # From the front: an entry still has one part less behind it. `<=` leaves what costs nothing with what it follows.
+        # From the front: entries behind still have one part less. `<=` leaves what costs nothing with what it follows.
         for start in range(len(costs) - rest):
             choice: tuple[float, list[tuple[int, int]]] | None = None
             for end in range(start + 1, len(costs) - rest + 1):

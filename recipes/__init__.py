@@ -1,7 +1,7 @@
 """The recipes by name: one file, one lesson.
 
 The module of a recipe has `Knobs`, the dataclass of the keys that belong to it alone; `run(cfg, env)`; `DATA`, the kind
-of data sets it takes; and `MODELS`, the family of networks.
+of data sets it takes; `MODELS`, the family of networks; and where its keys have rules, `check(knobs, cfg)`, the problems.
 """
 
 from __future__ import annotations

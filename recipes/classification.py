@@ -52,6 +52,13 @@ class Knobs:
     """Share of the target that is spread over all classes, from 0 to below 1."""
 
 
+def check(knobs: Knobs, cfg: Config) -> list[str]:
+    """Problems of this recipe's own keys, found before anything starts."""
+    if 0 <= knobs.label_smoothing < 1:
+        return []
+    return [f"recipe.label_smoothing={knobs.label_smoothing:g}: expected at least 0 and below 1"]
+
+
 def run(cfg: Config, env: Environment) -> dict[str, float]:
     """Train, and return the last evaluation: loss and accuracy, with `ema_` in front for averaged weights."""
     knobs = Knobs(**cfg.recipe)

@@ -5,8 +5,8 @@ forward runs under autocast, the backward runs without, and what was saved in be
 
     of your own, any dtype will do     `custom_fwd` and `custom_bwd`, bare: the backward sees the autocast of the
                                        forward. Without them it fails where 16-bit gradients meet fp32 weights.
-    of your own, needs fp32            `custom_fwd(cast_inputs=torch.float32)`: fp32 inputs, autocast off in both passes.
-                                       Without it a square overflows in fp16 from 256 on.
+    of your own, needs fp32            `custom_fwd(cast_inputs=torch.float32)`: fp32 inputs, autocast off in both
+                                       passes. Without it a square overflows in fp16 from 256 on.
     somebody else's                    call it in an fp32 island, `keep_fp32`; there is nothing to edit.
 
 A function needs one of them when it has several floating-point inputs, when it calls something that autocast casts
@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.autocast_mode import custom_bwd, custom_fwd
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from amp_core.clip import Clip
 from amp_core.config import Config
@@ -118,7 +119,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     return loop.eval
 
 
-# --- the functions ------------------------------------------------------------------------------------------------------
+# --- the functions ----------------------------------------------------------------------------------------------------
 
 
 def on_its_device(decorate: Callable[..., Any], **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -169,6 +170,7 @@ class RowNorm(Function):
         return y
 
     @staticmethod
+    @once_differentiable  # a second derivative would take what was saved, which is no input, for a constant
     @on_its_device(custom_bwd)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         y, inverse = ctx.saved_tensors
@@ -209,7 +211,7 @@ def plain_distance(x: Tensor, centres: Tensor) -> Tensor:
     return (x[:, None] - centres).square().sum(2)
 
 
-# --- the network that they make -----------------------------------------------------------------------------------------
+# --- the network that they make ---------------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):

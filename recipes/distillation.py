@@ -37,7 +37,7 @@ from amp_core.environment import Environment
 from amp_core.errors import ConfigError
 from amp_core.layout import share_buffers, unwrap
 from amp_core.loop import Loop
-from amp_core.models import CLASSIFIERS, build_model
+from amp_core.models import CLASSIFIERS, build_model, check_model
 from amp_core.optimizers import build_optimizer
 from amp_core.precision import Amp, StepReport
 from amp_core.schedule import build_schedule
@@ -74,11 +74,31 @@ class Knobs:
     """Weight of the teacher's answers, from 0 to 1; the labels have the rest."""
 
 
+def check(knobs: Knobs, cfg: Config) -> list[str]:
+    """Problems of this recipe's own keys, found before anything starts."""
+    problems = []
+    if knobs.teacher_steps < 1:
+        problems.append(f"recipe.teacher_steps={knobs.teacher_steps}: expected at least 1")
+    if not knobs.temperature > 0:
+        problems.append(f"recipe.temperature={knobs.temperature:g}: expected a number above 0")
+    if not 0 <= knobs.soft <= 1:
+        problems.append(f"recipe.soft={knobs.soft:g}: expected a number from 0 to 1")
+    if knobs.teacher is None:
+        found = check_model(knobs.teacher_model, knobs.teacher_options, MODELS)
+        problems += [problem.replace("model.", "recipe.teacher_", 1).replace("_name", "_model", 1) for problem in found]
+    elif not Path(knobs.teacher).exists():
+        problems.append(
+            f"recipe.teacher={knobs.teacher}: there is no such file or folder; expected the folder of a run"
+        )
+    return problems
+
+
 def run(cfg: Config, env: Environment) -> dict[str, float]:
     """Train, and return the last evaluation of the student: loss, accuracy, agreement with the teacher's answers."""
-    knobs = check(Knobs(**cfg.recipe))
-    found = None if knobs.teacher is None else read_teacher(knobs.teacher)
-    name, options = (knobs.teacher_model, knobs.teacher_options) if found is None else found[:2]
+    knobs = Knobs(**cfg.recipe)
+    name, options, weights = knobs.teacher_model, knobs.teacher_options, None
+    if knobs.teacher is not None:
+        name, options, weights = read_teacher(knobs.teacher)
     channels = MODELS.in_channels(cfg.model.name) or MODELS.in_channels(name)
     data = build_data(cfg.data, seed=cfg.seed, channels=channels)
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
@@ -89,16 +109,16 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     optimizer = build_optimizer(cfg.optimizer, student)
     ema = build_ema(cfg.ema, student)
     clip = Clip.of(cfg.clip)
-    parts: dict[str, Any] = {}
-    if found is None:
+    teacher = build_model(name, MODELS, options=options, **data.facts)
+    if weights is None:
         teacher_steps = knobs.teacher_steps
-        teacher = env.wrap(build_teacher(name, options, data.facts), amp)
+        teacher = env.wrap(teacher, amp)
         teacher_optimizer = build_optimizer(cfg.optimizer, teacher)
         teacher_schedule = build_schedule(cfg.schedule, teacher_optimizer, teacher_steps)
-        parts = {"teacher_optimizer": teacher_optimizer, "teacher_schedule": teacher_schedule}
     else:
         teacher_steps = 0
-        teacher = build_teacher(name, options, data.facts, weights=found[2], path=knobs.teacher).to(env.device)
+        teacher = load(teacher, weights, knobs.teacher).to(env.device)
+        teacher_optimizer = teacher_schedule = None
     student_steps = env.num_steps(data) - teacher_steps
     if student_steps < 1:
         logger.warning("recipe.teacher_steps=%d: this run ends before the student begins", teacher_steps)
@@ -115,7 +135,8 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         answering = copy if loop.step >= teacher_steps else None
         return copy
 
-    def teacher_step(window: list[Micro]) -> tuple[StepReport, dict[str, Tensor]]:
+    def teacher_step(window: list[Micro]) -> tuple[StepReport, Tensor]:
+        assert teacher_optimizer is not None and teacher_schedule is not None
         total = torch.zeros((), device=env.device)
         for micro in window:
             images, labels = micro.batch
@@ -128,9 +149,9 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         amp.update()
         teacher_optimizer.zero_grad(set_to_none=True)
         teacher_schedule.advance(report)
-        return report, {"loss": total}
+        return report, total
 
-    def student_step(window: list[Micro]) -> tuple[StepReport, dict[str, Tensor]]:
+    def student_step(window: list[Micro]) -> tuple[StepReport, Tensor, Tensor]:
         teacher = frozen_teacher()
         totals = torch.zeros(2, device=env.device)  # soft, hard
         for micro in window:
@@ -151,8 +172,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         schedule.advance(report)
         if ema is not None:
             ema.update(report)
-        soft, hard = totals
-        return report, {"loss": knobs.soft * soft + (1 - knobs.soft) * hard, "soft": soft, "hard": hard}
+        return report, totals[0], totals[1]
 
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
@@ -189,15 +209,16 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         optimizer=optimizer,
         schedule=schedule,
         ema=ema,
-        **parts,
+        teacher_optimizer=teacher_optimizer,
+        teacher_schedule=teacher_schedule,
     )
     for window in loop.windows():
         if loop.step < teacher_steps:
-            report, losses = teacher_step(window)
-            loop.log(report, of="teacher", **losses)
+            report, loss = teacher_step(window)
+            loop.log(report, of="teacher", loss=loss)
         else:
-            report, losses = student_step(window)
-            loop.log(report, **losses)
+            report, soft, hard = student_step(window)
+            loop.log(report, loss=knobs.soft * soft + (1 - knobs.soft) * hard, soft=soft, hard=hard)
     return loop.eval
 
 
@@ -224,29 +245,7 @@ def frozen(net: nn.Module, dtype: torch.dtype) -> nn.Module:
     return twin
 
 
-# --- the teacher --------------------------------------------------------------------------------------------------------
-
-
-def check(knobs: Knobs) -> Knobs:
-    """The knobs, if they are sound.
-
-    Raises:
-        ConfigError: with every problem.
-    """
-    problems = []
-    if knobs.teacher_steps < 1:
-        problems.append(f"recipe.teacher_steps={knobs.teacher_steps}: expected at least 1")
-    if not knobs.temperature > 0:
-        problems.append(f"recipe.temperature={knobs.temperature:g}: expected a number above 0")
-    if not 0 <= knobs.soft <= 1:
-        problems.append(f"recipe.soft={knobs.soft:g}: expected a number from 0 to 1")
-    if knobs.teacher is not None and not Path(knobs.teacher).exists():
-        problems.append(
-            f"recipe.teacher={knobs.teacher}: there is no such file or folder; expected the folder of a run, or null"
-        )
-    if problems:
-        raise ConfigError(problems)
-    return knobs
+# --- the teacher ------------------------------------------------------------------------------------------------------
 
 
 def read_teacher(path: str) -> tuple[str, dict[str, Any], Mapping[str, Tensor]]:
@@ -254,36 +253,26 @@ def read_teacher(path: str) -> tuple[str, dict[str, Any], Mapping[str, Tensor]]:
 
     Raises:
         CheckpointError: there is none that can be read.
-        ConfigError: it is not a run that trained a `model`.
+        ConfigError: it is not a run that trained an image classification network.
     """
     contents = read(path)
-    model = contents["config"].get("model", {}) if isinstance(contents.get("config"), dict) else {}
-    if "model" not in contents or not {"name", "options"} <= model.keys():
-        raise ConfigError(f"recipe.teacher={path}: its checkpoint has no network `model`; expected a classification run")
+    model = contents["config"].get("model", {})
+    if "model" not in contents or check_model(model.get("name", ""), model.get("options", {}), MODELS):
+        raise ConfigError(
+            f"recipe.teacher={path}: it trained {model.get('name')} and no {MODELS.what}; expected a classification run"
+        )
     return model["name"], model["options"], contents.get("ema", contents["model"])
 
 
-def build_teacher(
-    name: str,
-    options: Mapping[str, Any],
-    facts: Mapping[str, Any],
-    *,
-    weights: Mapping[str, Tensor] | None = None,
-    path: str | None = None,
-) -> nn.Module:
-    """The teacher's network, with fresh weights or those that were read from `path`.
+def load(net: nn.Module, weights: Mapping[str, Tensor], path: str | None) -> nn.Module:
+    """The teacher with the weights of `path`.
 
     Raises:
-        ConfigError: it cannot be built, or the weights are of another network or other data.
+        ConfigError: they are of another network.
     """
-    key = "recipe.teacher_model" if path is None else f"recipe.teacher={path}"
     try:
-        net = build_model(name, MODELS, options=options, **facts)
-        if weights is not None:
-            net.load_state_dict(weights)
-    except ConfigError as refused:
-        raise ConfigError([f"{key}: {problem}" for problem in refused.problems]) from refused
+        net.load_state_dict(weights)
     except RuntimeError as problem:
         reason = " ".join(str(problem).split())
-        raise ConfigError(f"{key}: its network does not fit these images and classes: {reason}") from problem
+        raise ConfigError(f"recipe.teacher={path}: was trained on other images or classes: {reason}") from problem
     return net

@@ -18,6 +18,10 @@ ranks, and skips both or none. Each is clipped by its own norm, the head's over 
 
 The loss scale is capped (`amp=fp16_capped`): at 128 times the batch, as insightface does, before the norm is clipped.
 
+Expected with the defaults, one seed on one CPU core: 965 steps on 1,380 letters give, on 344 others, an accuracy of
+0.982 and a true accept rate of 0.68 at a false accept rate of 1e-3, in fp32 (23 s), bf16 (25 s) and fp16_capped with
+clipping (136 s: convolutions in fp16 are emulated there). An untrained net has 0.839 and 0.14.
+
     python train.py recipe=face_recognition                    letters in 12 faces; others are compared, bf16
     python train.py recipe=face_recognition amp=fp16_capped clip=norm clip.max_norm=5
     python train.py recipe=face_recognition recipe.sample_rate=0.3 layout=ddp layout.nproc_per_node=2 batch_size=64
@@ -33,6 +37,7 @@ Sources: Deng et al., "ArcFace" (arXiv:1801.07698); Wang et al., "CosFace" (arXi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -159,6 +164,20 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         report, loss = train_step(window)
         loop.log(report, loss=loss)
     return loop.eval
+
+
+def check(knobs: Knobs, cfg: Config) -> list[str]:
+    """Problems of this recipe's own keys, found before anything starts."""
+    problems = []
+    if knobs.embedding < 1:
+        problems.append(f"recipe.embedding={knobs.embedding}: expected at least 1")
+    if not 0 < knobs.sample_rate <= 1:
+        problems.append(f"recipe.sample_rate={knobs.sample_rate:g}: expected above 0 and at most 1")
+    if not 0 <= knobs.margin < math.pi:
+        problems.append(f"recipe.margin={knobs.margin:g}: expected at least 0 and below pi")
+    if not 0 < knobs.scale < math.inf:
+        problems.append(f"recipe.scale={knobs.scale:g}: expected a finite number above 0")
+    return problems
 
 
 def build_head(knobs: Knobs, num_classes: int, env: Environment) -> PartialFC:

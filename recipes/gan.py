@@ -34,7 +34,6 @@ from amp_core.config import Config
 from amp_core.data import build_data
 from amp_core.ema import build_ema
 from amp_core.environment import Environment
-from amp_core.errors import ConfigError
 from amp_core.layout import unwrap
 from amp_core.loop import Loop
 from amp_core.models import GANS, build_model
@@ -72,10 +71,25 @@ class Knobs:
     gradients are then those at the same weights; otherwise the generator answers the discriminator's new ones."""
 
 
+def check(knobs: Knobs, cfg: Config) -> list[str]:
+    """Problems of this recipe's own keys, found before anything starts."""
+    problems = []
+    weight = knobs.penalty_weight
+    if knobs.best.startswith("ema_") and cfg.ema.decay is None:
+        problems.append(f"ema.decay=null: recipe.best={knobs.best} needs averages; use recipe.best={knobs.best[4:]}")
+    if knobs.num_critic_steps < 1:
+        problems.append(f"recipe.num_critic_steps={knobs.num_critic_steps}: expected at least 1")
+    if knobs.penalty == "none" and weight is not None:
+        problems.append(f"recipe.penalty_weight={weight:g}: has no effect with recipe.penalty=none; leave it out")
+    if weight is not None and not 0 < weight < float("inf"):
+        problems.append(f"recipe.penalty_weight={weight:g}: expected a number above 0, or recipe.penalty=none")
+    return problems
+
+
 def run(cfg: Config, env: Environment) -> dict[str, float]:
     """Train, and return the last evaluation: sliced_wasserstein, with `ema_` in front for averaged weights."""
     knobs = Knobs(**cfg.recipe)
-    penalty_weight = _penalty_weight(knobs)
+    penalty_weight = 10.0 if knobs.penalty_weight is None else knobs.penalty_weight
     data = build_data(cfg.data, seed=cfg.seed)
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
     nets = env.wrap(build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts), amp)
@@ -219,17 +233,3 @@ def write_samples(path: Path, fakes: Tensor, real: Tensor) -> None:
     path.parent.mkdir(exist_ok=True)
     low, high = real.aminmax()
     import_torchvision().utils.save_image(fakes, path, nrow=8, normalize=True, value_range=(low.item(), high.item()))
-
-
-def _penalty_weight(knobs: Knobs) -> float:
-    problems = []
-    weight = knobs.penalty_weight
-    if knobs.num_critic_steps < 1:
-        problems.append(f"recipe.num_critic_steps={knobs.num_critic_steps}: expected at least 1")
-    if knobs.penalty == "none" and weight is not None:
-        problems.append(f"recipe.penalty_weight={weight:g}: has no effect with recipe.penalty=none; leave it out")
-    if weight is not None and not 0 < weight < float("inf"):
-        problems.append(f"recipe.penalty_weight={weight:g}: expected a number above 0, or recipe.penalty=none")
-    if problems:
-        raise ConfigError(problems)
-    return 10.0 if weight is None else weight

@@ -30,7 +30,6 @@ from amp_core.data import build_data, eval_loader, to_device
 from amp_core.datasets.text import IGNORE, Batch
 from amp_core.ema import build_ema
 from amp_core.environment import Environment
-from amp_core.errors import ConfigError
 from amp_core.layout import unwrap
 from amp_core.loop import Loop
 from amp_core.models import LANGUAGE_MODELS, build_model
@@ -68,7 +67,6 @@ class Knobs:
 def run(cfg: Config, env: Environment) -> dict[str, float]:
     """Train, and return the last evaluation: loss in nats per byte, bits_per_byte and perplexity per byte."""
     knobs = Knobs(**cfg.recipe)
-    check(knobs, cfg)
     data = build_data(cfg.data, seed=cfg.seed)
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
     model = env.wrap(build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts), amp)
@@ -175,8 +173,8 @@ def shared_positions(net: nn.Module, *, length: int, offset: int) -> list[str]:
     ]
 
 
-def check(knobs: Knobs, cfg: Config) -> None:
-    """Raises ConfigError with every knob that cannot be followed."""
+def check(knobs: Knobs, cfg: Config) -> list[str]:
+    """Problems of this recipe's own keys, found before anything starts."""
     problems = []
     if knobs.eval_offset is not None and knobs.eval_offset < 1:
         problems.append(f"recipe.eval_offset={knobs.eval_offset}: expected a position above 0, or null")
@@ -191,5 +189,4 @@ def check(knobs: Knobs, cfg: Config) -> None:
         problems.append("recipe.prompt='': expected at least one character")
     if not 0 < knobs.temperature < math.inf:
         problems.append(f"recipe.temperature={knobs.temperature:g}: expected a finite number above 0")
-    if problems:
-        raise ConfigError(problems)
+    return problems

@@ -64,6 +64,20 @@ class Knobs:
     """Share of the target that is spread over all classes, from 0 to below 1."""
 
 
+def check(knobs: Knobs, cfg: Config) -> list[str]:
+    """Problems of this recipe's own keys, found before anything starts."""
+    problems = []
+    if knobs.pipeline not in ("off", "threads"):
+        problems.append(f'recipe.pipeline={knobs.pipeline}: expected "off" (in quotes in a file) or threads')
+    if knobs.chunks < 1:
+        problems.append(f"recipe.chunks={knobs.chunks}: expected at least 1")
+    elif knobs.pipeline == "threads" and knobs.chunks == 1:
+        problems.append("recipe.pipeline=threads: recipe.chunks=1 leaves nothing to overlap; use more, such as 4")
+    if not 0 <= knobs.label_smoothing < 1:
+        problems.append(f"recipe.label_smoothing={knobs.label_smoothing:g}: expected at least 0 and below 1")
+    return problems
+
+
 def run(cfg: Config, env: Environment) -> dict[str, float]:
     """Train, and return the last evaluation: loss and accuracy, with `ema_` in front for averaged weights."""
     knobs = Knobs(**cfg.recipe)
@@ -123,17 +137,8 @@ def build_stages(cfg: Config, knobs: Knobs, devices: list[torch.device], amp: Am
     """The network of the `model` group, cut into as many stages as there are devices.
 
     Raises:
-        ConfigError: it cannot be cut, or the knobs contradict each other.
+        ConfigError: it cannot be cut.
     """
-    problems = []
-    if knobs.pipeline not in ("off", "threads"):
-        problems.append(f'recipe.pipeline={knobs.pipeline}: expected "off" (in quotes in a file) or threads')
-    if knobs.chunks < 1:
-        problems.append(f"recipe.chunks={knobs.chunks}: expected at least 1")
-    elif knobs.pipeline == "threads" and knobs.chunks == 1:
-        problems.append("recipe.pipeline=threads: with recipe.chunks=1 there is nothing to overlap; use more, such as 4")
-    if problems:
-        raise ConfigError(problems)
     net = build_model(cfg.model.name, MODELS, options=cfg.model.options, **facts)
     try:
         # Islands first: a container that is one computes as a whole and is not cut.

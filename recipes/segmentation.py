@@ -42,7 +42,6 @@ from amp_core.data import build_data, eval_loader, to_device
 from amp_core.datasets.masks import VOID
 from amp_core.ema import build_ema
 from amp_core.environment import Environment
-from amp_core.errors import ConfigError
 from amp_core.islands import keep_fp32
 from amp_core.loop import Loop
 from amp_core.models import SEGMENTERS, build_model
@@ -72,11 +71,16 @@ class Knobs:
     """Weight of a pixel of the mask; one of the background weighs 1, a void one 0."""
 
 
+def check(knobs: Knobs, cfg: Config) -> list[str]:
+    """Problems of this recipe's own keys, found before anything starts."""
+    if knobs.mask_weight > 0:
+        return []
+    return [f"recipe.mask_weight={knobs.mask_weight:g}: expected a number above 0"]
+
+
 def run(cfg: Config, env: Environment) -> dict[str, float]:
     """Train, and return the last evaluation: loss, iou and dice, with `ema_` in front for averaged weights."""
     knobs = Knobs(**cfg.recipe)
-    if not knobs.mask_weight > 0:
-        raise ConfigError(f"recipe.mask_weight={knobs.mask_weight:g}: expected a number above 0")
     pixel_losses = LOSSES[knobs.loss]
     data = build_data(cfg.data, seed=cfg.seed, channels=MODELS.in_channels(cfg.model.name))
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)

@@ -267,7 +267,8 @@ def test_a_recipe_keeps_the_order_of_a_step_and_evaluates_in_the_dtypes_of_train
 ) -> None:
     monkeypatch.chdir(tmp_path)
     events: list[str] = []
-    seen: dict[nn.Module, dict[bool, set[torch.dtype]]] = defaultdict(lambda: {True: set(), False: set()})
+    # By module and whether it trains: the dtypes that came out, and whether autocast was on.
+    seen: dict[nn.Module, dict[bool, set[tuple[torch.dtype, bool]]]] = defaultdict(lambda: {True: set(), False: set()})
 
     def spy(owner: type, method: str, letter: str) -> None:
         original = getattr(owner, method)
@@ -283,7 +284,7 @@ def test_a_recipe_keeps_the_order_of_a_step_and_evaluates_in_the_dtypes_of_train
     def probe(module: nn.Module, inputs: Any, output: Any) -> None:
         # What runs before the first backward pass may be a trial of shapes.
         if events and isinstance(output, Tensor) and any(True for _ in module.parameters(recurse=False)):
-            seen[module][module.training].add(output.dtype)
+            seen[module][module.training].add((output.dtype, torch.is_autocast_enabled("cpu")))
 
     for owner, method, letter in (
         (Amp, "backward", "b"),
@@ -300,9 +301,9 @@ def test_a_recipe_keeps_the_order_of_a_step_and_evaluates_in_the_dtypes_of_train
     # Gradients are dropped after a step or before the next window, never between its micro-batches.
     assert re.fullmatch(r"(z*(b+z*s)+u)+z+", "".join(events)), "".join(events)
     assert events.count("u") == 3
-    both = [dtypes for dtypes in seen.values() if dtypes[True] and dtypes[False]]
-    assert both and all(dtypes[True] == dtypes[False] for dtypes in both)
-    assert any(torch.bfloat16 in dtypes[False] for dtypes in both)
+    both = [found for found in seen.values() if found[True] and found[False]]
+    assert both and all(found[True] == found[False] for found in both)
+    assert any(casts for found in both for _, casts in found[False])
 
 
 def test_no_process_group_outlives_a_run() -> None:

@@ -7,6 +7,9 @@ import torch
 from running import lines, same_but, state, summary
 from test_recipes import on_two_ranks, run, weights
 
+from amp_core.precision import Amp
+from amp_core.weights import trainable
+
 MODES = {
     "o0": [],
     "o1": ["amp.dynamic=false", "amp.init_scale=256"],
@@ -100,3 +103,15 @@ def test_rounding_to_nearest_stalls_and_the_cures_do_not():
     stochastic = moved("stochastic", "amp=bf16_pure") - rounded
     along = torch.sign(reference)
     assert (stochastic * along).mean().item() == pytest.approx(reference.abs().mean().item(), rel=0.3)
+
+
+def test_an_optimizer_of_the_16_bit_weights_themselves_is_refused():
+    net = torch.nn.Linear(4, 4)
+    amp = Amp.named("bf16_pure")
+    amp.prepare(net)
+    wrong, right = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(trainable(net), lr=0.1)
+    amp.backward(net(torch.ones(2, 4)).sum())
+    with pytest.raises(TypeError, match=r"trainable\(net\)"):
+        amp.step(wrong)
+    assert amp.step(right).taken
+    amp.update()

@@ -1,0 +1,446 @@
+"""Two networks under one loss scale: the gradient penalty, one update for two optimizers, and whole runs of the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from running import checkpoints, lines, same_but, state, summary
+from test_recipes import on_two_ranks, weights
+from test_recipes import run as run_recipe
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import SGD, Adam, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_core import Amp
+from amp_core.loop import Loop
+from amp_core.models import GANS, build_model
+from recipes.gan import discriminator_loss, generator_loss, gradient_penalty, sliced_wasserstein
+
+SHAPE = (1, 12, 12)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def networks(**options: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    nets: Any = build_model("dcgan", GANS, options={"width": 8, "latent": 8} | options, image_shape=SHAPE)
+    return nets["generator"], nets["discriminator"]
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Real and fake images, and how they are mixed."""
+    torch.manual_seed(1)
+    return torch.randn(16, *SHAPE), torch.randn(16, *SHAPE), torch.rand(16, 1, 1, 1)
+
+
+def flat(params: Sequence[Tensor]) -> Tensor:
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in params]).double()
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def of(net: nn.Module) -> list[nn.Parameter]:
+    return list(net.parameters())
+
+
+def fp16() -> Amp:
+    return Amp.named("fp16", init_scale=2.0**14)
+
+
+# --- the gradient penalty -----------------------------------------------------------------------------------------------
+
+
+def penalised(
+    amp: Amp | None, kind: Any, gain: float, *, scaled: bool = True, unscaled: bool = True, eps: float = 1e-12
+):
+    """The penalty and its unscaled gradients. `gain` multiplies the discriminator's last layer; without `amp`, float64."""
+    torch.manual_seed(0)
+    # Smooth: where rounding moves a LeakyReLU across its kink, the slope itself is another one.
+    layers: list[Any] = [nn.Conv2d(1, 8, 4, 2, 1), nn.SiLU(), nn.Conv2d(8, 16, 4, 2, 1), nn.SiLU(), nn.Flatten()]
+    layers += [nn.Linear(16 * 9, 1), nn.Flatten(0)]
+    D, (real, fake, mix) = nn.Sequential(*layers), batch()
+    with torch.no_grad():
+        layers[5].weight *= gain
+    if amp is not None and scaled and unscaled and eps:
+        with amp.autocast():
+            penalty = gradient_penalty(kind, amp, D, real, fake, mix)
+    else:
+        if amp is None:
+            amp = Amp.named("fp32")
+            D, real, fake, mix = D.double(), real.double(), fake.double(), mix.double()
+        x = (torch.lerp(fake, real, mix) if kind == "wgan_gp" else real).requires_grad_()
+        with amp.autocast():
+            total = D(x).sum(dtype=torch.promote_types(x.dtype, torch.float32)) * (amp.scaler.scale if scaled else 1)
+        (gradient,) = torch.autograd.grad(total, x, create_graph=True)
+        square = gradient.flatten(1).square().sum(1)
+        penalty = square.mean() / 2 if kind == "r1" else ((square + eps).sqrt() - 1).square().mean()
+    params = of(D)
+    if penalty.dtype is torch.float64:
+        penalty.backward()
+        return penalty.item(), flat(params)
+    amp.backward(penalty)
+    amp.unscale_(SGD(params))
+    return penalty.item(), flat(params)
+
+
+@pytest.mark.parametrize("kind", ["wgan_gp", "r1"])
+@pytest.mark.parametrize("mode, close, grads_close", [("fp32", 1e-6, 1e-6), ("fp16", 5e-4, 1e-3), ("bf16", 1e-3, 1e-2)])
+def test_a_penalty_under_autocast_is_that_of_float64(kind: str, mode: str, close: float, grads_close: float) -> None:
+    expected, gradient = penalised(None, kind, 1.0)
+    amp = fp16() if mode == "fp16" else Amp.named(mode)
+    ours, our_gradient = penalised(amp, kind, 1.0)
+    assert ours == pytest.approx(expected, rel=close)
+    assert relative(our_gradient, gradient) < grads_close
+
+
+def test_a_penalty_on_scaled_gradients_is_larger_by_the_square_of_the_scale() -> None:
+    for kind, least in (("r1", 0.999 * 2.0**28), ("wgan_gp", 1e5)):
+        expected, _ = penalised(None, kind, 1.0)
+        kept, gradient = penalised(fp16(), kind, 1.0, unscaled=False)
+        assert kept / expected > least and not gradient.isfinite().all()
+
+
+def test_an_inner_pass_without_the_scale_underflows() -> None:
+    """A discriminator that has hardly begun: its scores are 1e-5 of their usual size. Nothing is to be unscaled then."""
+    expected, _ = penalised(None, "r1", 1e-5)
+    ours, wrong = (penalised(fp16(), "r1", 1e-5, scaled=scaled)[0] / expected for scaled in (True, False))
+    assert ours == pytest.approx(1.0, abs=0.01) and wrong > 1.5
+    _, gradient = penalised(None, "wgan_gp", 1e-5)
+    ours, wrong = (relative(penalised(fp16(), "wgan_gp", 1e-5, scaled=s)[1], gradient) for s in (True, False))
+    assert ours < 0.06 and wrong > 0.4
+
+
+def test_the_second_pass_carries_unscaled_slopes_so_r1_ends_where_they_are_tiny() -> None:
+    """A limit of the method: what was unscaled comes back unscaled, and the loss scale is off. bf16 has none."""
+    errors, slopes = [], []
+    for gain in (1.0, 1e-2, 1e-3):
+        penalty, gradient = penalised(None, "r1", gain)
+        slopes.append((2 * penalty) ** 0.5)
+        errors.append(relative(penalised(fp16(), "r1", gain)[1], gradient))
+        assert relative(penalised(Amp.named("bf16"), "r1", gain)[1], gradient) < 0.01
+    assert slopes == pytest.approx([0.036, 3.6e-4, 3.6e-5], rel=0.02)  # L2 norm over 144 pixels
+    assert errors[0] < 1e-3 and 0.01 < errors[1] < 0.05 and 0.2 < errors[2] < 0.5
+
+
+def test_without_an_eps_inside_the_root_a_flat_discriminator_makes_nan() -> None:
+    ours, gradient = penalised(Amp.named("fp32"), "wgan_gp", 0.0)
+    assert ours == pytest.approx(1.0, abs=1e-5) and gradient.isfinite().all()
+    wrong, gradient = penalised(Amp.named("fp32"), "wgan_gp", 0.0, eps=0.0)
+    assert wrong == 1.0 and gradient.isnan().any()
+
+
+def critic(mode: str, **fields: Any) -> tuple[list[int], list[float], float]:
+    """Sixty steps of a critic between two clouds: the steps that were skipped, the scales, the last loss."""
+    D, amp = networks()[1], Amp.named(mode, **fields)
+    optimizer, random = Adam(D.parameters(), lr=1e-3, betas=(0.0, 0.9), fused=True), torch.Generator().manual_seed(5)
+    skipped, scales, loss = [], [], torch.zeros(())
+    for i in range(60):
+        real = torch.randn(16, *SHAPE, generator=random) / 2 + 1
+        fake, mix = torch.randn(16, *SHAPE, generator=random), torch.rand(16, 1, 1, 1, generator=random)
+        with amp.autocast():
+            of_real, of_fake = D(torch.cat([real, fake])).float().chunk(2)
+            loss = discriminator_loss("wgan_gp", of_real, of_fake)
+            loss = loss + 10 * gradient_penalty("wgan_gp", amp, D, real, fake, mix)
+        amp.backward(loss)
+        if not amp.step(optimizer).taken:
+            skipped.append(i)
+        amp.update()
+        optimizer.zero_grad()
+        scales.append(amp.scale)
+    return skipped, scales, loss.item()
+
+
+def test_wgan_gp_overflows_at_the_default_scale_by_construction_and_settles() -> None:
+    """The inner pass begins with a gradient of 1; times 65536 fp16 cannot hold it."""
+    skipped, scales, _ = critic("fp16")
+    assert skipped[0] == 0 and scales[0] == 32768 and len(skipped) <= 4
+    assert 4096 <= scales[-1] <= 16384 and len(set(scales[-20:])) == 1
+    _, _, expected = critic("fp32")
+    skipped, _, loss = critic("fp16", init_scale=4096.0)
+    assert not skipped and loss == pytest.approx(expected, rel=0.03)
+
+
+# --- two optimizers, one update -----------------------------------------------------------------------------------------
+
+
+def two_weights() -> tuple[list[Tensor], list[Optimizer]]:
+    both = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+    return both, [SGD([weight], lr=1.0) for weight in both]
+
+
+@pytest.mark.parametrize("first, unscale_first, expected", [(torch.inf, False, (0, -2)), (1, True, (-1, -1 / 65536))])
+def test_an_update_after_each_optimizer_moves_the_second_wrongly(
+    first: float, unscale_first: bool, expected: tuple[float, float]
+) -> None:
+    """The first one's update halves the scale that the second gradient still carries; or it forgets that the second was
+    unscaled, which happens again."""
+    (a, b), optimizers = two_weights()
+    scaler = GradScaler("cpu")
+    scaler.scale(a.sum() * first).backward()
+    scaler.scale(b.sum()).backward()
+    for optimizer in optimizers if unscale_first else ():
+        scaler.unscale_(optimizer)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+        scaler.update()
+    assert (a.item(), b.item()) == expected
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_update_after_both_lets_one_skip_while_the_other_steps(unscale_first: bool, fused: bool) -> None:
+    (a, b), _ = two_weights()
+    optimizers = [SGD([weight], lr=1.0, fused=fused) for weight in (a, b)]
+    amp = Amp.named("fp16")
+    amp.backward(a.sum() * torch.inf)
+    amp.backward(b.sum())
+    for optimizer in optimizers if unscale_first else ():
+        amp.unscale_(optimizer)
+    taken = [bool(amp.step(optimizer).taken) for optimizer in optimizers]
+    amp.update()
+    assert taken == [False, True] and (a.item(), b.item()) == (0.0, -1.0)
+    assert amp.scale == 32768.0
+
+
+def two_losses(mode: str, forget: bool = False) -> list[Tensor]:
+    """The unscaled gradients of two networks under two losses that share both outputs."""
+    torch.manual_seed(0)
+    nets = [nn.Linear(8, 4).double(), nn.Linear(8, 4).double()]
+    x, y = torch.randn(16, 8).double(), torch.randn(16, 4).double()
+    if mode != "float64":
+        nets, x, y = [net.float() for net in nets], x.float(), y.float()
+    amp = Amp.named("fp16", init_scale=256.0) if mode == "fp16" else Amp.named("fp32")
+    with amp.autocast():
+        out = [net(x) for net in nets]
+        losses = [F.mse_loss(2 * out[0] + 3 * out[1], y), F.mse_loss(3 * out[0] - 5 * out[1], y)]
+    if mode == "float64":
+        sum(losses).backward()  # type: ignore[union-attr]
+    elif forget:
+        amp.backward(losses[0], retain_graph=True)
+        losses[1].backward()
+    else:
+        amp.backward(losses[0], retain_graph=True)
+        amp.backward(losses[1])
+    for net in nets if mode != "float64" else ():
+        amp.unscale_(SGD(net.parameters()))
+    return [flat(of(net)) for net in nets]
+
+
+def test_two_losses_under_one_scale_and_a_loss_that_was_not_scaled() -> None:
+    expected = two_losses("float64")
+    right, wrong = two_losses("fp16"), two_losses("fp16", forget=True)
+    assert all(relative(a, b) < 1e-3 for a, b in zip(right, expected, strict=True))
+    # The loss that was forgotten is divided by 256: what is left are the gradients of the other one.
+    assert all(relative(a, b) > 0.5 for a, b in zip(wrong, expected, strict=True))
+
+
+# --- two losses that share a graph --------------------------------------------------------------------------------------
+
+
+def both_losses(amp: Amp, *, shared: bool, restricted: bool = True, retain: bool = True) -> tuple[Tensor, Tensor]:
+    """Gradients of the generator and of the discriminator, at the same weights."""
+    (G, D), (real, _, _) = networks(), batch()
+    z = torch.randn(16, 8, generator=torch.Generator().manual_seed(2))
+    inputs = (of(G), of(D)) if restricted else (None, None)
+    with amp.autocast():
+        fake = G(z)
+        of_real, of_fake = D(torch.cat([real, fake if shared else fake.detach()])).float().chunk(2)
+        loss_D = discriminator_loss("r1", of_real, of_fake)
+        loss_G = generator_loss("r1", of_fake if shared else D(fake).float())
+    amp.backward(loss_D, retain_graph=retain and shared, inputs=inputs[1])
+    amp.backward(loss_G, inputs=inputs[0])
+    for net in (G, D):
+        amp.unscale_(SGD(net.parameters()))
+    return flat(of(G)), flat(of(D))
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16"])
+def test_losses_that_share_a_graph_give_the_gradients_of_two_passes(mode: str) -> None:
+    apart, shared = both_losses(Amp.named(mode), shared=False), both_losses(Amp.named(mode), shared=True)
+    for a, b in zip(apart, shared, strict=True):
+        assert relative(b, a) < (1e-5 if mode == "fp32" else 2e-3)
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        both_losses(Amp.named(mode), shared=True, retain=False)
+
+
+def test_without_inputs_each_network_also_gets_the_other_one_s_loss() -> None:
+    """The discriminator's loss wants fakes to look false. In the generator it meets the loss that wants them true."""
+    right, wrong = (
+        both_losses(Amp.named("fp32"), shared=True),
+        both_losses(Amp.named("fp32"), shared=True, restricted=False),
+    )
+    assert relative(wrong[0], right[0]) > 0.5 and relative(wrong[1], right[1]) > 0.5
+
+
+# --- noise, metric ------------------------------------------------------------------------------------------------------
+
+
+def drawn(step: int, accumulation: int, world_size: int, batch_size: int, stream: int = 0) -> Tensor:
+    """The noise of a step in the order of its samples."""
+    pieces = []
+    for rank in range(world_size):
+        env = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
+        cfg = SimpleNamespace(seed=7, batch_size=batch_size)
+        loop: Any = SimpleNamespace(env=env, cfg=cfg, step=step, accumulation=accumulation)
+        pieces.append(torch.stack(Loop.draw(loop, torch.randn, 3, stream=stream)))
+    return torch.stack(pieces, dim=1).flatten(0, 2)
+
+
+def test_the_noise_of_a_sample_does_not_depend_on_the_split() -> None:
+    whole = drawn(4, 1, 1, 12)
+    assert all(torch.equal(drawn(4, *split), whole) for split in [(3, 1, 4), (1, 3, 4), (2, 2, 3), (12, 1, 1)])
+    others = [drawn(5, 1, 1, 12), drawn(4, 1, 1, 12, stream=1)]
+    assert not any(torch.isclose(other, whole).any() for other in others)
+
+
+def test_the_distance_of_a_set_to_itself_is_0_and_grows_with_a_shift() -> None:
+    images = torch.randn(200, 1, 4, 4)
+    assert sliced_wasserstein(images, images[torch.randperm(200)]) == 0.0
+    # A shift of every pixel by s moves a projection on a unit vector d by s * sum(d): root mean square s.
+    assert sliced_wasserstein(images, images + 0.5) == pytest.approx(0.5, rel=0.1)
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------------
+
+BOTH = ["recipe.num_critic_steps=1"]
+
+
+def run(folder: str, *overrides: str, code: int = 0) -> Path:
+    return Path(run_recipe("gan", folder, *overrides, code=code))
+
+
+def test_a_generator_skips_alone_while_the_discriminator_steps() -> None:
+    settings = ["steps=2", "amp=fp16", "amp.init_scale=1024", *BOTH]
+    bad = state(run("bad", "debug.inject={where: gradient, step: 2}", *settings))
+    good = state(run("good", *settings))
+    none = state(run("none", "debug.inject={where: drop, step: 2}", *settings))
+    same = {"discriminator": good, "discriminator_optimizer": good, "generator": none, "generator_optimizer": none}
+    for name, other in {**same, "generator_schedule": none, "discriminator_schedule": good, "ema": none}.items():
+        assert not same_but({name: bad[name]}, {name: other[name]})
+    assert same_but({"generator": bad["generator"]}, {"generator": good["generator"]})
+    assert bad["scaler"]["scale"] == 512.0  # halved once
+    line = next(line for line in lines("bad") if line["step"] == 2)
+    assert (line["skipped"], line["skipped_generator"], line["skipped_discriminator"]) == (1, 1, 0)
+    assert line["loss_generator"] is None and line["loss"] is not None
+
+
+def test_the_generator_steps_in_every_third_window() -> None:
+    folder = run("a", "steps=7", "recipe.num_critic_steps=3")
+    given = [line.get("loss_generator") is not None for line in lines(folder)[:7]]
+    assert given == [False, False, True, False, False, True, False]
+    saved = state(folder)
+    steps = [
+        {int(s["step"]) for s in saved[f"{name}_optimizer"]["state"].values()}
+        for name in ("generator", "discriminator")
+    ]
+    assert steps == [{2}, {7}]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["amp=fp16", "recipe.num_critic_steps=2", "model.options.norm=batch"],
+        ["amp=bf16", "recipe.share_graph=true", "recipe.penalty=r1", *BOTH],
+    ],
+)
+def test_resume_is_bit_exact(settings: list[str]) -> None:
+    settings = [*settings, "accumulation=2", "schedule.horizon=6"]
+    whole = run("whole", "steps=6", *settings)
+    run("parts", "steps=3", *settings)
+    parts = run("parts", "steps=6", *settings)
+    assert not same_but(state(whole), state(parts)) and summary(whole)["eval"] == summary(parts)["eval"]
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_accumulation_and_ranks_do_not_change_the_run(share: bool) -> None:
+    """Both networks under DDP, three passes through one of them, and a penalty that is differentiated twice."""
+    settings = [
+        "steps=3",
+        "amp=fp32",
+        "optimizer=sgd",
+        "optimizer.lr=0.02",
+        f"recipe.share_graph={str(share).lower()}",
+        *BOTH,
+    ]
+    one = run("one", "batch_size=16", *settings)
+    for other in (run("four", "accumulation=4", *settings), on_two_ranks("gan", "ranks", "accumulation=2", *settings)):
+        assert (weights(one) - weights(other)).abs().max() < 1e-5 * weights(one).abs().max()
+        for name in ("loss", "penalty", "loss_generator"):
+            a, b = ([line[name] for line in lines(f) if line["split"] == "train"] for f in (one, other))
+            assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+
+
+def test_samples_are_written_at_each_evaluation_and_nowhere_else() -> None:
+    folder = run("a", "steps=4", "eval_every=2")
+    samples = sorted((folder / "samples").iterdir())
+    assert [path.name for path in samples] == ["step_00000002.png", "step_00000004.png"]
+    with Image.open(samples[0]) as image:  # 24 held-out images, 8 in a row, with a border of 2 pixels
+        assert image.size == (8 * 10 + 2, 3 * 10 + 2)
+    assert samples[0].read_bytes() != samples[1].read_bytes()
+    # The same noise every time: a run that goes on draws what the whole run drew.
+    again = run("b", "steps=4", "eval_every=2")
+    assert [p.read_bytes() for p in sorted((again / "samples").iterdir())] == [p.read_bytes() for p in samples]
+
+
+class Waits(TorchDispatchMode):
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_more_steps_wait_no_more_often() -> None:
+    counts = []
+    for steps in (4, 12):
+        with Waits() as waits:
+            run(f"{steps}", f"steps={steps}", "log_every=1000", "amp=fp16", "recipe.num_critic_steps=2", "clip=norm")
+        counts.append(waits.num)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("recipe.num_critic_steps=0", "recipe.num_critic_steps=0: expected at least 1"),
+        ("recipe.penalty=gp", "recipe.penalty=gp: expected one of wgan_gp, r1, none"),
+        ("recipe.penalty_weight=0", "recipe.penalty_weight=0: expected a number above 0"),
+        ("ema.decay=null", "use recipe.best=sliced_wasserstein"),
+        ("model.options.norm=layer", "expected one of group, batch"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(
+    setting: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("a", setting, code=2)
+    assert message in capsys.readouterr().err
+    assert not Path("a").exists()
+
+
+def test_the_best_checkpoint_has_the_smallest_distance() -> None:
+    folder = run("a", "steps=6", "eval_every=1", "save_every=1", "checkpoint.keep=1", "optimizer.lr=0.02", *BOTH)
+    found = {line["step"]: line["ema_sliced_wasserstein"] for line in lines(folder) if line["split"] == "eval"}
+    best = min(found, key=lambda step: found[step])
+    assert {f"step_{best:08}", "step_00000006"} == {path.name for path in checkpoints(folder)}
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 4), (3, 17, 9), (1, 28, 28), (3, 64, 64)])
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_networks_of_any_size(shape: tuple[int, int, int], norm: str) -> None:
+    nets: Any = build_model("dcgan", GANS, options={"width": 8, "norm": norm}, image_shape=shape)
+    images = nets["generator"](torch.randn(2, 64))
+    assert images.shape == (2, *shape) and nets["discriminator"](images).shape == (2,)
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in nets["discriminator"].modules())
