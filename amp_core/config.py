@@ -735,6 +735,9 @@ MAY_CHANGE = {
     "batch_size",
     "optimizer.fused",
     "recipe.length",
+    "recipe.eval_offset",
+    "recipe.sample_bytes",
+    "recipe.prompt",
 }
 """Settings that a resumed run may change freely. `accumulation` and `batch_size` are held together by the samples per
 step, which the resume checks by itself; `fused` changes rounding only."""

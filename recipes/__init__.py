@@ -11,6 +11,7 @@ from typing import Any
 
 RECIPES = {
     "classification": "recipes.classification",
+    "contrastive": "recipes.contrastive",
     "custom_function": "recipes.custom_function",
     "distillation": "recipes.distillation",
     "face_recognition": "recipes.face_recognition",

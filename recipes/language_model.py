@@ -1,15 +1,19 @@
 """A language model on bytes: losses that count tokens, and positions that 16 bits cannot count.
 
-The lesson, in two parts. Samples have different numbers of valid tokens, so a mean of means is the mean of nothing:
-micro-batches are weighted by their share of the valid tokens of the window over all ranks, and one without any gives 0
-instead of NaN. And position ids belong in fp32: bfloat16 counts to 256, float16 to 2048, then neighbours share an id.
-Samples of 256 tokens never show it. `recipe.eval_offset` evaluates the same text as if it stood further down a long
-one: RoPE and ALiBi know only distances, so a loss that differs from the one at the beginning is an error of arithmetic.
+The lesson, in two parts. Samples differ in their number of valid tokens, so a mean of means is not the mean: each
+micro-batch weighs its share of the valid tokens of the window over all ranks, and one without any costs 0, not NaN. And
+position ids belong in fp32: bfloat16 counts to 256 and float16 to 2048, then neighbours share an id. Samples of 256
+tokens never show it. `recipe.eval_offset` evaluates the same text as if it stood further down a long one: RoPE and
+ALiBi see distances alone, so a loss that differs from the one at the beginning is an error of arithmetic.
 
-    python train.py recipe=language_model                                       torch's own sources, bf16
-    python train.py recipe=language_model recipe.eval_offset=4096               `loss_at_4096` equals `loss`
-    python train.py recipe=language_model recipe.eval_offset=4096 model.options.positions_dtype=bf16     it does not
+    python train.py recipe=language_model recipe.eval_offset=4096                        torch's own sources, bf16
+    python train.py recipe=language_model recipe.eval_offset=4096 model.options.positions_dtype=bf16
     python train.py recipe=language_model data=text data.path=book.txt model.options.width=384 model.options.depth=6
+
+Expected, on a CPU with bf16 units: 2.20 nats (3.17 bits) per byte of another library's sources (seeds 0 to 2: 2.17 to
+2.22) after 85 s of one core. At 4096 as at 0 with positions in fp32; with the same weights (seed 0) 2.17 becomes 2.71
+with positions in fp16, 3.18 in bf16. Smaller, with data.length=128 and model.options of width=64 depth=2 heads=1, 300
+steps (seeds 1 to 3): 2.5693 in fp32, 2.5696 in bf16, 2.5693 in fp16, which takes a CPU without fp16 units long.
 
 Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); Su et al., "RoFormer"
 (arXiv:2104.09864); Press et al., "Train Short, Test Long" (arXiv:2108.12409).

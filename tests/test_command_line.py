@@ -56,6 +56,7 @@ NUMBERS = [
             "amp.max_consecutive_skips",
             "layout.nproc_per_node",
             "layout.max_restarts",
+            "layout.num_stages",
             "data.num_workers",
             "data.image_size",
         ]
@@ -142,6 +143,9 @@ PAIRS = {
     "layout.nnodes": ["layout.nnodes=2"],
     "layout.rdzv_endpoint": ["layout=ddp", "layout.nnodes=2"],
     "layout.max_restarts": ["layout.max_restarts=3"],
+    "layout.num_stages": ["layout.num_stages=2"],
+    "layout=data_parallel": ["layout=data_parallel", "layout.nproc_per_node=2"],
+    "layout=model_parallel": ["layout=model_parallel"],
     "layout.nproc_per_node=1000": ["layout=ddp", "layout.nproc_per_node=1000"],
     "optimizer.fused": ["optimizer.name=Adafactor", "optimizer.fused=true"],
     "optimizer.options.lr": ["optimizer.options.lr=1"],

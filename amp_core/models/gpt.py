@@ -24,7 +24,7 @@ def position_ids(length: int, *, offset: int = 0, dtype: torch.dtype, device: to
 
 
 def num_shared_ids(length: int, *, offset: int = 0, dtype: torch.dtype) -> int:
-    """How many of the positions have the id of one before them: of the first 257 none in bfloat16, of 2049 in float16."""
+    """How many positions have the id of one before them: of the first 257 none in bfloat16, of 2049 in float16."""
     return length - position_ids(length, offset=offset, dtype=dtype).unique().numel()
 
 

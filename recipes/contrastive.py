@@ -1,0 +1,229 @@
+"""Contrastive learning whose batch is the whole window and all ranks: gradient caching under a loss scale.
+
+The lesson: some losses are no mean over samples. In InfoNCE every image is told apart from all others of the step, so a
+loss per micro-batch is another loss, with fewer negatives, and accumulation does not bring them back. Gradient caching
+does, in the memory of one micro-batch: embed the whole window without graphs; take the loss over all embeddings, in
+fp32, and its gradient with respect to each; then run each micro-batch once more, with a graph, and start its backward
+pass from the cached gradient. What is scaled there is a gradient, not a loss: a loss over hundreds of embeddings has
+small ones, and they enter the network in 16 bits. Both forward passes must be the same one: dropout draws its masks
+again from the same state, and BatchNorm's running statistics move in the second pass only.
+
+    python train.py recipe=contrastive                          4,000 MNIST digits without labels, 4 x 64 at a time, bf16
+    python train.py recipe=contrastive amp=fp16 batch_size=32 accumulation=8          the same loss over the same samples
+    python train.py recipe=contrastive layout=ddp layout.nproc_per_node=2 accumulation=2              and once more
+    python train.py recipe=contrastive model=resnet50 data=imagenet data.path=/data/imagenet accumulation=16
+
+Expected: not measured yet.
+
+Sources: gradient caching: Gao et al., arXiv:2101.06983; the loss and its two views: Chen et al. (SimCLR),
+arXiv:2002.05709; evaluation by weighted nearest neighbours: Wu et al., arXiv:1805.01978.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_core.clip import Clip
+from amp_core.config import Config
+from amp_core.data import Data, Dataset, build_data, eval_loader, to_device
+from amp_core.datasets import Key
+from amp_core.ema import build_ema
+from amp_core.environment import Environment
+from amp_core.layout import unwrap
+from amp_core.loop import Loop
+from amp_core.models import CLASSIFIERS, build_model
+from amp_core.optimizers import build_optimizer
+from amp_core.precision import Amp, StepReport
+from amp_core.schedule import build_schedule
+from amp_core.window import Micro, sync_grads
+
+DATA = "images"
+MODELS = CLASSIFIERS
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What belongs to this recipe alone."""
+
+    name: str
+    length: str
+    """Length of the run when none is given: a number and steps, epochs or samples."""
+    best: str
+    """The metric that decides which checkpoint is kept as the best."""
+    best_is: str
+    """max or min."""
+    embedding: int
+    """Numbers that an image is embedded in."""
+    temperature: float
+    """Divides the cosines, which lie between -1 and 1."""
+    num_neighbours: int
+    """Training images that vote on the class of a held-out one, when evaluated."""
+
+
+def check(knobs: Knobs, cfg: Config) -> list[str]:
+    """Problems of this recipe's own keys, found before anything starts."""
+    problems = [
+        f"recipe.{key}={value}: expected at least {least}"
+        for key, value, least in (("embedding", knobs.embedding, 2), ("num_neighbours", knobs.num_neighbours, 1))
+        if value < least
+    ]
+    if not 0 < knobs.temperature < float("inf"):
+        problems.append(f"recipe.temperature={knobs.temperature:g}: expected a number above 0")
+    if not cfg.data.augment:
+        problems.append("data.augment=false: two views of an image would be the same; use data.augment=true")
+    return problems
+
+
+def run(cfg: Config, env: Environment) -> dict[str, float]:
+    """Train, and return the last evaluation: accuracy, with `ema_` in front for averaged weights."""
+    knobs = Knobs(**cfg.recipe)
+    channels = MODELS.in_channels(cfg.model.name)
+    plain = build_data(replace(cfg.data, augment=False), seed=cfg.seed, channels=channels)
+    augmented = build_data(cfg.data, seed=cfg.seed, channels=channels)
+    data = Data(TwoViews(augmented.train), plain.eval, plain.facts | {"num_classes": knobs.embedding})
+    amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
+    model = env.wrap(build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts), amp)
+    optimizer = build_optimizer(cfg.optimizer, model)
+    schedule = build_schedule(cfg.schedule, optimizer, env.num_steps(data))
+    ema = build_ema(cfg.ema, model)
+    clip = Clip.of(cfg.clip)
+
+    def train_step(window: list[Micro]) -> tuple[StepReport, Tensor]:
+        embeddings = embed_window(amp, model, window)
+        loss, gradients = cached_gradients(env, embeddings, knobs.temperature)
+        for micro, gradient in zip(window, gradients, strict=True):
+            with sync_grads(model, when=micro.is_last):
+                with amp.autocast():
+                    embedding = model(torch.cat(micro.batch))
+                amp.backward(embedding, gradient)
+        report = amp.step(optimizer, clip)
+        amp.update()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.advance(report)
+        if ema is not None:
+            ema.update(report)
+        return report, loss / env.world_size  # every rank has all of it
+
+    @torch.no_grad()
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        memory, classes = embed_all(net, plain.train)
+        queries, labels = embed_all(net, plain.eval)
+        guesses = nearest_neighbours(queries, memory, classes, knobs.num_neighbours)
+        return {"accuracy": (guesses == labels).float().mean().item()}
+
+    def embed_all(net: nn.Module, dataset: Dataset) -> tuple[Tensor, Tensor]:
+        """Unit embeddings [N, D] and labels [N] of a whole data set, on every rank; each makes its part."""
+        size = max(cfg.batch_size, 128)
+        batches = eval_loader(
+            dataset, batch_size=size, rank=env.rank, world_size=env.world_size, num_workers=cfg.data.num_workers
+        )
+        embeddings = torch.zeros(len(dataset), knobs.embedding, device=env.device)
+        classes = torch.zeros(len(dataset), dtype=torch.int64, device=env.device)
+        for i, (images, labels) in enumerate(to_device(batches, env.device, channels_last=cfg.perf.channels_last)):
+            start = (i * env.world_size + env.rank) * size
+            with amp.autocast():
+                embeddings[start : start + size] = F.normalize(net(images).float(), dim=1)
+            classes[start : start + size] = labels
+        return env.sum_over_ranks(embeddings), env.sum_over_ranks(classes)
+
+    loop = Loop(env, data, amp=amp, model=model, optimizer=optimizer, schedule=schedule, ema=ema, evaluate=evaluate)
+    for window in loop.windows():
+        report, loss = train_step(window)
+        loop.log(report, loss=loss)
+    return loop.eval
+
+
+class TwoViews:
+    """Each image twice, augmented differently: a batch is two tensors [B, C, H, W].
+
+    View v in pass p is what the data set gives in pass 2 p + v.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, Tensor]:
+        first, second = (self.dataset.__getitems__([(i, 2 * p + view) for i, p in keys])[0] for view in (0, 1))
+        return first, second
+
+
+@torch.no_grad()
+def embed_window(amp: Amp, model: nn.Module, window: list[Micro]) -> Tensor:
+    """Both views of this rank's window, as the training pass that follows will embed them: fp32 [M, 2 B, D].
+
+    The unwrapped network: nothing is to be reduced, and running statistics are not to come from rank 0.
+    """
+    net, embeddings = unwrap(model), []
+    with rehearsal(net, amp.device):
+        for micro in window:
+            with amp.autocast():
+                embeddings.append(net(torch.cat(micro.batch)).float())
+    return torch.stack(embeddings)
+
+
+@contextlib.contextmanager
+def rehearsal(net: nn.Module, device: torch.device) -> Iterator[None]:
+    """Forward passes in here leave no trace: running statistics and the random state are put back. Does not wait."""
+    buffers = list(net.buffers())
+    kept = [buffer.clone() for buffer in buffers]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    for buffer, value in zip(buffers, kept, strict=True):
+        buffer.copy_(value)
+
+
+def cached_gradients(env: Environment, embeddings: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The loss over the windows of all ranks, and its gradient with respect to this rank's embeddings.
+
+    Args:
+        env: for what the other ranks have.
+        embeddings: of this rank, fp32 [M, 2 B, D].
+        temperature: of the loss.
+
+    Returns:
+        The loss, the same on all ranks, and gradients [M, 2 B, D].
+    """
+    everywhere = embeddings.new_zeros(env.world_size, *embeddings.shape)
+    everywhere[env.rank] = embeddings
+    env.sum_over_ranks(everywhere).requires_grad_()
+    views = everywhere.unflatten(2, (2, -1)).movedim(2, 0)
+    loss = info_nce(views.flatten(1, 3), temperature)
+    (gradients,) = torch.autograd.grad(loss, everywhere)
+    return loss.detach(), gradients[env.rank]
+
+
+def info_nce(embeddings: Tensor, temperature: float) -> Tensor:
+    """Cross-entropy of finding the other view of an image among all other embeddings. To be called outside autocast.
+
+    Args:
+        embeddings: fp32 [2, N, D], of any length; row n of both is of the same image.
+        temperature: divides the cosines.
+    """
+    z = F.normalize(embeddings.flatten(0, 1), dim=1)
+    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    logits = (z @ z.T / temperature).masked_fill(itself, -torch.inf)
+    other_view = torch.arange(len(z), device=z.device).roll(len(z) // 2)
+    return F.cross_entropy(logits, other_view)
+
+
+def nearest_neighbours(queries: Tensor, memory: Tensor, classes: Tensor, num: int) -> Tensor:
+    """Classes [Q] by the votes of the `num` nearest, each weighing exp(cosine / 0.1).
+
+    Args:
+        queries: unit vectors [Q, D].
+        memory: unit vectors [N, D].
+        classes: of the memory, [N].
+        num: how many vote; all when there are fewer.
+    """
+    cosines, nearest = (queries @ memory.T).topk(min(num, len(memory)))
+    votes = queries.new_zeros(len(queries), int(classes.max()) + 1)
+    return votes.scatter_add_(1, classes[nearest], (cosines / 0.1).exp()).argmax(1)
