@@ -22,6 +22,7 @@ COMMON = ["device=cpu", "log.progress=false", "save_every=1000", "eval_every=100
 IMAGES = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4"]
 SMALL = {
     "classification": [*IMAGES, "model.options.width=8"],
+    "contrastive": [*IMAGES, "model.options.width=8", "recipe.embedding=8", "recipe.num_neighbours=3"],
     "custom_function": [*IMAGES, "model.options.width=16", "model.options.features=8"],
     "distillation": [*IMAGES, "recipe.teacher_options.width=8", "recipe.teacher_steps=1"],
     "face_recognition": [
@@ -40,6 +41,7 @@ SMALL = {
 
 NO_DROPOUT = {
     "classification": ["model.options.dropout=0"],
+    "contrastive": ["model.options.dropout=0"],
     "custom_function": [],
     "distillation": ["model.options.dropout=0", "recipe.teacher_options.dropout=0"],
     "face_recognition": ["recipe.sample_rate=1.0"],
@@ -173,7 +175,7 @@ def test_resume_is_bit_exact(recipe, mode):
 @pytest.mark.usefixtures("_no_statistics")
 def test_accumulation_and_ranks_do_not_change_the_run(recipe):
     settings = ["steps=3", "amp=fp32", "clip=norm", *NO_DROPOUT[recipe]]
-    one = run(recipe, "one", "batch_size=16", *settings)
+    one = run(recipe, "one", "batch_size=16", "accumulation=1", *settings)
     accumulated = run(recipe, "accumulated", "accumulation=4", *settings)
     ranks = on_two_ranks(recipe, "ranks", "accumulation=2", *settings)
     for other in (accumulated, ranks):

@@ -59,6 +59,7 @@ def _block(inputs: int, outputs: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for channels in (inputs, outputs):
         convolution = nn.Conv2d(channels, outputs, 3, padding=1, bias=False)
+        nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
         layers += [convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
     return nn.Sequential(*layers)
 
