@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from amp_core.islands import carry_autocast, keep_fp32
     from amp_core.precision import Amp, StepReport
     from amp_core.schedule import Schedule
+    from amp_core.weights import trainable
     from amp_core.window import Micro, sync_grads, windows
 
 _HOME = {
@@ -33,6 +34,7 @@ _HOME = {
     "carry_autocast": "islands",
     "keep_fp32": "islands",
     "sync_grads": "window",
+    "trainable": "weights",
     "windows": "window",
 }
 
@@ -49,6 +51,7 @@ __all__ = [
     "carry_autocast",
     "keep_fp32",
     "sync_grads",
+    "trainable",
     "windows",
 ]
 

@@ -8,9 +8,9 @@ pass from the cached gradient. What is scaled there is a gradient, not a loss: a
 small ones, and they enter the network in 16 bits. Both forward passes must be the same one: dropout draws its masks
 again from the same state, and BatchNorm's running statistics move in the second pass only.
 
-    python train.py recipe=contrastive                          4,000 MNIST digits without labels, 4 x 64 at a time, bf16
-    python train.py recipe=contrastive amp=fp16 batch_size=32 accumulation=8          the same loss over the same samples
-    python train.py recipe=contrastive layout=ddp layout.nproc_per_node=2 accumulation=2              and once more
+    python train.py recipe=contrastive                      4,000 MNIST digits without labels, 4 x 64 in a step, bf16
+    python train.py recipe=contrastive amp=fp16 batch_size=32 accumulation=8            the same loss, in less memory
+    python train.py recipe=contrastive layout=ddp layout.nproc_per_node=2 accumulation=2              on two processes
     python train.py recipe=contrastive model=resnet50 data=imagenet data.path=/data/imagenet accumulation=16
 
 Expected: not measured yet.

@@ -58,16 +58,18 @@ def spread(runs: list[Run]) -> str:
 def listing(groups: dict[str, dict[str, list[Run]]], by: str) -> list[Sequence[str]]:
     metrics = {run["metric"] for columns in groups.values() for run in columns[""]}
     rows: list[Sequence[str]] = [
-        [by, "runs", " or ".join(sorted(metrics)), "lowest, highest", "samples/s, median", "skipped steps"],
-        ["---"] * 6,
+        [by, "runs", " or ".join(sorted(metrics)), "lowest, highest", "samples/s, median", "peak MiB", "skipped steps"],
+        ["---"] * 7,
     ]
     for name, columns in groups.items():
         runs = columns[""]
         values = [run["value"] for run in runs]
         speed = statistics.median(run["samples_per_second"] for run in runs)
+        memory = max(run["peak_memory_bytes"] for run in runs) / 2**20
         skipped = sum(run["skipped"] for run in runs)
         bounds = f"{min(values):.4f}, {max(values):.4f}"
-        rows.append([f"`{name}`", str(len(runs)), spread(runs), bounds, f"{speed:,.0f}", str(skipped)])
+        row = [f"`{name}`", str(len(runs)), spread(runs), bounds, f"{speed:,.0f}", f"{memory:,.0f}", str(skipped)]
+        rows.append(row)
     return rows
 
 

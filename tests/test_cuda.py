@@ -11,12 +11,14 @@ from torch import nn
 
 import train
 from amp_core import Amp, Clip, Ema, Schedule, windows
+from amp_core.config import amp_config
+from amp_core.weights import trainable
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
-MODES = ["fp32", "tf32", "bf16", "fp16", "fp16_capped"]
+MODES = ["fp32", "tf32", "bf16", "fp16", "fp16_capped", "o2", "o3", "bf16_pure", "fp8"]
 FUSED = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
 SMALL = [
     "device=cuda",
@@ -40,8 +42,9 @@ def net_and_data():
 def test_two_hundred_steps_never_wait_for_the_device(mode, cls):
     net, data = net_and_data()
     amp = Amp.named(mode, device="cuda", samples=8)
+    amp.prepare(net)
     amp.guard(net)
-    optimizer = cls(net.parameters(), lr=1e-3, fused=True)
+    optimizer = cls(trainable(net), lr=1e-3, fused=True)
     schedule = Schedule(optimizer, lambda o, n: torch.optim.lr_scheduler.CosineAnnealingLR(o, n), 200)
     ema = Ema(net, 0.9)
 
@@ -72,14 +75,15 @@ def test_two_hundred_steps_never_wait_for_the_device(mode, cls):
 @pytest.mark.parametrize("index", [0, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_bad_batch_leaves_no_trace_on_the_device(mode, index):
-    fixed = {"dynamic": False, "init_scale": 256.0} if "fp16" in mode else {}
+    fixed = {"dynamic": False, "init_scale": 256.0} if amp_config(mode).scaling else {}
 
     def trained(change):
         net, data = net_and_data()
         change(data)
         amp = Amp.named(mode, device="cuda", samples=8, **fixed)
+        amp.prepare(net)
         amp.guard(net)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True)
+        optimizer = torch.optim.SGD(trainable(net), lr=0.1, momentum=0.9, fused=True)
         for images, labels in data:
             with amp.autocast():
                 loss = nn.functional.cross_entropy(net(images), labels)

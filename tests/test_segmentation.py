@@ -366,13 +366,13 @@ def sample(dataset: Any, *keys: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", ["brain", "digit_scenes"])
 def test_a_sample_depends_on_seed_index_and_pass_alone(name: str) -> None:
-    data = build_data(config(name), seed=1)
+    data = build_data(config(name, augment=True), seed=1)
     together = sample(data.train, (3, 0), (5, 2), (3, 1))
     alone = [sample(data.train, key) for key in ((3, 0), (5, 2), (3, 1))]
     for whole, parts in zip(together, zip(*alone, strict=True), strict=True):
         assert torch.equal(whole, torch.cat(parts))
     assert not torch.equal(together[0][0], together[0][2])
-    other = build_data(config(name), seed=2)
+    other = build_data(config(name, augment=True), seed=2)
     assert not torch.equal(sample(other.train, (3, 0))[0], together[0][:1])
     for ours, theirs in zip(sample(other.eval, (3, 0)), sample(data.eval, (3, 7)), strict=True):
         assert torch.equal(ours, theirs)
@@ -382,7 +382,7 @@ def test_a_sample_depends_on_seed_index_and_pass_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name, num_train, num_eval, masks", [("brain", 96, 24, 2), ("digit_scenes", 1600, 400, 1)])
 def test_shapes_and_values_are_what_the_facts_say(name: str, num_train: int, num_eval: int, masks: int) -> None:
-    data = build_data(config(name), seed=0)
+    data = build_data(config(name, augment=True), seed=0)
     assert (len(data.train), len(data.eval)) == (num_train, num_eval)
     for part in (data.train, data.eval):
         x, m = sample(part, *((i, 0) for i in range(8, 24)))
@@ -517,7 +517,7 @@ def test_void_pixels_and_weights_of_the_mask_are_exact_over_micro_batches(
     # Statistics as in evaluation: what BatchNorm normalises with otherwise is the micro-batch, by definition.
     monkeypatch.setattr(_BatchNorm, "train", lambda self, mode=True: nn.Module.train(self, False))
     settings = ["data=brain", "data.image_size=null", "data.num_samples=null", "steps=2", "log_every=1", "amp=fp32"]
-    settings += ["recipe.mask_weight=5", "optimizer=sgd", "optimizer.lr=0.1"]
+    settings += ["data.augment=true", "recipe.mask_weight=5", "optimizer=sgd", "optimizer.lr=0.1"]
     for name, split in (("whole", ["batch_size=4"]), ("split", ["batch_size=1", "accumulation=4"])):
         run(tmp_path / name, *settings, *split)
     whole, parts = ([line["loss"] for line in lines(tmp_path / name)[:2]] for name in ("whole", "split"))

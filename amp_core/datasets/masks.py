@@ -126,7 +126,7 @@ class DigitScenes:
 
     A digit is light on dark ground and dark on light ground, in any colour and half to fully opaque, and turned, scaled
     and moved; where its opacity is 1/2 or more, there is ink. Pieces are exposed differently (gammas of 0.2 to 1.5), so
-    that about half of them are light: were they few, some seeds would take 600 steps to find the dark digits at all.
+    that about half of them are light: with few of them, networks of some seeds overlook all dark digits.
 
     The photographs are those of scikit-learn (3-clause BSD licence), both under CC BY 2.0: china.jpg by danielbuechele
     and flower.jpg by vultilion, on flickr.
