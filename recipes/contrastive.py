@@ -114,14 +114,19 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     def evaluate(net: nn.Module) -> dict[str, float]:
         memory, classes = embed_all(net, plain.train)
         queries, labels = embed_all(net, plain.eval)
-        guesses = nearest_neighbours(queries, memory, classes, knobs.num_neighbours)
-        return {"accuracy": (guesses == labels).float().mean().item()}
+        guesses = [nearest_neighbours(q, memory, classes, knobs.num_neighbours) for q in queries.split(256)]
+        return {"accuracy": (torch.cat(guesses) == labels).float().mean().item()}
 
     def embed_all(net: nn.Module, dataset: Dataset) -> tuple[Tensor, Tensor]:
         """Unit embeddings [N, D] and labels [N] of a whole data set, on every rank; each makes its part."""
         size = max(cfg.batch_size, 128)
         batches = eval_loader(
-            dataset, batch_size=size, rank=env.rank, world_size=env.world_size, num_workers=cfg.data.num_workers
+            dataset,
+            batch_size=size,
+            rank=env.rank,
+            world_size=env.world_size,
+            num_workers=cfg.data.num_workers,
+            pin_memory=env.device.type == "cuda",
         )
         embeddings = torch.zeros(len(dataset), knobs.embedding, device=env.device)
         classes = torch.zeros(len(dataset), dtype=torch.int64, device=env.device)

@@ -482,7 +482,7 @@ def test_settings_without_effect_and_sizes_that_do_not_fit_are_refused() -> None
 # --- whole runs ---------------------------------------------------------------------------------------------------------
 
 SMALL = ["recipe=segmentation", "data.image_size=28", "model.options.depth=2", "steps=40"]
-SMALL += ["device=cpu", "log.progress=false", "data.num_samples=256", "optimizer.lr=0.01", "batch_size=8"]
+SMALL += ["device=cpu", "log.progress=false", "data.num_samples=256", "batch_size=8", "recipe.mask_weight=5"]
 
 
 def run(folder: Path, *overrides: str, code: int = 0) -> dict[str, float]:
@@ -507,8 +507,8 @@ def test_it_learns_and_the_modes_and_forms_agree(tmp_path: Path) -> None:
     # The two forms are one function; rounding grows over the steps.
     assert found["fp32", "fp32"]["loss"] == pytest.approx(reference["loss"], rel=0.02)
     for metrics in found.values():
-        assert metrics["iou"] == pytest.approx(reference["iou"], abs=0.1), found
-        assert metrics["loss"] == pytest.approx(reference["loss"], rel=0.08), found
+        assert metrics["iou"] == pytest.approx(reference["iou"], abs=0.04), found
+        assert metrics["loss"] == pytest.approx(reference["loss"], rel=0.05), found
 
 
 def test_void_pixels_and_weights_of_the_mask_are_exact_over_micro_batches(
