@@ -71,6 +71,8 @@ class Knobs:
     """Divides the logits of both, so that wrong classes count, too."""
     soft: float
     """Weight of the teacher's answers, from 0 to 1; the labels have the rest."""
+    label_smoothing: float
+    """Share of a label that is spread over all classes, for teacher and student, from 0 to below 1."""
 
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
@@ -82,6 +84,8 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
         problems.append(f"recipe.temperature={knobs.temperature:g}: expected a number above 0")
     if not 0 <= knobs.soft <= 1:
         problems.append(f"recipe.soft={knobs.soft:g}: expected a number from 0 to 1")
+    if not 0 <= knobs.label_smoothing < 1:
+        problems.append(f"recipe.label_smoothing={knobs.label_smoothing:g}: expected at least 0 and below 1")
     if knobs.teacher is None:
         found = check_model(knobs.teacher_model, knobs.teacher_options, MODELS)
         problems += [problem.replace("model.", "recipe.teacher_", 1).replace("_name", "_model", 1) for problem in found]
@@ -141,7 +145,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             images, labels = micro.batch
             with sync_grads(teacher, when=micro.is_last):
                 with amp.autocast():
-                    loss = F.cross_entropy(teacher(images), labels)
+                    loss = F.cross_entropy(teacher(images), labels, label_smoothing=knobs.label_smoothing)
                 amp.backward(loss * micro.weight)
             total += loss.detach() * micro.weight
         report = amp.step(teacher_optimizer, clip)
@@ -161,7 +165,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                         answers = teacher(images.to(dtype))
                     logits = student(images)
                     soft = divergence(logits, answers, knobs.temperature)
-                    hard = F.cross_entropy(logits, labels)
+                    hard = F.cross_entropy(logits, labels, label_smoothing=knobs.label_smoothing)
                     loss = knobs.soft * soft + (1 - knobs.soft) * hard
                 amp.backward(loss * micro.weight)
             totals += torch.stack([soft.detach(), hard.detach()]) * micro.weight
