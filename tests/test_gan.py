@@ -395,6 +395,11 @@ def test_samples_are_written_at_each_evaluation_and_nowhere_else() -> None:
     assert [p.read_bytes() for p in sorted((again / "samples").iterdir())] == [p.read_bytes() for p in samples]
 
 
+def test_islands_are_named_by_network() -> None:
+    run("a", "steps=1", 'amp.keep_fp32=["discriminator.0","generator.layers.0"]')
+    run("b", "steps=1", 'amp.keep_fp32=["layers.0"]', code=2)
+
+
 class Waits(TorchDispatchMode):
     num = 0
 
