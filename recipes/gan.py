@@ -4,14 +4,17 @@ The lesson: each loss is scaled and each optimizer is stepped by itself, so that
 scale moves once, after both, because the gradients of the second still carry it. A gradient penalty differentiates a
 gradient: its inner pass is scaled like any backward pass, lest it underflow, and unscaled by hand, since no optimizer
 owns what it gives (`amp.grad` does both). In fp16 the default scale is too large by construction: the inner pass begins
-with a gradient of 1 times 65536, and fp16 ends at 65504. Two steps are skipped, and the scale stays at 16384.
+with a gradient of 1 times 65536, and fp16 ends at 65504. The discriminator skips 4 steps, of which the generator takes
+3, and the scale stays at 4096.
 
     python train.py recipe=gan                                       WGAN-GP on 4,000 MNIST digits, bf16, 500 steps
     python train.py recipe=gan amp=fp16 recipe.num_critic_steps=5    five steps of the critic for one of the generator
     python train.py recipe=gan recipe.penalty=r1 recipe.penalty_weight=1 recipe.share_graph=true
     python train.py recipe=gan data=image_folder data.path=/data/faces data.image_size=64 model.options.width=64
 
-Writes samples/step_*.png at each evaluation. Expected: not measured yet.
+Writes samples/step_*.png at each evaluation. Expected: ema_sliced_wasserstein 0.091, 0.093, 0.095 with seeds 1 to 3 in
+bf16 (0.095, 0.091 in fp32 with the first two, 0.095 in fp16 with the first), in 20 s of one core of a server CPU with
+AVX512-BF16. Between training images and the held-out ones it is 0.065, from Gaussian noise 0.60.
 
 Sources: Gulrajani et al., "Improved Training of Wasserstein GANs" (arXiv:1704.00028); R1: Mescheder et al., "Which
 Training Methods for GANs do actually Converge?" (arXiv:1801.04406); torch's notes on automatic mixed precision
