@@ -228,6 +228,20 @@ class Checkpoint:
             found.step, contents["progress"], contents["config"], found.path, found.digest, (*notes, *conversions)
         )
 
+    def newest_before(self, step: int) -> tuple[int, Path] | None:
+        """The newest checkpoint of the own folder with fewer steps than `step`, whether it is sound or not."""
+        found = {number: path for number, path in _step_folders(self.folder).items() if number < step}
+        return max(found.items()) if found else None
+
+    def snapshot(self) -> dict[str, Any]:
+        """A copy of all parts in host memory, for `restore`. Waits for the device."""
+        return {name: _copied(_portable(part, part.state_dict())) for name, part in self.parts.items()}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Puts all parts back to a snapshot, bit by bit."""
+        for name, state in snapshot.items():
+            _load_part(self.parts[name], state, exact=True)
+
     def _check(self, path: Path, wanted: dict[str, Any]) -> list[str]:
         """Raises CheckpointError unless nets and optimizers fit; returns notes about dtypes that will be converted."""
         problems, conversions = [], []
@@ -555,6 +569,14 @@ def _plain(value: Any, where: str, copies: dict[tuple[Any, ...], Tensor]) -> Any
     if type(value) is int and value.bit_length() > 2000:  # pickle has a code for longer ones that a safe load lacks
         raise ValueError(f"{where} is an integer of {value.bit_length()} bits")
     return value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return type(value)(map(_copied, value)) if isinstance(value, list | tuple) else value
 
 
 def _require_dense(tensor: Tensor, where: str) -> None:

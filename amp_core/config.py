@@ -57,6 +57,8 @@ class AmpConfig:
     """False keeps the scale at `init_scale`; steps that overflow are skipped all the same."""
     max_consecutive_skips: int
     """Stop with exit code 5 after so many skipped steps in a row."""
+    op_policy: Literal["device", "cuda"]
+    """`cuda`: CPU autocast decides about each operator as it does on CUDA, to meet a GPU's fp16 trouble without one."""
     keep_fp32: list[str]
     """Parts of the model that compute in fp32: module names (globs) or type names."""
 
@@ -202,6 +204,20 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class DoctorConfig:
+    """What happens when steps are skipped that should not be."""
+
+    name: Literal["off", "watch", "heal"]
+    """watch: find the operation that breaks the window and report it; heal: mend it with fp32 islands, too."""
+    after_skips: int
+    """So many skipped steps in a row call the doctor in modes that scale the loss; without scaling one is enough."""
+    max_reports: int
+    """The doctor is called so many times in a run at most: each time costs some steps of time."""
+    statistics_every: int | None
+    """Steps between samples of the ranges of all layers, in doctor/statistics.jsonl; null: none."""
+
+
+@dataclass(frozen=True)
 class InjectConfig:
     """A fault put into one step on purpose, for rehearsals and tests."""
 
@@ -266,6 +282,7 @@ class Config:
     log: LogConfig
     perf: PerfConfig
     checkpoint: CheckpointConfig
+    doctor: DoctorConfig
     debug: DebugConfig
     dry_run: bool
     """Say what would run, and stop."""
@@ -655,6 +672,8 @@ def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
         for key in ("growth_factor", "backoff_factor", "growth_interval"):
             if f"amp.{key}" in given:
                 notes.append(f"amp.{key} has no effect with amp.dynamic=false: the scale stays at amp.init_scale")
+    if cfg.amp.op_policy == "cuda" and cfg.amp.dtype == "float32":
+        notes.append(f"amp.op_policy=cuda has no effect in amp={cfg.amp.name}, which does not autocast")
     cap = scale_cap(cfg.amp, cfg.batch_size)
     above = cfg.amp.init_scale is not None and cfg.amp.init_scale > cap
     # The capped mode begins at its cap by design; only a value that somebody typed deserves a word.

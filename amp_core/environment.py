@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +29,9 @@ from amp_core.log import write_json
 from amp_core.precision import Amp
 
 logger = logging.getLogger("amp_recipes")
+
+Course = Callable[[Any, Callable[[Any], torch.Tensor] | None], Iterator[Any]]
+"""(loop, count) -> windows, for tools that look at a recipe instead of training it."""
 
 
 @dataclass
@@ -159,6 +162,12 @@ class Environment:
         self.host_group: dist.ProcessGroup | None = None
         self.started = time.monotonic()
         self.summary: dict[str, Any] = {}
+        self.nets: list[tuple[str, nn.Module]] = []
+        """What was wrapped, and what stands before its modules' names: that in the dictionary, or nothing."""
+        self.course: Course | None = None
+        """Takes the place of training in `Loop.windows`."""
+        self.closing = contextlib.ExitStack()
+        """What is done when the run ends, however it ends."""
         self.summary_before: dict[str, Any] = {}
         """What summary.json held when this run began."""
         self._lock: IO[str] | None = None
@@ -197,9 +206,12 @@ class Environment:
             except ValueError as problem:
                 raise ConfigError(f"amp.keep_fp32={self.cfg.amp.keep_fp32}: {problem}") from problem
         if not isinstance(net, nn.ModuleDict):
-            return self._lay_out(net, amp)
+            net = self._lay_out(net, amp)
+            self.nets.append(("", net))
+            return net
         for name, part in net.items():
             net[name] = self._lay_out(part, amp)
+            self.nets.append((name, net[name]))
         return net
 
     def _lay_out(self, net: nn.Module, amp: Amp) -> nn.Module:
@@ -335,8 +347,8 @@ def lock_folder(run_dir: Path) -> IO[str]:
 def environment(job: Job) -> Iterator[Environment]:
     """Set the process up for one run and put everything back afterwards.
 
-    Sets: device, process group, random seeds, deterministic algorithms, signal handlers. Only the last two and the
-    matmul precision are process-wide and outlive a run; they are restored.
+    Sets: device, process group, random seeds, deterministic algorithms, signal handlers. Only the last two, the matmul
+    precision and autocast's policy are process-wide and outlive a run; they are restored.
     """
     cfg = build(job.config)
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
@@ -348,6 +360,11 @@ def environment(job: Job) -> Iterator[Environment]:
     before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
     deterministic = (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic)
     handlers: dict[int, Any] = {}
+    undo = contextlib.ExitStack()
+    if cfg.amp.op_policy == "cuda":
+        from amp_core.op_policy import kept_policy  # other runs need none of it
+
+        undo.enter_context(kept_policy())
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -378,6 +395,7 @@ def environment(job: Job) -> Iterator[Environment]:
             env.write_summary(status, code, f"{type(problem).__name__}: {problem}")
         raise
     finally:
+        env.closing.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
         env.close_folder()
@@ -389,6 +407,7 @@ def environment(job: Job) -> Iterator[Environment]:
         torch.backends.cudnn.deterministic = deterministic[1]
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+        undo.close()
 
 
 def outcome_of(problem: BaseException) -> tuple[int, str]:

@@ -91,6 +91,21 @@ def island_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if _is_island(type(module))]
 
 
+@contextlib.contextmanager
+def as_islands(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Makes modules compute in fp32 for a while. Gives those that could be made islands and were none."""
+    made = []
+    try:
+        for module in modules:
+            if _has_forward(module) and not _is_island(type(module)):
+                _require_plain_forward("", module)
+                made.append(_to_island(module))
+        yield made
+    finally:
+        for module in made:
+            module.__class__ = type(module)._of  # type: ignore[attr-defined]
+
+
 def carry_autocast(fn: Callable[P, R]) -> Callable[P, R]:
     """Takes the autocast state of here and now along, so that `fn` runs under it wherever it is called.
 

@@ -12,10 +12,12 @@ lines the host reads nothing back from the device.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,12 +28,15 @@ from torch import Tensor, nn
 from amp_core.checkpoint import Checkpoint, Loaded
 from amp_core.config import differences, num_steps, scale_cap
 from amp_core.data import Data, Sampler, to_device, train_loader
+from amp_core.doctor.locate import Doctor
+from amp_core.doctor.watch import Symptoms, Watch
 from amp_core.ema import Ema
 from amp_core.environment import Environment, outcome_of, peak_memory
 from amp_core.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
+from amp_core.islands import keep_fp32
 from amp_core.layout import unwrap
 from amp_core.log import Log, say
-from amp_core.precision import Amp, StepReport
+from amp_core.precision import Amp, Rehearsal, StepReport
 from amp_core.schedule import Schedule
 from amp_core.weights import weight_bytes
 from amp_core.window import Micro, shares
@@ -79,8 +84,14 @@ class Loop:
         """Results of the last evaluation."""
         self._eval_step = self._save_step = self._log_step = -1
         self._log: Log | None = None
-        self._meters: dict[str, _Meter] = {}
+        self.meters: dict[str, _Meter] = {}
         self._reading: _Reading | None = None
+        self._is_replay = False
+        self._symptoms: Symptoms | None = None
+        self._count: Callable[[Any], Tensor] | None = None
+        self.islands: list[str] = []
+        """What the doctor keeps in fp32, besides what amp.keep_fp32 names."""
+        self.watch = Watch(self) if self.cfg.doctor.name != "off" else None
         self._floor_said = self._skip_said = False
         self._clock = _Clock()
 
@@ -117,6 +128,10 @@ class Loop:
             Diverged: too many skipped steps in a row.
             Interrupted: a signal or the time limit, after a checkpoint.
         """
+        self._count = count
+        if self.env.course is not None:
+            yield from self.env.course(self, count)
+            return
         if self.cfg.dry_run:
             if self.env.is_main:
                 say(self.plan())
@@ -131,8 +146,13 @@ class Loop:
         self.env.begin()
         self._open_log(loaded)
         ending: dict[str, Any] = {"status": "finished", "exit_code": 0}
+        if self.watch is not None:
+            self.watch.start()
         try:
-            yield from self._steps(count)
+            steps = self._steps()
+            # A recipe that fails in a replay leaves it open; nothing else may be watched by its trace.
+            self.env.closing.callback(steps.close)
+            yield from steps
         except BaseException as problem:  # trackers are told how it ended, and it goes on its way
             code, status = (1, "failed") if isinstance(problem, GeneratorExit) else outcome_of(problem)
             ending = {"status": status, "exit_code": code}
@@ -141,18 +161,30 @@ class Loop:
             if self._log is not None:
                 self._log.close(self.env.summary | ending)
 
-    def _steps(self, count: Callable[[Any], Tensor] | None) -> Iterator[list[Micro]]:
-        env, cfg, end = self.env, self.cfg, self.num_steps
-        sampler = Sampler(
+    def _sampler(self, start: int, rank: int | None = None) -> Sampler:
+        env, cfg = self.env, self.cfg
+        return Sampler(
             len(self.data.train),
             seed=cfg.seed,
             batch_size=cfg.batch_size,
             accumulation=self.accumulation,
-            rank=env.rank,
+            rank=env.rank if rank is None else rank,
             world_size=env.world_size,
-            start_sample=self.samples,
+            start_sample=start,
         )
-        weight = cfg.batch_size / self.samples_per_step
+
+    def _window(self, batches: list[Any]) -> list[Micro]:
+        weights: list[float | Tensor] = [self.cfg.batch_size / self.samples_per_step] * len(batches)
+        if self._count is not None:
+            weights = shares([self._count(batch) for batch in batches])
+        return [
+            Micro(batch, share, is_last=i == self.accumulation)
+            for i, (batch, share) in enumerate(zip(batches, weights, strict=True), 1)
+        ]
+
+    def _steps(self) -> Generator[list[Micro], None, None]:
+        env, cfg, end = self.env, self.cfg, self.num_steps
+        sampler = self._sampler(self.samples)
         on_cuda = env.device.type == "cuda"
         with contextlib.closing(
             train_loader(self.data.train, sampler, num_workers=cfg.data.num_workers, pin_memory=on_cuda)
@@ -162,33 +194,36 @@ class Loop:
             )
             self._clock.start(self.samples)
             while self.step < end:
-                window = [next(batches) for _ in range(self.accumulation)]
-                weights = [weight] * len(window) if count is None else shares([count(batch) for batch in window])
-                window = [
-                    Micro(batch, share, is_last=i == self.accumulation)
-                    for i, (batch, share) in enumerate(zip(window, weights, strict=True), 1)
-                ]
-                env.seed_step(self.step + 1)
-                for net in self.nets:
-                    net.train()
-                with self._fault(window) as dropped:
+                window = self._window([next(batches) for _ in range(self.accumulation)])
+                with self._step_of(window) as dropped:
                     if not dropped:
                         yield window
-                self.step += 1
-                self.samples += self.samples_per_step
-                self._after_step(end)
+                yield from self._after_step(end)
 
-    def _after_step(self, end: int) -> None:
+    @contextlib.contextmanager
+    def _step_of(self, window: list[Micro]) -> Iterator[bool]:
+        """Around the computation of the next step's window. Gives true when it is to be dropped."""
+        self.env.seed_step(self.step + 1)
+        for net in self.nets:
+            net.train()
+        with self._fault(window) as dropped:
+            yield dropped
+        self.step += 1
+        self.samples += self.samples_per_step
+
+    def _after_step(self, end: int) -> Iterator[list[Micro]]:
         cfg, at_end = self.cfg, self.step == end
         stop = self.env.stop.poll()
         assert self._log is not None
         self._log.advance(self.step)
         if at_end or stop or self.step % cfg.log_every == 0:
             self._read_metrics()
+        yield from self._consult()
         if at_end or (not stop and self.step % cfg.eval_every == 0):
             self._evaluate()
         if at_end or stop or self.step % cfg.save_every == 0:
             self._finish_reading()
+            yield from self._consult()
             self._save()
         if at_end:
             self._end()
@@ -213,9 +248,13 @@ class Loop:
             **values: 0-d tensors, this rank's shares of means over the window. The metrics hold their means over the
                 taken steps since the last line.
         """
-        if of not in self._meters:
-            self._meters[of] = _Meter(self.env.device)
-        self._meters[of].add(report, values)
+        if self._is_replay:
+            return
+        if of not in self.meters:
+            self.meters[of] = _Meter(self.env.device)
+        self.meters[of].add(report, values)
+        if self.watch is not None:
+            self.watch.note(report, next(iter(values.values()), None))
 
     def draw(self, random: Callable[..., Tensor], *shape: int, stream: int = 0) -> list[Tensor]:
         """Random numbers of the present window: for each micro-batch a tensor [B, *shape] on the device.
@@ -233,6 +272,79 @@ class Loop:
         split = (self.accumulation, self.env.world_size, self.cfg.batch_size)
         drawn = random(*split, *shape, generator=generator, device=self.env.device)
         return list(drawn[:, self.env.rank])
+
+    # --- windows once more --------------------------------------------------------------------------------------------
+
+    def _start_of(self, step: int) -> int:
+        """The first sample of a step of this run."""
+        return self.samples - (self.step - step + 1) * self.samples_per_step
+
+    def indices_of(self, step: int, rank: int) -> list[list[int]]:
+        """The data set's indices of the samples of a step, by micro-batch."""
+        keys = itertools.islice(self._sampler(self._start_of(step), rank), self.accumulation)
+        return [[index for index, _ in batch] for batch in keys]
+
+    def window_of(self, step: int) -> list[Micro]:
+        """The window of a step, loaded anew. On every rank."""
+        sampler = self._sampler(self._start_of(step))
+        with contextlib.closing(train_loader(self.data.train, sampler, num_workers=0, pin_memory=False)) as loader:
+            batches = to_device(loader, self.env.device, channels_last=self.cfg.perf.channels_last)
+            return self._window(list(itertools.islice(batches, self.accumulation)))
+
+    @contextlib.contextmanager
+    def replay(self, step: int) -> Iterator[tuple[Rehearsal, list[Micro]]]:
+        """Around a computation of the window of `step` that leaves no trace: no step, no metrics. On every rank.
+
+        To be used by what yields the window to the recipe.
+        """
+        window = self.window_of(step)
+        here = self.step, self.samples
+        self.samples = self._start_of(step)
+        self.step = step - 1
+        self._is_replay = True
+        try:
+            with self.amp.rehearse() as rehearsal, self._step_of(window):
+                yield rehearsal, window
+        finally:
+            self.step, self.samples = here
+            self._is_replay = False
+
+    @contextlib.contextmanager
+    def training_again(self) -> Iterator[list[Micro]]:
+        """Around a computation of the next step's window that takes the step, without metrics."""
+        window = self.window_of(self.step + 1)
+        self._is_replay = True
+        try:
+            with self._step_of(window):
+                yield window
+        finally:
+            self._is_replay = False
+
+    def position(self) -> dict[str, Any]:
+        """All that makes up where the run stands, copied to host memory, for `go_to`. Waits for the device."""
+        return {"parts": self.checkpoint.snapshot(), "progress": self._progress() | {"step": self.step}}
+
+    def go_to(self, position: dict[str, Any] | Path) -> None:
+        """Put everything back to a position, or to a checkpoint of this run."""
+        if isinstance(position, dict):
+            self.checkpoint.restore(position["parts"])
+            progress = position["progress"]
+        else:
+            loaded = self.checkpoint.load(position)
+            assert loaded is not None
+            progress = loaded.progress
+        self._set_progress(progress)
+
+    def make_islands(self, names: list[str]) -> None:
+        """Keep modules in fp32 from here on, in the networks and in their average."""
+        doctor = Doctor(self.amp, self.env.nets)
+        modules = doctor.modules(names)
+        if self.ema is not None:
+            modules += Doctor(self.amp, self.ema.model).modules(names)
+        for module in modules:
+            keep_fp32(module)
+        self.islands += [name for name in names if name not in self.islands]
+        self.env.summary["islands"] = self.islands
 
     # --- where the run stands -----------------------------------------------------------------------------------------
 
@@ -261,16 +373,13 @@ class Loop:
         if cfg.task == "train":
             self._check_changes(loaded)
             self._keep_samples_per_step(progress, loaded.config)
-        self.step = loaded.step
-        self.samples = int(progress["samples"])
-        self.amp.num_skipped.fill_(int(progress["skipped"]))
-        self.amp.num_consecutive_skips.fill_(int(progress["consecutive_skips"]))
+        self._set_progress(progress)
         for of, skipped in progress.get("skipped_of", {}).items():
-            self._meters[of] = _Meter(env.device, int(skipped))
-        if self.ema is not None:
-            self.ema.num_taken.fill_(int(progress["averaged"]))
-        for weights, num_taken in zip(self.amp.weights, progress.get("rounded", []), strict=False):
-            weights.num_taken.fill_(int(num_taken))
+            self.meters[of] = _Meter(env.device, int(skipped))
+        islands = list(progress.get("islands", []))
+        if islands and Doctor(self.amp, self.env.nets).can_make_islands:
+            self.make_islands(islands)
+            self._notes.append(f"the doctor had put {', '.join(islands)} into fp32: so it stays")
         old_mode = loaded.config.get("amp", {}).get("name")
         if old_mode != cfg.amp.name:
             self._notes.append(f"the checkpoint was made with amp={old_mode}, going on with amp={cfg.amp.name}")
@@ -279,6 +388,27 @@ class Loop:
         if cfg.task == "train" and any(s.num_steps < planned[name] for name, s in self.schedules.items()):
             self._notes.append(f"steps beyond the schedule's {self.schedule.num_steps} keep its last learning rate")
         return loaded
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "samples": self.samples,
+            "samples_per_step": self.samples_per_step,
+            "skipped": int(self.amp.num_skipped),
+            "consecutive_skips": int(self.amp.num_consecutive_skips),
+            "skipped_of": {of: int(meter.num_skipped) for of, meter in self.meters.items() if of},
+            "averaged": int(self.ema.num_taken) if self.ema else 0,
+            "rounded": [int(weights.num_taken) for weights in self.amp.weights],
+            "islands": self.islands,
+        }
+
+    def _set_progress(self, progress: dict[str, Any]) -> None:
+        self.step, self.samples = int(progress["step"]), int(progress["samples"])
+        self.amp.num_skipped.fill_(int(progress["skipped"]))
+        self.amp.num_consecutive_skips.fill_(int(progress["consecutive_skips"]))
+        if self.ema is not None:
+            self.ema.num_taken.fill_(int(progress["averaged"]))
+        for weights, num_taken in zip(self.amp.weights, progress.get("rounded", []), strict=False):
+            weights.num_taken.fill_(int(num_taken))
 
     def _agree_on(self, loaded: Loaded | None) -> None:
         if self.env.world_size == 1:
@@ -377,7 +507,7 @@ class Loop:
         """Begin to read the numbers of a log line; on a GPU they are written when the next line is begun."""
         self._finish_reading()
         rate = self._clock.lap(self.samples)
-        meters = {of: meter for of, meter in self._meters.items() if meter.report is not None}
+        meters = {of: meter for of, meter in self.meters.items() if meter.report is not None}
         # Without those of a phase that is over, unless nothing at all was logged since the last line.
         meters = {of: meter for of, meter in meters.items() if meter.is_fresh} or meters
         if not meters:
@@ -400,6 +530,8 @@ class Loop:
             assert meter.report is not None
             facts |= {(of, "grad_norm"): meter.report.grad_norm, (of, "skips"): meter.num_skipped}
             meter.clear()
+        if self.watch is not None:
+            facts |= {("", name): value for name, value in self.watch.facts().items()}
         for name, schedule in self.schedules.items():
             facts["", _rate_key(name)] = schedule.last_rate().to(self.env.device)
         # float64 holds counts and scales exactly.
@@ -414,6 +546,7 @@ class Loop:
         reading, self._reading = self._reading, None
         found = dict(zip(reading.names, reading.values(), strict=True))
         scale, skipped, streak = (found.pop(("", name)) for name in ("loss_scale", "skipped", "streak"))
+        firsts = {name: found.pop(("", name)) for name in ("first_skip", "first_bad_loss") if ("", name) in found}
         line: dict[str, Any] = {"step": reading.step, "split": "train"}
         norms: dict[str, Any] = {}
         for (of, name), value in found.items():
@@ -450,13 +583,35 @@ class Loop:
                 f"the loss scale is at its floor {scale:g} and steps are still skipped (step {reading.step}): "
                 f"the overflow is in the forward pass or in the data, not in the scale"
             )
-        if streak >= self.cfg.amp.max_consecutive_skips:
-            raise Diverged(
-                f"{int(streak)} steps in a row up to step {reading.step} had gradients that are not finite "
-                f"(amp.max_consecutive_skips={self.cfg.amp.max_consecutive_skips}), loss scale {scale:g}. The weights "
-                f"are those of the last good step. Look for an overflow in the forward pass: keep its module in fp32 "
-                f"(amp.keep_fp32), lower optimizer.lr, or use amp=bf16"
+        if self.watch is not None:
+            self._symptoms = self.watch.symptoms(reading.step, firsts, int(skipped), int(streak), scale)
+        else:
+            self._symptoms = Symptoms(reading.step, 0, int(streak), scale, None, None)
+
+    def _consult(self) -> Iterator[list[Micro]]:
+        """Ask the doctor about the last log line, and stop a run that has diverged."""
+        symptoms, self._symptoms = self._symptoms, None
+        if symptoms is None:
+            return
+        diagnosis = None
+        diverged = symptoms.streak >= self.cfg.amp.max_consecutive_skips
+        if self.watch is not None and (self.watch.is_called(symptoms) or (diverged and self.watch.last is None)):
+            began = time.monotonic()
+            diagnosis = yield from self.watch.examine(symptoms)
+            self._clock.pause(time.monotonic() - began)
+        if diverged and not (diagnosis is not None and diagnosis.healed):
+            diagnosis = diagnosis or (self.watch.last if self.watch is not None else None)
+            message = (
+                f"{symptoms.streak} steps in a row up to step {symptoms.step} had gradients that are not finite "
+                f"(amp.max_consecutive_skips={self.cfg.amp.max_consecutive_skips}), loss scale {symptoms.scale:g}. The "
+                f"weights are those of the last good step."
             )
+            if diagnosis is None:
+                message += (
+                    " Look for an overflow in the forward pass: keep its module in fp32 (amp.keep_fp32), lower "
+                    "optimizer.lr, or use amp=bf16; doctor=watch looks for it"
+                )
+            raise Diverged(message if diagnosis is None else f"{message}\n{diagnosis}")
 
     # --- evaluation, checkpoints, the end -----------------------------------------------------------------------------
 
@@ -492,15 +647,7 @@ class Loop:
         try:
             self.checkpoint.save(
                 self.step,
-                progress={
-                    "samples": self.samples,
-                    "samples_per_step": self.samples_per_step,
-                    "skipped": int(self.amp.num_skipped),
-                    "consecutive_skips": int(self.amp.num_consecutive_skips),
-                    "skipped_of": {of: int(meter.num_skipped) for of, meter in self._meters.items() if of},
-                    "averaged": int(self.ema.num_taken) if self.ema else 0,
-                    "rounded": [int(weights.num_taken) for weights in self.amp.weights],
-                },
+                progress=self._progress(),
                 config=self.cfg.to_dict(),
                 metrics=self.eval if self._eval_step == self.step else None,
                 best=(self.cfg.recipe["best"], self.cfg.recipe["best_is"]),

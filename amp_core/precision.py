@@ -19,9 +19,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,34 @@ class StepReport:
     taken: Tensor
     grad_norm: Tensor
     taken_on_host: bool | None = None
+
+
+class Watcher(Protocol):
+    """What is told of a rehearsal; `amp_core.doctor.trace.Trace` is one."""
+
+    def on_loss(self, loss: Tensor) -> None: ...
+
+    def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class Rehearsal:
+    """What a window came to whose step was not taken."""
+
+    def __init__(self) -> None:
+        self.watcher: Watcher | None = None
+        self._bad: list[Tensor] = []
+
+    def add(self, bad: Tensor) -> None:
+        self._bad.append(bad.detach().float().flatten())
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the gradients, on all ranks, and the losses, on this one, were finite. Waits for the device."""
+        return not self._bad or not bool(torch.cat(self._bad).any())
 
 
 class _Ledger:
@@ -97,7 +125,8 @@ class Amp:
 
     Args:
         config: the mode and its loss-scale policy, for example from `Amp.named`.
-        device: where the model lives. TF32 is set for the whole process on CUDA, as `config.matmul_precision` says.
+        device: where the model lives. TF32 is set for the whole process on CUDA, as `config.matmul_precision` says;
+            on a CPU so is `config.op_policy=cuda`, until `amp_core.op_policy.restore_policy()`.
         samples: samples of a micro-batch; needed by a policy with `max_scale_per_sample`.
 
     Raises:
@@ -119,12 +148,17 @@ class Amp:
             torch.set_float32_matmul_precision(config.matmul_precision)
             # Convolutions use TF32 unless told not to, which would make `fp32` something else.
             torch.backends.cudnn.allow_tf32 = config.matmul_precision != "highest"
+        if config.op_policy == "cuda" and self.device.type == "cpu" and self._casts:
+            from amp_core.op_policy import use_cuda_policy  # other runs need none of it
+
+            use_cuda_policy()
         self._ledgers: dict[torch.optim.Optimizer, _Ledger] = {}
         self._guards: list[BufferGuard] = []
         self.weights: list[LowPrecisionWeights] = []
         """Of the networks that hold 16-bit weights, in the order of `prepare`."""
         self._in_window = False
         self._said_waits = False
+        self._rehearsal: Rehearsal | None = None
         self._zero = torch.zeros((), device=self.device)
         self.num_skipped = torch.zeros((), dtype=torch.int64, device=self.device)
         """Windows of which any step was skipped, a 0-d tensor."""
@@ -180,6 +214,8 @@ class Amp:
             if gradient is None:
                 # In fp16 a loss of 1 times a scale of 65536 is already infinite.
                 scaled = loss.float()
+                if self._rehearsal is not None:
+                    self._tell_loss(scaled)
                 scaled = scaled * self.scaler.scale if self.scaler.policy else scaled
                 scaled.backward(retain_graph=retain_graph, inputs=inputs)
             else:
@@ -305,6 +341,11 @@ class Amp:
             TypeError: 16-bit weights under a loss scale, or sparse gradients.
         """
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        watcher = None if self._rehearsal is None else self._rehearsal.watcher
+        if watcher is not None:
+            for each in optimizers:
+                watcher.on_gradients(*_with_grads(each))
+            watcher.pause()
         due = [self._examine(o, clip, scaled=o not in unscaled, sharded=o in sharded) for o in optimizers]
         found_inf = functools.reduce(torch.maximum, [each.found_inf for each in due])
         agree = several_ranks()
@@ -315,13 +356,17 @@ class Amp:
             torch.clear_autocast_cache()
 
         on_host = None
-        if not any(each.grads for each in due):
+        if self._rehearsal is not None:
+            self._rehearsal.add(found_inf)
+            found_inf = torch.ones_like(found_inf)
+            taken, on_host = found_inf == 0, False
+        elif not any(each.grads for each in due):
             taken = torch.zeros_like(taken)
             on_host = None if all(each.ledger.on_device for each in due) else False
         for each in due:
             each.ledger.stepped = True
             each.ledger.found_inf = found_inf if each.grads or agree else None
-            if not each.grads:
+            if not each.grads or self._rehearsal is not None:
                 continue
             if each.ledger.on_device:
                 _fill_momentum(each.optimizer)
@@ -344,6 +389,8 @@ class Amp:
             for weights in self.weights if each.grads else ():
                 weights.end_step(each.params, taken)
             self._settle(each.optimizer, taken)
+        if watcher is not None:
+            watcher.resume()
         norms = [each.norm for each in due]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         return StepReport(taken, norm, on_host)
@@ -404,13 +451,33 @@ class Amp:
         # Nets that ran in this window without a step of their own, such as a generator under its critic's.
         for guard in self._guards:
             guard.settle(None if found_inf is None else found_inf == 0)
-        if found_inf is None:
+        if found_inf is None or self._rehearsal is not None:
             return
         self.scaler.update(found_inf)
         skipped = found_inf.to(torch.int64)
         self.num_skipped += skipped
         self.num_consecutive_skips += 1
         self.num_consecutive_skips *= skipped
+
+    @contextlib.contextmanager
+    def rehearse(self) -> Iterator[Rehearsal]:
+        """Inside of it no step is taken: all of them are skipped, and neither the scale nor the counters move.
+
+        So a window can be computed again, to look at it. Statistics of networks that are guarded, averages and
+        schedules stay as they are, as after any skipped step.
+        """
+        assert self._rehearsal is None
+        self._rehearsal = Rehearsal()
+        try:
+            yield self._rehearsal
+        finally:
+            self._rehearsal = None
+
+    def _tell_loss(self, loss: Tensor) -> None:
+        assert self._rehearsal is not None
+        self._rehearsal.add(~torch.isfinite(loss.detach()).all())
+        if self._rehearsal.watcher is not None:
+            self._rehearsal.watcher.on_loss(loss)
 
     # --- state --------------------------------------------------------------------------------------------------------
 

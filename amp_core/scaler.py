@@ -9,7 +9,9 @@ all the same.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +63,21 @@ class LossScale:
         )
         # Clamped here and not at use, so that no step ever sees a scale beyond its bounds and none is ever saved.
         self.scale.clamp_(policy.min_scale, policy.max_scale)
+        torch.reciprocal(self.scale, out=self.inverse)
+
+    @contextlib.contextmanager
+    def held_at(self, scale: float) -> Iterator[None]:
+        """Another scale for a while."""
+        before = self.scale.clone()
+        self.set(scale)
+        try:
+            yield
+        finally:
+            self.set(before)
+
+    def set(self, scale: float | Tensor) -> None:
+        """Move the scale to a number. Does not wait for the device."""
+        self.scale.fill_(scale)
         torch.reciprocal(self.scale, out=self.inverse)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,235 @@
+"""What was found in a window, in words: which operation, why, and what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from amp_core.doctor.trace import Birth, Collision, Place, Range
+
+Cause = Literal[
+    "overflow in a product",
+    "overflow in a reduction",
+    "overflow in a cast",
+    "overflow in a function",
+    "overflow in fp32",
+    "loss scale too large",
+    "eps lost in 16 bits",
+    "division or logarithm of zero",
+    "16-bit sigmoid before a logarithm",
+    "nothing left by a mask",
+    "position collision",
+    "poisoned buffer",
+    "poisoned weight",
+    "bad input",
+    "not found",
+]
+
+_PRODUCTS = {
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "addmv",
+    "mv",
+    "dot",
+    "mul",
+    "square",
+    "addcmul",
+    "linear",
+    "outer",
+    "div",
+}
+_PRODUCTS |= {
+    "convolution",
+    "convolution_backward",
+    "_scaled_mm",
+    "linear_backward",
+    "prelu",
+    "_prelu_kernel",
+    "matmul",
+}
+_REDUCTIONS = {"sum", "nansum", "mean", "norm", "linalg_vector_norm", "cumsum", "cumprod", "prod", "var", "var_mean"}
+_REDUCTIONS |= {"std", "std_mean", "logsumexp", "logcumsumexp", "index_add", "scatter_add", "index_put", "trace"}
+_REDUCTIONS |= {"embedding_dense_backward", "_foreach_norm", "cdist", "_cdist_forward", "native_layer_norm"}
+
+
+@dataclass(frozen=True)
+class Fix:
+    """The smallest change that is known to help."""
+
+    kind: Literal["override", "code", "data", "none"]
+    text: str
+    override: str | None = None
+    """What to add to the command line."""
+    verified: bool | None = None
+    """Whether the same window was finite with it; None: not tried, since it is a change of code or data."""
+
+
+@dataclass
+class Diagnosis:
+    """Where the first number that is not finite was born in a window, why, and what to change."""
+
+    cause: Cause
+    why: str
+    op: str = ""
+    module: str | None = None
+    """Name as in `named_modules()`; None outside of the networks."""
+    module_class: str = ""
+    source: str = ""
+    code: str = ""
+    phase: Literal["forward", "backward", "before"] = "forward"
+    inputs: list[Range] = field(default_factory=list)
+    output: Range | None = None
+    reached: list[str] = field(default_factory=list)
+    """Losses and gradients that it made not finite."""
+    fixes: list[Fix] = field(default_factory=list)
+    step: int | None = None
+    rank: int = 0
+    num_ranks: int = 1
+    ranks: list[int] = field(default_factory=list)
+    """The ranks with a birth of their own."""
+    amp: str = ""
+    loss_scale: float = 1.0
+    scale_that_fits: float | None = None
+    """The largest power of two at which the window is finite, for a loss scale that was too large."""
+    samples: list[int] = field(default_factory=list)
+    """Indices into the training data of the samples concerned."""
+    window: list[int] = field(default_factory=list)
+    """Indices into the training data of all samples of the window, of the rank."""
+    weights: str = ""
+    """Which weights the window was replayed with."""
+    islands: list[str] = field(default_factory=list)
+    """Modules that the fix keeps in fp32."""
+    healed: bool = False
+    others: list[str] = field(default_factory=list)
+    """Later births in the same window."""
+
+    @property
+    def operation(self) -> str:
+        """In the backward pass with the operation that is differentiated."""
+        return self.op
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        head = f"step {self.step}: {self.cause}" if self.step is not None else self.cause
+        if self.num_ranks > 1:
+            head += f" on rank {self.rank} of {self.num_ranks}"
+        lines = [head, ""]
+        if self.op:
+            lines.append(f"  operation  {self.op}, {self.phase} pass")
+        if self.cause not in ("not found", "bad input", "poisoned weight", "poisoned buffer"):
+            where = "outside of the networks" if self.module is None else self.module or "the network itself"
+            lines.append(f"  module     {where}" + (f" ({self.module_class})" if self.module_class else ""))
+        if self.source:
+            lines.append(f"  source     {self.source}" + (f"    {self.code}" if self.code else ""))
+        lines += [f"  {'input' if i == 0 else '':<9}  {text}" for i, text in enumerate(self.inputs)]
+        if self.output is not None:
+            lines.append(f"  output     {str(self.output).removeprefix('output ')}")
+        if self.reached:
+            lines.append(f"  reached    {', '.join(self.reached[:3])}" + _and_more(len(self.reached) - 3))
+        if self.amp:
+            lines.append(f"  mode       amp={self.amp}, loss scale {self.loss_scale:g}; {self.weights}")
+        if self.samples:
+            shown = ", ".join(map(str, self.samples[:8])) + _and_more(len(self.samples) - 8)
+            lines.append(f"  samples    {shown} of the training data")
+        lines += ["", f"  {self.why}", ""]
+        for fix in self.fixes:
+            mark = {True: " (tried: the window is finite with it)", False: " (tried: not enough)", None: ""}
+            lines.append(f"  -> {fix.text}{mark[fix.verified]}")
+            if fix.override:
+                lines.append(f"     {fix.override}")
+        if self.healed:
+            lines.append(f"  healed: {', '.join(self.islands)} compute in fp32 from here on")
+        lines += [f"  also: {other}" for other in self.others[:5]]
+        return "\n".join(lines).rstrip()
+
+
+def keep_fp32_override(names: Sequence[str]) -> str:
+    """The override that makes these modules islands, as it is typed in a shell."""
+    if all(re.fullmatch(r"[A-Za-z_][\w.]*", name) for name in names):
+        return f"amp.keep_fp32=[{','.join(names)}]"
+    return "'amp.keep_fp32=[" + ",".join(f'"{name}"' for name in names) + "]'"
+
+
+def cause_of(birth: Birth) -> Cause:
+    """The class of a birth, by the operation and what it is in float64."""
+    if not birth.op:
+        kind = birth.tensor.split()[0].split("[")[0]
+        return {"buffer": "poisoned buffer", "weight": "poisoned weight"}.get(kind, "bad input")  # type: ignore[return-value]
+    name = birth.op.split(".")[-1].rstrip("_")
+    marks = {kind for kind, _ in birth.marks}
+    is_wide_finite = birth.wide is not None and birth.wide < float("inf")
+    if name.startswith("binary_cross_entropy") or "bce" in marks:
+        return "16-bit sigmoid before a logarithm"
+    if birth.at_a_pole and not is_wide_finite:
+        if "sigmoid" in marks:
+            return "16-bit sigmoid before a logarithm"
+        return "eps lost in 16 bits" if "eps" in marks else "division or logarithm of zero"
+    if birth.only_masks:
+        return "nothing left by a mask"
+    if birth.output.dtype in ("float32", "float64") or birth.wide == float("inf"):
+        return "overflow in fp32"
+    if name in ("_to_copy", "copy"):
+        return "overflow in a cast"
+    if name in _PRODUCTS or "attention" in name or (name == "pow" and not birth.at_a_pole):
+        return "overflow in a product"
+    if name in _REDUCTIONS:
+        return "overflow in a reduction"
+    return "overflow in a function"
+
+
+def explain(birth: Birth, cause: Cause) -> str:
+    """Why, in a sentence."""
+    dtype = birth.output.dtype
+    limit = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4e38}.get(dtype, float("nan"))
+    what = birth.op.split(".")[-1].strip("_")
+    pass_ = "the backward pass of " + birth.place.forward.strip("_") if birth.backward else what
+    marks = dict(birth.marks)
+    if cause == "16-bit sigmoid before a logarithm":
+        origin = marks.get("sigmoid") or marks.get("bce") or "a sigmoid"
+        return (
+            f"A probability was rounded to exactly 0 or 1 ({origin}), so that its logarithm, or the gradient 1/p, "
+            "is infinite. The logits know better: a loss that takes them has the gradient p - y."
+        )
+    if cause == "eps lost in 16 bits":
+        return f"An eps that should have kept a divisor above 0 is itself 0 in 16 bits: {marks['eps']}."
+    if cause == "division or logarithm of zero":
+        return f"{what} was given a zero (in {pass_}): this is not finite in any precision."
+    if cause == "nothing left by a mask":
+        return f"{what} was given nothing but the infinities of a mask, such as a row of attention with no key left."
+    if cause == "overflow in fp32":
+        return "The numbers exceed even fp32, whose largest is 3.4e38: the training diverges, or an input is far off."
+    if cause in ("poisoned buffer", "poisoned weight", "bad input"):
+        before = "It was not finite before the window began"
+        return {
+            "poisoned buffer": f"{birth.tensor}: {before}; an earlier batch left it there.",
+            "poisoned weight": f"{birth.tensor}: {before}; no loss can be finite with it.",
+            "bad input": f"{birth.tensor} was not finite when it came from the data set.",
+        }[cause]
+    reach = f"{birth.wide:.4g}" if birth.wide is not None else "more"
+    text = f"The result of {pass_} is {reach} in exact arithmetic, and {dtype} ends at {limit:g}"
+    if cause == "overflow in a cast":
+        text = f"A number of {reach} was cast to {dtype}, which ends at {limit:g}"
+    return f"{text}{'; NaN is what became of it' if birth.has_nan and cause != 'overflow in a cast' else ''}."
+
+
+def explain_collision(found: Collision) -> str:
+    return (
+        f"{found.distinct} integers up to {found.largest:g} were cast to {found.dtype}, where only {found.kept} of "
+        f"them differ: from {2048 if found.dtype == 'float16' else 256} on neighbouring positions are the same."
+    )
+
+
+def place_of(place: Place) -> dict[str, Any]:
+    return {"module": place.module, "module_class": place.kind, "source": place.source, "code": place.code}
+
+
+def _and_more(count: int) -> str:
+    return f" and {count} more" if count > 0 else ""

@@ -1,0 +1,360 @@
+"""Replaying a window until it is known where it breaks, why, and what mends it.
+
+    doctor = Doctor(amp, model)
+    diagnosis = doctor.locate(lambda: train_step(window), window)
+    print(diagnosis)
+
+A replay is a step that is skipped: the window is computed as in training, `amp` takes no step, and nothing is left
+behind. `Loop` replays the windows of a run in the same way, by handing them to the recipe again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_core.doctor.diagnosis import (
+    Cause,
+    Diagnosis,
+    Fix,
+    cause_of,
+    explain,
+    explain_collision,
+    keep_fp32_override,
+    place_of,
+)
+from amp_core.doctor.trace import Birth, Trace, named_tensors
+from amp_core.islands import as_islands, island_names
+from amp_core.layout import unwrap
+from amp_core.precision import Amp, Rehearsal
+
+Replay = Callable[[], contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
+Agree = Callable[[Any], list[Any]]
+
+_CURED_BY_ISLANDS: tuple[Cause, ...] = (
+    "overflow in a product",
+    "overflow in a reduction",
+    "overflow in a cast",
+    "overflow in a function",
+    "eps lost in 16 bits",
+    "16-bit sigmoid before a logarithm",
+    "division or logarithm of zero",
+    "position collision",
+    "nothing left by a mask",
+)
+
+
+class Doctor:
+    """Finds where a window breaks.
+
+    Args:
+        amp: the mode that trains.
+        nets: one network, or pairs of a name and a network, wrapped or not. The name stands before those of the
+            modules, as in `generator.blocks.0`; one network has none.
+        agree: in a process group, gathers a value of every rank, on every rank. Replays contain collectives: all
+            ranks must come to the same conclusions.
+    """
+
+    def __init__(
+        self,
+        amp: Amp,
+        nets: nn.Module | Iterable[tuple[str, nn.Module]],
+        *,
+        rank: int = 0,
+        agree: Agree | None = None,
+    ) -> None:
+        self.amp = amp
+        self.nets = [(name, unwrap(net)) for name, net in ([("", nets)] if isinstance(nets, nn.Module) else nets)]
+        self.names: dict[nn.Module, str] = {}
+        """Of all modules; the first one counts where a module has several."""
+        for prefix, net in self.nets:
+            for name, module in net.named_modules():
+                self.names.setdefault(module, ".".join(filter(None, [prefix, name])))
+        self.rank = rank
+        self.agree: Agree = agree or (lambda value: [value])
+
+    def locate(self, step: Callable[[], Any], batch: Any = ()) -> Diagnosis | None:
+        """Diagnose a window of a plain training loop.
+
+        Args:
+            step: computes the window: forward, backward, `amp.step`, `amp.update`, `zero_grad`. Called several times.
+            batch: its tensors in any nesting, to look for bad ones.
+
+        Returns:
+            None when the window is finite and no position is lost.
+        """
+        state = torch.get_rng_state()
+
+        @contextlib.contextmanager
+        def replay() -> Iterator[tuple[Rehearsal, Any]]:
+            buffers = [(b, b.clone()) for _, net in self.nets for b in net.buffers()]
+            torch.set_rng_state(state)
+            try:
+                with self.amp.rehearse() as rehearsal:
+                    yield rehearsal, batch
+            finally:
+                for buffer, kept in buffers:
+                    with torch.no_grad():
+                        buffer.copy_(kept)
+
+        course = self.diagnose(replay)
+        try:
+            while True:
+                next(course)
+                step()
+        except StopIteration as done:
+            return done.value
+
+    # --- the search -------------------------------------------------------------------------------------------------
+
+    def diagnose(self, replay: Replay) -> Generator[Any, None, Diagnosis | None]:
+        """Yields the window as often as it is to be computed; returns the diagnosis.
+
+        Args:
+            replay: a context in which the window is computed once, without a trace; gives the rehearsal and the window.
+        """
+        trace, rehearsal = yield from self._trace(replay)
+        found = self._summary(trace, rehearsal)
+        everywhere = self.agree(found)
+        broken = [rank for rank, one in enumerate(everywhere) if one["culprit"] is not None]
+        if all(one["finite"] for one in everywhere):
+            return (yield from self._silent(replay, everywhere))
+        scale = self.amp.scale
+        if not broken:
+            return Diagnosis(
+                "not found",
+                "The window is not finite, and no operation that was watched made it so. It may have been one in "
+                "another thread or process, or in a step of its own.",
+                amp=self.amp.config.name,
+                loss_scale=scale,
+                num_ranks=len(everywhere),
+            )
+        rank = broken[0]
+        birth: Birth = everywhere[rank]["culprit"]
+        cause = cause_of(birth)
+        diagnosis = self._describe(birth, cause, everywhere[rank])
+        diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = rank, broken, len(everywhere)
+        diagnosis.loss_scale = scale
+        if birth.backward and self.amp.scaler.policy and cause.startswith("overflow"):
+            fits = yield from self._largest_scale(replay, scale)
+            if fits is not None:
+                return self._too_large(diagnosis, scale, fits)
+        yield from self._prescribe(diagnosis, birth, replay)
+        return diagnosis
+
+    def _trace(self, replay: Replay) -> Generator[Any, None, tuple[Trace, Rehearsal]]:
+        with replay() as (rehearsal, window):
+            batch = [getattr(micro, "batch", micro) for micro in window] if isinstance(window, list) else window
+            trace = Trace(self.names, named_tensors(self.nets, batch))
+            rehearsal.watcher = trace
+            with trace:
+                yield window
+        return trace, rehearsal
+
+    def _is_finite(self, replay: Replay) -> Generator[Any, None, bool]:
+        with replay() as (rehearsal, window):
+            yield window
+        return all(self.agree(rehearsal.is_finite))
+
+    def _summary(self, trace: Trace, rehearsal: Rehearsal) -> dict[str, Any]:
+        culprit = trace.culprit
+        finite = rehearsal.is_finite
+        if culprit is None and not finite and trace.births and trace.reached:
+            # What autograd does between operations is not seen: the trail may be lost, and the first birth is it.
+            culprit = trace.births[0] if set(trace.reached) != {-2} else None
+        return {
+            "finite": finite,
+            "culprit": culprit,
+            "reached": trace.reached.get(culprit.number, []) if culprit else [],
+            "births": trace.births[:32],
+            "collisions": trace.collisions,
+        }
+
+    def _silent(self, replay: Replay, everywhere: list[dict[str, Any]]) -> Generator[Any, None, Diagnosis | None]:
+        """Of a window that is finite: positions that fell together."""
+        for rank, one in enumerate(everywhere):
+            for collision in one["collisions"][:1]:
+                diagnosis = Diagnosis(
+                    "position collision",
+                    explain_collision(collision),
+                    op=collision.op,
+                    **place_of(collision.place),
+                    amp=self.amp.config.name,
+                    loss_scale=self.amp.scale,
+                    rank=rank,
+                    num_ranks=len(everywhere),
+                )
+                if collision.place.module is not None:
+                    with self._islands([collision.place.module]) as names:
+                        trace, _ = yield from self._trace(replay)
+                    cured = not any(self.agree(bool(trace.collisions)))
+                    diagnosis.islands = names if cured else []
+                    diagnosis.fixes.append(_island_fix(names, cured))
+                diagnosis.fixes.append(
+                    Fix("code", "compute positions and their products in fp32: inside of autocast(enabled=False)")
+                )
+                return diagnosis
+        return None
+
+    def _describe(self, birth: Birth, cause: Cause, found: dict[str, Any]) -> Diagnosis:
+        others = [b for b in found["births"] if b.number != birth.number and b.op]
+        return Diagnosis(
+            cause,
+            explain(birth, cause),
+            op=birth.op,
+            **place_of(birth.place),
+            phase="backward" if birth.backward else "forward" if birth.op else "before",
+            inputs=birth.inputs,
+            output=birth.output,
+            reached=found["reached"],
+            amp=self.amp.config.name,
+            samples=birth.rows,
+            others=[f"{b.op}{' (backward)' if b.backward else ''} in {b.place}" for b in others],
+        )
+
+    # --- what mends it ------------------------------------------------------------------------------------------------
+
+    def _largest_scale(self, replay: Replay, scale: float) -> Generator[Any, None, float | None]:
+        """The largest power of two below `scale` at which the window is finite; None when there is none."""
+        low, high = 0, math.floor(math.log2(scale))  # 2^high is known to be too large
+        if high == low or not (yield from self._at_scale(replay, 1.0)):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            if (yield from self._at_scale(replay, 2.0**middle)):
+                low = middle
+            else:
+                high = middle
+        return 2.0**low
+
+    def _at_scale(self, replay: Replay, scale: float) -> Generator[Any, None, bool]:
+        with self.amp.scaler.held_at(scale):
+            return (yield from self._is_finite(replay))
+
+    def _too_large(self, diagnosis: Diagnosis, scale: float, fits: float) -> Diagnosis:
+        policy = self.amp.scaler.policy
+        assert policy is not None
+        diagnosis.cause, diagnosis.scale_that_fits = "loss scale too large", fits
+        diagnosis.why = f"With a loss scale of {scale:g} gradients exceed {self.amp.config.dtype}; with {fits:g} the same window is finite. Nothing is wrong with the network."
+        grown = scale > policy.init_scale
+        override = f"amp.max_scale={fits:g}" if grown else f"amp.init_scale={fits:g}"
+        text = "cap the loss scale" if grown else "begin with a smaller loss scale"
+        if policy.dynamic:
+            text += "; a dynamic one also gets there by itself, one skipped step per halving"
+        diagnosis.fixes = [Fix("override", text, override, verified=True)]
+        return diagnosis
+
+    def _prescribe(self, diagnosis: Diagnosis, birth: Birth, replay: Replay) -> Generator[Any, None, None]:
+        cause = diagnosis.cause
+        advice = _ADVICE.get(cause)
+        if cause in _CURED_BY_ISLANDS and self.can_make_islands:
+            names = yield from self._smallest_islands(replay, diagnosis.module)
+            if names:
+                diagnosis.islands = names
+                diagnosis.fixes.append(_island_fix(names, True))
+        if advice is not None:
+            diagnosis.fixes.append(advice)
+        if not diagnosis.fixes:
+            diagnosis.fixes.append(Fix("override", "use bf16, which has the range of fp32", "amp=bf16"))
+
+    @property
+    def can_make_islands(self) -> bool:
+        """Islands need autocast, and weights in fp32."""
+        return self.amp.dtype in (torch.float16, torch.bfloat16) and not self.amp.weights
+
+    def _smallest_islands(self, replay: Replay, culprit: str | None) -> Generator[Any, None, list[str]]:
+        """A smallest set of modules whose computing in fp32 makes the window finite; [] when there is none.
+
+        First the culprit alone; then, with it, the culprits that come to light behind it; and when those are not
+        enough every module. From what is enough, halves are taken away as long as the rest is enough (delta debugging:
+        Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", 2002).
+        """
+        names: list[str] = [] if culprit is None else [culprit]
+        enough = False
+        for _ in range(_MOST_ROUNDS if names else 0):
+            with self._islands(names) as names:
+                trace, rehearsal = yield from self._trace(replay)
+            found = self.agree((rehearsal.is_finite, trace.culprit and trace.culprit.place.module))
+            enough = all(finite for finite, _ in found)
+            following = next((module for _, module in found if module is not None and module not in names), None)
+            if enough or following is None:
+                break
+            names = [*names, following]
+        if not enough:
+            names = [name for module, name in self.names.items() if not any(module.children())]
+            with self._islands(names) as names:
+                enough = yield from self._is_finite(replay)
+        if not enough and "" in self.names.values():
+            with self._islands([""]) as names:
+                enough = yield from self._is_finite(replay)
+        return (yield from self._minimise(replay, names)) if enough else []
+
+    def _minimise(self, replay: Replay, names: list[str]) -> Generator[Any, None, list[str]]:
+        parts = 2
+        while len(names) > 1:
+            size = math.ceil(len(names) / parts)
+            for start in range(0, len(names), size):
+                rest = names[:start] + names[start + size :]
+                with self._islands(rest):
+                    enough = yield from self._is_finite(replay)
+                if enough:
+                    names, parts = rest, max(parts - 1, 2)
+                    break
+            else:
+                if size == 1:
+                    break
+                parts = min(parts * 2, len(names))
+        return names
+
+    @contextlib.contextmanager
+    def _islands(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """Islands for a while. Gives the names of those that could be made."""
+        names = list(dict.fromkeys(map(self._called, names)))
+        with contextlib.ExitStack() as stack:
+            yield [name for name in names if stack.enter_context(as_islands(self.modules([name])))]
+
+    def _called(self, name: str) -> str:
+        """The module itself, or the nn.MultiheadAttention around it, which uses the weights of its parts by itself."""
+        above = [module for module, each in self.names.items() if name.startswith(f"{each}.") or each == name]
+        return next((self.names[m] for m in above if isinstance(m, nn.MultiheadAttention)), name)
+
+    def modules(self, names: Sequence[str]) -> list[nn.Module]:
+        """The modules of these names."""
+        return [module for module, name in self.names.items() if name in set(names)]
+
+    def island_names(self) -> list[str]:
+        """The islands there are."""
+        return [".".join(filter(None, [prefix, name])) for prefix, net in self.nets for name in island_names(net)]
+
+
+_MOST_ROUNDS = 8
+_ADVICE: dict[Cause, Fix] = {
+    "eps lost in 16 bits": Fix("code", "use an eps that 16 bits can hold (1e-5), or compute this line in fp32"),
+    "division or logarithm of zero": Fix("code", "keep the argument away from 0: clamp it, or add an eps inside"),
+    "16-bit sigmoid before a logarithm": Fix(
+        "code", "use binary_cross_entropy_with_logits, or an fp32 region that holds the sigmoid *and* the loss"
+    ),
+    "nothing left by a mask": Fix("code", "leave one key to every row, or replace the rows that have none by 0"),
+    "overflow in fp32": Fix("code", "lower optimizer.lr, clip gradients (clip=norm), and look at the data"),
+    "poisoned buffer": Fix(
+        "data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer; amp.guard(net) keeps it clean"
+    ),
+    "poisoned weight": Fix("data", "start from an earlier checkpoint: resume=<folder>"),
+    "bad input": Fix("data", "repair or remove the samples"),
+    "overflow in a product": Fix("override", "or use bf16, which has the range of fp32", "amp=bf16"),
+    "overflow in a reduction": Fix("code", "or sum in fp32: .float() before it, dtype=torch.float32, or a mean first"),
+    "overflow in a cast": Fix("override", "or use bf16, which has the range of fp32", "amp=bf16"),
+    "overflow in a function": Fix("override", "or use bf16, which has the range of fp32", "amp=bf16"),
+}
+
+
+def _island_fix(names: list[str], verified: bool) -> Fix:
+    whole = " (that is the whole network; better move the line into a function with @keep_fp32)" if "" in names else ""
+    return Fix(
+        "override", f"compute in fp32: {', '.join(n or '.' for n in names)}{whole}", keep_fp32_override(names), verified
+    )

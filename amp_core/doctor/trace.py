@@ -1,0 +1,604 @@
+"""Every operation of a window, forward and backward, watched for the first number that is not finite.
+
+Hooks on modules cannot find it: an overflow inside one module, in the functional code of a parent, in the loss or in
+the backward pass lies between them, and BatchNorm, which turns an inf into NaN, looks guilty of what the convolution
+before it did. A dispatch mode sees each operation below autograd and autocast, with the tensors that it is computed
+with.
+
+Two things are kept per tensor storage. Its *origins*: which births the numbers in it that are not finite descend from.
+So a mask of -inf that a softmax consumed is no culprit, and of several births the one that reached the loss or a
+gradient is. And *marks*: that an eps was rounded to 0 on the way, or that it is a probability of a 16-bit sigmoid.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HALF = (torch.float16, torch.bfloat16)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_NOT_SHOWN = tuple(_CORE + name for name in ("doctor" + os.sep, "islands.py", "precision.py", "op_policy.py"))
+"""Frames of these say nothing about where in a network an operation stands."""
+_ROOTS = (os.path.dirname(_CORE.rstrip(os.sep)) + os.sep, os.getcwd() + os.sep)
+
+_UNWRITTEN = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "set_",
+    "empty_permuted",
+}
+_CONSTANTS = {"full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor", "where"}
+_CONSTANTS |= {"constant_pad_nd", "lift_fresh", "index_fill", "index_fill_"}
+"""An inf that the program wrote down itself, such as in an attention mask."""
+_SPREADS_SIGMOID = {"_to_copy", "rsub", "sub", "add", "neg", "clamp", "clamp_min", "clamp_max", "index", "where", "mul"}
+_SPREADS_BCE = {"_to_copy", "mul", "clone", "sum", "expand", "div", "sigmoid_backward"}
+_ADDS_EPS = {"add", "add_", "clamp_min", "clamp_min_", "clamp", "clamp_", "maximum", "sub", "rsub"}
+_POSITIONAL = {"mul", "add", "sub", "div", "pow", "rsub"}
+
+OUTSIDE, REMOTE, CONSTANT = -1, -2, -3
+"""Origins that are no births: made before the window, by another rank, by the program on purpose."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a program an operation stands."""
+
+    module: str | None
+    """Name as in `named_modules()`; None outside of the networks."""
+    kind: str
+    """Class of the module."""
+    source: str
+    """file:line of the innermost frame that belongs neither to torch nor to this project's core."""
+    code: str
+    """That line."""
+    forward: str = ""
+    """In the backward pass: the operation that is differentiated. Module and source are its."""
+
+    def __str__(self) -> str:
+        if self.module is None:
+            where = "outside of the networks"
+        else:
+            where = f"{self.module} ({self.kind})" if self.module else f"the network itself ({self.kind})"
+        return f"{where}, {self.source}"
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers of a tensor. Absolute values, of its finite numbers."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    smallest: float
+    """Of those that are not 0."""
+    largest: float
+    zeros: float
+    """Share."""
+    not_finite: int
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Range:
+        values = tensor.detach().abs().double().flatten()
+        finite = values[values.isfinite()]
+        positive = finite[finite > 0]
+        return cls(
+            name,
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            positive.min().item() if len(positive) else 0.0,
+            positive.max().item() if len(positive) else 0.0,
+            1 - len(positive) / len(finite) if len(finite) else 0.0,
+            len(values) - len(finite),
+        )
+
+    def __str__(self) -> str:
+        text = f"{self.name} {self.dtype}{list(self.shape)}: "
+        text += f"|x| from {self.smallest:.3g} to {self.largest:.3g}" if self.largest else "all 0"
+        text += f", {self.zeros:.1%} zeros" if self.zeros and self.largest else ""
+        return text + (f", {self.not_finite:,} not finite" if self.not_finite else "")
+
+
+@dataclass
+class Birth:
+    """An operation with finite inputs and an output that is not; or a tensor that was not finite from the start."""
+
+    number: int
+    op: str
+    """As torch names it: `aten.convolution`. Empty for a tensor that was not finite from the start."""
+    place: Place
+    backward: bool
+    inputs: list[Range]
+    output: Range
+    has_nan: bool
+    wide: float | None
+    """Largest absolute value when the same inputs are computed with in float64; inf when not finite there either."""
+    at_a_pole: bool = False
+    """A division by zero, a logarithm of zero and the like."""
+    only_masks: bool = False
+    """The inputs held infinities that the program wrote down, as in a mask."""
+    marks: frozenset[tuple[str, str]] = frozenset()
+    rows: list[int] = field(default_factory=list)
+    """Of the first dimension, those with numbers that are not finite, at most 16."""
+    tensor: str = ""
+    """Name of the weight, buffer or batch entry that was not finite from the start."""
+
+
+@dataclass(frozen=True)
+class Collision:
+    """Integers, such as positions, that 16 bits cannot tell apart."""
+
+    place: Place
+    op: str
+    dtype: str
+    distinct: int
+    kept: int
+    largest: float
+
+
+@dataclass
+class _Input:
+    name: str
+    tensor: Tensor
+    key: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    func: Any
+    name: str
+    args: Sequence[Any]
+    place: Place
+    backward: bool
+    inputs: list[_Input]
+
+
+class Trace(TorchDispatchMode):
+    """Watches what is computed inside of `with trace:`; waits for the device at each operation.
+
+    Operations in other threads are not seen: dispatch modes are thread-local. Those of autograd are, on every device.
+
+    Args:
+        names: of modules, for the places.
+        tensors: what is there before the window, by name: weights, buffers, batches.
+    """
+
+    def __init__(self, names: Mapping[nn.Module, str], tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.births: list[Birth] = []
+        self.collisions: list[Collision] = []
+        self.reached: dict[int, list[str]] = {}
+        """Origins of what came out not finite: number of the birth -> names of losses and gradients."""
+        self.num_operations = 0
+        self._names = names
+        self._modules: list[tuple[str | None, str]] = []
+        self._places: dict[int, Place] = {}
+        self._origins: dict[int, frozenset[int]] = {}
+        self._marks: dict[int, frozenset[tuple[str, str]]] = {}
+        self._unwritten: set[int] = set()
+        self._shared: set[int] = set()
+        self._tensors = {_key(tensor): name for name, tensor in tensors.items()}
+        self._pauses = 0
+        self._handles: list[Any] = []
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not _finite(tensor):
+                self._not_finite_before(name, tensor, _key(tensor), Place(None, "", "before the window", ""))
+
+    def __enter__(self) -> Trace:
+        self._handles = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        return super().__enter__()
+
+    def __exit__(self, *problem: Any) -> None:
+        super().__exit__(*problem)
+        for handle in self._handles:
+            handle.remove()
+
+    # --- what `Amp` tells -----------------------------------------------------------------------------------------
+
+    def on_loss(self, loss: Tensor) -> None:
+        if not _finite(loss):
+            self._note(loss, "the loss")
+
+    def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            if not _finite(grad):
+                self._note(
+                    grad, f"the gradient of {self._tensors.get(_key(param), 'a weight').removeprefix('weight ')}"
+                )
+
+    def pause(self) -> None:
+        """What follows belongs to the step, not to the window."""
+        self._pauses += 1
+
+    def resume(self) -> None:
+        self._pauses -= 1
+
+    @property
+    def culprit(self) -> Birth | None:
+        """The earliest birth that reached a loss or a gradient."""
+        numbers = [number for number in self.reached if number >= 0]
+        if numbers:
+            return self.births[min(numbers)]
+        return None
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _note(self, tensor: Tensor, what: str) -> None:
+        key = _key(tensor)
+        origins = self._origins.get(key, frozenset())
+        if not origins & {number for number in origins if number >= 0}:
+            origins = frozenset({REMOTE if key in self._shared or REMOTE in origins else OUTSIDE})
+        for origin in origins:
+            self.reached.setdefault(origin, []).append(what)
+
+    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
+        name = self._names.get(module)
+        if name is None and self._modules:
+            self._modules.append(self._modules[-1])  # a wrapper, or part of a library's module
+        else:
+            self._modules.append((name, _class_name(module)))
+
+    def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._modules:
+            self._modules.pop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._pauses:
+            return func(*args, **kwargs)
+        if "c10d" in func.namespace:
+            # May not be done when it returns. What other ranks send is looked at where it is used.
+            self._shared.update(_key(tensor) for tensor in _tensors((args, kwargs)))
+            return func(*args, **kwargs)
+        self.num_operations += 1
+        name = func.overloadpacket.__name__
+        node = torch._C._current_autograd_node()
+        place = self._place_of(node, name)
+        written = {_key(tensor) for tensor in _written(func, args, kwargs)}
+        inputs = [_Input(n, tensor, _key(tensor)) for n, tensor in _named(func, args, kwargs)]
+        inputs = [each for each in inputs if each.key not in self._unwritten]
+        for each in inputs:
+            if each.key in written:  # what is overwritten is kept for a look
+                each.tensor = each.tensor.clone()
+        result = func(*args, **kwargs)
+        if name in _UNWRITTEN:
+            self._unwritten.update(_key(tensor) for tensor in _tensors(result))
+            return result
+        outputs = [tensor for tensor in _tensors(result) if tensor.is_floating_point()]
+        if outputs and not _is_view(func):  # a view shares the storage of what it is a view of, and all that is known
+            self._look(_Call(func, name, args, place, node is not None, inputs), outputs, written)
+        return result
+
+    def _look(self, call: _Call, outputs: list[Tensor], written: set[int]) -> None:
+        marks = self._new_marks(call, outputs)
+        if not call.backward:
+            self._find_collisions(call, outputs[0])
+        bad = [tensor for tensor in outputs if not _finite(tensor)]
+        origins = self._origins_of(call, bad, marks) if bad else frozenset()
+        for tensor in outputs:
+            key = _key(tensor)
+            self._unwritten.discard(key)
+            in_place = key in written
+            if not in_place:  # fresh memory, perhaps that of a tensor that is no more
+                self._shared.discard(key)
+            self._update(self._marks, key, marks, keep=in_place)
+            is_bad = any(tensor is each for each in bad)
+            # A write to a part of a storage says nothing about the rest.
+            keep = in_place and (is_bad or not _is_whole(tensor))
+            self._update(self._origins, key, origins if is_bad else frozenset(), keep=keep)
+
+    def _origins_of(self, call: _Call, bad: list[Tensor], marks: frozenset[tuple[str, str]]) -> frozenset[int]:
+        """Where the numbers in `bad` that are not finite come from: an origin of the inputs, or this operation."""
+        origins: set[int] = set()
+        for each in call.inputs:
+            if each.tensor.is_floating_point() and not _finite(each.tensor):
+                origins |= self._origins.get(each.key) or {self._unknown(each, call.place)}
+        if origins - {CONSTANT}:
+            return frozenset(origins - {CONSTANT})
+        has_nan = any(bool(tensor.isnan().any()) for tensor in bad)
+        if not has_nan and (origins or (call.name in _CONSTANTS and _has_infinite_scalar(call.args))):
+            return frozenset({CONSTANT})
+        self.births.append(self._birth(call, bad[0], has_nan, CONSTANT in origins, marks))
+        return frozenset({len(self.births) - 1})
+
+    @staticmethod
+    def _update(table: dict[int, frozenset[Any]], key: int, value: frozenset[Any], *, keep: bool) -> None:
+        value = value | table.get(key, frozenset()) if keep else value
+        if value:
+            table[key] = value
+        else:
+            table.pop(key, None)
+
+    def _unknown(self, found: _Input, place: Place) -> int:
+        """The origin of numbers that are not finite and that no operation here has made."""
+        if found.key in self._shared:
+            return REMOTE
+        if found.key in self._tensors or found.tensor.numel() > 1:
+            return self._not_finite_before(self._tensors.get(found.key, found.name), found.tensor, found.key, place)
+        return CONSTANT
+
+    def _not_finite_before(self, name: str, tensor: Tensor, key: int, place: Place) -> int:
+        number = len(self.births)
+        birth = Birth(number, "", place, False, [], Range.of(name, tensor), bool(tensor.isnan().any()), None)
+        birth.tensor, birth.rows = name, _bad_rows(tensor)
+        self.births.append(birth)
+        self._origins[key] = frozenset({number})
+        return number
+
+    def _birth(
+        self, call: _Call, output: Tensor, has_nan: bool, only_masks: bool, marks: frozenset[tuple[str, str]]
+    ) -> Birth:
+        floats = [each for each in call.inputs if each.tensor.is_floating_point()]
+        return Birth(
+            number=len(self.births),
+            op=f"{call.func.namespace}.{call.name}",
+            place=call.place,
+            backward=call.backward,
+            inputs=[Range.of(each.name, each.tensor) for each in floats],
+            output=Range.of("output", output),
+            has_nan=has_nan,
+            wide=_in_float64(call, output),
+            at_a_pole=_is_at_a_pole(call.name, call.args, [each.tensor for each in floats]),
+            only_masks=only_masks,
+            marks=marks.union(*(self._marks.get(each.key, frozenset()) for each in floats)),
+            rows=_bad_rows(output),
+        )
+
+    # --- marks and positions --------------------------------------------------------------------------------------
+
+    def _new_marks(self, call: _Call, outputs: list[Tensor]) -> frozenset[tuple[str, str]]:
+        name, place = call.name, call.place
+        inherited = {mark for each in call.inputs for mark in self._marks.get(each.key, ())}
+        marks: set[tuple[str, str]] = set()
+        if inherited and any(bool((tensor == 0).any()) for tensor in outputs):
+            marks |= {mark for mark in inherited if mark[0] == "eps"}
+        if name.rstrip("_") in _SPREADS_SIGMOID:
+            marks |= {mark for mark in inherited if mark[0] == "sigmoid"}
+        if name in _SPREADS_BCE:
+            marks |= {mark for mark in inherited if mark[0] == "bce"}
+        if name in ("sigmoid", "sigmoid_"):
+            marks.add(("sigmoid", f"sigmoid in {_dtype_name(outputs[0])} at {place.source}"))
+        if name == "binary_cross_entropy_backward":
+            probability = call.inputs[1].tensor
+            if bool(((probability == 0) | (probability == 1)).any()):
+                marks.add(("bce", f"binary_cross_entropy at {place.source}"))
+        if name in _ADDS_EPS:
+            eps = _small_number(call.args)
+            if eps is not None and any(t.dtype in HALF and not torch.tensor(eps).to(t.dtype) for t in outputs):
+                marks.add(("eps", f"{eps:g} in {_dtype_name(outputs[0])} at {place.source}"))
+        return frozenset(marks)
+
+    def _find_collisions(self, call: _Call, output: Tensor) -> None:
+        dtype = output.dtype
+        if dtype not in HALF:
+            return
+        if call.name == "arange":
+            count, kept = output.numel(), len(output.unique())
+            if kept < count:
+                self._collide(call, dtype, count, kept, output.abs().max().item())
+            return
+        for each in call.inputs:
+            source = each.tensor.detach()
+            is_cast = call.name == "_to_copy" or (call.name in _POSITIONAL and not source.is_floating_point())
+            if not is_cast or source.dtype in (*HALF, torch.bool) or not 2 < source.numel() <= 2**22:
+                continue
+            values = source.flatten().double()
+            if not all(bool((part == part.round()).all()) for part in (values[:64], values)):
+                continue
+            # A line of integers with gaps is a table of something; positions come without.
+            distinct = values.unique()
+            if len(distinct) > 2 and bool((distinct.diff() == 1).all()):
+                kept = len(distinct.to(dtype).unique())
+                if kept < len(distinct):
+                    self._collide(call, dtype, len(distinct), kept, distinct.abs().max().item())
+
+    def _collide(self, call: _Call, dtype: torch.dtype, distinct: int, kept: int, largest: float) -> None:
+        name = str(dtype).removeprefix("torch.")
+        self.collisions.append(Collision(call.place, f"aten.{call.name}", name, distinct, kept, largest))
+
+    # --- places ---------------------------------------------------------------------------------------------------
+
+    def _place_of(self, node: Any, name: str) -> Place:
+        if node is not None:
+            place = self._places.get(node._sequence_nr())
+            if place is not None:
+                if torch.is_grad_enabled():  # nodes of a second derivative
+                    self._places.setdefault(_last_node(), place)
+                return place
+            return Place(None, "", node.name(), "", node.name())
+        module, kind = self._modules[-1] if self._modules else (None, "")
+        source, code = _source()
+        place = Place(module, kind, source, code, name)
+        # Autograd makes the node of an operation just before the operation gets here. One that makes none finds its
+        # predecessor's number, which is taken.
+        self._places.setdefault(_last_node(), place)
+        return place
+
+
+def _last_node() -> int:
+    return torch._C._autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+
+
+def _source() -> tuple[str, str]:
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((_TORCH, *_NOT_SHOWN)) and not path.startswith("<"):
+            shown = next((path.removeprefix(root) for root in _ROOTS if path.startswith(root)), path)
+            return f"{shown}:{frame.f_lineno}", linecache.getline(path, frame.f_lineno).strip()
+        frame = frame.f_back
+    return "unknown", ""
+
+
+def _class_name(module: nn.Module) -> str:
+    cls = type(module)
+    return getattr(cls, "_of", cls).__name__  # what an fp32 island was made of
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _key(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # no storage of its own: sparse, or a wrapper
+        return id(tensor)
+
+
+def _finite(tensor: Tensor) -> bool:
+    tensor = tensor.detach()
+    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+        return True
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.float()
+    return bool(torch.isfinite(tensor).all())
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """The tensors among the inputs, by the names of the operation's schema."""
+    names = [argument.name for argument in func._schema.arguments]
+    found = []
+    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        tensors = list(_tensors(value))
+        found += [(name if len(tensors) == 1 else f"{name}[{i}]", tensor) for i, tensor in enumerate(tensors)]
+    return found
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    if not func._schema.is_mutable:
+        return
+    arguments = func._schema.arguments
+    given = dict(zip([argument.name for argument in arguments], args, strict=False)) | kwargs
+    for argument in arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(given.get(argument.name))
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _bad_rows(tensor: Tensor) -> list[int]:
+    if tensor.ndim < 2 or tensor.shape[0] < 2:
+        return []
+    rows = (~torch.isfinite(tensor.detach().float())).flatten(1).any(1).nonzero().flatten().tolist()
+    return rows[:16] if len(rows) < tensor.shape[0] else []
+
+
+def _has_infinite_scalar(args: Sequence[Any]) -> bool:
+    return any(
+        abs(a) == float("inf")
+        if isinstance(a, int | float)
+        else isinstance(a, Tensor) and a.numel() == 1 and not _finite(a)
+        for a in args
+    )
+
+
+def _small_number(args: Sequence[Any]) -> float | None:
+    for a in args[1:]:
+        value = a.item() if isinstance(a, Tensor) and a.numel() == 1 and a.is_floating_point() else a
+        if isinstance(value, float) and 0 < value < 1e-3:
+            return value
+    return None
+
+
+def _is_at_a_pole(name: str, args: Sequence[Any], tensors: list[Tensor]) -> bool:
+    name = name.rstrip("_")
+    if name in ("div", "true_divide", "fmod", "remainder"):
+        return bool((torch.as_tensor(args[1]) == 0).any())
+    if name in ("log", "log2", "log10", "reciprocal", "rsqrt", "xlogy", "digamma", "sqrt"):
+        return bool((tensors[-1] <= 0).any())
+    if name == "log1p":
+        return bool((tensors[0] <= -1).any())
+    if name == "pow":
+        return bool(torch.any(torch.as_tensor(args[1]) < 0)) and any(bool((tensor == 0).any()) for tensor in tensors)
+    return name in ("acos", "asin", "acosh", "atanh", "logit", "erfinv")
+
+
+def _in_float64(call: _Call, output: Tensor) -> float | None:
+    """Largest absolute value of the operation on the same inputs in float64; None where it cannot be computed so."""
+    if call.name in ("_to_copy", "copy_"):
+        source = call.inputs[-1].tensor.double().abs()
+        return source.amax().item() if _finite(source) else float("inf")
+    func = _functional(call.func) if call.func._schema.is_mutable else call.func
+    before = iter(call.inputs)
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensor = next(before).tensor
+            return tensor.double() if tensor.is_floating_point() else tensor
+        if isinstance(value, tuple | list):
+            return type(value)(widen(item) for item in value)
+        return value
+
+    try:
+        assert func is not None
+        results = [t for t in _tensors(func(*[widen(a) for a in call.args])) if t.shape == output.shape]
+        return results[0].abs().amax().item() if _finite(results[0]) else float("inf")
+    except (AssertionError, IndexError, NotImplementedError, RuntimeError, StopIteration, TypeError):
+        return None  # an operation that float64 does not have
+
+
+def _functional(func: Any) -> Callable[..., Any] | None:
+    """The operation that returns what this one writes in place."""
+    name = func.overloadpacket.__name__.rstrip("_")
+    packet = getattr(torch.ops.aten, name, None)
+    return getattr(packet, func._overloadname, None) if packet is not None else None
+
+
+def named_tensors(nets: Iterable[tuple[str, nn.Module]], batch: Any) -> dict[str, Tensor]:
+    """Weights and buffers by name, and the tensors of a batch as `batch[0]`, `batch[1]`, ..."""
+    found: dict[str, Tensor] = {}
+    for prefix, net in nets:
+        dot = f"{prefix}." if prefix else ""
+        found |= {f"weight {dot}{name}": tensor for name, tensor in net.named_parameters()}
+        found |= {f"buffer {dot}{name}": tensor for name, tensor in net.named_buffers()}
+    for name, tensor in _walk(batch, "batch"):
+        found[name] = tensor
+    return found
+
+
+def _walk(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _walk(item, f"{name}[{key}]")
+    elif isinstance(value, tuple | list):
+        for i, item in enumerate(value):
+            yield from _walk(item, f"{name}[{i}]")

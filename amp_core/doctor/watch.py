@@ -1,0 +1,248 @@
+"""The doctor of a run: notices steps that should not have been skipped, replays their window, reports, heals.
+
+Between two log lines nothing is read back: the first skipped step and the first loss that was not finite are kept on
+the device, and read with the metrics. A window needs no copy of its data: its samples and its randomness are functions
+of (seed, rank, step). Called for are
+
+- any skipped step in a mode without a loss scale, and a loss that is not finite in any mode;
+- `doctor.after_skips` skipped steps in a row, and skipped steps at the floor of the scale, in modes with one.
+
+As long as steps are skipped the weights stay as they are, and the replay shows what happened. Otherwise the window is
+replayed with the present weights, and where these do not break it, everything is put back to the last checkpoint,
+trained again up to that step, examined there, and put forward again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from amp_core.doctor.diagnosis import Diagnosis
+from amp_core.doctor.locate import Doctor
+from amp_core.log import write_json
+from amp_core.precision import StepReport
+from amp_core.window import Micro
+
+if TYPE_CHECKING:
+    from amp_core.loop import Loop
+
+logger = logging.getLogger("amp_recipes")
+
+_NEVER = 2**52  # a float64 still holds it exactly
+_SMALL = 2**30
+"""Bytes of state that are kept in host memory until there is a checkpoint."""
+Windows = Generator[list[Micro], None, Any]
+
+
+@dataclass(frozen=True)
+class Symptoms:
+    """What a log line says about the steps since the last one. All ranks have the same."""
+
+    step: int
+    """At which they were read."""
+    skipped: int
+    """Steps skipped since the last reading."""
+    streak: int
+    scale: float
+    first_skip: int | None
+    first_bad_loss: int | None
+
+
+class Watch:
+    """Watches over one run.
+
+    Args:
+        loop: whose run it is.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.cfg = loop, loop.cfg.doctor
+        self.doctor = _doctor(loop)
+        self.last: Diagnosis | None = None
+        self.num_reports = 0
+        self._seen = 0
+        self._examined = -1
+        device = loop.env.device
+        self._firsts = torch.zeros(2, dtype=torch.int64, device=device)
+        self._num_bad_losses = torch.zeros((), dtype=torch.int64, device=device)
+        self._origin: dict[str, Any] | None = None
+        self._origin_step = -1
+
+    # --- during the steps -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Remember where the run starts from, if that is small, for as long as there is no checkpoint."""
+        weights = [p for net in self.loop.nets for p in net.parameters()]
+        if sum(p.numel() * p.element_size() for p in weights) < _SMALL:
+            self._origin, self._origin_step = self.loop.position(), self.loop.step
+        self._seen = int(self.loop.amp.num_skipped)
+
+    def note(self, report: StepReport, loss: Tensor | None) -> None:
+        """Keep the first bad step, on the device."""
+        when = _NEVER - (self.loop.step + 1)
+        bad = [~report.taken]
+        if loss is not None:
+            bad.append(~torch.isfinite(loss.detach()))
+            self._num_bad_losses += bad[1]
+        for first, is_bad in zip(self._firsts, bad, strict=False):
+            torch.maximum(first, is_bad * when, out=first)
+
+    def facts(self) -> dict[str, Tensor]:
+        """What is to be read back with the metrics; starts anew."""
+        firsts = self._firsts
+        self._firsts = torch.zeros_like(firsts)
+        if self.loop.env.world_size > 1:
+            dist.all_reduce(firsts, op=dist.ReduceOp.MAX)
+        return {"first_skip": firsts[0], "first_bad_loss": firsts[1]}
+
+    def symptoms(self, step: int, found: dict[str, float], skipped: int, streak: int, scale: float) -> Symptoms:
+        """What was read back."""
+        firsts = [_NEVER - int(found[name]) if found[name] else None for name in ("first_skip", "first_bad_loss")]
+        new, self._seen = skipped - self._seen, skipped
+        return Symptoms(step, new, streak, scale, *firsts)
+
+    def is_called(self, symptoms: Symptoms) -> bool:
+        """Whether these symptoms need a doctor."""
+        policy = self.loop.amp.scaler.policy
+        if self.num_reports >= self.cfg.max_reports:
+            return False
+        if symptoms.first_bad_loss is not None and (policy is None or not symptoms.streak):
+            return True
+        if policy is None:
+            return symptoms.first_skip is not None
+        at_floor = policy.dynamic and symptoms.scale <= policy.min_scale and symptoms.streak > 0
+        return symptoms.streak >= self.cfg.after_skips or at_floor
+
+    # --- the examination -------------------------------------------------------------------------------------------
+
+    def examine(self, symptoms: Symptoms) -> Windows:
+        """Yields windows to be computed again; returns the diagnosis, or None."""
+        loop = self.loop
+        streak = int(loop.amp.num_consecutive_skips)
+        begin = loop.step - streak + 1
+        first = symptoms.first_bad_loss if symptoms.first_bad_loss is not None else symptoms.first_skip
+        if first is None or symptoms.streak >= self.cfg.after_skips or streak >= loop.cfg.amp.max_consecutive_skips:
+            first = begin if streak else first
+        if first is None or first == self._examined:
+            return self.last
+        self._examined = first
+        self.num_reports += 1
+        unchanged = streak > 0 and first >= begin
+        logger.info("the doctor replays step %d", first)
+        weights = "the weights of the step" if unchanged else f"the weights of step {loop.step}"
+        diagnosis = yield from self._diagnose(first)
+        if diagnosis is None and not unchanged:
+            start = self._start_before(first)
+            if start is not None:
+                diagnosis = yield from self._from_checkpoint(start, first)
+                weights = f"the weights of the step, trained again from step {start[0]}"
+        if diagnosis is None:
+            diagnosis = Diagnosis(
+                "not found",
+                "The step was skipped when it was trained, and is finite now. Weights or randomness were others: set "
+                "deterministic=true and save_every smaller to have it replayed as it was.",
+                amp=loop.cfg.amp.name,
+                loss_scale=loop.amp.scale,
+            )
+        diagnosis.step, diagnosis.weights = first, weights
+        self._add_samples(diagnosis, first)
+        self.last = diagnosis
+        if self.cfg.name == "heal" and diagnosis.islands and diagnosis.cause != "position collision":
+            yield from self._heal(diagnosis, first, streak)
+        self._report(diagnosis)
+        return diagnosis
+
+    def _diagnose(self, step: int) -> Generator[Any, None, Diagnosis | None]:
+        return (yield from self.doctor.diagnose(lambda: self.loop.replay(step)))
+
+    def _start_before(self, step: int) -> tuple[int, Any] | None:
+        checkpoint = self.loop.checkpoint.newest_before(step)
+        if checkpoint is not None:
+            return checkpoint
+        return (self._origin_step, self._origin) if self._origin is not None and self._origin_step < step else None
+
+    def _from_checkpoint(self, start: tuple[int, Any], step: int) -> Generator[Any, None, Diagnosis | None]:
+        loop = self.loop
+        present = loop.position()
+        logger.info("the doctor trains steps %d to %d again", start[0] + 1, step - 1)
+        try:
+            loop.go_to(start[1])
+            while loop.step < step - 1:
+                with loop.training_again() as window:
+                    yield window
+            return (yield from self._diagnose(step))
+        finally:
+            loop.go_to(present)
+
+    def _heal(self, diagnosis: Diagnosis, step: int, streak: int) -> Windows:
+        loop, policy = self.loop, self.loop.amp.scaler.policy
+        loop.make_islands(diagnosis.islands)
+        diagnosis.healed = True
+        if policy is None or not policy.dynamic or not streak:
+            return
+        # The scale fell for nothing: back to where it was, or as near as the healed window allows.
+        scale = loop.amp.scale
+        wanted = min(scale * policy.backoff_factor ** -min(streak, 126), policy.max_scale)
+        while wanted > scale:
+            loop.amp.scaler.set(wanted)
+            with loop.replay(step) as (rehearsal, window):
+                yield window
+            if all(self.doctor.agree(rehearsal.is_finite)):
+                return
+            wanted *= policy.backoff_factor
+        loop.amp.scaler.set(scale)
+
+    # --- the report -------------------------------------------------------------------------------------------------
+
+    def _add_samples(self, diagnosis: Diagnosis, step: int) -> None:
+        """From rows of a micro-batch to indices of the data set."""
+        batches = self.loop.indices_of(step, diagnosis.rank)
+        diagnosis.window = [index for batch in batches for index in batch]
+        rows, diagnosis.samples = diagnosis.samples, []
+        if rows and len(batches) == 1 and max(rows) < len(batches[0]):
+            diagnosis.samples = [batches[0][row] for row in rows]
+        elif diagnosis.cause == "bad input":
+            diagnosis.samples = [batch[row] for batch in batches for row in rows if row < len(batch)]
+
+    def _report(self, diagnosis: Diagnosis) -> None:
+        loop, env = self.loop, self.loop.env
+        counts = {
+            "skipped": int(loop.amp.num_skipped),
+            "skipped_of": {of: int(meter.num_skipped) for of, meter in loop.meters.items() if of},
+            "losses_not_finite": int(env.sum_over_ranks(self._num_bad_losses.clone())),
+        }
+        if not env.is_main or env.run_dir is None:
+            return
+        text = str(diagnosis)
+        folder = env.run_dir / "doctor"
+        with contextlib.suppress(OSError):  # a full disk must not end a run that goes on
+            folder.mkdir(exist_ok=True)
+            (folder / f"step_{diagnosis.step:08d}.txt").write_text(text + "\n")
+            write_json(folder / f"step_{diagnosis.step:08d}.json", diagnosis.to_dict() | counts)
+        logger.warning("the doctor's report (%s)\n%s", folder / f"step_{diagnosis.step:08d}.txt", text)
+        if self.num_reports == self.cfg.max_reports:
+            logger.info("doctor.max_reports=%d: this was the last one", self.cfg.max_reports)
+
+
+def _doctor(loop: Loop) -> Doctor:
+    env = loop.env
+    nets = [*env.nets]
+    nets += [
+        (name, part) for name, part in loop.parts.items() if part in loop.nets and all(part is not n for _, n in nets)
+    ]
+
+    def agree(value: Any) -> list[Any]:
+        if env.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * env.world_size
+        dist.all_gather_object(values, value, group=env.host_group)
+        return values
+
+    return Doctor(loop.amp, nets, rank=env.rank, agree=agree)

@@ -1,0 +1,83 @@
+"""The doctor by hand: where a window breaks, what fp16 would do to a run, and why it is not faster.
+
+    python scripts/doctor.py locate outputs/classification/2026-01-31_12-00-00 --step 137
+    python scripts/doctor.py locate amp=fp16 model=resnet18 --step 1        # settings as for train.py
+    python scripts/doctor.py forecast recipe=segmentation                   # headroom and scale, without fp16
+    python scripts/doctor.py advise recipe=language_model                   # why is it not faster?
+
+Nothing is trained for good and no run folder is written. docs/DOCTOR.md explains the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from amp_core.errors import ConfigError
+from train import checked
+
+
+def visit(overrides: list[str], course: Any) -> int:
+    """Build a recipe and let `course(loop, count)` yield the windows that it computes. Returns an exit code."""
+    from amp_core.environment import Job
+    from amp_core.launch import in_process
+    from recipes import find
+
+    values, _, notes = checked([*overrides, "layout=single", "dry_run=true"])
+    run = find(values["recipe"]["name"]).run
+
+    def visited(cfg: Any, env: Any) -> Any:
+        env.course = course
+        return run(cfg, env)
+
+    outcome = in_process(Job(values, None, overrides, sys.argv, notes), visited)
+    if outcome.error:
+        print(f"error: {outcome.error}", file=sys.stderr)
+    return outcome.exit_code
+
+
+def locate(args: argparse.Namespace) -> int:
+    """Diagnose one step of a run, from its checkpoints or from its start."""
+    from amp_core.doctor.watch import diagnose_step
+
+    overrides = args.overrides
+    if len(overrides) == 1 and Path(overrides[0]).is_dir():
+        from amp_core.compose import overrides_of
+
+        overrides = [*overrides_of(overrides[0]), f"resume={overrides[0]}", "allow_changes=true"]
+    found: list[Any] = []
+    code = visit(overrides, lambda loop, count: diagnose_step(loop, args.step, found))
+    for diagnosis in found:
+        if diagnosis is None:
+            print(f"step {args.step}: nothing found; every number is finite and no position is lost")
+        else:
+            print(json.dumps(diagnosis.to_dict(), indent=2) if args.json else diagnosis)
+    return code
+
+
+def main(arguments: list[str]) -> int:
+    """Run a command line. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    command = commands.add_parser("locate", help="the operation that breaks a step")
+    command.add_argument("overrides", nargs="*", help="a run folder, or settings as for train.py")
+    command.add_argument("--step", type=int, default=1, help="counted from 1, as in metrics.jsonl")
+    command.add_argument("--json", action="store_true")
+    command.set_defaults(do=locate)
+
+    args = parser.parse_intermixed_args(arguments) if False else parser.parse_args(arguments)
+    try:
+        return args.do(args)
+    except ConfigError as refused:
+        print("error: " + "\n       ".join(refused.problems), file=sys.stderr)
+        return refused.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

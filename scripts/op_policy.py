@@ -1,0 +1,96 @@
+"""The page docs/OP_POLICY.md: what autocast casts on a CPU and on CUDA, by calling every operator of a table.
+
+    python scripts/op_policy.py            # prints it
+    python scripts/op_policy.py --write    # puts it into docs/
+
+Needs no GPU and takes about five seconds. The page holds for the version of torch that it names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from pathlib import Path
+
+import torch
+
+from amp_core.op_policy import KEPT, THROUGH_FP32, cuda_policy, observed
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "OP_POLICY.md"
+
+INTRODUCTION = """\
+# What autocast casts, by device
+
+Made by `python scripts/op_policy.py --write` with torch {version}, by calling each operator under autocast to fp16;
+`tests/test_op_policy.py` holds it. CUDA's column needs no GPU: tensors without data pass through CUDA's own dispatch.
+
+Tutorials show CUDA's list. On a CPU autocast follows another one, so the same network meets other numbers there:
+{differ} of {ops} operators differ. `amp.op_policy=cuda` gives CPU autocast the decisions of CUDA, with real arithmetic
+and real gradients, for the length of a run (`python train.py amp=fp16 amp.op_policy=cuda device=cpu`); then {left}
+differ{those}.
+Not in the table, since tensors without data do not pass through them: GRU cells, `grid_sample`, whole recurrent layers.
+
+| in a cell | the result |
+| --- | --- |
+| fp16, fp32 | has this dtype, whether the inputs are 16-bit or fp32 |
+| as given | has the dtype of the input |
+| widest | is fp32 as soon as one input is |
+| as given, not mixed | has the dtype of the inputs, which must be the same |
+| raises | is an error |
+| one / another | is the one for 16-bit inputs, the other for fp32 inputs |
+
+Torch's kernels that only a CPU has are taken out, too, since CUDA leaves their operators alone. `{through}` then
+computes in fp32 and rounds its result: a CPU has no 16-bit kernel of it. These stay:
+
+{kept}
+
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.parent.name}/{PAGE.name} instead")
+    if parser.parse_args().write:
+        PAGE.write_text(page())
+    else:
+        print(page(), end="")
+
+
+def columns(dtype: torch.dtype) -> dict[str, tuple[str, str, str]]:
+    """By operator: what a CPU makes of it, what CUDA does, and what a CPU does with CUDA's policy."""
+    cpu, cuda = observed("cpu", dtype), observed("cuda", dtype)
+    with cuda_policy():
+        changed = observed("cpu", dtype)
+    return {name: (cpu[name], cuda[name], changed[name]) for name in cpu}
+
+
+def page() -> str:
+    table = columns(torch.float16)
+    left = [name for name, (_, cuda, changed) in table.items() if changed != cuda]
+    introduction = INTRODUCTION.format(
+        version=minor_version(),
+        ops=len(table),
+        differ=sum(cpu != cuda for cpu, cuda, _ in table.values()),
+        left=len(left),
+        those=f" ({', '.join(left)})" if left else "",
+        through=THROUGH_FP32,
+        kept="\n".join(f"- {result}:\n  {listed(names)}" for result, names in KEPT.items()),
+    )
+    rows = [["operator", "CPU, fp16", "CUDA, fp16", "CPU with `amp.op_policy=cuda`", "differs"], ["---"] * 5]
+    for name, (cpu, cuda, changed) in table.items():
+        rows.append([name, cpu, cuda, changed, "" if cpu == cuda else "yes"])
+    return introduction + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def listed(names: str) -> str:
+    """Names in backquotes, on as many lines as they take."""
+    return textwrap.fill(", ".join(f"`{name}`" for name in names.split()), 115, subsequent_indent="  ")
+
+
+def minor_version() -> str:
+    """Of torch, such as 2.13: lists change between these."""
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+if __name__ == "__main__":
+    main()
