@@ -255,6 +255,18 @@ def sweep_subdir(overrides: list[str]) -> str:
     return f"{safe}-{digest}" if safe else digest
 
 
+def overrides_of(run_dir: str | os.PathLike[str]) -> list[str]:
+    """The settings that a run was started with, as they were typed.
+
+    Raises:
+        ConfigError: the folder holds no run.
+    """
+    path = Path(run_dir, ".hydra", "overrides.yaml")
+    if not path.is_file():
+        raise ConfigError(f"{run_dir}: holds no run (no .hydra/overrides.yaml)")
+    return [text for text in OmegaConf.load(path) if not str(text).startswith(("run_dir=", "resume=", "hydra."))]
+
+
 def stored_config(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The configuration of a run folder, or None when it holds no run."""
     path = Path(run_dir, ".hydra", "config.yaml")

@@ -130,6 +130,7 @@ class Loop:
         """
         self._count = count
         if self.env.course is not None:
+            self._resume()
             yield from self.env.course(self, count)
             return
         if self.cfg.dry_run:

@@ -25,6 +25,7 @@ Cause = Literal[
     "poisoned buffer",
     "poisoned weight",
     "bad input",
+    "infinite constant",
     "not found",
 ]
 
@@ -163,6 +164,8 @@ def cause_of(birth: Birth) -> Cause:
     if not birth.op:
         kind = birth.tensor.split()[0].split("[")[0]
         return {"buffer": "poisoned buffer", "weight": "poisoned weight"}.get(kind, "bad input")  # type: ignore[return-value]
+    if birth.is_constant:
+        return "infinite constant"
     name = birth.op.split(".")[-1].rstrip("_")
     marks = {kind for kind, _ in birth.marks}
     is_wide_finite = birth.wide is not None and birth.wide < float("inf")
@@ -204,6 +207,8 @@ def explain(birth: Birth, cause: Cause) -> str:
         return f"{what} was given a zero (in {pass_}): this is not finite in any precision."
     if cause == "nothing left by a mask":
         return f"{what} was given nothing but the infinities of a mask, such as a row of attention with no key left."
+    if cause == "infinite constant":
+        return f"{what} wrote an infinity or NaN that stands in the program, and it reached the loss or the gradients."
     if cause == "overflow in fp32":
         return "The numbers exceed even fp32, whose largest is 3.4e38: the training diverges, or an input is far off."
     if cause in ("poisoned buffer", "poisoned weight", "bad input"):

@@ -11,6 +11,7 @@ behind. `Loop` replays the windows of a run in the same way, by handing them to 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from amp_core.doctor.diagnosis import (
     keep_fp32_override,
     place_of,
 )
-from amp_core.doctor.trace import Birth, Trace, named_tensors
+from amp_core.doctor.trace import REMOTE, Birth, Trace, named_tensors
 from amp_core.islands import as_islands, island_names
 from amp_core.layout import unwrap
 from amp_core.precision import Amp, Rehearsal
@@ -166,11 +167,11 @@ class Doctor:
         finite = rehearsal.is_finite
         if culprit is None and not finite and trace.births and trace.reached:
             # What autograd does between operations is not seen: the trail may be lost, and the first birth is it.
-            culprit = trace.births[0] if set(trace.reached) != {-2} else None
+            culprit = trace.births[0] if set(trace.reached) != {REMOTE} else None
         return {
             "finite": finite,
             "culprit": culprit,
-            "reached": trace.reached.get(culprit.number, []) if culprit else [],
+            "reached": list(dict.fromkeys(itertools.chain(*trace.reached.values()))) if culprit else [],
             "births": trace.births[:32],
             "collisions": trace.collisions,
         }
@@ -345,6 +346,7 @@ _ADVICE: dict[Cause, Fix] = {
         "data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer; amp.guard(net) keeps it clean"
     ),
     "poisoned weight": Fix("data", "start from an earlier checkpoint: resume=<folder>"),
+    "infinite constant": Fix("code", "write a finite number, or keep what it masks from the loss"),
     "bad input": Fix("data", "repair or remove the samples"),
     "overflow in a product": Fix("override", "or use bf16, which has the range of fp32", "amp=bf16"),
     "overflow in a reduction": Fix("code", "or sum in fp32: .float() before it, dtype=torch.float32, or a mean first"),

@@ -50,7 +50,7 @@ _ADDS_EPS = {"add", "add_", "clamp_min", "clamp_min_", "clamp", "clamp_", "maxim
 _POSITIONAL = {"mul", "add", "sub", "div", "pow", "rsub"}
 
 OUTSIDE, REMOTE, CONSTANT = -1, -2, -3
-"""Origins that are no births: made before the window, by another rank, by the program on purpose."""
+"""Origins that are no births: made before the window, by another rank, a number. Below: constants of the program."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,8 @@ class Birth:
     only_masks: bool = False
     """The inputs held infinities that the program wrote down, as in a mask."""
     marks: frozenset[tuple[str, str]] = frozenset()
+    is_constant: bool = False
+    """The program wrote it down."""
     rows: list[int] = field(default_factory=list)
     """Of the first dimension, those with numbers that are not finite, at most 16."""
     tensor: str = ""
@@ -179,6 +181,8 @@ class Trace(TorchDispatchMode):
     def __init__(self, names: Mapping[nn.Module, str], tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.births: list[Birth] = []
+        self.constants: list[Birth] = []
+        """Infinities and NaN that the program wrote down, such as those of a mask."""
         self.collisions: list[Collision] = []
         self.reached: dict[int, list[str]] = {}
         """Origins of what came out not finite: number of the birth -> names of losses and gradients."""
@@ -231,18 +235,19 @@ class Trace(TorchDispatchMode):
 
     @property
     def culprit(self) -> Birth | None:
-        """The earliest birth that reached a loss or a gradient."""
+        """The earliest birth that reached a loss or a gradient; else an infinite constant that did."""
         numbers = [number for number in self.reached if number >= 0]
         if numbers:
             return self.births[min(numbers)]
-        return None
+        constants = [CONSTANT - origin - 1 for origin in self.reached if origin < CONSTANT]
+        return self.constants[min(constants)] if constants else None
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _note(self, tensor: Tensor, what: str) -> None:
         key = _key(tensor)
         origins = self._origins.get(key, frozenset())
-        if not origins & {number for number in origins if number >= 0}:
+        if not any(origin >= 0 or origin < CONSTANT for origin in origins):
             origins = frozenset({REMOTE if key in self._shared or REMOTE in origins else OUTSIDE})
         for origin in origins:
             self.reached.setdefault(origin, []).append(what)
@@ -311,13 +316,19 @@ class Trace(TorchDispatchMode):
         for each in call.inputs:
             if each.tensor.is_floating_point() and not _finite(each.tensor):
                 origins |= self._origins.get(each.key) or {self._unknown(each, call.place)}
-        if origins - {CONSTANT}:
-            return frozenset(origins - {CONSTANT})
+        constants = {origin for origin in origins if origin <= CONSTANT}
+        if origins - constants:
+            return frozenset(origins - constants)
         has_nan = any(bool(tensor.isnan().any()) for tensor in bad)
-        if not has_nan and (origins or (call.name in _CONSTANTS and _has_infinite_scalar(call.args))):
-            return frozenset({CONSTANT})
-        self.births.append(self._birth(call, bad[0], has_nan, CONSTANT in origins, marks))
-        return frozenset({len(self.births) - 1})
+        if constants and not has_nan:
+            return frozenset(constants)
+        birth = self._birth(call, bad[0], has_nan, bool(constants), marks)
+        if call.name in _CONSTANTS and _has_infinite_scalar(call.args):
+            birth.is_constant = True
+            self.constants.append(birth)
+            return frozenset({CONSTANT - len(self.constants)})
+        self.births.append(birth)
+        return frozenset({birth.number})
 
     @staticmethod
     def _update(table: dict[int, frozenset[Any]], key: int, value: frozenset[Any], *, keep: bool) -> None:
@@ -423,7 +434,7 @@ class Trace(TorchDispatchMode):
                 if torch.is_grad_enabled():  # nodes of a second derivative
                     self._places.setdefault(_last_node(), place)
                 return place
-            return Place(None, "", node.name(), "", node.name())
+            return Place(None, "", *_source(), node.name())  # Python code that autograd calls, such as a hook
         module, kind = self._modules[-1] if self._modules else (None, "")
         source, code = _source()
         place = Place(module, kind, source, code, name)
@@ -522,7 +533,7 @@ def _bad_rows(tensor: Tensor) -> list[int]:
 
 def _has_infinite_scalar(args: Sequence[Any]) -> bool:
     return any(
-        abs(a) == float("inf")
+        not abs(a) < float("inf")
         if isinstance(a, int | float)
         else isinstance(a, Tensor) and a.numel() == 1 and not _finite(a)
         for a in args

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from amp_core.doctor.diagnosis import Diagnosis
 from amp_core.doctor.locate import Doctor
+from amp_core.errors import ConfigError
 from amp_core.log import write_json
 from amp_core.precision import StepReport
 from amp_core.window import Micro
@@ -64,7 +65,7 @@ class Watch:
 
     def __init__(self, loop: Loop) -> None:
         self.loop, self.cfg = loop, loop.cfg.doctor
-        self.doctor = _doctor(loop)
+        self.doctor = doctor_of(loop)
         self.last: Diagnosis | None = None
         self.num_reports = 0
         self._seen = 0
@@ -152,7 +153,7 @@ class Watch:
                 loss_scale=loop.amp.scale,
             )
         diagnosis.step, diagnosis.weights = first, weights
-        self._add_samples(diagnosis, first)
+        add_samples(loop, diagnosis, first)
         self.last = diagnosis
         if self.cfg.name == "heal" and diagnosis.islands and diagnosis.cause != "position collision":
             yield from self._heal(diagnosis, first, streak)
@@ -201,16 +202,6 @@ class Watch:
 
     # --- the report -------------------------------------------------------------------------------------------------
 
-    def _add_samples(self, diagnosis: Diagnosis, step: int) -> None:
-        """From rows of a micro-batch to indices of the data set."""
-        batches = self.loop.indices_of(step, diagnosis.rank)
-        diagnosis.window = [index for batch in batches for index in batch]
-        rows, diagnosis.samples = diagnosis.samples, []
-        if rows and len(batches) == 1 and max(rows) < len(batches[0]):
-            diagnosis.samples = [batches[0][row] for row in rows]
-        elif diagnosis.cause == "bad input":
-            diagnosis.samples = [batch[row] for batch in batches for row in rows if row < len(batch)]
-
     def _report(self, diagnosis: Diagnosis) -> None:
         loop, env = self.loop, self.loop.env
         counts = {
@@ -231,7 +222,31 @@ class Watch:
             logger.info("doctor.max_reports=%d: this was the last one", self.cfg.max_reports)
 
 
-def _doctor(loop: Loop) -> Doctor:
+def add_samples(loop: Loop, diagnosis: Diagnosis, step: int) -> None:
+    """From rows of a micro-batch to indices of the data set."""
+    batches = loop.indices_of(step, diagnosis.rank)
+    diagnosis.window = [index for batch in batches for index in batch]
+    rows, diagnosis.samples = diagnosis.samples, []
+    if rows and len(batches) == 1 and max(rows) < len(batches[0]):
+        diagnosis.samples = [batches[0][row] for row in rows]
+
+
+def diagnose_step(loop: Loop, step: int, found: list[Diagnosis | None]) -> Windows:
+    """A course that examines one step of a run, trained again from where the run was resumed. Fills `found`."""
+    if step <= loop.step:
+        raise ConfigError(f"--step {step}: the checkpoint is at step {loop.step}; expected a later step")
+    while loop.step < step - 1:
+        with loop.training_again() as window:
+            yield window
+    diagnosis = yield from doctor_of(loop).diagnose(lambda: loop.replay(step))
+    if diagnosis is not None:
+        diagnosis.step, diagnosis.weights = step, "the weights of the step"
+        add_samples(loop, diagnosis, step)
+    found.append(diagnosis)
+
+
+def doctor_of(loop: Loop) -> Doctor:
+    """A doctor for the networks of a run."""
     env = loop.env
     nets = [*env.nets]
     nets += [
