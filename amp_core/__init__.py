@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from amp_core.checkpoint import Checkpoint, Loaded
     from amp_core.clip import Clip
     from amp_core.config import AmpConfig
+    from amp_core.doctor.diagnosis import Diagnosis
+    from amp_core.doctor.locate import Doctor
     from amp_core.ema import Ema
     from amp_core.islands import carry_autocast, keep_fp32
     from amp_core.precision import Amp, StepReport
@@ -26,6 +28,8 @@ _HOME = {
     "AmpConfig": "config",
     "Checkpoint": "checkpoint",
     "Clip": "clip",
+    "Diagnosis": "doctor.diagnosis",
+    "Doctor": "doctor.locate",
     "Ema": "ema",
     "Loaded": "checkpoint",
     "Micro": "window",
@@ -43,6 +47,8 @@ __all__ = [
     "AmpConfig",
     "Checkpoint",
     "Clip",
+    "Diagnosis",
+    "Doctor",
     "Ema",
     "Loaded",
     "Micro",

@@ -108,6 +108,12 @@ class Log:
             self._last_steps = _cut(run_dir / "metrics.jsonl", last_line_step)
         except OSError as error:
             self.warning(f"metrics.jsonl: lines beyond step {last_line_step} cannot be cut and stand twice: {error}")
+        self._statistics_file: _LineFile | None = None
+        self._statistics_path = run_dir / "doctor" / "statistics.jsonl"
+        try:
+            _cut(self._statistics_path, last_line_step)
+        except OSError as error:
+            self.warning(f"{self._statistics_path}: lines beyond step {last_line_step} cannot be cut: {error}")
         if cfg.progress:
             self._progress = _Progress(total_steps)
         if cfg.tensorboard:
@@ -140,6 +146,31 @@ class Log:
         numbers = dict(_numbers(split, {key: value for key, value in metrics.items() if key not in ("step", "split")}))
         if self._progress is not None and split == "train":
             self._show(self._progress.show, step, metrics)
+        self._track(step, numbers)
+
+    def statistics(self, line: Mapping[str, Any]) -> None:
+        """Report the ranges of the layers in a step: to doctor/statistics.jsonl, the main ones to the trackers.
+
+        Args:
+            line: `step`, and `layers`: by name and kind of numbers, with `amax` and `underflow` among what is known.
+        """
+        if not self._is_main or self._is_closed:
+            return
+        if self._statistics_file is None:
+            with contextlib.suppress(OSError):  # said at the first line
+                self._statistics_path.parent.mkdir(exist_ok=True)
+            self._statistics_file = _LineFile(self._statistics_path, self.warning)
+        self._statistics_file.append(_dumps(line))
+        numbers = {
+            f"{kind}_{name}/{layer or 'network'}": float(found[name])
+            for layer, kinds in line["layers"].items()
+            for kind, found in kinds.items()
+            for name in ("amax", "underflow")
+            if found[name] is not None
+        }
+        self._track(int(line["step"]), numbers)
+
+    def _track(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._tensorboard is not None:
             try:
                 self._tensorboard.add(step, numbers)
@@ -220,6 +251,8 @@ class Log:
         self._logger.setLevel(level)
         if self._is_main:
             self._metrics_file.close()
+            if self._statistics_file is not None:
+                self._statistics_file.close()
 
 
 def say(message: str) -> None:
@@ -307,8 +340,8 @@ def _cut(path: Path, last_step: int) -> dict[str, int]:
     for line in content.split(b"\n"):
         try:
             entry = json.loads(line)
-            key = str(entry["split"]), int(entry["step"])
-        except (ValueError, KeyError, TypeError):  # half-written
+            key = str(entry.get("split", "")), int(entry["step"])
+        except (ValueError, KeyError, TypeError, AttributeError):  # half-written
             continue
         if key[1] <= last_step:
             kept[key] = line

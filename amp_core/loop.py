@@ -29,6 +29,7 @@ from amp_core.checkpoint import Checkpoint, Loaded
 from amp_core.config import differences, num_steps, scale_cap
 from amp_core.data import Data, Sampler, to_device, train_loader
 from amp_core.doctor.locate import Doctor
+from amp_core.doctor.statistics import Statistics
 from amp_core.doctor.watch import Symptoms, Watch
 from amp_core.ema import Ema
 from amp_core.environment import Environment, outcome_of, peak_memory
@@ -92,6 +93,8 @@ class Loop:
         self.islands: list[str] = []
         """What the doctor keeps in fp32, besides what amp.keep_fp32 names."""
         self.watch = Watch(self) if self.cfg.doctor.name != "off" else None
+        sampled = self.cfg.doctor.statistics_every is not None and env.is_main
+        self._statistics = Statistics(self) if sampled else None
         self._floor_said = self._skip_said = False
         self._clock = _Clock()
 
@@ -183,6 +186,20 @@ class Loop:
             for i, (batch, share) in enumerate(zip(batches, weights, strict=True), 1)
         ]
 
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[Iterator[list[Micro]]]:
+        """The windows from the next step on, without end, as training loads them: by workers, and copied ahead."""
+        env, cfg = self.env, self.cfg
+        sampler = self._sampler(self.samples)
+        on_cuda = env.device.type == "cuda"
+        with contextlib.closing(
+            train_loader(self.data.train, sampler, num_workers=cfg.data.num_workers, pin_memory=on_cuda)
+        ) as loader:
+            batches = to_device(
+                loader, env.device, ahead=cfg.perf.prefetch and on_cuda, channels_last=cfg.perf.channels_last
+            )
+            yield (self._window(list(itertools.islice(batches, self.accumulation))) for _ in itertools.count())
+
     def _steps(self) -> Generator[list[Micro], None, None]:
         env, cfg, end = self.env, self.cfg, self.num_steps
         sampler = self._sampler(self.samples)
@@ -196,7 +213,7 @@ class Loop:
             self._clock.start(self.samples)
             while self.step < end:
                 window = self._window([next(batches) for _ in range(self.accumulation)])
-                with self._step_of(window) as dropped:
+                with self._step_of(window) as dropped, self._sampling():
                     if not dropped:
                         yield window
                 yield from self._after_step(end)
@@ -211,6 +228,9 @@ class Loop:
             yield dropped
         self.step += 1
         self.samples += self.samples_per_step
+
+    def _sampling(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._statistics is None else self._statistics.sampling(self.step + 1)
 
     def _after_step(self, end: int) -> Iterator[list[Micro]]:
         cfg, at_end = self.cfg, self.step == end
@@ -311,9 +331,13 @@ class Loop:
             self._is_replay = False
 
     @contextlib.contextmanager
-    def training_again(self) -> Iterator[list[Micro]]:
-        """Around a computation of the next step's window that takes the step, without metrics."""
-        window = self.window_of(self.step + 1)
+    def training_again(self, window: list[Micro] | None = None) -> Iterator[list[Micro]]:
+        """Around a computation of the next step's window that takes the step, without metrics.
+
+        Args:
+            window: of `loading`; None: it is loaded anew.
+        """
+        window = window or self.window_of(self.step + 1)
         self._is_replay = True
         try:
             with self._step_of(window):
@@ -572,6 +596,8 @@ class Loop:
         line |= norms
         assert self._log is not None
         self._log.metrics(line)
+        if self._statistics is not None:
+            self._statistics.write(self._log, upto=reading.step)
         self.env.summary |= {"step": reading.step, "skipped": int(skipped), "samples_per_second": reading.rate}
         policy = self.amp.scaler.policy
         if skipped and not self._skip_said:
@@ -645,6 +671,8 @@ class Loop:
             return
         began = time.monotonic()
         problem = None
+        if self._statistics is not None and self._log is not None:
+            self._statistics.write(self._log)  # a run that goes on from here does not sample these steps again
         try:
             self.checkpoint.save(
                 self.step,

@@ -68,6 +68,10 @@ class Watcher(Protocol):
     def resume(self) -> None: ...
 
 
+Observer = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
+"""(weights, their gradients, whether these carry the loss scale)."""
+
+
 class Rehearsal:
     """What a window came to whose step was not taken."""
 
@@ -159,6 +163,8 @@ class Amp:
         self._in_window = False
         self._said_waits = False
         self._rehearsal: Rehearsal | None = None
+        self.observers: list[Observer] = []
+        """Called by `step` for each optimizer, before it changes anything."""
         self._zero = torch.zeros((), device=self.device)
         self.num_skipped = torch.zeros((), dtype=torch.int64, device=self.device)
         """Windows of which any step was skipped, a 0-d tensor."""
@@ -346,6 +352,9 @@ class Amp:
             for each in optimizers:
                 watcher.on_gradients(*_with_grads(each))
             watcher.pause()
+        for observe in self.observers:
+            for each in optimizers:
+                observe(*_with_grads(each), each not in unscaled and not self._ledger(each).unscaled)
         due = [self._examine(o, clip, scaled=o not in unscaled, sharded=o in sharded) for o in optimizers]
         found_inf = functools.reduce(torch.maximum, [each.found_inf for each in due])
         agree = several_ranks()

@@ -89,16 +89,16 @@ class Doctor:
         Returns:
             None when the window is finite and no position is lost.
         """
-        state = torch.get_rng_state()
+        random = RandomState(self.amp.device)
 
         @contextlib.contextmanager
         def replay() -> Iterator[tuple[Rehearsal, Any]]:
             buffers = [(b, b.clone()) for _, net in self.nets for b in net.buffers()]
-            torch.set_rng_state(state)
             try:
                 with self.amp.rehearse() as rehearsal:
                     yield rehearsal, batch
             finally:
+                random.restore()
                 for buffer, kept in buffers:
                     with torch.no_grad():
                         buffer.copy_(kept)
@@ -331,6 +331,21 @@ class Doctor:
     def island_names(self) -> list[str]:
         """The islands there are."""
         return [".".join(filter(None, [prefix, name])) for prefix, net in self.nets for name in island_names(net)]
+
+
+class RandomState:
+    """The state of the generators that a window may draw from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._device = device
+
+    def restore(self) -> None:
+        """Draw the same numbers again."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 _MOST_ROUNDS = 8

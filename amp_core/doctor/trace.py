@@ -363,7 +363,7 @@ class Trace(TorchDispatchMode):
             op=f"{call.func.namespace}.{call.name}",
             place=call.place,
             backward=call.backward,
-            inputs=[Range.of(each.name, each.tensor) for each in floats],
+            inputs=[Range.of(self._tensors.get(each.key, each.name), each.tensor) for each in floats],
             output=Range.of("output", output),
             has_nan=has_nan,
             wide=_in_float64(call, output),

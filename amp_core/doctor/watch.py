@@ -114,7 +114,7 @@ class Watch:
         policy = self.loop.amp.scaler.policy
         if self.num_reports >= self.cfg.max_reports:
             return False
-        if symptoms.first_bad_loss is not None and (policy is None or not symptoms.streak):
+        if symptoms.first_bad_loss is not None:  # no loss scale makes a loss infinite
             return True
         if policy is None:
             return symptoms.first_skip is not None
@@ -129,8 +129,8 @@ class Watch:
         streak = int(loop.amp.num_consecutive_skips)
         begin = loop.step - streak + 1
         first = symptoms.first_bad_loss if symptoms.first_bad_loss is not None else symptoms.first_skip
-        if first is None or symptoms.streak >= self.cfg.after_skips or streak >= loop.cfg.amp.max_consecutive_skips:
-            first = begin if streak else first
+        if streak and (first is None or first >= begin or loop.amp.scaler.policy is not None):
+            first = begin  # of steps that are skipped in a row, all with the same weights
         if first is None or first == self._examined:
             return self.last
         self._examined = first

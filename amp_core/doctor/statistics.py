@@ -1,0 +1,213 @@
+"""The ranges of every layer's numbers, sampled in training: largest number, share lost in fp16, histogram of exponents.
+
+Every `doctor.statistics_every` steps one window is measured on the device, without waiting for it. Hooks are there
+during this window only, so the steps between cost nothing. What was measured is copied to the host in the background
+and written with the next log line, to `doctor/statistics.jsonl` and to the trackers.
+
+    weights               as the window begins, in the dtype in which they are stored
+    activations           what the modules without parts return
+    activation_gradients  of these, as the backward pass computes them: times the loss scale
+    weight_gradients      after the window, summed over micro-batches (and by DDP over ranks), without the loss scale
+
+A layer that is called several times in a window, such as in accumulation, counts with all of its calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_core.doctor.locate import Doctor
+from amp_core.weights import trainable
+
+if TYPE_CHECKING:
+    from amp_core.log import Log
+    from amp_core.loop import Loop
+
+KINDS = ("weights", "activations", "activation_gradients", "weight_gradients")
+LOST = 2.0**-25
+"""Up to here fp16 rounds to 0; half of its smallest number, and ties go to the even neighbour, which is 0."""
+LIMIT = 2**16
+"""Of a larger tensor about so many elements are sorted; its largest number is that of all of them."""
+LOWEST, HIGHEST = -80, 40
+"""Exponents of the histogram. The first and the last hold what lies beyond them, too."""
+
+Key = tuple[str, str]
+
+
+class Statistics:
+    """Measures sampled windows of one run. On rank 0 alone: its activations are its own share of the window.
+
+    Args:
+        loop: whose windows they are; `doctor.statistics_every` must be set.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        assert loop.cfg.doctor.statistics_every is not None
+        self.every = loop.cfg.doctor.statistics_every
+        self._amp = loop.amp
+        nets = networks(loop)
+        names = Doctor(loop.amp, nets).names
+        self._leaves = [(name, module) for module, name in names.items() if not any(module.children())]
+        own = {p: name for module, name in names.items() for p in module.parameters(recurse=False)}
+        self._weights = [(name, p) for p, name in own.items() if p.is_floating_point()]
+        # With 16-bit weights gradients arrive on their fp32 sides.
+        self._owners = {
+            side: own[p]
+            for _, net in nets
+            for p, side in zip(net.parameters(), trainable(net), strict=True)
+            if p in own
+        }
+        # Counts of what is smaller: than any number but 0, than what fp16 keeps; then by exponent, and what is finite.
+        fixed = torch.tensor([2.0**-149, torch.nextafter(torch.tensor(LOST), torch.tensor(1.0))])
+        edges = torch.tensor([*(2.0**e for e in range(LOWEST + 1, HIGHEST + 1)), math.inf])
+        self._fixed, self._edges = fixed.to(loop.env.device), edges.to(loop.env.device)
+        self._found: dict[Key, list[_Measured]] = {}
+        self._pending: list[_Sampled] = []
+
+    @contextlib.contextmanager
+    def sampling(self, step: int) -> Iterator[None]:
+        """Around the computation of a step's window; measures it if it is its turn. Does not wait for the device."""
+        if step % self.every:
+            yield
+            return
+        self._found = {}
+        scale = self._amp.scaler.scale.clone()  # the step may move it
+        for name, weight in self._weights:
+            self._measure(name, "weights", weight)
+        handles: list[Any] = [
+            module.register_forward_hook(functools.partial(self._after_forward, name)) for name, module in self._leaves
+        ]
+        self._amp.observers.append(self._before_step)
+        try:
+            yield
+        finally:
+            self._amp.observers.remove(self._before_step)
+            for handle in handles:
+                handle.remove()
+        self._pending.append(_Sampled(step, self._found, scale))
+        self._found = {}
+
+    def write(self, log: Log, upto: int | None = None) -> None:
+        """Report the samples up to a step, whose numbers are waited for; None: all."""
+        while self._pending and (upto is None or self._pending[0].step <= upto):
+            log.statistics(self._pending.pop(0).line())
+
+    def _after_forward(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        found = self._found  # a graph that is kept beyond its window belongs to none
+        for tensor in _tensors(output):
+            self._measure(name, "activations", tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._after_backward, found, name))
+
+    def _after_backward(self, found: dict[Key, list[_Measured]], name: str, grad: Tensor) -> None:
+        if found is self._found:
+            self._measure(name, "activation_gradients", grad)
+
+    def _before_step(self, params: Sequence[Tensor], grads: Sequence[Tensor], scaled: bool) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            if param in self._owners:
+                scale = self._amp.scaler.scale if scaled else None
+                self._measure(self._owners[param], "weight_gradients", grad, scale)  # type: ignore[index]
+
+    @torch.no_grad()
+    def _measure(self, name: str, kind: str, tensor: Tensor, scale: Tensor | None = None) -> None:
+        if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.numel():
+            return
+        largest = torch.linalg.vector_norm(tensor.detach(), torch.inf).float()
+        values = spread(tensor.detach(), LIMIT).float().abs()
+        # A search among numbers that are not ordered, as NaN is not, ends anywhere.
+        values = values.nan_to_num(nan=math.inf, posinf=math.inf).sort().values
+        fixed, edges = self._fixed.to(values.device), self._edges.to(values.device)
+        if scale is not None:
+            largest, edges = largest / scale.to(values.device), edges * scale.to(values.device)
+        below = torch.searchsorted(values, torch.cat([fixed, edges]))
+        self._found.setdefault((name, kind), []).append(_Measured(largest, below, len(values)))
+
+
+@dataclass(frozen=True)
+class _Measured:
+    largest: Tensor
+    """0-d; not finite when the tensor is not."""
+    below: Tensor
+    """How many of the sampled numbers are smaller than 2^-149, than what fp16 keeps, and than each edge."""
+    number: int
+
+
+class _Sampled:
+    """What was measured in one window, on its way to the host."""
+
+    def __init__(self, step: int, found: dict[Key, list[_Measured]], scale: Tensor) -> None:
+        self.step = step
+        self._keys = list(found)
+        self._number = [sum(one.number for one in found[key]) for key in self._keys]
+        rows = [scale.double().reshape(1)]
+        for key in self._keys:
+            several = found[key]
+            largest = torch.stack([one.largest.to(scale.device) for one in several]).amax()
+            below = torch.stack([one.below.to(scale.device) for one in several]).sum(0)
+            rows.append(torch.cat([largest.reshape(1).double(), below.double()]))
+        self._numbers = torch.cat(rows)
+        self._event = None
+        if self._numbers.is_cuda:
+            host = torch.empty(self._numbers.shape, dtype=self._numbers.dtype, pin_memory=True)
+            self._numbers = host.copy_(self._numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def line(self) -> dict[str, Any]:
+        if self._event is not None:
+            self._event.synchronize()
+        scale, *numbers = self._numbers.tolist()
+        width = len(numbers) // max(len(self._keys), 1)
+        layers: dict[str, dict[str, Any]] = {}
+        for i, (name, kind) in enumerate(self._keys):
+            layers.setdefault(name, {})[kind] = _shares(numbers[i * width : (i + 1) * width], self._number[i])
+        return {"step": self.step, "loss_scale": scale, "layers": layers}
+
+
+def _shares(row: list[float], number: int) -> dict[str, Any]:
+    largest, zeros, lost, *below = row
+    not_zero = max(below[-1] - zeros, 1.0)
+    counts = [above - under for under, above in zip([zeros, *below], below, strict=False)]
+    return {
+        "amax": largest if math.isfinite(largest) else None,
+        "underflow": (lost - zeros) / not_zero,
+        "zeros": zeros / number,
+        "exponents": {str(e): n / not_zero for e, n in enumerate(counts, LOWEST) if n},
+    }
+
+
+def networks(loop: Loop) -> list[tuple[str, nn.Module]]:
+    """All networks of a run, with what stands before the names of their modules."""
+    known = [net for _, net in loop.env.nets]
+    others = [(name, part) for name, part in loop.parts.items() if isinstance(part, nn.Module)]
+    return [*loop.env.nets, *((name, net) for name, net in others if all(net is not one for one in known))]
+
+
+def spread(tensor: Tensor, limit: int) -> Tensor:
+    """At most `limit` elements of a tensor, one-dimensional, from all over it. A view where its memory is dense."""
+    # In the order of memory, so that images in channels_last are not copied.
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    flat = tensor.permute(order).reshape(-1)
+    step = -(-len(flat) // limit)
+    while step > 1 and math.gcd(step, len(flat)) > 1:
+        step += 1  # one that divides a dimension would see the same few channels over and over
+    return flat[::step]
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    return [tensor for item in value for tensor in _tensors(item)]

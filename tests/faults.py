@@ -1,0 +1,1015 @@
+"""Faults planted into the real recipes, each with what an expert would say of it: the corpus that the doctor is held to.
+
+A fault changes the network, the data or the loss of a recipe, as a mistake in them would. `mended` is the same code with
+the change that the doctor asks for.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_core.data import Sampler
+
+INF, NAN = float("inf"), float("nan")
+Patch = Callable[[Any, str, Any], None]
+Plant = Callable[[Any, Patch, bool], None]
+"""(module of the recipe, setattr that is undone after the test, mended)"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, and what is to be found."""
+
+    name: str
+    recipe: str
+    plant: Plant
+    cause: str
+    op: str = ""
+    module: str | None = None
+    code: str = ""
+    """The line that is to be named, as it stands in its file; not asked for when empty."""
+    phase: str = "forward"
+    settings: tuple[str, ...] = ("amp=fp16",)
+    step: int = 1
+    fix: str = "override"
+    """Kind of the first fix."""
+    islands: tuple[str, ...] | None = None
+    """Exactly these, if not None."""
+    override: str = ""
+    """The first fix is exactly this one, if not empty."""
+    tensor: str = ""
+    """What was not finite from the start."""
+    samples: tuple[int, ...] = ()
+    """Indices in the data set."""
+
+
+# --- where faults are planted -----------------------------------------------------------------------------------------
+
+
+def in_net(change: Callable[[Any, bool], Any], *, number: int = 0) -> Plant:
+    """`change(net, mended)` after the network was built; it may return another one.
+
+    Args:
+        number: of the networks that the recipe builds.
+    """
+
+    def plant(recipe: Any, patch: Patch, mended: bool) -> None:
+        build, built = recipe.build_model, []
+
+        def build_faulty(*args: Any, **kwargs: Any) -> nn.Module:
+            net = build(*args, **kwargs)
+            built.append(net)
+            with torch.no_grad():
+                return (change(net, mended) if len(built) == number + 1 else None) or net
+
+        patch(recipe, "build_model", build_faulty)
+
+    return plant
+
+
+def in_function(name: str, faulty: Callable[..., Any], mended: Callable[..., Any] | None = None) -> Plant:
+    """In place of a function of the recipe's module."""
+
+    def plant(recipe: Any, patch: Patch, is_mended: bool) -> None:
+        if not is_mended:
+            patch(recipe, name, faulty)
+        elif mended is not None:
+            patch(recipe, name, mended)
+
+    return plant
+
+
+def in_functional(**functions: Callable[..., Any]) -> Plant:
+    """In place of functions of `torch.nn.functional`, as this recipe sees it."""
+
+    def plant(recipe: Any, patch: Patch, mended: bool) -> None:
+        if not mended:
+            patch(recipe, "F", types.SimpleNamespace(**(vars(F) | functions)))
+
+    return plant
+
+
+def in_samples(bad: dict[int, float]) -> Plant:
+    """One number in each of these samples of the data set, by index."""
+
+    def plant(recipe: Any, patch: Patch, mended: bool) -> None:
+        build = recipe.build_data
+
+        def build_faulty(*args: Any, **kwargs: Any) -> Any:
+            data = build(*args, **kwargs)
+            return replace(data, train=Spoilt(data.train, {} if mended else bad))
+
+        patch(recipe, "build_data", build_faulty)
+
+    return plant
+
+
+class Spoilt:
+    """A data set, some of whose samples hold a bad number."""
+
+    def __init__(self, dataset: Any, bad: dict[int, float]) -> None:
+        self.dataset, self.bad = dataset, bad
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, keys: Any) -> Any:
+        batch = self.dataset.__getitems__(keys)
+        for row, (index, _) in enumerate(keys):
+            if index in self.bad:
+                batch[0][row, 0, 1, 1] = self.bad[index]
+        return batch
+
+
+def both(*plants: Plant) -> Plant:
+    def plant(recipe: Any, patch: Patch, mended: bool) -> None:
+        for each in plants:
+            each(recipe, patch, mended)
+
+    return plant
+
+
+def drawn(row: int, *, micro: int = 0, accumulation: int = 1, num_samples: int = 96) -> int:
+    """Index of a sample of the first step with batches of 4."""
+    sampler = Sampler(
+        num_samples, seed=0, batch_size=4, accumulation=accumulation, rank=0, world_size=1, start_sample=0
+    )
+    batches = iter(sampler)
+    return [next(batches) for _ in range(accumulation)][micro][row][0]
+
+
+class Slot(nn.Module):
+    """A module of one function."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def in_slot(name: str, faulty: Callable[[Tensor], Tensor], mended: Callable[[Tensor], Tensor] | None = None) -> Plant:
+    """In place of a module of this name."""
+
+    def change(net: nn.Module, is_mended: bool) -> None:
+        net.set_submodule(name, Slot((mended or nn.Identity()) if is_mended else faulty))
+
+    return in_net(change)
+
+
+def grown(*names: str, largest: float = 3e4, number: int = 0) -> Plant:
+    """Layers whose weights are so large that their products overflow fp16, but not the weights."""
+
+    def change(net: nn.Module, mended: bool) -> None:
+        for name in () if mended else names:
+            weight = net.get_parameter(f"{name}.weight")
+            weight.mul_(largest / weight.abs().max())
+
+    return in_net(change, number=number)
+
+
+# --- functions with mistakes in them ----------------------------------------------------------------------------------
+
+
+def summed(x: Tensor) -> Tensor:
+    return x / (x * 2000).relu().sum(1, keepdim=True)
+
+
+def length_of(x: Tensor) -> Tensor:
+    return x / (x * 3000).norm(dim=1, keepdim=True).clamp(min=1)
+
+
+def exponentials(x: Tensor) -> Tensor:
+    return (x * 20).exp() / 1000
+
+
+def to_half(x: Tensor) -> Tensor:
+    return (x.float() * 1e6).to(torch.float16).float() / 1e6
+
+
+def outer_product(x: Tensor) -> Tensor:
+    x = x * 500
+    return torch.bmm(x[:, :, None], x[:, None]).mean(2) / 1e4
+
+
+def own_softplus(x: Tensor) -> Tensor:
+    return torch.log(1 + torch.exp(x * 20)) / 20
+
+
+def normalised(x: Tensor) -> Tensor:
+    x = x * 0
+    return x / (x.abs().sum(1, keepdim=True) + 1e-8)
+
+
+def normalised_safely(x: Tensor) -> Tensor:
+    x = x * 0
+    return x / (x.abs().sum(1, keepdim=True) + 1e-4)
+
+
+def unit(x: Tensor) -> Tensor:
+    return F.normalize(x * 0, dim=1)
+
+
+def unit_safely(x: Tensor) -> Tensor:
+    return F.normalize(x * 0, dim=1, eps=1e-4)
+
+
+def cosines(x: Tensor) -> Tensor:
+    return x * F.cosine_similarity(x * 0, x, dim=1)[:, None]
+
+
+def cosines_safely(x: Tensor) -> Tensor:
+    return x * F.cosine_similarity(x * 0, x, dim=1, eps=1e-2)[:, None]
+
+
+def directions(x: Tensor) -> Tensor:
+    x = x.float() * 0
+    return x / x.norm(dim=1, keepdim=True)
+
+
+def directions_safely(x: Tensor) -> Tensor:
+    x = x.float() * 0
+    return x / x.norm(dim=1, keepdim=True).clamp(min=1e-6)
+
+
+def deviation(x: Tensor) -> Tensor:
+    constant = x.float() * 0 + 1
+    return x + (constant - constant.mean(1, keepdim=True)).square().sum(1, keepdim=True).sqrt()
+
+
+def deviation_safely(x: Tensor) -> Tensor:
+    constant = x.float() * 0 + 1
+    return x + ((constant - constant.mean(1, keepdim=True)).square().sum(1, keepdim=True) + 1e-6).sqrt()
+
+
+class Steep(torch.autograd.Function):
+    """The identity, with a gradient that is far too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 1e4 * 1e6
+
+
+def steep(x: Tensor) -> Tensor:
+    return Steep.apply(x)
+
+
+def beyond_fp32(x: Tensor) -> Tensor:
+    x = (x + 1) * 1e25
+    return x * x / 1e38
+
+
+def minus_infinity(x: Tensor) -> Tensor:
+    forbidden = torch.arange(x.shape[1]) == 0
+    return x.masked_fill(forbidden, -INF)
+
+
+def minus_much(x: Tensor) -> Tensor:
+    forbidden = torch.arange(x.shape[1]) == 0
+    return x.masked_fill(forbidden, -1e4)
+
+
+# --- losses with mistakes in them -------------------------------------------------------------------------------------
+
+
+def heavy_cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
+    return F.cross_entropy(*args, **kwargs) * 1e7
+
+
+def bce_of_rounded(logits: Tensor, targets: Tensor) -> Tensor:
+    probability = torch.sigmoid(logits)
+    return F.binary_cross_entropy(probability.float(), targets, reduction="none")
+
+
+def logarithms_of_rounded(logits: Tensor, targets: Tensor) -> Tensor:
+    p = torch.sigmoid(logits)
+    return -(targets * torch.log(p) + (1 - targets) * torch.log(1 - p)).float()
+
+
+def balanced(logits: Tensor, targets: Tensor) -> Tensor:
+    losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    rare = targets * 0
+    return losses + (losses * rare).sum() / rare.sum()
+
+
+def balanced_safely(logits: Tensor, targets: Tensor) -> Tensor:
+    losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    rare = targets * 0
+    return losses + (losses * rare).sum() / rare.sum().clamp(min=1)
+
+
+def divergence_by_hand(logits: Tensor, answers: Tensor, temperature: float) -> Tensor:
+    p = F.softmax(answers.float() / temperature, dim=1)
+    log_q = F.log_softmax(logits.float() / temperature, dim=1)
+    return (p * (p.log() - log_q)).sum(1).mean()
+
+
+def angular(embeddings: Tensor, temperature: float) -> Tensor:
+    z = F.normalize(embeddings.flatten(0, 1), dim=1)
+    angles = (z @ z.T).clamp(-1, 1).acos()
+    itself = torch.eye(len(z), dtype=torch.bool)
+    other_view = torch.arange(len(z)).roll(len(z) // 2)
+    return F.cross_entropy((-angles / temperature).masked_fill(itself, -INF), other_view)
+
+
+def angular_safely(embeddings: Tensor, temperature: float) -> Tensor:
+    z = F.normalize(embeddings.flatten(0, 1), dim=1)
+    angles = (z @ z.T).clamp(-1 + 1e-5, 1 - 1e-5).acos()
+    itself = torch.eye(len(z), dtype=torch.bool)
+    other_view = torch.arange(len(z)).roll(len(z) // 2)
+    return F.cross_entropy((-angles / temperature).masked_fill(itself, -INF), other_view)
+
+
+def slope(penalty: str, amp: Any, D: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> Tensor:
+    images = torch.lerp(fake.float(), real, mix).detach().requires_grad_()
+    (gradient,) = amp.grad(D(images), images)
+    return (gradient.flatten(1).square().sum(1).sqrt() - 1).square().mean()
+
+
+def flat_discriminator(nets: Any, mended: bool) -> None:
+    nets["discriminator"][-2].weight.zero_()
+
+
+# --- networks with mistakes in them -----------------------------------------------------------------------------------
+
+
+class HandAttention(nn.Module):
+    """Attention as it is written by hand, with a causal mask."""
+
+    def __init__(self, width: int, *, loud: float = 1.0, hidden: int = 0) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.loud, self.hidden = loud, hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        scores = torch.matmul(q * self.loud, (k * self.loud).transpose(1, 2))
+        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        # Padding on the left: the first tokens see nothing, not even themselves.
+        future[:, : self.hidden] = True
+        return x + torch.softmax(scores.masked_fill(future, -INF), dim=-1) @ v
+
+
+def with_attention(**options: Any) -> Plant:
+    def change(net: Any, mended: bool) -> None:
+        width = net.norm.normalized_shape[0]
+        net.norm = nn.Sequential(net.norm, HandAttention(width, **({} if mended else options)))
+
+    return in_net(change)
+
+
+class Positioned(nn.Module):
+    """Sines of the positions, added to the embeddings."""
+
+    def __init__(self, embed: nn.Embedding, phases: Callable[[int, int, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.phases = embed, phases
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return x + self.phases(tokens.shape[1], x.shape[-1], x).sin()
+
+
+OFFSET = 3000
+
+
+def phases_by_matmul(length: int, width: int, x: Tensor) -> Tensor:
+    ids = torch.arange(length).float() + OFFSET
+    frequencies = 10_000.0 ** (-torch.arange(width).float() / width)
+    return ids[:, None] @ frequencies[None]
+
+
+def phases_of_half(length: int, width: int, x: Tensor) -> Tensor:
+    ids = torch.arange(OFFSET, OFFSET + length, dtype=torch.float16)
+    return ids[:, None].float() * (10_000.0 ** (-torch.arange(width).float() / width))
+
+
+def phases_in_fp32(length: int, width: int, x: Tensor) -> Tensor:
+    ids = torch.arange(length).float() + OFFSET
+    return ids[:, None] * (10_000.0 ** (-torch.arange(width).float() / width))
+
+
+def with_positions(phases: Callable[..., Tensor]) -> Plant:
+    def change(net: Any, mended: bool) -> None:
+        net.embed = Positioned(net.embed, phases_in_fp32 if mended else phases)
+
+    return in_net(change)
+
+
+class Correlated(nn.Module):
+    """Maps of one network, correlated with each other in the forward pass of their parent."""
+
+    def __init__(self, net: nn.Module, loud: float) -> None:
+        super().__init__()
+        self.net, self.loud = net, loud
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps = self.net(images)
+        rows = maps.flatten(1).clamp(-10, 10)[:, None] * self.loud
+        size = torch.bmm(rows, rows.transpose(1, 2))
+        return maps + size[:, :, None] / 1e9
+
+
+class Offset(nn.Module):
+    """Takes a mean away that lies in a buffer."""
+
+    mean: Tensor
+
+    def __init__(self, mean: float) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([0.0, mean]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.mean.sum()
+
+
+def poisoned_weight(net: Any, mended: bool) -> None:
+    if not mended:
+        net[6].weight[3, 2, 1, 1] = NAN
+
+
+def poisoned_buffer(net: Any, mended: bool) -> None:
+    net[14] = Offset(0.0 if mended else INF)
+
+
+def poisoned_statistics(net: Any, mended: bool) -> None:
+    # Statistics are only used in evaluation mode: as of a teacher that answers.
+    if not mended:
+        net[4].running_var[1] = NAN
+
+
+def huge_weight(net: Any, mended: bool) -> None:
+    if not mended:
+        net[3].weight[0, 0, 0, 0] = 1e5
+
+
+def sure_head(net: Any, mended: bool) -> None:
+    net.head.bias.fill_(10.0)
+
+
+def loud_product(net: Any, mended: bool) -> None:
+    if not mended:
+        net[1].weight.mul_(3e4 / net[1].weight.abs().max())
+
+
+def heard_too_loud(net: Any, mended: bool) -> nn.Module:
+    return Correlated(net, 1.0 if mended else 300.0)
+
+
+OF_STEP = {
+    "classification": "loss = F.cross_entropy(model(images), labels, label_smoothing=knobs.label_smoothing)",
+    "contrastive": "embeddings.append(net(torch.cat(micro.batch)).float())",
+    "face_recognition": "features = model(images)",
+    "distillation": "logits = student(images)",
+    "gan": "of_real, of_fake = D(torch.cat([real, fake])).float().chunk(2)",
+    "language_model": "loss = token_loss(model(inputs), targets) / num_valid(micro.batch).clamp(min=1)",
+}
+"""Lines of the recipes in which layers of torch's own containers are called."""
+
+QUIET = ("amp=fp16", "amp.init_scale=256")
+"""A scale at which nothing else overflows."""
+
+FAULTS = [
+    # Overflows of the forward pass.
+    Fault(
+        "a convolution before BatchNorm",
+        "classification",
+        grown("3"),
+        "overflow in a product",
+        "aten.convolution",
+        "3",
+        OF_STEP["classification"],
+        islands=("3",),
+    ),
+    Fault(
+        "two convolutions at once",
+        "classification",
+        grown("3", "9"),
+        "overflow in a product",
+        "aten.convolution",
+        "3",
+        OF_STEP["classification"],
+        islands=("3", "9"),
+    ),
+    Fault(
+        "a linear layer, and the next one that is given its numbers",
+        "language_model",
+        grown("blocks.0.up"),
+        "overflow in a product",
+        "aten.mm",
+        "blocks.0.up",
+        "return x + F.dropout(self.down(F.gelu(self.up(self.norm_mlp(x)))), dropout)",
+        islands=("blocks.0.up", "blocks.0.down"),
+    ),
+    Fault(
+        "a weight that fp16 does not hold",
+        "classification",
+        in_net(huge_weight),
+        "overflow in a cast",
+        "aten._to_copy",
+        "3",
+        OF_STEP["classification"],
+        islands=("3",),
+    ),
+    Fault(
+        "an attention product",
+        "language_model",
+        with_attention(loud=200.0),
+        "overflow in a product",
+        "aten.bmm",
+        "norm.1",
+        "scores = torch.matmul(q * self.loud, (k * self.loud).transpose(1, 2))",
+        settings=QUIET,
+        islands=("norm.1",),
+    ),
+    Fault(
+        "a product in the forward pass of the whole network",
+        "segmentation",
+        in_net(heard_too_loud),
+        "overflow in a product",
+        "aten.bmm",
+        "",
+        "size = torch.bmm(rows, rows.transpose(1, 2))",
+        settings=QUIET,
+        islands=("",),
+    ),
+    Fault(
+        "an outer product of features",
+        "contrastive",
+        in_slot("14", outer_product),
+        "overflow in a product",
+        "aten.bmm",
+        "14",
+        "return torch.bmm(x[:, :, None], x[:, None]).mean(2) / 1e4",
+        settings=QUIET,
+        islands=("14",),
+    ),
+    Fault(
+        "a custom function",
+        "custom_function",
+        in_net(loud_product),
+        "overflow in a product",
+        "aten.mm",
+        "1",
+        "return x.mm(weight.t())",
+        islands=("1",),
+    ),
+    Fault(
+        "a layer of the discriminator",
+        "gan",
+        grown("discriminator.2"),
+        "overflow in a product",
+        "aten.convolution",
+        "discriminator.2",
+        OF_STEP["gan"],
+        settings=QUIET,
+    ),
+    Fault(
+        "a layer of the second stage",
+        "model_parallel",
+        grown("9"),
+        "overflow in a product",
+        "aten.convolution",
+        "9",
+        "logits = model(images)",
+        islands=("9",),
+    ),
+    Fault(
+        "a layer of a backbone",
+        "face_recognition",
+        grown("2"),
+        "overflow in a product",
+        "aten.convolution",
+        "2",
+        OF_STEP["face_recognition"],
+        settings=QUIET,
+    ),
+    Fault(
+        "a teacher that answers in fp16",
+        "distillation",
+        grown("3", number=1),
+        "overflow in a product",
+        "aten.convolution",
+        None,
+        "answers = teacher(images.to(dtype))",
+        step=2,
+        override="amp=bf16",
+    ),
+    Fault(
+        "a sum of many numbers",
+        "classification",
+        in_slot("14", summed),
+        "overflow in a reduction",
+        "aten.sum",
+        "14",
+        "return x / (x * 2000).relu().sum(1, keepdim=True)",
+        islands=("14",),
+    ),
+    Fault(
+        "a norm of many numbers",
+        "distillation",
+        in_slot("14", length_of),
+        "overflow in a reduction",
+        "aten.linalg_vector_norm",
+        "14",
+        "return x / (x * 3000).norm(dim=1, keepdim=True).clamp(min=1)",
+        step=2,
+        islands=("14",),
+    ),
+    Fault(
+        "a cast that stands in the code",
+        "classification",
+        in_slot("14", to_half),
+        "overflow in a cast",
+        "aten._to_copy",
+        "14",
+        "return (x.float() * 1e6).to(torch.float16).float() / 1e6",
+    ),
+    Fault(
+        "an exponential",
+        "classification",
+        in_slot("14", exponentials),
+        "overflow in a function",
+        "aten.exp",
+        "14",
+        "return (x * 20).exp() / 1000",
+        islands=("14",),
+    ),
+    Fault(
+        "a softplus by hand",
+        "segmentation",
+        in_slot("dropout", own_softplus),
+        "overflow in a function",
+        "aten.exp",
+        "dropout",
+        "return torch.log(1 + torch.exp(x * 20)) / 20",
+        islands=("dropout",),
+    ),
+    # Beyond fp32.
+    Fault(
+        "numbers beyond fp32",
+        "classification",
+        in_slot("14", beyond_fp32),
+        "overflow in fp32",
+        "aten.mul",
+        "14",
+        "return x * x / 1e38",
+        settings=("amp=fp32",),
+        fix="code",
+    ),
+    Fault(
+        "numbers beyond fp32 in bf16",
+        "contrastive",
+        in_slot("14", beyond_fp32),
+        "overflow in fp32",
+        "aten.mul",
+        "14",
+        "return x * x / 1e38",
+        settings=("amp=bf16",),
+        fix="code",
+    ),
+    # The backward pass, and the scale.
+    Fault(
+        "a loss that weighs too much",
+        "classification",
+        in_functional(cross_entropy=heavy_cross_entropy),
+        "overflow in a cast",
+        "aten._to_copy",
+        None,
+        "return F.cross_entropy(*args, **kwargs) * 1e7",
+        phase="backward",
+    ),
+    Fault(
+        "a custom backward",
+        "custom_function",
+        in_slot("0", lambda x: steep(x.flatten(1))),
+        "overflow in a product",
+        "aten.mul",
+        "0",
+        phase="backward",
+    ),
+    Fault(
+        "a static loss scale that is too large",
+        "classification",
+        lambda recipe, patch, mended: None,
+        "loss scale too large",
+        phase="backward",
+        settings=("amp=fp16", "amp.dynamic=false", "amp.max_scale=1e9", "amp.init_scale=268435456"),
+    ),
+    Fault(
+        "a static loss scale that is too large for a language model",
+        "language_model",
+        lambda recipe, patch, mended: None,
+        "loss scale too large",
+        phase="backward",
+        settings=("amp=fp16", "amp.dynamic=false", "amp.max_scale=1e9", "amp.init_scale=268435456"),
+    ),
+    Fault(
+        "a loss scale that has grown too large",
+        "custom_function",
+        lambda recipe, patch, mended: None,
+        "loss scale too large",
+        phase="backward",
+        settings=("amp=fp16", "amp.init_scale=65536", "amp.growth_interval=1", "amp.max_scale=1e12"),
+        step=12,
+    ),
+    Fault(
+        "the scale of a penalty",
+        "gan",
+        lambda recipe, patch, mended: None,
+        "loss scale too large",
+        "aten._to_copy",
+        None,
+        "(gradient,) = amp.grad(D(images), images)",
+        phase="backward",
+    ),
+    Fault(
+        "a root at zero",
+        "classification",
+        in_slot("14", deviation, deviation_safely),
+        "division or logarithm of zero",
+        "aten.div",
+        "14",
+        "return x + (constant - constant.mean(1, keepdim=True)).square().sum(1, keepdim=True).sqrt()",
+        phase="backward",
+        fix="code",
+    ),
+    Fault(
+        "the root in a gradient penalty, of a flat discriminator",
+        "gan",
+        both(in_net(flat_discriminator), in_function("gradient_penalty", slope)),
+        "division or logarithm of zero",
+        "aten.div",
+        None,
+        "return (gradient.flatten(1).square().sum(1).sqrt() - 1).square().mean()",
+        phase="backward",
+        settings=("amp=fp32",),
+        fix="code",
+    ),
+    Fault(
+        "an arc cosine at 1",
+        "contrastive",
+        in_function("info_nce", angular, angular_safely),
+        "division or logarithm of zero",
+        "aten.rsqrt",
+        None,
+        "angles = (z @ z.T).clamp(-1, 1).acos()",
+        phase="backward",
+        settings=("amp=bf16",),
+        fix="code",
+    ),
+    # Zeros.
+    Fault(
+        "a direction of nothing",
+        "contrastive",
+        in_slot("14", directions, directions_safely),
+        "division or logarithm of zero",
+        "aten.div",
+        "14",
+        "return x / x.norm(dim=1, keepdim=True)",
+        settings=("amp=bf16",),
+        fix="code",
+    ),
+    Fault(
+        "the logarithm of a probability of 0",
+        "distillation",
+        in_function("divergence", divergence_by_hand),
+        "division or logarithm of zero",
+        "aten.log",
+        None,
+        "return (p * (p.log() - log_q)).sum(1).mean()",
+        settings=("amp=fp32", "recipe.temperature=0.001"),
+        step=2,
+        fix="code",
+    ),
+    Fault(
+        "a mean over nothing",
+        "segmentation",
+        lambda recipe, patch, mended: patch(
+            recipe, "LOSSES", {"logits": balanced_safely if mended else balanced, "fp32": balanced}
+        ),
+        "division or logarithm of zero",
+        "aten.div",
+        None,
+        "return losses + (losses * rare).sum() / rare.sum()",
+        settings=("amp=bf16",),
+        fix="code",
+    ),
+    Fault(
+        "an eps that fp16 does not hold",
+        "classification",
+        in_slot("14", normalised, normalised_safely),
+        "eps lost in 16 bits",
+        "aten.div",
+        "14",
+        "return x / (x.abs().sum(1, keepdim=True) + 1e-8)",
+        islands=("14",),
+    ),
+    Fault(
+        "F.normalize of zeros",
+        "face_recognition",
+        in_slot("7", unit, unit_safely),
+        "eps lost in 16 bits",
+        "aten.div",
+        "7",
+        "return F.normalize(x * 0, dim=1)",
+        settings=QUIET,
+        islands=("7",),
+    ),
+    Fault(
+        "cosine similarity of zeros",
+        "distillation",
+        in_slot("14", cosines, cosines_safely),
+        "eps lost in 16 bits",
+        "aten.div",
+        "14",
+        "return x * F.cosine_similarity(x * 0, x, dim=1)[:, None]",
+        step=2,
+        islands=("14",),
+    ),
+    Fault(
+        "a sigmoid in fp16 before the loss",
+        "segmentation",
+        both(
+            in_net(sure_head),
+            lambda recipe, patch, mended: (
+                None if mended else patch(recipe, "LOSSES", {"logits": bce_of_rounded, "fp32": bce_of_rounded})
+            ),
+        ),
+        "16-bit sigmoid before a logarithm",
+        "aten._to_copy",
+        None,
+        'return F.binary_cross_entropy(probability.float(), targets, reduction="none")',
+        phase="backward",
+        settings=QUIET,
+    ),
+    Fault(
+        "a sigmoid in fp16 before a logarithm by hand",
+        "segmentation",
+        both(
+            in_net(sure_head),
+            lambda recipe, patch, mended: (
+                None
+                if mended
+                else patch(recipe, "LOSSES", {"logits": logarithms_of_rounded, "fp32": logarithms_of_rounded})
+            ),
+        ),
+        "16-bit sigmoid before a logarithm",
+        "aten.log",
+        None,
+        "return -(targets * torch.log(p) + (1 - targets) * torch.log(1 - p)).float()",
+        settings=QUIET,
+    ),
+    # Infinities that the program writes.
+    Fault(
+        "a row of attention with no key left",
+        "language_model",
+        with_attention(hidden=2),
+        "nothing left by a mask",
+        "aten._softmax",
+        "norm.1",
+        "return x + torch.softmax(scores.masked_fill(future, -INF), dim=-1) @ v",
+        settings=("amp=bf16",),
+        fix="code",
+    ),
+    Fault(
+        "a forbidden class under label smoothing",
+        "classification",
+        in_net(lambda net, mended: net.append(Slot(minus_much if mended else minus_infinity))),
+        "infinite constant",
+        "aten.masked_fill",
+        "16",
+        "return x.masked_fill(forbidden, -INF)",
+        settings=("amp=bf16", "recipe.label_smoothing=0.1"),
+        fix="code",
+    ),
+    # Positions.
+    Fault(
+        "positions in bf16",
+        "language_model",
+        lambda recipe, patch, mended: None,
+        "position collision",
+        "aten._to_copy",
+        "",
+        "return (torch.arange(length, device=device) + offset).to(dtype)",
+        settings=("amp=bf16", "data.length=300", "model.options.positions_dtype=bf16"),
+        fix="code",
+    ),
+    Fault(
+        "fp32 positions in a product under autocast to bf16",
+        "language_model",
+        with_positions(phases_by_matmul),
+        "position collision",
+        "aten._to_copy",
+        "embed",
+        "return ids[:, None] @ frequencies[None]",
+        settings=("amp=bf16",),
+        islands=("embed",),
+    ),
+    Fault(
+        "fp32 positions in a product under autocast to fp16",
+        "language_model",
+        with_positions(phases_by_matmul),
+        "position collision",
+        "aten._to_copy",
+        "embed",
+        "return ids[:, None] @ frequencies[None]",
+        islands=("embed",),
+    ),
+    Fault(
+        "positions counted in fp16",
+        "language_model",
+        with_positions(phases_of_half),
+        "position collision",
+        "aten.arange",
+        "embed",
+        "ids = torch.arange(OFFSET, OFFSET + length, dtype=torch.float16)",
+        fix="code",
+    ),
+    # What was bad before.
+    Fault(
+        "a poisoned weight",
+        "classification",
+        in_net(poisoned_weight),
+        "poisoned weight",
+        phase="before",
+        settings=("amp=bf16",),
+        tensor="weight 6.weight",
+        fix="data",
+    ),
+    Fault(
+        "a poisoned buffer",
+        "classification",
+        in_net(poisoned_buffer),
+        "poisoned buffer",
+        phase="before",
+        settings=("amp=bf16",),
+        tensor="buffer 14.mean",
+        fix="data",
+    ),
+    Fault(
+        "poisoned statistics of a teacher",
+        "distillation",
+        in_net(poisoned_statistics, number=1),
+        "poisoned buffer",
+        phase="before",
+        settings=("amp=bf16",),
+        step=2,
+        fix="data",
+    ),
+    Fault(
+        "a sample that is not a number",
+        "classification",
+        in_samples({drawn(2): NAN}),
+        "bad input",
+        phase="before",
+        settings=("amp=bf16",),
+        tensor="batch[0][0]",
+        samples=(drawn(2),),
+        fix="data",
+    ),
+    Fault(
+        "an infinite sample",
+        "segmentation",
+        in_samples({drawn(1, num_samples=48): INF}),
+        "bad input",
+        phase="before",
+        tensor="batch[0][0]",
+        samples=(drawn(1, num_samples=48),),
+        fix="data",
+    ),
+    Fault(
+        "a sample of enormous numbers",
+        "classification",
+        in_samples({drawn(3): 1e30}),
+        "bad input",
+        "aten._to_copy",
+        "0",
+        OF_STEP["classification"],
+        samples=(drawn(3),),
+        fix="data",
+    ),
+    Fault(
+        "a bad sample in the second micro-batch",
+        "gan",
+        in_samples({drawn(1, micro=1, accumulation=2): INF}),
+        "bad input",
+        phase="before",
+        settings=("amp=bf16", "accumulation=2"),
+        tensor="batch[1][0]",
+        samples=(drawn(1, micro=1, accumulation=2),),
+        fix="data",
+    ),
+]

@@ -1,0 +1,218 @@
+"""The doctor around a run: when it is called, that it leaves no trace, what it writes, how it heals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import recipes.classification
+import train
+from amp_core import Amp, Doctor, windows
+from amp_core.islands import island_names
+from tests.running import checkpoints, lines, same_but, state, summary
+
+TINY = ["model=cnn_small", "data=synthetic", "data.num_samples=256", "batch_size=8", "log_every=5", "eval_every=1000"]
+
+
+def start(folder, *overrides):
+    return train.main([*TINY, f"run_dir={folder}", *overrides])
+
+
+def reports(folder):
+    return [json.loads(path.read_text()) for path in sorted(Path(folder, "doctor").glob("*.json"))]
+
+
+def scaled(factor, which=1):
+    """The network of the recipe, the weight of one of its layers multiplied."""
+    build = recipes.classification.build_model
+
+    def planted(*args, **kwargs):
+        net = build(*args, **kwargs)
+        layer = [m for m in net.modules() if isinstance(m, nn.Conv2d | nn.Linear)][which]
+        with torch.no_grad():
+            layer.weight.mul_(factor)
+        return net
+
+    return planted
+
+
+class Fragile(nn.Module):
+    """Infinite for one batch and one state of the weights only: those of a training step that it is told."""
+
+    def __init__(self, net, fatal, seen):
+        super().__init__()
+        self.net, self.fatal, self.seen = net, fatal, seen
+
+    def forward(self, x):
+        if self.training:
+            self.seen.append((next(self.net.parameters()).sum().item(), x.sum().item()))
+            if self.seen[-1] == self.fatal:
+                x = x * 1e30 * 1e30
+        return self.net(x)
+
+
+# --- a plain loop -----------------------------------------------------------------------------------------------------
+
+
+def plain(mode="fp16", factor=1.0):
+    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 4))
+    with torch.no_grad():
+        net[0].weight.mul_(factor)
+    amp = Amp.named(mode, init_scale=1024.0) if mode == "fp16" else Amp.named(mode)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    batch = (torch.randn(6, 8), torch.randint(4, (6,)))
+    window = next(iter(windows([batch])))
+
+    def step():
+        for micro in window:
+            with amp.autocast():
+                loss = F.cross_entropy(net(micro.batch[0]), micro.batch[1])
+            amp.backward(loss * micro.weight)
+        amp.step(optimizer)
+        amp.update()
+        optimizer.zero_grad()
+
+    return net, amp, optimizer, step, window
+
+
+def test_a_plain_loop_is_diagnosed_and_left_as_it_was():
+    net, amp, optimizer, step, window = plain(factor=1.5e5)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    random = torch.get_rng_state()
+    diagnosis = Doctor(amp, net).locate(step, window)
+    assert diagnosis is not None
+    assert (diagnosis.op, diagnosis.module, diagnosis.cause) == ("aten.addmm", "0", "overflow in a product")
+    assert diagnosis.source.startswith("tests/test_doctor.py:")
+    assert diagnosis.fixes[0].override == "'amp.keep_fp32=[\"0\"]'" and diagnosis.fixes[0].verified
+    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+    assert amp.scale == 1024.0 and int(amp.num_skipped) == 0 and not optimizer.state and not island_names(net)
+    assert torch.equal(random, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+def test_a_sound_window_has_no_diagnosis(mode):
+    net, amp, _, step, window = plain(mode)
+    assert Doctor(amp, net).locate(step, window) is None
+
+
+# --- when it is called -------------------------------------------------------------------------------------------------
+
+
+def test_one_skipped_step_calls_it_without_a_scale_and_not_with_one(tmp_path):
+    inject = "debug.inject={where: batch, step: 3, value: nan}"
+    assert start(tmp_path / "bf16", "amp=bf16", "steps=10", inject) == 0
+    (report,) = reports(tmp_path / "bf16")
+    assert (report["step"], report["cause"], report["losses_not_finite"]) == (3, "bad input", 1)
+    assert (tmp_path / "bf16" / "doctor" / "step_00000003.txt").read_text().startswith("step 3: bad input")
+    inject = "debug.inject={where: gradient, step: 3, value: inf}"
+    assert start(tmp_path / "fp16", "amp=fp16", "steps=10", inject) == 0
+    assert summary(tmp_path / "fp16")["skipped"] == 1 and not reports(tmp_path / "fp16")
+
+
+def test_it_is_off_when_it_is_off(tmp_path):
+    assert start(tmp_path, "doctor=off", "steps=5", "debug.inject={where: batch, step: 3, value: nan}") == 0
+    assert summary(tmp_path)["skipped"] == 1 and not (tmp_path / "doctor").exists()
+
+
+def test_a_loss_that_is_not_finite_calls_it_though_the_gradients_are(tmp_path, monkeypatch):
+    real = F.cross_entropy
+    huge = torch.tensor(float("inf"))
+    monkeypatch.setattr(recipes.classification.F, "cross_entropy", lambda *a, **k: real(*a, **k) + huge)
+    assert start(tmp_path, "amp=bf16", "steps=5", "log_every=5") == 0
+    assert summary(tmp_path)["skipped"] == 0
+    assert [report["step"] for report in reports(tmp_path)] == [1]
+
+
+def test_reports_are_limited(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipes.classification, "build_model", lambda *a, **k: nn.Sequential(nn.Flatten(), Alternating()))
+    assert start(tmp_path, "amp=bf16", "steps=40", "doctor.max_reports=2") == 0
+    assert len(reports(tmp_path)) == 2
+
+
+class Alternating(nn.Linear):
+    """Every other batch is too much for it."""
+
+    def __init__(self):
+        super().__init__(3 * 32 * 32, 10)
+        self.count = 0
+
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x) * (1.0 if self.count % 2 else float("nan"))
+
+
+# --- it leaves no trace ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp32"])
+def test_a_watched_run_ends_with_the_bits_of_one_that_is_not(tmp_path, mode):
+    common = ["steps=20", f"amp={mode}", "ema.decay=0.9", "debug.inject={where: activation, step: 8, value: inf}"]
+    assert start(tmp_path / "watched", *common) == 0
+    assert start(tmp_path / "alone", "doctor=off", *common) == 0
+    assert reports(tmp_path / "watched")
+    assert not same_but(state(tmp_path / "watched"), state(tmp_path / "alone"))
+    assert [line["loss"] for line in lines(tmp_path / "watched")] == [line["loss"] for line in lines(tmp_path / "alone")]
+
+
+@pytest.mark.parametrize("save_every", [1000, 4])
+def test_a_fault_that_is_gone_is_found_from_the_start_or_the_last_checkpoint(tmp_path, monkeypatch, save_every):
+    build, fatal = recipes.classification.build_model, []
+    seen = []
+    monkeypatch.setattr(
+        recipes.classification, "build_model", lambda *a, **k: Fragile(build(*a, **k), fatal and fatal[0], seen)
+    )
+    common = ["steps=20", "amp=bf16", f"save_every={save_every}", "checkpoint.keep=9", "ema.decay=0.9"]
+    assert start(tmp_path / "sound", *common) == 0
+    fatal.append(seen[6])
+    assert start(tmp_path / "watched", *common) == 0
+    assert summary(tmp_path / "watched")["skipped"] == 1
+    (report,) = reports(tmp_path / "watched")
+    assert (report["step"], report["module"], report["op"]) == (7, "", "aten.mul")
+    assert report["weights"].endswith(f"trained again from step {4 if save_every == 4 else 0}")
+    assert start(tmp_path / "alone", "doctor=off", *common) == 0
+    assert not same_but(state(tmp_path / "watched"), state(tmp_path / "alone"))
+
+
+# --- healing -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_healed_run_goes_on_and_its_checkpoint_remembers(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipes.classification, "build_model", scaled(2e5))
+    common = ["amp=fp16", "doctor.after_skips=4", "ema.decay=0.9"]
+    assert start(tmp_path / "sick", *common, "steps=20") == 0
+    assert summary(tmp_path / "sick")["skipped"] == 20
+    assert start(tmp_path / "healed", *common, "steps=20", "doctor=heal") == 0
+    found = summary(tmp_path / "healed")
+    assert found["skipped"] == 5 and found["islands"] == ["3"]
+    assert state(tmp_path / "healed")["progress"]["islands"] == ["3"]
+    assert state(tmp_path / "healed")["scaler"]["scale"] == 65536.0  # it had fallen for nothing
+    (report,) = reports(tmp_path / "healed")
+    assert report["healed"] and report["islands"] == ["3"]
+    # In two halves, the second without a doctor.
+    assert start(tmp_path / "halves", *common, "steps=10", "schedule.horizon=20", "doctor=heal") == 0
+    assert start(tmp_path / "halves", *common, "steps=20", "schedule.horizon=20", "doctor=off") == 0
+    assert not same_but(state(tmp_path / "healed"), state(tmp_path / "halves"))
+
+
+def test_a_diverged_run_ends_with_its_diagnosis(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recipes.classification, "build_model", scaled(2e5))
+    assert start(tmp_path, "amp=fp16", "steps=20", "amp.max_consecutive_skips=8", "doctor.after_skips=20") == 5
+    assert "aten.convolution" in capsys.readouterr().err
+    assert "overflow in a product" in summary(tmp_path)["error"]
+    assert start(tmp_path / "off", "amp=fp16", "steps=20", "amp.max_consecutive_skips=8", "doctor=off") == 5
+
+
+def test_a_scale_at_its_floor_calls_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipes.classification, "build_model", scaled(2e5))
+    assert start(tmp_path, "amp=fp16", "steps=10", "amp.init_scale=4", "doctor.after_skips=100") == 0
+    assert len(reports(tmp_path)) == 1
+
+
+def test_checkpoints_of_a_watched_run_load_plainly(tmp_path):
+    assert start(tmp_path, "steps=5") == 0
+    assert len(checkpoints(tmp_path)) == 1 and state(tmp_path)["progress"]["islands"] == []
