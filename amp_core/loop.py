@@ -94,7 +94,7 @@ class Loop:
         """What the doctor keeps in fp32, besides what amp.keep_fp32 names."""
         self.watch = Watch(self) if self.cfg.doctor.name != "off" else None
         sampled = self.cfg.doctor.statistics_every is not None and env.is_main
-        self._statistics = Statistics(self) if sampled else None
+        self.statistics = Statistics(self) if sampled else None
         self._floor_said = self._skip_said = False
         self._clock = _Clock()
 
@@ -201,25 +201,18 @@ class Loop:
             yield (self._window(list(itertools.islice(batches, self.accumulation))) for _ in itertools.count())
 
     def _steps(self) -> Generator[list[Micro], None, None]:
-        env, cfg, end = self.env, self.cfg, self.num_steps
-        sampler = self._sampler(self.samples)
-        on_cuda = env.device.type == "cuda"
-        with contextlib.closing(
-            train_loader(self.data.train, sampler, num_workers=cfg.data.num_workers, pin_memory=on_cuda)
-        ) as loader:
-            batches = to_device(
-                loader, env.device, ahead=cfg.perf.prefetch and on_cuda, channels_last=cfg.perf.channels_last
-            )
+        end = self.num_steps
+        with self.loading() as windows:
             self._clock.start(self.samples)
             while self.step < end:
-                window = self._window([next(batches) for _ in range(self.accumulation)])
-                with self._step_of(window) as dropped, self._sampling():
+                window = next(windows)
+                with self.step_of(window) as dropped, self.sampling():
                     if not dropped:
                         yield window
                 yield from self._after_step(end)
 
     @contextlib.contextmanager
-    def _step_of(self, window: list[Micro]) -> Iterator[bool]:
+    def step_of(self, window: list[Micro]) -> Iterator[bool]:
         """Around the computation of the next step's window. Gives true when it is to be dropped."""
         self.env.seed_step(self.step + 1)
         for net in self.nets:
@@ -229,8 +222,9 @@ class Loop:
         self.step += 1
         self.samples += self.samples_per_step
 
-    def _sampling(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._statistics is None else self._statistics.sampling(self.step + 1)
+    def sampling(self) -> contextlib.AbstractContextManager[None]:
+        """Around the computation of the next step's window, inside of `step_of`: statistics, if it is their turn."""
+        return contextlib.nullcontext() if self.statistics is None else self.statistics.sampling(self.step + 1)
 
     def _after_step(self, end: int) -> Iterator[list[Micro]]:
         cfg, at_end = self.cfg, self.step == end
@@ -275,7 +269,7 @@ class Loop:
             self.meters[of] = _Meter(self.env.device)
         self.meters[of].add(report, values)
         if self.watch is not None:
-            self.watch.note(report, next(iter(values.values()), None))
+            self.watch.note(of, report, next(iter(values.values()), None))
 
     def draw(self, random: Callable[..., Tensor], *shape: int, stream: int = 0) -> list[Tensor]:
         """Random numbers of the present window: for each micro-batch a tensor [B, *shape] on the device.
@@ -324,7 +318,7 @@ class Loop:
         self.step = step - 1
         self._is_replay = True
         try:
-            with self.amp.rehearse() as rehearsal, self._step_of(window):
+            with self.amp.rehearse() as rehearsal, self.step_of(window):
                 yield rehearsal, window
         finally:
             self.step, self.samples = here
@@ -340,7 +334,7 @@ class Loop:
         window = window or self.window_of(self.step + 1)
         self._is_replay = True
         try:
-            with self._step_of(window):
+            with self.step_of(window):
                 yield window
         finally:
             self._is_replay = False
@@ -596,8 +590,8 @@ class Loop:
         line |= norms
         assert self._log is not None
         self._log.metrics(line)
-        if self._statistics is not None:
-            self._statistics.write(self._log, upto=reading.step)
+        if self.statistics is not None:
+            self.statistics.write(self._log, upto=reading.step)
         self.env.summary |= {"step": reading.step, "skipped": int(skipped), "samples_per_second": reading.rate}
         policy = self.amp.scaler.policy
         if skipped and not self._skip_said:
@@ -671,8 +665,8 @@ class Loop:
             return
         began = time.monotonic()
         problem = None
-        if self._statistics is not None and self._log is not None:
-            self._statistics.write(self._log)  # a run that goes on from here does not sample these steps again
+        if self.statistics is not None and self._log is not None:
+            self.statistics.write(self._log)  # a run that goes on from here does not sample these steps again
         try:
             self.checkpoint.save(
                 self.step,

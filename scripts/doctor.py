@@ -60,6 +60,38 @@ def locate(args: argparse.Namespace) -> int:
     return code
 
 
+def advise(args: argparse.Namespace) -> int:
+    """Say what the steps of a recipe spend their time on, and what would give some of it back."""
+    from amp_core.doctor.advise import Profile, advise_run, examine, time_run
+
+    profiles: list[Profile] = []
+    code = visit(args.overrides, lambda loop, count: advise_run(loop, args.windows, profiles))
+    if code or not profiles:
+        return code
+    profile, in_fp32 = profiles[0], list[float]()
+    if args.compare and profile.amp != "fp32":
+        # What belongs to a mode, such as a loss scale, fp32 may refuse.
+        rest = [override for override in args.overrides if not override.lstrip("+~").startswith(("amp=", "amp."))]
+        code = visit([*rest, "amp=fp32"], lambda loop, count: time_run(loop, args.windows, in_fp32))
+        profile.fp32_step = in_fp32[0] if in_fp32 else None
+    report = examine(" ".join(["train.py", *args.overrides]), profile)
+    if args.json:
+        args.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+    print(report)
+    return code
+
+
+def cost(args: argparse.Namespace) -> int:
+    """What watching costs, and sampling statistics, as ratios of step times in one run."""
+    from amp_core.doctor.cost import Cost
+
+    costs = Cost(args.steps)
+    code = visit([*args.overrides, "doctor.statistics_every=1"], costs)
+    if code == 0:
+        print(costs)
+    return code
+
+
 def main(arguments: list[str]) -> int:
     """Run a command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -71,7 +103,19 @@ def main(arguments: list[str]) -> int:
     command.add_argument("--json", action="store_true")
     command.set_defaults(do=locate)
 
-    args = parser.parse_intermixed_args(arguments) if False else parser.parse_args(arguments)
+    command = commands.add_parser("advise", help="why it is not faster, measured")
+    command.add_argument("overrides", nargs="*", help="settings as for train.py")
+    command.add_argument("--windows", type=int, default=10, help="steps to measure")
+    command.add_argument("--compare", action="store_true", help="time the same steps in fp32, too")
+    command.add_argument("--json", type=Path, metavar="FILE", help="where to write the findings as JSON")
+    command.set_defaults(do=advise)
+
+    command = commands.add_parser("cost", help="what the doctor itself costs")
+    command.add_argument("overrides", nargs="*", help="settings as for train.py")
+    command.add_argument("--steps", type=int, default=400, help="per way")
+    command.set_defaults(do=cost)
+
+    args = parser.parse_args(arguments)
     try:
         return args.do(args)
     except ConfigError as refused:

@@ -180,19 +180,23 @@ def grown(*names: str, largest: float = 3e4, number: int = 0) -> Plant:
 
 
 def summed(x: Tensor) -> Tensor:
-    return x / (x * 2000).relu().sum(1, keepdim=True)
+    return x * (x * 10_000).sum(1, keepdim=True) / 1e6
 
 
 def length_of(x: Tensor) -> Tensor:
-    return x / (x * 3000).norm(dim=1, keepdim=True).clamp(min=1)
+    return x * (x * 30_000).norm(dim=1, keepdim=True) / 1e6
 
 
 def exponentials(x: Tensor) -> Tensor:
-    return (x * 20).exp() / 1000
+    return (x * 10).exp() / 1e4
 
 
 def to_half(x: Tensor) -> Tensor:
     return (x.float() * 1e6).to(torch.float16).float() / 1e6
+
+
+def to_float(x: Tensor) -> Tensor:
+    return (x.float() * 1e6).to(torch.float32).float() / 1e6
 
 
 def outer_product(x: Tensor) -> Tensor:
@@ -211,7 +215,7 @@ def normalised(x: Tensor) -> Tensor:
 
 def normalised_safely(x: Tensor) -> Tensor:
     x = x * 0
-    return x / (x.abs().sum(1, keepdim=True) + 1e-4)
+    return x / (x.abs().sum(1, keepdim=True) + 1e-3)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -219,7 +223,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def unit_safely(x: Tensor) -> Tensor:
-    return F.normalize(x * 0, dim=1, eps=1e-4)
+    return F.normalize(x * 0, dim=1, eps=1e-3)
 
 
 def cosines(x: Tensor) -> Tensor:
@@ -227,7 +231,7 @@ def cosines(x: Tensor) -> Tensor:
 
 
 def cosines_safely(x: Tensor) -> Tensor:
-    return x * F.cosine_similarity(x * 0, x, dim=1, eps=1e-2)[:, None]
+    return x * F.cosine_similarity(x * 0, x, dim=1, eps=1e-3)[:, None]
 
 
 def directions(x: Tensor) -> Tensor:
@@ -346,14 +350,17 @@ def flat_discriminator(nets: Any, mended: bool) -> None:
 
 
 class HandAttention(nn.Module):
-    """Attention as it is written by hand, with a causal mask."""
+    """Attention as it is written by hand, with a causal mask, after a norm."""
 
-    def __init__(self, width: int, *, loud: float = 1.0, hidden: int = 0) -> None:
+    def __init__(self, norm: nn.LayerNorm, *, loud: float = 1.0, hidden: int = 0) -> None:
         super().__init__()
+        width = norm.normalized_shape[0]
+        self.norm = norm
         self.qkv = nn.Linear(width, 3 * width)
         self.loud, self.hidden = loud, hidden
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         scores = torch.matmul(q * self.loud, (k * self.loud).transpose(1, 2))
         future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
@@ -364,8 +371,7 @@ class HandAttention(nn.Module):
 
 def with_attention(**options: Any) -> Plant:
     def change(net: Any, mended: bool) -> None:
-        width = net.norm.normalized_shape[0]
-        net.norm = nn.Sequential(net.norm, HandAttention(width, **({} if mended else options)))
+        net.norm = HandAttention(net.norm, **({} if mended else options))
 
     return in_net(change)
 
@@ -529,10 +535,10 @@ FAULTS = [
         with_attention(loud=200.0),
         "overflow in a product",
         "aten.bmm",
-        "norm.1",
+        "norm",
         "scores = torch.matmul(q * self.loud, (k * self.loud).transpose(1, 2))",
         settings=QUIET,
-        islands=("norm.1",),
+        islands=("norm",),
     ),
     Fault(
         "a product in the forward pass of the whole network",
@@ -614,7 +620,7 @@ FAULTS = [
         "overflow in a reduction",
         "aten.sum",
         "14",
-        "return x / (x * 2000).relu().sum(1, keepdim=True)",
+        "return x * (x * 10_000).sum(1, keepdim=True) / 1e6",
         islands=("14",),
     ),
     Fault(
@@ -624,18 +630,19 @@ FAULTS = [
         "overflow in a reduction",
         "aten.linalg_vector_norm",
         "14",
-        "return x / (x * 3000).norm(dim=1, keepdim=True).clamp(min=1)",
+        "return x * (x * 30_000).norm(dim=1, keepdim=True) / 1e6",
         step=2,
         islands=("14",),
     ),
     Fault(
         "a cast that stands in the code",
         "classification",
-        in_slot("14", to_half),
+        in_slot("14", to_half, to_float),
         "overflow in a cast",
         "aten._to_copy",
         "14",
         "return (x.float() * 1e6).to(torch.float16).float() / 1e6",
+        fix="code",
     ),
     Fault(
         "an exponential",
@@ -644,7 +651,7 @@ FAULTS = [
         "overflow in a function",
         "aten.exp",
         "14",
-        "return (x * 20).exp() / 1000",
+        "return (x * 10).exp() / 1e4",
         islands=("14",),
     ),
     Fault(
@@ -693,11 +700,12 @@ FAULTS = [
     ),
     Fault(
         "a custom backward",
-        "custom_function",
-        in_slot("0", lambda x: steep(x.flatten(1))),
+        "classification",
+        in_slot("14", steep, nn.Identity()),
         "overflow in a product",
         "aten.mul",
-        "0",
+        "14",
+        "return grad * 1e4 * 1e6",
         phase="backward",
     ),
     Fault(
@@ -879,7 +887,7 @@ FAULTS = [
         with_attention(hidden=2),
         "nothing left by a mask",
         "aten._softmax",
-        "norm.1",
+        "norm",
         "return x + torch.softmax(scores.masked_fill(future, -INF), dim=-1) @ v",
         settings=("amp=bf16",),
         fix="code",

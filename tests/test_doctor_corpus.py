@@ -84,6 +84,7 @@ def test_a_planted_fault_is_located_classified_and_cured(fault: Fault):
         assert set(diagnosis.islands) == set(fault.islands)
         assert first.verified
     for fix in diagnosis.fixes:
+        assert fix.verified is not False
         mended = fix.kind != "override"
         settings = fault.settings if mended else with_override(fault.settings, fix.override)
         finite, left = planted(fault, mended, settings)

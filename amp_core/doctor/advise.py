@@ -46,7 +46,16 @@ _MULTIPLIED = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0}
 _PRODUCTS = {*_MULTIPLIED, "convolution", "convolution_backward", "mv", "addmv", "mkldnn_rnn_layer", "_cudnn_rnn"}
 _POINTWISE = {"native_dropout", "native_dropout_backward", "_softmax", "fill_", "zero_", "zeros_like", "ones_like"}
 """Those without torch's tag that move as many bytes as they compute numbers."""
-_WITHOUT_WORK = ("empty", "new_empty", "set_", "resize_", "detach", "lift_fresh", "_local_scalar_dense", "record_stream")
+_WITHOUT_WORK = (
+    "empty",
+    "new_empty",
+    "set_",
+    "resize_",
+    "detach",
+    "lift_fresh",
+    "_local_scalar_dense",
+    "record_stream",
+)
 _WAITS = {"_local_scalar_dense", "equal", "nonzero", "_unique2", "masked_select"}
 """Hand the host a number, or a size that depends on one."""
 
@@ -56,10 +65,12 @@ _NARROW = 64
 """Smaller products are bound by memory traffic, and their sizes usually given: colours, classes, heads."""
 _MARK = "amp_recipes::window"
 _NUM_WARM_UPS = 3
+_PASSED = 4
+"""Events of other operations that may lie before the next one, such as the autocast of a product around its casts."""
 _FAR = 100  # events between two operations of one thread; backward nodes and composite operations lie between
 
 
-# --- what is known of a run ---------------------------------------------------------------------------------------------
+# --- what is known of a run -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -308,7 +319,7 @@ def examine(what: str, profile: Profile) -> Report:
     return Report(what, profile, found, profile.hints)
 
 
-# --- what is found ------------------------------------------------------------------------------------------------------
+# --- what is found ----------------------------------------------------------------------------------------------------
 
 
 def find_slow_units(p: Profile) -> list[Finding]:
@@ -529,8 +540,8 @@ def find_channels_first(p: Profile) -> list[Finding]:
     op = max((op for op, _ in measured), key=lambda op: op.seconds)
     one = p.layouts[_layout_key(op)]
     evidence = (
-        f"{len(forward) / p.num_steps:g} convolutions per step on NCHW; with their backward pass {p.share_of(both):.0%} "
-        f"of a step. One of {list(op.inputs[0].shape)} takes {_ms(one[0])}, and {_ms(one[1])} in channels_last"
+        f"{len(forward) / p.num_steps:g} convolutions per step on NCHW; with their backward pass "
+        f"{p.share_of(both):.0%} of a step. One of {list(op.inputs[0].shape)} takes {_ms(one[0])}, and {_ms(one[1])} in channels_last"
     )
     advice = "store networks and images in NHWC (model.to(memory_format=torch.channels_last), and the images)"
     if p.channels_last:
@@ -625,7 +636,7 @@ def find_costly_autocast(p: Profile) -> list[Finding]:
     if step < 1.05 * p.fp32_step:
         return []
     casts = [op for op in p.ops if op.is_cast]
-    evidence = f"a step computes for {_ms(step)}, and for {_ms(p.fp32_step)} in fp32 (medians, without waiting for data)"
+    evidence = f"a step computes for {_ms(step)}, and for {_ms(p.fp32_step)} in fp32 (medians, without data)"
     advice = f"this network is too small for {p.dtype} to pay on this device, or the device has no units for it"
     share = (1 - p.fp32_step / step) * p.busy
     return [Finding(f"amp={p.amp} is slower than fp32", share, evidence, _place(casts), advice, "amp=fp32")]
@@ -647,7 +658,7 @@ FINDERS: tuple[Callable[[Profile], list[Finding]], ...] = (
 )
 
 
-# --- sizes, places, chains ----------------------------------------------------------------------------------------------
+# --- sizes, places, chains --------------------------------------------------------------------------------------------
 
 
 def sizes(op: Op) -> tuple[int, ...]:
@@ -747,7 +758,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-# --- watching -----------------------------------------------------------------------------------------------------------
+# --- watching ---------------------------------------------------------------------------------------------------------
 
 
 class Listing(Trace):
@@ -873,7 +884,7 @@ def _low(amp: Amp) -> torch.dtype:
     return amp.dtype if amp.config.update is None else getattr(torch, amp.config.weights)
 
 
-# --- measuring ----------------------------------------------------------------------------------------------------------
+# --- measuring --------------------------------------------------------------------------------------------------------
 
 Again = Callable[[], contextlib.AbstractContextManager[Any]]
 """A context in which the next window is computed and its step taken; gives the window."""
@@ -899,9 +910,8 @@ def advise(
         what: the name in the report.
     """
     doctor = Doctor(amp, nets)
-    course = _measure(
-        doctor, optimizers, contextlib.nullcontext, lambda: None, num_windows, _timed(contextlib.nullcontext, amp, num_windows)
-    )
+    timed = _timed(contextlib.nullcontext, amp, num_windows)
+    course = _measure(doctor, optimizers, contextlib.nullcontext, lambda: None, num_windows, timed)
     try:
         while True:
             next(course)
@@ -1015,7 +1025,7 @@ def _measure(
     ops = [op for listing in listings for op in listing]
     dtype = str(_low(amp)).removeprefix("torch.")
     found = Profile(ops, num_windows, events.seconds, steps, loads, amp.config.name, dtype, device.type)
-    found.matched = num_matched / max(len(ops), 1)
+    found.matched = num_matched / max(sum(op.short != "detach" for op in ops), 1)
     found.units = measure_units(device, _low(amp), float8=amp.config.float8)
     found.optimizers = [_facts(optimizer, events.optimizers, optimizers) for optimizer in optimizers]
     found.num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -1052,16 +1062,26 @@ class _Events:
 
         What an operation calls by itself is part of it, and no other operation is looked for there.
         """
-        at = num_matched = 0
+        at = num_matched = num_missing = 0
+        names = {op.name.rstrip("_") for op in ops}
         for op in ops:
+            if op.short == "detach":  # a dispatch mode sees more of them than there are without one
+                continue
+            passed = 0
             for here in range(at, min(at + _FAR, len(window))):
                 event, size, optimizer = window[here]
-                if event.name == op.name:
+                # Under a dispatch mode autograd sums gradients into new memory, otherwise in place.
+                if event.name.rstrip("_") == op.name.rstrip("_"):
                     op.seconds, op.host_seconds = self._seconds(event), event.cpu_time_total * 1e-6
                     op.num_kernels = sum(len(each.kernels) for each, _, _ in window[here : here + size])
                     op.optimizer = optimizer.removesuffix(".step")
-                    at, num_matched = here + size, num_matched + 1
+                    at, num_matched, num_missing = here + size, num_matched + 1, 0
                     break
+                # One that only the dispatch mode saw must not be looked for behind those that follow it.
+                passed += event.name.rstrip("_") in names
+                if passed > _PASSED and num_missing < 8:
+                    break
+            num_missing += passed > _PASSED
         return num_matched
 
 
@@ -1126,7 +1146,7 @@ def _fastest(function: Callable[[], Any], device: torch.device, rounds: int = 3)
     return min(_seconds(function, device) for _ in range(rounds))
 
 
-# --- the device ---------------------------------------------------------------------------------------------------------
+# --- the device -------------------------------------------------------------------------------------------------------
 
 
 def _cpu_has(dtype: str) -> bool:
@@ -1172,9 +1192,9 @@ def measure_layouts(ops: Sequence[Op], device: torch.device, most: int = 2) -> d
     """Seconds of the `most` costliest convolutions on NCHW, forward and backward: as they are, and in channels_last."""
     cost: dict[Any, float] = defaultdict(float)
     for op in ops:
-        if op.short == "convolution" and len(op.inputs) > 1 and op.inputs[0].is_nchw:
-            if device.type == "cuda" or op.inputs[0].dtype in HALF:
-                cost[_layout_key(op)] += op.seconds
+        matters = op.short == "convolution" and (device.type == "cuda" or op.inputs[0].dtype in HALF)
+        if matters and op.inputs[0].is_nchw:
+            cost[_layout_key(op)] += op.seconds
     found = {}
     for key in sorted(cost, key=lambda key: cost[key], reverse=True)[:most]:
         image, weight, dtype, settings = key

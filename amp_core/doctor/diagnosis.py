@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 from amp_core.doctor.trace import Birth, Collision, Place, Range
 
+_LARGEST = 3.4028234663852886e38
+"""Of fp32."""
+
 Cause = Literal[
     "overflow in a product",
     "overflow in a reduction",
@@ -56,6 +59,9 @@ _PRODUCTS |= {
 _REDUCTIONS = {"sum", "nansum", "mean", "norm", "linalg_vector_norm", "cumsum", "cumprod", "prod", "var", "var_mean"}
 _REDUCTIONS |= {"std", "std_mean", "logsumexp", "logcumsumexp", "index_add", "scatter_add", "index_put", "trace"}
 _REDUCTIONS |= {"embedding_dense_backward", "_foreach_norm", "cdist", "_cdist_forward", "native_layer_norm"}
+
+
+_EDGES = {"acos", "asin", "acosh", "atanh", "logit", "erfinv", "log1p"}
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,9 @@ class Diagnosis:
     islands: list[str] = field(default_factory=list)
     """Modules that the fix keeps in fp32."""
     healed: bool = False
+    skips: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Up to now, by optimizer (an empty name where there is one): steps skipped, and losses that were not finite on
+    any rank. A skip with a finite loss comes from the backward pass or the loss scale."""
     others: list[str] = field(default_factory=list)
     """Later births in the same window."""
 
@@ -177,7 +186,10 @@ def cause_of(birth: Birth) -> Cause:
         return "eps lost in 16 bits" if "eps" in marks else "division or logarithm of zero"
     if birth.only_masks:
         return "nothing left by a mask"
-    if birth.output.dtype in ("float32", "float64") or birth.wide == float("inf"):
+    if birth.tensor and birth.output.dtype == "float16":
+        return "bad input"
+    # bfloat16 ends where float32 does.
+    if birth.output.dtype in ("bfloat16", "float32", "float64") or (birth.wide or 0) > _LARGEST:
         return "overflow in fp32"
     if name in ("_to_copy", "copy"):
         return "overflow in a cast"
@@ -204,7 +216,8 @@ def explain(birth: Birth, cause: Cause) -> str:
     if cause == "eps lost in 16 bits":
         return f"An eps that should have kept a divisor above 0 is itself 0 in 16 bits: {marks['eps']}."
     if cause == "division or logarithm of zero":
-        return f"{what} was given a zero (in {pass_}): this is not finite in any precision."
+        given = "a number at the edge of its domain or beyond" if what in _EDGES else "a zero"
+        return f"{what} was given {given} (in {pass_}): this is not finite in any precision."
     if cause == "nothing left by a mask":
         return f"{what} was given nothing but the infinities of a mask, such as a row of attention with no key left."
     if cause == "infinite constant":
@@ -216,7 +229,10 @@ def explain(birth: Birth, cause: Cause) -> str:
         return {
             "poisoned buffer": f"{birth.tensor}: {before}; an earlier batch left it there.",
             "poisoned weight": f"{birth.tensor}: {before}; no loss can be finite with it.",
-            "bad input": f"{birth.tensor} was not finite when it came from the data set.",
+            "bad input": f"{birth.tensor} was not finite when it came from the data set."
+            if not birth.op
+            else f"{birth.tensor} holds numbers up to {birth.wide:.4g} as it comes from the data set, and {dtype} ends "
+            f"at {limit:g}.",
         }[cause]
     reach = f"{birth.wide:.4g}" if birth.wide is not None else "more"
     text = f"The result of {pass_} is {reach} in exact arithmetic, and {dtype} ends at {limit:g}"

@@ -194,8 +194,9 @@ class Doctor:
                     with self._islands([collision.place.module]) as names:
                         trace, _ = yield from self._trace(replay)
                     cured = not any(self.agree(bool(trace.collisions)))
-                    diagnosis.islands = names if cured else []
-                    diagnosis.fixes.append(_island_fix(names, cured))
+                    if cured:
+                        diagnosis.islands = names
+                        diagnosis.fixes.append(_island_fix(names, True))
                 diagnosis.fixes.append(
                     Fix("code", "compute positions and their products in fp32: inside of autocast(enabled=False)")
                 )
@@ -258,10 +259,21 @@ class Doctor:
             if names:
                 diagnosis.islands = names
                 diagnosis.fixes.append(_island_fix(names, True))
+            elif (yield from self._casts_by_itself(replay, birth)):
+                advice = Fix("code", "this line is in 16 bits without autocast, too: cast to float32 there, not to less")
         if advice is not None:
             diagnosis.fixes.append(advice)
         if not diagnosis.fixes:
             diagnosis.fixes.append(Fix("override", "use bf16, which has the range of fp32", "amp=bf16"))
+
+    def _casts_by_itself(self, replay: Replay, birth: Birth) -> Generator[Any, None, bool]:
+        """Whether an operation stays in 16 bits, and overflows, where its module is an island."""
+        if birth.place.module is None:
+            return False
+        with self._islands([birth.place.module]):
+            trace, _ = yield from self._trace(replay)
+        same = [b for b in trace.births if (b.op, b.place, b.output.dtype) == (birth.op, birth.place, birth.output.dtype)]
+        return any(self.agree(bool(same)))
 
     @property
     def can_make_islands(self) -> bool:
@@ -350,7 +362,9 @@ class RandomState:
 
 _MOST_ROUNDS = 8
 _ADVICE: dict[Cause, Fix] = {
-    "eps lost in 16 bits": Fix("code", "use an eps that 16 bits can hold (1e-5), or compute this line in fp32"),
+    "eps lost in 16 bits": Fix(
+        "code", "compute this line in fp32, or use an eps that 16 bits can hold, its reciprocal too, such as 1e-3"
+    ),
     "division or logarithm of zero": Fix("code", "keep the argument away from 0: clamp it, or add an eps inside"),
     "16-bit sigmoid before a logarithm": Fix(
         "code", "use binary_cross_entropy_with_logits, or an fp32 region that holds the sigmoid *and* the loss"
@@ -362,7 +376,7 @@ _ADVICE: dict[Cause, Fix] = {
     ),
     "poisoned weight": Fix("data", "start from an earlier checkpoint: resume=<folder>"),
     "infinite constant": Fix("code", "write a finite number, or keep what it masks from the loss"),
-    "bad input": Fix("data", "repair or remove the samples"),
+    "bad input": Fix("data", "repair or remove the samples; if all are like that, normalise them"),
     "overflow in a product": Fix("override", "or use bf16, which has the range of fp32", "amp=bf16"),
     "overflow in a reduction": Fix("code", "or sum in fp32: .float() before it, dtype=torch.float32, or a mean first"),
     "overflow in a cast": Fix("override", "or use bf16, which has the range of fp32", "amp=bf16"),

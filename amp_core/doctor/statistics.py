@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.doctor.locate import Doctor
+from amp_core.doctor.watch import doctor_of
 from amp_core.weights import trainable
 
 if TYPE_CHECKING:
@@ -53,18 +53,14 @@ class Statistics:
         assert loop.cfg.doctor.statistics_every is not None
         self.every = loop.cfg.doctor.statistics_every
         self._amp = loop.amp
-        nets = networks(loop)
-        names = Doctor(loop.amp, nets).names
+        doctor = doctor_of(loop)
+        names = doctor.names
         self._leaves = [(name, module) for module, name in names.items() if not any(module.children())]
         own = {p: name for module, name in names.items() for p in module.parameters(recurse=False)}
         self._weights = [(name, p) for p, name in own.items() if p.is_floating_point()]
         # With 16-bit weights gradients arrive on their fp32 sides.
-        self._owners = {
-            side: own[p]
-            for _, net in nets
-            for p, side in zip(net.parameters(), trainable(net), strict=True)
-            if p in own
-        }
+        pairs = [pair for _, net in doctor.nets for pair in zip(net.parameters(), trainable(net), strict=True)]
+        self._owners = {side: own[p] for p, side in pairs if p in own}
         # Counts of what is smaller: than any number but 0, than what fp16 keeps; then by exponent, and what is finite.
         fixed = torch.tensor([2.0**-149, torch.nextafter(torch.tensor(LOST), torch.tensor(1.0))])
         edges = torch.tensor([*(2.0**e for e in range(LOWEST + 1, HIGHEST + 1)), math.inf])
@@ -183,13 +179,6 @@ def _shares(row: list[float], number: int) -> dict[str, Any]:
         "zeros": zeros / number,
         "exponents": {str(e): n / not_zero for e, n in enumerate(counts, LOWEST) if n},
     }
-
-
-def networks(loop: Loop) -> list[tuple[str, nn.Module]]:
-    """All networks of a run, with what stands before the names of their modules."""
-    known = [net for _, net in loop.env.nets]
-    others = [(name, part) for name, part in loop.parts.items() if isinstance(part, nn.Module)]
-    return [*loop.env.nets, *((name, net) for name, net in others if all(net is not one for one in known))]
 
 
 def spread(tensor: Tensor, limit: int) -> Tensor:

@@ -27,7 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 HALF = (torch.float16, torch.bfloat16)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_NOT_SHOWN = tuple(_CORE + name for name in ("doctor" + os.sep, "islands.py", "precision.py", "op_policy.py"))
+_NOT_SHOWN = tuple(
+    _CORE + name for name in ("doctor" + os.sep, "islands.py", "precision.py", "op_policy.py", "stages.py")
+)
 """Frames of these say nothing about where in a network an operation stands."""
 _ROOTS = (os.path.dirname(_CORE.rstrip(os.sep)) + os.sep, os.getcwd() + os.sep)
 
@@ -136,7 +138,7 @@ class Birth:
     rows: list[int] = field(default_factory=list)
     """Of the first dimension, those with numbers that are not finite, at most 16."""
     tensor: str = ""
-    """Name of the weight, buffer or batch entry that was not finite from the start."""
+    """Name of the weight, buffer or batch entry that was not finite from the start, or that 16 bits cannot hold."""
 
 
 @dataclass(frozen=True)
@@ -188,13 +190,14 @@ class Trace(TorchDispatchMode):
         """Origins of what came out not finite: number of the birth -> names of losses and gradients."""
         self.num_operations = 0
         self._names = names
-        self._modules: list[tuple[str | None, str]] = []
+        self._modules: list[tuple[str | None, str, nn.Module]] = []
         self._places: dict[int, Place] = {}
         self._origins: dict[int, frozenset[int]] = {}
         self._marks: dict[int, frozenset[tuple[str, str]]] = {}
         self._unwritten: set[int] = set()
         self._shared: set[int] = set()
         self._tensors = {_key(tensor): name for name, tensor in tensors.items()}
+        self._batch_sizes = {t.shape[0] for name, t in tensors.items() if name.startswith("batch") and t.ndim}
         self._pauses = 0
         self._handles: list[Any] = []
         for name, tensor in tensors.items():
@@ -255,9 +258,10 @@ class Trace(TorchDispatchMode):
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         name = self._names.get(module)
         if name is None and self._modules:
-            self._modules.append(self._modules[-1])  # a wrapper, or part of a library's module
+            # A wrapper, or part of a library's module.
+            self._modules.append((*self._modules[-1][:2], module))
         else:
-            self._modules.append((name, _class_name(module)))
+            self._modules.append((name, _class_name(module), module))
 
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._modules:
@@ -342,9 +346,18 @@ class Trace(TorchDispatchMode):
         """The origin of numbers that are not finite and that no operation here has made."""
         if found.key in self._shared:
             return REMOTE
-        if found.key in self._tensors or found.tensor.numel() > 1:
-            return self._not_finite_before(self._tensors.get(found.key, found.name), found.tensor, found.key, place)
+        name = self._tensors.get(found.key) or self._own_tensor(found.key)
+        if name is not None or found.tensor.numel() > 1:
+            return self._not_finite_before(name or found.name, found.tensor, found.key, place)
         return CONSTANT
+
+    def _own_tensor(self, key: int) -> str | None:
+        """Name of a weight or buffer of the module that computes, which may belong to none of the networks."""
+        if not self._modules:
+            return None
+        _, kind, module = self._modules[-1]
+        named = [("weight", module.named_parameters(recurse=False)), ("buffer", module.named_buffers(recurse=False))]
+        return next((f"{what} {kind}.{name}" for what, all_ in named for name, t in all_ if _key(t) == key), None)
 
     def _not_finite_before(self, name: str, tensor: Tensor, key: int, place: Place) -> int:
         number = len(self.births)
@@ -358,6 +371,9 @@ class Trace(TorchDispatchMode):
         self, call: _Call, output: Tensor, has_nan: bool, only_masks: bool, marks: frozenset[tuple[str, str]]
     ) -> Birth:
         floats = [each for each in call.inputs if each.tensor.is_floating_point()]
+        known = [self._tensors.get(each.key, "") for each in floats]
+        is_of_weights = bool(known) and all(name.startswith(("weight", "buffer")) for name in known)
+        has_samples = not call.backward and not is_of_weights and output.shape[:1].numel() in self._batch_sizes
         return Birth(
             number=len(self.births),
             op=f"{call.func.namespace}.{call.name}",
@@ -370,7 +386,8 @@ class Trace(TorchDispatchMode):
             at_a_pole=_is_at_a_pole(call.name, call.args, [each.tensor for each in floats]),
             only_masks=only_masks,
             marks=marks.union(*(self._marks.get(each.key, frozenset()) for each in floats)),
-            rows=_bad_rows(output),
+            rows=_bad_rows(output) if has_samples else [],
+            tensor=known[-1] if call.name in ("_to_copy", "copy_") and known[-1].startswith("batch") else "",
         )
 
     # --- marks and positions --------------------------------------------------------------------------------------
@@ -435,7 +452,7 @@ class Trace(TorchDispatchMode):
                     self._places.setdefault(_last_node(), place)
                 return place
             return Place(None, "", *_source(), node.name())  # Python code that autograd calls, such as a hook
-        module, kind = self._modules[-1] if self._modules else (None, "")
+        module, kind = self._modules[-1][:2] if self._modules else (None, "")
         source, code = _source()
         place = Place(module, kind, source, code, name)
         # Autograd makes the node of an operation just before the operation gets here. One that makes none finds its

@@ -72,7 +72,7 @@ class Watch:
         self._examined = -1
         device = loop.env.device
         self._firsts = torch.zeros(2, dtype=torch.int64, device=device)
-        self._num_bad_losses = torch.zeros((), dtype=torch.int64, device=device)
+        self._counts: dict[str, Tensor] = {}
         self._origin: dict[str, Any] | None = None
         self._origin_step = -1
 
@@ -85,15 +85,14 @@ class Watch:
             self._origin, self._origin_step = self.loop.position(), self.loop.step
         self._seen = int(self.loop.amp.num_skipped)
 
-    def note(self, report: StepReport, loss: Tensor | None) -> None:
-        """Keep the first bad step, on the device."""
-        when = _NEVER - (self.loop.step + 1)
-        bad = [~report.taken]
-        if loss is not None:
-            bad.append(~torch.isfinite(loss.detach()))
-            self._num_bad_losses += bad[1]
-        for first, is_bad in zip(self._firsts, bad, strict=False):
-            torch.maximum(first, is_bad * when, out=first)
+    def note(self, of: str, report: StepReport, loss: Tensor | None) -> None:
+        """Count skipped steps and losses that are not finite, and keep the first of each. Does not wait."""
+        finite = report.taken if loss is None else torch.isfinite(loss.detach())
+        bad = torch.stack([report.taken, finite]).logical_not_()
+        if of not in self._counts:
+            self._counts[of] = torch.zeros_like(self._firsts)
+        self._counts[of] += bad
+        torch.maximum(self._firsts, bad * (_NEVER - (self.loop.step + 1)), out=self._firsts)
 
     def facts(self) -> dict[str, Tensor]:
         """What is to be read back with the metrics; starts anew."""
@@ -204,10 +203,10 @@ class Watch:
 
     def _report(self, diagnosis: Diagnosis) -> None:
         loop, env = self.loop, self.loop.env
-        counts = {
-            "skipped": int(loop.amp.num_skipped),
-            "skipped_of": {of: int(meter.num_skipped) for of, meter in loop.meters.items() if of},
-            "losses_not_finite": int(env.sum_over_ranks(self._num_bad_losses.clone())),
+        counts = {of: env.sum_over_ranks(count.clone()).tolist() for of, count in sorted(self._counts.items())}
+        diagnosis.skips = {
+            of: {"skipped": skipped // env.world_size, "losses not finite": losses}
+            for of, (skipped, losses) in counts.items()
         }
         if not env.is_main or env.run_dir is None:
             return
@@ -216,7 +215,7 @@ class Watch:
         with contextlib.suppress(OSError):  # a full disk must not end a run that goes on
             folder.mkdir(exist_ok=True)
             (folder / f"step_{diagnosis.step:08d}.txt").write_text(text + "\n")
-            write_json(folder / f"step_{diagnosis.step:08d}.json", diagnosis.to_dict() | counts)
+            write_json(folder / f"step_{diagnosis.step:08d}.json", diagnosis.to_dict())
         logger.warning("the doctor's report (%s)\n%s", folder / f"step_{diagnosis.step:08d}.txt", text)
         if self.num_reports == self.cfg.max_reports:
             logger.info("doctor.max_reports=%d: this was the last one", self.cfg.max_reports)
