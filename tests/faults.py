@@ -37,6 +37,8 @@ class Fault:
     """The line that is to be named, as it stands in its file; not asked for when empty."""
     phase: str = "forward"
     settings: tuple[str, ...] = ("amp=fp16",)
+    mended: tuple[str, ...] = ()
+    """What mends it, where a setting plants it."""
     step: int = 1
     fix: str = "override"
     """Kind of the first fix."""
@@ -46,8 +48,8 @@ class Fault:
     """The first fix is exactly this one, if not empty."""
     tensor: str = ""
     """What was not finite from the start."""
-    samples: tuple[int, ...] = ()
-    """Indices in the data set."""
+    samples: tuple[int, ...] | None = None
+    """Indices in the data set; not asked for when None."""
 
 
 # --- where faults are planted -----------------------------------------------------------------------------------------
@@ -136,10 +138,16 @@ def both(*plants: Plant) -> Plant:
     return plant
 
 
-def drawn(row: int, *, micro: int = 0, accumulation: int = 1, num_samples: int = 96) -> int:
-    """Index of a sample of the first step with batches of 4."""
+def drawn(row: int, *, step: int = 1, micro: int = 0, accumulation: int = 1, num_samples: int = 96) -> int:
+    """Index of a sample that is drawn with batches of 4."""
     sampler = Sampler(
-        num_samples, seed=0, batch_size=4, accumulation=accumulation, rank=0, world_size=1, start_sample=0
+        num_samples,
+        seed=0,
+        batch_size=4,
+        accumulation=accumulation,
+        rank=0,
+        world_size=1,
+        start_sample=(step - 1) * accumulation * 4,
     )
     batches = iter(sampler)
     return [next(batches) for _ in range(accumulation)][micro][row][0]
@@ -184,7 +192,7 @@ def summed(x: Tensor) -> Tensor:
 
 
 def length_of(x: Tensor) -> Tensor:
-    return x * (x * 30_000).norm(dim=1, keepdim=True) / 1e6
+    return x * ((x * 40_000).norm(dim=1, keepdim=True) / 1e6)
 
 
 def exponentials(x: Tensor) -> Tensor:
@@ -219,11 +227,11 @@ def normalised_safely(x: Tensor) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    return F.normalize(x * 0, dim=1)
+    return x + F.normalize(x * 0, dim=1)
 
 
 def unit_safely(x: Tensor) -> Tensor:
-    return F.normalize(x * 0, dim=1, eps=1e-3)
+    return x + F.normalize(x * 0, dim=1, eps=1e-3)
 
 
 def cosines(x: Tensor) -> Tensor:
@@ -528,6 +536,7 @@ FAULTS = [
         "3",
         OF_STEP["classification"],
         islands=("3",),
+        samples=(),
     ),
     Fault(
         "an attention product",
@@ -625,14 +634,14 @@ FAULTS = [
     ),
     Fault(
         "a norm of many numbers",
-        "distillation",
+        "classification",
         in_slot("14", length_of),
         "overflow in a reduction",
         "aten.linalg_vector_norm",
         "14",
-        "return x * (x * 30_000).norm(dim=1, keepdim=True) / 1e6",
-        step=2,
+        "return x * ((x * 40_000).norm(dim=1, keepdim=True) / 1e6)",
         islands=("14",),
+        settings=QUIET,
     ),
     Fault(
         "a cast that stands in the code",
@@ -653,6 +662,7 @@ FAULTS = [
         "14",
         "return (x * 10).exp() / 1e4",
         islands=("14",),
+        settings=QUIET,
     ),
     Fault(
         "a softplus by hand",
@@ -707,6 +717,7 @@ FAULTS = [
         "14",
         "return grad * 1e4 * 1e6",
         phase="backward",
+        settings=QUIET,
     ),
     Fault(
         "a static loss scale that is too large",
@@ -731,7 +742,7 @@ FAULTS = [
         "loss scale too large",
         phase="backward",
         settings=("amp=fp16", "amp.init_scale=65536", "amp.growth_interval=1", "amp.max_scale=1e12"),
-        step=12,
+        step=3,
     ),
     Fault(
         "the scale of a penalty",
@@ -824,6 +835,7 @@ FAULTS = [
         "14",
         "return x / (x.abs().sum(1, keepdim=True) + 1e-8)",
         islands=("14",),
+        settings=QUIET,
     ),
     Fault(
         "F.normalize of zeros",
@@ -832,8 +844,8 @@ FAULTS = [
         "eps lost in 16 bits",
         "aten.div",
         "7",
-        "return F.normalize(x * 0, dim=1)",
-        settings=QUIET,
+        "return x + F.normalize(x * 0, dim=1)",
+        settings=("amp=fp16", "amp.init_scale=16"),
         islands=("7",),
     ),
     Fault(
@@ -846,6 +858,7 @@ FAULTS = [
         "return x * F.cosine_similarity(x * 0, x, dim=1)[:, None]",
         step=2,
         islands=("14",),
+        settings=QUIET,
     ),
     Fault(
         "a sigmoid in fp16 before the loss",
@@ -913,6 +926,7 @@ FAULTS = [
         "",
         "return (torch.arange(length, device=device) + offset).to(dtype)",
         settings=("amp=bf16", "data.length=300", "model.options.positions_dtype=bf16"),
+        mended=("amp=bf16", "data.length=300", "model.options.positions_dtype=fp32"),
         fix="code",
     ),
     Fault(
@@ -958,6 +972,17 @@ FAULTS = [
         fix="data",
     ),
     Fault(
+        "a poisoned weight of one of two networks with the same names",
+        "distillation",
+        in_net(poisoned_weight),
+        "poisoned weight",
+        phase="before",
+        settings=("amp=bf16",),
+        step=2,
+        tensor="weight 6.weight",
+        fix="data",
+    ),
+    Fault(
         "a poisoned buffer",
         "classification",
         in_net(poisoned_buffer),
@@ -975,6 +1000,7 @@ FAULTS = [
         phase="before",
         settings=("amp=bf16",),
         step=2,
+        tensor="buffer BatchNorm2d.running_var",
         fix="data",
     ),
     Fault(
@@ -1017,7 +1043,6 @@ FAULTS = [
         phase="before",
         settings=("amp=bf16", "accumulation=2"),
         tensor="batch[1][0]",
-        samples=(drawn(1, micro=1, accumulation=2),),
         fix="data",
     ),
 ]

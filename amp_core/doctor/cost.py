@@ -66,7 +66,7 @@ class Cost:
         sampled = self.ratio("statistics") - 1
         return "\n".join(
             [
-                f"{self.num_steps} steps of each way, taking turns; a step without a doctor takes {step:.2f} ms (median)",
+                f"{self.num_steps} steps of each way, taking turns; without a doctor {step:.2f} ms (median)",
                 f"  off, again                     {self.ratio('off, again'):.4f}",
                 f"  doctor=watch                   {self.ratio('watch'):.4f}",
                 f"  doctor.statistics_every=1      {1 + sampled:.4f}",

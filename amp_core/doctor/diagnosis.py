@@ -172,7 +172,8 @@ def cause_of(birth: Birth) -> Cause:
     """The class of a birth, by the operation and what it is in float64."""
     if not birth.op:
         kind = birth.tensor.split()[0].split("[")[0]
-        return {"buffer": "poisoned buffer", "weight": "poisoned weight"}.get(kind, "bad input")  # type: ignore[return-value]
+        kinds: dict[str, Cause] = {"buffer": "poisoned buffer", "weight": "poisoned weight", "unseen": "not found"}
+        return kinds.get(kind, "bad input")
     if birth.is_constant:
         return "infinite constant"
     name = birth.op.split(".")[-1].rstrip("_")
@@ -220,6 +221,11 @@ def explain(birth: Birth, cause: Cause) -> str:
         return f"{what} was given {given} (in {pass_}): this is not finite in any precision."
     if cause == "nothing left by a mask":
         return f"{what} was given nothing but the infinities of a mask, such as a row of attention with no key left."
+    if cause == "not found":
+        return (
+            f"{birth.tensor.removeprefix('unseen ')} was not finite when it got here, and no watched operation "
+            "made it so: look at what other threads, extensions or processes compute."
+        )
     if cause == "infinite constant":
         return f"{what} wrote an infinity or NaN that stands in the program, and it reached the loss or the gradients."
     if cause == "overflow in fp32":

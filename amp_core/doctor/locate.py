@@ -33,6 +33,7 @@ from amp_core.doctor.trace import REMOTE, Birth, Trace, named_tensors
 from amp_core.islands import as_islands, island_names
 from amp_core.layout import unwrap
 from amp_core.precision import Amp, Rehearsal
+from amp_core.stages import Stages
 
 Replay = Callable[[], contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Agree = Callable[[Any], list[Any]]
@@ -153,7 +154,7 @@ class Doctor:
             batch = [getattr(micro, "batch", micro) for micro in window] if isinstance(window, list) else window
             trace = Trace(self.names, named_tensors(self.nets, batch))
             rehearsal.watcher = trace
-            with trace:
+            with trace, _one_thread(self.names):
                 yield window
         return trace, rehearsal
 
@@ -242,7 +243,10 @@ class Doctor:
         policy = self.amp.scaler.policy
         assert policy is not None
         diagnosis.cause, diagnosis.scale_that_fits = "loss scale too large", fits
-        diagnosis.why = f"With a loss scale of {scale:g} gradients exceed {self.amp.config.dtype}; with {fits:g} the same window is finite. Nothing is wrong with the network."
+        diagnosis.why = (
+            f"With a loss scale of {scale:g} gradients exceed {self.amp.config.dtype}; with {fits:g} the window is "
+            "finite. Nothing is wrong with the network."
+        )
         grown = scale > policy.init_scale
         override = f"amp.max_scale={fits:g}" if grown else f"amp.init_scale={fits:g}"
         text = "cap the loss scale" if grown else "begin with a smaller loss scale"
@@ -255,12 +259,21 @@ class Doctor:
         cause = diagnosis.cause
         advice = _ADVICE.get(cause)
         if cause in _CURED_BY_ISLANDS and self.can_make_islands:
-            names = yield from self._smallest_islands(replay, diagnosis.module)
+            scale = diagnosis.loss_scale
+            # What a smaller loss scale mends needs no island.
+            with self.amp.scaler.held_at(min(scale, 1.0)):
+                names = yield from self._smallest_islands(replay, diagnosis.module)
             if names:
                 diagnosis.islands = names
-                diagnosis.fixes.append(_island_fix(names, True))
+                with self._islands(names):
+                    fits = (yield from self._at_scale(replay, scale)) or (yield from self._largest_scale(replay, scale))
+                smaller = None if fits is True or fits is None else fits
+                diagnosis.scale_that_fits = smaller
+                diagnosis.fixes.append(_island_fix(names, True, smaller))
             elif (yield from self._casts_by_itself(replay, birth)):
-                advice = Fix("code", "this line is in 16 bits without autocast, too: cast to float32 there, not to less")
+                advice = Fix(
+                    "code", "this line is in 16 bits without autocast, too: cast to float32 there, not to less"
+                )
         if advice is not None:
             diagnosis.fixes.append(advice)
         if not diagnosis.fixes:
@@ -272,13 +285,15 @@ class Doctor:
             return False
         with self._islands([birth.place.module]):
             trace, _ = yield from self._trace(replay)
-        same = [b for b in trace.births if (b.op, b.place, b.output.dtype) == (birth.op, birth.place, birth.output.dtype)]
+        same = [
+            b for b in trace.births if (b.op, b.place, b.output.dtype) == (birth.op, birth.place, birth.output.dtype)
+        ]
         return any(self.agree(bool(same)))
 
     @property
     def can_make_islands(self) -> bool:
         """Islands need autocast, and weights in fp32."""
-        return self.amp.dtype in (torch.float16, torch.bfloat16) and not self.amp.weights
+        return self.amp.dtype in (torch.float16, torch.bfloat16) and not self.amp.weights and not self.amp.config.float8
 
     def _smallest_islands(self, replay: Replay, culprit: str | None) -> Generator[Any, None, list[str]]:
         """A smallest set of modules whose computing in fp32 makes the window finite; [] when there is none.
@@ -329,7 +344,11 @@ class Doctor:
         """Islands for a while. Gives the names of those that could be made."""
         names = list(dict.fromkeys(map(self._called, names)))
         with contextlib.ExitStack() as stack:
-            yield [name for name in names if stack.enter_context(as_islands(self.modules([name])))]
+            made = []
+            for name in names:
+                with contextlib.suppress(ValueError):  # a forward that was patched or compiled would bypass the island
+                    made += [name] if stack.enter_context(as_islands(self.modules([name]))) else []
+            yield made
 
     def _called(self, name: str) -> str:
         """The module itself, or the nn.MultiheadAttention around it, which uses the weights of its parts by itself."""
@@ -343,6 +362,19 @@ class Doctor:
     def island_names(self) -> list[str]:
         """The islands there are."""
         return [".".join(filter(None, [prefix, name])) for prefix, net in self.nets for name in island_names(net)]
+
+
+@contextlib.contextmanager
+def _one_thread(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Stages one after the other, which changes no bit: what other threads compute is not watched."""
+    threaded = [module for module in modules if isinstance(module, Stages) and module.threads]
+    for module in threaded:
+        module.threads = False
+    try:
+        yield
+    finally:
+        for module in threaded:
+            module.threads = True
 
 
 class RandomState:
@@ -384,8 +416,12 @@ _ADVICE: dict[Cause, Fix] = {
 }
 
 
-def _island_fix(names: list[str], verified: bool) -> Fix:
-    whole = " (that is the whole network; better move the line into a function with @keep_fp32)" if "" in names else ""
-    return Fix(
-        "override", f"compute in fp32: {', '.join(n or '.' for n in names)}{whole}", keep_fp32_override(names), verified
-    )
+def _island_fix(names: list[str], verified: bool, scale: float | None = None) -> Fix:
+    text = f"compute in fp32: {', '.join(name or '.' for name in names)}"
+    if "" in names:
+        text += " (that is the whole network; better move the line into a function with @keep_fp32)"
+    override = keep_fp32_override(names)
+    if scale is not None:
+        text += "; and begin with a smaller loss scale"
+        override += f" amp.init_scale={scale:g}"
+    return Fix("override", text, override, verified)

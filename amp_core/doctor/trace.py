@@ -16,11 +16,12 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -348,7 +349,7 @@ class Trace(TorchDispatchMode):
             return REMOTE
         name = self._tensors.get(found.key) or self._own_tensor(found.key)
         if name is not None or found.tensor.numel() > 1:
-            return self._not_finite_before(name or found.name, found.tensor, found.key, place)
+            return self._not_finite_before(name or f"unseen {found.name}", found.tensor, found.key, place)
         return CONSTANT
 
     def _own_tensor(self, key: int) -> str | None:
@@ -450,6 +451,9 @@ class Trace(TorchDispatchMode):
             if place is not None:
                 if torch.is_grad_enabled():  # nodes of a second derivative
                     self._places.setdefault(_last_node(), place)
+                if isinstance(node, FunctionCtx):  # a backward that is written in Python has lines of its own
+                    source, code = _source()
+                    return replace(place, source=source, code=code)
                 return place
             return Place(None, "", *_source(), node.name())  # Python code that autograd calls, such as a hook
         module, kind = self._modules[-1][:2] if self._modules else (None, "")
@@ -612,10 +616,12 @@ def _functional(func: Any) -> Callable[..., Any] | None:
 def named_tensors(nets: Iterable[tuple[str, nn.Module]], batch: Any) -> dict[str, Tensor]:
     """Weights and buffers by name, and the tensors of a batch as `batch[0]`, `batch[1]`, ..."""
     found: dict[str, Tensor] = {}
-    for prefix, net in nets:
+    for number, (prefix, net) in enumerate(nets, 1):
         dot = f"{prefix}." if prefix else ""
-        found |= {f"weight {dot}{name}": tensor for name, tensor in net.named_parameters()}
-        found |= {f"buffer {dot}{name}": tensor for name, tensor in net.named_buffers()}
+        own = {f"weight {dot}{name}": tensor for name, tensor in net.named_parameters()}
+        own |= {f"buffer {dot}{name}": tensor for name, tensor in net.named_buffers()}
+        # Two networks may have no prefix, and the same names.
+        found |= {f"{name} of network {number}" if name in found else name: tensor for name, tensor in own.items()}
     for name, tensor in _walk(batch, "batch"):
         found[name] = tensor
     return found

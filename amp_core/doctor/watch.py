@@ -125,12 +125,12 @@ class Watch:
     def examine(self, symptoms: Symptoms) -> Windows:
         """Yields windows to be computed again; returns the diagnosis, or None."""
         loop = self.loop
-        streak = int(loop.amp.num_consecutive_skips)
+        streak, policy = int(loop.amp.num_consecutive_skips), loop.amp.scaler.policy
         begin = loop.step - streak + 1
         first = symptoms.first_bad_loss if symptoms.first_bad_loss is not None else symptoms.first_skip
-        if streak and (first is None or first >= begin or loop.amp.scaler.policy is not None):
+        if streak and symptoms.first_bad_loss is None and (policy is not None or first is None or first >= begin):
             first = begin  # of steps that are skipped in a row, all with the same weights
-        if first is None or first == self._examined:
+        if first is None or self._examined >= (begin if streak else first):
             return self.last
         self._examined = first
         self.num_reports += 1
@@ -202,7 +202,7 @@ class Watch:
     # --- the report -------------------------------------------------------------------------------------------------
 
     def _report(self, diagnosis: Diagnosis) -> None:
-        loop, env = self.loop, self.loop.env
+        env = self.loop.env
         counts = {of: env.sum_over_ranks(count.clone()).tolist() for of, count in sorted(self._counts.items())}
         diagnosis.skips = {
             of: {"skipped": skipped // env.world_size, "losses not finite": losses}

@@ -1,0 +1,670 @@
+"""What fp16 would do to a run, told from a few windows of it in bf16.
+
+Autocast to bf16 casts where autocast to fp16 does, and bf16 has the range of fp32: nothing overflows, nothing vanishes,
+and every number shows how large it would have been. So one look at a window says
+
+- which modules overflow in fp16, and are to be kept in fp32;
+- how large the loss scale may be;
+- which gradients become 0 at that scale, and what becomes 0 after them.
+
+The first is found by treatment. A module whose numbers are the first beyond fp16's is made an island and the window
+computed again, for its result, in fp32 from there on, may be too large for the cast in front of the next layer. The
+last is found by imitation: the window is computed again while numbers too small for fp16 are replaced by 0 as soon as
+they are born, so that what they would have become is missing downstream, as it will be.
+
+    python scripts/doctor.py forecast recipe=segmentation --check
+
+Of gradients of gradients this holds roughly: parts of them do not grow with the loss scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_core.doctor.diagnosis import keep_fp32_override
+from amp_core.doctor.locate import Doctor
+from amp_core.doctor.statistics import KINDS, LOST
+from amp_core.doctor.trace import _CONSTANTS, _UNWRITTEN, HALF, Place, Trace, _is_view, _key, _last_node, _tensors
+from amp_core.doctor.watch import doctor_of
+from amp_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from amp_core.loop import Loop
+
+LARGEST = 65504.0
+SMALLEST = 2.0**-24
+MOST_SCALE = 2.0**24
+"""The cap of conf/amp/fp16.yaml."""
+SHARE = 0.01
+"""Of the non-zero numbers of a layer; from here on losing them counts."""
+AT_RISK = 2.0
+"""Bits of headroom: a factor of four is soon lost to a longer training or an odd batch."""
+_FLOAT8 = {False: (448.0, 2.0**-10), True: (57344.0, 2.0**-17)}
+"""Forward e4m3, backward e5m2: the largest number, and what is rounded to 0."""
+_MASK = 2.0**100
+"""What is larger stands for infinity, such as bf16's `finfo.min` in an attention mask, and would be fp16's there."""
+_ZERO, _NOT_FINITE, _BIAS = 1, 510, 127
+_MOST_ROUNDS = 64
+
+Windows = Generator[Any, None, Any]
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Numbers:
+    """How large the numbers of one or several tensors are, exactly."""
+
+    counts: Tensor
+    """int64 [512] on the CPU: at 2 * (exponent + 127), and one further for the power of two itself; 0 is at 1."""
+    amax: float = 0.0
+    lost_float8: int = 0
+    """How many that are not 0 become 0 in float8, each tensor scaled by its largest."""
+
+    @classmethod
+    def none(cls) -> Numbers:
+        return cls(torch.zeros(512, dtype=torch.int64))
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, backward: bool = False) -> Numbers:
+        """Waits for the device."""
+        values = tensor.detach().float().abs().flatten()
+        bits = values.view(torch.int32)
+        counts = torch.bincount(((bits >> 23) << 1) + ((bits & 0x7FFFFF) == 0), minlength=512).cpu()
+        amax = torch.where(values < _MASK, values, 0.0).max().item() if len(values) else 0.0
+        largest, lost = _FLOAT8[backward]
+        return cls(counts, amax, int(((values > 0) & (values <= lost * (amax / largest))).sum()))
+
+    def add(self, other: Numbers) -> None:
+        self.counts = self.counts + other.counts
+        self.amax = max(self.amax, other.amax)
+        self.lost_float8 += other.lost_float8
+
+    @property
+    def zeros(self) -> int:
+        return int(self.counts[_ZERO])
+
+    @property
+    def not_zero(self) -> int:
+        return int(self.counts.sum()) - self.zeros
+
+    @property
+    def headroom(self) -> float:
+        """Bits between the largest number and fp16's."""
+        return math.log2(LARGEST / self.amax) if self.amax else math.inf
+
+    def lost(self, limit: float) -> float:
+        """The share of the non-zero numbers up to a power of two."""
+        at = 2 * (round(math.log2(limit)) + _BIAS)
+        lost = int(self.counts[:at].sum()) - self.zeros + int(self.counts[at + 1])
+        return lost / max(self.not_zero, 1)
+
+    @property
+    def exponents(self) -> dict[int, float]:
+        """The share of the non-zero numbers by exponent; -127 holds the subnormal ones of bf16."""
+        pairs = self.counts.view(-1, 2).sum(1)
+        pairs[0] -= self.zeros
+        return {i - _BIAS: n / self.not_zero for i, n in enumerate(pairs[: _NOT_FINITE // 2].tolist()) if n}
+
+    def to_dict(self) -> dict[str, Any]:
+        total = int(self.counts.sum())
+        return {
+            "amax": self.amax,
+            "headroom": self.headroom,
+            "numbers": total,
+            "zeros": self.zeros / max(total, 1),
+            "not_finite": int(self.counts[_NOT_FINITE:].sum()),
+            "exponents": {str(e): share for e, share in self.exponents.items()},
+            "underflow_float8": self.lost_float8 / max(self.not_zero, 1),
+            "subnormal_bf16": int(self.counts[0]) / max(self.not_zero, 1),
+        }
+
+
+@dataclass(eq=False)
+class _Look:
+    """The 16-bit result of one operation."""
+
+    kind: str
+    module: str | None
+    place: Place
+    op: str
+    numbers: Numbers
+    is_birth: bool
+    """Too large for fp16, and made of numbers that are not."""
+
+
+class Census(Trace):
+    """Measures every 16-bit result inside of `with census:`; waits for the device at each.
+
+    Args:
+        names: of modules.
+        imitate: a loss scale: numbers become 0 that would in fp16 at this scale. None: none.
+    """
+
+    def __init__(self, names: Mapping[nn.Module, str], *, imitate: float | None = None) -> None:
+        super().__init__(names, {})
+        self.looks: list[_Look] = []
+        self._imitate = imitate
+        self._owners = {_key(p): name for module, name in names.items() for p in module.parameters(recurse=False)}
+        self._casts: dict[int, str] = {}
+        self._beyond: set[int] = set()
+        self._last: dict[int, _Look] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._pauses or "c10d" in func.namespace:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        node = torch._C._current_autograd_node()
+        place = self._place_of(node, name)
+        inputs = list(_tensors((args, kwargs)))
+        is_cast, owner = name == "_to_copy", None
+        if is_cast and node is None:
+            owner = self._owners.get(_key(inputs[0]))
+            if owner is not None and inputs[0].requires_grad and torch.is_grad_enabled():
+                self._casts.setdefault(_last_node(), owner)
+        elif is_cast and node is not None and node._sequence_nr() in self._casts:
+            # The gradient of a 16-bit weight on its way back to fp32.
+            look = self._last.get(_key(inputs[0]))
+            if look is not None:
+                look.kind, look.module = "weight_gradients", self._casts[node._sequence_nr()]
+        is_after = any(_key(tensor) in self._beyond for tensor in inputs if tensor.dtype in HALF)
+        result = func(*args, **kwargs)
+        if name in _UNWRITTEN or _is_view(func):
+            return result
+        for tensor in _tensors(result):
+            if tensor.dtype in HALF and tensor.numel():
+                # What is cast is known more exactly before.
+                exact = inputs[0] if is_cast and inputs[0].is_floating_point() else tensor
+                self._measure(name, place, tensor, exact, owner, node is not None, is_after)
+        return result
+
+    def _measure(
+        self, name: str, place: Place, tensor: Tensor, exact: Tensor, owner: str | None, backward: bool, is_after: bool
+    ) -> None:
+        if self._imitate is not None:
+            limit = LOST / self._imitate if backward else LOST
+            tensor.masked_fill_(exact.abs() <= limit, 0)
+            exact = tensor
+        numbers = Numbers.of(exact, backward=backward)
+        is_beyond = bool((tensor.abs() > LARGEST).any())
+        kind = "activation_gradients" if backward else "weights" if owner is not None else "activations"
+        is_birth = numbers.amax > LARGEST and not is_after and name not in _CONSTANTS
+        look = _Look(kind, place.module if owner is None else owner, place, name, numbers, is_birth)
+        self.looks.append(look)
+        key = _key(tensor)
+        self._last[key] = look
+        (self._beyond.add if is_beyond else self._beyond.discard)(key)
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """The numbers of one kind in one module, or those of one operation."""
+
+    module: str | None
+    """None: outside of the networks, such as in the loss."""
+    module_class: str
+    kind: str
+    numbers: Numbers
+    op: str = ""
+    source: str = ""
+    code: str = ""
+    underflow: dict[str, float] = field(default_factory=dict)
+    """Share of the non-zero numbers too small for fp16, by loss scale; on forward numbers it has no influence."""
+    lost: dict[str, float] = field(default_factory=dict)
+    """Share of the numbers that are not 0 in bf16 and 0 in fp16: too small themselves, or what these have made."""
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.kind.endswith("gradients")
+
+    @property
+    def headroom(self) -> float:
+        return self.numbers.headroom
+
+    def to_dict(self) -> dict[str, Any]:
+        operation = {"op": self.op, "source": self.source, "code": self.code} if self.op else {}
+        shares = {"underflow": self.underflow} | ({"lost": self.lost} if self.lost else {})
+        known = {"module": self.module, "module_class": self.module_class, "kind": self.kind}
+        return known | operation | self.numbers.to_dict() | shares
+
+
+@dataclass
+class Forecast:
+    """What fp16 is going to do to the first windows of a run."""
+
+    windows: list[int]
+    """Steps, counted from 1."""
+    rows: list[Row]
+    """By module, in the network's order, and kind; before any treatment."""
+    operations: list[Row]
+    order: list[str]
+    """Names of all modules."""
+    islands: list[str]
+    """Modules that must compute in fp32, besides those that do."""
+    kept: list[str]
+    """Those that do already, as amp.keep_fp32 has them."""
+    outside: list[str]
+    """Lines outside of every module that overflow: no island reaches them."""
+    at_risk: list[str]
+    """Modules with less than two bits of headroom."""
+    largest_gradient: float
+    """Of all 16-bit gradients, at loss scale 1, with the islands."""
+    largest_scale: float
+    """The largest power of two at which no gradient overflows in these windows."""
+    init_scale: float
+    """With one bit to spare. The next batch is another one: where its largest gradient is up to twice that of these, a
+    scale that just fits loses a step, and half of it only one more bit of the smallest numbers."""
+    reference: dict[tuple[str | None, str], Numbers] = field(default_factory=dict, repr=False)
+    """The numbers in bf16, with the islands."""
+
+    @property
+    def override(self) -> str:
+        """For the command line."""
+        names = [*self.kept, *self.islands]
+        islands = [keep_fp32_override(names)] if names else []
+        return " ".join(["amp=fp16", *islands, f"amp.init_scale={self.init_scale:g}"])
+
+    def underflowing(self, scale: float) -> list[Row]:
+        """Gradients that lose more than 1 % at this scale, 1 or `init_scale`."""
+        return [row for row in self.rows if row.is_gradient and row.lost.get(f"{scale:g}", 0.0) > SHARE]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; complete."""
+
+        def named(rows: Iterable[Row], scale: float) -> list[dict[str, Any]]:
+            return [{"module": r.module, "kind": r.kind, "lost": r.lost[f"{scale:g}"]} for r in rows]
+
+        return {
+            "windows": self.windows,
+            "fp16": {
+                "islands": self.islands,
+                "outside": self.outside,
+                "at_risk": self.at_risk,
+                "largest_gradient": self.largest_gradient,
+                "largest_scale": self.largest_scale,
+                "init_scale": self.init_scale,
+                "underflow_at_init_scale": named(self.underflowing(self.init_scale), self.init_scale),
+                "underflow_at_scale_1": named(self.underflowing(1.0), 1.0),
+                "override": self.override,
+            },
+            "layers": [row.to_dict() for row in self.rows],
+            "operations": [row.to_dict() for row in self.operations],
+        }
+
+    def __str__(self) -> str:
+        first, last = self.windows[0], self.windows[-1]
+        scale = f"{self.init_scale:g}"
+        lines = [
+            f"fp16, forecast from steps {first} to {last} in bf16",
+            "",
+            f"  {'layer':<36} {'numbers':<20} {'largest':>9} {'headroom':>9}   {'share that becomes 0':<38}",
+            f"  {'':<36} {'':<20} {'':>9} {'bits':>9}   {'fp16':>9} {'at ' + scale:>12} {'fp8':>9}",
+        ]
+        worst = sorted(self.rows, key=lambda row: row.headroom)
+        lines += [_line(row, self, scale) for row in worst[:_MOST_LINES]]
+        if len(worst) > _MOST_LINES:
+            lines.append(f"  and {len(worst) - _MOST_LINES} more with more headroom")
+        lines += ["", *self._conclusions()]
+        return "\n".join(lines)
+
+    def _conclusions(self) -> list[str]:
+        lines = []
+        if self.islands:
+            lines += _wrapped(
+                "  overflow    ", f"keep in fp32: {', '.join(n or 'the whole network' for n in self.islands)}"
+            )
+        else:
+            lines.append("  overflow    none: no number of the forward pass exceeds 65504")
+        lines += [f"  overflow    outside of all modules, out of reach of an island: {line}" for line in self.outside]
+        if self.at_risk:
+            lines += _wrapped("  at risk     ", f"less than {AT_RISK:g} bits of headroom: {', '.join(self.at_risk)}")
+        lines.append(
+            f"  loss scale  {self.init_scale:g}: the largest gradient is {self.largest_gradient:.3g}, "
+            f"{self.largest_scale:g} just fits; one bit to spare"
+        )
+        for scale in sorted({self.init_scale, 1.0}, reverse=True):
+            names = [f"{row.module or '.'} ({row.kind.removesuffix('_gradients')})" for row in self.underflowing(scale)]
+            what = ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - 8} more" if len(names) > _MOST_NAMED else "")
+            text = f"at scale {scale:g} gradients lose more than {SHARE:.0%} in: {what or 'no layer'}"
+            lines += _wrapped("  underflow   ", text)
+        lines += ["  float8      every linear tensor with a scale of its own: no overflow; what becomes 0 stands above"]
+        lines += ["  bf16        as measured: nothing overflows, nothing becomes 0", "", f"  -> {self.override}"]
+        return lines
+
+
+_MOST_LINES = 30
+_MOST_NAMED = 8
+
+
+def _line(row: Row, forecast: Forecast, scale: str) -> str:
+    name = row.module if row.module is not None else "(outside of the networks)"
+    name = name or "(the network itself)"
+    name = name if len(name) <= 36 else f"…{name[-35:]}"
+    in_fp32 = row.module in forecast.islands and row.headroom >= 0
+    shares = row.lost or row.underflow
+    if row.is_gradient:
+        at_1, at_scale = (f"{shares[s]:.1%}" if s in shares else "" for s in ("1", scale))
+    else:
+        at_1, at_scale = f"{row.underflow['1']:.1%}", ""
+    mark = "  OVERFLOW" if row.headroom < 0 else "  at risk" if row.headroom < AT_RISK and not in_fp32 else ""
+    if row.is_gradient:
+        mark = ""
+    float8 = row.numbers.lost_float8 / max(row.numbers.not_zero, 1)
+    kind = row.kind.replace("_", " ")
+    text = f"  {name:<36} {kind:<20} {row.numbers.amax:>9.3g} {row.headroom:>9.1f}   {at_1:>9} {at_scale:>12} {float8:>9.1%}"
+    return text + mark
+
+
+def _wrapped(head: str, text: str, width: int = 118) -> list[str]:
+    lines, line = [], head
+    for word in text.split(" "):
+        if len(line) + len(word) > width:
+            lines.append(line.rstrip())
+            line = " " * len(head)
+        line += f"{word} "
+    return [*lines, line.rstrip()]
+
+
+# --- the course -------------------------------------------------------------------------------------------------------
+
+
+class _Tally:
+    """What several windows came to, by module and by operation."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str | None, str], Row] = {}
+        self.operations: dict[tuple[Any, ...], Row] = {}
+        self.largest_gradient = 0.0
+
+    def add(self, census: Census) -> None:
+        for look in census.looks:
+            place, key = look.place, (look.module, look.kind)
+            kind_of = place.kind if look.module == place.module else ""
+            if key not in self.rows:
+                self.rows[key] = Row(look.module, kind_of, look.kind, Numbers.none())
+            row = self.rows[key]
+            row.module_class = row.module_class or kind_of
+            row.numbers.add(look.numbers)
+            where = (*key, look.op, place.source)
+            if where not in self.operations:
+                empty = Numbers.none()
+                self.operations[where] = Row(*key[:1], kind_of, look.kind, empty, look.op, place.source, place.code)
+            self.operations[where].numbers.add(look.numbers)
+            if row.is_gradient:
+                self.largest_gradient = max(self.largest_gradient, look.numbers.amax)
+
+
+def forecast(loop: Loop, num_windows: int, found: list[Forecast]) -> Windows:
+    """A course through the next windows of a run in bf16. Appends to `found`.
+
+    Each window is looked at with the weights that the ones before it have left. Everything is computed several times:
+    to look, with each new set of islands, and with the small numbers missing.
+
+    Args:
+        loop: of a mode that autocasts to bfloat16, with one process.
+    """
+    if loop.amp.dtype is not torch.bfloat16 or loop.amp.weights:
+        raise ConfigError(f"amp={loop.cfg.amp.name}: a forecast looks at numbers in autocast to bfloat16; use amp=bf16")
+    doctor, start, first = doctor_of(loop), loop.position(), loop.step + 1
+    kept = doctor.island_names()
+    plain, islands, outside = _Tally(), list[str](), list[str]()
+
+    def treat(step: int) -> Windows:
+        census = yield from _look_at(loop, doctor, step)
+        plain.add(census)
+        with doctor._islands(islands):
+            if islands:
+                census = yield from _look_at(loop, doctor, step)
+        for _ in range(_MOST_ROUNDS):
+            births = _first_births(census)
+            with doctor._islands(
+                [*islands, *dict.fromkeys(look.module for look in births if look.module is not None)]
+            ) as made:
+                new = [name for name in made if name not in islands]
+                outside.extend(_lines(births, unless=made))
+                if not new:
+                    return
+                islands.extend(new)
+                census = yield from _look_at(loop, doctor, step)
+
+    yield from _through(loop, start, num_windows, treat)
+    reference = _Tally() if islands else plain
+    with doctor._islands(islands):
+        if islands:
+            yield from _through(loop, start, num_windows, lambda step: _count(loop, doctor, step, reference))
+        largest, scale = _scales(reference.largest_gradient)
+        imitations = {one: _Tally() for one in (1.0, scale)}
+
+        def imitate(step: int) -> Windows:
+            for one, tally in imitations.items():
+                yield from _count(loop, doctor, step, tally, imitate=one)
+
+        yield from _through(loop, start, num_windows, imitate)
+    loop.go_to(start)
+    order = list(doctor.names.values())
+    rows = sorted(plain.rows.values(), key=lambda row: (_rank(row.module, order), KINDS.index(row.kind)))
+    operations = list(plain.operations.values())
+    for row in [*rows, *operations]:
+        for one in (1.0, scale) if row.is_gradient else (1.0,):
+            row.underflow[f"{one:g}"] = row.numbers.lost(LOST / one)
+    for row in rows:
+        before = reference.rows.get((row.module, row.kind))
+        for one, tally in imitations.items():
+            after = tally.rows.get((row.module, row.kind))
+            if before is not None and after is not None:
+                row.lost[f"{one:g}"] = _lost(before.numbers, after.numbers)
+    named = {row.module for row in rows if not row.is_gradient and 0 <= row.headroom < AT_RISK}
+    found.append(
+        Forecast(
+            windows=list(range(first, first + num_windows)),
+            rows=rows,
+            operations=operations,
+            order=order,
+            islands=islands,
+            kept=kept,
+            outside=list(dict.fromkeys(outside)),
+            at_risk=[name for name in order if name in named and name not in islands],
+            largest_gradient=reference.largest_gradient,
+            largest_scale=largest,
+            init_scale=scale,
+            reference={key: row.numbers for key, row in reference.rows.items()},
+        )
+    )
+
+
+def _through(loop: Loop, start: Any, num_windows: int, look: Callable[[int], Windows]) -> Windows:
+    """Train through the windows from `start`, and look at each before its step."""
+    loop.go_to(start)
+    for _ in range(num_windows):
+        yield from look(loop.step + 1)
+        with loop.training_again() as window:
+            yield window
+
+
+def _look_at(loop: Loop, doctor: Doctor, step: int, imitate: float | None = None) -> Generator[Any, None, Census]:
+    with loop.replay(step) as (rehearsal, window):
+        census = Census(doctor.names, imitate=imitate)
+        rehearsal.watcher = census
+        with census:
+            yield window
+    return census
+
+
+def _count(loop: Loop, doctor: Doctor, step: int, tally: _Tally, *, imitate: float | None = None) -> Windows:
+    tally.add((yield from _look_at(loop, doctor, step, imitate)))
+
+
+def _first_births(census: Census) -> list[_Look]:
+    """Of the forward pass; where there is none, those of the backward pass at a loss scale of 1."""
+    births = [look for look in census.looks if look.is_birth]
+    return [look for look in births if not look.kind.endswith("gradients")] or births
+
+
+def _lines(births: list[_Look], unless: Sequence[str]) -> Iterator[str]:
+    for look in births:
+        if look.module is None or not any(look.module == name or look.module.startswith(f"{name}.") for name in unless):
+            yield f"{look.place.source}    {look.place.code}".rstrip()
+
+
+def _scales(largest_gradient: float) -> tuple[float, float]:
+    """The largest power of two at which it does not overflow, and the same with one bit to spare."""
+    if not largest_gradient:
+        return MOST_SCALE, MOST_SCALE
+    fits = 2.0 ** math.floor(math.log2(LARGEST / largest_gradient))
+    return min(fits, MOST_SCALE), min(max(fits / 2, 1.0), MOST_SCALE)
+
+
+def _lost(before: Numbers, after: Numbers) -> float:
+    return max(after.zeros - before.zeros, 0) / max(before.not_zero, 1)
+
+
+def _rank(module: str | None, order: list[str]) -> int:
+    return order.index(module) if module is not None and module in order else len(order)
+
+
+# --- was it right? ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Score:
+    """What was forecast, and what happened."""
+
+    forecast: list[str]
+    measured: list[str]
+
+    @property
+    def precision(self) -> float:
+        """The share of the forecast that happened; 1 when nothing was."""
+        return self._share(self.forecast, self.measured)
+
+    @property
+    def recall(self) -> float:
+        """The share of what happened that was forecast; 1 when nothing did."""
+        return self._share(self.measured, self.forecast)
+
+    @staticmethod
+    def _share(these: Sequence[str], others: Sequence[str]) -> float:
+        return sum(one in others for one in these) / len(these) if these else 1.0
+
+    def __str__(self) -> str:
+        both = sum(one in self.measured for one in self.forecast)
+        text = f"precision {self.precision:.2f}, recall {self.recall:.2f}"
+        text += f" ({len(self.forecast)} forecast, {len(self.measured)} measured, {both} in both)"
+        missed = [one for one in self.measured if one not in self.forecast]
+        wrong = [one for one in self.forecast if one not in self.measured]
+        text += f"; missed: {', '.join(missed[:3])}" if missed else ""
+        return text + (f"; not needed: {', '.join(wrong[:3])}" if wrong else "")
+
+
+@dataclass
+class Check:
+    """How right a forecast was, by the same windows in fp16."""
+
+    islands: Score
+    scale_forecast: float
+    scale_measured: float
+    """The largest power of two, up to 2^24, at which all of the windows are finite; 0: none."""
+    underflow: Score
+    """Of layers' gradients that lose more than 1 % at the scale that was forecast."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        scores = {name: getattr(self, name) for name in ("islands", "underflow")}
+        rates = {name: {"precision": one.precision, "recall": one.recall} for name, one in scores.items()}
+        return {
+            name: rates.get(name, {}) | value if name in rates else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+
+    def __str__(self) -> str:
+        head = "  "
+        return "\n".join(
+            [
+                "the same steps in fp16",
+                "",
+                *_wrapped(f"{head}islands     ", str(self.islands)),
+                f"{head}loss scale  the largest that fits: {self.scale_forecast:g} forecast, {self.scale_measured:g} measured",
+                *_wrapped(f"{head}underflow   ", str(self.underflow)),
+            ]
+        )
+
+
+def check(loop: Loop, told: Forecast, found: list[Check]) -> Windows:
+    """A course through the windows of a forecast in fp16. Appends to `found`.
+
+    Islands that are needed are those that the doctor finds, by breaking operation after breaking operation, until the
+    window is finite at a loss scale of 1. With them follow the largest scale and the zeros.
+    """
+    doctor = doctor_of(loop)
+    needed, scales, tally = list[str](), list[float](), _Tally()
+    with ExitStack() as stack:
+        for _ in told.windows:
+            step = loop.step + 1
+            with loop.amp.scaler.held_at(1.0):
+                for _ in range(_MOST_ROUNDS):
+                    diagnosis = yield from doctor.diagnose(lambda step=step: loop.replay(step))
+                    if diagnosis is None or not diagnosis.islands or diagnosis.cause == "position collision":
+                        break
+                    needed += stack.enter_context(doctor._islands(diagnosis.islands))
+            scales.append((yield from _largest_finite(loop, step)))
+            with loop.amp.scaler.held_at(told.init_scale):
+                yield from _count(loop, doctor, step, tally)
+                with loop.training_again() as window:
+                    yield window
+    measured = [
+        key
+        for key, row in tally.rows.items()
+        if row.is_gradient and key in told.reference and _lost(told.reference[key], row.numbers) > SHARE
+    ]
+    forecast = [(row.module, row.kind) for row in told.underflowing(told.init_scale)]
+    underflow = Score(*([f"{module or '.'} ({kind})" for module, kind in keys] for keys in (forecast, measured)))
+    found.append(Check(Score(told.islands, needed), told.largest_scale, min(scales), underflow))
+
+
+def _largest_finite(loop: Loop, step: int) -> Generator[Any, None, float]:
+    low, high = -1, round(math.log2(MOST_SCALE)) + 1  # 2^high is not asked for
+    while high - low > 1:
+        middle = (low + high) // 2 if low >= 0 or high < 25 else high - 1
+        with loop.amp.scaler.held_at(2.0**middle), loop.replay(step) as (rehearsal, window):
+            yield window
+        if rehearsal.is_finite:
+            low = middle
+        else:
+            high = middle
+    return 2.0**low if low >= 0 else 0.0
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+def draw(told: Forecast, path: str | Path) -> None:
+    """A heat map: for each kind of numbers a panel, layers from top to bottom, exponents from left to right.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.colors import LogNorm
+        from matplotlib.figure import Figure
+    except ImportError as missing:
+        raise ConfigError("--picture needs matplotlib: pip install 'amp-recipes[data]'") from missing
+    names = [name for name in told.order if any(row.module == name for row in told.rows)]
+    if any(row.module is None for row in told.rows):
+        names.append("")
+    raise NotImplementedError
