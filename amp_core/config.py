@@ -556,6 +556,10 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
     _positive(problems, {"checkpoint.keep": cfg.checkpoint.keep, "data.image_size": cfg.data.image_size}, least=1)
     _positive(problems, {"data.num_samples": cfg.data.num_samples, "data.length": cfg.data.length}, least=1)
     _positive(problems, {"data.num_classes": cfg.data.num_classes}, least=2)
+    doctor = cfg.doctor
+    _positive(problems, {"doctor.after_skips": doctor.after_skips}, least=1)
+    _positive(problems, {"doctor.max_reports": doctor.max_reports}, least=0)
+    _positive(problems, {"doctor.statistics_every": doctor.statistics_every}, least=1)
     if cfg.seed is not None and cfg.seed >= 2**63:
         problems.append(f"seed={cfg.seed}: expected less than 2^63")
     _positive(problems, {"optimizer.lr": cfg.optimizer.lr})
@@ -674,6 +678,8 @@ def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
                 notes.append(f"amp.{key} has no effect with amp.dynamic=false: the scale stays at amp.init_scale")
     if cfg.amp.op_policy == "cuda" and cfg.amp.dtype == "float32":
         notes.append(f"amp.op_policy=cuda has no effect in amp={cfg.amp.name}, which does not autocast")
+    if cfg.doctor.name == "heal" and (cfg.amp.dtype == "float32" or cfg.amp.update is not None or cfg.amp.float8):
+        notes.append(f"doctor=heal only reports in amp={cfg.amp.name}: islands need autocast and fp32 weights")
     cap = scale_cap(cfg.amp, cfg.batch_size)
     above = cfg.amp.init_scale is not None and cfg.amp.init_scale > cap
     # The capped mode begins at its cap by design; only a value that somebody typed deserves a word.

@@ -602,6 +602,17 @@ FAULTS = [
         islands=("9",),
     ),
     Fault(
+        "a layer of a stage in a thread of its own",
+        "model_parallel",
+        grown("9"),
+        "overflow in a product",
+        "aten.convolution",
+        "9",
+        "logits = model(images)",
+        settings=("amp=fp16", "recipe.pipeline=threads", "recipe.chunks=2"),
+        islands=("9",),
+    ),
+    Fault(
         "a layer of a backbone",
         "face_recognition",
         grown("2"),
@@ -845,7 +856,7 @@ FAULTS = [
         "aten.div",
         "7",
         "return x + F.normalize(x * 0, dim=1)",
-        settings=("amp=fp16", "amp.init_scale=16"),
+        settings=("amp=fp16", "amp.init_scale=4"),
         islands=("7",),
     ),
     Fault(

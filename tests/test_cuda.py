@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import train
-from amp_core import Amp, Clip, Ema, Schedule, windows
+from amp_core import Amp, Clip, Doctor, Ema, Schedule, windows
 from amp_core.config import amp_config
 from amp_core.weights import trainable
 
@@ -126,3 +126,27 @@ def test_a_run_continues_bit_exactly_on_the_device(mode, tmp_path, monkeypatch):
     for name in ("model", "ema"):
         assert all(torch.equal(whole[name][key], parts[name][key]) for key in whole[name])
     assert json.loads(Path("parts/summary.json").read_text())["device"] == "cuda"
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_the_doctor_finds_an_overflow(place):
+    net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).cuda()
+    with torch.no_grad():
+        net[2].weight.mul_(2e5 if place == "forward" else 1e3)
+    amp = Amp.named("fp16", device="cuda", init_scale=2.0**24 if place == "backward" else 1.0, max_scale=2.0**24)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    images, labels = torch.rand(8, 16).cuda() + 1, torch.randint(4, (8,)).cuda()
+
+    def step():
+        with amp.autocast():
+            loss = nn.functional.cross_entropy(net(images), labels)
+        amp.backward(loss)
+        amp.step(optimizer)
+        amp.update()
+        optimizer.zero_grad()
+
+    diagnosis = Doctor(amp, net).locate(step, (images, labels))
+    assert diagnosis is not None and diagnosis.phase == place
+    cause = "overflow in a product" if place == "forward" else "loss scale too large"
+    assert diagnosis.cause == cause and diagnosis.fixes[0].verified
+    assert diagnosis.module == ("2" if place == "forward" else diagnosis.module)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import recipes.classification
 import train
@@ -130,7 +131,9 @@ def test_a_loss_that_is_not_finite_calls_it_though_the_gradients_are(tmp_path, m
 
 
 def test_reports_are_limited(tmp_path, monkeypatch):
-    monkeypatch.setattr(recipes.classification, "build_model", lambda *a, **k: nn.Sequential(nn.Flatten(), Alternating()))
+    monkeypatch.setattr(
+        recipes.classification, "build_model", lambda *a, **k: nn.Sequential(nn.Flatten(), Alternating())
+    )
     assert start(tmp_path, "amp=bf16", "steps=40", "doctor.max_reports=2") == 0
     assert len(reports(tmp_path)) == 2
 
@@ -147,6 +150,39 @@ class Alternating(nn.Linear):
         return super().forward(x) * (1.0 if self.count % 2 else float("nan"))
 
 
+def test_watching_never_waits_between_log_lines(tmp_path):
+    """A longer run reads back as often more with a doctor as without."""
+    counts = {}
+    for doctor in ("off", "watch"):
+        for steps in (20, 60):
+            with CountWaits() as counter:
+                run = [f"doctor={doctor}", "amp=fp16", f"steps={steps}", "ema.decay=0.9"]
+                assert start(tmp_path / f"{doctor}{steps}", *run) == 0
+            counts[doctor, steps] = counter.count
+    assert counts["watch", 60] - counts["watch", 20] == counts["off", 60] - counts["off", 20]
+
+
+class CountWaits(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "override", ["doctor.after_skips=0", "doctor.max_reports=-1", "doctor.statistics_every=0", "doctor=wach"]
+)
+def test_nonsense_is_refused(tmp_path, capsys, override):
+    assert start(tmp_path / "run", override) == 2
+    assert override.split("=")[0] in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_healing_that_cannot_be_is_said(tmp_path, capsys):
+    assert start(tmp_path, "doctor=heal", "amp=fp32", "steps=1") == 0
+    assert "doctor=heal only reports in amp=fp32" in capsys.readouterr().out
+
+
 # --- it leaves no trace ------------------------------------------------------------------------------------------------
 
 
@@ -157,7 +193,9 @@ def test_a_watched_run_ends_with_the_bits_of_one_that_is_not(tmp_path, mode):
     assert start(tmp_path / "alone", "doctor=off", *common) == 0
     assert reports(tmp_path / "watched")
     assert not same_but(state(tmp_path / "watched"), state(tmp_path / "alone"))
-    assert [line["loss"] for line in lines(tmp_path / "watched")] == [line["loss"] for line in lines(tmp_path / "alone")]
+    assert [line["loss"] for line in lines(tmp_path / "watched")] == [
+        line["loss"] for line in lines(tmp_path / "alone")
+    ]
 
 
 @pytest.mark.parametrize("save_every", [1000, 4])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import linecache
+import math
 import os
+import shlex
 import socket
 import sys
 import types
@@ -61,12 +63,11 @@ def examine(recipe, settings, step=1):
 
 def with_override(settings, override):
     """Settings of a second run: the override in the place of what it replaces."""
-    override = override.strip("'")
-    key = override.split("=")[0]
-    kept = [each for each in settings if each.split("=")[0] != key]
-    if key == "amp":  # another mode has no loss scale to set
-        kept = [each for each in kept if not each.startswith("amp.")]
-    return [*kept, override]
+    overrides = shlex.split(override)
+    keys = {each.split("=")[0] for each in overrides}
+    # Another mode has no loss scale to set.
+    dropped = (*(f"{key}=" for key in keys), *(["amp."] if "amp" in keys else []))
+    return [*(each for each in settings if not each.startswith(dropped)), *overrides]
 
 
 def planted(fault, mended, settings):
@@ -155,7 +156,8 @@ def test_a_watched_run_reports_the_fault_and_goes_on(name, monkeypatch):
     fault = next(fault for fault in FAULTS if fault.name == name)
     fault.plant(find(fault.recipe), monkeypatch.setattr, False)
     run(fault.recipe, "a", *fault.settings, *WATCHED)
-    assert summary("a")["status"] == "finished" and summary("a")["skipped"] == 6
+    assert summary("a")["status"] == "finished"
+    assert losses("a") == [None] * 6 or not any(map(math.isfinite, losses("a")))
     (report,) = reports("a")
     assert report["step"] == 1 and not report["healed"]
     check_report(fault, report)
@@ -209,13 +211,13 @@ def test_a_fault_on_one_rank_is_found_there():
     (report,) = reports("a")
     assert (report["rank"], report["ranks"], report["num_ranks"]) == (1, [1], 2)
     assert (report["cause"], report["op"], report["module"]) == ("overflow in a product", "aten.mul", "14")
-    assert report["code"] == "return x * (1e6 if dist.get_rank() == 1 else 1.0)"
+    assert report["code"] == "return x * (1e6 if dist.get_rank() == 1 else 1.0) / 1e5"
     assert report["islands"] == ["14"] and report["healed"]
     assert [loss is None for loss in losses("a")] == [True, True, False, False]
 
 
 def loud_on_rank_1(x):
-    return x * (1e6 if dist.get_rank() == 1 else 1.0)
+    return x * (1e6 if dist.get_rank() == 1 else 1.0) / 1e5
 
 
 def _rank(rank, port, argv):

@@ -304,8 +304,8 @@ class Report:
         p = self.profile
         per_step = p.profiled / p.num_steps
         where = p.units.device if p.units else p.device
-        head = f"{self.what}: a step takes {_ms(p.step)} ({len(p.steps)} measured: computing takes from {_ms(min(p.steps))}"
-        head += f" to {_ms(max(p.steps))}; {_ms(per_step)} under the profiler)"
+        head = f"{self.what}: a step takes {_ms(p.step)} ({len(p.steps)} measured: computing takes from"
+        head += f" {_ms(min(p.steps))} to {_ms(max(p.steps))}; {_ms(per_step)} under the profiler)"
         lines = [
             *textwrap.wrap(f"{head} with amp={p.amp} on {where}", 120),
             f"{len(p.work) / p.num_steps:.0f} operations per step, {len(waits(p)) / p.num_steps:g} waits for the "

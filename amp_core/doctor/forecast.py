@@ -9,8 +9,8 @@ and every number shows how large it would have been. So one look at a window say
 
 The first is found by treatment. A module whose numbers are the first beyond fp16's is made an island and the window
 computed again, for its result, in fp32 from there on, may be too large for the cast in front of the next layer. The
-last is found by imitation: the window is computed again while numbers too small for fp16 are replaced by 0 as soon as
-they are born, so that what they would have become is missing downstream, as it will be.
+last is found by imitation: the window is computed again while small numbers are rounded as fp16 does it as soon as they
+are born, so that what is made of those that become 0 is missing, too.
 
     python scripts/doctor.py forecast recipe=segmentation --check
 
@@ -52,6 +52,8 @@ _FLOAT8 = {False: (448.0, 2.0**-10), True: (57344.0, 2.0**-17)}
 """Forward e4m3, backward e5m2: the largest number, and what is rounded to 0."""
 _MASK = 2.0**100
 """What is larger stands for infinity, such as bf16's `finfo.min` in an attention mask, and would be fp16's there."""
+_NORMAL = 2.0**-14
+"""What is smaller has fewer digits in fp16, down to none."""
 _ZERO, _NOT_FINITE, _BIAS = 1, 510, 127
 _MOST_ROUNDS = 64
 
@@ -148,7 +150,7 @@ class Census(Trace):
 
     Args:
         names: of modules.
-        imitate: a loss scale: numbers become 0 that would in fp16 at this scale. None: none.
+        imitate: a loss scale: small numbers are rounded as in fp16 at this scale, many of them to 0. None: none are.
     """
 
     def __init__(self, names: Mapping[nn.Module, str], *, imitate: float | None = None) -> None:
@@ -195,9 +197,9 @@ class Census(Trace):
         self, name: str, place: Place, tensor: Tensor, exact: Tensor, owner: str | None, backward: bool, is_after: bool
     ) -> None:
         if self._imitate is not None:
-            limit = LOST / self._imitate if backward else LOST
-            tensor.masked_fill_(exact.abs() <= limit, 0)
-            exact = tensor
+            scaled = exact.detach().float() * (self._imitate if backward else 1.0)
+            rounded = scaled.half().float() / (self._imitate if backward else 1.0)
+            exact = tensor.copy_(torch.where(scaled.abs() < _NORMAL, rounded, exact))
         numbers = Numbers.of(exact, backward=backward)
         is_beyond = bool((tensor.abs() > LARGEST).any())
         kind = "activation_gradients" if backward else "weights" if owner is not None else "activations"
@@ -278,17 +280,17 @@ class Forecast:
         """For the command line."""
         names = [*self.kept, *self.islands]
         islands = [keep_fp32_override(names)] if names else []
-        return " ".join(["amp=fp16", *islands, f"amp.init_scale={self.init_scale:g}"])
+        return " ".join(["amp=fp16", *islands, f"amp.init_scale={self.init_scale:.10g}"])
 
     def underflowing(self, scale: float) -> list[Row]:
         """Gradients that lose more than 1 % at this scale, 1 or `init_scale`."""
-        return [row for row in self.rows if row.is_gradient and row.lost.get(f"{scale:g}", 0.0) > SHARE]
+        return [row for row in self.rows if row.is_gradient and row.lost.get(f"{scale:.10g}", 0.0) > SHARE]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; complete."""
 
         def named(rows: Iterable[Row], scale: float) -> list[dict[str, Any]]:
-            return [{"module": r.module, "kind": r.kind, "lost": r.lost[f"{scale:g}"]} for r in rows]
+            return [{"module": r.module, "kind": r.kind, "lost": r.lost[f"{scale:.10g}"]} for r in rows]
 
         return {
             "windows": self.windows,
@@ -309,7 +311,7 @@ class Forecast:
 
     def __str__(self) -> str:
         first, last = self.windows[0], self.windows[-1]
-        scale = f"{self.init_scale:g}"
+        scale = f"{self.init_scale:.10g}"
         lines = [
             f"fp16, forecast from steps {first} to {last} in bf16",
             "",
@@ -335,13 +337,13 @@ class Forecast:
         if self.at_risk:
             lines += _wrapped("  at risk     ", f"less than {AT_RISK:g} bits of headroom: {', '.join(self.at_risk)}")
         lines.append(
-            f"  loss scale  {self.init_scale:g}: the largest gradient is {self.largest_gradient:.3g}, "
-            f"{self.largest_scale:g} just fits; one bit to spare"
+            f"  loss scale  {self.init_scale:.10g}: the largest gradient is {self.largest_gradient:.3g}, "
+            f"{self.largest_scale:.10g} just fits; one bit to spare"
         )
         for scale in sorted({self.init_scale, 1.0}, reverse=True):
             names = [f"{row.module or '.'} ({row.kind.removesuffix('_gradients')})" for row in self.underflowing(scale)]
             what = ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - 8} more" if len(names) > _MOST_NAMED else "")
-            text = f"at scale {scale:g} gradients lose more than {SHARE:.0%} in: {what or 'no layer'}"
+            text = f"at scale {scale:.10g} gradients lose more than {SHARE:.0%} in: {what or 'no layer'}"
             lines += _wrapped("  underflow   ", text)
         lines += ["  float8      every linear tensor with a scale of its own: no overflow; what becomes 0 stands above"]
         lines += ["  bf16        as measured: nothing overflows, nothing becomes 0", "", f"  -> {self.override}"]
@@ -425,23 +427,31 @@ def forecast(loop: Loop, num_windows: int, found: list[Forecast]) -> Windows:
     kept = doctor.island_names()
     plain, islands, outside = _Tally(), list[str](), list[str]()
 
+    def births(step: int) -> Generator[Any, None, list[_Look]]:
+        return _first_births((yield from _look_at(loop, doctor, step)))
+
     def treat(step: int) -> Windows:
         census = yield from _look_at(loop, doctor, step)
         plain.add(census)
+        before = list(islands)
         with doctor._islands(islands):
-            if islands:
-                census = yield from _look_at(loop, doctor, step)
+            found = _first_births(census) if not islands else (yield from births(step))
         for _ in range(_MOST_ROUNDS):
-            births = _first_births(census)
-            with doctor._islands(
-                [*islands, *dict.fromkeys(look.module for look in births if look.module is not None)]
-            ) as made:
+            names = dict.fromkeys(look.module for look in found if look.module is not None)
+            with doctor._islands([*islands, *names]) as made:
                 new = [name for name in made if name not in islands]
-                outside.extend(_lines(births, unless=made))
+                outside.extend(_lines(found, unless=new))
                 if not new:
-                    return
+                    break
                 islands.extend(new)
-                census = yield from _look_at(loop, doctor, step)
+                found = yield from births(step)
+        # One that overflowed because of another one may do without.
+        for name in islands[len(before) :]:
+            rest = [one for one in islands if one != name]
+            with doctor._islands(rest):
+                without = (yield from births(step)) if rest else found
+            if rest and _places(without) <= _places(found):
+                islands.remove(name)
 
     yield from _through(loop, start, num_windows, treat)
     reference = _Tally() if islands else plain
@@ -462,13 +472,13 @@ def forecast(loop: Loop, num_windows: int, found: list[Forecast]) -> Windows:
     operations = list(plain.operations.values())
     for row in [*rows, *operations]:
         for one in (1.0, scale) if row.is_gradient else (1.0,):
-            row.underflow[f"{one:g}"] = row.numbers.lost(LOST / one)
+            row.underflow[f"{one:.10g}"] = row.numbers.lost(LOST / one)
     for row in rows:
         before = reference.rows.get((row.module, row.kind))
         for one, tally in imitations.items():
             after = tally.rows.get((row.module, row.kind))
             if before is not None and after is not None:
-                row.lost[f"{one:g}"] = _lost(before.numbers, after.numbers)
+                row.lost[f"{one:.10g}"] = _lost(before.numbers, after.numbers)
     named = {row.module for row in rows if not row.is_gradient and 0 <= row.headroom < AT_RISK}
     found.append(
         Forecast(
@@ -514,6 +524,10 @@ def _first_births(census: Census) -> list[_Look]:
     """Of the forward pass; where there is none, those of the backward pass at a loss scale of 1."""
     births = [look for look in census.looks if look.is_birth]
     return [look for look in births if not look.kind.endswith("gradients")] or births
+
+
+def _places(births: list[_Look]) -> set[tuple[str | None, str]]:
+    return {(look.module, look.place.source) for look in births}
 
 
 def _lines(births: list[_Look], unless: Sequence[str]) -> Iterator[str]:
@@ -599,7 +613,7 @@ class Check:
                 "the same steps in fp16",
                 "",
                 *_wrapped(f"{head}islands     ", str(self.islands)),
-                f"{head}loss scale  the largest that fits: {self.scale_forecast:g} forecast, {self.scale_measured:g} measured",
+                f"{head}loss scale  the largest that fits: {self.scale_forecast:.10g} forecast, {self.scale_measured:.10g} measured",
                 *_wrapped(f"{head}underflow   ", str(self.underflow)),
             ]
         )

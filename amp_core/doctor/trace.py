@@ -258,7 +258,7 @@ class Trace(TorchDispatchMode):
 
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         name = self._names.get(module)
-        if name is None and self._modules:
+        if name is None and self._modules and self._modules[-1][0] is not None:
             # A wrapper, or part of a library's module.
             self._modules.append((*self._modules[-1][:2], module))
         else:
@@ -356,7 +356,8 @@ class Trace(TorchDispatchMode):
         """Name of a weight or buffer of the module that computes, which may belong to none of the networks."""
         if not self._modules:
             return None
-        _, kind, module = self._modules[-1]
+        module = self._modules[-1][-1]
+        kind = _class_name(module)
         named = [("weight", module.named_parameters(recurse=False)), ("buffer", module.named_buffers(recurse=False))]
         return next((f"{what} {kind}.{name}" for what, all_ in named for name, t in all_ if _key(t) == key), None)
 

@@ -226,7 +226,8 @@ def add_samples(loop: Loop, diagnosis: Diagnosis, step: int) -> None:
     batches = loop.indices_of(step, diagnosis.rank)
     diagnosis.window = [index for batch in batches for index in batch]
     rows, diagnosis.samples = diagnosis.samples, []
-    if rows and len(batches) == 1 and max(rows) < len(batches[0]):
+    # When most of a batch is concerned, it is not the samples.
+    if rows and len(batches) == 1 and max(rows) < len(batches[0]) and len(rows) <= max(1, len(batches[0]) // 4):
         diagnosis.samples = [batches[0][row] for row in rows]
 
 

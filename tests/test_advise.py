@@ -1,0 +1,519 @@
+"""Advice on speed: what is planted is found, at its place, and a loop without it is told nothing of the kind.
+
+No test compares two times that are near each other: shares are of operations that are planted to be nearly everything,
+or profiles are written by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_recipes import COMMON, SMALL
+from torch import nn
+
+import recipes
+from amp_core import Amp
+from amp_core.doctor import advise as advising
+from amp_core.doctor.advise import (
+    FINDERS,
+    Op,
+    Operand,
+    OptimizerFacts,
+    Profile,
+    Report,
+    Units,
+    advise,
+    advise_run,
+    examine,
+    waits,
+)
+from amp_core.doctor.trace import Place
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import doctor
+
+SMALL_RUN = ["recipe=classification", *COMMON, *SMALL["classification"]]
+
+
+def line_of(mark):
+    """file:line of the line of this file that ends with a comment."""
+    number = next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.endswith(f"# {mark}"))
+    return f"tests/test_advise.py:{number}"
+
+
+def look_at(net, batch, *, mode="fp32", fused=True, loss_of=None, windows=2, after=lambda loss: None) -> Report:
+    """Advice on a plain loop."""
+    amp = Amp.named(mode)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9, fused=fused)
+
+    def step():
+        with amp.autocast():
+            out = net(batch)
+            loss = loss_of(out) if loss_of else out.float().square().mean()
+        after(loss)
+        amp.backward(loss)
+        amp.step(optimizer)
+        amp.update()
+        optimizer.zero_grad()
+
+    return advise(step, net, amp, optimizers=[optimizer], num_windows=windows)
+
+
+def named(report, text):
+    return [finding for finding in report.findings if text in finding.title]
+
+
+def recorded(net, batch, **options) -> Profile:
+    return look_at(net, batch, **options).profile
+
+
+def found_by(name, profile):
+    return getattr(advising, name)(profile)
+
+
+def clean():
+    return nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)), torch.randn(512, 512)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Report:
+    """A loop with nothing planted in it, in fp32."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    return look_at(*clean(), windows=3)
+
+
+# --- a loop without anything ------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_found_where_nothing_was_planted(plain):
+    assert plain.findings == [] and plain.hints == []
+    assert "nothing was found" in str(plain)
+    assert plain.profile.matched == 1.0
+
+
+def test_where_the_time_goes_adds_up(plain):
+    parts = plain.profile.breakdown()
+    assert sum(parts.values()) == pytest.approx(1.0)
+    assert parts["products"] > 0.5  # 2 * 3 products of 512^3 and a handful of sums
+
+
+def test_products_are_counted_forward_and_backward(plain):
+    products = [op for op in plain.profile.ops if op.is_product]
+    # The first layer needs no gradient of its input.
+    assert [op.place.module for op in products[:5]] == ["0", "2", "2", "2", "0"]
+    assert [op.backward for op in products[:5]] == [False, False, True, True, True]
+    assert {advising.flops(op) for op in products} == {2 * 512**3}
+    assert all(op.seconds > 0 for op in products)
+
+
+def test_the_text_fits_120_columns_and_the_rest_is_json(plain):
+    net, batch = nn.Sequential(nn.Linear(100, 100)), torch.randn(8, 100)
+    for report in (plain, look_at(net, batch, mode="bf16", fused=False)):
+        assert max(map(len, str(report).splitlines())) <= 120
+        assert json.loads(json.dumps(report.to_dict()))["findings"] == report.to_dict()["findings"]
+
+
+# --- found in a loop --------------------------------------------------------------------------------------------------
+
+
+def test_a_wait_is_found_at_its_line():
+    net, batch = clean()
+    report = look_at(net, batch, after=lambda loss: loss.item())  # planted: wait
+    (finding,) = named(report, "waits for the device")
+    assert line_of("planted: wait") in finding.title and finding.evidence.startswith("1 per step")
+    assert "planted: wait" in finding.evidence
+    assert report.to_dict()["waits_per_step"] == 1
+
+
+class Flipping(nn.Module):
+    """Changes the type of its input over and over."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        for _ in range(20):
+            x = x.bfloat16().float()  # planted: casts
+        return x * self.scale
+
+
+def test_casts_are_found_in_the_module_that_makes_them(plain):
+    net = nn.Sequential(nn.Linear(8, 8), Flipping())
+    report = look_at(net, torch.randn(100_000, 8))
+    (finding,) = named(report, "casts")
+    assert finding.share is not None and finding.share > 0.3
+    assert finding.place == f"1 (Flipping), {line_of('planted: casts')}"
+    assert finding.evidence.startswith("80 casts per step")  # 2 * 20, forward and backward
+    assert "activations" in finding.advice and "weights" not in finding.advice
+    assert not named(plain, "casts")
+
+
+def test_casts_of_weights_are_told_apart():
+    net = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(3)])
+    profile = recorded(net, torch.randn(1, 1024), mode="bf16")
+    casts = [op for op in profile.ops if op.is_cast]
+    assert {each.weight for op in casts for each in op.inputs if each.weight} == {f"{i}.weight" for i in range(3)}
+    (finding,) = advising.find_casts(dataclasses.replace(profile, batch_size=1, accumulation=4))
+    assert "weights" in finding.advice and finding.override == "batch_size=2 accumulation=2"
+
+
+def test_many_small_operations_are_found():
+    net = nn.Linear(4, 4)
+
+    def loss_of(out):
+        for _ in range(200):
+            out = out + 1  # planted: small
+        return out.sum()
+
+    report = look_at(net, torch.randn(4, 4), loss_of=loss_of)
+    (finding,) = named(report, "small operations")
+    assert finding.place.endswith(line_of("planted: small"))
+    assert len(report.profile.work) / report.profile.num_steps > 200
+
+
+def test_an_unfused_optimizer_is_found():
+    net, batch = clean()
+    report = look_at(net, batch, fused=False)
+    (finding,) = named(report, "SGD is not fused")
+    assert finding.override == "optimizer.fused=true"
+    (wait,) = named(report, "waits for the device")  # whether to skip
+    assert "fused" in wait.advice
+    fused, unfused = (named(r, "not fused") for r in (look_at(net, batch), report))
+    assert not fused and unfused[0].share is not None and unfused[0].share > 0
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        for _ in range(10):
+            x = (x * self.a + 1.0).tanh()  # planted: chain
+        return x
+
+
+def test_chains_of_pointwise_operations_are_found(plain):
+    report = look_at(nn.Sequential(nn.Linear(64, 64), Chain()), torch.randn(8192, 64))
+    (finding,) = named(report, "could be fused")
+    assert finding.share is not None and finding.share > 0.2
+    assert finding.place == f"1 (Chain), {line_of('planted: chain')}"
+    assert "tanh" in finding.evidence and finding.override is None
+    assert not named(plain, "could be fused")
+
+
+def test_odd_sizes_are_found_in_16_bits_only():
+    net = nn.Sequential(nn.Linear(100, 128), nn.Linear(128, 3))
+    for mode, sizes in (("bf16", {100}), ("fp32", set())):
+        profile = recorded(net, torch.randn(64, 100), mode=mode)
+        found = advising.find_odd_sizes(profile)
+        assert {int(finding.title.split()[2]) for finding in found} == sizes
+        assert [finding.share for finding in found] == [None] * len(sizes)  # a CPU does not mind
+        for finding in advising.find_odd_sizes(dataclasses.replace(profile, device="cuda")):
+            assert finding.share is not None and finding.share > 0
+            assert finding.place.startswith("0 (Linear)") and "104" in finding.advice
+
+
+def test_an_odd_batch_size_is_told_by_its_setting():
+    profile = recorded(nn.Linear(128, 128), torch.randn(100, 128), mode="bf16")
+    (finding,) = advising.find_odd_sizes(dataclasses.replace(profile, batch_size=100))
+    assert finding.override == "batch_size=104"
+
+
+def test_odd_channels_are_those_of_a_group():
+    net = nn.Sequential(nn.Conv2d(3, 130, 3), nn.Conv2d(130, 130, 3, groups=130), nn.Conv2d(130, 260, 3, groups=2))
+    profile = recorded(net, torch.randn(2, 3, 12, 12), mode="bf16", windows=1)
+    # 130 outputs of the first, none of the second, 65 inputs and 130 outputs per group of the third.
+    assert {finding.title.partition(" is no")[0] for finding in advising.find_odd_sizes(profile)} == {
+        "the size 130 in 0",
+        "the size 65 in 2",
+        "the size 130 in 2",
+    }
+
+
+def test_convolutions_on_nchw_are_found_where_channels_last_was_measured_to_be_faster():
+    net = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
+    images = torch.randn(4, 8, 16, 16)
+    profile = recorded(net, images, mode="bf16")
+    assert len(profile.layouts) == 2
+    faster = dataclasses.replace(profile, layouts=dict.fromkeys(profile.layouts, (2e-3, 1e-3)))
+    (finding,) = advising.find_channels_first(faster)
+    assert finding.override == "perf.channels_last=true" and "(Conv2d)" in finding.place
+    assert finding.evidence.startswith("2 convolutions per step")
+    slower = dataclasses.replace(profile, layouts=dict.fromkeys(profile.layouts, (1e-3, 2e-3)))
+    assert advising.find_channels_first(slower) == []
+
+    last = torch.channels_last
+    profile = recorded(net.to(memory_format=last), images.to(memory_format=last), mode="bf16")
+    assert profile.layouts == {} and advising.find_channels_first(profile) == []
+
+
+# --- not right in 16 bits ---------------------------------------------------------------------------------------------
+
+
+class Unsafe(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 1)
+
+    def forward(self, x):
+        x = x / (x.half().norm(dim=1, keepdim=True) + 1e-8)  # planted: eps
+        x = x + 0 * torch.arange(4096).half().float().mean()  # planted: positions
+        return torch.sigmoid(self.fc(x)).squeeze(1)  # planted: sigmoid
+
+
+def probability_loss(p):
+    return F.binary_cross_entropy(p.float(), torch.ones(len(p)))  # planted: bce
+
+
+def test_what_is_not_right_in_16_bits_has_a_section_of_its_own():
+    report = look_at(Unsafe(), torch.randn(8, 16), mode="bf16", loss_of=probability_loss, windows=1)
+    by_line = {hint.place.split()[-1]: hint for hint in report.hints}
+    assert by_line.keys() == {line_of(f"planted: {name}") for name in ("eps", "positions", "bce")}
+    assert line_of("planted: sigmoid") in by_line[line_of("planted: bce")].evidence
+    assert "1e-08 in float16" in by_line[line_of("planted: eps")].evidence
+    assert "not right in 16 bits" in str(report)
+
+
+def test_hints_of_settings_are_given_once_and_fp32_gets_none():
+    net = nn.Sequential(nn.Linear(16, 1), nn.Sigmoid(), nn.Flatten(0))
+    bce = nn.Module()
+    bce.net, bce.loss = net, nn.BCELoss()
+    bce.forward = lambda x: bce.loss(bce.net(x).float(), torch.ones(8))  # type: ignore[method-assign]
+    batch = torch.randn(8, 16)
+    (hint,) = look_at(bce, batch, mode="bf16", loss_of=lambda loss: loss, windows=1).hints
+    assert hint.place.startswith("loss (BCELoss)")
+    assert look_at(bce, batch, mode="fp32", loss_of=lambda loss: loss, windows=1).hints == []
+
+
+# --- profiles by hand -------------------------------------------------------------------------------------------------
+
+LAYER = Place("fc", "Linear", "net.py:1", "return self.fc(x)")
+
+
+def product(rows, inner, columns, seconds, dtype="bfloat16", device="cpu", place=LAYER):
+    shapes = [(rows, inner), (inner, columns)]
+    size = 4 if dtype == "float32" else 2
+    operands = [Operand(s, dtype, device, size * s[0] * s[1], i) for i, s in enumerate([*shapes, (rows, columns)])]
+    return Op("aten::mm", place, inputs=operands[:2], outputs=operands[2:], seconds=seconds, num_kernels=1)
+
+
+def by_hand(*ops, **fields) -> Profile:
+    """One step of 10 ms."""
+    fields = {"steps": [0.01], "loads": [0.0], "amp": "bf16", "dtype": "bfloat16"} | fields
+    return Profile(list(ops), 1, 0.01, **fields)  # type: ignore[arg-type]
+
+
+BIG = product(512, 512, 512, 0.009)
+
+CASES = {
+    "find_slow_units": (
+        by_hand(BIG, units=Units("this CPU", "has no units for bfloat16, and emulates them", 0.1)),
+        by_hand(BIG, units=Units("this CPU", "", 2.0)),
+        "amp=fp32",
+    ),
+    "find_loading": (
+        by_hand(BIG, loads=[0.03], loading=0.03, num_cores=16),
+        by_hand(BIG, loads=[0.0001], loading=0.03, num_workers=4, num_cores=16),
+        "data.num_workers=3",
+    ),
+    "find_unfused": (
+        by_hand(BIG, optimizers=[OptimizerFacts("AdamW", False, True, seconds=0.002)]),
+        by_hand(BIG, optimizers=[OptimizerFacts("AdamW", True, True, seconds=0.002)]),
+        "optimizer.fused=true",
+    ),
+    "find_memory_bound": (
+        by_hand(product(8, 4096, 4096, 0.008), units=Units("a GPU", balance=200), batch_size=8, accumulation=4),
+        by_hand(product(4096, 4096, 4096, 0.008), units=Units("a GPU", balance=200), batch_size=8, accumulation=4),
+        "batch_size=16 accumulation=2",
+    ),
+    "find_cadences": (
+        by_hand(BIG, cadences={"eval_every": (10, 1.0)}),
+        by_hand(BIG, cadences={"eval_every": (100_000, 1.0)}),
+        "eval_every=10000",
+    ),
+    "find_costly_autocast": (by_hand(BIG, fp32_step=0.005), by_hand(BIG, fp32_step=0.02), "amp=fp32"),
+    "find_small_operators": (
+        by_hand(*[product(8, 8, 8, 1e-6)] * 200, batch_size=4),
+        by_hand(BIG, *[product(8, 8, 8, 1e-6)] * 200, batch_size=4),
+        "batch_size=8",
+    ),
+}
+
+
+@pytest.mark.parametrize("finder", CASES)
+def test_a_finder_finds_what_is_there_and_nothing_else(finder):
+    there, not_there, override = CASES[finder]
+    (finding,) = found_by(finder, there)
+    assert finding.override == override and finding.place and 0 < finding.share <= 1
+    assert found_by(finder, not_there) == []
+
+
+def test_shares_are_sorted_and_of_the_whole_step():
+    profile = by_hand(
+        BIG,
+        loads=[0.01],
+        loading=0.01,
+        fp32_step=0.009,
+        cadences={"save_every": (1, 0.02)},
+    )
+    report = examine("a profile", profile)
+    # Half of the time is the wait, so the product takes 45 % of it.
+    assert profile.breakdown()["products"] == pytest.approx(0.45)
+    shares = [finding.share for finding in report.findings]
+    assert shares == sorted(shares, reverse=True) and shares[:2] == pytest.approx([0.5, 0.5])
+
+
+def test_workers_that_cannot_keep_up_are_found_while_they_still_lead():
+    (finding,) = advising.find_loading(by_hand(BIG, loading=0.1, num_workers=2, num_cores=16))
+    assert finding.share == pytest.approx(0.8)  # 50 ms a step, of which 10 are computed
+    assert finding.override == "data.num_workers=10"
+
+
+def test_more_workers_than_cores_are_not_advised():
+    (finding,) = advising.find_loading(by_hand(BIG, loads=[0.05], loading=0.1, num_workers=2, num_cores=2))
+    assert finding.override is None and "beforehand" in finding.advice
+
+
+def test_on_a_gpu_kernels_count_and_copies_that_block_are_waits():
+    place = Place(None, "", "train.py:7", "x = x.cpu()")
+    copies = [
+        Op("aten::_to_copy", place, inputs=[Operand((8, 8), "float32", a)], outputs=[Operand((8, 8), "float32", b)])
+        for a, b in (("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda"))
+    ]
+    for op in copies:
+        op.is_blocking = advising._is_blocking("_to_copy", op.inputs, op.outputs)
+        op.host_seconds = 0.002
+    profile = by_hand(BIG, *copies, device="cuda")
+    assert len(waits(profile)) == 2
+    (finding,) = advising.find_waits(profile)
+    assert finding.share == pytest.approx(0.4) and "non_blocking" in finding.advice
+    assert "idle between kernels" in profile.breakdown()
+
+
+def test_float8_wants_multiples_of_16():
+    profile = by_hand(product(128, 120, 128, 0.005, "float8_e4m3fn", "cuda"), device="cuda")
+    assert advising.find_odd_sizes(profile) == []  # torch._scaled_mm alone takes float8
+    op = profile.ops[0]
+    op.name = "aten::_scaled_mm"
+    (finding,) = advising.find_odd_sizes(profile)
+    assert "multiple of 16" in finding.title and "128" in finding.advice
+
+
+def test_every_finder_keeps_quiet_about_an_empty_profile():
+    assert [finding for finder in FINDERS for finding in finder(by_hand())] == []
+
+
+# --- of recipes -------------------------------------------------------------------------------------------------------
+
+
+def test_the_script_reports_on_the_default_recipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert doctor.main(["advise", "--windows", "3", "--compare", "--json", "report.json", *SMALL_RUN]) == 0
+    text = capsys.readouterr().out
+    assert "0 waits for the device" in text and "between operations" in text
+    report = json.loads(Path("report.json").read_text())
+    assert report["waits_per_step"] == 0 and report["matched"] > 0.95
+    assert report["operations_per_step"] > 50 and report["amp"] == "bf16" and report["hints"] == []
+    assert not any("not fused" in finding["title"] or "waits for" in finding["title"] for finding in report["findings"])
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]  # no run folder
+
+
+def test_an_unfused_optimizer_of_a_run_is_found(capsys):
+    assert doctor.main(["advise", "--windows", "2", *SMALL_RUN, "optimizer.fused=false"]) == 0
+    text = capsys.readouterr().out
+    assert "AdamW is not fused" in text and "optimizer.fused=true" in text and "1 waits for the device" in text
+
+
+def test_a_wait_in_a_recipe_is_found_at_its_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    source = (ROOT / "recipes" / "classification.py").read_text()
+    before = "            total += loss.detach() * micro.weight\n"
+    assert before in source
+    Path("leaky.py").write_text(source.replace(before, "            total += loss.item() * micro.weight\n"))
+    spec = importlib.util.spec_from_file_location("leaky", "leaky.py")
+    assert spec is not None and spec.loader is not None
+    leaky = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "leaky", leaky)
+    spec.loader.exec_module(leaky)
+    monkeypatch.setattr(recipes, "find", lambda name: leaky)
+    number = Path("leaky.py").read_text().splitlines().index("            total += loss.item() * micro.weight") + 1
+    flags = ["--windows", "2", "--json", "report.json"]
+    assert doctor.main(["advise", *flags, *SMALL_RUN, "accumulation=2"]) == 0
+    report = json.loads(Path("report.json").read_text())
+    assert report["waits_per_step"] == 2  # one per micro-batch
+    (finding,) = [finding for finding in report["findings"] if "waits for" in finding["title"]]
+    assert finding["title"].endswith(f"leaky.py:{number}") and "loss.item()" in finding["evidence"]
+
+
+class Slow:
+    """A data set that takes its time."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitems__(self, keys):
+        time.sleep(0.1)
+        return self.data.__getitems__(keys)
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_slow_data_are_found(is_slow):
+    profiles = []
+
+    def course(loop, count):
+        if is_slow:
+            loop.data = dataclasses.replace(loop.data, train=Slow(loop.data.train))
+        yield from advise_run(loop, 2, profiles)
+
+    assert doctor.visit(SMALL_RUN, course) == 0
+    (profile,) = profiles
+    assert profile.loading is not None and (profile.loading > 0.1) is is_slow
+    found = [finding for finding in advising.find_loading(profile) if (finding.share or 0) > 0.6]
+    assert bool(found) is is_slow
+    assert profile.cadences.keys() == {"eval_every", "save_every"} and profile.batch_size == 4
+
+
+@pytest.mark.parametrize("recipe", ["gan", "language_model", "segmentation"])
+def test_the_operations_of_recipes_are_matched_with_their_times(recipe):
+    profiles = []
+    settings = [f"recipe={recipe}", *COMMON, *SMALL[recipe], "accumulation=2"]
+    assert doctor.visit(settings, lambda loop, count: advise_run(loop, 2, profiles)) == 0
+    (profile,) = profiles
+    assert profile.matched > 0.9 and waits(profile) == []
+    assert sum(profile.breakdown().values()) == pytest.approx(1.0)
+    assert {op.optimizer for op in profile.ops} == {"", "Adam" if recipe == "gan" else "AdamW"}
+    assert all(op.place.module is not None for op in profile.ops if op.short == "convolution")
+
+
+def test_operations_that_only_the_dispatch_mode_saw_do_not_shift_the_others():
+    def event(name, microseconds, *children):
+        return SimpleNamespace(
+            name=name, cpu_time_total=microseconds, device_time_total=0.0, kernels=[], cpu_children=list(children),
+            time_range=SimpleNamespace(start=0.0),
+        )  # fmt: skip
+
+    names = ["mul", "sin", "tanh", "exp", "neg", "sqrt"]
+    events = [event("aten::sin", 1, event("aten::mul", 100)), *[event(f"aten::{name}", 10) for name in names]]
+    ops = [
+        Op(f"aten::{name}", LAYER) for name in ["sin", "cos", "mul", "sin", "log_softmax", "tanh", "exp", "neg", "sqrt"]
+    ]
+    record = advising._Events([], on_cuda=False)
+    assert record.fill(ops, advising._in_order(events)) == 7
+    assert [round(op.seconds * 1e6) for op in ops] == [1, 0, 10, 10, 0, 10, 10, 10, 10]
