@@ -187,13 +187,18 @@ class Loop:
         ]
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[Iterator[list[Micro]]]:
-        """The windows from the next step on, without end, as training loads them: by workers, and copied ahead."""
+    def loading(self, *, num_workers: int | None = None) -> Iterator[Iterator[list[Micro]]]:
+        """The windows from the next step on, without end, as training loads them: by workers, and copied ahead.
+
+        Args:
+            num_workers: other than `data.num_workers`.
+        """
         env, cfg = self.env, self.cfg
+        num_workers = cfg.data.num_workers if num_workers is None else num_workers
         sampler = self._sampler(self.samples)
         on_cuda = env.device.type == "cuda"
         with contextlib.closing(
-            train_loader(self.data.train, sampler, num_workers=cfg.data.num_workers, pin_memory=on_cuda)
+            train_loader(self.data.train, sampler, num_workers=num_workers, pin_memory=on_cuda)
         ) as loader:
             batches = to_device(
                 loader, env.device, ahead=cfg.perf.prefetch and on_cuda, channels_last=cfg.perf.channels_last

@@ -22,13 +22,18 @@ from amp_core.errors import ConfigError
 from train import checked
 
 
+_OF_MANY_RANKS = ("layout=ddp", "layout=data", "layout.nproc", "layout.nnodes", "layout.rdzv", "layout.max_restarts")
+"""Left out: one process looks at a recipe."""
+
+
 def visit(overrides: list[str], course: Any) -> int:
     """Build a recipe and let `course(loop, count)` yield the windows that it computes. Returns an exit code."""
     from amp_core.environment import Job
     from amp_core.launch import in_process
     from recipes import find
 
-    values, _, notes = checked([*overrides, "layout=single", "dry_run=true"])
+    overrides = [text for text in overrides if not text.startswith(_OF_MANY_RANKS)]
+    values, _, notes = checked([*overrides, "dry_run=true"])
     run = find(values["recipe"]["name"]).run
 
     def visited(cfg: Any, env: Any) -> Any:
@@ -43,13 +48,11 @@ def visit(overrides: list[str], course: Any) -> int:
 
 def locate(args: argparse.Namespace) -> int:
     """Diagnose one step of a run, from its checkpoints or from its start."""
-    from amp_core.doctor.watch import diagnose_step
+    from amp_core.doctor.watch import diagnose_step, overrides_before
 
     overrides = args.overrides
     if len(overrides) == 1 and Path(overrides[0]).is_dir():
-        from amp_core.compose import overrides_of
-
-        overrides = [*overrides_of(overrides[0]), f"resume={overrides[0]}", "allow_changes=true"]
+        overrides = overrides_before(overrides[0], args.step)
     found: list[Any] = []
     code = visit(overrides, lambda loop, count: diagnose_step(loop, args.step, found))
     for diagnosis in found:
@@ -60,10 +63,38 @@ def locate(args: argparse.Namespace) -> int:
     return code
 
 
+def forecast(args: argparse.Namespace) -> int:
+    """Say what fp16 is going to do to a run, from a few windows of it in bf16."""
+    from amp_core.doctor.forecast import Check, Forecast, check_course, draw, forecast_course
+    from amp_core.log import write_json
+
+    if args.windows < 1:
+        raise ConfigError(f"--windows {args.windows}: expected at least 1")
+    # What belongs to a mode, such as a loss scale, another one may refuse.
+    of_any_mode = ("amp.keep_fp32=", "amp.op_policy=")
+    rest = [o for o in args.overrides if not o.lstrip("+~").startswith(("amp=", "amp.")) or o.startswith(of_any_mode)]
+    told: list[Forecast] = []
+    checks: list[Check] = []
+    code = visit([*rest, "amp=bf16"], lambda loop, count: forecast_course(loop, args.windows, told))
+    if code or not told:
+        return code
+    print(told[0])
+    if args.picture:
+        draw(told[0], args.picture)
+    if args.check:
+        code = visit([*rest, "amp=fp16"], lambda loop, count: check_course(loop, told[0], checks))
+        print("", *checks, sep="\n")
+    if args.json:
+        write_json(args.json, told[0].to_dict() | ({"check": checks[0].to_dict()} if checks else {}))
+    return code
+
+
 def advise(args: argparse.Namespace) -> int:
     """Say what the steps of a recipe spend their time on, and what would give some of it back."""
     from amp_core.doctor.advise import Profile, advise_run, examine, time_run
 
+    if args.windows < 1:
+        raise ConfigError(f"--windows {args.windows}: expected at least 1")
     profiles: list[Profile] = []
     code = visit(args.overrides, lambda loop, count: advise_run(loop, args.windows, profiles))
     if code or not profiles:
@@ -102,6 +133,18 @@ def main(arguments: list[str]) -> int:
     command.add_argument("--step", type=int, default=1, help="counted from 1, as in metrics.jsonl")
     command.add_argument("--json", action="store_true")
     command.set_defaults(do=locate)
+
+    command = commands.add_parser(
+        "forecast", help="what fp16 would do, told from bf16: overflows, loss scale, underflow"
+    )
+    command.add_argument("overrides", nargs="*", help="settings as for train.py; the mode is replaced by bf16")
+    command.add_argument("--windows", type=int, default=3, help="steps to look at")
+    command.add_argument("--json", type=Path, metavar="FILE", help="where to write all numbers as JSON")
+    command.add_argument(
+        "--picture", type=Path, metavar="FILE", help="where to draw layers by exponent (PNG, PDF, SVG)"
+    )
+    command.add_argument("--check", action="store_true", help="train the same steps in fp16: was the forecast right?")
+    command.set_defaults(do=forecast)
 
     command = commands.add_parser("advise", help="why it is not faster, measured")
     command.add_argument("overrides", nargs="*", help="settings as for train.py")

@@ -191,6 +191,10 @@ def summed(x: Tensor) -> Tensor:
     return x * (x * 10_000).sum(1, keepdim=True) / 1e6
 
 
+def louder(x: Tensor) -> Tensor:
+    return F.leaky_relu(x * 1e6, 0.2) / 1e6
+
+
 def length_of(x: Tensor) -> Tensor:
     return x * ((x * 40_000).norm(dim=1, keepdim=True) / 1e6)
 
@@ -590,6 +594,17 @@ FAULTS = [
         "discriminator.2",
         OF_STEP["gan"],
         settings=QUIET,
+    ),
+    Fault(
+        "a factor in the discriminator",
+        "gan",
+        in_slot("discriminator.3", louder),
+        "overflow in a product",
+        "aten.mul",
+        "discriminator.3",
+        "return F.leaky_relu(x * 1e6, 0.2) / 1e6",
+        settings=QUIET,
+        islands=("discriminator.3",),
     ),
     Fault(
         "a layer of the second stage",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -39,10 +40,7 @@ from amp_core.doctor.advise import (
 from amp_core.doctor.trace import Place
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import doctor
-
+doctor = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "doctor.py")))
 SMALL_RUN = ["recipe=classification", *COMMON, *SMALL["classification"]]
 
 
@@ -78,10 +76,6 @@ def recorded(net, batch, **options) -> Profile:
     return look_at(net, batch, **options).profile
 
 
-def found_by(name, profile):
-    return getattr(advising, name)(profile)
-
-
 def clean():
     return nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)), torch.randn(512, 512)
 
@@ -91,7 +85,7 @@ def plain() -> Report:
     """A loop with nothing planted in it, in fp32."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    return look_at(*clean(), windows=3)
+    return look_at(*clean(), windows=3, loss_of=torch.sum)
 
 
 # --- a loop without anything ------------------------------------------------------------------------------------------
@@ -145,18 +139,18 @@ class Flipping(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
-        for _ in range(20):
+        for _ in range(100):
             x = x.bfloat16().float()  # planted: casts
         return x * self.scale
 
 
 def test_casts_are_found_in_the_module_that_makes_them(plain):
     net = nn.Sequential(nn.Linear(8, 8), Flipping())
-    report = look_at(net, torch.randn(100_000, 8))
+    report = look_at(net, torch.randn(20_000, 8))
     (finding,) = named(report, "casts")
-    assert finding.share is not None and finding.share > 0.3
+    assert finding.share is not None and finding.share > 0.2
     assert finding.place == f"1 (Flipping), {line_of('planted: casts')}"
-    assert finding.evidence.startswith("80 casts per step")  # 2 * 20, forward and backward
+    assert finding.evidence.startswith("400 casts per step")  # 2 * 100, forward and backward
     assert "activations" in finding.advice and "weights" not in finding.advice
     assert not named(plain, "casts")
 
@@ -357,9 +351,9 @@ CASES = {
 @pytest.mark.parametrize("finder", CASES)
 def test_a_finder_finds_what_is_there_and_nothing_else(finder):
     there, not_there, override = CASES[finder]
-    (finding,) = found_by(finder, there)
+    (finding,) = getattr(advising, finder)(there)
     assert finding.override == override and finding.place and 0 < finding.share <= 1
-    assert found_by(finder, not_there) == []
+    assert getattr(advising, finder)(not_there) == []
 
 
 def test_shares_are_sorted_and_of_the_whole_step():
@@ -405,12 +399,10 @@ def test_on_a_gpu_kernels_count_and_copies_that_block_are_waits():
 
 
 def test_float8_wants_multiples_of_16():
-    profile = by_hand(product(128, 120, 128, 0.005, "float8_e4m3fn", "cuda"), device="cuda")
-    assert advising.find_odd_sizes(profile) == []  # torch._scaled_mm alone takes float8
-    op = profile.ops[0]
+    op = product(128, 120, 128, 0.005, "float8_e4m3fn", "cuda")
     op.name = "aten::_scaled_mm"
-    (finding,) = advising.find_odd_sizes(profile)
-    assert "multiple of 16" in finding.title and "128" in finding.advice
+    (finding,) = advising.find_odd_sizes(by_hand(op, device="cuda"))
+    assert finding.title.startswith("the size 120 in fc is no multiple of 16") and "128" in finding.advice
 
 
 def test_every_finder_keeps_quiet_about_an_empty_profile():
@@ -517,3 +509,8 @@ def test_operations_that_only_the_dispatch_mode_saw_do_not_shift_the_others():
     record = advising._Events([], on_cuda=False)
     assert record.fill(ops, advising._in_order(events)) == 7
     assert [round(op.seconds * 1e6) for op in ops] == [1, 0, 10, 10, 0, 10, 10, 10, 10]
+
+
+def test_the_script_refuses_to_measure_nothing(capsys):
+    assert doctor.main(["advise", "--windows", "0"]) == 2
+    assert "--windows 0" in capsys.readouterr().err

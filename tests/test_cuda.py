@@ -132,7 +132,8 @@ def test_a_run_continues_bit_exactly_on_the_device(mode, tmp_path, monkeypatch):
 def test_the_doctor_finds_an_overflow(place):
     net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).cuda()
     with torch.no_grad():
-        net[2].weight.mul_(2e5 if place == "forward" else 1e3)
+        net[0].weight.fill_(0.1)
+        net[2].weight.fill_(3e4 if place == "forward" else 1e2)
     amp = Amp.named("fp16", device="cuda", init_scale=2.0**24 if place == "backward" else 1.0, max_scale=2.0**24)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     images, labels = torch.rand(8, 16).cuda() + 1, torch.randint(4, (8,)).cuda()

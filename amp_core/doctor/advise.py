@@ -44,7 +44,7 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _MULTIPLIED = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0}
 """Products of matrices, and which of their inputs is the first factor."""
 _PRODUCTS = {*_MULTIPLIED, "convolution", "convolution_backward", "mv", "addmv", "mkldnn_rnn_layer", "_cudnn_rnn"}
-_POINTWISE = {"native_dropout", "native_dropout_backward", "_softmax", "fill_", "zero_", "zeros_like", "ones_like"}
+_POINTWISE = {"native_dropout", "native_dropout_backward", "fill_", "zero_", "zeros_like", "ones_like"}
 """Those without torch's tag that move as many bytes as they compute numbers."""
 _WITHOUT_WORK = (
     "empty",
@@ -351,7 +351,7 @@ def find_slow_units(p: Profile) -> list[Finding]:
     return [
         Finding(
             title,
-            p.share_of(low) * max(1 - unit.speedup, 0.0),
+            p.share_of(low) * (1 - unit.speedup) if unit.speedup < 1 else None,
             evidence,
             _place(low) if low else "everywhere",
             "use a mode that this device has units for",
@@ -431,7 +431,7 @@ def find_casts(p: Profile) -> list[Finding]:
 
 def find_small_operators(p: Profile) -> list[Finding]:
     """Steps that are made of operations so short that starting them is what takes the time."""
-    work, bound = p.work, _SMALL[p.device]
+    work, bound = [op for op in p.work if p.device == "cpu" or op.num_kernels], _SMALL[p.device]
     if not work:
         return []
     small = [op for op in work if op.seconds / max(op.num_kernels, 1) < bound]
@@ -570,25 +570,22 @@ def find_channels_first(p: Profile) -> list[Finding]:
 
 def find_pointwise_chains(p: Profile) -> list[Finding]:
     """Pointwise operations that follow each other, each of which reads and writes memory for a few operations."""
-    chains: dict[tuple[str, str], list[list[Op]]] = defaultdict(list)
-    for chain in _chains(p.work):
-        chains[chain[0].place.kind, chain[0].place.source].append(chain)
+    chains = list(_chains(p.work))
     total, saved = 0.0, 0.0
     lines: dict[str, float] = defaultdict(float)
     members: list[Op] = []
-    for group in chains.values():
-        for chain in group:
-            seconds = sum(op.seconds for op in chain)
-            total += seconds
-            gain = seconds * (1 - _fused_bytes(chain) / max(sum(op.num_bytes for op in chain), 1))
-            saved += max(gain, 0.0)
-            lines[_name(chain[0].place)] += max(gain, 0.0)
-            members += chain
+    for chain in chains:
+        seconds = sum(op.seconds for op in chain)
+        gain = max(seconds * (1 - _fused_bytes(chain) / max(sum(op.num_bytes for op in chain), 1)), 0.0)
+        total, saved = total + seconds, saved + gain
+        place = chain[0].place
+        lines[_name(place) + (f" ({place.kind})" if place.kind else "")] += gain
+        members += chain
     share = p.share(saved)
     if share < 0.05:
         return []
     most = sorted(lines.items(), key=lambda item: item[1], reverse=True)[:3]
-    longest = max((chain for group in chains.values() for chain in group), key=len)
+    longest = max(chains, key=len)
     evidence = (
         f"chains of pointwise operations take {p.share(total):.0%} of a step; fused, they would move "
         f"{saved / max(total, 1e-12):.0%} fewer bytes. Most of it in "
@@ -724,7 +721,9 @@ def _groups(ops: Iterable[Op]) -> list[tuple[str, list[Op]]]:
     named = []
     for group in sorted(groups.values(), key=lambda group: sum(op.seconds for op in group), reverse=True):
         names = list(dict.fromkeys(_name(op.place) for op in group))
-        named.append((names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""), group))
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        kind = group[0].place.kind
+        named.append((names[0] + more + (f" ({kind})" if kind else ""), group))
     return named
 
 
@@ -735,9 +734,7 @@ def _place(ops: Iterable[Op]) -> str:
         return "everywhere"
     name, group = groups[0]
     place = group[0].place
-    if place.module is None:
-        return str(place)
-    return f"{name} ({place.kind}), {place.source}"
+    return str(place) if place.module is None else f"{name}, {place.source}"
 
 
 def _chains(ops: Sequence[Op]) -> Iterator[list[Op]]:
@@ -953,7 +950,8 @@ def advise_run(loop: Loop, num_windows: int, found: list[Profile]) -> Generator[
     )
     p.num_workers, p.batch_size = cfg.data.num_workers, cfg.batch_size
     p.accumulation, p.channels_last = loop.accumulation, cfg.perf.channels_last
-    p.loading = statistics.median([_seconds(lambda: loop.window_of(loop.step + 1)) for _ in range(3)])
+    with loop.loading(num_workers=0) as windows:
+        p.loading = statistics.median([_seconds(lambda: next(windows)) for _ in range(4)][1:])
     # The forward pass is about a third of a step, and needs no more than that for a sample of the evaluation.
     evaluating = len(loop.data.eval) / loop.samples_per_step * p.compute / 3
     p.cadences = {"eval_every": (cfg.eval_every, evaluating), "save_every": (cfg.save_every, saving)}

@@ -315,8 +315,8 @@ class Forecast:
         lines = [
             f"fp16, forecast from steps {first} to {last} in bf16",
             "",
-            f"  {'layer':<36} {'numbers':<20} {'largest':>9} {'headroom':>9}   {'share that becomes 0':<38}",
-            f"  {'':<36} {'':<20} {'':>9} {'bits':>9}   {'fp16':>9} {'at ' + scale:>12} {'fp8':>9}",
+            f"  {'':<36} {'':<20} {'':>9} {'bits of':>8} {'share that becomes 0 in fp16':>21} {'in fp8':>5}".rstrip(),
+            f"  {'layer':<36} {'numbers':<20} {'largest':>9} {'headroom':>8} {'unscaled':>9} {'at ' + scale:>11}",
         ]
         worst = sorted(self.rows, key=lambda row: row.headroom)
         lines += [_line(row, self, scale) for row in worst[:_MOST_LINES]]
@@ -355,9 +355,7 @@ _MOST_NAMED = 8
 
 
 def _line(row: Row, forecast: Forecast, scale: str) -> str:
-    name = row.module if row.module is not None else "(outside of the networks)"
-    name = name or "(the network itself)"
-    name = name if len(name) <= 36 else f"…{name[-35:]}"
+    name = _label(row.module, row.module_class)
     in_fp32 = row.module in forecast.islands and row.headroom >= 0
     shares = row.lost or row.underflow
     if row.is_gradient:
@@ -369,8 +367,18 @@ def _line(row: Row, forecast: Forecast, scale: str) -> str:
         mark = ""
     float8 = row.numbers.lost_float8 / max(row.numbers.not_zero, 1)
     kind = row.kind.replace("_", " ")
-    text = f"  {name:<36} {kind:<20} {row.numbers.amax:>9.3g} {row.headroom:>9.1f}   {at_1:>9} {at_scale:>12} {float8:>9.1%}"
+    text = (
+        f"  {name:<36} {kind:<20} {row.numbers.amax:>9.3g} {row.headroom:>8.1f} {at_1:>9} {at_scale:>11} {float8:>8.1%}"
+    )
     return text + mark
+
+
+def _label(module: str | None, module_class: str) -> str:
+    if not module:
+        return "(outside of the networks)" if module is None else "(the network itself)"
+    # A number alone says little.
+    text = f"{module} {module_class}" if module.rpartition(".")[2].isdigit() else module
+    return text if len(text) <= 36 else f"…{text[-35:]}"
 
 
 def _wrapped(head: str, text: str, width: int = 118) -> list[str]:
@@ -412,7 +420,7 @@ class _Tally:
                 self.largest_gradient = max(self.largest_gradient, look.numbers.amax)
 
 
-def forecast(loop: Loop, num_windows: int, found: list[Forecast]) -> Windows:
+def forecast_course(loop: Loop, num_windows: int, found: list[Forecast]) -> Windows:
     """A course through the next windows of a run in bf16. Appends to `found`.
 
     Each window is looked at with the weights that the ones before it have left. Everything is computed several times:
@@ -607,19 +615,19 @@ class Check:
         }
 
     def __str__(self) -> str:
-        head = "  "
         return "\n".join(
             [
                 "the same steps in fp16",
                 "",
-                *_wrapped(f"{head}islands     ", str(self.islands)),
-                f"{head}loss scale  the largest that fits: {self.scale_forecast:.10g} forecast, {self.scale_measured:.10g} measured",
-                *_wrapped(f"{head}underflow   ", str(self.underflow)),
+                *_wrapped("  islands     ", str(self.islands)),
+                f"  loss scale  the largest that fits: {self.scale_forecast:.10g} forecast, "
+                f"{self.scale_measured:.10g} measured",
+                *_wrapped("  underflow   ", str(self.underflow)),
             ]
         )
 
 
-def check(loop: Loop, told: Forecast, found: list[Check]) -> Windows:
+def check_course(loop: Loop, told: Forecast, found: list[Check]) -> Windows:
     """A course through the windows of a forecast in fp16. Appends to `found`.
 
     Islands that are needed are those that the doctor finds, by breaking operation after breaking operation, until the
@@ -678,7 +686,66 @@ def draw(told: Forecast, path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as missing:
         raise ConfigError("--picture needs matplotlib: pip install 'amp-recipes[data]'") from missing
-    names = [name for name in told.order if any(row.module == name for row in told.rows)]
-    if any(row.module is None for row in told.rows):
-        names.append("")
-    raise NotImplementedError
+    import numpy
+
+    known = {row.module for row in told.rows}
+    modules: list[str | None] = [name for name in told.order if name in known]
+    modules += [None] if None in known else []
+    exponents = [e for row in told.rows for e in row.numbers.exponents]
+    low, high = max(min([*exponents, -26]) - 1, _PICTURE[0]), min(max([*exponents, 16]) + 1, _PICTURE[1])
+    size = 8.0 if len(modules) <= 60 else 6.5
+    figure = Figure(figsize=(15, 2.2 + len(modules) * size * 1.45 / 72), layout="constrained")
+    panels = figure.subplots(1, len(KINDS), sharey=True)
+    shift = math.log2(told.init_scale)
+    for panel, kind in zip(panels, KINDS, strict=True):
+        image = numpy.full((len(modules), high - low + 1), numpy.nan)
+        for row in told.rows:
+            for e, share in row.numbers.exponents.items() if row.kind == kind else ():
+                image[modules.index(row.module), min(max(e, low), high) - low] = share
+        panel.set_facecolor("white")
+        for i in range(0, len(modules), 2):
+            panel.axhspan(i - 0.5, i + 0.5, color="0.965", zorder=0, linewidth=0)
+        edges = numpy.arange(low, high + 2), numpy.arange(len(modules) + 1) - 0.5
+        mesh = panel.pcolormesh(*edges, image, cmap="YlGnBu", norm=LogNorm(1e-4, 1.0), zorder=1)
+        is_gradient = kind.endswith("gradients")
+        limits = [(0.0, "-" if not (is_gradient and shift) else ":")] + (
+            [(shift, "-")] if is_gradient and shift else []
+        )
+        for by, style in limits:
+            for at in (-24 - by, 16 - by):
+                panel.axvline(at, color="#c1121f", linewidth=1.3, linestyle=style, zorder=2)
+        last = limits[-1][0]
+        panel.axvspan(low, max(-24 - last, low), color="#457b9d", alpha=0.10, zorder=0.5, linewidth=0)
+        panel.axvspan(min(16 - last, high + 1), high + 1, color="#c1121f", alpha=0.10, zorder=0.5, linewidth=0)
+        panel.set_xlim(low, high + 1)
+        panel.set_xlabel("exponent: numbers from $2^e$", fontsize=9)
+        title = kind.replace("_", " ")
+        if is_gradient and shift:
+            title += f"\n(—  fp16 at loss scale {told.init_scale:.0f},  ···  at 1)"
+        else:
+            title += "\n(—  fp16's limits)"
+        panel.set_title(title, fontsize=10)
+        panel.tick_params(labelsize=8, length=2)
+        panel.tick_params(axis="y", length=0)
+        for side in ("top", "right", "left"):
+            panel.spines[side].set_visible(False)
+    first = panels[0]
+    first.set_ylim(len(modules) - 0.5, -0.5)
+    classes = {row.module: row.module_class for row in told.rows if row.module_class}
+    first.set_yticks(range(len(modules)), [_label(name, classes.get(name, "")) for name in modules], fontsize=size)
+    for label, name in zip(first.get_yticklabels(), modules, strict=True):
+        if name in told.islands:
+            label.set(color="#c1121f", fontweight="bold")
+    bar = figure.colorbar(
+        mesh, ax=list(panels), fraction=0.015, pad=0.01, aspect=30, shrink=min(1.0, 30 / len(modules))
+    )
+    bar.set_label("share of the layer's numbers that are not 0", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+    note = f", bold: to be kept in fp32 ({len(told.islands)})" if told.islands else ""
+    steps = f"steps {told.windows[0]} to {told.windows[-1]}" if len(told.windows) > 1 else f"step {told.windows[0]}"
+    figure.suptitle(f"16-bit numbers by layer and exponent, {steps} in bf16{note}", fontsize=11)
+    figure.savefig(path, dpi=130)
+
+
+_PICTURE = (-70, 40)
+"""Exponents at most; what lies beyond is drawn at the edge."""
