@@ -160,6 +160,10 @@ def test_casts_of_weights_are_told_apart():
     profile = recorded(net, torch.randn(1, 1024), mode="bf16")
     casts = [op for op in profile.ops if op.is_cast]
     assert {each.weight for op in casts for each in op.inputs if each.weight} == {f"{i}.weight" for i in range(3)}
+    for op in casts:  # shares of times would depend on the machine
+        op.seconds = op.inputs[0].num_bytes * 1e-12
+    profile = dataclasses.replace(profile, steps=[1.0], loads=[0.0])
+    profile.profiled = 2 * sum(op.seconds for op in casts)
     (finding,) = advising.find_casts(dataclasses.replace(profile, batch_size=1, accumulation=4))
     assert "weights" in finding.advice and finding.override == "batch_size=2 accumulation=2"
 
@@ -337,7 +341,7 @@ CASES = {
     "find_cadences": (
         by_hand(BIG, cadences={"eval_every": (10, 1.0)}),
         by_hand(BIG, cadences={"eval_every": (100_000, 1.0)}),
-        "eval_every=10000",
+        "eval_every=5000",
     ),
     "find_costly_autocast": (by_hand(BIG, fp32_step=0.005), by_hand(BIG, fp32_step=0.02), "amp=fp32"),
     "find_small_operators": (

@@ -403,7 +403,10 @@ def find_casts(p: Profile) -> list[Finding]:
     share = p.share_of(casts)
     if share < 0.05:
         return []
-    of_weights = [op for op in casts if any(each.weight for each in op.inputs)]
+    forward = [op for op in casts if any(each.weight for each in op.inputs)]
+    # Their gradients are cast back at the same place.
+    places = {(op.place, op.inputs[-1].shape) for op in forward}
+    of_weights = forward + [op for op in casts if op.backward and (op.place, op.inputs[-1].shape) in places]
     part = sum(op.seconds for op in of_weights) / max(sum(op.seconds for op in casts), 1e-12)
     worst = "; ".join(f"{where}: {p.share_of(ops):.1%}" for where, ops in _groups(casts)[:3])
     advice = []
@@ -634,11 +637,14 @@ def find_cadences(p: Profile) -> list[Finding]:
         share = seconds / (seconds + every * p.step)
         if share < 0.05:
             continue
-        what = {"eval_every": "evaluation", "save_every": "checkpoints"}.get(name, name)
+        what = {"eval_every": "evaluation takes", "save_every": "checkpoints take"}.get(name, f"{name} takes")
         evidence = f"about {_ms(seconds)} every {every} steps of {_ms(p.step)}"
-        fewer = 10 ** math.ceil(math.log10(max(seconds / (0.02 * p.step), 1)))
-        advice = "less often: then it is below 2%"
-        found.append(Finding(f"{what} take(s) part of the run", share, evidence, name, advice, f"{name}={fewer}"))
+        enough = 49 * seconds / p.step  # 2%
+        digit = 10 ** math.floor(math.log10(enough))
+        fewer = f"{name}={math.ceil(enough / digit) * digit}"
+        found.append(
+            Finding(f"{what} part of the run", share, evidence, name, "less often: then it is below 2%", fewer)
+        )
     return found
 
 

@@ -239,6 +239,10 @@ class Row:
     def headroom(self) -> float:
         return self.numbers.headroom
 
+    @property
+    def lost_float8(self) -> float:
+        return self.numbers.lost_float8 / max(self.numbers.not_zero, 1)
+
     def to_dict(self) -> dict[str, Any]:
         operation = {"op": self.op, "source": self.source, "code": self.code} if self.op else {}
         shares = {"underflow": self.underflow} | ({"lost": self.lost} if self.lost else {})
@@ -315,11 +319,11 @@ class Forecast:
         lines = [
             f"fp16, forecast from steps {first} to {last} in bf16",
             "",
-            f"  {'':<36} {'':<20} {'':>9} {'bits of':>8} {'share that becomes 0 in fp16':>21} {'in fp8':>5}".rstrip(),
+            f"  {'':<36} {'':<20} {'':>9} {'bits of':>8} {'becomes 0 in fp16':>21} {'in fp8':>8}",
             f"  {'layer':<36} {'numbers':<20} {'largest':>9} {'headroom':>8} {'unscaled':>9} {'at ' + scale:>11}",
         ]
         worst = sorted(self.rows, key=lambda row: row.headroom)
-        lines += [_line(row, self, scale) for row in worst[:_MOST_LINES]]
+        lines += [_line(row, scale) for row in worst[:_MOST_LINES]]
         if len(worst) > _MOST_LINES:
             lines.append(f"  and {len(worst) - _MOST_LINES} more with more headroom")
         lines += ["", *self._conclusions()]
@@ -341,36 +345,38 @@ class Forecast:
             f"{self.largest_scale:.10g} just fits; one bit to spare"
         )
         for scale in sorted({self.init_scale, 1.0}, reverse=True):
-            names = [f"{row.module or '.'} ({row.kind.removesuffix('_gradients')})" for row in self.underflowing(scale)]
-            what = ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - 8} more" if len(names) > _MOST_NAMED else "")
-            text = f"at scale {scale:.10g} gradients lose more than {SHARE:.0%} in: {what or 'no layer'}"
+            named = self._named(self.underflowing(scale))
+            text = f"at scale {scale:.10g} gradients lose more than {SHARE:.0%} in: {named}"
             lines += _wrapped("  underflow   ", text)
-        lines += ["  float8      every linear tensor with a scale of its own: no overflow; what becomes 0 stands above"]
-        lines += ["  bf16        as measured: nothing overflows, nothing becomes 0", "", f"  -> {self.override}"]
+        rows = [row for row in self.rows if row.lost_float8 > SHARE]
+        named = self._named(rows)
+        lines += _wrapped("  float8      ", f"with a scale for each tensor more than {SHARE:.0%} becomes 0 in: {named}")
+        largest = max((row.numbers.amax for row in self.rows), default=0.0)
+        lines += [f"  bf16        holds them all: the largest is {largest:.3g}", "", f"  -> {self.override}"]
         return lines
+
+    @staticmethod
+    def _named(rows: Sequence[Row]) -> str:
+        names = [f"{row.module or '.'} ({row.kind.replace('_', ' ')})" for row in rows]
+        more = len(names) - _MOST_NAMED
+        return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "") or "no layer"
 
 
 _MOST_LINES = 30
 _MOST_NAMED = 8
 
 
-def _line(row: Row, forecast: Forecast, scale: str) -> str:
-    name = _label(row.module, row.module_class)
-    in_fp32 = row.module in forecast.islands and row.headroom >= 0
-    shares = row.lost or row.underflow
-    if row.is_gradient:
-        at_1, at_scale = (f"{shares[s]:.1%}" if s in shares else "" for s in ("1", scale))
-    else:
-        at_1, at_scale = f"{row.underflow['1']:.1%}", ""
-    mark = "  OVERFLOW" if row.headroom < 0 else "  at risk" if row.headroom < AT_RISK and not in_fp32 else ""
-    if row.is_gradient:
-        mark = ""
-    float8 = row.numbers.lost_float8 / max(row.numbers.not_zero, 1)
-    kind = row.kind.replace("_", " ")
-    text = (
-        f"  {name:<36} {kind:<20} {row.numbers.amax:>9.3g} {row.headroom:>8.1f} {at_1:>9} {at_scale:>11} {float8:>8.1%}"
+def _line(row: Row, scale: str) -> str:
+    shares = row.lost if row.is_gradient and row.lost else row.underflow
+    unscaled, scaled = (f"{shares[one]:.1%}" if one in shares else "" for one in ("1", scale))
+    mark = ""
+    if not row.is_gradient and row.headroom < AT_RISK:
+        mark = "OVERFLOW" if row.headroom < 0 else "at risk"
+    text = f"  {_label(row.module, row.module_class):<36} {row.kind.replace('_', ' '):<20} {row.numbers.amax:>9.3g}"
+    text += (
+        f" {row.headroom:>8.1f} {unscaled:>9} {scaled if row.is_gradient else '':>11} {row.lost_float8:>8.1%}  {mark}"
     )
-    return text + mark
+    return text.rstrip()
 
 
 def _label(module: str | None, module_class: str) -> str:
@@ -660,9 +666,9 @@ def check_course(loop: Loop, told: Forecast, found: list[Check]) -> Windows:
 
 
 def _largest_finite(loop: Loop, step: int) -> Generator[Any, None, float]:
-    low, high = -1, round(math.log2(MOST_SCALE)) + 1  # 2^high is not asked for
+    low, high = -1, round(math.log2(MOST_SCALE)) + 1
     while high - low > 1:
-        middle = (low + high) // 2 if low >= 0 or high < 25 else high - 1
+        middle = (low + high) // 2
         with loop.amp.scaler.held_at(2.0**middle), loop.replay(step) as (rehearsal, window):
             yield window
         if rehearsal.is_finite:
@@ -702,29 +708,22 @@ def draw(told: Forecast, path: str | Path) -> None:
         for row in told.rows:
             for e, share in row.numbers.exponents.items() if row.kind == kind else ():
                 image[modules.index(row.module), min(max(e, low), high) - low] = share
-        panel.set_facecolor("white")
         for i in range(0, len(modules), 2):
             panel.axhspan(i - 0.5, i + 0.5, color="0.965", zorder=0, linewidth=0)
         edges = numpy.arange(low, high + 2), numpy.arange(len(modules) + 1) - 0.5
         mesh = panel.pcolormesh(*edges, image, cmap="YlGnBu", norm=LogNorm(1e-4, 1.0), zorder=1)
-        is_gradient = kind.endswith("gradients")
-        limits = [(0.0, "-" if not (is_gradient and shift) else ":")] + (
-            [(shift, "-")] if is_gradient and shift else []
-        )
-        for by, style in limits:
-            for at in (-24 - by, 16 - by):
-                panel.axvline(at, color="#c1121f", linewidth=1.3, linestyle=style, zorder=2)
-        last = limits[-1][0]
-        panel.axvspan(low, max(-24 - last, low), color="#457b9d", alpha=0.10, zorder=0.5, linewidth=0)
-        panel.axvspan(min(16 - last, high + 1), high + 1, color="#c1121f", alpha=0.10, zorder=0.5, linewidth=0)
+        # A loss scale moves gradients to the right, which is drawn as limits moved to the left.
+        shifts = {shift: "-", 0.0: ":"} if kind.endswith("gradients") and shift else {0.0: "-"}
+        for by, style in shifts.items():
+            for limit in (-24 - by, 16 - by):
+                panel.axvline(limit, color=_RED, linewidth=1.3, linestyle=style, zorder=2)
+        by = next(iter(shifts))
+        panel.axvspan(low, max(-24 - by, low), color=_BLUE, alpha=0.10, zorder=0.5, linewidth=0)
+        panel.axvspan(min(16 - by, high + 1), high + 1, color=_RED, alpha=0.10, zorder=0.5, linewidth=0)
         panel.set_xlim(low, high + 1)
-        panel.set_xlabel("exponent: numbers from $2^e$", fontsize=9)
-        title = kind.replace("_", " ")
-        if is_gradient and shift:
-            title += f"\n(—  fp16 at loss scale {told.init_scale:.0f},  ···  at 1)"
-        else:
-            title += "\n(—  fp16's limits)"
-        panel.set_title(title, fontsize=10)
+        panel.set_xlabel("exponent", fontsize=9)
+        limits = f"—  fp16 at loss scale {told.init_scale:.0f},  ···  at 1" if by else "—  fp16's limits"
+        panel.set_title(f"{kind.replace('_', ' ')}\n({limits})", fontsize=10)
         panel.tick_params(labelsize=8, length=2)
         panel.tick_params(axis="y", length=0)
         for side in ("top", "right", "left"):
@@ -735,7 +734,7 @@ def draw(told: Forecast, path: str | Path) -> None:
     first.set_yticks(range(len(modules)), [_label(name, classes.get(name, "")) for name in modules], fontsize=size)
     for label, name in zip(first.get_yticklabels(), modules, strict=True):
         if name in told.islands:
-            label.set(color="#c1121f", fontweight="bold")
+            label.set(color=_RED, fontweight="bold")
     bar = figure.colorbar(
         mesh, ax=list(panels), fraction=0.015, pad=0.01, aspect=30, shrink=min(1.0, 30 / len(modules))
     )
@@ -747,5 +746,6 @@ def draw(told: Forecast, path: str | Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+_RED, _BLUE = "#c1121f", "#457b9d"
 _PICTURE = (-70, 40)
 """Exponents at most; what lies beyond is drawn at the edge."""

@@ -13,6 +13,7 @@ gradient is. And *marks*: that an eps was rounded to 0 on the way, or that it is
 from __future__ import annotations
 
 import linecache
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -110,6 +111,8 @@ class Range:
 
     def __str__(self) -> str:
         text = f"{self.name} {self.dtype}{list(self.shape)}: "
+        if self.shape and self.not_finite == math.prod(self.shape):
+            return f"{text}none of {self.not_finite:,} is finite"
         text += f"|x| from {self.smallest:.3g} to {self.largest:.3g}" if self.largest else "all 0"
         text += f", {self.zeros:.1%} zeros" if self.zeros and self.largest else ""
         return text + (f", {self.not_finite:,} not finite" if self.not_finite else "")
