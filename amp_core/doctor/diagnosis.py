@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,9 @@ _REDUCTIONS |= {"std", "std_mean", "logsumexp", "logcumsumexp", "index_add", "sc
 _REDUCTIONS |= {"embedding_dense_backward", "_foreach_norm", "cdist", "_cdist_forward", "native_layer_norm"}
 
 
+_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _EDGES = {"acos", "asin", "acosh", "atanh", "logit", "erfinv", "log1p"}
+_ABOVE_ZERO = {"log", "log2", "log10", "sqrt", "rsqrt", "xlogy"}
 
 
 @dataclass(frozen=True)
@@ -117,11 +120,6 @@ class Diagnosis:
     any rank. A skip with a finite loss comes from the backward pass or the loss scale."""
     others: list[str] = field(default_factory=list)
     """Later births in the same window."""
-
-    @property
-    def operation(self) -> str:
-        """In the backward pass with the operation that is differentiated."""
-        return self.op
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -187,10 +185,12 @@ def cause_of(birth: Birth) -> Cause:
         return "eps lost in 16 bits" if "eps" in marks else "division or logarithm of zero"
     if birth.only_masks:
         return "nothing left by a mask"
+    if birth.wide is not None and math.isnan(birth.wide):
+        return "division or logarithm of zero"
     if birth.tensor and birth.output.dtype == "float16":
         return "bad input"
     # bfloat16 ends where float32 does.
-    if birth.output.dtype in ("bfloat16", "float32", "float64") or (birth.wide or 0) > _LARGEST:
+    if birth.output.dtype not in ("float16", *_FLOAT8) or (birth.wide or 0) > _LARGEST:
         return "overflow in fp32"
     if name in ("_to_copy", "copy"):
         return "overflow in a cast"
@@ -217,8 +217,14 @@ def explain(birth: Birth, cause: Cause) -> str:
     if cause == "eps lost in 16 bits":
         return f"An eps that should have kept a divisor above 0 is itself 0 in 16 bits: {marks['eps']}."
     if cause == "division or logarithm of zero":
-        given = "a number at the edge of its domain or beyond" if what in _EDGES else "a zero"
-        return f"{what} was given {given} (in {pass_}): this is not finite in any precision."
+        given = "was given a zero"
+        if what in _EDGES:
+            given = "was given a number at the edge of its domain or beyond"
+        elif what in _ABOVE_ZERO:
+            given = "was given a zero or a negative number"
+        elif not birth.at_a_pole:
+            given = "has no value for its inputs, such as a mean of nothing or a root of a negative number"
+        return f"{what} {given} (in {pass_}): this is not finite in any precision."
     if cause == "nothing left by a mask":
         return f"{what} was given nothing but the infinities of a mask, such as a row of attention with no key left."
     if cause == "not found":

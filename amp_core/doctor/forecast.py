@@ -143,6 +143,8 @@ class _Look:
     numbers: Numbers
     is_birth: bool
     """Too large for fp16, and made of numbers that are not."""
+    culprit: str | None
+    """The module that is to compute in fp32 then."""
 
 
 class Census(Trace):
@@ -161,6 +163,7 @@ class Census(Trace):
         self._casts: dict[int, str] = {}
         self._beyond: set[int] = set()
         self._last: dict[int, _Look] = {}
+        self._cast_back: dict[int, _Look] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -182,6 +185,10 @@ class Census(Trace):
             look = self._last.get(_key(inputs[0]))
             if look is not None:
                 look.kind, look.module = "weight_gradients", self._casts[node._sequence_nr()]
+        for tensor in inputs if node is not None else ():
+            # A gradient too large for a cast back to 16 bits: what helps is that the number itself was never cast.
+            if _key(tensor) in self._cast_back and place.module is not None:
+                self._cast_back.pop(_key(tensor)).culprit = place.module
         is_after = any(_key(tensor) in self._beyond for tensor in inputs if tensor.dtype in HALF)
         result = func(*args, **kwargs)
         if name in _UNWRITTEN or _is_view(func):
@@ -204,11 +211,14 @@ class Census(Trace):
         is_beyond = bool((tensor.abs() > LARGEST).any())
         kind = "activation_gradients" if backward else "weights" if owner is not None else "activations"
         is_birth = numbers.amax > LARGEST and not is_after and name not in _CONSTANTS
-        look = _Look(kind, place.module if owner is None else owner, place, name, numbers, is_birth)
+        look = _Look(kind, place.module if owner is None else owner, place, name, numbers, is_birth, place.module)
         self.looks.append(look)
         key = _key(tensor)
         self._last[key] = look
         (self._beyond.add if is_beyond else self._beyond.discard)(key)
+        self._cast_back.pop(key, None)
+        if is_birth and backward and name == "_to_copy":
+            self._cast_back[key] = look
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------
@@ -266,7 +276,7 @@ class Forecast:
     kept: list[str]
     """Those that do already, as amp.keep_fp32 has them."""
     outside: list[str]
-    """Lines outside of every module that overflow: no island reaches them."""
+    """Lines that overflow and that no island reaches, such as those of the loss."""
     at_risk: list[str]
     """Modules with less than two bits of headroom."""
     largest_gradient: float
@@ -337,7 +347,7 @@ class Forecast:
             )
         else:
             lines.append("  overflow    none: no number of the forward pass exceeds 65504")
-        lines += [f"  overflow    outside of all modules, out of reach of an island: {line}" for line in self.outside]
+        lines += [f"  overflow    not in a module that could be an island: {line}" for line in self.outside]
         if self.at_risk:
             lines += _wrapped("  at risk     ", f"less than {AT_RISK:g} bits of headroom: {', '.join(self.at_risk)}")
         lines.append(
@@ -451,14 +461,14 @@ def forecast_course(loop: Loop, num_windows: int, found: list[Forecast]) -> Wind
         with doctor._islands(islands):
             found = _first_births(census) if not islands else (yield from births(step))
         for _ in range(_MOST_ROUNDS):
-            names = dict.fromkeys(look.module for look in found if look.module is not None)
+            names = dict.fromkeys(look.culprit for look in found if look.culprit is not None)
             with doctor._islands([*islands, *names]) as made:
                 new = [name for name in made if name not in islands]
-                outside.extend(_lines(found, unless=new))
                 if not new:
                     break
                 islands.extend(new)
                 found = yield from births(step)
+        outside.extend(f"{look.place.source}    {look.place.code}".rstrip() for look in found)
         # One that overflowed because of another one may do without.
         for name in islands[len(before) :]:
             rest = [one for one in islands if one != name]
@@ -541,13 +551,7 @@ def _first_births(census: Census) -> list[_Look]:
 
 
 def _places(births: list[_Look]) -> set[tuple[str | None, str]]:
-    return {(look.module, look.place.source) for look in births}
-
-
-def _lines(births: list[_Look], unless: Sequence[str]) -> Iterator[str]:
-    for look in births:
-        if look.module is None or not any(look.module == name or look.module.startswith(f"{name}.") for name in unless):
-            yield f"{look.place.source}    {look.place.code}".rstrip()
+    return {(look.culprit, look.place.source) for look in births}
 
 
 def _scales(largest_gradient: float) -> tuple[float, float]:

@@ -197,7 +197,7 @@ class Doctor:
                     cured = not any(self.agree(bool(trace.collisions)))
                     if cured:
                         diagnosis.islands = names
-                        diagnosis.fixes.append(_island_fix(names, True))
+                        diagnosis.fixes.append(self._island_fix(names))
                 diagnosis.fixes.append(
                     Fix("code", "compute positions and their products in fp32: inside of autocast(enabled=False)")
                 )
@@ -269,8 +269,8 @@ class Doctor:
                     fits = (yield from self._at_scale(replay, scale)) or (yield from self._largest_scale(replay, scale))
                 smaller = None if fits is True or fits is None else fits
                 diagnosis.scale_that_fits = smaller
-                diagnosis.fixes.append(_island_fix(names, True, smaller))
-            elif (yield from self._casts_by_itself(replay, birth)):
+                diagnosis.fixes.append(self._island_fix(names, smaller))
+            elif cause.startswith("overflow") and (yield from self._casts_by_itself(replay, birth)):
                 advice = Fix(
                     "code", "this line is in 16 bits without autocast, too: cast to float32 there, not to less"
                 )
@@ -278,6 +278,17 @@ class Doctor:
             diagnosis.fixes.append(advice)
         if not diagnosis.fixes:
             diagnosis.fixes.append(Fix("override", "use bf16, which has the range of fp32", "amp=bf16"))
+
+    def _island_fix(self, names: list[str], scale: float | None = None) -> Fix:
+        text = f"compute in fp32: {', '.join(name or '.' for name in names)}"
+        if "" in names:
+            text += " (that is the whole network; better move the line into a function with @keep_fp32)"
+        # An override replaces the list: what is in fp32 already must stand in it, too.
+        override = keep_fp32_override([*self.island_names(), *names])
+        if scale is not None:
+            text += "; and begin with a smaller loss scale"
+            override += f" amp.init_scale={scale:g}"
+        return Fix("override", text, override, verified=True)
 
     def _casts_by_itself(self, replay: Replay, birth: Birth) -> Generator[Any, None, bool]:
         """Whether an operation stays in 16 bits, and overflows, where its module is an island."""
@@ -414,14 +425,3 @@ _ADVICE: dict[Cause, Fix] = {
     "overflow in a cast": Fix("override", "or use bf16, which has the range of fp32", "amp=bf16"),
     "overflow in a function": Fix("override", "or use bf16, which has the range of fp32", "amp=bf16"),
 }
-
-
-def _island_fix(names: list[str], verified: bool, scale: float | None = None) -> Fix:
-    text = f"compute in fp32: {', '.join(name or '.' for name in names)}"
-    if "" in names:
-        text += " (that is the whole network; better move the line into a function with @keep_fp32)"
-    override = keep_fp32_override(names)
-    if scale is not None:
-        text += "; and begin with a smaller loss scale"
-        override += f" amp.init_scale={scale:g}"
-    return Fix("override", text, override, verified)

@@ -7,7 +7,8 @@ with.
 
 Two things are kept per tensor storage. Its *origins*: which births the numbers in it that are not finite descend from.
 So a mask of -inf that a softmax consumed is no culprit, and of several births the one that reached the loss or a
-gradient is. And *marks*: that an eps was rounded to 0 on the way, or that it is a probability of a 16-bit sigmoid.
+gradient is. And *marks*: that an eps was rounded to 0 on the way, that it is a probability of a 16-bit sigmoid, or
+that it came from the data set and was only moved since.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ _UNWRITTEN = {
 _CONSTANTS = {"full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor", "where"}
 _CONSTANTS |= {"constant_pad_nd", "lift_fresh", "index_fill", "index_fill_"}
 """An inf that the program wrote down itself, such as in an attention mask."""
+_FORMAT = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "out"}
+_SPREADS_INPUT = {"_to_copy", "clone", "cat", "stack", "index", "index_select", "copy_"}
 _SPREADS_SIGMOID = {"_to_copy", "rsub", "sub", "add", "neg", "clamp", "clamp_min", "clamp_max", "index", "where", "mul"}
 _SPREADS_BCE = {"_to_copy", "mul", "clone", "sum", "expand", "div", "sigmoid_backward"}
 _ADDS_EPS = {"add", "add_", "clamp_min", "clamp_min_", "clamp", "clamp_", "maximum", "sub", "rsub"}
@@ -131,7 +134,7 @@ class Birth:
     output: Range
     has_nan: bool
     wide: float | None
-    """Largest absolute value when the same inputs are computed with in float64; inf when not finite there either."""
+    """Largest absolute value when the same inputs are computed with in float64; inf or NaN when it is so there, too."""
     at_a_pole: bool = False
     """A division by zero, a logarithm of zero and the like."""
     only_masks: bool = False
@@ -169,6 +172,7 @@ class _Call:
     func: Any
     name: str
     args: Sequence[Any]
+    kwargs: dict[str, Any]
     place: Place
     backward: bool
     inputs: list[_Input]
@@ -205,6 +209,8 @@ class Trace(TorchDispatchMode):
         self._pauses = 0
         self._handles: list[Any] = []
         for name, tensor in tensors.items():
+            if name.startswith("batch"):
+                self._marks[_key(tensor)] = frozenset({("input", name)})
             if tensor.is_floating_point() and not _finite(tensor):
                 self._not_finite_before(name, tensor, _key(tensor), Place(None, "", "before the window", ""))
 
@@ -295,9 +301,9 @@ class Trace(TorchDispatchMode):
         if name in _UNWRITTEN:
             self._unwritten.update(_key(tensor) for tensor in _tensors(result))
             return result
-        outputs = [tensor for tensor in _tensors(result) if tensor.is_floating_point()]
+        outputs = [tensor for tensor in _tensors(result) if _has_fractions(tensor)]
         if outputs and not _is_view(func):  # a view shares the storage of what it is a view of, and all that is known
-            self._look(_Call(func, name, args, place, node is not None, inputs), outputs, written)
+            self._look(_Call(func, name, args, kwargs, place, node is not None, inputs), outputs, written)
         return result
 
     def _look(self, call: _Call, outputs: list[Tensor], written: set[int]) -> None:
@@ -322,7 +328,7 @@ class Trace(TorchDispatchMode):
         """Where the numbers in `bad` that are not finite come from: an origin of the inputs, or this operation."""
         origins: set[int] = set()
         for each in call.inputs:
-            if each.tensor.is_floating_point() and not _finite(each.tensor):
+            if _has_fractions(each.tensor) and not _finite(each.tensor):
                 origins |= self._origins.get(each.key) or {self._unknown(each, call.place)}
         constants = {origin for origin in origins if origin <= CONSTANT}
         if origins - constants:
@@ -375,7 +381,7 @@ class Trace(TorchDispatchMode):
     def _birth(
         self, call: _Call, output: Tensor, has_nan: bool, only_masks: bool, marks: frozenset[tuple[str, str]]
     ) -> Birth:
-        floats = [each for each in call.inputs if each.tensor.is_floating_point()]
+        floats = [each for each in call.inputs if _has_fractions(each.tensor)]
         known = [self._tensors.get(each.key, "") for each in floats]
         is_of_weights = bool(known) and all(name.startswith(("weight", "buffer")) for name in known)
         has_samples = not call.backward and not is_of_weights and output.shape[:1].numel() in self._batch_sizes
@@ -392,8 +398,12 @@ class Trace(TorchDispatchMode):
             only_masks=only_masks,
             marks=marks.union(*(self._marks.get(each.key, frozenset()) for each in floats)),
             rows=_bad_rows(output) if has_samples else [],
-            tensor=known[-1] if call.name in ("_to_copy", "copy_") and known[-1].startswith("batch") else "",
+            tensor=self._moved_from(floats[-1]) if call.name in ("_to_copy", "copy_") and floats else "",
         )
+
+    def _moved_from(self, found: _Input) -> str:
+        """Name of the batch entry whose numbers these are, the first one of several."""
+        return min((name for kind, name in self._marks.get(found.key, ()) if kind == "input"), default="")
 
     # --- marks and positions --------------------------------------------------------------------------------------
 
@@ -405,6 +415,8 @@ class Trace(TorchDispatchMode):
             marks |= {mark for mark in inherited if mark[0] == "eps"}
         if name.rstrip("_") in _SPREADS_SIGMOID:
             marks |= {mark for mark in inherited if mark[0] == "sigmoid"}
+        if name in _SPREADS_INPUT:
+            marks |= {mark for mark in inherited if mark[0] == "input"}
         if name in _SPREADS_BCE:
             marks |= {mark for mark in inherited if mark[0] == "bce"}
         if name in ("sigmoid", "sigmoid_"):
@@ -500,6 +512,10 @@ def _key(tensor: Tensor) -> int:
         return id(tensor)
 
 
+def _has_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _finite(tensor: Tensor) -> bool:
     tensor = tensor.detach()
     if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
@@ -589,14 +605,15 @@ def _is_at_a_pole(name: str, args: Sequence[Any], tensors: list[Tensor]) -> bool
 def _in_float64(call: _Call, output: Tensor) -> float | None:
     """Largest absolute value of the operation on the same inputs in float64; None where it cannot be computed so."""
     if call.name in ("_to_copy", "copy_"):
-        source = call.inputs[-1].tensor.double().abs()
-        return source.amax().item() if _finite(source) else float("inf")
+        return _largest(call.inputs[-1].tensor.double())
     func = _functional(call.func) if call.func._schema.is_mutable else call.func
     before = iter(call.inputs)
 
     def widen(value: Any) -> Any:
         if isinstance(value, Tensor):
             tensor = next(before).tensor
+            if tensor.is_complex():
+                return tensor.to(torch.complex128)
             return tensor.double() if tensor.is_floating_point() else tensor
         if isinstance(value, tuple | list):
             return type(value)(widen(item) for item in value)
@@ -604,10 +621,17 @@ def _in_float64(call: _Call, output: Tensor) -> float | None:
 
     try:
         assert func is not None
-        results = [t for t in _tensors(func(*[widen(a) for a in call.args])) if t.shape == output.shape]
-        return results[0].abs().amax().item() if _finite(results[0]) else float("inf")
+        args = [widen(each) for each in call.args]
+        kwargs = {name: widen(each) for name, each in call.kwargs.items() if name not in _FORMAT}
+        results = [t for t in _tensors(func(*args, **kwargs)) if t.shape == output.shape]
+        return _largest(results[0])
     except (AssertionError, IndexError, NotImplementedError, RuntimeError, StopIteration, TypeError):
         return None  # an operation that float64 does not have
+
+
+def _largest(tensor: Tensor) -> float:
+    """NaN if there is one: unlike an infinity, it is not too large a number."""
+    return tensor.abs().amax().item()
 
 
 def _functional(func: Any) -> Callable[..., Any] | None:
