@@ -637,7 +637,7 @@ class Loop:
                     " Look for an overflow in the forward pass: keep its module in fp32 (amp.keep_fp32), lower "
                     "optimizer.lr, or use amp=bf16; doctor=watch looks for it"
                 )
-            raise Diverged(message if diagnosis is None else f"{message}\n{diagnosis}")
+            raise Diverged(message if diagnosis is None else f"{message} The doctor found: {diagnosis.headline}")
 
     # --- evaluation, checkpoints, the end -----------------------------------------------------------------------------
 

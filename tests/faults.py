@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from amp_core.data import Sampler
 
@@ -191,6 +192,41 @@ def summed(x: Tensor) -> Tensor:
     return x * (x * 10_000).sum(1, keepdim=True) / 1e6
 
 
+def of_the_bright(x: Tensor) -> Tensor:
+    return x + x[x > 1e3].mean()
+
+
+def of_the_bright_if_any(x: Tensor) -> Tensor:
+    return x + x[x > 1e3].sum() / (x > 1e3).sum().clamp(min=1)
+
+
+def root_of_less(x: Tensor) -> Tensor:
+    return (x.float() - 1) ** 0.5
+
+
+def root_of_more(x: Tensor) -> Tensor:
+    return (x.float() + 1) ** 0.5
+
+
+def in_place(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, 1:3] *= 1e6
+    return x / 1e6
+
+
+def recomputed(x: Tensor) -> Tensor:
+    return checkpoint(outer_product, x, use_reentrant=False)
+
+
+def spectrum(x: Tensor) -> Tensor:
+    return x + torch.fft.rfft(x.float() * 1e38 * 1e6).abs().mean(1, keepdim=True)
+
+
+def harmless(x: Tensor) -> Tensor:
+    # Infinite, and 1 after the sigmoid, without a gradient.
+    return x * torch.sigmoid(x.detach().abs() * 1e6 + 6e4)
+
+
 def louder(x: Tensor) -> Tensor:
     return F.leaky_relu(x * 1e6, 0.2) / 1e6
 
@@ -302,6 +338,11 @@ def minus_much(x: Tensor) -> Tensor:
 
 def heavy_cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
     return F.cross_entropy(*args, **kwargs) * 1e7
+
+
+def mean_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    only_long = torch.where(targets == 300, targets, -100)
+    return F.cross_entropy(logits.flatten(0, 1).float(), only_long.flatten())
 
 
 def bce_of_rounded(logits: Tensor, targets: Tensor) -> Tensor:
@@ -440,6 +481,19 @@ class Correlated(nn.Module):
         return maps + size[:, :, None] / 1e9
 
 
+class Attended(nn.Module):
+    """torch's attention, whose parts are never called."""
+
+    def __init__(self, width: int, loud: float) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.loud = loud
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None]
+        return x[:, 0] + self.attention(x, x, x * self.loud)[0][:, 0] / self.loud
+
+
 class Offset(nn.Module):
     """Takes a mean away that lies in a buffer."""
 
@@ -451,6 +505,10 @@ class Offset(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x - self.mean.sum()
+
+
+def loud_attention(net: Any, mended: bool) -> None:
+    net[14] = Attended(32, 1.0 if mended else 5e4)
 
 
 def poisoned_weight(net: Any, mended: bool) -> None:
@@ -700,7 +758,84 @@ FAULTS = [
         "return torch.log(1 + torch.exp(x * 20)) / 20",
         islands=("dropout",),
     ),
+    Fault(
+        "attention of torch's own",
+        "classification",
+        in_net(loud_attention),
+        "overflow in a product",
+        "aten.addmm",
+        "14.attention",
+        "return x[:, 0] + self.attention(x, x, x * self.loud)[0][:, 0] / self.loud",
+        settings=QUIET,
+        islands=("14",),
+    ),
+    Fault(
+        "a part of a tensor, in place",
+        "face_recognition",
+        in_slot("7", in_place),
+        "overflow in a product",
+        "aten.mul_",
+        "7",
+        "x[:, 1:3] *= 1e6",
+        settings=QUIET,
+        islands=("7",),
+    ),
+    Fault(
+        "a function that is computed again in the backward pass",
+        "model_parallel",
+        in_slot("14", recomputed),
+        "overflow in a product",
+        "aten.bmm",
+        "14",
+        "return torch.bmm(x[:, :, None], x[:, None]).mean(2) / 1e4",
+        settings=QUIET,
+        islands=("14",),
+    ),
+    Fault(
+        "an infinity that does no harm, and one that does",
+        "classification",
+        both(in_slot("8", harmless), grown("9")),
+        "overflow in a product",
+        "aten.convolution",
+        "9",
+        OF_STEP["classification"],
+        settings=QUIET,
+        islands=("9",),
+    ),
+    Fault(
+        "16-bit weights",
+        "classification",
+        grown("3"),
+        "overflow in a product",
+        "aten.convolution",
+        "3",
+        OF_STEP["classification"],
+        settings=("amp=o2",),
+        override="amp=bf16",
+    ),
+    Fault(
+        "a convolution of a loud sample in the second micro-batch",
+        "classification",
+        both(grown("0", largest=10.0), in_samples({drawn(1, micro=1, accumulation=2): 6e4})),
+        "overflow in a product",
+        "aten.convolution",
+        "0",
+        OF_STEP["classification"],
+        settings=(*QUIET, "accumulation=2"),
+        islands=("0",),
+    ),
     # Beyond fp32.
+    Fault(
+        "a spectrum of numbers beyond fp32",
+        "classification",
+        in_slot("14", spectrum),
+        "overflow in fp32",
+        "aten.mul",
+        "14",
+        "return x + torch.fft.rfft(x.float() * 1e38 * 1e6).abs().mean(1, keepdim=True)",
+        settings=("amp=bf16",),
+        fix="code",
+    ),
     Fault(
         "numbers beyond fp32",
         "classification",
@@ -850,6 +985,40 @@ FAULTS = [
         None,
         "return losses + (losses * rare).sum() / rare.sum()",
         settings=("amp=bf16",),
+        fix="code",
+    ),
+    Fault(
+        "a mean of no features",
+        "classification",
+        in_slot("14", of_the_bright, of_the_bright_if_any),
+        "division or logarithm of zero",
+        "aten.mean",
+        "14",
+        "return x + x[x > 1e3].mean()",
+        settings=QUIET,
+        fix="code",
+    ),
+    Fault(
+        "a loss of no tokens",
+        "language_model",
+        in_function("token_loss", mean_of_tokens),
+        "division or logarithm of zero",
+        "aten.nll_loss_forward",
+        None,
+        "return F.cross_entropy(logits.flatten(0, 1).float(), only_long.flatten())",
+        settings=QUIET,
+        fix="code",
+    ),
+    Fault(
+        "a root of negative numbers",
+        "distillation",
+        in_slot("14", root_of_less, root_of_more),
+        "division or logarithm of zero",
+        "aten.pow",
+        "14",
+        "return (x.float() - 1) ** 0.5",
+        settings=QUIET,
+        step=2,
         fix="code",
     ),
     Fault(
@@ -1059,6 +1228,17 @@ FAULTS = [
         "0",
         OF_STEP["classification"],
         samples=(drawn(3),),
+        fix="data",
+    ),
+    Fault(
+        "a sample of enormous numbers among generated ones",
+        "gan",
+        in_samples({drawn(3): 1e30}),
+        "bad input",
+        "aten._to_copy",
+        "discriminator.0",
+        OF_STEP["gan"],
+        settings=QUIET,
         fix="data",
     ),
     Fault(

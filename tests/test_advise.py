@@ -244,7 +244,7 @@ def test_odd_channels_are_those_of_a_group():
 
 def test_convolutions_on_nchw_are_found_where_channels_last_was_measured_to_be_faster():
     net = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
-    images = torch.randn(4, 8, 16, 16)
+    images = torch.randn(16, 8, 32, 32)
     profile = recorded(net, images, mode="bf16")
     assert len(profile.layouts) == 2
     faster = dataclasses.replace(profile, layouts=dict.fromkeys(profile.layouts, (2e-3, 1e-3)))
@@ -323,6 +323,11 @@ CASES = {
         by_hand(BIG, units=Units("this CPU", "", 2.0)),
         "amp=fp32",
     ),
+    "find_slow_units of float8": (
+        by_hand(BIG, units=Units("this CPU", "has no float8 units, and emulates them in fp32", 2.0)),
+        by_hand(BIG, dtype="float32", units=Units("this CPU")),
+        "amp=bf16",
+    ),
     "find_loading": (
         by_hand(BIG, loads=[0.03], loading=0.03, num_cores=16),
         by_hand(BIG, loads=[0.0001], loading=0.03, num_workers=4, num_cores=16),
@@ -355,9 +360,10 @@ CASES = {
 @pytest.mark.parametrize("finder", CASES)
 def test_a_finder_finds_what_is_there_and_nothing_else(finder):
     there, not_there, override = CASES[finder]
-    (finding,) = getattr(advising, finder)(there)
-    assert finding.override == override and finding.place and 0 < finding.share <= 1
-    assert getattr(advising, finder)(not_there) == []
+    find = getattr(advising, finder.split()[0])
+    (finding,) = find(there)
+    assert finding.override == override and finding.place and (finding.share is None or 0 < finding.share <= 1)
+    assert find(not_there) == []
 
 
 def test_shares_are_sorted_and_of_the_whole_step():
@@ -498,21 +504,36 @@ def test_the_operations_of_recipes_are_matched_with_their_times(recipe):
     assert all(op.place.module is not None for op in profile.ops if op.short == "convolution")
 
 
-def test_operations_that_only_the_dispatch_mode_saw_do_not_shift_the_others():
-    def event(name, microseconds, *children):
-        return SimpleNamespace(
-            name=name, cpu_time_total=microseconds, device_time_total=0.0, kernels=[], cpu_children=list(children),
-            time_range=SimpleNamespace(start=0.0),
-        )  # fmt: skip
+def event(name, microseconds, *children, kernels=()):
+    """What torch's profiler says of an operation: on the host, and the microseconds of the kernels it starts itself."""
+    return SimpleNamespace(
+        name=name,
+        cpu_time_total=microseconds,
+        device_time_total=sum(kernels) + sum(child.device_time_total for child in children),
+        kernels=list(kernels),
+        cpu_children=list(children),
+        time_range=SimpleNamespace(start=0.0),
+    )
 
+
+def test_operations_that_only_the_dispatch_mode_saw_do_not_shift_the_others():
     names = ["mul", "sin", "tanh", "exp", "neg", "sqrt"]
     events = [event("aten::sin", 1, event("aten::mul", 100)), *[event(f"aten::{name}", 10) for name in names]]
-    ops = [
-        Op(f"aten::{name}", LAYER) for name in ["sin", "cos", "mul", "sin", "log_softmax", "tanh", "exp", "neg", "sqrt"]
-    ]
-    record = advising._Events([], on_cuda=False)
-    assert record.fill(ops, advising._in_order(events)) == 7
+    seen = ["sin", "cos", "mul", "sin", "log_softmax", "tanh", "exp", "neg", "sqrt"]
+    ops = [Op(f"aten::{name}", LAYER) for name in seen]
+    assert advising._Events([], on_cuda=False).fill(ops, advising._in_order(events)) == 7
     assert [round(op.seconds * 1e6) for op in ops] == [1, 0, 10, 10, 0, 10, 10, 10, 10]
+
+
+def test_on_a_gpu_the_time_of_an_operation_is_that_of_its_kernels():
+    cast = event("aten::to", 9, event("aten::_to_copy", 8, event("aten::copy_", 5, kernels=[3.0])))
+    linear = event("aten::linear", 50, event("aten::addmm", 40, kernels=[100.0, 20.0]))
+    step = event("Optimizer.step#AdamW.step", 30, event("aten::_fused_adamw_", 20, kernels=[7.0]))
+    ops = [Op(f"aten::{name}", LAYER) for name in ("_to_copy", "addmm", "_fused_adamw_")]
+    assert advising._Events([], on_cuda=True).fill(ops, advising._in_order([cast, linear, step])) == 3
+    assert [round(op.seconds * 1e6) for op in ops] == [3, 120, 7]
+    assert [op.num_kernels for op in ops] == [1, 2, 1]
+    assert [op.optimizer for op in ops] == ["", "", "AdamW"]
 
 
 def test_the_script_refuses_to_measure_nothing(capsys):

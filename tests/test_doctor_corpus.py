@@ -32,6 +32,20 @@ ROOT = Path(__file__).resolve().parent.parent
 SCORE: dict[str, set] = {what: set() for what in ("ran", "located", "classified", "cured", "silent")}
 
 
+SAYS = {
+    "overflow in a cast": "cast to float32",
+    "overflow in fp32": "optimizer.lr",
+    "division or logarithm of zero": "away from 0",
+    "nothing left by a mask": "leave one key",
+    "infinite constant": "write a finite number",
+    "position collision": "positions and their products in fp32",
+    "poisoned weight": "earlier checkpoint",
+    "poisoned buffer": "reset the buffer",
+    "bad input": "repair or remove the samples",
+}
+"""What the fix asks for, where it is one of code or data: that is what `mended` does."""
+
+
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -90,6 +104,8 @@ def test_a_planted_fault_is_located_classified_and_cured(fault: Fault):
     first = diagnosis.fixes[0]
     assert first.kind == fault.fix
     assert fault.override in ("", first.override)
+    if first.kind != "override":
+        assert SAYS[fault.cause] in first.text
     if fault.islands is not None:
         assert set(diagnosis.islands) == set(fault.islands)
         assert first.verified

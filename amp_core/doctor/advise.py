@@ -344,8 +344,11 @@ def find_slow_units(p: Profile) -> list[Finding]:
     low = [op for op in p.ops if op.is_product and op.inputs and op.inputs[0].dtype != "float32"]
     evidence = f"a large product in {p.dtype} runs at {unit.speedup:.2f} times the speed of fp32"
     evidence += f"; products in {p.dtype} take {p.share_of(low):.0%} of a step"
-    other = "amp=bf16" if p.dtype == "float16" and p.device == "cpu" and _cpu_has("bfloat16") else "amp=fp32"
-    if p.device == "cuda" and p.dtype == "bfloat16":
+    has_bf16 = p.dtype == "bfloat16" and unit.speedup > 1  # beneath emulated float8
+    if p.dtype == "float16" and p.device == "cpu":
+        has_bf16 = _cpu_has("bfloat16")
+    other = "amp=bf16" if has_bf16 else "amp=fp32"
+    if p.device == "cuda" and p.dtype == "bfloat16" and not has_bf16:
         other = "amp=fp16"
     title = f"{unit.device} {unit.emulated or f'is slower in {p.dtype} than in fp32'}"
     return [
@@ -422,7 +425,7 @@ def find_casts(p: Profile) -> list[Finding]:
         override = f"batch_size={2 * p.batch_size} accumulation={p.accumulation // 2}"
     return [
         Finding(
-            "casts between fp32 and 16 bits",
+            "casts from one floating-point type to another",
             share,
             f"{len(casts) / p.num_steps:g} casts per step, {part:.0%} of their time for weights. Most of it in {worst}",
             _place(casts),
@@ -567,6 +570,8 @@ def find_channels_first(p: Profile) -> list[Finding]:
     if p.channels_last:
         advice = "perf.channels_last is on, but something before this layer puts the images back: a reshape or a stack"
     share = p.share_of(both) * (1 - last / first)
+    if share < 0.05:
+        return []
     override = None if p.channels_last else "perf.channels_last=true"
     return [Finding("convolutions without channels_last", share, evidence, _place(forward), advice, override)]
 

@@ -121,6 +121,16 @@ class Diagnosis:
     others: list[str] = field(default_factory=list)
     """Later births in the same window."""
 
+    @property
+    def headline(self) -> str:
+        """The report in one line."""
+        where = "outside of the networks" if self.module is None else self.module or "the network itself"
+        parts = [f"step {self.step}: {self.cause}"]
+        parts += [f"{self.op} in {where}"] if self.op else []
+        parts += [self.source] if self.source else []
+        parts += [f"try {fix.override}" for fix in self.fixes[:1] if fix.override]
+        return ", ".join(parts)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return dataclasses.asdict(self)

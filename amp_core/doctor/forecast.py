@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -477,19 +477,22 @@ def forecast_course(loop: Loop, num_windows: int, found: list[Forecast]) -> Wind
             if rest and _places(without) <= _places(found):
                 islands.remove(name)
 
-    yield from _through(loop, start, num_windows, treat)
+    for _ in range(num_windows):
+        yield from treat(loop.step + 1)
+        with loop.training_again() as window:
+            yield window
     reference = _Tally() if islands else plain
     with doctor._islands(islands):
         if islands:
-            yield from _through(loop, start, num_windows, lambda step: _count(loop, doctor, step, reference))
+            loop.go_to(start)
+            for _ in range(num_windows):
+                yield from _train(loop, doctor, reference)
         largest, scale = _scales(reference.largest_gradient)
         imitations = {one: _Tally() for one in (1.0, scale)}
-
-        def imitate(step: int) -> Windows:
-            for one, tally in imitations.items():
-                yield from _count(loop, doctor, step, tally, imitate=one)
-
-        yield from _through(loop, start, num_windows, imitate)
+        for one, tally in imitations.items():
+            loop.go_to(start)
+            for _ in range(num_windows):
+                yield from _train(loop, doctor, tally, imitate=one)
     loop.go_to(start)
     order = list(doctor.names.values())
     rows = sorted(plain.rows.values(), key=lambda row: (_rank(row.module, order), KINDS.index(row.kind)))
@@ -522,26 +525,22 @@ def forecast_course(loop: Loop, num_windows: int, found: list[Forecast]) -> Wind
     )
 
 
-def _through(loop: Loop, start: Any, num_windows: int, look: Callable[[int], Windows]) -> Windows:
-    """Train through the windows from `start`, and look at each before its step."""
-    loop.go_to(start)
-    for _ in range(num_windows):
-        yield from look(loop.step + 1)
-        with loop.training_again() as window:
-            yield window
+def _train(loop: Loop, doctor: Doctor, tally: _Tally, *, imitate: float | None = None) -> Windows:
+    """Take the next step, and count."""
+    census = Census(doctor.names, imitate=imitate)
+    # What the optimizer computes is fp32, and no business of the census.
+    with loop.training_again() as window, census:
+        yield window
+    tally.add(census)
 
 
-def _look_at(loop: Loop, doctor: Doctor, step: int, imitate: float | None = None) -> Generator[Any, None, Census]:
+def _look_at(loop: Loop, doctor: Doctor, step: int) -> Generator[Any, None, Census]:
     with loop.replay(step) as (rehearsal, window):
-        census = Census(doctor.names, imitate=imitate)
+        census = Census(doctor.names)
         rehearsal.watcher = census
         with census:
             yield window
     return census
-
-
-def _count(loop: Loop, doctor: Doctor, step: int, tally: _Tally, *, imitate: float | None = None) -> Windows:
-    tally.add((yield from _look_at(loop, doctor, step, imitate)))
 
 
 def _first_births(census: Census) -> list[_Look]:
@@ -643,22 +642,24 @@ def check_course(loop: Loop, told: Forecast, found: list[Check]) -> Windows:
     Islands that are needed are those that the doctor finds, by breaking operation after breaking operation, until the
     window is finite at a loss scale of 1. With them follow the largest scale and the zeros.
     """
-    doctor = doctor_of(loop)
+    doctor, start = doctor_of(loop), loop.position()
     needed, scales, tally = list[str](), list[float](), _Tally()
-    with ExitStack() as stack:
+    with ExitStack() as islands:
         for _ in told.windows:
-            step = loop.step + 1
             with loop.amp.scaler.held_at(1.0):
                 for _ in range(_MOST_ROUNDS):
-                    diagnosis = yield from doctor.diagnose(lambda step=step: loop.replay(step))
+                    diagnosis = yield from doctor.diagnose(lambda step=loop.step + 1: loop.replay(step))
                     if diagnosis is None or not diagnosis.islands or diagnosis.cause == "position collision":
                         break
-                    needed += stack.enter_context(doctor._islands(diagnosis.islands))
-            scales.append((yield from _largest_finite(loop, step)))
-            with loop.amp.scaler.held_at(told.init_scale):
-                yield from _count(loop, doctor, step, tally)
+                    needed += islands.enter_context(doctor._islands(diagnosis.islands))
                 with loop.training_again() as window:
                     yield window
+        # Once more, with what later windows needed from the start, as the forecast has it.
+        loop.go_to(start)
+        for _ in told.windows:
+            scales.append((yield from _largest_finite(loop, loop.step + 1)))
+            with loop.amp.scaler.held_at(told.init_scale):
+                yield from _train(loop, doctor, tally)
     measured = [
         key
         for key, row in tally.rows.items()
