@@ -238,12 +238,12 @@ class Loop:
         self._log.advance(self.step)
         if at_end or stop or self.step % cfg.log_every == 0:
             self._read_metrics()
-        yield from self._consult()
+        yield from self._consult(in_a_hurry=bool(stop))
         if at_end or (not stop and self.step % cfg.eval_every == 0):
             self._evaluate()
         if at_end or stop or self.step % cfg.save_every == 0:
             self._finish_reading()
-            yield from self._consult()
+            yield from self._consult(in_a_hurry=bool(stop))
             self._save()
         if at_end:
             self._end()
@@ -614,14 +614,18 @@ class Loop:
         else:
             self._symptoms = Symptoms(reading.step, 0, int(streak), scale, None, None)
 
-    def _consult(self) -> Iterator[list[Micro]]:
-        """Ask the doctor about the last log line, and stop a run that has diverged."""
+    def _consult(self, *, in_a_hurry: bool) -> Iterator[list[Micro]]:
+        """Ask the doctor about the last log line, unless the run is to stop; end a run that has diverged."""
         symptoms, self._symptoms = self._symptoms, None
         if symptoms is None:
             return
         diagnosis = None
         diverged = symptoms.streak >= self.cfg.amp.max_consecutive_skips
-        if self.watch is not None and (self.watch.is_called(symptoms) or (diverged and self.watch.last is None)):
+        if (
+            self.watch is not None
+            and not in_a_hurry
+            and (self.watch.is_called(symptoms) or (diverged and self.watch.last is None))
+        ):
             began = time.monotonic()
             diagnosis = yield from self.watch.examine(symptoms)
             self._clock.pause(time.monotonic() - began)

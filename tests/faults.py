@@ -139,16 +139,25 @@ def both(*plants: Plant) -> Plant:
     return plant
 
 
-def drawn(row: int, *, step: int = 1, micro: int = 0, accumulation: int = 1, num_samples: int = 96) -> int:
+def drawn(
+    row: int,
+    *,
+    step: int = 1,
+    micro: int = 0,
+    accumulation: int = 1,
+    num_samples: int = 96,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> int:
     """Index of a sample that is drawn with batches of 4."""
     sampler = Sampler(
         num_samples,
         seed=0,
         batch_size=4,
         accumulation=accumulation,
-        rank=0,
-        world_size=1,
-        start_sample=(step - 1) * accumulation * 4,
+        rank=rank,
+        world_size=num_ranks,
+        start_sample=(step - 1) * accumulation * 4 * num_ranks,
     )
     batches = iter(sampler)
     return [next(batches) for _ in range(accumulation)][micro][row][0]
@@ -481,17 +490,17 @@ class Correlated(nn.Module):
         return maps + size[:, :, None] / 1e9
 
 
-class Attended(nn.Module):
+class Attended(nn.MultiheadAttention):
     """torch's attention, whose parts are never called."""
 
     def __init__(self, width: int, loud: float) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        super().__init__(width, 2, batch_first=True)
         self.loud = loud
+        self.in_proj_weight[2 * width :] *= loud
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x[:, None]
-        return x[:, 0] + self.attention(x, x, x * self.loud)[0][:, 0] / self.loud
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        queries = x[:, None]
+        return x + super().forward(queries, queries, queries)[0][:, 0] / self.loud
 
 
 class Offset(nn.Module):
@@ -508,7 +517,7 @@ class Offset(nn.Module):
 
 
 def loud_attention(net: Any, mended: bool) -> None:
-    net[14] = Attended(32, 1.0 if mended else 5e4)
+    net[14] = Attended(32, 1.0 if mended else 2e5)
 
 
 def poisoned_weight(net: Any, mended: bool) -> None:
@@ -764,8 +773,8 @@ FAULTS = [
         in_net(loud_attention),
         "overflow in a product",
         "aten.addmm",
-        "14.attention",
-        "return x[:, 0] + self.attention(x, x, x * self.loud)[0][:, 0] / self.loud",
+        "14",
+        "return x + super().forward(queries, queries, queries)[0][:, 0] / self.loud",
         settings=QUIET,
         islands=("14",),
     ),

@@ -16,7 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from faults import FAULTS, INF, QUIET, Fault, drawn, in_samples, in_slot, with_attention
+from faults import (
+    FAULTS,
+    INF,
+    NAN,
+    QUIET,
+    Fault,
+    drawn,
+    in_samples,
+    in_slot,
+    phases_by_matmul,
+    phases_in_fp32,
+    phases_of_half,
+    with_attention,
+)
 from running import lines, state, summary
 from test_recipes import arguments
 
@@ -25,6 +38,8 @@ from amp_core.doctor.trace import Range
 from amp_core.doctor.watch import diagnose_step
 from amp_core.environment import Job
 from amp_core.launch import in_process
+from amp_core.models.gpt import position_ids
+from amp_core.precision import Amp
 from recipes import RECIPES, find
 from train import checked
 
@@ -84,7 +99,7 @@ def with_override(settings, override):
     return [*(each for each in settings if not each.startswith(dropped)), *overrides]
 
 
-def planted(fault, mended, settings):
+def examine_planted(fault, mended, settings):
     with pytest.MonkeyPatch.context() as patch:
         fault.plant(find(fault.recipe), patch.setattr, mended)
         return examine(fault.recipe, settings, fault.step)
@@ -93,7 +108,8 @@ def planted(fault, mended, settings):
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_located_classified_and_cured(fault: Fault):
     SCORE["ran"].add(fault.name)
-    finite, diagnosis = planted(fault, False, fault.settings)
+    finite, diagnosis = examine_planted(fault, False, fault.settings)
+    # Lost positions are numbers like any other; that they are lost is shown below.
     assert finite == (fault.cause == "position collision")
     assert diagnosis is not None
     print(diagnosis)
@@ -113,7 +129,7 @@ def test_a_planted_fault_is_located_classified_and_cured(fault: Fault):
         assert fix.verified is not False
         mended = fix.kind != "override"
         settings = fault.mended or fault.settings if mended else with_override(fault.settings, fix.override)
-        finite, left = planted(fault, mended, settings)
+        finite, left = examine_planted(fault, mended, settings)
         assert finite, fix
         assert left is None, (fix, str(left))
     SCORE["cured"].add(fault.name)
@@ -131,6 +147,16 @@ def check_place(fault, diagnosis):
         assert diagnosis.code == fault.code
         file, line = diagnosis.source.rsplit(":", 1)
         assert linecache.getline(str(ROOT / file), int(line)).strip() == fault.code
+
+
+@pytest.mark.parametrize(
+    ("phases", "mode"), [(phases_by_matmul, "bf16"), (phases_by_matmul, "fp16"), (phases_of_half, "fp16")]
+)
+def test_the_planted_positions_are_lost(phases, mode):
+    with Amp.named(mode).autocast():
+        planted, mended = (function(32, 16, torch.zeros(1)) for function in (phases, phases_in_fp32))
+    assert len(planted.unique(dim=0)) < len(mended.unique(dim=0)) == 32
+    assert len(position_ids(300, dtype=torch.bfloat16).unique()) < 300
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------
@@ -224,7 +250,7 @@ def test_a_healed_run_goes_on_training_with_its_islands(name, monkeypatch):
 
 
 def test_a_fault_on_one_rank_is_found_there():
-    on_two_ranks_with_a_loud_one("a")
+    on_two_ranks(loud_on_rank_1, "a", *QUIET, "doctor=heal", "doctor.after_skips=2")
     (report,) = reports("a")
     assert (report["rank"], report["ranks"], report["num_ranks"]) == (1, [1], 2)
     assert (report["cause"], report["op"], report["module"]) == ("overflow in a product", "aten.mul", "14")
@@ -233,26 +259,41 @@ def test_a_fault_on_one_rank_is_found_there():
     assert [loss is None for loss in losses("a")] == [True, False, False, False]
 
 
-def loud_on_rank_1(x):
+def test_a_bad_sample_on_one_rank_is_named():
+    on_two_ranks(bad_on_rank_1, "a", "amp=bf16")
+    (report,) = reports("a")
+    assert (report["rank"], report["ranks"], report["cause"]) == (1, [1], "bad input")
+    assert report["step"] == 2 and report["samples"] == [drawn(3, step=2, rank=1, num_ranks=2)]
+    assert [loss is None for loss in losses("a")] == [False, True, False, False]
+
+
+def louder_on_rank_1(x):
     return x * (1e6 if dist.get_rank() == 1 else 1.0) / 1e5
 
 
-def _rank(rank, port, argv):
+def loud_on_rank_1(recipe):
+    in_slot("14", louder_on_rank_1)(recipe, setattr, False)
+
+
+def bad_on_rank_1(recipe):
+    in_samples({drawn(3, step=2, rank=1, num_ranks=2): NAN})(recipe, setattr, False)
+
+
+def _rank(rank, plant, port, argv):
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
-    in_slot("14", loud_on_rank_1)(find("classification"), setattr, False)
+    plant(find("classification"))
     sys.exit(train.main(argv))
 
 
-def on_two_ranks_with_a_loud_one(folder):
+def on_two_ranks(plant, folder, *settings):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     mp.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "amp_core.preflight"])
-    settings = [*QUIET, "steps=4", "doctor=heal", "doctor.after_skips=2", "layout=ddp", f"run_dir={folder}"]
-    argv = arguments("classification", *settings)
-    context = mp.start_processes(_rank, (port, argv), 2, join=False, start_method="forkserver")
+    argv = arguments("classification", "steps=4", "layout=ddp", f"run_dir={folder}", *settings)
+    context = mp.start_processes(_rank, (plant, port, argv), 2, join=False, start_method="forkserver")
     while not context.join(timeout=60):
         pass
     assert all(process.exitcode == 0 for process in context.processes)
