@@ -90,7 +90,7 @@ def forecast(args: argparse.Namespace) -> int:
 
 def advise(args: argparse.Namespace) -> int:
     """Say what the steps of a recipe spend their time on, and what would give some of it back."""
-    from amp_core.doctor.advise import Profile, advise_run, examine, time_run
+    from amp_core.doctor.advise import Profile, advise_run, examine, time_run, try_out
 
     if args.windows < 1:
         raise ConfigError(f"--windows {args.windows}: expected at least 1")
@@ -98,13 +98,25 @@ def advise(args: argparse.Namespace) -> int:
     code = visit(args.overrides, lambda loop, count: advise_run(loop, args.windows, profiles))
     if code or not profiles:
         return code
-    profile, in_fp32 = profiles[0], list[float]()
-    if args.compare and profile.amp != "fp32":
+    profile = profiles[0]
+
+    def timed(overrides: list[str]) -> tuple[float, float] | None:
+        found: list[tuple[float, float]] = []
+        visit(overrides, lambda loop, count: time_run(loop, args.windows, found))
+        return found[0] if found else None
+
+    def whole_step(more: list[str]) -> float | None:
+        times = timed([*args.overrides, *more])
+        return times and times[1]
+
+    if args.compare and profile.dtype != "float32":
         # What belongs to a mode, such as a loss scale, fp32 may refuse.
         rest = [override for override in args.overrides if not override.lstrip("+~").startswith(("amp=", "amp."))]
-        code = visit([*rest, "amp=fp32"], lambda loop, count: time_run(loop, args.windows, in_fp32))
-        profile.fp32_step = in_fp32[0] if in_fp32 else None
+        times = timed([*rest, "amp=fp32"])
+        profile.fp32_step = times and times[0]
     report = examine(" ".join(["train.py", *args.overrides]), profile)
+    if args.compare:
+        report = try_out(report, whole_step)
     if args.json:
         args.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     print(report)
@@ -148,7 +160,7 @@ def main(arguments: list[str]) -> int:
     command = commands.add_parser("advise", help="why it is not faster, measured")
     command.add_argument("overrides", nargs="*", help="settings as for train.py")
     command.add_argument("--windows", type=int, default=10, help="steps to measure")
-    command.add_argument("--compare", action="store_true", help="time the same steps in fp32, too")
+    command.add_argument("--compare", action="store_true", help="also time steps in fp32, and with what is advised")
     command.add_argument("--json", type=Path, metavar="FILE", help="where to write the findings as JSON")
     command.set_defaults(do=advise)
 

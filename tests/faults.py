@@ -1120,6 +1120,17 @@ FAULTS = [
         settings=("amp=bf16", "recipe.label_smoothing=0.1"),
         fix="code",
     ),
+    Fault(
+        "an infinity that is added",
+        "face_recognition",
+        lambda recipe, patch, mended: None,
+        "infinite constant",
+        "aten.add",
+        "",
+        settings=("amp=bf16", "debug.inject={where: activation, step: 1}"),
+        mended=("amp=bf16",),
+        fix="code",
+    ),
     # Positions.
     Fault(
         "positions in bf16",

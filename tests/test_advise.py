@@ -35,6 +35,7 @@ from amp_core.doctor.advise import (
     advise,
     advise_run,
     examine,
+    try_out,
     waits,
 )
 from amp_core.doctor.trace import Place
@@ -381,6 +382,23 @@ def test_shares_are_sorted_and_of_the_whole_step():
     assert shares == sorted(shares, reverse=True) and shares[:2] == pytest.approx([0.5, 0.5])
 
 
+def test_advice_that_leaves_the_training_as_it_is_can_be_tried_out():
+    optimizers = [OptimizerFacts("AdamW", False, True, seconds=0.002)]
+    report = examine("a profile", by_hand(BIG, fp32_step=0.005, optimizers=optimizers))
+    asked = []
+
+    def seconds(overrides):
+        asked.append(overrides)
+        return 0.008 if overrides else 0.012
+
+    by_override = {finding.override: finding for finding in try_out(report, seconds).findings}
+    assert asked == [[], ["optimizer.fused=true"]]
+    assert by_override["optimizer.fused=true"].tried == (0.012, 0.008)
+    assert "a step takes 8 ms with it, and 12 ms without" in str(by_override["optimizer.fused=true"])
+    assert by_override["amp=fp32"].tried is None
+    assert try_out(examine("nothing", by_hand(BIG)), seconds).findings == [] and len(asked) == 2
+
+
 def test_workers_that_cannot_keep_up_are_found_while_they_still_lead():
     (finding,) = advising.find_loading(by_hand(BIG, loading=0.1, num_workers=2, num_cores=16))
     assert finding.share == pytest.approx(0.8)  # 50 ms a step, of which 10 are computed
@@ -435,8 +453,9 @@ def test_the_script_reports_on_the_default_recipe(tmp_path, monkeypatch, capsys)
 
 
 def test_an_unfused_optimizer_of_a_run_is_found(capsys):
-    assert doctor.main(["advise", "--windows", "2", *SMALL_RUN, "optimizer.fused=false"]) == 0
+    assert doctor.main(["advise", "--compare", "--windows", "2", *SMALL_RUN, "optimizer.fused=false"]) == 0
     text = capsys.readouterr().out
+    assert "tried     a step takes" in text
     assert "AdamW is not fused" in text and "optimizer.fused=true" in text and "1 waits for the device" in text
 
 

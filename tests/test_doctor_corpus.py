@@ -150,7 +150,7 @@ def check_place(fault, diagnosis):
 
 
 @pytest.mark.parametrize(
-    ("phases", "mode"), [(phases_by_matmul, "bf16"), (phases_by_matmul, "fp16"), (phases_of_half, "fp16")]
+    "phases, mode", [(phases_by_matmul, "bf16"), (phases_by_matmul, "fp16"), (phases_of_half, "fp16")]
 )
 def test_the_planted_positions_are_lost(phases, mode):
     with Amp.named(mode).autocast():

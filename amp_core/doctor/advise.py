@@ -63,6 +63,8 @@ _SMALL = {"cpu": 10e-6, "cuda": 5e-6}
 """Seconds: about what starting an operation takes, so that a shorter one is mostly overhead."""
 _NARROW = 64
 """Smaller products are bound by memory traffic, and their sizes usually given: colours, classes, heads."""
+_HARMLESS = ("perf.", "optimizer.fused=", "data.num_workers=")
+"""Overrides that do not change what is computed."""
 _MARK = "amp_recipes::window"
 _NUM_WARM_UPS = 3
 _PASSED = 4
@@ -262,6 +264,8 @@ class Finding:
     place: str
     advice: str
     override: str | None = None
+    tried: tuple[float, float] | None = None
+    """Seconds of a step without the override, and with it."""
 
     def __str__(self) -> str:
         share = "" if self.share is None else f"up to {self.share:.0%} of a step: "
@@ -271,6 +275,9 @@ class Finding:
             lines += [f"  {key if i == 0 else '':<10}{line}" for i, line in enumerate(wrapped)]
         if self.override:
             lines.append(f"  {'':<10}{self.override}")
+        if self.tried:
+            before, after = self.tried
+            lines.append(f"  {'tried':<10}a step takes {_ms(after)} with it, and {_ms(before)} without")
         return "\n".join(lines)
 
 
@@ -329,6 +336,25 @@ def examine(what: str, profile: Profile) -> Report:
     found = [finding for finder in FINDERS for finding in finder(profile)]
     found.sort(key=lambda finding: -1.0 if finding.share is None else finding.share, reverse=True)
     return Report(what, profile, found, profile.hints)
+
+
+def try_out(report: Report, seconds: Callable[[list[str]], float | None]) -> Report:
+    """The report with what came of the overrides that leave the training as it is.
+
+    A share is a bound: what one layer gains in another layout, its neighbours may lose.
+
+    Args:
+        seconds: of a step with these overrides; None when it could not be measured.
+    """
+    harmless = [f for f in report.findings if f.override and f.override.startswith(_HARMLESS)]
+    before = seconds([]) if harmless else None
+    after = {f.override: seconds([f.override]) for f in harmless if f.override}
+    findings = []
+    for finding in report.findings:
+        measured = after.get(finding.override or "")
+        pair = None if before is None or measured is None else (before, measured)
+        findings.append(dataclasses.replace(finding, tried=pair))
+    return dataclasses.replace(report, findings=findings)
 
 
 # --- what is found ----------------------------------------------------------------------------------------------------
@@ -969,11 +995,15 @@ def advise_run(loop: Loop, num_windows: int, found: list[Profile]) -> Generator[
     found.append(p)
 
 
-def time_run(loop: Loop, num_windows: int, found: list[float]) -> Generator[Any, None, None]:
-    """A course that only measures how long a step computes, in seconds, for a comparison. Appends to `found`."""
+def time_run(loop: Loop, num_windows: int, found: list[tuple[float, float]]) -> Generator[Any, None, None]:
+    """A course that only measures steps, for a comparison.
+
+    Appends to `found` the seconds that a step computes, and those that it takes with the wait for its data. Medians.
+    """
     yield from _timed(loop.training_again, loop.amp, _NUM_WARM_UPS)
-    steps, _ = yield from _timed_with_loader(loop, num_windows)
-    found.append(statistics.median(steps))
+    steps, loads = yield from _timed_with_loader(loop, num_windows)
+    whole = [step + load for step, load in zip(steps, loads, strict=True)]
+    found.append((statistics.median(steps), statistics.median(whole)))
 
 
 Times = tuple[list[float], list[float]]

@@ -164,6 +164,7 @@ class Census(Trace):
         self._beyond: set[int] = set()
         self._last: dict[int, _Look] = {}
         self._cast_back: dict[int, _Look] = {}
+        self._gradients: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -190,14 +191,21 @@ class Census(Trace):
             if _key(tensor) in self._cast_back and place.module is not None:
                 self._cast_back.pop(_key(tensor)).culprit = place.module
         is_after = any(_key(tensor) in self._beyond for tensor in inputs if tensor.dtype in HALF)
+        # What a backward pass recomputes is no gradient: a loss scale does not make it larger.
+        is_seed = name == "ones_like" and node is None and inputs[0].numel() == 1  # what autograd begins with
+        is_gradient = is_seed or any(_key(tensor) in self._gradients for tensor in inputs)
         result = func(*args, **kwargs)
-        if name in _UNWRITTEN or _is_view(func):
+        if _is_view(func):
+            return result
+        for tensor in _tensors(result):
+            (self._gradients.add if is_gradient else self._gradients.discard)(_key(tensor))
+        if name in _UNWRITTEN:
             return result
         for tensor in _tensors(result):
             if tensor.dtype in HALF and tensor.numel():
                 # What is cast is known more exactly before.
                 exact = inputs[0] if is_cast and inputs[0].is_floating_point() else tensor
-                self._measure(name, place, tensor, exact, owner, node is not None, is_after)
+                self._measure(name, place, tensor, exact, owner, node is not None and is_gradient, is_after)
         return result
 
     def _measure(

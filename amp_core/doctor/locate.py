@@ -276,7 +276,7 @@ class Doctor:
                 )
         if advice is not None:
             diagnosis.fixes.append(advice)
-        if not diagnosis.fixes:
+        if not diagnosis.fixes and self.amp.dtype is torch.float16:
             diagnosis.fixes.append(Fix("override", "use bf16, which has the range of fp32", "amp=bf16"))
 
     def _island_fix(self, names: list[str], scale: float | None = None) -> Fix:

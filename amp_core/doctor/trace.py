@@ -48,6 +48,7 @@ _UNWRITTEN = {
 }
 _CONSTANTS = {"full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor", "where"}
 _CONSTANTS |= {"constant_pad_nd", "lift_fresh", "index_fill", "index_fill_"}
+_CONSTANTS |= {"add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_"}
 """An inf that the program wrote down itself, such as in an attention mask."""
 _FORMAT = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "out"}
 _SPREADS_INPUT = {"_to_copy", "clone", "cat", "stack", "index", "index_select", "copy_"}

@@ -1,0 +1,304 @@
+"""What is forecast from bf16 is what fp16 does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_recipes import COMMON, SMALL
+from torch import Tensor, nn
+
+from amp_core.doctor.forecast import (
+    KINDS,
+    LARGEST,
+    Census,
+    Check,
+    Forecast,
+    Numbers,
+    Score,
+    check_course,
+    draw,
+    forecast_course,
+)
+from amp_core.errors import ConfigError
+from recipes import classification, find
+
+ROOT = Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location("doctor_script", ROOT / "scripts" / "doctor.py")
+assert spec is not None and spec.loader is not None
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+
+MLP = [*(one for one in SMALL["classification"] if not one.startswith("model")), "model=mlp", "model.options.width=16"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def told(recipe: str, settings: list[str], windows: int = 2) -> Forecast:
+    found: list[Forecast] = []
+    overrides = [f"recipe={recipe}", *COMMON, *settings, "amp=bf16"]
+    assert script.visit(overrides, lambda loop, count: forecast_course(loop, windows, found)) == 0
+    return found[0]
+
+
+def checked(recipe: str, settings: list[str], forecast: Forecast) -> Check:
+    found: list[Check] = []
+    overrides = [f"recipe={recipe}", *COMMON, *settings, "amp=fp16"]
+    assert script.visit(overrides, lambda loop, count: check_course(loop, forecast, found)) == 0
+    return found[0]
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, recipe: str, layer: str, power: int) -> None:
+    """Make the weights of a layer larger by a power of two."""
+    module = find(recipe)
+    build = module.build_model
+
+    def planted(*args: Any, **kwargs: Any) -> nn.Module:
+        net = build(*args, **kwargs)
+        with torch.no_grad():
+            for weight in net.get_submodule(layer).parameters():
+                weight.mul_(2.0**power)
+        return net
+
+    monkeypatch.setattr(module, "build_model", planted)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_shares_are_those_of_a_cast() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(20_000) * 2.0 ** torch.randint(-44, 10, (20_000,))
+    values[::7] = 2.0 ** torch.randint(-44, 10, values[::7].shape).float()  # ties, too
+    values[::11] = 0
+    for tensor in (values, values.bfloat16(), values.view(100, 200).t()):
+        numbers = Numbers.of(tensor)
+        not_zero = tensor[tensor != 0].float()
+        assert numbers.not_zero == len(not_zero)
+        assert numbers.amax == tensor.abs().max().item()
+        assert numbers.headroom == math.log2(LARGEST / numbers.amax)
+        for scale in (1.0, 2.0**8, 2.0**15):
+            lost = ((not_zero * scale).half() == 0).float().mean().item()
+            assert numbers.lost(2.0**-25 / scale) == pytest.approx(lost, rel=1e-6)
+        exponents = torch.frexp(not_zero).exponent - 1
+        assert numbers.exponents == {
+            int(e): pytest.approx((exponents == e).float().mean().item(), rel=1e-5) for e in exponents.unique()
+        }
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_float8_loses_what_its_casts_lose(backward: bool) -> None:
+    from amp_core.float8 import E4M3, E5M2, quantise
+
+    values = torch.randn(5000) * 2.0 ** torch.randint(-30, 1, (5000,))
+    numbers = Numbers.of(values, backward=backward)
+    quantised, _ = quantise(values, E5M2 if backward else E4M3)
+    assert numbers.lost_float8 == pytest.approx(int((quantised.float() == 0).sum()), abs=1)  # a number at the very edge
+
+
+def test_infinities_of_masks_are_no_numbers() -> None:
+    numbers = Numbers.of(torch.tensor([1.0, -torch.inf, torch.finfo(torch.bfloat16).min, torch.nan]))
+    assert numbers.amax == 1.0
+    assert numbers.to_dict()["not_finite"] == 2
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y * y
+
+
+def test_a_census_knows_places_and_kinds() -> None:
+    """Functional code belongs to the module whose forward it stands in; a weight's gradient to the weight's."""
+    net = Nested()
+    names = {module: name for name, module in net.named_modules()}
+    inputs = torch.randn(3, 4)
+    with Census(names) as census:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = net(inputs)
+        output.float().sum().backward()
+    found = {(look.module, look.kind): look for look in census.looks}
+    assert {key for key in found if key[0] is not None} == {
+        ("", "activations"),
+        ("", "activation_gradients"),
+        ("inner", "weights"),
+        ("inner", "activations"),
+        ("inner", "weight_gradients"),
+    }
+    assert found["inner", "weights"].numbers.not_zero == 4  # the last one that was cast: the bias
+    looks = [look for look in census.looks if look.kind == "weight_gradients"]
+    expected = [net.inner.weight.grad, net.inner.bias.grad]
+    assert sorted(look.numbers.amax for look in looks) == sorted(grad.abs().max().item() for grad in expected)
+    product = found["", "activations"]
+    assert (product.op, product.numbers.amax) == ("mul", output.abs().max().item())
+    assert "test_forecast.py" in product.place.source
+
+
+def test_imitation_loses_what_fp16_loses() -> None:
+    net = nn.Linear(64, 64)
+    with torch.no_grad():
+        net.weight.mul_(2.0**-22)
+    inputs = torch.randn(8, 64)
+    zeros = {}
+    for dtype, imitate in ((torch.float16, None), (torch.bfloat16, 1.0), (torch.bfloat16, None)):
+        with Census({net: "net"}, imitate=imitate) as census, torch.autocast("cpu", dtype):
+            net(inputs)
+        zeros[dtype, imitate] = [look.numbers.zeros for look in census.looks if look.kind == "weights"]
+    fp16 = [int((weight.half() == 0).sum()) for weight in net.parameters()]
+    assert sorted(zeros[torch.bfloat16, 1.0]) == sorted(fp16)
+    assert sum(zeros[torch.bfloat16, None]) == 0 < sum(fp16)
+
+
+# --- forecasts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["classification", "language_model", "segmentation"])
+def test_healthy_networks_need_no_islands(recipe: str) -> None:
+    forecast = told(recipe, SMALL[recipe])
+    assert not forecast.islands
+    assert not forecast.outside
+    assert not forecast.underflowing(forecast.init_scale)
+    assert 2.0**10 <= forecast.init_scale == forecast.largest_scale / 2
+    check = checked(recipe, SMALL[recipe], forecast)
+    assert not check.islands.measured
+    assert not check.underflow.measured
+    assert 0.5 <= check.scale_forecast / check.scale_measured <= 2
+
+
+@pytest.mark.parametrize(
+    "recipe, layer, power, islands",
+    [
+        ("classification", "3", 16, ["3"]),  # the normalisation after it makes it small again
+        ("segmentation", "narrow.0", 16, ["narrow.0", "up.0.0"]),  # the next layer's cast would overflow
+        ("language_model", "blocks.0.down", 20, ["blocks.0.down"]),
+    ],
+)
+def test_a_planted_overflow_is_forecast(
+    recipe: str, layer: str, power: int, islands: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, recipe, layer, power)
+    forecast = told(recipe, SMALL[recipe])
+    assert forecast.islands == islands
+    row = next(row for row in forecast.rows if (row.module, row.kind) == (layer, "activations"))
+    assert row.headroom < 0
+    check = checked(recipe, SMALL[recipe], forecast)
+    assert check.islands.precision == check.islands.recall == 1.0
+    assert check.islands.measured == islands
+    assert 0.5 <= check.scale_forecast / check.scale_measured <= 2
+
+
+def test_a_product_in_a_parents_forward_is_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(192, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x.flatten(1))
+            z = (y * 2.0**12) * (y * 2.0**12)
+            return self.b((z * 2.0**-24).relu())
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.product, self.head = Product(), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.product(x))
+
+    monkeypatch.setattr(classification, "build_model", lambda *_, **__: Net())
+    settings = [one for one in SMALL["classification"] if not one.startswith("model")]
+    forecast = told("classification", settings)
+    assert forecast.islands == ["product"]
+    overflowing = [row for row in forecast.operations if row.headroom < 0]
+    assert [(row.module, row.op) for row in overflowing] == [("product", "mul")]
+    assert "(y * 2.0**12) * (y * 2.0**12)" in overflowing[0].code
+    assert "amp.keep_fp32=[product]" in forecast.override
+    assert checked("classification", settings, forecast).islands.measured == ["product"]
+
+
+def test_gradients_that_vanish_are_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that would be large enough themselves, and descend from some that are not."""
+    plant(monkeypatch, "classification", "7", -28)
+    forecast = told("classification", MLP, windows=1)
+    found = {(row.module, row.kind): row.lost["1"] for row in forecast.underflowing(1.0)}
+    assert found["4", "weight_gradients"] > 0.9
+    check = checked("classification", MLP, forecast)
+    assert len(check.underflow.measured) == 6
+    assert check.underflow.precision == check.underflow.recall == 1.0
+
+
+def test_recomputed_activations_are_no_gradients() -> None:
+    """They do not grow with the loss scale."""
+    forecast = told("custom_function", SMALL["custom_function"])
+    assert checked("custom_function", SMALL["custom_function"], forecast).scale_measured == forecast.largest_scale
+
+
+def test_another_mode_than_bf16_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["recipe=classification", *COMMON, *SMALL["classification"], "amp=fp32"]
+    assert script.visit(overrides, lambda loop, count: forecast_course(loop, 1, [])) == 2
+    assert "use amp=bf16" in capsys.readouterr().err
+
+
+def test_a_score_is_counted() -> None:
+    score = Score(["a", "b", "c"], ["b", "d"])
+    assert (score.precision, score.recall) == (1 / 3, 1 / 2)
+    assert "missed: d; not needed: a, c" in str(score)
+    assert Score([], []).precision == Score([], []).recall == 1.0
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_table_json_and_picture(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    plant(monkeypatch, "classification", "3", 16)
+    settings = ["recipe=classification", *COMMON, *SMALL["classification"], "amp=fp16", "amp.init_scale=8"]
+    files = ["--json", "a.json", "--picture", "a.png"]
+    assert script.main(["forecast", *settings, 'amp.keep_fp32=["15"]', "--windows", "2", "--check", *files]) == 0
+    text = capsys.readouterr().out
+    assert all(len(line) <= 120 for line in text.splitlines())
+    assert 'amp=fp16 \'amp.keep_fp32=["15","3"]\' amp.init_scale=' in text
+    assert "OVERFLOW" in text
+    assert "more with more headroom" in text
+    assert "precision 1.00, recall 1.00 (1 forecast, 1 measured, 1 in both)" in text
+    content = json.loads(Path("a.json").read_text())
+    assert content["fp16"]["islands"] == ["3"]
+    assert content["windows"] == [1, 2]
+    assert {row["kind"] for row in content["layers"]} == set(KINDS)
+    assert all(row["source"] for row in content["operations"])
+    assert content["check"]["islands"] == {"precision": 1.0, "recall": 1.0, "forecast": ["3"], "measured": ["3"]}
+    assert Path("a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    forecast = told("classification", MLP, windows=1)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match="amp-recipes\\[data\\]"):
+        draw(forecast, "a.png")
+    assert not Path("a.png").exists()
+
+
+def test_a_checkpoint_is_forecast_from_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from test_recipes import run
+
+    folder = run("classification", "a", "steps=3", "amp=bf16", "schedule.horizon=9")
+    before = sorted(Path(folder).rglob("*"))
+    forecast = told("classification", [*SMALL["classification"], f"resume={folder}", "schedule.horizon=9"])
+    assert forecast.windows == [4, 5]
+    assert sorted(Path(folder).rglob("*")) == before
