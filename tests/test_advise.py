@@ -24,20 +24,9 @@ from torch import nn
 import recipes
 from amp_core import Amp
 from amp_core.doctor import advise as advising
-from amp_core.doctor.advise import (
-    FINDERS,
-    Op,
-    Operand,
-    OptimizerFacts,
-    Profile,
-    Report,
-    Units,
-    advise,
-    advise_run,
-    examine,
-    try_out,
-    waits,
-)
+from amp_core.doctor import profile as profiles
+from amp_core.doctor.advise import FINDERS, Report, advise, advise_run, examine, try_out, waits
+from amp_core.doctor.profile import Op, Operand, OptimizerFacts, Profile, Units
 from amp_core.doctor.trace import Place
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,7 +98,7 @@ def test_products_are_counted_forward_and_backward(plain):
     # The first layer needs no gradient of its input.
     assert [op.place.module for op in products[:5]] == ["0", "2", "2", "2", "0"]
     assert [op.backward for op in products[:5]] == [False, False, True, True, True]
-    assert {advising.flops(op) for op in products} == {2 * 512**3}
+    assert {profiles.flops(op) for op in products} == {2 * 512**3}
     assert all(op.seconds > 0 for op in products)
 
 
@@ -417,7 +406,7 @@ def test_on_a_gpu_kernels_count_and_copies_that_block_are_waits():
         for a, b in (("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda"))
     ]
     for op in copies:
-        op.is_blocking = advising._is_blocking("_to_copy", op.inputs, op.outputs)
+        op.is_blocking = profiles._is_blocking("_to_copy", op.inputs, op.outputs)
         op.host_seconds = 0.002
     profile = by_hand(BIG, *copies, device="cuda")
     assert len(waits(profile)) == 2
@@ -540,7 +529,7 @@ def test_operations_that_only_the_dispatch_mode_saw_do_not_shift_the_others():
     events = [event("aten::sin", 1, event("aten::mul", 100)), *[event(f"aten::{name}", 10) for name in names]]
     seen = ["sin", "cos", "mul", "sin", "log_softmax", "tanh", "exp", "neg", "sqrt"]
     ops = [Op(f"aten::{name}", LAYER) for name in seen]
-    assert advising._Events([], on_cuda=False).fill(ops, advising._in_order(events)) == 7
+    assert profiles._Events([], on_cuda=False).fill(ops, profiles._in_order(events)) == 7
     assert [round(op.seconds * 1e6) for op in ops] == [1, 0, 10, 10, 0, 10, 10, 10, 10]
 
 
@@ -549,7 +538,7 @@ def test_on_a_gpu_the_time_of_an_operation_is_that_of_its_kernels():
     linear = event("aten::linear", 50, event("aten::addmm", 40, kernels=[100.0, 20.0]))
     step = event("Optimizer.step#AdamW.step", 30, event("aten::_fused_adamw_", 20, kernels=[7.0]))
     ops = [Op(f"aten::{name}", LAYER) for name in ("_to_copy", "addmm", "_fused_adamw_")]
-    assert advising._Events([], on_cuda=True).fill(ops, advising._in_order([cast, linear, step])) == 3
+    assert profiles._Events([], on_cuda=True).fill(ops, profiles._in_order([cast, linear, step])) == 3
     assert [round(op.seconds * 1e6) for op in ops] == [3, 120, 7]
     assert [op.num_kernels for op in ops] == [1, 2, 1]
     assert [op.optimizer for op in ops] == ["", "", "AdamW"]

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from amp_core.doctor.diagnosis import keep_fp32_override
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.statistics import KINDS, LOST
-from amp_core.doctor.trace import _CONSTANTS, _UNWRITTEN, HALF, Place, Trace, _is_view, _key, _last_node, _tensors
+from amp_core.doctor.trace import _UNWRITTEN, HALF, Place, Trace, _is_view, _key, _last_node, _tensors
 from amp_core.doctor.watch import doctor_of
 from amp_core.errors import ConfigError
 
@@ -52,6 +52,8 @@ _FLOAT8 = {False: (448.0, 2.0**-10), True: (57344.0, 2.0**-17)}
 """Forward e4m3, backward e5m2: the largest number, and what is rounded to 0."""
 _MASK = 2.0**100
 """What is larger stands for infinity, such as bf16's `finfo.min` in an attention mask, and would be fp16's there."""
+_WRITES = {"full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor", "where"}
+"""A large number that the program writes down itself, as in an attention mask, is none that it has computed."""
 _NORMAL = 2.0**-14
 """What is smaller has fewer digits in fp16, down to none."""
 _ZERO, _NOT_FINITE, _BIAS = 1, 510, 127
@@ -218,7 +220,7 @@ class Census(Trace):
         numbers = Numbers.of(exact, backward=backward)
         is_beyond = bool((tensor.abs() > LARGEST).any())
         kind = "activation_gradients" if backward else "weights" if owner is not None else "activations"
-        is_birth = numbers.amax > LARGEST and not is_after and name not in _CONSTANTS
+        is_birth = numbers.amax > LARGEST and not is_after and name not in _WRITES
         look = _Look(kind, place.module if owner is None else owner, place, name, numbers, is_birth, place.module)
         self.looks.append(look)
         key = _key(tensor)

@@ -52,6 +52,8 @@ _CONSTANTS |= {"add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_
 """An inf that the program wrote down itself, such as in an attention mask."""
 _FORMAT = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "out"}
 _SPREADS_INPUT = {"_to_copy", "clone", "cat", "stack", "index", "index_select", "copy_"}
+_TAKES_MASKS = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "sub", "rsub"}
+"""With nothing but infinities in a row they give NaN, and the row is to blame, not the mask; `sub` in one by hand."""
 _SPREADS_SIGMOID = {"_to_copy", "rsub", "sub", "add", "neg", "clamp", "clamp_min", "clamp_max", "index", "where", "mul"}
 _SPREADS_BCE = {"_to_copy", "mul", "clone", "sum", "expand", "div", "sigmoid_backward"}
 _ADDS_EPS = {"add", "add_", "clamp_min", "clamp_min_", "clamp", "clamp_", "maximum", "sub", "rsub"}
@@ -328,14 +330,16 @@ class Trace(TorchDispatchMode):
     def _origins_of(self, call: _Call, bad: list[Tensor], marks: frozenset[tuple[str, str]]) -> frozenset[int]:
         """Where the numbers in `bad` that are not finite come from: an origin of the inputs, or this operation."""
         origins: set[int] = set()
+        has_nan = any(bool(tensor.isnan().any()) for tensor in bad)
         for each in call.inputs:
             if _has_fractions(each.tensor) and not _finite(each.tensor):
+                has_nan &= not bool(each.tensor.isnan().any())  # those are new
                 origins |= self._origins.get(each.key) or {self._unknown(each, call.place)}
         constants = {origin for origin in origins if origin <= CONSTANT}
         if origins - constants:
             return frozenset(origins - constants)
-        has_nan = any(bool(tensor.isnan().any()) for tensor in bad)
-        if constants and not has_nan:
+        takes_masks = call.name in _TAKES_MASKS or "attention" in call.name
+        if constants and (not has_nan or (min(constants) < CONSTANT and not takes_masks)):
             return frozenset(constants)
         birth = self._birth(call, bad[0], has_nan, bool(constants), marks)
         if call.name in _CONSTANTS and _has_infinite_scalar(call.args):
