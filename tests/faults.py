@@ -244,6 +244,14 @@ def length_of(x: Tensor) -> Tensor:
     return x * ((x * 40_000).norm(dim=1, keepdim=True) / 1e6)
 
 
+def summed_in_fp32(x: Tensor) -> Tensor:
+    return x * ((x * 10_000).float().sum(1, keepdim=True) / 1e6)
+
+
+def length_in_fp32(x: Tensor) -> Tensor:
+    return x * ((x * 40_000).float().norm(dim=1, keepdim=True) / 1e6)
+
+
 def exponentials(x: Tensor) -> Tensor:
     return (x * 10).exp() / 1e4
 
@@ -718,7 +726,7 @@ FAULTS = [
     Fault(
         "a sum of many numbers",
         "classification",
-        in_slot("14", summed),
+        in_slot("14", summed, summed_in_fp32),
         "overflow in a reduction",
         "aten.sum",
         "14",
@@ -728,7 +736,7 @@ FAULTS = [
     Fault(
         "a norm of many numbers",
         "classification",
-        in_slot("14", length_of),
+        in_slot("14", length_of, length_in_fp32),
         "overflow in a reduction",
         "aten.linalg_vector_norm",
         "14",
@@ -1268,6 +1276,7 @@ FAULTS = [
         "bad input",
         phase="before",
         settings=("amp=bf16", "accumulation=2"),
+        # Rows are turned into indices only where a window has one micro-batch.
         tensor="batch[1][0]",
         fix="data",
     ),

@@ -35,9 +35,7 @@ KINDS = ("weights", "activations", "activation_gradients", "weight_gradients")
 LOST = 2.0**-25
 """Up to here fp16 rounds to 0; half of its smallest number, and ties go to the even neighbour, which is 0."""
 LIMIT = 2**16
-"""Of a larger tensor about so many elements are sorted; its largest number is that of all of them."""
-LOWEST, HIGHEST = -80, 40
-"""Exponents of the histogram. The first and the last hold what lies beyond them, too."""
+"""Of a larger tensor at most so many elements are counted; its largest number is that of all of them."""
 
 Key = tuple[str, str]
 
@@ -61,10 +59,6 @@ class Statistics:
         # With 16-bit weights gradients arrive on their fp32 sides.
         pairs = [pair for _, net in doctor.nets for pair in zip(net.parameters(), trainable(net), strict=True)]
         self._owners = {side: own[p] for p, side in pairs if p in own}
-        # Counts of what is smaller: than any number but 0, than what fp16 keeps; then by exponent, and what is finite.
-        fixed = torch.tensor([2.0**-149, torch.nextafter(torch.tensor(LOST), torch.tensor(1.0))])
-        edges = torch.tensor([*(2.0**e for e in range(LOWEST + 1, HIGHEST + 1)), math.inf])
-        self._fixed, self._edges = fixed.to(loop.env.device), edges.to(loop.env.device)
         self._found: dict[Key, list[_Measured]] = {}
         self._pending: list[_Sampled] = []
 
@@ -117,24 +111,31 @@ class Statistics:
     def _measure(self, name: str, kind: str, tensor: Tensor, scale: Tensor | None = None) -> None:
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.numel():
             return
-        largest = torch.linalg.vector_norm(tensor.detach(), torch.inf).float()
-        values = spread(tensor.detach(), LIMIT).float().abs()
-        # A search among numbers that are not ordered, as NaN is not, ends anywhere.
-        values = values.nan_to_num(nan=math.inf, posinf=math.inf).sort().values
-        fixed, edges = self._fixed.to(values.device), self._edges.to(values.device)
+        tensor = tensor.detach()
+        largest = torch.stack(torch.aminmax(tensor)).abs().amax().float()  # copies nothing, keeps NaN
+        values = spread(tensor, LIMIT).float().abs()
+        lost = ((values > 0) & (values <= LOST)).sum()
         if scale is not None:
-            largest, edges = largest / scale.to(values.device), edges * scale.to(values.device)
-        below = torch.searchsorted(values, torch.cat([fixed, edges]))
-        self._found.setdefault((name, kind), []).append(_Measured(largest, below, len(values)))
+            largest, values = largest / scale.to(values.device), values / scale.to(values.device)
+        # The exponent as it is stored, and for 0 a place of its own. Sums of integers do not depend on their order.
+        place = torch.where(values != 0, (values.view(torch.int32) >> 23) + 1, 0)
+        counts = torch.zeros(_NUM_PLACES, dtype=torch.int64, device=values.device)
+        counts.index_add_(0, place, torch.ones_like(place, dtype=torch.int64))
+        self._found.setdefault((name, kind), []).append(_Measured(largest, lost, counts))
+
+
+_NUM_PLACES = 257
+"""0, the subnormal numbers, the exponents from -126 to 127, and what is not finite."""
 
 
 @dataclass(frozen=True)
 class _Measured:
     largest: Tensor
     """0-d; not finite when the tensor is not."""
-    below: Tensor
-    """How many of the sampled numbers are smaller than 2^-149, than what fp16 keeps, and than each edge."""
-    number: int
+    lost: Tensor
+    """0-d: how many of the sampled numbers are not 0 and too small for fp16."""
+    counts: Tensor
+    """How many of them are where."""
 
 
 class _Sampled:
@@ -143,13 +144,13 @@ class _Sampled:
     def __init__(self, step: int, found: dict[Key, list[_Measured]], scale: Tensor) -> None:
         self.step = step
         self._keys = list(found)
-        self._number = [sum(one.number for one in found[key]) for key in self._keys]
         rows = [scale.double().reshape(1)]
         for key in self._keys:
             several = found[key]
             largest = torch.stack([one.largest.to(scale.device) for one in several]).amax()
-            below = torch.stack([one.below.to(scale.device) for one in several]).sum(0)
-            rows.append(torch.cat([largest.reshape(1).double(), below.double()]))
+            lost = torch.stack([one.lost.to(scale.device) for one in several]).sum()
+            counts = torch.stack([one.counts.to(scale.device) for one in several]).sum(0)
+            rows += [torch.stack([largest.double(), lost.double()]), counts.double()]
         self._numbers = torch.cat(rows)
         self._event = None
         if self._numbers.is_cuda:
@@ -162,22 +163,21 @@ class _Sampled:
         if self._event is not None:
             self._event.synchronize()
         scale, *numbers = self._numbers.tolist()
-        width = len(numbers) // max(len(self._keys), 1)
+        width = 2 + _NUM_PLACES
         layers: dict[str, dict[str, Any]] = {}
         for i, (name, kind) in enumerate(self._keys):
-            layers.setdefault(name, {})[kind] = _shares(numbers[i * width : (i + 1) * width], self._number[i])
+            layers.setdefault(name, {})[kind] = _shares(numbers[i * width : (i + 1) * width])
         return {"step": self.step, "loss_scale": scale, "layers": layers}
 
 
-def _shares(row: list[float], number: int) -> dict[str, Any]:
-    largest, zeros, lost, *below = row
-    not_zero = max(below[-1] - zeros, 1.0)
-    counts = [above - under for under, above in zip([zeros, *below], below, strict=False)]
+def _shares(row: list[float]) -> dict[str, Any]:
+    largest, lost, zeros, *counts, not_finite = row
+    not_zero = sum(counts)
     return {
         "amax": largest if math.isfinite(largest) else None,
-        "underflow": (lost - zeros) / not_zero,
-        "zeros": zeros / number,
-        "exponents": {str(e): n / not_zero for e, n in enumerate(counts, LOWEST) if n},
+        "underflow": lost / max(not_zero, 1),
+        "zeros": zeros / (zeros + not_zero + not_finite),
+        "exponents": {str(e): n / not_zero for e, n in enumerate(counts, -127) if n},
     }
 
 

@@ -333,7 +333,7 @@ class Trace(TorchDispatchMode):
         has_nan = any(bool(tensor.isnan().any()) for tensor in bad)
         for each in call.inputs:
             if _has_fractions(each.tensor) and not _finite(each.tensor):
-                has_nan &= not bool(each.tensor.isnan().any())  # those are new
+                has_nan &= not bool(each.tensor.isnan().any())  # a NaN that was there is not born here
                 origins |= self._origins.get(each.key) or {self._unknown(each, call.place)}
         constants = {origin for origin in origins if origin <= CONSTANT}
         if origins - constants:
