@@ -1285,8 +1285,8 @@ FAULTS = [
         "bad input",
         phase="before",
         settings=("amp=bf16", "accumulation=2"),
-        # Rows are turned into indices only where a window has one micro-batch.
         tensor="batch[1][0]",
+        samples=(drawn(1, micro=1, accumulation=2),),
         fix="data",
     ),
 ]

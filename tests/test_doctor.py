@@ -130,12 +130,14 @@ def test_a_loss_that_is_not_finite_calls_it_though_the_gradients_are(tmp_path, m
     assert [report["step"] for report in reports(tmp_path)] == [1]
 
 
-def test_reports_are_limited(tmp_path, monkeypatch):
+def test_calls_are_limited_and_nothing_is_reported_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(
         recipes.classification, "build_model", lambda *a, **k: nn.Sequential(nn.Flatten(), Alternating())
     )
     assert start(tmp_path, "amp=bf16", "steps=40", "doctor.max_reports=2") == 0
-    assert len(reports(tmp_path)) == 2
+    assert [report["step"] for report in reports(tmp_path)] == [2]  # and not once more for the same finding
+    log = (tmp_path / "train.log").read_text()
+    assert log.count("the doctor replays") == 2 and log.count("the same as at step 2") == 1
 
 
 class Alternating(nn.Linear):

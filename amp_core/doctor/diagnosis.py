@@ -94,6 +94,8 @@ class Diagnosis:
     phase: Literal["forward", "backward", "before"] = "forward"
     inputs: list[Range] = field(default_factory=list)
     output: Range | None = None
+    tensor: str = ""
+    """Name of the weight, buffer or batch entry that was not finite, or too large, from the start."""
     reached: list[str] = field(default_factory=list)
     """Losses and gradients that it made not finite."""
     fixes: list[Fix] = field(default_factory=list)

@@ -217,6 +217,7 @@ class Doctor:
             reached=found["reached"],
             amp=self.amp.config.name,
             samples=birth.rows,
+            tensor=birth.tensor,
             others=[f"{b.op}{' (backward)' if b.backward else ''} in {b.place}" for b in others],
         )
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ class Watch:
         self.loop, self.cfg = loop, loop.cfg.doctor
         self.doctor = doctor_of(loop)
         self.last: Diagnosis | None = None
-        self.num_reports = 0
+        self.num_calls = 0
         self._seen = 0
         self._examined = -1
         device = loop.env.device
@@ -114,7 +115,7 @@ class Watch:
     def is_called(self, symptoms: Symptoms) -> bool:
         """Whether these symptoms need a doctor."""
         policy = self.loop.amp.scaler.policy
-        if self.num_reports >= self.cfg.max_reports:
+        if self.num_calls >= self.cfg.max_reports:
             return False
         if symptoms.first_bad_loss is not None:  # no loss scale makes a loss infinite
             return True
@@ -136,7 +137,7 @@ class Watch:
         if first is None or self._examined >= (begin if streak else first):
             return self.last
         self._examined = first
-        self.num_reports += 1
+        self.num_calls += 1
         unchanged = streak > 0 and first >= begin
         logger.info("the doctor replays step %d", first)
         weights = "the weights of the step" if unchanged else f"the weights of step {loop.step}"
@@ -156,7 +157,10 @@ class Watch:
             )
         diagnosis.step, diagnosis.weights = first, weights
         add_samples(loop, diagnosis, first)
-        self.last = diagnosis
+        before, self.last = self.last, diagnosis
+        if before is not None and _same(before, diagnosis):
+            logger.info("step %d: the same as at step %s", first, before.step)
+            return diagnosis
         if self.cfg.name == "heal" and diagnosis.islands and diagnosis.cause != "position collision":
             yield from self._heal(diagnosis, first, streak)
         self._report(diagnosis)
@@ -220,8 +224,12 @@ class Watch:
             (folder / f"step_{diagnosis.step:08d}.txt").write_text(text + "\n")
             write_json(folder / f"step_{diagnosis.step:08d}.json", diagnosis.to_dict())
         logger.warning("the doctor's report (%s)\n%s", folder / f"step_{diagnosis.step:08d}.txt", text)
-        if self.num_reports == self.cfg.max_reports:
-            logger.info("doctor.max_reports=%d: this was the last one", self.cfg.max_reports)
+        if self.num_calls == self.cfg.max_reports:
+            logger.info("doctor.max_reports=%d: the doctor was called for the last time", self.cfg.max_reports)
+
+
+def _same(a: Diagnosis, b: Diagnosis) -> bool:
+    return (a.cause, a.op, a.module, a.source) == (b.cause, b.op, b.module, b.source) and a.samples == b.samples
 
 
 def add_samples(loop: Loop, diagnosis: Diagnosis, step: int) -> None:
@@ -229,9 +237,12 @@ def add_samples(loop: Loop, diagnosis: Diagnosis, step: int) -> None:
     batches = loop.indices_of(step, diagnosis.rank)
     diagnosis.window = [index for batch in batches for index in batch]
     rows, diagnosis.samples = diagnosis.samples, []
+    # An entry of the window is called batch[micro-batch][...]; of an operation it is not known whose rows it has.
+    named = re.match(r"batch\[(\d+)\]", diagnosis.tensor)
+    batch = batches[int(named[1])] if named else batches[0] if len(batches) == 1 else []
     # When most of a batch is concerned, it is not the samples.
-    if rows and len(batches) == 1 and max(rows) < len(batches[0]) and len(rows) <= max(1, len(batches[0]) // 4):
-        diagnosis.samples = [batches[0][row] for row in rows]
+    if rows and max(rows) < len(batch) and len(rows) <= max(1, len(batch) // 4):
+        diagnosis.samples = [batch[row] for row in rows]
 
 
 def diagnose_step(loop: Loop, step: int, found: list[Diagnosis | None]) -> Windows:
