@@ -294,29 +294,33 @@ def test_another_run_can_be_the_start_of_a_new_one():
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
-def test_a_killed_run_continues_bit_exactly(mode, workers):
+def test_a_killed_run_continues_bit_exactly(mode, workers, capsys):
     settings = ["steps=150", "save_every=7", "log_every=5", f"amp={mode}", f"data.num_workers={workers}", *EVERYTHING]
     settings += ["amp.init_scale=16777216"] if mode == "fp16" else []  # overflows at first
     settings += ["debug.inject={where: batch, step: 5}"]
-    kill_and_compare(settings)
+
+    def here(*overrides):
+        run(*overrides)
+        return capsys.readouterr().out
+
+    kill_and_compare(settings, here)
 
 
 def test_a_killed_run_on_two_processes_continues_bit_exactly():
     settings = ["steps=150", "save_every=7", "log_every=5", "amp=fp16", "amp.init_scale=16777216", *EVERYTHING]
-    kill_and_compare(
-        [*settings, "layout=ddp", "layout.nproc_per_node=2", "debug.inject={where: gradient, step: 5, rank: 1}"]
-    )
+    settings += ["layout=ddp", "layout.nproc_per_node=2", "debug.inject={where: gradient, step: 5, rank: 1}"]
+    kill_and_compare(settings, lambda *overrides: finish(start(*overrides)))
 
 
-def kill_and_compare(settings):
-    whole = start("run_dir=whole", *settings)
+def kill_and_compare(settings, complete):
+    """Kill a process that trains; what is compared is trained by `complete`, which returns what it printed."""
     broken = start("run_dir=broken", *settings)
     wait_for(lambda: len(checkpoints("broken")) >= 2, broken)
     time.sleep(random.uniform(0.0, 0.6))
     kill_all(broken)
-    finish(whole)
+    complete("run_dir=whole", *settings)
     unfinished = summary("broken")["status"] == "running"
-    out = finish(start("run_dir=broken", *settings))
+    out = complete("run_dir=broken", *settings)
     assert not unfinished or "continuing from step" in out
     assert not same_but(state("whole"), state("broken"))
     assert state("whole")["progress"]["skipped"] >= 1

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from amp_core import Amp, Ema, Schedule, StepReport
 from amp_core.config import OptimizerConfig, ScheduleConfig
 from amp_core.optimizers import build_optimizer
-from amp_core.schedule import build_schedule, check_schedule
+from amp_core.schedule import OWN, build_schedule, check_schedule, rate_table
 
 INF = float("inf")
 Make = Callable[[Optimizer, int], LRScheduler]
@@ -314,3 +314,20 @@ def test_an_average_continues_from_its_state_and_loads_into_the_network() -> Non
 def test_a_decay_outside_of_0_to_1_is_refused(decay: float) -> None:
     with pytest.raises(ValueError, match="decay"):
         Ema(nn.Linear(1, 1), decay)
+
+
+@pytest.mark.parametrize("name", ["constant", "warmup_cosine", "warmup_linear"])
+def test_a_table_of_factors_is_what_the_scheduler_steps_through(name: str) -> None:
+    class Stepped(S.LambdaLR):
+        """The same, and stepped through, since it is not exactly LambdaLR."""
+
+    options = {} if name == "constant" else {"warmup": 0.1, "final": 0.05}
+
+    def slow(optimizer: Optimizer, num_steps: int) -> LRScheduler:
+        scheduler = OWN[name](optimizer, num_steps, **options)
+        scheduler.__class__ = Stepped
+        return scheduler
+
+    peaks = [0.1, 3e-4]
+    table = rate_table(lambda o, n: OWN[name](o, n, **options), peaks, 777)
+    assert table == rate_table(slow, peaks, 777)
