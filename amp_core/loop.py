@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from amp_core.layout import unwrap
 from amp_core.log import Log, say
 from amp_core.precision import Amp, Rehearsal, StepReport
 from amp_core.schedule import Schedule
+from amp_core.shards import is_part, is_sharded, local
 from amp_core.weights import weight_bytes
 from amp_core.window import Micro, shares
 
@@ -655,6 +656,11 @@ class Loop:
     def _metrics_of_nets(self) -> dict[str, float]:
         net = unwrap(self.model)
         nets = [net] if self.ema is None else [net, self.ema.model]
+        if is_sharded(net) and len(self.data.eval) < self.env.world_size:
+            raise ConfigError(
+                f"layout={self.cfg.layout.name}: {len(self.data.eval)} evaluation samples for {self.env.world_size} "
+                f"ranks, which have to compute together; expected one each: use fewer ranks, or layout=ddp"
+            )
         if self.env.world_size > 1:
             # Running statistics differ between ranks; rank 0's are saved, so rank 0's are evaluated.
             for buffer in (buffer for each in nets for buffer in each.buffers()):
@@ -750,6 +756,10 @@ class Loop:
             _first_float(window[0].batch).fill_(inject.value)
         elif inject.where == "gradient":
             weight = next(p for p in net.parameters() if p.requires_grad)
+            if is_part(weight):
+                with self._fault_in_parts(set(net.parameters()), inject.value):
+                    yield False
+                return
             handle = weight.register_hook(lambda grad: torch.full_like(grad, inject.value))
         else:
             layer = next(m for m in net.modules() if any(True for _ in m.parameters(recurse=False)))
@@ -759,6 +769,21 @@ class Loop:
         finally:
             if handle is not None:
                 handle.remove()
+
+    @contextlib.contextmanager
+    def _fault_in_parts(self, weights: set[Tensor], value: float) -> Iterator[None]:
+        """A bad gradient on this rank alone. Sharded gradients pass no hook of autograd on their way to the weights."""
+
+        def spoil(params: Sequence[Tensor], grads: Sequence[Tensor], scaled: bool) -> None:
+            parts = local(grad for param, grad in zip(params, grads, strict=True) if param in weights)
+            for part in [part for part in parts if part.numel()][:1]:  # a rank holds nothing of a small one
+                part.fill_(value)
+
+        self.amp.observers.append(spoil)
+        try:
+            yield
+        finally:
+            self.amp.observers.remove(spoil)
 
 
 class _Meter:
@@ -849,7 +874,8 @@ def _rate_key(schedule: str) -> str:
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """On this rank."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in local(tensors))
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:

@@ -35,6 +35,7 @@ from amp_core.float8 import use_float8
 from amp_core.layout import multiply_, several_ranks
 from amp_core.lint import find_slow, find_unsafe
 from amp_core.scaler import LossScale, ScalePolicy
+from amp_core.shards import is_part, joint_norm
 from amp_core.weights import LowPrecisionWeights
 
 logger = logging.getLogger("amp_recipes")
@@ -547,9 +548,14 @@ class Amp:
             ledger.reduced = True
 
     def _norm(self, grads: list[Tensor]) -> Tensor:
-        """Joint L2 norm, 0-d float32 on this device. Not finite exactly when a gradient is not, up to 1e19."""
+        """Joint L2 norm, 0-d float32 on this device. Not finite exactly when a gradient is not, up to 1e19.
+
+        Of sharded gradients the norm of the whole ones: a reduction over ranks.
+        """
         if not grads:
             return self._zero.clone()
+        if any(map(is_part, grads)):
+            return joint_norm(grads, self.device)
         norms = torch._foreach_norm(grads)
         if any(norm.device != self.device for norm in norms):
             norms = [norm.to(self.device, non_blocking=True) for norm in norms]
