@@ -86,7 +86,7 @@ class LayoutConfig:
     num_stages: int | None
     """model_parallel: devices that each process splits the network over, as many consecutive GPUs or all the CPU."""
     shard_size: int | None
-    """hsdp: neighbouring ranks that share one copy of the weights; a divisor of all ranks, such as the GPUs of a machine."""
+    """hsdp: neighbouring ranks that share one copy of the weights; a divisor of all ranks, such as GPUs per machine."""
     nnodes: int | str
     """Machines: a number, or "least:most" for elastic runs."""
     max_restarts: int
