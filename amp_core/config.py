@@ -501,6 +501,8 @@ ONE_PROCESS = ("single", "data_parallel")
 """Layouts of one process, whatever the machine has."""
 SHARDED = ("fsdp", "hsdp")
 """Layouts in which a rank holds a part of each weight."""
+WHOLE_MATRICES = {"Adafactor": "factors the moments of whole matrices", "Muon": "orthogonalises whole matrices"}
+"""Optimizers that do not compute element by element."""
 
 
 def node_range(nnodes: int | str) -> tuple[int, int] | None:
@@ -570,9 +572,8 @@ def _check_sharded(cfg: Config, problems: list[str]) -> None:
         problems.append(
             f"doctor.statistics_every={cfg.doctor.statistics_every}: measures whole weights; use null with {layout}"
         )
-    whole = {"Adafactor": "factors the moments of whole matrices", "Muon": "orthogonalises whole matrices"}
-    if cfg.optimizer is not None and cfg.optimizer.name in whole:
-        problems.append(f"optimizer.name={cfg.optimizer.name}: {whole[cfg.optimizer.name]}; use layout=ddp")
+    if cfg.optimizer is not None and cfg.optimizer.name in WHOLE_MATRICES:
+        problems.append(f"optimizer.name={cfg.optimizer.name}: {WHOLE_MATRICES[cfg.optimizer.name]}; use layout=ddp")
 
 
 def _check_run(cfg: Config, problems: list[str]) -> None:

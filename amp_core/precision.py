@@ -35,7 +35,7 @@ from amp_core.float8 import use_float8
 from amp_core.layout import multiply_, several_ranks
 from amp_core.lint import find_slow, find_unsafe
 from amp_core.scaler import LossScale, ScalePolicy
-from amp_core.shards import is_part, joint_norm
+from amp_core.shards import is_part, joint_norm, on_parts
 from amp_core.weights import LowPrecisionWeights
 
 logger = logging.getLogger("amp_recipes")
@@ -384,7 +384,8 @@ class Amp:
                 inverse = None if each.factor is None else each.factor.reciprocal()
                 each.optimizer.grad_scale = inverse  # type: ignore[attr-defined]
                 try:
-                    each.optimizer.step()
+                    with on_parts(each.optimizer):
+                        each.optimizer.step()
                 finally:
                     del each.optimizer.found_inf, each.optimizer.grad_scale  # type: ignore[attr-defined]
                 continue
@@ -394,7 +395,8 @@ class Amp:
                 self._say_that_it_waits(each.optimizer)
                 on_host = found_inf.item() == 0
             if on_host:
-                each.optimizer.step()
+                with on_parts(each.optimizer):
+                    each.optimizer.step()
         for each in due:
             for weights in self.weights if each.grads else ():
                 weights.end_step(each.params, taken)

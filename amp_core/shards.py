@@ -14,6 +14,7 @@ So a network computes what it computes in one process, and a mode is still a mat
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from amp_core.config import WHOLE_MATRICES
 from amp_core.errors import ConfigError
 from amp_core.islands import island_names
 
@@ -225,7 +227,10 @@ def is_part(tensor: Any) -> bool:
 
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """What this rank holds, in the same memory: of parts the plain tensors in them. Empty ones remain, too."""
+    """What this rank holds, in the same memory: of parts the plain tensors in them. Empty ones remain, too.
+
+    What is no tensor is left as it is.
+    """
     with torch.no_grad():
         return [tensor.to_local() if is_part(tensor) else tensor for tensor in tensors]  # type: ignore[operator]
 
@@ -299,3 +304,58 @@ def joint_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
             dist.all_reduce(square, group=group)
         total = total + square
     return total.sqrt()
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def on_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Around a step: the optimizer sees the plain tensors of this rank in place of DTensors, its moments included.
+
+    Most optimizers compute element by element, so that each rank can by itself. Torch's DTensors lack some of their
+    operations, such as those of fused SGD with a learning rate on the device, and cost more than the step.
+
+    Raises:
+        TypeError: the optimizer is known to look at whole matrices.
+    """
+    owned = [p for group in optimizer.param_groups for p in group["params"] if is_part(p) and p.grad is not None]
+    if not owned:
+        yield
+        return
+    kind = type(optimizer).__name__
+    if kind in WHOLE_MATRICES:
+        raise TypeError(f"{kind} {WHOLE_MATRICES[kind]}, and these are sharded; use another optimizer, or replicas")
+    plain: dict[Tensor, Tensor] = {}
+    entries: dict[Tensor, dict[str, Any]] = {}
+    for param, mine, grad in zip(owned, local(owned), local(p.grad for p in owned), strict=True):
+        plain[param] = mine.detach()
+        plain[param].grad = grad
+        entries[param] = optimizer.state.pop(param, {})
+        values = dict(zip(entries[param], local(entries[param].values()), strict=True))
+        if values:
+            optimizer.state[plain[param]] = values
+    lists = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [plain.get(param, param) for param in group["params"]]
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, lists, strict=True):
+            group["params"] = params
+        for param in owned:
+            values = optimizer.state.pop(plain[param], {})
+            if values:
+                optimizer.state[param] = {key: _as_part(v, entries[param].get(key), param) for key, v in values.items()}
+
+
+def _as_part(value: Any, before: Any, param: Any) -> Any:
+    """An optimizer's plain `value` as a part of a whole, like `param`; `before` if that is still what it stands for."""
+    if is_part(before) and before.to_local() is value:
+        return before
+    if not isinstance(value, Tensor) or not value.ndim or value.shape != param.to_local().shape:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    layout = {"shape": param.shape, "stride": param.stride()}
+    return DTensor.from_local(value, param.device_mesh, param.placements, run_check=False, **layout)

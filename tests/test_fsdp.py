@@ -1,0 +1,375 @@
+"""Sharded networks are the same networks: one process, replicas and parts compute, skip, save and resume alike."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from running import same_but, state
+from test_recipes import on_two_ranks, run
+from test_waits import Waits
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, keep_fp32, precision, sync_grads
+from amp_core.compose import compose
+from amp_core.config import examine
+from amp_core.errors import ConfigError
+from amp_core.layout import wrap_ddp
+from amp_core.models.gpt import GPT
+from amp_core.optimizers import build_optimizer
+from amp_core.shards import build_mesh, gathered, local, whole_copy, wrap_fsdp
+
+CPU = torch.device("cpu")
+OnRanks = Callable[..., list[Any]]
+LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp": 4}
+"""Ranks of each; hsdp is two copies of two parts."""
+MODES = ["fp32", "bf16", "fp16"]
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}
+"""Gradients are summed in another order, in numbers of 24, 8 and 11 bits."""
+
+
+def lay_out(net: nn.Module, layout: str, amp: Amp) -> nn.Module:
+    if layout == "ddp":
+        return wrap_ddp(net, CPU)
+    if layout in ("fsdp", "hsdp"):
+        mesh = build_mesh(CPU, dist.get_world_size(), 2 if layout == "hsdp" else None)
+        return wrap_fsdp(net, mesh, amp.dtype if amp.dtype is not torch.float32 else None)
+    return net
+
+
+def gpt(**options: Any) -> GPT:
+    torch.manual_seed(7)
+    return GPT(vocab_size=31, length=8, width=32, depth=2, heads=2, **options)
+
+
+class Training:
+    """Windows of a small language model in any layout, the same samples over all ranks."""
+
+    def __init__(self, layout: str, mode: str, *, net: nn.Module | None = None, num_micros: int = 2, **options: Any):
+        # A scale that fp16 need not leave, so that a skipped step is one that a test asked for.
+        self.amp = Amp.named(mode, **({"init_scale": 1024.0} if mode == "fp16" else {}))
+        self.net = lay_out(net or gpt(), layout, self.amp)
+        self.amp.guard(self.net)
+        self.num_micros = num_micros
+        self.clip = options.pop("clip", None)
+        make: Callable[..., Optimizer] = options.pop("optimizer", functools.partial(SGD, momentum=0.9))
+        self.optimizer = make(self.net.parameters(), lr=0.1, **{"fused": True, **options})
+        self.schedule = Schedule(self.optimizer, lambda o, n: torch.optim.lr_scheduler.CosineAnnealingLR(o, n), 10)
+        self.ema = Ema(self.net, 0.9)
+        self.step = 0
+
+    def window(self, spoil: Callable[[], None] | None = None) -> tuple[float, float, bool]:
+        """The loss over all ranks, the gradient norm, and whether the step was taken."""
+        num_ranks, rank = dist.get_world_size(), dist.get_rank()
+        torch.manual_seed(self.step)
+        tokens = torch.randint(31, (8, 9))
+        total = torch.zeros(())
+        for i, micro in enumerate(tokens.chunk(self.num_micros)):
+            mine = micro.chunk(num_ranks)[rank]
+            with sync_grads(self.net, when=i == self.num_micros - 1):
+                with self.amp.autocast():
+                    logits = self.net(mine[:, :-1]).float()
+                    loss = F.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten())
+                loss = loss / (self.num_micros * num_ranks)
+                self.amp.backward(loss)
+            total += loss.detach()
+        if spoil is not None:
+            spoil()
+        report = self.amp.step(self.optimizer, self.clip)
+        self.amp.update()
+        self.optimizer.zero_grad()
+        self.schedule.advance(report)
+        self.ema.update(report)
+        self.step += 1
+        dist.all_reduce(total)
+        return float(total), float(report.grad_norm), bool(report.taken)
+
+    @torch.no_grad()
+    def loss_of_average(self) -> float:
+        torch.manual_seed(99)
+        tokens = torch.randint(31, (8, 9))
+        with self.amp.autocast():
+            logits = self.ema.model(tokens[:, :-1]).float()
+        return float(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+
+    def parts(self) -> dict[str, Any]:
+        names = ("net", "optimizer", "schedule", "ema")
+        return {"model" if name == "net" else name: getattr(self, name) for name in names} | {"scaler": self.amp}
+
+    def values(self) -> dict[str, dict[str, Tensor]]:
+        """Whole weights, averages and moments, by plain names."""
+        model = {k.removeprefix("module."): v.clone() for k, v in gathered(self.net.state_dict()).items()}
+        moments = {
+            f"{number}.{key}": value.clone()
+            for number, entry in gathered(self.optimizer.state_dict()["state"]).items()
+            for key, value in entry.items()
+        }
+        ema = {key: value.clone() for key, value in gathered(self.ema.state_dict()).items()}
+        return {"model": model, "ema": ema, "moments": moments}
+
+
+def same(a: Any, b: Any) -> bool:
+    return not same_but({"": a}, {"": b})
+
+
+def close(a: Any, b: Any, tolerance: float) -> None:
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance)
+
+
+# --- the same numbers in every layout
+
+
+def trained(rank: int, layout: str, clips: list[Clip | None]) -> list[Any]:
+    found = []
+    for mode in MODES:
+        for clip in clips:
+            training = Training(layout, mode, clip=clip)
+            windows = [list(training.window()) for _ in range(3)]
+            found.append({"windows": windows, "average": training.loss_of_average(), **training.values()})
+    return found
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
+def test_ranks_with_parts_equal_one_process(layout: str, on_ranks: OnRanks) -> None:
+    """In every mode, with accumulation, clipping by norm, a schedule and averages."""
+    (single,) = on_ranks(trained, "single", [Clip.norm(0.5)], num_ranks=1)
+    everywhere = on_ranks(trained, layout, [Clip.norm(0.5)], num_ranks=LAYOUTS[layout])
+    for mode, one, *ranks in zip(MODES, single, *everywhere, strict=True):
+        assert all(same(rank, ranks[0]) for rank in ranks)
+        for kind in ("model", "ema", "moments"):
+            close(one[kind], ranks[0][kind], TOLERANCE[mode])
+        assert ranks[0]["average"] == pytest.approx(one["average"], rel=TOLERANCE[mode])
+        for a, b in zip(one["windows"], ranks[0]["windows"], strict=True):
+            assert a == pytest.approx(b, rel=TOLERANCE[mode])
+
+
+def test_without_a_norm_parts_are_replicas_bit_by_bit(on_ranks: OnRanks) -> None:
+    """Weights gathered in 16 bits are those that autocast makes, and gradients are summed in fp32."""
+    clips = [None, Clip.value(1e-3), Clip.adaptive(0.02)]
+    replicas, parts = on_ranks(trained, "ddp", clips)[0], on_ranks(trained, "fsdp", clips)[0]
+    for i, (a, b) in enumerate(zip(replicas, parts, strict=True)):
+        if clips[i % len(clips)] is None or clips[i % len(clips)].kind == "value":  # type: ignore[union-attr]
+            assert same(
+                [a[kind] for kind in ("model", "ema", "moments")], [b[kind] for kind in ("model", "ema", "moments")]
+            )
+        else:  # norms of vectors are summed over ranks
+            close(a["model"], b["model"], 1e-5)
+
+
+def by_adamw(rank: int, layout: str) -> list[Any]:
+    found = []
+    for fused in (True, False):
+        training = Training(layout, "fp32", optimizer=AdamW, fused=fused, clip=Clip.norm(0.5))
+        found.append({"windows": [list(training.window()) for _ in range(3)], **training.values()})
+    return found
+
+
+def test_fused_and_plain_adamw_equal_one_process(on_ranks: OnRanks) -> None:
+    (single,) = on_ranks(by_adamw, "single", num_ranks=1)
+    for one, parts in zip(single, on_ranks(by_adamw, "fsdp")[0], strict=True):
+        assert all(a == pytest.approx(b, rel=1e-5) for a, b in zip(one["windows"], parts["windows"], strict=True))
+        close(one["moments"], parts["moments"], 1e-5)
+
+
+OPTIMIZERS = "Adadelta Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop SGD".split()
+
+
+def by_name(rank: int, layout: str) -> dict[str, Any]:
+    found = {}
+    for name in OPTIMIZERS:
+        amp = Amp.named("fp32")
+        torch.manual_seed(3)
+        net = lay_out(nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1)), layout, amp)
+        optimizer = getattr(torch.optim, name)(net.parameters(), lr=0.1)
+        for i in range(3):
+            torch.manual_seed(i)
+            mine = torch.randn(4, 5).chunk(dist.get_world_size())[rank]
+            amp.backward(net(mine).square().sum())
+            amp.step(optimizer)
+            amp.update()
+            optimizer.zero_grad()
+        found[name] = gathered(net.state_dict())
+    return found
+
+
+def test_every_optimizer_of_single_elements_steps_on_parts(on_ranks: OnRanks) -> None:
+    """Ranks with an empty part included: the last layer has one row."""
+    (single,) = on_ranks(by_name, "single", num_ranks=1)
+    parts = on_ranks(by_name, "fsdp")[0]
+    for name in OPTIMIZERS:
+        close(single[name], parts[name], 1e-4)
+
+
+def by_muon(rank: int) -> str:
+    amp, net = Amp.named("fp32"), wrap_fsdp(nn.Linear(4, 4, bias=False), build_mesh(CPU, 2))
+    optimizer = torch.optim.Adafactor(net.parameters())
+    amp.backward(net(torch.ones(1, 4)).sum())
+    with pytest.raises(TypeError) as problem:
+        amp.step(optimizer)
+    return str(problem.value)
+
+
+def test_an_optimizer_of_whole_matrices_is_refused(on_ranks: OnRanks) -> None:
+    assert all("Adafactor factors the moments of whole matrices" in text for text in on_ranks(by_muon))
+
+
+# --- skipped steps
+
+
+def with_a_bad_gradient(rank: int, bad_rank: int | None, mode: str, agree: bool = True) -> list[Any]:
+    found = []
+    for fused in (True, False):
+        training = Training("fsdp", mode, fused=fused, clip=Clip.norm(0.5))
+
+        def spoil(training: Training = training) -> None:
+            if rank == bad_rank:
+                weight = next(p for p in training.net.parameters() if local([p])[0].numel())
+                local([weight.grad])[0][0] = torch.inf
+
+        taken, scales = [], []
+        for i in range(4):
+            if i == 1 and bad_rank is None:
+                training.step += 1
+                continue  # the run that never saw it
+            if not agree:
+                precision.several_ranks = lambda: False  # type: ignore[assignment]
+                precision.joint_norm = lambda grads, device: torch.linalg.vector_norm(  # type: ignore[assignment]
+                    torch.stack(torch._foreach_norm(local(grads)))
+                )
+            taken.append(training.window(spoil if i == 1 else None)[2])
+            scales.append(training.amp.scale)
+        found.append({"taken": taken, "scales": scales, **training.values()})
+    return found
+
+
+@pytest.mark.parametrize("mode, bad_rank", [("fp16", 0), ("fp16", 1), ("bf16", 1)])
+def test_a_bad_gradient_in_one_part_is_skipped_by_all(mode: str, bad_rank: int, on_ranks: OnRanks) -> None:
+    never = on_ranks(with_a_bad_gradient, None, mode)[0]
+    for seen in on_ranks(with_a_bad_gradient, bad_rank, mode):
+        for a, b in zip(seen, never, strict=True):
+            assert a["taken"] == [True, False, True, True]
+            assert a["scales"] == ([1024.0, 512.0, 512.0, 512.0] if mode == "fp16" else [1.0] * 4)
+            if mode != "fp16":  # after the skip its scale differs, and with it what underflows
+                assert same(
+                    [a[kind] for kind in ("model", "ema", "moments")], [b[kind] for kind in ("model", "ema", "moments")]
+                )
+
+
+def test_ranks_that_do_not_agree_part_ways(on_ranks: OnRanks) -> None:
+    a, b = on_ranks(with_a_bad_gradient, 1, "fp16", False)
+    assert a[0]["taken"][1] and not b[0]["taken"][1] and a[0]["scales"] != b[0]["scales"]
+
+
+def with_statistics(rank: int, bad_rank: int | None) -> Any:
+    amp = Amp.named("bf16")
+    torch.manual_seed(5)
+    net = lay_out(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), "fsdp", amp)
+    optimizer, ema = SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True), Ema(net, 0.9)
+    amp.guard(net)
+    for i in range(4):
+        torch.manual_seed(10 * i + rank)
+        x = torch.randn(4, 3)
+        if i == 1 and bad_rank is None:
+            continue
+        if i == 1 and rank == bad_rank:
+            x.fill_(torch.inf)
+        with amp.autocast():
+            loss = net(x).float().square().mean() / 2
+        amp.backward(loss)
+        report = amp.step(optimizer)
+        assert bool(report.taken) == (i != 1)
+        amp.update()
+        optimizer.zero_grad()
+        ema.update(report)
+    return gathered(net.state_dict()), gathered(ema.state_dict())
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_statistics_are_put_back_on_all_ranks(bad_rank: int, on_ranks: OnRanks) -> None:
+    assert same(on_ranks(with_statistics, bad_rank), on_ranks(with_statistics, None))
+
+
+# --- what a step costs
+
+
+class Collectives(TorchDispatchMode):
+    """Names of the collectives, with the dtypes of what they send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            sent = next(
+                t
+                for arg in reversed(args)
+                for t in ([arg] if isinstance(arg, Tensor) else arg if isinstance(arg, list) else [])
+                if isinstance(t, Tensor)
+            )
+            self.seen.append((func.overloadpacket.__name__.strip("_"), str(sent.dtype).removeprefix("torch.")))
+        return func(*args, **(kwargs or {}))
+
+    def of(self, kind: str, dtype: str = "") -> int:
+        return sum(kind in name and dtype in sent for name, sent in self.seen)
+
+
+def costs(rank: int, mode: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for num_micros in (1, 4):
+        training = Training("fsdp", mode, num_micros=num_micros, optimizer=AdamW, clip=Clip.norm(1.0))
+        training.window()
+        with Collectives() as collectives:
+            training.window()
+        sent = {
+            f"{kind} {dtype}": collectives.of(kind, dtype)
+            for kind in ("reduce_scatter", "allgather")
+            for dtype in ("float32", "float16")
+        }
+        sent["all_reduce"] = collectives.of("allreduce")
+        found[str(num_micros)] = sent
+    amp, net, optimizer = training.amp, training.net, training.optimizer
+    amp.backward(torch.zeros((), requires_grad=True))
+    with Waits() as waits:
+        tokens = torch.randint(31, (2, 8))
+        with amp.autocast():
+            loss = net(tokens).float().mean()
+        amp.backward(loss)
+        report = amp.step(optimizer, Clip.norm(1.0))
+        amp.update()
+        optimizer.zero_grad()
+        training.schedule.advance(report)
+        training.ema.update(report)
+    found["waits"] = waits.num
+    # Weights, averages and two moments of this rank, in fp32.
+    moments = [v for entry in optimizer.state.values() for v in entry.values() if v.ndim]
+    held = local([*net.parameters(), *training.ema.model.parameters(), *moments])
+    found["bytes"] = sum(t.numel() * t.element_size() for t in held)
+    return found
+
+
+def test_one_reduction_per_window_and_group_and_no_wait(on_ranks: OnRanks) -> None:
+    """Groups: per block and for the rest, the weights that are cast and those that are not."""
+    for mode, in_16bit in (("fp32", 0), ("fp16", 3)):
+        for found in on_ranks(costs, mode):
+            groups = 3 + in_16bit
+            for num_micros in ("1", "4"):
+                assert found[num_micros]["reduce_scatter float32"] == groups
+                assert found[num_micros]["reduce_scatter float16"] == 0
+            # Forward and backward; each group is gathered in what it computes in.
+            assert found["1"]["allgather float16"] == 2 * in_16bit
+            # The norm, the agreement, and the loss of the test.
+            assert found["4"]["all_reduce"] == 3
+            assert found["waits"] == 0
+            whole = 4 * 4 * sum(p.numel() for p in gpt().parameters())
+            assert found["bytes"] == pytest.approx(whole / 2, rel=0.05)
