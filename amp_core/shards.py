@@ -79,7 +79,7 @@ def wrap_fsdp(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
     All ranks begin with the weights and buffers of rank 0. Collective.
 
     Args:
-        net: whole, on its device, after `keep_fp32`. Its names and classes' `isinstance` stay; its weights are DTensors.
+        net: whole, on its device, after `keep_fp32`. Names stay, and `isinstance`; its weights become DTensors.
         mesh: from `build_mesh`.
         dtype: of autocast in the mode that trains, or None if it casts nothing. Forward passes must then run inside it.
 
@@ -241,7 +241,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def part_like(value: Any, live: Any) -> Any:
-    """This rank's part of `value`, which all ranks have, as `live` is one; without a collective. Else `value` itself."""
+    """This rank's part of `value`, which all ranks have, where `live` is such a part; else `value`. No collective."""
     if not is_part(live) or not isinstance(value, Tensor) or is_part(value) or value.shape != live.shape:
         return value
     from torch.distributed.tensor import distribute_tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,15 @@ from test_recipes import on_two_ranks, run
 from test_waits import Waits
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import train
 from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, keep_fp32, precision, sync_grads
-from amp_core.compose import compose
-from amp_core.config import examine
+from amp_core.checkpoint import read
 from amp_core.errors import ConfigError
 from amp_core.layout import wrap_ddp
 from amp_core.models.gpt import GPT
-from amp_core.optimizers import build_optimizer
 from amp_core.shards import build_mesh, gathered, local, whole_copy, wrap_fsdp
 
 CPU = torch.device("cpu")
@@ -181,7 +182,7 @@ def test_fused_and_plain_adamw_equal_one_process(on_ranks: OnRanks) -> None:
         close(one["moments"], parts["moments"], 1e-5)
 
 
-OPTIMIZERS = "Adadelta Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop SGD".split()
+OPTIMIZERS = ["Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 
 
 def by_name(rank: int, layout: str) -> dict[str, Any]:
@@ -373,3 +374,173 @@ def test_one_reduction_per_window_and_group_and_no_wait(on_ranks: OnRanks) -> No
             assert found["waits"] == 0
             whole = 4 * 4 * sum(p.numel() for p in gpt().parameters())
             assert found["bytes"] == pytest.approx(whole / 2, rel=0.05)
+
+
+# --- checkpoints move between layouts
+
+
+def saved(rank: int, layout: str, folder: str) -> list[list[float]]:
+    """Two steps, a checkpoint, and one step more, in every mode."""
+    following = []
+    for mode in MODES:
+        training = Training(layout, mode, optimizer=AdamW, clip=Clip.norm(0.5))
+        training.window(), training.window()
+        checkpoint = Checkpoint(f"{folder}/{layout}/{mode}", writer=rank == 0, **training.parts())
+        checkpoint.save(2)
+        snapshot = checkpoint.snapshot()
+        once = training.window(), training.loss_of_average(), training.values()
+        checkpoint.restore(snapshot)
+        training.step, training.ema.num_taken[...] = 2, 2
+        assert same(once, (training.window(), training.loss_of_average(), training.values()))  # bit by bit
+        following.append([once[0][0], once[0][1], once[1], training.window()[0]])
+    return following
+
+
+def resumed(rank: int, layout: str, folder: str) -> dict[str, list[list[float]]]:
+    """The same steps from the checkpoints of every layout."""
+    found: dict[str, list[list[float]]] = {source: [] for source in LAYOUTS}
+    for source in LAYOUTS:
+        for mode in MODES:
+            training = Training(layout, mode, optimizer=AdamW, clip=Clip.norm(0.5), net=gpt(dropout=0.0))
+            for param in training.net.parameters():
+                local([param.detach()])[0].zero_()
+            assert Checkpoint(f"{folder}/{source}/{mode}", writer=False, **training.parts()).load() is not None
+            training.step, training.ema.num_taken[...] = 2, 2
+            loss, norm, _ = training.window()
+            found[source].append([loss, norm, training.loss_of_average(), training.window()[0]])
+    return found
+
+
+def test_every_layout_continues_every_other_one(tmp_path: Path, on_ranks: OnRanks) -> None:
+    folder = str(tmp_path / "checkpoints")
+    expected = {layout: on_ranks(saved, layout, folder, num_ranks=n)[0] for layout, n in LAYOUTS.items()}
+    contents = {layout: read(f"{folder}/{layout}/bf16/step_00000002") for layout in LAYOUTS}
+    for layout, num_ranks in LAYOUTS.items():
+        for source, runs in on_ranks(resumed, layout, folder, num_ranks=num_ranks)[0].items():
+            for mode, run_on, went_on in zip(MODES, runs, expected[source], strict=True):
+                tolerance = 0.0 if source == layout else TOLERANCE[mode]
+                assert run_on == pytest.approx(went_on, rel=tolerance, abs=0), (source, layout, mode)
+        # Plain tensors with plain names: a network takes them without this project.
+        gpt().load_state_dict(contents[layout]["model"])
+        gpt().load_state_dict(contents[layout]["ema"])
+        assert contents[layout]["optimizer"]["state"].keys() == contents["single"]["optimizer"]["state"].keys()
+        for number, entry in contents[layout]["optimizer"]["state"].items():
+            assert entry["exp_avg"].shape == contents["single"]["optimizer"]["state"][number]["exp_avg"].shape
+
+
+# --- islands
+
+
+class Products(TorchFunctionMode):
+    """Dtypes of input and weight of the linear layers, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[list[str]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            self.dtypes.append([str(t.dtype).removeprefix("torch.") for t in args[:2]])
+        return func(*args, **(kwargs or {}))
+
+
+def with_islands(rank: int, layout: str) -> dict[str, Any]:
+    amp = Amp.named("bf16")
+    torch.manual_seed(1)
+    block = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    net = nn.Sequential(nn.Linear(8, 8), block, nn.Linear(8, 8), copy.deepcopy(block))
+    keep_fp32(net, ["1.2", "3"])
+    plain = copy.deepcopy(net)
+    net = lay_out(net, layout, amp)
+    x = torch.randn(4, 8)
+    with Products() as products, amp.autocast():
+        y = net(x)
+    amp.backward(y.float().square().mean() / dist.get_world_size())
+    with amp.autocast():
+        is_same = torch.equal(y, plain(x))
+    with pytest.raises(RuntimeError) as raised:
+        net(x)
+    return {"dtypes": products.dtypes, "same": is_same, "problem": str(raised.value)}
+
+
+def test_islands_have_fp32_weights_and_all_else_what_autocast_gives_it(on_ranks: OnRanks) -> None:
+    low, full = "bfloat16", "float32"
+    for found in on_ranks(with_islands, "fsdp"):
+        assert found["same"]
+        assert found["dtypes"] == [[full, low], [low, low], [full, full], [full, low], [full, full], [full, full]]
+        assert "outside of autocast to bfloat16" in found["problem"] and "amp.keep_fp32=['0']" in found["problem"]
+
+
+def tied(rank: int, layout: str) -> list[Any]:
+    training = Training(layout, "bf16", net=gpt(tied=True))
+    windows = [training.window() for _ in range(3)]
+    twin = whole_copy(training.net) if layout == "fsdp" else training.net
+    assert twin.embed.weight is twin.head.weight
+    return [windows, training.loss_of_average(), gathered(training.net.state_dict())]
+
+
+def test_weights_in_common_stay_so(on_ranks: OnRanks) -> None:
+    (single,) = on_ranks(tied, "single", num_ranks=1)
+    parts = on_ranks(tied, "fsdp")[0]
+    assert parts[1] == pytest.approx(single[1], rel=TOLERANCE["bf16"])
+    close(single[2], parts[2], TOLERANCE["bf16"])
+
+
+# --- whole runs
+
+
+def test_a_run_resumes_bit_exactly_and_goes_on_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = ["amp=fp16", "schedule.horizon=6", "clip=norm", "ema.decay=0.9", "optimizer=sgd"]
+    settings += ["debug.inject={where: gradient, step: 2, rank: 1}"]  # one that a single process does not have
+    sharded = functools.partial(on_two_ranks, "language_model", layout="fsdp")
+    sharded("whole", "steps=4", "accumulation=2", *settings)
+    sharded("parts", "steps=3", "accumulation=2", *settings)
+    shutil.copytree("parts", "alone")
+    sharded("parts", "steps=4", "accumulation=2", *settings)
+    assert not same_but(state("whole"), state("parts"))
+    assert state("whole")["progress"]["skipped"] == 1
+    run("language_model", "alone", "steps=4", "accumulation=2", *settings[:-1])
+    a, b = state("alone"), state("whole")
+    close(a["model"], b["model"], TOLERANCE["fp16"])
+    close(a["ema"], b["ema"], TOLERANCE["fp16"])
+
+
+REFUSED = {
+    "amp=o2": ["layout=fsdp", "amp=o2"],
+    "amp=bf16_pure": ["layout=hsdp", "layout.shard_size=2", "layout.nproc_per_node=2", "amp=bf16_pure"],
+    "amp=fp8": ["layout=fsdp", "amp=fp8"],
+    "perf.channels_last": ["layout=fsdp", "perf.channels_last=true"],
+    "doctor.statistics_every": ["layout=fsdp", "doctor.statistics_every=5"],
+    "optimizer.name=Adafactor": ["layout=fsdp", "optimizer.name=Adafactor"],
+    "layout.shard_size=null": ["layout=hsdp", "layout.nproc_per_node=4"],
+    "layout.shard_size=2: has no effect": ["layout=fsdp", "layout.shard_size=2"],
+    "layout.shard_size=3: does not divide the 4": ["layout=hsdp", "layout.shard_size=3", "layout.nproc_per_node=4"],
+    "layout.shard_size=2: does not divide the 1": ["layout=hsdp", "layout.shard_size=2"],
+    "layout=fsdp: recipe=gan": ["layout=fsdp", "recipe=gan"],
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_cannot_be_sharded_is_refused_before_the_start(
+    key: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["device=cpu", *REFUSED[key]]) == 2
+    text = capsys.readouterr().err
+    assert key in text and text.count("error:") == 1 and text.count("\n  ") <= 1, text
+    assert not list(tmp_path.iterdir())
+
+
+def on_scalars(rank: int) -> str:
+    net = nn.Linear(2, 2)
+    net.gain = nn.Parameter(torch.ones(()))
+    with pytest.raises(ConfigError) as problem:
+        wrap_fsdp(net, build_mesh(CPU, 2))
+    with pytest.raises(ConfigError, match=r"layout.shard_size=3: does not divide 2 ranks"):
+        build_mesh(CPU, 2, 3)
+    return str(problem.value)
+
+
+def test_a_weight_without_dimensions_is_refused(on_ranks: OnRanks) -> None:
+    assert all("cannot be sharded" in text and "scalar" in text for text in on_ranks(on_scalars))
