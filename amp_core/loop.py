@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from amp_core.checkpoint import Checkpoint, Loaded
-from amp_core.config import differences, num_steps, scale_cap
+from amp_core.config import SHARDED, differences, num_steps, scale_cap
 from amp_core.data import Data, Sampler, to_device, train_loader
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.statistics import Statistics
@@ -77,6 +77,11 @@ class Loop:
         self.schedules = {name: part for name, part in parts.items() if isinstance(part, Schedule)}
         self.model, self.schedule = self.nets[0], next(iter(self.schedules.values()))
         self.ema = next((part for part in parts.values() if isinstance(part, Ema)), None)
+        if any(map(is_sharded, self.nets)) and len(data.eval) < env.world_size:
+            raise ConfigError(
+                f"layout={self.cfg.layout.name}: {len(data.eval)} evaluation samples for {env.world_size} ranks, which "
+                f"gather weights together; expected at least one each: use fewer ranks, or layout=ddp"
+            )
         self.accumulation = self.cfg.accumulation
         self.step = 0
         """Windows done, taken or skipped."""
@@ -402,7 +407,14 @@ class Loop:
         for of, skipped in progress.get("skipped_of", {}).items():
             self.meters[of] = _Meter(env.device, int(skipped))
         islands = list(progress.get("islands", []))
-        if islands and Doctor(self.amp, self.env.nets).can_make_islands:
+        doctor = Doctor(self.amp, self.env.nets)
+        missing = [name for name in islands if name not in doctor.island_names()]
+        if missing and self.cfg.layout.name in SHARDED and self.amp.dtype is not torch.float32:
+            raise ConfigError(
+                f"layout={self.cfg.layout.name}: the doctor had put {', '.join(islands)} into fp32, which has to come "
+                f"before weights are sharded: add amp.keep_fp32=[{','.join(islands)}]"
+            )
+        if islands and doctor.can_make_islands:
             self.make_islands(islands)
             self._notes.append(f"the doctor had put {', '.join(islands)} into fp32: so it stays")
         old_mode = loaded.config.get("amp", {}).get("name")
@@ -656,11 +668,6 @@ class Loop:
     def _metrics_of_nets(self) -> dict[str, float]:
         net = unwrap(self.model)
         nets = [net] if self.ema is None else [net, self.ema.model]
-        if is_sharded(net) and len(self.data.eval) < self.env.world_size:
-            raise ConfigError(
-                f"layout={self.cfg.layout.name}: {len(self.data.eval)} evaluation samples for {self.env.world_size} "
-                f"ranks, which have to compute together; expected one each: use fewer ranks, or layout=ddp"
-            )
         if self.env.world_size > 1:
             # Running statistics differ between ranks; rank 0's are saved, so rank 0's are evaluated.
             for buffer in (buffer for each in nets for buffer in each.buffers()):

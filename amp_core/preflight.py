@@ -123,6 +123,9 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
                 f"layout.shard_size={cfg.layout.shard_size}: does not divide the {total} rank(s); choose a divisor of "
                 f"them, or layout=fsdp"
             )
+    alone = os.environ.get("WORLD_SIZE") == "1" if launched() else num_processes(cfg) == 1 and nodes == (1, 1)
+    if cfg.layout.name == "fsdp" and alone:
+        warnings.append("layout=fsdp with one rank is layout=single: it holds all of the weights")
     if cfg.layout.name == "data_parallel" and (not on_cuda or num_gpus == 1):
         where = "one GPU" if on_cuda else "a CPU"
         warnings.append(f"layout=data_parallel on {where} is layout=single: nn.DataParallel passes everything through")

@@ -96,12 +96,12 @@ def wrap_fsdp(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
     # Also the root, which torch would leave whole after a forward pass: an evaluation is not followed by a backward
     # pass, and would leave weights that a later step, average or checkpoint does not reach.
     shard = functools.partial(fully_shard, mesh=mesh, reshard_after_forward=True)
-    cast_whole = _cast_whole(net) if dtype is not None else {}
+    cast_whole = {} if dtype is None else _cast_whole(net)
+    for module, name in cast_whole.items():
+        module.register_forward_pre_hook(functools.partial(_require_autocast, dtype, name))
     try:
         for block in (*_blocks(net), net):
             mine = [m for m in block.modules() if m in cast_whole and not isinstance(m, FSDPModule)]
-            for module in mine:
-                module.register_forward_pre_hook(functools.partial(_require_autocast, dtype, cast_whole[module]))
             if mine and mine != [block]:
                 shard(mine if len(mine) > 1 else mine[0], mp_policy=low)
             shard(block, mp_policy=low if mine == [block] else whole)
@@ -112,8 +112,23 @@ def wrap_fsdp(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
             # Sums, since the weights of a window already average. As plain sums: gloo has no scaled ones.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    net.register_forward_hook(_close_groups)
     _plans[net] = plan
     return net
+
+
+def _close_groups(net: nn.Module, inputs: Any, output: Any) -> None:
+    """Free the weights of groups of which a module did not run, such as a head that only training has.
+
+    Before torch 2.13 the next backward pass does that, and an evaluation has none: its weights would stay, and a later
+    step or average would not reach them.
+    """
+    for module in () if torch.is_grad_enabled() else net.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            state = module._get_fsdp_state()  # type: ignore[operator]
+            if state._modules_to_run_forward:
+                state._modules_to_run_forward.clear()
+                module.reshard()  # type: ignore[operator]
 
 
 def _blocks(net: nn.Module) -> Iterator[nn.Module]:
@@ -161,7 +176,7 @@ def _cast_whole(net: nn.Module) -> dict[nn.Module, str]:
     }
 
 
-def _require_autocast(dtype: torch.dtype, name: str, module: nn.Module, inputs: Any) -> None:
+def _require_autocast(dtype: torch.dtype | None, name: str, module: nn.Module, inputs: Any) -> None:
     device_type = next(module.parameters()).device.type
     if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is dtype:
         return

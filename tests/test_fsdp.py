@@ -7,7 +7,7 @@ import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ class Training:
 
     def __init__(self, layout: str, mode: str, *, net: nn.Module | None = None, num_micros: int = 2, **options: Any):
         # A scale that fp16 need not leave, so that a skipped step is one that a test asked for.
-        self.amp = Amp.named(mode, **({"init_scale": 1024.0} if mode == "fp16" else {}))
+        self.amp = Amp.named(mode, **({"init_scale": 1024.0} if mode == "fp16" else {}))  # type: ignore[arg-type]
         self.net = lay_out(net or gpt(), layout, self.amp)
         self.amp.guard(self.net)
         self.num_micros = num_micros
@@ -235,7 +235,7 @@ def with_a_bad_gradient(rank: int, bad_rank: int | None, mode: str, agree: bool 
         def spoil(training: Training = training) -> None:
             if rank == bad_rank:
                 weight = next(p for p in training.net.parameters() if local([p])[0].numel())
-                local([weight.grad])[0][0] = torch.inf
+                local([cast(Tensor, weight.grad)])[0][0] = torch.inf
 
         taken, scales = [], []
         for i in range(4):
@@ -384,7 +384,8 @@ def saved(rank: int, layout: str, folder: str) -> list[list[float]]:
     following = []
     for mode in MODES:
         training = Training(layout, mode, optimizer=AdamW, clip=Clip.norm(0.5))
-        training.window(), training.window()
+        for _ in range(2):
+            training.window()
         checkpoint = Checkpoint(f"{folder}/{layout}/{mode}", writer=rank == 0, **training.parts())
         checkpoint.save(2)
         snapshot = checkpoint.snapshot()
@@ -474,7 +475,7 @@ def test_islands_have_fp32_weights_and_all_else_what_autocast_gives_it(on_ranks:
 def tied(rank: int, layout: str) -> list[Any]:
     training = Training(layout, "bf16", net=gpt(tied=True))
     windows = [training.window() for _ in range(3)]
-    twin = whole_copy(training.net) if layout == "fsdp" else training.net
+    twin: Any = whole_copy(training.net) if layout == "fsdp" else training.net
     assert twin.embed.weight is twin.head.weight
     return [windows, training.loss_of_average(), gathered(training.net.state_dict())]
 
@@ -484,6 +485,47 @@ def test_weights_in_common_stay_so(on_ranks: OnRanks) -> None:
     parts = on_ranks(tied, "fsdp")[0]
     assert parts[1] == pytest.approx(single[1], rel=TOLERANCE["bf16"])
     close(single[2], parts[2], TOLERANCE["bf16"])
+
+
+class WithAuxiliaryHead(nn.Module):
+    """One head is only trained, the other one runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.aux = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        y = self.head(self.head(x))
+        return y + self.aux(x) if self.training else y
+
+
+def with_a_part_that_does_not_run(rank: int, layout: str) -> list[Tensor]:
+    amp = Amp.named("bf16")
+    torch.manual_seed(1)
+    net = lay_out(WithAuxiliaryHead(), layout, amp)
+    optimizer, ema, found = SGD(net.parameters(), lr=0.1, fused=True), Ema(net, 0.5), []
+    x = torch.randn(4, 4)
+    for _ in range(3):
+        net.train()
+        with amp.autocast():
+            loss = net(x).float().square().mean() / dist.get_world_size()
+        amp.backward(loss)
+        report = amp.step(optimizer)
+        amp.update()
+        optimizer.zero_grad()
+        ema.update(report)
+        net.eval()
+        with amp.autocast(), torch.no_grad():
+            found += [net(x).float(), ema.model(x).float()]
+    return found
+
+
+def test_evaluation_sees_the_weights_of_the_last_step(on_ranks: OnRanks) -> None:
+    (single,) = on_ranks(with_a_part_that_does_not_run, "single", num_ranks=1)
+    for parts in on_ranks(with_a_part_that_does_not_run, "fsdp"):
+        torch.testing.assert_close(single, parts, rtol=2e-2, atol=2e-2)
+        assert len({float(each.sum()) for each in parts}) == 6
 
 
 # --- whole runs
