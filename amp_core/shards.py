@@ -283,7 +283,7 @@ def gathered(value: Any, *, keep: bool = True) -> Any:
         full = whole(value)  # one after the other: the device holds a single whole tensor at a time
         return full.cpu() if keep else None
     if isinstance(value, dict):
-        return type(value)((key, gathered(item, keep=keep)) for key, item in value.items())
+        return {key: gathered(item, keep=keep) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(gathered(item, keep=keep) for item in value)
     return value
