@@ -191,6 +191,10 @@ class Environment:
         return build_mesh(self.device, self.world_size, self.cfg.layout.shard_size)
 
     @property
+    def _shards(self) -> bool:
+        return self.world_size > 1 and self.cfg.layout.name in SHARDED
+
+    @property
     def is_main(self) -> bool:
         """Rank 0, the only one that writes."""
         return self.rank == 0
@@ -204,7 +208,7 @@ class Environment:
         from amp_core.islands import keep_fp32
 
         split = self.cfg.layout.name == "model_parallel"
-        if not split:
+        if not split and not self._shards:  # sharding moves block by block what may not fit the device whole
             net = net.to(self.device)
         if self.cfg.perf.channels_last:
             net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -230,7 +234,7 @@ class Environment:
         amp.prepare(net)
         if self.cfg.layout.name == "data_parallel":
             net = wrap_data_parallel(net, self.devices)
-        elif self.world_size > 1 and self.cfg.layout.name in SHARDED:
+        elif self._shards:
             net = wrap_fsdp(net, self.mesh, amp.dtype if amp.dtype is not torch.float32 else None)
         elif self.world_size > 1 and not amp.weights:  # 16-bit gradients are summed in fp32, by amp.step
             net = wrap_ddp(net, None if split else self.device)

@@ -79,7 +79,8 @@ def wrap_fsdp(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
     All ranks begin with the weights and buffers of rank 0. Collective.
 
     Args:
-        net: whole, on its device, after `keep_fp32`. Names stay, and `isinstance`; its weights become DTensors.
+        net: whole, after `keep_fp32`, on the device or on the CPU. Its weights move to the device block by block, and
+            become DTensors. Names stay, and `isinstance`.
         mesh: from `build_mesh`.
         dtype: of autocast in the mode that trains, or None if it casts nothing. Forward passes must then run inside it.
 
@@ -218,17 +219,17 @@ def _copy_with(net: nn.Module, tensors: dict[Tensor, Tensor]) -> nn.Module:
 
 
 @torch.no_grad()
-def whole_copy(net: nn.Module) -> nn.Module:
-    """A copy of a sharded network that is whole on every rank. Collective."""
+def whole_copy(net: nn.Module, device: str | torch.device | None = None) -> nn.Module:
+    """A copy of a sharded network that is whole on every rank, on `device` or that of the network. Collective."""
     plan = _plans[net]
-    values = [whole(tensor).clone() for tensor in _tensors(net)]
+    values = [whole(tensor).to(device or tensor.device, copy=True) for tensor in _tensors(net)]
     return _copy_with(plan.outline, dict(zip(_tensors(plan.outline), values, strict=True)))
 
 
 def sharded_copy(net: nn.Module) -> nn.Module:
-    """A copy of a sharded network that is sharded in the same way. Collective; whole for a moment."""
+    """A copy of a sharded network that is sharded in the same way. Collective; whole for a moment, in host memory."""
     plan = _plans[net]
-    return wrap_fsdp(whole_copy(net), plan.mesh, plan.dtype)
+    return wrap_fsdp(whole_copy(net, "cpu"), plan.mesh, plan.dtype)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
