@@ -169,17 +169,20 @@ def test_without_a_norm_parts_are_replicas_bit_by_bit(on_ranks: OnRanks) -> None
 
 def by_adamw(rank: int, layout: str) -> list[Any]:
     found = []
-    for fused in (True, False):
-        training = Training(layout, "fp32", optimizer=AdamW, fused=fused, clip=Clip.norm(0.5))
-        found.append({"windows": [list(training.window()) for _ in range(3)], **training.values()})
+    for fused, mode, early in ((True, "fp32", False), (False, "fp32", False), (True, "fp16", True)):
+        training = Training(layout, mode, optimizer=AdamW, fused=fused, clip=Clip.norm(0.5))
+        unscale = functools.partial(training.amp.unscale_, training.optimizer) if early else None
+        windows = [list(training.window(unscale)) for _ in range(3)]
+        found.append({"windows": windows, "mode": mode, **training.values()})
     return found
 
 
-def test_fused_and_plain_adamw_equal_one_process(on_ranks: OnRanks) -> None:
+def test_adamw_equals_one_process_fused_plain_and_unscaled_by_hand(on_ranks: OnRanks) -> None:
     (single,) = on_ranks(by_adamw, "single", num_ranks=1)
     for one, parts in zip(single, on_ranks(by_adamw, "fsdp")[0], strict=True):
-        assert all(a == pytest.approx(b, rel=1e-5) for a, b in zip(one["windows"], parts["windows"], strict=True))
-        close(one["moments"], parts["moments"], 1e-5)
+        tolerance = TOLERANCE[one["mode"]]
+        assert all(a == pytest.approx(b, rel=tolerance) for a, b in zip(one["windows"], parts["windows"], strict=True))
+        close(one["moments"], parts["moments"], tolerance)
 
 
 OPTIMIZERS = ["Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
@@ -374,6 +377,22 @@ def test_one_reduction_per_window_and_group_and_no_wait(on_ranks: OnRanks) -> No
             assert found["waits"] == 0
             whole = 4 * 4 * sum(p.numel() for p in gpt().parameters())
             assert found["bytes"] == pytest.approx(whole / 2, rel=0.05)
+
+
+def kept(rank: int, gather: torch.dtype | None) -> int:
+    """Bytes that a forward pass of one sample in bf16 keeps for the backward pass."""
+    amp, saved = Amp.named("bf16"), []
+    net = wrap_fsdp(gpt(), build_mesh(CPU, 2), gather)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t), amp.autocast():
+        logits = net(torch.zeros(1, 1, dtype=torch.int64))
+    assert logits.requires_grad
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}.values())
+
+
+def test_no_16bit_copy_of_the_weights_waits_for_the_backward_pass(on_ranks: OnRanks) -> None:
+    """Gathered in fp32 and cast by autocast they would: all of them at a time, on every rank."""
+    in_16bit = 2 * sum(p.numel() for m in gpt().modules() if isinstance(m, nn.Linear) for p in m.parameters())
+    assert on_ranks(kept, torch.bfloat16)[0] < 0.2 * in_16bit < in_16bit < on_ranks(kept, None)[0]
 
 
 # --- checkpoints move between layouts
