@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -565,6 +566,20 @@ def test_a_run_resumes_bit_exactly_and_goes_on_alone(tmp_path: Path, monkeypatch
     a, b = state("alone"), state("whole")
     close(a["model"], b["model"], TOLERANCE["fp16"])
     close(a["ema"], b["ema"], TOLERANCE["fp16"])
+
+
+def test_the_doctor_finds_the_fault_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sharded = functools.partial(on_two_ranks, "language_model", layout="fsdp")
+    sharded("forward", "steps=2", "amp=bf16", "debug.inject={where: activation, step: 2, rank: 1}")
+    sharded("backward", "steps=1", "amp=fp16", "amp.init_scale=16777216", "doctor.after_skips=1")
+    forward, backward = (
+        json.loads(next(Path(run, "doctor").glob("*.json")).read_text()) for run in ("forward", "backward")
+    )
+    assert (forward["op"], forward["phase"], forward["rank"], forward["ranks"]) == ("aten.add", "forward", 1, [1])
+    assert forward["module_class"] == "GPT"
+    assert (backward["cause"], backward["phase"]) == ("loss scale too large", "backward")
+    assert backward["scale_that_fits"] < 2**24
 
 
 REFUSED = {
