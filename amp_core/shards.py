@@ -79,18 +79,22 @@ def wrap_fsdp(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
     All ranks begin with the weights and buffers of rank 0. Collective.
 
     Args:
-        net: whole, after `keep_fp32`, on the device or on the CPU. Its weights move to the device block by block, and
-            become DTensors. Names stay, and `isinstance`.
+        net: whole, after `keep_fp32`, on the device, or on the CPU if the process group has a backend for it. Its
+            weights move to the device block by block, and become DTensors. Names stay, and `isinstance`.
         mesh: from `build_mesh`.
         dtype: of autocast in the mode that trains, or None if it casts nothing. Forward passes must then run inside it.
 
     Raises:
         ConfigError: torch cannot shard a weight of it, such as one without dimensions.
     """
+    for tensor in _tensors(net):
+        dist.broadcast(tensor.detach(), 0)
+    return _shard(net, mesh, dtype)
+
+
+def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Module:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    for tensor in (*net.parameters(), *net.buffers()):
-        dist.broadcast(tensor.detach(), 0)
     plan = _Plan(_outline(net), mesh, dtype)
     whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     low = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -229,7 +233,7 @@ def whole_copy(net: nn.Module, device: str | torch.device | None = None) -> nn.M
 def sharded_copy(net: nn.Module) -> nn.Module:
     """A copy of a sharded network that is sharded in the same way. Collective; whole for a moment, in host memory."""
     plan = _plans[net]
-    return wrap_fsdp(whole_copy(net, "cpu"), plan.mesh, plan.dtype)
+    return _shard(whole_copy(net, "cpu"), plan.mesh, plan.dtype)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
