@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_core.errors import CheckpointError, SaveError
+from amp_core.shards import gathered, load_state, part_like
 
 FORMAT = 1
 _STATE = "state.pt"
@@ -80,7 +81,9 @@ class Checkpoint:
     """Saves and loads named parts in a folder of checkpoints.
 
     Nets are stored unwrapped (DDP, DataParallel and torch.compile leave no trace in the names), all tensors on the CPU.
-    One folder has one writer at a time. Nothing here communicates between ranks.
+    Sharded ones, their optimizers and averages are stored whole, and each rank takes its parts of what it loads: so a
+    run may go on in any layout. One folder has one writer at a time. Only `save` and `snapshot` of sharded parts
+    communicate between ranks.
 
     Args:
         folder: where the `step_*` folders are; made by the first save.
@@ -145,7 +148,7 @@ class Checkpoint:
             raise ValueError(f'step={step}, best={best}: expected a count and (metric, "max" or "min")')
         target = self.folder / f"step_{step:08d}"
         # First of all, since every rank must take part: only the writer may return early or fail.
-        states = {name: part.state_dict() for name, part in self.parts.items()}
+        states = {name: gathered(part.state_dict(), keep=self.writer) for name, part in self.parts.items()}
         if not self.writer or _is_sound(target):
             return target
         contents = {"scaler": {}}
@@ -234,8 +237,8 @@ class Checkpoint:
         return max(found.items()) if found else None
 
     def snapshot(self) -> dict[str, Any]:
-        """A copy of all parts in host memory, for `restore`. Waits for the device."""
-        return {name: _copied(_portable(part, part.state_dict())) for name, part in self.parts.items()}
+        """A copy of all parts in host memory, for `restore`; of sharded ones whole. Waits for the device."""
+        return {name: _copied(_portable(part, gathered(part.state_dict()))) for name, part in self.parts.items()}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Puts all parts back to a snapshot, bit by bit."""
@@ -649,7 +652,7 @@ def _compare_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[
 def _load_part(part: Part, state: dict[str, Any], exact: bool) -> None:
     if isinstance(part, nn.Module):
         names = _plain_names(part, part.state_dict())
-        part.load_state_dict({names[plain]: value for plain, value in state.items()})
+        load_state(part, {names[plain]: value for plain, value in state.items()})
     elif isinstance(part, Optimizer):
         _load_optimizer(part, state, exact)
     elif state or not isinstance(part, torch.amp.GradScaler):  # torch's own scaler raises at {}; it is fresh already
@@ -666,12 +669,16 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
     """
     groups = optimizer.param_groups
     saved = [{**group, "params": old["params"]} for group, old in zip(groups, state["param_groups"], strict=True)]
-    optimizer.load_state_dict({"state": state["state"], "param_groups": saved})
+    states = dict(state["state"])
+    for number, parameter in _parameters(optimizer, saved):
+        if number in states:
+            states[number] = {key: part_like(value, parameter) for key, value in states[number].items()}
+    optimizer.load_state_dict({"state": states, "param_groups": saved})
     optimizer.param_groups = groups
     # torch casts all but `step` to the parameter's dtype: NAdam's fp32 product of momenta to bf16, for example.
     for number, parameter in _parameters(optimizer, saved):
         live = optimizer.state[parameter]
-        for key, value in state["state"].get(number, {}).items():
+        for key, value in states.get(number, {}).items():
             was_cast = key != "step" and isinstance(value, Tensor) and live[key].dtype != value.dtype
             if was_cast and (exact or value.dim() == 0):
                 live[key] = value.to(live[key].device)

@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from amp_core.config import ClipConfig
+from amp_core.shards import is_part, local, shard_group
 
 
 @dataclass(frozen=True)
@@ -58,18 +60,40 @@ class Clip:
             grads: their gradients, in the same order and shapes.
         """
         if self.kind == "value":
+            grads = local(grads)
             torch._foreach_clamp_min_(grads, -self.threshold)
             torch._foreach_clamp_max_(grads, self.threshold)
             return
         if self.kind != "adaptive":
             raise ValueError(f"Clip.{self.kind} is applied through its coefficient")
-        for param, grad in zip(params, grads, strict=True):
-            # A vector (bias, gain) is one unit; a matrix or kernel has one per output row.
-            dims = tuple(range(1, grad.ndim)) or None
-            weight_norm = _unit_norm(param.detach(), dims).clamp_(min=1e-3)
-            grad_norm = _unit_norm(grad, dims).clamp_(min=1e-6)
+        norms = [norm for pair in zip(params, grads, strict=True) for norm in map(_unit_norms, pair)]
+        _join_vectors([tensor for pair in zip(params, grads, strict=True) for tensor in pair], norms)
+        for grad, weight_norm, grad_norm in zip(local(grads), norms[::2], norms[1::2], strict=True):
+            weight_norm, grad_norm = weight_norm.clamp(min=1e-3), grad_norm.clamp(min=1e-6)
             grad.mul_((self.threshold * weight_norm / grad_norm).clamp_(max=1.0))
 
 
-def _unit_norm(tensor: Tensor, dims: tuple[int, ...] | None) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=True)
+def _unit_norms(tensor: Tensor) -> Tensor:
+    """Of this rank's part of a tensor. A vector (bias, gain) is one unit; a matrix or kernel has one per output row."""
+    (mine,) = local([tensor.detach()])
+    return torch.linalg.vector_norm(mine, dim=tuple(range(1, mine.ndim)) or None, keepdim=True)
+
+
+def _join_vectors(tensors: list[Tensor], norms: list[Tensor]) -> None:
+    """Make norms of parts of vectors those of whole vectors, in place, in one reduction per group of ranks.
+
+    Rows are whole on the rank that has them: sharding cuts the first dimension.
+    """
+    groups: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for tensor, norm in zip(tensors, norms, strict=True):
+        if not is_part(tensor):
+            continue
+        if any(placement.is_shard() and placement.dim for placement in tensor.placements):  # type: ignore[attr-defined]
+            raise TypeError(f"a weight is laid out as {tensor.placements}: adaptive clipping needs its rows whole")  # type: ignore[attr-defined]
+        group = shard_group(tensor)
+        if group is not None and tensor.ndim < 2:
+            groups.setdefault(group, []).append(norm)
+    for group, parts in groups.items():
+        squares = torch.cat(parts).square()
+        dist.all_reduce(squares, group=group)
+        torch._foreach_copy_(parts, list(squares.sqrt().split(1)))

@@ -80,11 +80,13 @@ class ClipConfig:
 class LayoutConfig:
     """How the model and the data lie over processes."""
 
-    name: Literal["single", "data_parallel", "ddp", "model_parallel"]
+    name: Literal["single", "data_parallel", "ddp", "fsdp", "hsdp", "model_parallel"]
     nproc_per_node: int | None
     """Processes on this machine; null: as many as there are GPUs for, or one on a CPU."""
     num_stages: int | None
     """model_parallel: devices that each process splits the network over, as many consecutive GPUs or all the CPU."""
+    shard_size: int | None
+    """hsdp: neighbouring ranks that share one copy of the weights; a divisor of all ranks, such as GPUs per machine."""
     nnodes: int | str
     """Machines: a number, or "least:most" for elastic runs."""
     max_restarts: int
@@ -497,6 +499,10 @@ def _check_clip(clip: ClipConfig, problems: list[str]) -> None:
 
 ONE_PROCESS = ("single", "data_parallel")
 """Layouts of one process, whatever the machine has."""
+SHARDED = ("fsdp", "hsdp")
+"""Layouts in which a rank holds a part of each weight."""
+WHOLE_MATRICES = {"Adafactor": "factors the moments of whole matrices", "Muon": "orthogonalises whole matrices"}
+"""Optimizers that do not compute element by element."""
 
 
 def node_range(nnodes: int | str) -> tuple[int, int] | None:
@@ -525,6 +531,15 @@ def _check_layout(cfg: Config, problems: list[str]) -> None:
         problems.append(
             f"layout.num_stages={layout.num_stages}: has no effect with layout={layout.name}; use layout=model_parallel"
         )
+    _positive(problems, {"layout.shard_size": layout.shard_size}, least=2)
+    if layout.name == "hsdp" and layout.shard_size is None:
+        problems.append("layout.shard_size=null: layout=hsdp needs the ranks of a copy, such as 8; or use layout=fsdp")
+    elif layout.name != "hsdp" and layout.shard_size is not None:
+        problems.append(
+            f"layout.shard_size={layout.shard_size}: has no effect with layout={layout.name}; use layout=hsdp"
+        )
+    if layout.name in SHARDED:
+        _check_sharded(cfg, problems)
     if layout.name in ONE_PROCESS:
         for key, default in (("nproc_per_node", None), ("nnodes", 1), ("rdzv_endpoint", None), ("rdzv_id", None)):
             value = getattr(layout, key)
@@ -543,6 +558,22 @@ def _check_layout(cfg: Config, problems: list[str]) -> None:
                     f"layout.{key}=null: layout.nnodes={layout.nnodes} needs it, the same on all machines, "
                     f"for instance layout.{key}={'host:29500' if key == 'rdzv_endpoint' else 'my-job'}"
                 )
+
+
+def _check_sharded(cfg: Config, problems: list[str]) -> None:
+    """What needs whole weights on each rank."""
+    layout = f"layout={cfg.layout.name}"
+    if cfg.amp is not None and (cfg.amp.update is not None or cfg.amp.float8):
+        kind = "float8 layers" if cfg.amp.float8 else "16-bit weights"
+        problems.append(f"amp={cfg.amp.name}: {kind} are not sharded; use layout=ddp, or amp=bf16 with {layout}")
+    if cfg.perf is not None and cfg.perf.channels_last:
+        problems.append(f"perf.channels_last=true: {layout} cuts weights along their first dimension only as they are")
+    if cfg.doctor is not None and cfg.doctor.statistics_every is not None:
+        problems.append(
+            f"doctor.statistics_every={cfg.doctor.statistics_every}: measures whole weights; use null with {layout}"
+        )
+    if cfg.optimizer is not None and cfg.optimizer.name in WHOLE_MATRICES:
+        problems.append(f"optimizer.name={cfg.optimizer.name}: {WHOLE_MATRICES[cfg.optimizer.name]}; use layout=ddp")
 
 
 def _check_run(cfg: Config, problems: list[str]) -> None:
@@ -680,6 +711,8 @@ def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
         notes.append(f"amp.op_policy=cuda has no effect in amp={cfg.amp.name}, which does not autocast")
     if cfg.doctor.name == "heal" and (cfg.amp.dtype == "float32" or cfg.amp.update is not None or cfg.amp.float8):
         notes.append(f"doctor=heal only reports in amp={cfg.amp.name}: islands need autocast and fp32 weights")
+    elif cfg.doctor.name == "heal" and cfg.layout.name in SHARDED:
+        notes.append(f"doctor=heal only reports in layout={cfg.layout.name}: weights are gathered in {cfg.amp.dtype}")
     cap = scale_cap(cfg.amp, cfg.batch_size)
     above = cfg.amp.init_scale is not None and cfg.amp.init_scale > cap
     # The capped mode begins at its cap by design; only a value that somebody typed deserves a word.

@@ -107,9 +107,24 @@ class Sampler:
 
 
 def eval_keys(num_samples: int, *, batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[Key]]:
-    """The batches of one rank: every sample once over all ranks. Ranks differ by at most one batch."""
-    starts = range(rank * batch_size, num_samples, world_size * batch_size)
-    return [[(i, 0) for i in range(start, min(start + batch_size, num_samples))] for start in starts]
+    """The batches of one rank: every sample once over all ranks.
+
+    All ranks have the same number of batches, since they gather sharded weights together: what is left for the last
+    round is shared out evenly. Less than a sample each goes to the round before, whose batches grow by one. Only with
+    fewer samples than ranks some of these have nothing.
+    """
+    num_rounds, rest = divmod(num_samples, world_size * batch_size)
+    sizes = [world_size * batch_size] * num_rounds
+    if rest < world_size and sizes:
+        sizes[-1] += rest
+    elif rest:
+        sizes.append(rest)
+    batches, first = [], 0
+    for size in sizes:
+        start, end = (first + size * r // world_size for r in (rank, rank + 1))
+        batches += [[(i, 0) for i in range(start, end)]] if end > start else []
+        first += size
+    return batches
 
 
 # --- loaders ----------------------------------------------------------------------------------------------------------
@@ -156,7 +171,7 @@ def eval_loader(
 ) -> EvalLoader:
     """Batches on the CPU: every sample exactly once over all ranks, in order, none twice to fill up.
 
-    Ranks may differ by one batch and the last batch may be smaller: gather sums at the end, never per batch.
+    The last batch may be smaller, or larger by one, and its size differ between ranks: gather sums at the end.
     """
     keys = eval_keys(len(dataset), batch_size=batch_size, rank=rank, world_size=world_size)
     return EvalLoader(dataset, keys, num_workers=num_workers, pin_memory=pin_memory, start_method=start_method)
@@ -167,6 +182,11 @@ class EvalLoader:
 
     def __init__(self, dataset: Dataset, keys: list[list[Key]], **options: Any) -> None:
         self._dataset, self._keys, self._options = dataset, keys, options
+
+    @property
+    def rows(self) -> list[slice]:
+        """Which samples of the data set each batch holds."""
+        return [slice(batch[0][0], batch[-1][0] + 1) for batch in self._keys]
 
     def __len__(self) -> int:
         return len(self._keys)

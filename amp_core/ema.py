@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from amp_core.config import EmaConfig
 from amp_core.layout import multiply_, unwrap
 from amp_core.precision import StepReport
+from amp_core.shards import is_sharded, load_state, local, sharded_copy
 from amp_core.weights import fp32_copy, fp32_values
 
 
@@ -23,6 +24,7 @@ class Ema:
 
     Attributes:
         model: the averaged copy: unwrapped, in evaluation mode, without gradients; in fp32 also beside 16-bit weights.
+            Of a sharded network it is sharded, too: all ranks call it, inside autocast.
         num_taken: 0-d int64 tensor, taken steps; set it when continuing from a checkpoint.
     """
 
@@ -30,7 +32,8 @@ class Ema:
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"Ema(decay={decay}): expected at least 0 and below 1")
         self._source = unwrap(net)
-        self.model = fp32_copy(self._source).eval().requires_grad_(False)
+        self.model = sharded_copy(self._source) if is_sharded(self._source) else fp32_copy(self._source)
+        self.model.eval().requires_grad_(False)
         self.decay = decay
         self.warmup = warmup
         self._averages: list[Tensor] = list(self.model.parameters())
@@ -49,9 +52,10 @@ class Ema:
             keep = torch.minimum(keep, (1.0 + self.num_taken) / (10.0 + self.num_taken))
         weight = (1.0 - keep) * taken
         # average += weight * (value - average): with weight 0 nothing changes by a bit, since weights stay finite.
-        steps = torch._foreach_sub(fp32_values(self._weights), self._averages)
+        averages = local(self._averages)
+        steps = torch._foreach_sub(fp32_values(local(self._weights)), averages)
         multiply_(steps, weight)
-        torch._foreach_add_(self._averages, steps)
+        torch._foreach_add_(averages, steps)
         for average, value in self._buffers:
             # Unguarded statistics may be NaN after a skipped step, and 0 * NaN is NaN.
             share, moves = (t.to(average.device, non_blocking=True) for t in (weight, taken))
@@ -70,7 +74,7 @@ class Ema:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from averaged weights. `num_taken` is not part of them: set it for an exact continuation."""
-        self.model.load_state_dict(state)
+        load_state(self.model, state)
 
 
 def build_ema(cfg: EmaConfig, net: nn.Module) -> Ema | None:

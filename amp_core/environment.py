@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from amp_core.config import ONE_PROCESS, Config, build, num_steps
+from amp_core.config import ONE_PROCESS, SHARDED, Config, build, num_steps
 from amp_core.errors import ConfigError, RunError, SaveError
 from amp_core.log import write_json
 from amp_core.precision import Amp
@@ -182,6 +183,17 @@ class Environment:
         stages = range(first, first + (self.cfg.layout.num_stages or 1))
         return [torch.device("cuda", index) if self.device.type == "cuda" else self.device for index in stages]
 
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """Layouts fsdp and hsdp: which ranks hold parts of what. Made at its first use, on every rank."""
+        from amp_core.shards import build_mesh
+
+        return build_mesh(self.device, self.world_size, self.cfg.layout.shard_size)
+
+    @property
+    def _shards(self) -> bool:
+        return self.world_size > 1 and self.cfg.layout.name in SHARDED
+
     @property
     def is_main(self) -> bool:
         """Rank 0, the only one that writes."""
@@ -196,7 +208,7 @@ class Environment:
         from amp_core.islands import keep_fp32
 
         split = self.cfg.layout.name == "model_parallel"
-        if not split:
+        if not split and not self._shards:  # sharding moves block by block what may not fit the device whole
             net = net.to(self.device)
         if self.cfg.perf.channels_last:
             net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -216,11 +228,14 @@ class Environment:
 
     def _lay_out(self, net: nn.Module, amp: Amp) -> nn.Module:
         from amp_core.layout import wrap_data_parallel, wrap_ddp
+        from amp_core.shards import wrap_fsdp
 
         split = self.cfg.layout.name == "model_parallel"
         amp.prepare(net)
         if self.cfg.layout.name == "data_parallel":
             net = wrap_data_parallel(net, self.devices)
+        elif self._shards:
+            net = wrap_fsdp(net, self.mesh, amp.dtype if amp.dtype is not torch.float32 else None)
         elif self.world_size > 1 and not amp.weights:  # 16-bit gradients are summed in fp32, by amp.step
             net = wrap_ddp(net, None if split else self.device)
         amp.guard(net)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_core.islands import carry_autocast
+from amp_core.shards import local
 
 
 def wrap_ddp(net: nn.Module, device: torch.device | None) -> DistributedDataParallel:
@@ -51,6 +52,7 @@ def wrap_data_parallel(net: nn.Module, devices: Sequence[torch.device]) -> nn.Mo
 
 def multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply by a 0-d tensor in place, on whatever devices they lie. Does not wait for any."""
+    tensors = local(tensors)
     for device in {tensor.device for tensor in tensors}:
         here = [tensor for tensor in tensors if tensor.device == device]
         torch._foreach_mul_(here, factor.to(device, non_blocking=True))

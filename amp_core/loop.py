@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from amp_core.checkpoint import Checkpoint, Loaded
-from amp_core.config import differences, num_steps, scale_cap
+from amp_core.config import SHARDED, differences, num_steps, scale_cap
 from amp_core.data import Data, Sampler, to_device, train_loader
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.statistics import Statistics
@@ -39,6 +39,7 @@ from amp_core.layout import unwrap
 from amp_core.log import Log, say
 from amp_core.precision import Amp, Rehearsal, StepReport
 from amp_core.schedule import Schedule
+from amp_core.shards import is_part, is_sharded, local
 from amp_core.weights import weight_bytes
 from amp_core.window import Micro, shares
 
@@ -76,6 +77,11 @@ class Loop:
         self.schedules = {name: part for name, part in parts.items() if isinstance(part, Schedule)}
         self.model, self.schedule = self.nets[0], next(iter(self.schedules.values()))
         self.ema = next((part for part in parts.values() if isinstance(part, Ema)), None)
+        if any(map(is_sharded, self.nets)) and len(data.eval) < env.world_size:
+            raise ConfigError(
+                f"layout={self.cfg.layout.name}: {len(data.eval)} evaluation samples for {env.world_size} ranks, which "
+                f"gather weights together; expected at least one each: use fewer ranks, or layout=ddp"
+            )
         self.accumulation = self.cfg.accumulation
         self.step = 0
         """Windows done, taken or skipped."""
@@ -401,7 +407,14 @@ class Loop:
         for of, skipped in progress.get("skipped_of", {}).items():
             self.meters[of] = _Meter(env.device, int(skipped))
         islands = list(progress.get("islands", []))
-        if islands and Doctor(self.amp, self.env.nets).can_make_islands:
+        doctor = Doctor(self.amp, self.env.nets)
+        missing = [name for name in islands if name not in doctor.island_names()]
+        if missing and self.cfg.layout.name in SHARDED and self.amp.dtype is not torch.float32:
+            raise ConfigError(
+                f"layout={self.cfg.layout.name}: the doctor had put {', '.join(islands)} into fp32, which has to come "
+                f"before weights are sharded: add amp.keep_fp32=[{','.join(islands)}]"
+            )
+        if islands and doctor.can_make_islands:
             self.make_islands(islands)
             self._notes.append(f"the doctor had put {', '.join(islands)} into fp32: so it stays")
         old_mode = loaded.config.get("amp", {}).get("name")
@@ -754,6 +767,10 @@ class Loop:
             _first_float(window[0].batch).fill_(inject.value)
         elif inject.where == "gradient":
             weight = next(p for p in net.parameters() if p.requires_grad)
+            if is_part(weight):
+                with self._fault_in_parts(set(net.parameters()), inject.value):
+                    yield False
+                return
             handle = weight.register_hook(lambda grad: torch.full_like(grad, inject.value))
         else:
             layer = next(m for m in net.modules() if any(True for _ in m.parameters(recurse=False)))
@@ -763,6 +780,21 @@ class Loop:
         finally:
             if handle is not None:
                 handle.remove()
+
+    @contextlib.contextmanager
+    def _fault_in_parts(self, weights: set[Tensor], value: float) -> Iterator[None]:
+        """A bad gradient on this rank alone. Sharded gradients pass no hook of autograd on their way to the weights."""
+
+        def spoil(params: Sequence[Tensor], grads: Sequence[Tensor], scaled: bool) -> None:
+            parts = local(grad for param, grad in zip(params, grads, strict=True) if param in weights)
+            for part in [part for part in parts if part.numel()][:1]:  # a rank holds nothing of a small one
+                part.fill_(value)
+
+        self.amp.observers.append(spoil)
+        try:
+            yield
+        finally:
+            self.amp.observers.remove(spoil)
 
 
 class _Meter:
@@ -853,7 +885,8 @@ def _rate_key(schedule: str) -> str:
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """On this rank."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in local(tensors))
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:

@@ -35,6 +35,7 @@ from amp_core.float8 import use_float8
 from amp_core.layout import multiply_, several_ranks
 from amp_core.lint import find_slow, find_unsafe
 from amp_core.scaler import LossScale, ScalePolicy
+from amp_core.shards import is_part, joint_norm, on_parts
 from amp_core.weights import LowPrecisionWeights
 
 logger = logging.getLogger("amp_recipes")
@@ -383,7 +384,8 @@ class Amp:
                 inverse = None if each.factor is None else each.factor.reciprocal()
                 each.optimizer.grad_scale = inverse  # type: ignore[attr-defined]
                 try:
-                    each.optimizer.step()
+                    with on_parts(each.optimizer):
+                        each.optimizer.step()
                 finally:
                     del each.optimizer.found_inf, each.optimizer.grad_scale  # type: ignore[attr-defined]
                 continue
@@ -393,7 +395,8 @@ class Amp:
                 self._say_that_it_waits(each.optimizer)
                 on_host = found_inf.item() == 0
             if on_host:
-                each.optimizer.step()
+                with on_parts(each.optimizer):
+                    each.optimizer.step()
         for each in due:
             for weights in self.weights if each.grads else ():
                 weights.end_step(each.params, taken)
@@ -547,9 +550,14 @@ class Amp:
             ledger.reduced = True
 
     def _norm(self, grads: list[Tensor]) -> Tensor:
-        """Joint L2 norm, 0-d float32 on this device. Not finite exactly when a gradient is not, up to 1e19."""
+        """Joint L2 norm, 0-d float32 on this device. Not finite exactly when a gradient is not, up to 1e19.
+
+        Of sharded gradients the norm of the whole ones: a reduction over ranks.
+        """
         if not grads:
             return self._zero.clone()
+        if any(map(is_part, grads)):
+            return joint_norm(grads, self.device)
         norms = torch._foreach_norm(grads)
         if any(norm.device != self.device for norm in norms):
             norms = [norm.to(self.device, non_blocking=True) for norm in norms]

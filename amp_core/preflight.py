@@ -18,7 +18,7 @@ from amp_core.models import Family, build_model, check_model
 from amp_core.optimizers import check_optimizer
 from amp_core.schedule import check_schedule
 
-LAYOUTS = ("single", "data_parallel", "ddp")
+LAYOUTS = ("single", "data_parallel", "ddp", "fsdp", "hsdp")
 """Layouts of a recipe whose module does not name its own in a constant of this name."""
 PROCESSES_PER_CORE = 8
 """More CPU processes than this per core is taken for a mistake."""
@@ -115,6 +115,17 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
         num_ranks = num_processes(cfg)
         if inject.rank >= num_ranks:
             problems.append(f"debug.inject.rank={inject.rank}: there are {num_ranks} ranks; expected less")
+    if cfg.layout.name == "hsdp" and cfg.layout.shard_size:
+        total = int(os.environ["WORLD_SIZE"]) if launched() else num_processes(cfg) * (nodes or (1, 1))[0]
+        # Of an elastic run the number of machines is known when it has started.
+        if (launched() or nodes is None or nodes[0] == nodes[1]) and (total == 1 or total % cfg.layout.shard_size):
+            problems.append(
+                f"layout.shard_size={cfg.layout.shard_size}: does not divide the {total} rank(s); choose a divisor of "
+                f"them, or layout=fsdp"
+            )
+    alone = os.environ.get("WORLD_SIZE") == "1" if launched() else num_processes(cfg) == 1 and nodes == (1, 1)
+    if cfg.layout.name == "fsdp" and alone:
+        warnings.append("layout=fsdp with one rank is layout=single: it holds all of the weights")
     if cfg.layout.name == "data_parallel" and (not on_cuda or num_gpus == 1):
         where = "one GPU" if on_cuda else "a CPU"
         warnings.append(f"layout=data_parallel on {where} is layout=single: nn.DataParallel passes everything through")

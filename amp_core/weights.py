@@ -40,6 +40,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_core.islands import island_names
 from amp_core.layout import several_ranks
 from amp_core.rounding import noise_16bit, round_stochastically, split
+from amp_core.shards import is_sharded, local, whole_copy
 
 Update = Literal["master", "stochastic", "kahan", "nearest"]
 
@@ -91,7 +92,9 @@ def fp32_values(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def fp32_copy(net: nn.Module) -> nn.Module:
-    """A deep copy of `net` with its fp32 values, which computes in fp32."""
+    """A deep copy of `net` with its fp32 values, which computes in fp32. Of a sharded one it is whole; collective."""
+    if is_sharded(net):
+        return whole_copy(net)
     twin = copy.deepcopy(net)
     for module in twin.modules():
         for hooks in (
@@ -109,10 +112,10 @@ def fp32_copy(net: nn.Module) -> nn.Module:
 
 
 def weight_bytes(net: nn.Module) -> int:
-    """Bytes that the weights of `net` take between steps, with masters and compensations."""
+    """Bytes that the weights of `net` take on this rank between steps, with masters and compensations."""
     sides = [_sides[p] for p in net.parameters() if p in _sides]
     more = [s.master if s.keeps else s.rest for s in sides]
-    return sum(t.numel() * t.element_size() for t in (*net.parameters(), *more) if t is not None)
+    return sum(t.numel() * t.element_size() for t in (*local(net.parameters()), *more) if t is not None)
 
 
 class LowPrecisionWeights:

@@ -148,9 +148,20 @@ def sync_grads(*nets: nn.Module, when: bool) -> contextlib.AbstractContextManage
     if when:
         return contextlib.nullcontext()
     contexts = [net.no_sync() for net in nets if hasattr(net, "no_sync")]  # type: ignore[operator]
+    contexts += [_without_reduction(net) for net in nets if hasattr(net, "set_requires_gradient_sync")]
     if len(contexts) == 1:
         return contexts[0]
     stack = contextlib.ExitStack()
     for context in contexts:
         stack.enter_context(context)
     return stack
+
+
+@contextlib.contextmanager
+def _without_reduction(net: Any) -> Iterator[None]:
+    """What `no_sync` is to DDP, for networks sharded by `fully_shard`: gradients stay whole, in fp32, until reduced."""
+    net.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        net.set_requires_gradient_sync(True)

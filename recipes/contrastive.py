@@ -121,10 +121,9 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     def embed_all(net: nn.Module, dataset: Dataset) -> tuple[Tensor, Tensor]:
         """Unit embeddings [N, D] and labels [N] of a whole data set, on every rank; each makes its part."""
-        size = max(cfg.batch_size, 128)
         batches = eval_loader(
             dataset,
-            batch_size=size,
+            batch_size=max(cfg.batch_size, 128),
             rank=env.rank,
             world_size=env.world_size,
             num_workers=cfg.data.num_workers,
@@ -132,11 +131,11 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         )
         embeddings = torch.zeros(len(dataset), knobs.embedding, device=env.device)
         classes = torch.zeros(len(dataset), dtype=torch.int64, device=env.device)
-        for i, (images, labels) in enumerate(to_device(batches, env.device, channels_last=cfg.perf.channels_last)):
-            start = (i * env.world_size + env.rank) * size
+        on_device = to_device(batches, env.device, channels_last=cfg.perf.channels_last)
+        for rows, (images, labels) in zip(batches.rows, on_device, strict=True):
             with amp.autocast():
-                embeddings[start : start + size] = F.normalize(net(images).float(), dim=1)
-            classes[start : start + size] = labels
+                embeddings[rows] = F.normalize(net(images).float(), dim=1)
+            classes[rows] = labels
         return env.sum_over_ranks(embeddings), env.sum_over_ranks(classes)
 
     loop = Loop(env, data, amp=amp, model=model, optimizer=optimizer, schedule=schedule, ema=ema, evaluate=evaluate)

@@ -129,19 +129,16 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         # Each rank fills in its rows; the sum over the ranks is all of them.
         embeddings = torch.zeros(len(data.eval), knobs.embedding, device=env.device)
         identities = torch.zeros(len(data.eval), dtype=torch.int64, device=env.device)
-        batch_size = max(cfg.batch_size, 128)
         batches = eval_loader(
             data.eval,
-            batch_size=batch_size,
+            batch_size=max(cfg.batch_size, 128),
             rank=env.rank,
             world_size=env.world_size,
             num_workers=cfg.data.num_workers,
             pin_memory=env.device.type == "cuda",
         )
-        batches = to_device(batches, env.device, channels_last=cfg.perf.channels_last)
-        for number, (images, labels) in enumerate(batches):
-            first = (number * env.world_size + env.rank) * batch_size
-            rows = slice(first, first + len(labels))
+        on_device = to_device(batches, env.device, channels_last=cfg.perf.channels_last)
+        for rows, (images, labels) in zip(batches.rows, on_device, strict=True):
             with amp.autocast():
                 embeddings[rows] = net(images).float()
             identities[rows] = labels

@@ -48,6 +48,7 @@ from amp_core.window import Micro, sync_grads
 
 DATA = "images"
 MODELS = GANS
+LAYOUTS = ("single", "data_parallel", "ddp")  # a penalty is differentiated twice: sharded weights are freed in between
 NUM_COMPARED = 1000  # held-out images, and as many generated ones
 Penalty = Literal["wgan_gp", "r1", "none"]
 

@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from amp_core.errors import ConfigError
 from train import checked
 
-_OF_MANY_RANKS = ("layout=ddp", "layout=data", "layout.nproc", "layout.nnodes", "layout.rdzv", "layout.max_restarts")
+_OF_MANY_RANKS = ("layout=ddp", "layout=data", "layout=fsdp", "layout=hsdp", "layout.shard_size", "layout.nproc")
+_OF_MANY_RANKS += ("layout.nnodes", "layout.rdzv", "layout.max_restarts")
 """Left out: one process looks at a recipe."""
 
 

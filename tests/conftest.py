@@ -45,7 +45,8 @@ def on_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     """
 
     def run(fn: Callable[..., Any], *args: Any, num_ranks: int = 2, seconds: float = 60) -> list[Any]:
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "amp_core.precision"])
+        preload = ["torch._dynamo", "torch.distributed.fsdp", "amp_core.precision"]
+        multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
         folder = tmp_path / f"ranks{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         context = mp.start_processes(

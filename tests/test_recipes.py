@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import train
+from amp_core.preflight import LAYOUTS
 from recipes import RECIPES, find
 
 COMMON = ["device=cpu", "log.progress=false", "save_every=1000", "eval_every=1000", "log_every=1", "batch_size=4"]
@@ -122,13 +123,14 @@ def _rank(rank, port, argv):
     sys.exit(train.main(argv))
 
 
-def on_two_ranks(recipe, folder, *overrides):
+def on_two_ranks(recipe, folder, *overrides, layout="ddp"):
     """The same run on two gloo processes, forked from a server that has imported torch and run nothing."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "amp_core.preflight"])
-    layout = "model_parallel" if recipe == "model_parallel" else "ddp"
+    preload = ["torch._dynamo", "torch.distributed.fsdp", "amp_core.preflight"]
+    mp.get_context("forkserver").set_forkserver_preload(preload)
+    layout = "model_parallel" if recipe == "model_parallel" else layout
     argv = arguments(recipe, f"run_dir={folder}", f"layout={layout}", *overrides)
     context = mp.start_processes(_rank, (port, argv), 2, join=False, start_method="forkserver")
     while not context.join(timeout=60):
@@ -174,11 +176,13 @@ def test_resume_is_bit_exact(recipe, mode):
 @RECIPE
 @pytest.mark.usefixtures("_no_statistics")
 def test_accumulation_and_ranks_do_not_change_the_run(recipe):
-    settings = ["steps=3", "amp=fp32", "clip=norm", *NO_DROPOUT[recipe]]
+    settings = ["steps=3", "amp=fp32", "clip=norm", "ema.decay=0.9", *NO_DROPOUT[recipe]]
     one = run(recipe, "one", "batch_size=16", "accumulation=1", *settings)
     accumulated = run(recipe, "accumulated", "accumulation=4", *settings)
-    ranks = on_two_ranks(recipe, "ranks", "accumulation=2", *settings)
-    for other in (accumulated, ranks):
+    others = [accumulated, on_two_ranks(recipe, "ranks", "accumulation=2", *settings)]
+    if "fsdp" in getattr(find(recipe), "LAYOUTS", LAYOUTS):
+        others.append(on_two_ranks(recipe, "sharded", "accumulation=2", *settings, layout="fsdp"))
+    for other in others:
         # Sums in fp32 in another order, over three steps.
         assert losses(one) == pytest.approx(losses(other), rel=2e-4), other
         difference = (weights(one) - weights(other)).abs().max().item()

@@ -33,6 +33,7 @@ from amp_core.doctor.trace import REMOTE, Birth, Trace, named_tensors
 from amp_core.islands import as_islands, island_names
 from amp_core.layout import unwrap
 from amp_core.precision import Amp, Rehearsal
+from amp_core.shards import gathers_16bit
 from amp_core.stages import Stages
 
 Replay = Callable[[], contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
@@ -304,8 +305,10 @@ class Doctor:
 
     @property
     def can_make_islands(self) -> bool:
-        """Islands need autocast, and weights in fp32."""
-        return self.amp.dtype in (torch.float16, torch.bfloat16) and not self.amp.weights and not self.amp.config.float8
+        """Islands need autocast, and weights in fp32: also where these are gathered from other ranks."""
+        autocasts = self.amp.dtype in (torch.float16, torch.bfloat16)
+        in_16bit = self.amp.weights or self.amp.config.float8 or any(gathers_16bit(net) for _, net in self.nets)
+        return autocasts and not in_16bit
 
     def _smallest_islands(self, replay: Replay, culprit: str | None) -> Generator[Any, None, list[str]]:
         """A smallest set of modules whose computing in fp32 makes the window finite; [] when there is none.

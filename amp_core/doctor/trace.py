@@ -27,11 +27,13 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_core.shards import is_part, local
+
 HALF = (torch.float16, torch.bfloat16)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _NOT_SHOWN = tuple(
-    _CORE + name for name in ("doctor" + os.sep, "islands.py", "precision.py", "op_policy.py", "stages.py")
+    _CORE + name for name in ("doctor" + os.sep, "islands.py", "precision.py", "op_policy.py", "shards.py", "stages.py")
 )
 """Frames of these say nothing about where in a network an operation stands."""
 _ROOTS = (os.path.dirname(_CORE.rstrip(os.sep)) + os.sep, os.getcwd() + os.sep)
@@ -236,7 +238,7 @@ class Trace(TorchDispatchMode):
             self._note(loss, "the loss")
 
     def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        for param, grad in zip(params, grads, strict=True):
+        for param, grad in zip(local(params), local(grads), strict=True):
             if not _finite(grad):
                 self._note(
                     grad, f"the gradient of {self._tensors.get(_key(param), 'a weight').removeprefix('weight ')}"
@@ -284,11 +286,15 @@ class Trace(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._pauses:
+        # What happens to a part of a sharded tensor happens between passes, or to a plain tensor that is seen.
+        if self._pauses or any(map(is_part, _tensors((args, kwargs)))):
             return func(*args, **kwargs)
-        if "c10d" in func.namespace:
-            # May not be done when it returns. What other ranks send is looked at where it is used.
-            self._shared.update(_key(tensor) for tensor in _tensors((args, kwargs)))
+        if "c10d" in func.namespace or func.overloadpacket.__name__ == "all_gather_copy_in":
+            # May not be done when it returns. What other ranks send is looked at where it is used; this one's is in it.
+            keys = {_key(tensor) for tensor in _tensors((args, kwargs))}
+            origins = frozenset().union(*(self._origins.get(key, frozenset()) for key in keys))
+            self._shared.update(keys)
+            self._origins.update(dict.fromkeys(keys if origins else (), origins))
             return func(*args, **kwargs)
         self.num_operations += 1
         name = func.overloadpacket.__name__
@@ -296,6 +302,10 @@ class Trace(TorchDispatchMode):
         place = self._place_of(node, name)
         written = {_key(tensor) for tensor in _written(func, args, kwargs)}
         inputs = [_Input(n, tensor, _key(tensor)) for n, tensor in _named(func, args, kwargs)]
+        read = {each.key for each in inputs} - written
+        if read and read <= self._unwritten:  # only a collective can have written it, by way of memory of its own
+            self._shared.update(written)
+            return func(*args, **kwargs)
         inputs = [each for each in inputs if each.key not in self._unwritten]
         for each in inputs:
             if each.key in written:  # what is overwritten is kept for a look
@@ -331,10 +341,13 @@ class Trace(TorchDispatchMode):
         """Where the numbers in `bad` that are not finite come from: an origin of the inputs, or this operation."""
         origins: set[int] = set()
         has_nan = any(bool(tensor.isnan().any()) for tensor in bad)
+        # The last act of some collectives (gloo's) is a copy from memory of their own.
+        to = _key(call.args[0]) if call.name == "copy_" else None
+        received = self._origins.get(to) or {REMOTE} if to in self._shared else None
         for each in call.inputs:
             if _has_fractions(each.tensor) and not _finite(each.tensor):
                 has_nan &= not bool(each.tensor.isnan().any())  # a NaN that was there is not born here
-                origins |= self._origins.get(each.key) or {self._unknown(each, call.place)}
+                origins |= self._origins.get(each.key) or received or {self._unknown(each, call.place)}
         constants = {origin for origin in origins if origin <= CONSTANT}
         if origins - constants:
             return frozenset(origins - constants)
@@ -502,7 +515,9 @@ def _source() -> tuple[str, str]:
 
 
 def _class_name(module: nn.Module) -> str:
-    cls = type(module)
+    cls, *bases = type(module).__mro__
+    if bases[0].__name__ == "FSDPModule":  # what fully_shard makes of a class
+        cls = bases[1]
     return getattr(cls, "_of", cls).__name__  # what an fp32 island was made of
 
 
@@ -654,6 +669,7 @@ def named_tensors(nets: Iterable[tuple[str, nn.Module]], batch: Any) -> dict[str
         own = {f"weight {dot}{name}": tensor for name, tensor in net.named_parameters()}
         own |= {f"buffer {dot}{name}": tensor for name, tensor in net.named_buffers()}
         # Two networks may have no prefix, and the same names.
+        own = dict(zip(own, local(own.values()), strict=True))
         found |= {f"{name} of network {number}" if name in found else name: tensor for name, tensor in own.items()}
     for name, tensor in _walk(batch, "batch"):
         found[name] = tensor

@@ -1,0 +1,622 @@
+"""Sharded networks are the same networks: one process, replicas and parts compute, skip, save and resume alike."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from running import same_but, state
+from test_recipes import on_two_ranks, run
+from test_waits import Waits
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, keep_fp32, precision, sync_grads
+from amp_core.checkpoint import read
+from amp_core.errors import ConfigError
+from amp_core.layout import wrap_ddp
+from amp_core.models.gpt import GPT
+from amp_core.shards import build_mesh, gathered, local, whole_copy, wrap_fsdp
+
+CPU = torch.device("cpu")
+OnRanks = Callable[..., list[Any]]
+LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp": 4}
+"""Ranks of each; hsdp is two copies of two parts."""
+MODES = ["fp32", "bf16", "fp16"]
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}
+"""Gradients are summed in another order, in numbers of 24, 8 and 11 bits."""
+
+
+def lay_out(net: nn.Module, layout: str, amp: Amp) -> nn.Module:
+    if layout == "ddp":
+        return wrap_ddp(net, CPU)
+    if layout in ("fsdp", "hsdp"):
+        mesh = build_mesh(CPU, dist.get_world_size(), 2 if layout == "hsdp" else None)
+        return wrap_fsdp(net, mesh, amp.dtype if amp.dtype is not torch.float32 else None)
+    return net
+
+
+def gpt(**options: Any) -> GPT:
+    torch.manual_seed(7)
+    return GPT(vocab_size=31, length=8, width=32, depth=2, heads=2, **options)
+
+
+class Training:
+    """Windows of a small language model in any layout, the same samples over all ranks."""
+
+    def __init__(self, layout: str, mode: str, *, net: nn.Module | None = None, num_micros: int = 2, **options: Any):
+        # A scale that fp16 need not leave, so that a skipped step is one that a test asked for.
+        self.amp = Amp.named(mode, **({"init_scale": 1024.0} if mode == "fp16" else {}))  # type: ignore[arg-type]
+        self.net = lay_out(net or gpt(), layout, self.amp)
+        self.amp.guard(self.net)
+        self.num_micros = num_micros
+        self.clip = options.pop("clip", None)
+        make: Callable[..., Optimizer] = options.pop("optimizer", functools.partial(SGD, momentum=0.9))
+        self.optimizer = make(self.net.parameters(), lr=0.1, **{"fused": True, **options})
+        self.schedule = Schedule(self.optimizer, lambda o, n: torch.optim.lr_scheduler.CosineAnnealingLR(o, n), 10)
+        self.ema = Ema(self.net, 0.9)
+        self.step = 0
+
+    def window(self, spoil: Callable[[], None] | None = None) -> tuple[float, float, bool]:
+        """The loss over all ranks, the gradient norm, and whether the step was taken."""
+        num_ranks, rank = dist.get_world_size(), dist.get_rank()
+        torch.manual_seed(self.step)
+        tokens = torch.randint(31, (8, 9))
+        total = torch.zeros(())
+        for i, micro in enumerate(tokens.chunk(self.num_micros)):
+            mine = micro.chunk(num_ranks)[rank]
+            with sync_grads(self.net, when=i == self.num_micros - 1):
+                with self.amp.autocast():
+                    logits = self.net(mine[:, :-1]).float()
+                    loss = F.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten())
+                loss = loss / (self.num_micros * num_ranks)
+                self.amp.backward(loss)
+            total += loss.detach()
+        if spoil is not None:
+            spoil()
+        report = self.amp.step(self.optimizer, self.clip)
+        self.amp.update()
+        self.optimizer.zero_grad()
+        self.schedule.advance(report)
+        self.ema.update(report)
+        self.step += 1
+        dist.all_reduce(total)
+        return float(total), float(report.grad_norm), bool(report.taken)
+
+    @torch.no_grad()
+    def loss_of_average(self) -> float:
+        torch.manual_seed(99)
+        tokens = torch.randint(31, (8, 9))
+        with self.amp.autocast():
+            logits = self.ema.model(tokens[:, :-1]).float()
+        return float(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+
+    def parts(self) -> dict[str, Any]:
+        names = ("net", "optimizer", "schedule", "ema")
+        return {"model" if name == "net" else name: getattr(self, name) for name in names} | {"scaler": self.amp}
+
+    def values(self) -> dict[str, dict[str, Tensor]]:
+        """Whole weights, averages and moments, by plain names."""
+        model = {k.removeprefix("module."): v.clone() for k, v in gathered(self.net.state_dict()).items()}
+        moments = {
+            f"{number}.{key}": value.clone()
+            for number, entry in gathered(self.optimizer.state_dict()["state"]).items()
+            for key, value in entry.items()
+        }
+        ema = {key: value.clone() for key, value in gathered(self.ema.state_dict()).items()}
+        return {"model": model, "ema": ema, "moments": moments}
+
+
+def same(a: Any, b: Any) -> bool:
+    return not same_but({"": a}, {"": b})
+
+
+def close(a: Any, b: Any, tolerance: float) -> None:
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance)
+
+
+# --- the same numbers in every layout
+
+
+def trained(rank: int, layout: str, clips: list[Clip | None]) -> list[Any]:
+    found = []
+    for mode in MODES:
+        for clip in clips:
+            training = Training(layout, mode, clip=clip)
+            windows = [list(training.window()) for _ in range(3)]
+            found.append({"windows": windows, "average": training.loss_of_average(), **training.values()})
+    return found
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
+def test_ranks_with_parts_equal_one_process(layout: str, on_ranks: OnRanks) -> None:
+    """In every mode, with accumulation, clipping by norm, a schedule and averages."""
+    (single,) = on_ranks(trained, "single", [Clip.norm(0.5)], num_ranks=1)
+    everywhere = on_ranks(trained, layout, [Clip.norm(0.5)], num_ranks=LAYOUTS[layout])
+    for mode, one, *ranks in zip(MODES, single, *everywhere, strict=True):
+        assert all(same(rank, ranks[0]) for rank in ranks)
+        for kind in ("model", "ema", "moments"):
+            close(one[kind], ranks[0][kind], TOLERANCE[mode])
+        assert ranks[0]["average"] == pytest.approx(one["average"], rel=TOLERANCE[mode])
+        for a, b in zip(one["windows"], ranks[0]["windows"], strict=True):
+            assert a == pytest.approx(b, rel=TOLERANCE[mode])
+
+
+def test_without_a_norm_parts_are_replicas_bit_by_bit(on_ranks: OnRanks) -> None:
+    """Weights gathered in 16 bits are those that autocast makes, and gradients are summed in fp32."""
+    clips = [None, Clip.value(1e-3), Clip.adaptive(0.02)]
+    replicas, parts = on_ranks(trained, "ddp", clips)[0], on_ranks(trained, "fsdp", clips)[0]
+    for i, (a, b) in enumerate(zip(replicas, parts, strict=True)):
+        if clips[i % len(clips)] is None or clips[i % len(clips)].kind == "value":  # type: ignore[union-attr]
+            assert same(
+                [a[kind] for kind in ("model", "ema", "moments")], [b[kind] for kind in ("model", "ema", "moments")]
+            )
+        else:  # norms of vectors are summed over ranks
+            close(a["model"], b["model"], 1e-5)
+
+
+def by_adamw(rank: int, layout: str) -> list[Any]:
+    found = []
+    for fused, mode, early in ((True, "fp32", False), (False, "fp32", False), (True, "fp16", True)):
+        training = Training(layout, mode, optimizer=AdamW, fused=fused, clip=Clip.norm(0.5))
+        unscale = functools.partial(training.amp.unscale_, training.optimizer) if early else None
+        windows = [list(training.window(unscale)) for _ in range(3)]
+        found.append({"windows": windows, "mode": mode, **training.values()})
+    return found
+
+
+def test_adamw_equals_one_process_fused_plain_and_unscaled_by_hand(on_ranks: OnRanks) -> None:
+    (single,) = on_ranks(by_adamw, "single", num_ranks=1)
+    for one, parts in zip(single, on_ranks(by_adamw, "fsdp")[0], strict=True):
+        tolerance = TOLERANCE[one["mode"]]
+        assert all(a == pytest.approx(b, rel=tolerance) for a, b in zip(one["windows"], parts["windows"], strict=True))
+        close(one["moments"], parts["moments"], tolerance)
+
+
+OPTIMIZERS = ["Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+
+
+def by_name(rank: int, layout: str) -> dict[str, Any]:
+    found = {}
+    for name in OPTIMIZERS:
+        amp = Amp.named("fp32")
+        torch.manual_seed(3)
+        net = lay_out(nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1)), layout, amp)
+        optimizer = getattr(torch.optim, name)(net.parameters(), lr=0.1)
+        for i in range(3):
+            torch.manual_seed(i)
+            mine = torch.randn(4, 5).chunk(dist.get_world_size())[rank]
+            amp.backward(net(mine).square().sum())
+            amp.step(optimizer)
+            amp.update()
+            optimizer.zero_grad()
+        found[name] = gathered(net.state_dict())
+    return found
+
+
+def test_every_optimizer_of_single_elements_steps_on_parts(on_ranks: OnRanks) -> None:
+    """Ranks with an empty part included: the last layer has one row."""
+    (single,) = on_ranks(by_name, "single", num_ranks=1)
+    parts = on_ranks(by_name, "fsdp")[0]
+    for name in OPTIMIZERS:
+        close(single[name], parts[name], 1e-4)
+
+
+def by_muon(rank: int) -> str:
+    amp, net = Amp.named("fp32"), wrap_fsdp(nn.Linear(4, 4, bias=False), build_mesh(CPU, 2))
+    optimizer = torch.optim.Adafactor(net.parameters())
+    amp.backward(net(torch.ones(1, 4)).sum())
+    with pytest.raises(TypeError) as problem:
+        amp.step(optimizer)
+    return str(problem.value)
+
+
+def test_an_optimizer_of_whole_matrices_is_refused(on_ranks: OnRanks) -> None:
+    assert all("Adafactor factors the moments of whole matrices" in text for text in on_ranks(by_muon))
+
+
+# --- skipped steps
+
+
+def with_a_bad_gradient(rank: int, bad_rank: int | None, mode: str, agree: bool = True) -> list[Any]:
+    found = []
+    for fused in (True, False):
+        training = Training("fsdp", mode, fused=fused, clip=Clip.norm(0.5))
+
+        def spoil(training: Training = training) -> None:
+            if rank == bad_rank:
+                weight = next(p for p in training.net.parameters() if local([p])[0].numel())
+                local([cast(Tensor, weight.grad)])[0][0] = torch.inf
+
+        taken, scales = [], []
+        for i in range(4):
+            if i == 1 and bad_rank is None:
+                training.step += 1
+                continue  # the run that never saw it
+            if not agree:
+                precision.several_ranks = lambda: False  # type: ignore[assignment]
+                precision.joint_norm = lambda grads, device: torch.linalg.vector_norm(  # type: ignore[assignment]
+                    torch.stack(torch._foreach_norm(local(grads)))
+                )
+            taken.append(training.window(spoil if i == 1 else None)[2])
+            scales.append(training.amp.scale)
+        found.append({"taken": taken, "scales": scales, **training.values()})
+    return found
+
+
+@pytest.mark.parametrize("mode, bad_rank", [("fp16", 0), ("fp16", 1), ("bf16", 1)])
+def test_a_bad_gradient_in_one_part_is_skipped_by_all(mode: str, bad_rank: int, on_ranks: OnRanks) -> None:
+    never = on_ranks(with_a_bad_gradient, None, mode)[0]
+    for seen in on_ranks(with_a_bad_gradient, bad_rank, mode):
+        for a, b in zip(seen, never, strict=True):
+            assert a["taken"] == [True, False, True, True]
+            assert a["scales"] == ([1024.0, 512.0, 512.0, 512.0] if mode == "fp16" else [1.0] * 4)
+            if mode != "fp16":  # after the skip its scale differs, and with it what underflows
+                assert same(
+                    [a[kind] for kind in ("model", "ema", "moments")], [b[kind] for kind in ("model", "ema", "moments")]
+                )
+
+
+def test_ranks_that_do_not_agree_part_ways(on_ranks: OnRanks) -> None:
+    a, b = on_ranks(with_a_bad_gradient, 1, "fp16", False)
+    assert a[0]["taken"][1] and not b[0]["taken"][1] and a[0]["scales"] != b[0]["scales"]
+
+
+def with_statistics(rank: int, bad_rank: int | None) -> Any:
+    amp = Amp.named("bf16")
+    torch.manual_seed(5)
+    net = lay_out(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), "fsdp", amp)
+    optimizer, ema = SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True), Ema(net, 0.9)
+    amp.guard(net)
+    for i in range(4):
+        torch.manual_seed(10 * i + rank)
+        x = torch.randn(4, 3)
+        if i == 1 and bad_rank is None:
+            continue
+        if i == 1 and rank == bad_rank:
+            x.fill_(torch.inf)
+        with amp.autocast():
+            loss = net(x).float().square().mean() / 2
+        amp.backward(loss)
+        report = amp.step(optimizer)
+        assert bool(report.taken) == (i != 1)
+        amp.update()
+        optimizer.zero_grad()
+        ema.update(report)
+    return gathered(net.state_dict()), gathered(ema.state_dict())
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_statistics_are_put_back_on_all_ranks(bad_rank: int, on_ranks: OnRanks) -> None:
+    assert same(on_ranks(with_statistics, bad_rank), on_ranks(with_statistics, None))
+
+
+# --- what a step costs
+
+
+class Collectives(TorchDispatchMode):
+    """Names of the collectives, with the dtypes of what they send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            sent = next(
+                t
+                for arg in reversed(args)
+                for t in ([arg] if isinstance(arg, Tensor) else arg if isinstance(arg, list) else [])
+                if isinstance(t, Tensor)
+            )
+            self.seen.append((func.overloadpacket.__name__.strip("_"), str(sent.dtype).removeprefix("torch.")))
+        return func(*args, **(kwargs or {}))
+
+    def of(self, kind: str, dtype: str = "") -> int:
+        return sum(kind in name and dtype in sent for name, sent in self.seen)
+
+
+def costs(rank: int, mode: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for num_micros in (1, 4):
+        training = Training("fsdp", mode, num_micros=num_micros, optimizer=AdamW, clip=Clip.norm(1.0))
+        training.window()
+        with Collectives() as collectives:
+            training.window()
+        sent = {
+            f"{kind} {dtype}": collectives.of(kind, dtype)
+            for kind in ("reduce_scatter", "allgather")
+            for dtype in ("float32", "float16")
+        }
+        sent["all_reduce"] = collectives.of("allreduce")
+        found[str(num_micros)] = sent
+    amp, net, optimizer = training.amp, training.net, training.optimizer
+    amp.backward(torch.zeros((), requires_grad=True))
+    with Waits() as waits:
+        tokens = torch.randint(31, (2, 8))
+        with amp.autocast():
+            loss = net(tokens).float().mean()
+        amp.backward(loss)
+        report = amp.step(optimizer, Clip.norm(1.0))
+        amp.update()
+        optimizer.zero_grad()
+        training.schedule.advance(report)
+        training.ema.update(report)
+    found["waits"] = waits.num
+    # Weights, averages and two moments of this rank, in fp32.
+    moments = [v for entry in optimizer.state.values() for v in entry.values() if v.ndim]
+    held = local([*net.parameters(), *training.ema.model.parameters(), *moments])
+    found["bytes"] = sum(t.numel() * t.element_size() for t in held)
+    return found
+
+
+def test_one_reduction_per_window_and_group_and_no_wait(on_ranks: OnRanks) -> None:
+    """Groups: per block and for the rest, the weights that are cast and those that are not."""
+    for mode, in_16bit in (("fp32", 0), ("fp16", 3)):
+        for found in on_ranks(costs, mode):
+            groups = 3 + in_16bit
+            for num_micros in ("1", "4"):
+                assert found[num_micros]["reduce_scatter float32"] == groups
+                assert found[num_micros]["reduce_scatter float16"] == 0
+            # Forward and backward; each group is gathered in what it computes in.
+            assert found["1"]["allgather float16"] == 2 * in_16bit
+            # The norm, the agreement, and the loss of the test.
+            assert found["4"]["all_reduce"] == 3
+            assert found["waits"] == 0
+            whole = 4 * 4 * sum(p.numel() for p in gpt().parameters())
+            assert found["bytes"] == pytest.approx(whole / 2, rel=0.05)
+
+
+def kept(rank: int, gather: torch.dtype | None) -> int:
+    """Bytes that a forward pass of one sample in bf16 keeps for the backward pass."""
+    amp, saved = Amp.named("bf16"), []
+    net = wrap_fsdp(gpt(), build_mesh(CPU, 2), gather)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t), amp.autocast():
+        logits = net(torch.zeros(1, 1, dtype=torch.int64))
+    assert logits.requires_grad
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}.values())
+
+
+def test_no_16bit_copy_of_the_weights_waits_for_the_backward_pass(on_ranks: OnRanks) -> None:
+    """Gathered in fp32 and cast by autocast they would: all of them at a time, on every rank."""
+    in_16bit = 2 * sum(p.numel() for m in gpt().modules() if isinstance(m, nn.Linear) for p in m.parameters())
+    assert on_ranks(kept, torch.bfloat16)[0] < 0.2 * in_16bit < in_16bit < on_ranks(kept, None)[0]
+
+
+# --- checkpoints move between layouts
+
+
+def saved(rank: int, layout: str, folder: str) -> list[list[float]]:
+    """Two steps, a checkpoint, and one step more, in every mode."""
+    following = []
+    for mode in MODES:
+        training = Training(layout, mode, optimizer=AdamW, clip=Clip.norm(0.5))
+        for _ in range(2):
+            training.window()
+        checkpoint = Checkpoint(f"{folder}/{layout}/{mode}", writer=rank == 0, **training.parts())
+        checkpoint.save(2)
+        snapshot = checkpoint.snapshot()
+        once = training.window(), training.loss_of_average(), training.values()
+        checkpoint.restore(snapshot)
+        training.step, training.ema.num_taken[...] = 2, 2
+        assert same(once, (training.window(), training.loss_of_average(), training.values()))  # bit by bit
+        following.append([once[0][0], once[0][1], once[1], training.window()[0]])
+    return following
+
+
+def resumed(rank: int, layout: str, folder: str) -> dict[str, list[list[float]]]:
+    """The same steps from the checkpoints of every layout."""
+    found: dict[str, list[list[float]]] = {source: [] for source in LAYOUTS}
+    for source in LAYOUTS:
+        for mode in MODES:
+            training = Training(layout, mode, optimizer=AdamW, clip=Clip.norm(0.5), net=gpt(dropout=0.0))
+            for param in training.net.parameters():
+                local([param.detach()])[0].zero_()
+            assert Checkpoint(f"{folder}/{source}/{mode}", writer=False, **training.parts()).load() is not None
+            training.step, training.ema.num_taken[...] = 2, 2
+            loss, norm, _ = training.window()
+            found[source].append([loss, norm, training.loss_of_average(), training.window()[0]])
+    return found
+
+
+def test_every_layout_continues_every_other_one(tmp_path: Path, on_ranks: OnRanks) -> None:
+    folder = str(tmp_path / "checkpoints")
+    expected = {layout: on_ranks(saved, layout, folder, num_ranks=n)[0] for layout, n in LAYOUTS.items()}
+    contents = {layout: read(f"{folder}/{layout}/bf16/step_00000002") for layout in LAYOUTS}
+    for layout, num_ranks in LAYOUTS.items():
+        for source, runs in on_ranks(resumed, layout, folder, num_ranks=num_ranks)[0].items():
+            for mode, run_on, went_on in zip(MODES, runs, expected[source], strict=True):
+                tolerance = 0.0 if source == layout else TOLERANCE[mode]
+                assert run_on == pytest.approx(went_on, rel=tolerance, abs=0), (source, layout, mode)
+        # Plain tensors with plain names: a network takes them without this project.
+        gpt().load_state_dict(contents[layout]["model"])
+        gpt().load_state_dict(contents[layout]["ema"])
+        assert contents[layout]["optimizer"]["state"].keys() == contents["single"]["optimizer"]["state"].keys()
+        for number, entry in contents[layout]["optimizer"]["state"].items():
+            assert entry["exp_avg"].shape == contents["single"]["optimizer"]["state"][number]["exp_avg"].shape
+
+
+# --- islands
+
+
+class Products(TorchFunctionMode):
+    """Dtypes of input and weight of the linear layers, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[list[str]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            self.dtypes.append([str(t.dtype).removeprefix("torch.") for t in args[:2]])
+        return func(*args, **(kwargs or {}))
+
+
+def with_islands(rank: int, layout: str) -> dict[str, Any]:
+    amp = Amp.named("bf16")
+    torch.manual_seed(1)
+    block = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    net = nn.Sequential(nn.Linear(8, 8), block, nn.Linear(8, 8), copy.deepcopy(block))
+    keep_fp32(net, ["1.2", "3"])
+    plain = copy.deepcopy(net)
+    net = lay_out(net, layout, amp)
+    x = torch.randn(4, 8)
+    with Products() as products, amp.autocast():
+        y = net(x)
+    amp.backward(y.float().square().mean() / dist.get_world_size())
+    with amp.autocast():
+        is_same = torch.equal(y, plain(x))
+    with pytest.raises(RuntimeError) as raised:
+        net(x)
+    return {"dtypes": products.dtypes, "same": is_same, "problem": str(raised.value)}
+
+
+def test_islands_have_fp32_weights_and_all_else_what_autocast_gives_it(on_ranks: OnRanks) -> None:
+    low, full = "bfloat16", "float32"
+    for found in on_ranks(with_islands, "fsdp"):
+        assert found["same"]
+        assert found["dtypes"] == [[full, low], [low, low], [full, full], [full, low], [full, full], [full, full]]
+        assert "outside of autocast to bfloat16" in found["problem"] and "amp.keep_fp32=['0']" in found["problem"]
+
+
+def tied(rank: int, layout: str) -> list[Any]:
+    training = Training(layout, "bf16", net=gpt(tied=True))
+    windows = [training.window() for _ in range(3)]
+    twin: Any = whole_copy(training.net) if layout == "fsdp" else training.net
+    assert twin.embed.weight is twin.head.weight
+    return [windows, training.loss_of_average(), gathered(training.net.state_dict())]
+
+
+def test_weights_in_common_stay_so(on_ranks: OnRanks) -> None:
+    (single,) = on_ranks(tied, "single", num_ranks=1)
+    parts = on_ranks(tied, "fsdp")[0]
+    assert parts[1] == pytest.approx(single[1], rel=TOLERANCE["bf16"])
+    close(single[2], parts[2], TOLERANCE["bf16"])
+
+
+class WithAuxiliaryHead(nn.Module):
+    """One head is only trained, the other one runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.aux = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        y = self.head(self.head(x))
+        return y + self.aux(x) if self.training else y
+
+
+def with_a_part_that_does_not_run(rank: int, layout: str) -> list[Tensor]:
+    amp = Amp.named("bf16")
+    torch.manual_seed(1)
+    net = lay_out(WithAuxiliaryHead(), layout, amp)
+    optimizer, ema, found = SGD(net.parameters(), lr=0.1, fused=True), Ema(net, 0.5), []
+    x = torch.randn(4, 4)
+    for _ in range(3):
+        net.train()
+        with amp.autocast():
+            loss = net(x).float().square().mean() / dist.get_world_size()
+        amp.backward(loss)
+        report = amp.step(optimizer)
+        amp.update()
+        optimizer.zero_grad()
+        ema.update(report)
+        net.eval()
+        with amp.autocast(), torch.no_grad():
+            found += [net(x).float(), ema.model(x).float()]
+    return found
+
+
+def test_evaluation_sees_the_weights_of_the_last_step(on_ranks: OnRanks) -> None:
+    (single,) = on_ranks(with_a_part_that_does_not_run, "single", num_ranks=1)
+    for parts in on_ranks(with_a_part_that_does_not_run, "fsdp"):
+        torch.testing.assert_close(single, parts, rtol=2e-2, atol=2e-2)
+        assert len({float(each.sum()) for each in parts}) == 6
+
+
+# --- whole runs
+
+
+def test_a_run_resumes_bit_exactly_and_goes_on_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = ["amp=fp16", "schedule.horizon=6", "clip=norm", "ema.decay=0.9", "optimizer=sgd"]
+    settings += ["debug.inject={where: gradient, step: 2, rank: 1}"]  # one that a single process does not have
+    sharded = functools.partial(on_two_ranks, "language_model", layout="fsdp")
+    sharded("whole", "steps=4", "accumulation=2", *settings)
+    sharded("parts", "steps=3", "accumulation=2", *settings)
+    shutil.copytree("parts", "alone")
+    sharded("parts", "steps=4", "accumulation=2", *settings)
+    assert not same_but(state("whole"), state("parts"))
+    assert state("whole")["progress"]["skipped"] == 1
+    run("language_model", "alone", "steps=4", "accumulation=2", *settings[:-1])
+    a, b = state("alone"), state("whole")
+    close(a["model"], b["model"], TOLERANCE["fp16"])
+    close(a["ema"], b["ema"], TOLERANCE["fp16"])
+
+
+def test_the_doctor_finds_the_fault_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sharded = functools.partial(on_two_ranks, "language_model", layout="fsdp")
+    sharded("forward", "steps=2", "amp=bf16", "debug.inject={where: activation, step: 2, rank: 1}")
+    sharded("backward", "steps=1", "amp=fp16", "amp.init_scale=16777216", "doctor.after_skips=1")
+    forward, backward = (
+        json.loads(next(Path(run, "doctor").glob("*.json")).read_text()) for run in ("forward", "backward")
+    )
+    assert (forward["op"], forward["phase"], forward["rank"], forward["ranks"]) == ("aten.add", "forward", 1, [1])
+    assert forward["module_class"] == "GPT"
+    assert (backward["cause"], backward["phase"]) == ("loss scale too large", "backward")
+    assert backward["scale_that_fits"] < 2**24
+
+
+REFUSED = {
+    "amp=o2": ["layout=fsdp", "amp=o2"],
+    "amp=bf16_pure": ["layout=hsdp", "layout.shard_size=2", "layout.nproc_per_node=2", "amp=bf16_pure"],
+    "amp=fp8": ["layout=fsdp", "amp=fp8"],
+    "perf.channels_last": ["layout=fsdp", "perf.channels_last=true"],
+    "doctor.statistics_every": ["layout=fsdp", "doctor.statistics_every=5"],
+    "optimizer.name=Adafactor": ["layout=fsdp", "optimizer.name=Adafactor"],
+    "layout.shard_size=null": ["layout=hsdp", "layout.nproc_per_node=4"],
+    "layout.shard_size=2: has no effect": ["layout=fsdp", "layout.shard_size=2"],
+    "layout.shard_size=3: does not divide the 4": ["layout=hsdp", "layout.shard_size=3", "layout.nproc_per_node=4"],
+    "layout.shard_size=2: does not divide the 1": ["layout=hsdp", "layout.shard_size=2"],
+    "layout=fsdp: recipe=gan": ["layout=fsdp", "recipe=gan"],
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_cannot_be_sharded_is_refused_before_the_start(
+    key: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["device=cpu", *REFUSED[key]]) == 2
+    text = capsys.readouterr().err
+    assert key in text and text.count("error:") == 1 and text.count("\n  ") <= 1, text
+    assert not list(tmp_path.iterdir())
+
+
+def on_scalars(rank: int) -> str:
+    net = nn.Linear(2, 2)
+    net.gain = nn.Parameter(torch.ones(()))
+    with pytest.raises(ConfigError) as problem:
+        wrap_fsdp(net, build_mesh(CPU, 2))
+    with pytest.raises(ConfigError, match=r"layout.shard_size=3: does not divide 2 ranks"):
+        build_mesh(CPU, 2, 3)
+    return str(problem.value)
+
+
+def test_a_weight_without_dimensions_is_refused(on_ranks: OnRanks) -> None:
+    assert all("cannot be sharded" in text and "scalar" in text for text in on_ranks(on_scalars))
