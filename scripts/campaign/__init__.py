@@ -1,0 +1,56 @@
+"""The fault campaign: this project's promises under faults that are made on purpose.
+
+A part is a function of a `Plan` that tries a kind of fault many times and returns a `Result`. Runs are real processes,
+forked from this one, which has imported torch and done one run: a run then takes half a second. `scripts/faults.py` is
+the command; nothing here is imported by a run of its own accord.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to try."""
+
+    work: Path
+    """An empty folder."""
+    seed: int = 0
+    long: bool = False
+    count: int | None = None
+    """Cases per loop, instead of those of the form."""
+    case: int | None = None
+    """Only this one of every loop."""
+
+    def cases(self, loop: str, *, short: int, long: int) -> Iterator[tuple[int, random.Random]]:
+        """(number, randomness of its own) of each case, so that one of them can be repeated alone."""
+        count = self.count or (long if self.long else short)
+        for case in range(count) if self.case is None else [self.case]:
+            yield case, random.Random(f"{self.seed}/{loop}/{case}")
+
+    def inside(self, name: str) -> Path:
+        folder = self.work / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+@dataclass
+class Result:
+    """What a part found."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    """What was tried -> how often."""
+    violations: list[str] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+    """What was measured, and why something was left out."""
+
+    def expect(self, holds: object, case: object, what: str) -> bool:
+        """Record a violation unless the promise holds."""
+        if not holds:
+            self.violations.append(f"case {case}: {what}")
+        return bool(holds)
