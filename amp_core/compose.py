@@ -231,7 +231,7 @@ def status_of(run_dir: str | os.PathLike[str]) -> str:
     """`status` of summary.json; "unknown" when it cannot be read."""
     try:
         return str(json.loads(Path(run_dir, "summary.json").read_text())["status"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "unknown"
 
 

@@ -285,8 +285,9 @@ class Environment:
             self._is_new = not self.run_dir.exists()
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.run_dir)
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                self.summary_before = json.loads((self.run_dir / "summary.json").read_text())
+            with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
+                before = json.loads((self.run_dir / "summary.json").read_text())
+                self.summary_before = before if isinstance(before, dict) else {}
         except OSError as problem:
             raise SaveError(f"run_dir={self.run_dir}: cannot be written: {problem.strerror or problem}") from problem
 

@@ -30,11 +30,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from campaign import Plan, Result
+from campaign.files import damaged, pickles
+from campaign.fuzz import fuzz
 from campaign.harness import kill_all, warm_up
 from campaign.saves import saves
 
 PARTS: dict[str, Callable[[Plan], Result]] = {
     "saves": saves,
+    "damage": damaged,
+    "pickles": pickles,
+    "fuzz": fuzz,
 }
 BEGIN, END = "<!-- begin of the table -->", "<!-- end of the table -->"
 
