@@ -134,7 +134,7 @@ def compose(overrides: list[str]) -> dict[str, Any]:
     except ConfigError:
         raise
     except Exception as problem:  # Hydra and OmegaConf raise dozens of kinds; each is a bad command line
-        raise ConfigError(_one_line(problem)) from problem
+        raise ConfigError(one_line(problem)) from problem
 
 
 def _plain(cfg: Any) -> dict[str, Any]:
@@ -157,7 +157,8 @@ def _find_target(values: Any, path: str = "") -> str | None:
     return None
 
 
-def _one_line(problem: BaseException) -> str:
+def one_line(problem: BaseException) -> str:
+    """What Hydra or OmegaConf said, without what is only about their insides."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("reference_type", "object_type"))]
     return f"{'; '.join(kept[:3]) or type(problem).__name__}; see python train.py --help"

@@ -33,13 +33,20 @@ from campaign import Plan, Result
 from campaign.files import damaged, pickles
 from campaign.fuzz import fuzz
 from campaign.harness import kill_all, warm_up
+from campaign.runs import kills, ranks, restarts, signals
 from campaign.saves import saves
+from campaign.storage import storage
 
 PARTS: dict[str, Callable[[Plan], Result]] = {
     "saves": saves,
     "damage": damaged,
     "pickles": pickles,
     "fuzz": fuzz,
+    "kills": kills,
+    "signals": signals,
+    "restarts": restarts,
+    "ranks": ranks,
+    "storage": storage,
 }
 BEGIN, END = "<!-- begin of the table -->", "<!-- end of the table -->"
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import train
 from recipes import RECIPES, find
@@ -44,6 +45,7 @@ SMALL: dict[str, list[str]] = {
 TELLING = ["amp=fp16", "amp.init_scale=16777216", "accumulation=2", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9"]
 
 _children: set[int] = set()
+_agents: list[Child] = []
 
 
 def arguments(*overrides: str, recipe: str = "classification") -> list[str]:
@@ -82,6 +84,9 @@ class Child:
         if self.pid == 0:
             self._live(act, environ or {})
         self.code: int | None = None
+        self.hung = False
+        """It did not end in the time that `wait` gave it."""
+        self._is_gone = False
         _children.add(self.pid)
 
     def _live(self, act: Callable[[], int | None], environ: Mapping[str, str]) -> None:
@@ -112,7 +117,7 @@ class Child:
 
     def poll(self) -> int | None:
         """The exit code, minus the signal if one ended it, or None while it runs."""
-        if self.code is None:
+        if not self._is_gone:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self._ended(status)
@@ -123,10 +128,10 @@ class Child:
         end = time.monotonic() + seconds
         while self.poll() is None and time.monotonic() < end:
             time.sleep(0.002)
-        if self.code is None:
+        if not self._is_gone:
+            self.hung = True
             self.kill()
-            self.code = None
-        return self.code
+        return None if self.hung else self.code
 
     def kill(self) -> None:
         """SIGKILL to it and what it started; at once and without a trace."""
@@ -134,15 +139,17 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)  # before its setsid
-        if self.code is None:
+        if not self._is_gone:
             self._ended(os.waitpid(self.pid, 0)[1])
 
     def signal(self, number: int) -> None:
+        if self._is_gone:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def _ended(self, status: int) -> None:
-        self.code = os.waitstatus_to_exitcode(status)
+        self._is_gone, self.code = True, os.waitstatus_to_exitcode(status)
         _children.discard(self.pid)
 
 
@@ -160,6 +167,7 @@ def start(
     num_ranks: int = 1,
     before: Callable[[int], None] | None = None,
     environ: Mapping[str, str] | None = None,
+    output: Path | None = None,
 ) -> list[Child]:
     """Start a run in `folder`, as `python train.py` or, with several ranks, as torchrun starts its workers.
 
@@ -169,10 +177,11 @@ def start(
         num_ranks: above 1, layout=ddp is added.
         before: called in each process with its rank, to put a fault or an observer into place.
         environ: variables on top of this process's.
+        output: instead of `folder` in the names of the files of outputs.
     """
+    output = output or folder
+    port, alive = _agent(output) if num_ranks > 1 else (0, -1)
     command = [*command, f"run_dir={folder}", *(["layout=ddp"] if num_ranks > 1 else [])]
-    port = str(free_port())
-
     def act(rank: int) -> int:
         if before is not None:
             before(rank)
@@ -181,14 +190,42 @@ def start(
     def variables(rank: int) -> dict[str, str]:
         if num_ranks == 1:
             return dict(environ or {})
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-        agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "campaign"}
-        return ranks | agent | {"TORCHELASTIC_RESTART_COUNT": "0"} | dict(environ or {})
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+        agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "campaign"}
+        agent |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        return ranks | agent | dict(environ or {})
 
-    return [
-        Child(lambda rank=rank: act(rank), folder.with_name(f"{folder.name}.{rank}.txt"), variables(rank))
+    children = [
+        Child(lambda rank=rank: act(rank), output.with_name(f"{output.name}.{rank}.txt"), variables(rank))
         for rank in range(num_ranks)
     ]
+    if alive >= 0:
+        os.close(alive)
+    return children
+
+
+def _agent(output: Path) -> tuple[int, int]:
+    """(port, descriptor) of a process that holds the store of the ranks, as an agent does, until all are gone.
+
+    It is gone when nobody has the descriptor any more: to be inherited by the ranks, and closed here.
+    """
+    for old in _agents[:]:
+        if old.poll() is not None:
+            _agents.remove(old)
+    told, alive = os.pipe(), os.pipe()
+
+    def act() -> None:
+        os.close(alive[1])
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(told[1], str(store.port).encode())
+        os.read(alive[0], 1)
+
+    _agents.append(Child(act, output.with_name(f"{output.name}.agent.txt")))
+    os.close(told[1])
+    port = int(os.read(told[0], 100))
+    os.close(told[0])
+    os.close(alive[0])
+    return port, alive[1]
 
 
 def run(
