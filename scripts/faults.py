@@ -30,12 +30,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from campaign import Plan, Result
+from campaign.breaks import breaks
 from campaign.files import damaged, pickles
 from campaign.fuzz import fuzz
 from campaign.harness import kill_all, warm_up
 from campaign.runs import kills, ranks, restarts, signals
 from campaign.saves import saves
 from campaign.storage import storage
+from campaign.stuck import stuck
+from campaign.trackers import trackers
 
 PARTS: dict[str, Callable[[Plan], Result]] = {
     "saves": saves,
@@ -47,6 +50,9 @@ PARTS: dict[str, Callable[[Plan], Result]] = {
     "restarts": restarts,
     "ranks": ranks,
     "storage": storage,
+    "stuck": stuck,
+    "trackers": trackers,
+    "breaks": breaks,
 }
 BEGIN, END = "<!-- begin of the table -->", "<!-- end of the table -->"
 

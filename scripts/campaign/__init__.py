@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,16 @@ class Plan:
         return folder
 
 
+class Noticed(BaseException):
+    """The first violation, when no more are asked for."""
+
+
 @dataclass
 class Result:
     """What a part found."""
 
+    at_once: ClassVar[bool] = False
+    """Raise `Noticed` at the first violation."""
     counts: Counter[str] = field(default_factory=Counter)
     """What was tried -> how often."""
     violations: list[str] = field(default_factory=list)
@@ -51,6 +58,8 @@ class Result:
 
     def expect(self, holds: object, case: object, what: str) -> bool:
         """Record a violation unless the promise holds."""
+        if not holds and self.at_once:
+            raise Noticed(what)
         if not holds:
             self.violations.append(f"case {case}: {what}")
         return bool(holds)

@@ -229,15 +229,16 @@ def signals(plan: Plan) -> Result:
         codes = [child.wait() for child in children]
         took = time.monotonic() - at
         what = f"{kind.name}, {number.name} to {len(told)} of them"
+        steps = max(sum(moment > at for moment in _polls(torn, rank)) for rank in range(num_ranks))
+        if running:
+            # The step in progress, and one more in which the ranks agree; the signal may come just after a step's end.
+            most, longest = max(most, steps), max(longest, took)
+            result.expect(steps <= (2 if num_ranks == 1 else 3), case, f"{what}: {steps} steps after the signal")
         if running and set(codes) != {0}:
             result.counts[f"signals to runs of {num_ranks} processes"] += 1
             result.expect(
                 codes == [128 + number] * num_ranks, case, f"{what}: exit codes {codes}: {children[0].text[-700:]}"
             )
-            steps = max(sum(moment > at for moment in _polls(torn, rank)) for rank in range(num_ranks))
-            most, longest = max(most, steps), max(longest, took)
-            # The step in progress, and one more in which the ranks agree; the signal may come just after a step's end.
-            result.expect(steps <= (2 if num_ranks == 1 else 3), case, f"{what}: {steps} steps after the signal")
             told_by = summary(torn)
             said = told_by["status"], told_by["exit_code"]
             result.expect(said == ("preempted", 128 + number), case, f"{what}: summary.json says {said}")
