@@ -23,12 +23,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
-
 from campaign import Plan, Result
 from campaign.breaks import breaks
 from campaign.files import damaged, pickles

@@ -1,9 +1,10 @@
-"""Our own code, broken on purpose: each break must be noticed by a part of this campaign, or the part proves nothing."""
+"""Our own code, broken on purpose: a part of this campaign must notice each break, or the part proves nothing."""
 
 from __future__ import annotations
 
 import functools
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from amp_core import buffers, checkpoint, environment, log, loop, precision, schedule
 from amp_core.checkpoint import Checkpoint
-from campaign import Noticed, Plan, Result
+from campaign import Noticed, Plan, Result, harness
 from campaign.files import damaged, pickles
 from campaign.harness import Child, kill_all
 from campaign.runs import kills, ranks, signals
@@ -206,14 +207,23 @@ BREAKS = [
     Break("the schedule is not put back", lambda: _without("Schedule"), kills),
     Break("the average is not put back", lambda: _without("Ema"), kills),
     Break("samples begin again", _wrap(loop.Loop, "_set_progress", _samples_from_the_start), kills),
-    Break("randomness is not a function of the step", _wrap(environment.Environment, "seed_step", _seed_of_the_start), kills),
+    Break(
+        "randomness is not a function of the step",
+        _wrap(environment.Environment, "seed_step", _seed_of_the_start),
+        kills,
+    ),
     Break("lines after the checkpoint stay", _replace(log, "_cut", _keep_all_lines), kills),
     Break("signals are ignored", _replace(environment.Stop, "on_signal", _deaf), signals, 1),
     Break("each rank stops by itself", _replace(environment.Stop, "poll", _each_for_itself), signals, 8),
     Break("a signal is acted upon late", _wrap(environment.Stop, "poll", _late), signals, 4),
     Break("no agreement on skips", _replace(precision, "several_ranks", lambda: False), ranks, 8),
     Break("no guard of the statistics", _replace(buffers.BufferGuard, "settle", _nothing), ranks, 4),
-    Break("the schedule moves in skipped steps", _wrap(schedule.Schedule, "advance", lambda f: _advance_always(f)), ranks, 4),
+    Break(
+        "the schedule moves in skipped steps",
+        _wrap(schedule.Schedule, "advance", lambda f: _advance_always(f)),
+        ranks,
+        4,
+    ),
     Break("no lock of the run folder", _replace(environment, "lock_folder", _no_lock), stuck, 1),
 ]
 
@@ -229,6 +239,7 @@ def breaks(plan: Plan) -> Result:
     """Each break in a process of its own, in which the part that is to notice it runs."""
     result = Result()
     folder = plan.inside("breaks")
+    slowest = (0.0, "")
     for case, each in enumerate(BREAKS):
         if plan.case not in (None, case):
             continue
@@ -237,6 +248,7 @@ def breaks(plan: Plan) -> Result:
         def act(each: Break = each, case: int = case, report: Path = report) -> None:
             each.apply()
             Result.at_once = True
+            harness.patience = 15.0  # broken ranks wait for each other
             inner = Plan(folder / f"work{case}", plan.seed, False, each.count, each.case)
             found = ""
             try:
@@ -247,12 +259,14 @@ def breaks(plan: Plan) -> Result:
                 kill_all()
             report.write_text(json.dumps(found))
 
+        began = time.monotonic()
         child = Child(act, folder / f"{case}.txt")
         child.wait(300)
         result.counts["breaks of our own code"] += 1
+        slowest = max(slowest, (time.monotonic() - began, each.what))
         if result.expect(report.exists(), case, f"{each.what}: the part ended: {child.text[-1000:]}"):
             found = json.loads(report.read_text())
             result.counts["of these noticed"] += bool(found)
             result.expect(found, case, f"NOT NOTICED: {each.what}")
+    result.facts["the last one to be noticed"] = f"{slowest[1]}, {slowest[0]:.0f} s"
     return result
-

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._utils import _rebuild_tensor_v2
 
 from amp_core.checkpoint import read
 from amp_core.errors import CheckpointError
@@ -68,7 +69,9 @@ def damage(folder: Path, other: Path, rng: random.Random) -> str:
     """Damage the checkpoint in `folder`, so that not all of its bytes are as they were; `other` is a sound one."""
     name = rng.choice(["state.pt", "manifest.json"])
     path = folder / name
-    kind = rng.choice(["change"] * 20 + ["missing", "both missing", "folder", "other's", "exchanged", "version", "link"])
+    kind = rng.choice(
+        ["change"] * 20 + ["missing", "both missing", "folder", "other's", "exchanged", "version", "link"]
+    )
     if kind == "missing":
         path.unlink()
     elif kind == "both missing":
@@ -178,9 +181,32 @@ def _whole_runs(plan: Plan, folder: Path, steps: list[Path], mend: Callable[[], 
 
 def _other_files(plan: Plan, folder: Path, copy: Path, result: Result) -> None:
     """Damage to what is not a checkpoint never stops a run without a clear word."""
-    names = ["summary.json", "metrics.jsonl", ".hydra/config.yaml", ".hydra/overrides.yaml", "environment.json", ".lock"]
-    texts = [b"", b"[]", b"null", b"7", b'{"eval": 3}', b"{}", b'"x"', b"\xff\xfe\x00", b"[" * 100_000, b"a: [", b"a: &a [*a]"]
-    texts += [b'{"step": "x", "split": 3}\n[]\n{"step": null}\n', b'{"status": "finished"}', b'{"status": "finished", "eval": 3}']
+    names = [
+        "summary.json",
+        "metrics.jsonl",
+        ".hydra/config.yaml",
+        ".hydra/overrides.yaml",
+        "environment.json",
+        ".lock",
+    ]
+    texts = [
+        b"",
+        b"[]",
+        b"null",
+        b"7",
+        b'{"eval": 3}',
+        b"{}",
+        b'"x"',
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b"a: [",
+        b"a: &a [*a]",
+    ]
+    texts += [
+        b'{"step": "x", "split": 3}\n[]\n{"step": null}\n',
+        b'{"status": "finished"}',
+        b'{"status": "finished", "eval": 3}',
+    ]
     pairs = [(name, text) for name in names for text in texts]
     for case, rng in plan.cases("other files", short=12, long=2 * len(pairs)):
         name, text = pairs[case % len(pairs)] if plan.long else rng.choice(pairs)
@@ -224,7 +250,7 @@ class Built(Evil):
     """Through the state of an innocent class instead of a call of its own."""
 
     def __reduce__(self) -> Any:
-        return torch._utils._rebuild_tensor_v2, (System(self.canary), 0, (1,), (1,), False, {})
+        return _rebuild_tensor_v2, (System(self.canary), 0, (1,), (1,), False, {})
 
 
 EVILS = (Evil, System, Evaluated, Built)
@@ -388,4 +414,3 @@ def _places(template: Path) -> dict[str, tuple[Put, Command]]:
     inside = [f"{newest}/state.pt", f"{newest}/manifest.json", "summary.json", "metrics.jsonl", ".hydra/config.yaml"]
     inside += [".hydra/overrides.yaml", "environment.json", "wandb_id", "doctor/statistics.jsonl", "train.log"]
     return places | {name: (put_in(name), goes_on) for name in inside}
-

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import train
+from amp_core.environment import Stop
 from recipes import RECIPES, find
 
 COMMON = ["device=cpu", "log.progress=false", "save_every=1000", "eval_every=1000", "log_every=1", "batch_size=4"]
@@ -44,6 +45,8 @@ SMALL: dict[str, list[str]] = {
 # A scale that overflows at first, and an average: state that is only right if it was put back.
 TELLING = ["amp=fp16", "amp.init_scale=16777216", "accumulation=2", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9"]
 
+patience = 120.0
+"""Seconds until a process is said to hang."""
 _children: set[int] = set()
 _agents: list[Child] = []
 
@@ -123,9 +126,9 @@ class Child:
                 self._ended(status)
         return self.code
 
-    def wait(self, seconds: float = 120.0) -> int | None:
-        """The exit code; None if it had to be killed because it did not end in time."""
-        end = time.monotonic() + seconds
+    def wait(self, seconds: float | None = None) -> int | None:
+        """The exit code; None if it had to be killed because it did not end in time (default: `patience`)."""
+        end = time.monotonic() + (patience if seconds is None else seconds)
         while self.poll() is None and time.monotonic() < end:
             time.sleep(0.002)
         if not self._is_gone:
@@ -182,6 +185,7 @@ def start(
     output = output or folder
     port, alive = _agent(output) if num_ranks > 1 else (0, -1)
     command = [*command, f"run_dir={folder}", *(["layout=ddp"] if num_ranks > 1 else [])]
+
     def act(rank: int) -> int:
         if before is not None:
             before(rank)
@@ -190,7 +194,12 @@ def start(
     def variables(rank: int) -> dict[str, str]:
         if num_ranks == 1:
             return dict(environ or {})
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+        ranks = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+        }
         agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "campaign"}
         agent |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         return ranks | agent | dict(environ or {})
@@ -233,6 +242,17 @@ def run(
 ) -> list[int | None]:
     """The exit codes of a run that is left to itself; None for a rank that hangs."""
     return [child.wait() for child in start(folder, command, num_ranks=num_ranks, before=before)]
+
+
+def slow_steps(rank: int) -> None:
+    """For `start`: steps that take long enough to do something between them."""
+    original = Stop.poll
+
+    def poll(self: Stop) -> int:
+        time.sleep(0.02)
+        return original(self)
+
+    setattr(Stop, "poll", poll)  # noqa: B010 - the type checker knows that it is a method
 
 
 def free_port() -> int:

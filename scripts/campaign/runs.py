@@ -213,12 +213,14 @@ def signals(plan: Plan) -> Result:
     most, longest = 0, 0.0
     for case, rng in plan.cases("signals", short=8, long=80):
         num_ranks = [1, 2, 1, 4][case % 4] if plan.long else [1, 2][case % 2]
-        number = [signal.SIGTERM, signal.SIGINT][case // 4 % 2] if plan.long else [signal.SIGTERM, signal.SIGINT][case // 2 % 2]
+        number = (
+            [signal.SIGTERM, signal.SIGINT][case // 4 % 2]
+            if plan.long
+            else [signal.SIGTERM, signal.SIGINT][case // 2 % 2]
+        )
         kind = Kind(settings, num_ranks=num_ranks)
         expected, seconds = alone.of(kind)
-        children = start(
-            torn, kind.command, num_ranks=num_ranks, before=functools.partial(_note_polls, folder=torn)
-        )
+        children = start(torn, kind.command, num_ranks=num_ranks, before=functools.partial(_note_polls, folder=torn))
         wait_until(lambda: last_step(torn) > 0, children[0])
         time.sleep(rng.uniform(0, 0.6 * seconds))
         told = rng.choice([children, [rng.choice(children)]])
@@ -275,6 +277,14 @@ def workers_of(pid: int) -> list[int]:
     return found
 
 
+def _is_at(folder: Path, step: int, launcher: int) -> bool:
+    return last_step(folder) >= step and len(workers_of(launcher)) == 2
+
+
+def _are_gone(workers: set[int], launcher: int) -> bool:
+    return not workers & set(workers_of(launcher))
+
+
 def restarts(plan: Plan) -> Result:
     """A rank is killed at a random step, up to three times: the agent starts it again, and the run ends well."""
     result = Result()
@@ -284,16 +294,16 @@ def restarts(plan: Plan) -> Result:
     expected, _ = alone.of(kind)
     agent = [*kind.command, "layout=ddp", "layout.nproc_per_node=2", "layout.max_restarts=3", f"run_dir={torn}"]
     for case, rng in plan.cases("restarts", short=1, long=8):
-        child = Child(lambda: train.main(agent), folder / "torn.0.txt")
+        child = Child(functools.partial(train.main, agent), folder / "torn.0.txt")
         steps = sorted(rng.sample(range(1, 140), rng.choice([1, 1, 2, 3]) if plan.long else 1))
         killed = 0
         for step in steps:
-            wait_until(lambda step=step: last_step(torn) >= step and len(workers_of(child.pid)) == 2, child)
+            wait_until(functools.partial(_is_at, torn, step, child.pid), child)
             workers = workers_of(child.pid)
             if len(workers) == 2 and last_step(torn) < 149:
                 os.kill(rng.choice(workers), signal.SIGKILL)
                 killed += 1
-                wait_until(lambda old=workers: not set(old) & set(workers_of(child.pid)), child)
+                wait_until(functools.partial(_are_gone, set(workers), child.pid), child)
         code = child.wait(180)
         result.counts["ranks killed and started again"] += killed
         what = f"a rank killed at steps {steps}"
@@ -337,6 +347,12 @@ def _note_replicas(rank: int, *, folder: Path, poison: tuple[int, int] | None) -
     setattr(Amp, "step", stepped)  # noqa: B010
 
 
+def _but_skips(saved: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint without its configuration and without the counts of skipped steps."""
+    progress = {key: value for key, value in saved["progress"].items() if not key.startswith("skipped")}
+    return saved | {"config": None, "progress": progress}
+
+
 def ranks(plan: Plan) -> Result:
     """Gradients that are not finite on one rank only: all skip that step, and replicas stay equal in every bit."""
     result = Result()
@@ -374,12 +390,8 @@ def ranks(plan: Plan) -> Result:
             one = [int(number >= step) for number in range(1, 7)]
             result.expect(skipped == one, case, f"{what}: steps skipped so far: {skipped}")
             assert run(clean, dropped, num_ranks=num_ranks) == [0] * num_ranks
-            pair = [state(each) | {"config": None} for each in (torn, clean)]
-            for each in pair:
-                each["progress"] = {k: v for k, v in each["progress"].items() if not k.startswith("skipped")}
-            found = unequal(*pair)
+            found = unequal(_but_skips(state(clean)), _but_skips(state(torn)))
             result.expect(not found, case, f"{what}: not the run that never saw it: {first(found)}")
         clear(torn)
         clear(clean)
     return result
-

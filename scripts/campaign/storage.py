@@ -1,4 +1,4 @@
-"""Storage that fails under a run: full, limited, read-only, gone. A clear message, and the last checkpoint is intact."""
+"""Storage that fails under a run: full, limited, read-only, gone. A clear message, the last checkpoint intact."""
 
 from __future__ import annotations
 
@@ -18,7 +18,18 @@ import torch
 from amp_core.checkpoint import read
 from amp_core.errors import CheckpointError
 from campaign import Plan, Result
-from campaign.harness import Child, arguments, checkpoints, last_step, start, wait_until
+from campaign.harness import (
+    Child,
+    arguments,
+    checkpoints,
+    first,
+    last_step,
+    outcome,
+    slow_steps,
+    start,
+    unequal,
+    wait_until,
+)
 from campaign.runs import BAD, TORN, Alone, Kind, clear, finishes_as_if_alone
 
 KIND = Kind((*TORN, BAD))
@@ -102,7 +113,7 @@ def _full(plan: Plan, disk: Path, expected: dict, result: Result) -> None:
 def _read_only(plan: Plan, disk: Path, expected: dict, result: Result) -> None:
     with mounted(disk, 1 << 24):
         torn = disk / "torn"
-        (child,) = start(torn, KIND.command, before=_slow)
+        (child,) = start(torn, KIND.command, before=slow_steps)
         wait_until(lambda: len(checkpoints(torn)) > 1, child)
         child.kill()
         if not _remount(disk, "ro"):
@@ -117,19 +128,6 @@ def _read_only(plan: Plan, disk: Path, expected: dict, result: Result) -> None:
         finishes_as_if_alone(torn, KIND, expected, result, "rw", "a disk that was read-only")
 
 
-def _slow(rank: int) -> None:
-    """Steps that take long enough to do something between them."""
-    from amp_core.environment import Stop
-
-    original = Stop.poll
-
-    def poll(self: Stop) -> int:
-        time.sleep(0.02)
-        return original(self)
-
-    setattr(Stop, "poll", poll)  # noqa: B010
-
-
 def _limited(plan: Plan, folder: Path, expected: dict, result: Result) -> None:
     for case, rng in plan.cases("limited", short=3, long=30):
         limit = rng.choice([rng.randrange(100, 5000), rng.randrange(5000, 400_000)])
@@ -139,7 +137,7 @@ def _limited(plan: Plan, folder: Path, expected: dict, result: Result) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
         torn = folder / "limited"
-        (child,) = start(torn, KIND.command, before=before, output=None)
+        (child,) = start(torn, KIND.command, before=before)
         code = child.wait()
         # What it says goes to a file, too, which may be cut by the same limit.
         what = f"files of at most {limit} bytes"
@@ -155,10 +153,12 @@ def _vanished(plan: Plan, folder: Path, seconds: float, result: Result) -> None:
     """Somebody deletes or moves folders of a run that is going on."""
     for case, rng in plan.cases("vanished", short=3, long=30):
         torn = folder / "vanished"
-        (child,) = start(torn, KIND.command, before=_slow)
-        wait_until(lambda: last_step(torn) > 0, child)
+        (child,) = start(torn, KIND.command, before=slow_steps)
+        wait_until(lambda torn=torn: last_step(torn) > 0, child)
         time.sleep(rng.uniform(0, 0.2))
-        what = rng.choice(["the run folder is deleted", "the run folder is moved", "checkpoints are deleted", "a file instead"])
+        what = rng.choice(
+            ["the run folder is deleted", "the run folder is moved", "checkpoints are deleted", "a file instead"]
+        )
         gone = {"checkpoints are deleted": torn / "checkpoints", "a file instead": torn / "checkpoints"}.get(what, torn)
         if what.endswith("moved"):
             with contextlib.suppress(FileNotFoundError):
@@ -189,7 +189,7 @@ def _data_gone(plan: Plan, folder: Path, result: Result) -> None:
                 pixels = torch.randint(256, (16, 16, 3), generator=torch.Generator().manual_seed(rng.randrange(2**31)))
                 Image.fromarray(pixels.to(torch.uint8).numpy()).save(data / part / label / f"{number}.png")
     away = folder / "images_away"
-    settings = [item for item in (*TORN, "data=image_folder", f"data.path={data}", "data.image_size=8")]
+    settings = (*TORN, "data=image_folder", f"data.path={data}", "data.image_size=8")
     base = [item for item in arguments() if not item.startswith(("data", "model.options"))]
     for case, rng in plan.cases("data", short=2, long=12):
         workers = [0, 2][case % 2]
@@ -198,8 +198,8 @@ def _data_gone(plan: Plan, folder: Path, result: Result) -> None:
         torn, whole = folder / "torn", folder / "whole"
         (done,) = start(whole, command)
         assert done.wait() == 0, done.text
-        (child,) = start(torn, command, before=_slow)
-        wait_until(lambda: last_step(torn) > 0, child)
+        (child,) = start(torn, command, before=slow_steps)
+        wait_until(lambda torn=torn: last_step(torn) > 0, child)
         time.sleep(rng.uniform(0, 0.1))
         cut = rng.random() < 0.5
         shutil.copytree(data, away)
@@ -216,8 +216,6 @@ def _data_gone(plan: Plan, folder: Path, result: Result) -> None:
         shutil.rmtree(data)
         away.rename(data)
         _sound(torn, result, case, what)
-        from campaign.harness import first, outcome, unequal
-
         (again,) = start(torn, command)
         if result.expect(again.wait() == 0, case, f"{what}: does not go on: {again.text[-700:]}"):
             found = unequal(outcome(whole), outcome(torn))

@@ -16,12 +16,12 @@ from campaign.harness import (
     first,
     last_step,
     outcome,
+    slow_steps,
     start,
     unequal,
     wait_until,
 )
 from campaign.runs import BAD, Alone, Kind, clear, descendants, finishes_as_if_alone, workers_of
-from campaign.storage import _slow
 
 SETTINGS = (*TELLING, "steps=60", "save_every=7", "eval_every=1000", BAD)
 PATIENCE = 0.05
@@ -46,9 +46,9 @@ def _two_launchers(plan: Plan, folder: Path, alone: Alone, result: Result) -> No
     expected, _ = alone.of(kind)
     torn = folder / "torn"
     for case, rng in plan.cases("launchers", short=3, long=30):
-        many = [start(torn, kind.command, before=_slow, output=folder / "torn.0")]
+        many = [start(torn, kind.command, before=slow_steps, output=folder / "torn.0")]
         time.sleep(rng.choice([0.0, 0.0, rng.uniform(0, 0.5), rng.uniform(0, 1.5)]))
-        many += [start(torn, kind.command, before=_slow, output=folder / f"torn.{n}") for n in (1, 2)]
+        many += [start(torn, kind.command, before=slow_steps, output=folder / f"torn.{n}") for n in (1, 2)]
         codes = [child.wait() for (child,) in many]
         result.counts["launchers that met in one run folder"] += 3
         texts = [child.text for (child,) in many]
@@ -71,7 +71,7 @@ def _stopped(plan: Plan, folder: Path, alone: Alone, result: Result) -> None:
     longest = 0.0
     for case, rng in plan.cases("stopped", short=2, long=20):
         for_ever = case % 2 == 0
-        children = start(torn, hasty if for_ever else patient, num_ranks=2, before=_slow)
+        children = start(torn, hasty if for_ever else patient, num_ranks=2, before=slow_steps)
         wait_until(lambda: last_step(torn) > 0, children[0])
         time.sleep(rng.uniform(0, 0.5))
         rank = rng.randrange(2)
@@ -105,7 +105,7 @@ def _data_worker(plan: Plan, folder: Path, alone: Alone, result: Result) -> None
     expected, _ = alone.of(kind)
     torn = folder / "torn"
     for case, rng in plan.cases("data workers", short=2, long=20):
-        (child,) = start(torn, kind.command, before=_slow)
+        (child,) = start(torn, kind.command, before=slow_steps)
         wait_until(lambda: last_step(torn) > 0, child)
         workers = descendants(child.pid)
         if not workers:

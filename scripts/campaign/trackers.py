@@ -97,7 +97,12 @@ def _against(kind: str, case: int, folder: Path, expected: dict, speeds: list[fl
     home = folder / "home"
     home.mkdir(exist_ok=True)
     environ = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "0" * 40, "HOME": str(home)}
-    environ |= {"WANDB_DIR": str(home), "WANDB_CACHE_DIR": str(home), "WANDB_CONFIG_DIR": str(home), "WANDB_MODE": "online"}
+    environ |= {
+        "WANDB_DIR": str(home),
+        "WANDB_CACHE_DIR": str(home),
+        "WANDB_CONFIG_DIR": str(home),
+        "WANDB_MODE": "online",
+    }
     environ |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     began = time.monotonic()
     (child,) = start(torn, arguments(*SETTINGS, "log=wandb"), environ=environ)
