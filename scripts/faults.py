@@ -21,9 +21,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from campaign import Plan, Result
 from campaign.breaks import breaks
 from campaign.files import damaged, pickles
@@ -61,7 +61,13 @@ def main() -> int:
     parser.add_argument("--case", type=int, help="only this case")
     parser.add_argument("--json", type=Path, help="write the counts and the violations to this file")
     parser.add_argument("--write", type=Path, help="renew the table in this page")
+    parser.add_argument("--read", type=Path, nargs="+", help="with --write: results of earlier --json, nothing is run")
     flags = parser.parse_args()
+    if flags.read:
+        found = [json.loads(path.read_text()) for path in flags.read]
+        rows = [row for name in PARTS for one in found for row in one["parts"] if row["part"] == name]
+        write_table(flags.write, rows, found[0]["setting"])
+        return int(any(row["violations"] for row in rows))
     unknown = set(flags.only.split(",")) - set(PARTS)
     if unknown:
         parser.error(f"--only: no part {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
@@ -85,7 +91,7 @@ def main() -> int:
     if flags.json:
         flags.json.write_text(json.dumps({"setting": setting(flags), "parts": rows}, indent=1) + "\n")
     if flags.write:
-        write_table(flags.write, rows, flags)
+        write_table(flags.write, rows, setting(flags))
     return int(any(row["violations"] for row in rows))
 
 
@@ -113,11 +119,11 @@ def say(row: dict, flags: argparse.Namespace) -> None:
 
 def setting(flags: argparse.Namespace) -> str:
     form = "short" if flags.short else "long"
-    system = f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
+    system = f"{platform.system()}, Python {platform.python_version()}, torch {version('torch')}"
     return f"{form} form, seed {flags.seed}, {os.cpu_count()} cores, {system}"
 
 
-def write_table(page: Path, rows: list[dict], flags: argparse.Namespace) -> None:
+def write_table(page: Path, rows: list[dict], how: str) -> None:
     """Put the counts between the two marks of the page."""
     head, rest = page.read_text().split(BEGIN)
     tail = rest.split(END)[1]
@@ -131,7 +137,7 @@ def write_table(page: Path, rows: list[dict], flags: argparse.Namespace) -> None
     seconds = sum(row["seconds"] for row in rows)
     violations = sum(len(row["violations"]) for row in rows)
     table.append(f"| all | | {violations} | {seconds:.0f} |")
-    page.write_text(f"{head}{BEGIN}\n{setting(flags)}\n\n" + "\n".join(table) + f"\n{END}{tail}")
+    page.write_text(f"{head}{BEGIN}\n{how[0].upper()}{how[1:]}.\n\n" + "\n".join(table) + f"\n{END}{tail}")
 
 
 if __name__ == "__main__":

@@ -305,7 +305,6 @@ def pickles(plan: Plan) -> Result:
     hostile = payloads(canary)
     places = _places(template)
     result.facts["kinds of files"] = f"{len(hostile)}, in {len(places)} places"
-    cases = [(place, name) for place in places for name in hostile]
     direct = [name for name in hostile if "pickle" in name or " as " in name or "format" in name]
     for number, name in enumerate(direct):  # straight to the reader: all of them, they take a millisecond
         forge(work / "direct" / "step_00000001", hostile[name], 1)
@@ -322,8 +321,9 @@ def pickles(plan: Plan) -> Result:
                 result.expect(False, number, f"{name}: {path.name} was accepted")
             result.expect(not canary.exists(), number, f"{name}: executed by reading {path.name}")
             canary.unlink(missing_ok=True)
-    for case, rng in plan.cases("pickles", short=16, long=len(cases)):
-        place, name = cases[case] if plan.long and case < len(cases) else rng.choice(cases)
+    for case, rng in plan.cases("pickles", short=16, long=300):
+        # Every place in turn, each time with another file.
+        place, name = list(places)[case % len(places)], rng.choice(list(hostile))
         folder = shutil.copytree(template, work / "run")
         put, command = places[place]
         put(folder, hostile[name])
@@ -332,7 +332,7 @@ def pickles(plan: Plan) -> Result:
         result.counts["runs that met a hostile file"] += 1
         what = f"{name} in {place}: exit code {code}: {child.text[-500:]}"
         result.expect(not canary.exists(), case, f"EXECUTED: {what}")
-        result.expect(code in (0, 2, 3) and "Traceback" not in child.text, case, what)
+        result.expect(code in (0, 1, 2, 3) and "Traceback" not in child.text, case, what)
         canary.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
         child.output.unlink()

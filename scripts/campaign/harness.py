@@ -97,6 +97,7 @@ class Child:
         try:
             os.setsid()
             _children.clear()
+            _agents.clear()
             output = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(output, 1)
             os.dup2(output, 2)

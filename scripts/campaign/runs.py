@@ -211,7 +211,7 @@ def signals(plan: Plan) -> Result:
     alone, torn = Alone(folder), folder / "torn"
     settings = (*TELLING, "steps=60", "save_every=1000", "eval_every=17", BAD)
     most, longest = 0, 0.0
-    for case, rng in plan.cases("signals", short=8, long=80):
+    for case, rng in plan.cases("signals", short=8, long=60):
         num_ranks = [1, 2, 1, 4][case % 4] if plan.long else [1, 2][case % 2]
         number = (
             [signal.SIGTERM, signal.SIGINT][case // 4 % 2]
@@ -293,7 +293,7 @@ def restarts(plan: Plan) -> Result:
     kind = Kind((*TELLING, "steps=150", "save_every=7", "eval_every=1000", BAD), num_ranks=2)
     expected, _ = alone.of(kind)
     agent = [*kind.command, "layout=ddp", "layout.nproc_per_node=2", "layout.max_restarts=3", f"run_dir={torn}"]
-    for case, rng in plan.cases("restarts", short=1, long=8):
+    for case, rng in plan.cases("restarts", short=1, long=6):
         child = Child(functools.partial(train.main, agent), folder / "torn.0.txt")
         steps = sorted(rng.sample(range(1, 140), rng.choice([1, 1, 2, 3]) if plan.long else 1))
         killed = 0
@@ -358,7 +358,7 @@ def ranks(plan: Plan) -> Result:
     result = Result()
     folder = plan.inside("ranks")
     torn, clean = folder / "torn", folder / "clean"
-    for case, rng in plan.cases("ranks", short=8, long=60):
+    for case, rng in plan.cases("ranks", short=8, long=48):
         recipe = ["classification", "face_recognition"][case % 2]
         where = ["batch", "gradient", "activation", "part"][case // 2 % 4]
         num_ranks = rng.choice([2, 2, 3]) if plan.long else 2

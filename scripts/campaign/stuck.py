@@ -45,7 +45,7 @@ def _two_launchers(plan: Plan, folder: Path, alone: Alone, result: Result) -> No
     kind = Kind(SETTINGS)
     expected, _ = alone.of(kind)
     torn = folder / "torn"
-    for case, rng in plan.cases("launchers", short=3, long=30):
+    for case, rng in plan.cases("launchers", short=3, long=12):
         many = [start(torn, kind.command, before=slow_steps, output=folder / "torn.0")]
         time.sleep(rng.choice([0.0, 0.0, rng.uniform(0, 0.5), rng.uniform(0, 1.5)]))
         many += [start(torn, kind.command, before=slow_steps, output=folder / f"torn.{n}") for n in (1, 2)]
@@ -69,7 +69,7 @@ def _stopped(plan: Plan, folder: Path, alone: Alone, result: Result) -> None:
     expected, _ = alone.of(kind)
     torn = folder / "torn"
     longest = 0.0
-    for case, rng in plan.cases("stopped", short=2, long=20):
+    for case, rng in plan.cases("stopped", short=2, long=8):
         for_ever = case % 2 == 0
         children = start(torn, hasty if for_ever else patient, num_ranks=2, before=slow_steps)
         wait_until(lambda: last_step(torn) > 0, children[0])
@@ -104,7 +104,7 @@ def _data_worker(plan: Plan, folder: Path, alone: Alone, result: Result) -> None
     kind = Kind((*SETTINGS, "data.num_workers=2"))
     expected, _ = alone.of(kind)
     torn = folder / "torn"
-    for case, rng in plan.cases("data workers", short=2, long=20):
+    for case, rng in plan.cases("data workers", short=2, long=10):
         (child,) = start(torn, kind.command, before=slow_steps)
         wait_until(lambda: last_step(torn) > 0, child)
         workers = descendants(child.pid)
@@ -125,7 +125,7 @@ def _stopped_worker(plan: Plan, folder: Path, result: Result) -> None:
     torn = folder / "torn"
     command = arguments(*SETTINGS, "steps=1000000", f"run_dir={torn}", "layout=ddp", "layout.nproc_per_node=2")
     longest = 0.0
-    for case, rng in plan.cases("stopped workers", short=1, long=2):
+    for case, rng in plan.cases("stopped workers", short=1, long=1):
         child = Child(lambda: train.main([*command, f"layout.timeout_minutes={PATIENCE}"]), folder / "torn.0.txt")
         wait_until(lambda: last_step(torn) > 3, child)
         workers = workers_of(child.pid)

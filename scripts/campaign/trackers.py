@@ -15,7 +15,7 @@ from pathlib import Path
 from campaign import Plan, Result
 from campaign.harness import Child, arguments, first, free_port, outcome, start, state, summary, unequal
 
-SETTINGS = ("steps=150", "accumulation=2", "ema.decay=0.9", "amp=bf16", "model.options.width=32")
+SETTINGS = ("accumulation=2", "ema.decay=0.9", "amp=bf16", "model.options.width=32")
 LONGEST_ANSWER = 5.0
 
 
@@ -60,8 +60,9 @@ def trackers(plan: Plan) -> Result:
     result = Result()
     folder = plan.inside("trackers")
     plain, speeds = [], []
+    settings = (*SETTINGS, "steps=2000" if plan.long else "steps=150", "log_every=10")
     for number in range(3):
-        (child,) = start(folder / f"plain{number}", arguments(*SETTINGS))
+        (child,) = start(folder / f"plain{number}", arguments(*settings))
         assert child.wait() == 0, child.text
         plain.append(summary(folder / f"plain{number}")["samples_per_second"])
     expected = outcome(folder / "plain0")
@@ -72,7 +73,7 @@ def trackers(plan: Plan) -> Result:
         kinds += ["refusing", "failing", "wrong JSON", "page", "silent"] if plan.long else []
         for case, _ in plan.cases("wandb", short=2, long=len(kinds)):
             kind = kinds[case % len(kinds)]
-            seconds = _against(kind, case, folder, expected, speeds, result)
+            seconds = _against(kind, case, folder, settings, expected, speeds, result)
             result.facts[f"run with a server that is {kind}"] = f"{seconds:.0f} s"
         result.facts["samples per second, to those without wandb"] = (
             f"{statistics.median(speeds) / statistics.median(plain):.2f} (these differ among themselves by "
@@ -82,7 +83,7 @@ def trackers(plan: Plan) -> Result:
         torn = folder / "board"
         torn.mkdir()
         (torn / "tensorboard").touch()  # a file where its folder should be
-        (child,) = start(torn, arguments(*SETTINGS, "log=tensorboard"))
+        (child,) = start(torn, arguments(*settings, "log=tensorboard"))
         code = child.wait()
         result.counts["tensorboards that cannot write"] += 1
         result.expect(code == 0, "tensorboard", f"exit code {code}: {child.text[-700:]}")
@@ -90,7 +91,15 @@ def trackers(plan: Plan) -> Result:
     return result
 
 
-def _against(kind: str, case: int, folder: Path, expected: dict, speeds: list[float], result: Result) -> float:
+def _against(
+    kind: str,
+    case: int,
+    folder: Path,
+    settings: tuple[str, ...],
+    expected: dict,
+    speeds: list[float],
+    result: Result,
+) -> float:
     """Seconds of a run with log=wandb against a server of this kind."""
     torn, port = folder / "torn", free_port()
     server = None if kind == "nobody" else Child(serve(kind, port), folder / "server.txt")
@@ -105,7 +114,7 @@ def _against(kind: str, case: int, folder: Path, expected: dict, speeds: list[fl
     }
     environ |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     began = time.monotonic()
-    (child,) = start(torn, arguments(*SETTINGS, "log=wandb"), environ=environ)
+    (child,) = start(torn, arguments(*settings, "log=wandb"), environ=environ)
     code = child.wait(90)
     seconds = time.monotonic() - began
     if server is not None:
