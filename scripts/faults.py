@@ -29,6 +29,7 @@ from campaign.breaks import breaks
 from campaign.files import damaged, pickles
 from campaign.fuzz import fuzz
 from campaign.harness import kill_all, warm_up
+from campaign.network import network
 from campaign.runs import kills, ranks, restarts, signals
 from campaign.saves import saves
 from campaign.storage import storage
@@ -47,6 +48,7 @@ PARTS: dict[str, Callable[[Plan], Result]] = {
     "storage": storage,
     "stuck": stuck,
     "trackers": trackers,
+    "network": network,
     "breaks": breaks,
 }
 BEGIN, END = "<!-- begin of the table -->", "<!-- end of the table -->"
