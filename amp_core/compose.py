@@ -225,7 +225,8 @@ def is_finished(run_dir: str, values: dict[str, Any]) -> bool:
 
 def finished_metric(run_dir: str, name: str) -> float | None:
     """A result of a finished run, from its summary.json."""
-    return json.loads(Path(run_dir, "summary.json").read_text())["eval"].get(name)
+    results = json.loads(Path(run_dir, "summary.json").read_text()).get("eval")
+    return results.get(name) if isinstance(results, dict) else None
 
 
 def status_of(run_dir: str | os.PathLike[str]) -> str:
