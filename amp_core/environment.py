@@ -222,7 +222,9 @@ class Environment:
         if self.cfg.layout.name == "data_parallel":
             net = wrap_data_parallel(net, self.devices)
         elif self.world_size > 1 and not amp.weights:  # 16-bit gradients are summed in fp32, by amp.step
-            net = wrap_ddp(net, None if split else self.device)
+            # Two numbers have one sum; on a GPU a step is only repeatable when it was asked for.
+            exact = self.world_size > 2 and (self.device.type == "cpu" or self.cfg.deterministic)
+            net = wrap_ddp(net, None if split else self.device, exact=exact)
         amp.guard(net)
         return net
 

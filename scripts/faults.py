@@ -63,11 +63,17 @@ def main() -> int:
     parser.add_argument("--case", type=int, help="only this case")
     parser.add_argument("--json", type=Path, help="write the counts and the violations to this file")
     parser.add_argument("--write", type=Path, help="renew the table in this page")
-    parser.add_argument("--read", type=Path, nargs="+", help="with --write: results of earlier --json, nothing is run")
+    parser.add_argument(
+        "--read",
+        type=Path,
+        nargs="+",
+        help="with --write: earlier --json results, the last of a part counts; runs nothing",
+    )
     flags = parser.parse_args()
     if flags.read:
         found = [json.loads(path.read_text()) for path in flags.read]
-        rows = [row for name in PARTS for one in found for row in one["parts"] if row["part"] == name]
+        known = {row["part"]: row for one in found for row in one["parts"]}
+        rows = [known[name] for name in PARTS if name in known]
         write_table(flags.write, rows, found[0]["setting"])
         return int(any(row["violations"] for row in rows))
     unknown = set(flags.only.split(",")) - set(PARTS)

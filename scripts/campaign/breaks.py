@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from amp_core import buffers, checkpoint, environment, log, loop, precision, schedule
+from amp_core import buffers, checkpoint, environment, layout, log, loop, precision, schedule
 from amp_core.checkpoint import Checkpoint
 from campaign import Noticed, Plan, Result, harness
 from campaign.files import damaged, pickles
@@ -178,6 +178,10 @@ def _late(original: Callable[..., int]) -> Callable[..., int]:
     return poll
 
 
+def _without_options(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: original(*args)
+
+
 def _no_lock(run_dir: Path) -> Any:
     return open(run_dir / ".lock", "a+")
 
@@ -224,6 +228,7 @@ BREAKS = [
         ranks,
         4,
     ),
+    Break("sums in another order after a resume", _wrap(layout, "wrap_ddp", _without_options), signals, 8),
     Break("no lock of the run folder", _replace(environment, "lock_folder", _no_lock), stuck, 1),
 ]
 

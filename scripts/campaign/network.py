@@ -21,7 +21,7 @@ PORT = 29511
 TIMEOUT = 0.1
 """layout.timeout_minutes."""
 # Of its own name and addresses; the names of both; given up after seconds, not after a quarter of an hour.
-ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && echo 4 > /proc/sys/net/ipv4/tcp_retries2 && shift 2 && exec "$@"'
+ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && echo 4 > /proc/sys/net/ipv4/tcp_retries2 && shift 2 && "$@"'
 
 
 def _ip(*arguments: str) -> None:

@@ -116,6 +116,7 @@ KINDS = [
     _kind("contrastive"),
     _kind("segmentation"),
     _kind("custom_function"),
+    _kind("classification", num_ranks=3),
 ]
 NUM_SHORT = 2
 
@@ -212,12 +213,8 @@ def signals(plan: Plan) -> Result:
     settings = (*TELLING, "steps=60", "save_every=1000", "eval_every=17", BAD)
     most, longest = 0, 0.0
     for case, rng in plan.cases("signals", short=8, long=60):
-        num_ranks = [1, 2, 1, 4][case % 4] if plan.long else [1, 2][case % 2]
-        number = (
-            [signal.SIGTERM, signal.SIGINT][case // 4 % 2]
-            if plan.long
-            else [signal.SIGTERM, signal.SIGINT][case // 2 % 2]
-        )
+        num_ranks = [1, 2, 3, 4][case % 4] if plan.long else [1, 2, 1, 3][case % 4]
+        number = [signal.SIGTERM, signal.SIGINT][case // 4 % 2]
         kind = Kind(settings, num_ranks=num_ranks)
         expected, seconds = alone.of(kind)
         children = start(torn, kind.command, num_ranks=num_ranks, before=functools.partial(_note_polls, folder=torn))
