@@ -266,7 +266,7 @@ def overrides_of(run_dir: str | os.PathLike[str]) -> list[str]:
     path = Path(run_dir, ".hydra", "overrides.yaml")
     if not path.is_file():
         raise ConfigError(f"{run_dir}: holds no run (no .hydra/overrides.yaml)")
-    return [text for text in OmegaConf.load(path) if not str(text).startswith(("run_dir=", "resume=", "hydra."))]
+    return [str(text) for text in OmegaConf.load(path) if not str(text).startswith(("run_dir=", "resume=", "hydra."))]
 
 
 def stored_config(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
