@@ -14,7 +14,7 @@ BUSY := $(VENV)/.installing
 EXTRAS := wandb,tensorboard,data,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check format bench sweep clean distclean
+.PHONY: help setup train test check format bench faults sweep clean distclean
 
 # An environment cannot be moved or copied, and does not survive the removal of its Python: then set it up again.
 ifneq ($(shell test -x $(PY) && cat $(STAMP) 2>/dev/null),$(CURDIR))
@@ -44,6 +44,9 @@ format: setup ## apply what the linter can mend, and the formatting
 
 bench: setup ## measure speed: python scripts/bench.py $(ARGS)
 	$(PY) scripts/bench.py $(ARGS)
+
+faults: setup ## break things on purpose, long: python scripts/faults.py $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) scripts/faults.py $(ARGS)
 
 sweep: setup ## the published sweep: three modes, five seeds each
 	$(PY) train.py -m amp=fp32,bf16,fp16 seed=1,2,3,4,5 $(ARGS)

@@ -256,12 +256,18 @@ def sweep_job(config: DictConfig) -> float | None:
 
 
 def _ask_hydra(arguments: list[str], flags: argparse.Namespace) -> int:
+    overrides = [] if flags.hydra_help else flags.overrides
     if flags.cfg or flags.info:
-        _, problems = compose.check_overrides(flags.overrides, multirun=False)
+        overrides, problems = compose.check_overrides(overrides, multirun=False)
         if problems:
             raise ConfigError(problems)
         compose.compose([])
-    _hydra(arguments)
+    asked = [argument for argument in arguments if argument not in flags.overrides and argument != "--"]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions on instead of printing them
+    try:
+        _hydra([*asked, "--", *overrides])  # it finds no flags behind overrides
+    except Exception as problem:
+        raise ConfigError(f"{' '.join(arguments)}: {compose.one_line(problem)}") from problem
     return 0
 
 

@@ -134,7 +134,7 @@ def compose(overrides: list[str]) -> dict[str, Any]:
     except ConfigError:
         raise
     except Exception as problem:  # Hydra and OmegaConf raise dozens of kinds; each is a bad command line
-        raise ConfigError(_one_line(problem)) from problem
+        raise ConfigError(one_line(problem)) from problem
 
 
 def _plain(cfg: Any) -> dict[str, Any]:
@@ -157,7 +157,8 @@ def _find_target(values: Any, path: str = "") -> str | None:
     return None
 
 
-def _one_line(problem: BaseException) -> str:
+def one_line(problem: BaseException) -> str:
+    """What Hydra or OmegaConf said, without what is only about their insides."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("reference_type", "object_type"))]
     return f"{'; '.join(kept[:3]) or type(problem).__name__}; see python train.py --help"
@@ -224,14 +225,15 @@ def is_finished(run_dir: str, values: dict[str, Any]) -> bool:
 
 def finished_metric(run_dir: str, name: str) -> float | None:
     """A result of a finished run, from its summary.json."""
-    return json.loads(Path(run_dir, "summary.json").read_text())["eval"].get(name)
+    results = json.loads(Path(run_dir, "summary.json").read_text()).get("eval")
+    return results.get(name) if isinstance(results, dict) else None
 
 
 def status_of(run_dir: str | os.PathLike[str]) -> str:
     """`status` of summary.json; "unknown" when it cannot be read."""
     try:
         return str(json.loads(Path(run_dir, "summary.json").read_text())["status"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "unknown"
 
 

@@ -636,6 +636,15 @@ def _check_inject_value(values: Any) -> Any:
     return values
 
 
+def _is_length(value: object) -> bool:
+    parts = str(value).split()
+    if len(parts) != 2 or parts[1] not in ("step", "steps", "epoch", "epochs", "sample", "samples"):
+        return False
+    whole = parts[1].startswith("step")
+    is_number = re.fullmatch(r"[0-9]+" if whole else r"[0-9]+(\.[0-9]*)?(e[0-9]+)?", parts[0]) is not None
+    return is_number and 0 < float(parts[0]) < math.inf
+
+
 def _key(problem: str) -> str:
     return re.split(r"[=:]", problem, maxsplit=1)[0]
 
@@ -649,6 +658,11 @@ def examine(values: Mapping[str, Any]) -> tuple[Config, list[str], set[str]]:
     cfg = structure(Config, _check_inject_value(dict(values)), "", problems)
     if not isinstance(cfg.recipe, dict) or not isinstance(cfg.recipe.get("name"), str):
         problems.append(f"recipe={_shown(cfg.recipe)}: {nearest(str(cfg.recipe), choices('recipe'))}")
+    elif "length" in cfg.recipe and not _is_length(cfg.recipe["length"]):
+        problems.append(
+            f"recipe.length={_shown(cfg.recipe['length'])}: expected a number above 0 and steps, epochs or samples, "
+            f"such as '12 epochs'; use steps=, epochs= or samples= for one run"
+        )
     # A value of the wrong type is null by now: it was reported, and a rule must not report it again.
     reported = {_key(problem) for problem in problems}
     broken = {key.split(".")[0] for key in reported}

@@ -254,11 +254,26 @@ class Batches:
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
                 raise
-            self.close()
-            raise RunError(
-                f"{str(error).strip()} Often memory ran out, or /dev/shm is too small. "
-                f"Use a smaller data.num_workers; 0 loads in the training process"
-            ) from error
+            raise self._died(str(error).strip()) from error
+        except (ConnectionError, EOFError, FileNotFoundError) as error:
+            dead = self._dead_workers()
+            if not dead:
+                raise
+            raise self._died(f"DataLoader worker (pid {dead[0]}) died while it handed over a batch.") from error
+
+    def _died(self, what: str) -> RunError:
+        self.close()
+        return RunError(
+            f"{what} Often memory ran out, or /dev/shm is too small. Use a smaller data.num_workers; 0 loads in the "
+            f"training process"
+        )
+
+    def _dead_workers(self) -> list[int]:
+        """Process ids. Waits a moment, since the connection to a killed worker ends before the worker does."""
+        workers = getattr(self._iterator, "_workers", [])
+        for worker in workers:
+            worker.join(0.2)
+        return [worker.pid for worker in workers if not worker.is_alive()]
 
     def close(self) -> None:
         """End the workers. The iterator is exhausted then. May be called twice."""

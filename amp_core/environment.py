@@ -237,7 +237,9 @@ class Environment:
         elif self._shards:
             net = wrap_fsdp(net, self.mesh, amp.dtype if amp.dtype is not torch.float32 else None)
         elif self.world_size > 1 and not amp.weights:  # 16-bit gradients are summed in fp32, by amp.step
-            net = wrap_ddp(net, None if split else self.device)
+            # Two numbers have one sum; on a GPU a step is only repeatable when it was asked for.
+            exact = self.world_size > 2 and (self.device.type == "cpu" or self.cfg.deterministic)
+            net = wrap_ddp(net, None if split else self.device, exact=exact)
         amp.guard(net)
         return net
 
@@ -300,8 +302,9 @@ class Environment:
             self._is_new = not self.run_dir.exists()
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.run_dir)
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                self.summary_before = json.loads((self.run_dir / "summary.json").read_text())
+            with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
+                before = json.loads((self.run_dir / "summary.json").read_text())
+                self.summary_before = before if isinstance(before, dict) else {}
         except OSError as problem:
             raise SaveError(f"run_dir={self.run_dir}: cannot be written: {problem.strerror or problem}") from problem
 

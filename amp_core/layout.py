@@ -14,7 +14,7 @@ from amp_core.islands import carry_autocast
 from amp_core.shards import local
 
 
-def wrap_ddp(net: nn.Module, device: torch.device | None) -> DistributedDataParallel:
+def wrap_ddp(net: nn.Module, device: torch.device | None, *, exact: bool = False) -> DistributedDataParallel:
     """DistributedDataParallel whose reduction *sums* gradients over ranks.
 
     The weights of a window already sum to 1 over all ranks, so a mean on top would divide twice.
@@ -22,9 +22,16 @@ def wrap_ddp(net: nn.Module, device: torch.device | None) -> DistributedDataPara
     Args:
         net: on `device`.
         device: None for a network that lies on several devices and moves its inputs by itself.
+        exact: sum in the same order in every step, whenever the run was begun or resumed. DDP otherwise arranges its
+            buckets anew after its first step, and with three or more ranks an element's place in a bucket decides in
+            which order the ranks are added. The gradients of the first layers, the last to be ready, then go first.
     """
     on_one_gpu = device is not None and device.type == "cuda"
     ddp = DistributedDataParallel(net, device_ids=[device] if on_one_gpu else None, gradient_as_bucket_view=True)
+    if exact:
+        # Arranges them now, in the order of the parameters; it does so only once. torch has no public name for it.
+        ddp.reducer._push_all_rebuilt_params()
+        ddp.reducer._rebuild_buckets()
     ddp.register_comm_hook(None, _sum)
     return ddp
 

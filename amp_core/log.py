@@ -341,7 +341,7 @@ def _cut(path: Path, last_step: int) -> dict[str, int]:
         try:
             entry = json.loads(line)
             key = str(entry.get("split", "")), int(entry["step"])
-        except (ValueError, KeyError, TypeError, AttributeError):  # half-written
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # half-written, or no line of ours
             continue
         if key[1] <= last_step:
             kept[key] = line

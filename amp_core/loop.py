@@ -728,7 +728,9 @@ class Loop:
         env = self.env
         if env.is_main:
             say(f"already finished: {self.step} of {self.num_steps} steps in {env.run_dir}")
-        before = env.summary_before if env.summary_before.get("status") == "finished" else None
+        before = env.summary_before
+        if before.get("status") != "finished" or not isinstance(before.get("eval"), dict):
+            before = None
         # A run that was killed between its last checkpoint and its summary has no result yet.
         if env.any_rank(env.is_main and before is None):
             self.eval = self._metrics_of_nets()

@@ -160,6 +160,10 @@ PAIRS = {
     "data.num_classes": ["data.num_classes=5"],
     "run_dir=/proc/version": ["run_dir=/proc/version"],
     "amp.keep_fp32": ["amp=bf16", "amp.keep_fp32=7"],
+    "recipe.length=0": ["recipe.length=0"],
+    "recipe.length=3.5": ["recipe.length='3.5 steps'"],
+    "recipe.length=0 epochs": ["recipe.length='0 epochs'"],
+    "recipe.length=3 weeks": ["recipe.length='3 weeks'"],
     "amp.keep_fp32=['head']": ["amp=bf16", "amp.keep_fp32=[head]"],
     "run_dir=x": ["-m", "run_dir=x", "amp=fp32,bf16"],
     "amp=fp17": ["-m", "amp=fp32,fp17"],
@@ -286,3 +290,18 @@ def test_cfg_job_prints_every_key_of_the_schema(capsys):
 
 def test_nearest_puts_the_close_one_first():
     assert nearest("fp61", ["bf16", "fp16"]).startswith("Did you mean fp16?")
+
+
+@pytest.mark.parametrize(
+    "arguments, code, expected",
+    [
+        (["seed=7", "--cfg", "job", "steps=31"], 0, "steps: 31"),
+        (["seed=7", "--info=all", "steps=31"], 0, "steps: 31"),
+        (["--hydra-help", "clip=norm"], 0, "Hydra"),
+        (["--shell-completion", "seed=1"], 2, "error: --shell-completion seed=1: Expecting one subcommand"),
+    ],
+)
+def test_what_hydra_answers_may_stand_anywhere_and_shows_no_traceback(arguments, code, expected, tmp_path):
+    done = subprocess.run([sys.executable, ROOT / "train.py", *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == code and expected in done.stdout + done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())

@@ -764,3 +764,29 @@ def test_copies_ahead_are_whole_when_they_are_used(ahead: bool) -> None:
     for i, (total, number) in enumerate(sums):
         assert number.item() == i
         assert total.item() == pytest.approx(expected[i % 8].double().sum().item(), abs=1e-6)
+
+
+class _DiesOnTheWay:
+    """A batch whose worker is killed while the training process takes it."""
+
+    def __reduce__(self):
+        return _cut_off, (os.getpid(),)
+
+
+def _cut_off(worker):
+    os.kill(worker, signal.SIGKILL)
+    raise ConnectionResetError(104, "Connection reset by peer")
+
+
+class _NeverArrives:
+    def __len__(self):
+        return 8
+
+    def __getitems__(self, keys):
+        return _DiesOnTheWay()
+
+
+def test_a_worker_that_dies_while_it_hands_over_a_batch_is_named():
+    with train_loader(_NeverArrives(), [[(0, 0)]], num_workers=1) as batches:
+        with pytest.raises(RunError, match=r"DataLoader worker \(pid \d+\).* data.num_workers"):
+            next(batches)

@@ -187,3 +187,29 @@ def test_two_ranks_equal_one_process(mode: str, tolerance: float, clip: Clip | N
     assert same(a, b) and norms_a == norms_b == pytest.approx(norms, rel=tolerance)
     for x, y in zip(a, one, strict=True):
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+# --- a resumed run adds the ranks in the order of the one that went on
+
+
+def torn(rank: int, exact: bool) -> list[list[Tensor]]:
+    """The weights after six steps; and after the same six, with a wrapper made anew after the third."""
+    results = []
+    for num_wrappers in (1, 2):
+        torch.manual_seed(7)
+        net = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
+        optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for part in range(num_wrappers):
+            ddp = wrap_ddp(net, torch.device("cpu"), exact=exact)
+            for i in range(part * 3, 6 if part == num_wrappers - 1 else 3):
+                torch.manual_seed(10 * i + rank)
+                ddp(torch.randn(16, 8)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append([parameter.detach().clone() for parameter in net.parameters()])
+    return results
+
+
+def test_three_ranks_add_in_the_same_order_after_a_resume_and_plain_ddp_does_not(on_ranks: OnRanks) -> None:
+    assert all(same(*pair) for pair in on_ranks(torn, True, num_ranks=3))
+    assert not any(same(*pair) for pair in on_ranks(torn, False, num_ranks=3))

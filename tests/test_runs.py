@@ -493,6 +493,28 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(capsys):
     assert len(checkpoints(folder)) >= 2
 
 
+@pytest.mark.parametrize("text", ["null", "[]", "{}", '{"status": "finished", "eval": 3}', "[" * 100_000])
+def test_damaged_reports_of_a_run_do_not_keep_it_from_going_on(text):
+    folder = run("run_dir=a", "steps=4")
+    expected = summary(folder)["eval"]
+    (folder / "summary.json").write_text(text)
+    run("run_dir=a", "steps=4", "log_every=5")
+    # One that still says "finished" is believed.
+    assert text.startswith('{"status"') or summary(folder)["eval"] == expected
+    for name in ("summary.json", "metrics.jsonl"):
+        (folder / name).write_text(text)
+    run("run_dir=a", "steps=6")
+    assert summary(folder)["status"] == "finished" and [line["step"] for line in lines(folder)] == [6, 6]
+
+
+def test_a_sweep_goes_on_beside_a_damaged_summary():
+    sweep = [*SMALL, "-m", "hydra.sweep.dir=s", "seed=1,2", "steps=2"]
+    assert train.main(sweep) == 0
+    for path in Path("s").glob("*/summary.json"):
+        path.write_text('{"status": "finished"}')
+    assert train.main(sweep) == 0
+
+
 def test_a_foreign_checkpoint_is_refused_and_nothing_is_lost(capsys):
     torch.save({"weights": torch.zeros(3)}, "foreign.pt")
     run("resume=foreign.pt", "steps=3", code=3)

@@ -1,0 +1,132 @@
+"""Tracking servers that are gone, slow or mad: the run ends with 0 and is not held up."""
+
+from __future__ import annotations
+
+import http.server
+import importlib.util
+import json
+import shutil
+import socketserver
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from campaign import Plan, Result
+from campaign.harness import Child, arguments, first, free_port, outcome, start, state, summary, unequal
+
+SETTINGS = ("accumulation=2", "ema.decay=0.9", "amp=bf16", "model.options.width=32")
+LONGEST_ANSWER = 5.0
+
+
+class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
+    daemon_threads = True
+
+
+def _handler(kind: str) -> type[http.server.BaseHTTPRequestHandler]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if kind == "silent":
+                time.sleep(3600)
+            if kind == "slow":
+                time.sleep(LONGEST_ANSWER)
+            code = {"refusing": 401, "failing": 500}.get(kind, 200)
+            bodies = {"garbage": b"\x00\xff" * 500, "wrong JSON": b'{"data": [1, 2, {"viewer": 7}]}', "page": b"<html>"}
+            body = bodies.get(kind, json.dumps({"data": None, "errors": [{"message": "no"}]}).encode())
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = do_PUT = answer
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    return Handler
+
+
+def serve(kind: str, port: int) -> Callable[[], None]:
+    def act() -> None:
+        _Server(("127.0.0.1", port), _handler(kind)).serve_forever()
+
+    return act
+
+
+def trackers(plan: Plan) -> Result:
+    """wandb against servers that misbehave, and tensorboard where it cannot write."""
+    result = Result()
+    folder = plan.inside("trackers")
+    plain, speeds = [], []
+    settings = (*SETTINGS, "steps=2000" if plan.long else "steps=150", "log_every=10")
+    for number in range(3):
+        (child,) = start(folder / f"plain{number}", arguments(*settings))
+        assert child.wait() == 0, child.text
+        plain.append(summary(folder / f"plain{number}")["samples_per_second"])
+    expected = outcome(folder / "plain0")
+    if importlib.util.find_spec("wandb") is None:
+        result.facts["left out"] = "wandb is not installed"
+    else:
+        kinds = ["nobody", "slow", "garbage"]
+        kinds += ["refusing", "failing", "wrong JSON", "page", "silent"] if plan.long else []
+        for case, _ in plan.cases("wandb", short=2, long=len(kinds)):
+            kind = kinds[case % len(kinds)]
+            seconds = _against(kind, case, folder, settings, expected, speeds, result)
+            result.facts[f"run with a server that is {kind}"] = f"{seconds:.0f} s"
+        result.facts["samples per second, to those without wandb"] = (
+            f"{statistics.median(speeds) / statistics.median(plain):.2f} (these differ among themselves by "
+            f"{max(plain) / min(plain):.2f})"
+        )
+    if importlib.util.find_spec("tensorboard") is not None:
+        torn = folder / "board"
+        torn.mkdir()
+        (torn / "tensorboard").touch()  # a file where its folder should be
+        (child,) = start(torn, arguments(*settings, "log=tensorboard"))
+        code = child.wait()
+        result.counts["tensorboards that cannot write"] += 1
+        result.expect(code == 0, "tensorboard", f"exit code {code}: {child.text[-700:]}")
+        result.expect("warning: tensorboard" in child.text, "tensorboard", f"no warning: {child.text[-700:]}")
+    return result
+
+
+def _against(
+    kind: str,
+    case: int,
+    folder: Path,
+    settings: tuple[str, ...],
+    expected: dict,
+    speeds: list[float],
+    result: Result,
+) -> float:
+    """Seconds of a run with log=wandb against a server of this kind."""
+    torn, port = folder / "torn", free_port()
+    server = None if kind == "nobody" else Child(serve(kind, port), folder / "server.txt")
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    environ = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "0" * 40, "HOME": str(home)}
+    environ |= {
+        "WANDB_DIR": str(home),
+        "WANDB_CACHE_DIR": str(home),
+        "WANDB_CONFIG_DIR": str(home),
+        "WANDB_MODE": "online",
+    }
+    environ |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    began = time.monotonic()
+    (child,) = start(torn, arguments(*settings, "log=wandb"), environ=environ)
+    code = child.wait(90)
+    seconds = time.monotonic() - began
+    if server is not None:
+        server.kill()
+    result.counts["runs with a wandb server that misbehaves"] += 1
+    what = f"a server that is {kind}"
+    if result.expect(code == 0, case, f"{what}: exit code {code}: {child.text[-1500:]}"):
+        result.expect("Traceback" not in child.text, case, f"{what}: {child.text[-1500:]}")
+        result.expect("warning: wandb" in child.text, case, f"{what}: no warning: {child.text[-700:]}")
+        found = unequal(expected["state"]["model"], state(torn)["model"])
+        result.expect(not found, case, f"{what}: another result: {first(found)}")
+        speeds.append(summary(torn)["samples_per_second"])
+    shutil.rmtree(torn, ignore_errors=True)
+    child.output.unlink()
+    return seconds

@@ -1,0 +1,152 @@
+"""The fault campaign: faults made on purpose, many times, and what the project promises checked after each.
+
+    python scripts/faults.py                              everything, in the long form
+    python scripts/faults.py --short                      the form of the tests: minutes
+    python scripts/faults.py --only kills,damage --count 50 --seed 7 --json result.json
+    python scripts/faults.py --only kills --seed 7 --case 13            one case again
+    python scripts/faults.py --write docs/RELIABILITY.md  renew the table of that page
+
+Exit code 1 when a promise was broken: each violation says what to repeat it with. Works on Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+from campaign import Plan, Result
+from campaign.breaks import breaks
+from campaign.files import damaged, pickles
+from campaign.fuzz import fuzz
+from campaign.harness import kill_all, warm_up
+from campaign.network import network
+from campaign.runs import kills, ranks, restarts, signals
+from campaign.saves import saves
+from campaign.storage import storage
+from campaign.stuck import stuck
+from campaign.trackers import trackers
+
+PARTS: dict[str, Callable[[Plan], Result]] = {
+    "saves": saves,
+    "damage": damaged,
+    "pickles": pickles,
+    "fuzz": fuzz,
+    "kills": kills,
+    "signals": signals,
+    "restarts": restarts,
+    "ranks": ranks,
+    "storage": storage,
+    "stuck": stuck,
+    "trackers": trackers,
+    "network": network,
+    "breaks": breaks,
+}
+BEGIN, END = "<!-- begin of the table -->", "<!-- end of the table -->"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between them")
+    parser.add_argument("--short", action="store_true", help="fewer cases, and only the quick kinds")
+    parser.add_argument("--count", type=int, help="cases of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=int, help="only this case")
+    parser.add_argument("--json", type=Path, help="write the counts and the violations to this file")
+    parser.add_argument("--write", type=Path, help="renew the table in this page")
+    parser.add_argument(
+        "--read",
+        type=Path,
+        nargs="+",
+        help="with --write: earlier --json results, the last of a part counts; runs nothing",
+    )
+    flags = parser.parse_args()
+    if flags.read:
+        found = [json.loads(path.read_text()) for path in flags.read]
+        known = {row["part"]: row for one in found for row in one["parts"]}
+        rows = [known[name] for name in PARTS if name in known]
+        write_table(flags.write, rows, found[0]["setting"])
+        return int(any(row["violations"] for row in rows))
+    unknown = set(flags.only.split(",")) - set(PARTS)
+    if unknown:
+        parser.error(f"--only: no part {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks where a library has threads
+    # What a killed process leaves is the same in memory, and bringing it to disk costs nothing there.
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    work = Path(tempfile.mkdtemp(prefix="faults-", dir=place))
+    rows = []
+    try:
+        warm_up(work)
+        for name in flags.only.split(","):
+            plan = Plan(work / name, flags.seed, not flags.short, flags.count, flags.case)
+            began = time.monotonic()
+            result = PARTS[name](plan)
+            rows.append(row_of(name, result, time.monotonic() - began))
+            say(rows[-1], flags)
+            shutil.rmtree(plan.work, ignore_errors=True)
+    finally:
+        kill_all()
+        shutil.rmtree(work, ignore_errors=True)
+    if flags.json:
+        flags.json.write_text(json.dumps({"setting": setting(flags), "parts": rows}, indent=1) + "\n")
+    if flags.write:
+        write_table(flags.write, rows, setting(flags))
+    return int(any(row["violations"] for row in rows))
+
+
+def row_of(name: str, result: Result, seconds: float) -> dict[str, object]:
+    return {
+        "part": name,
+        "counts": dict(result.counts),
+        "violations": result.violations,
+        "facts": result.facts,
+        "seconds": round(seconds, 1),
+    }
+
+
+def say(row: dict, flags: argparse.Namespace) -> None:
+    counts = ", ".join(f"{count} {what}" for what, count in row["counts"].items())
+    print(f"{row['part']:9} {len(row['violations'])} violations in {row['seconds']} s: {counts}", flush=True)
+    for what, fact in row["facts"].items():
+        print(f"{'':9} {what}: {fact}", flush=True)
+    form = " --short" if flags.short else ""
+    for violation in row["violations"]:
+        print(f"  VIOLATION {violation}", flush=True)
+    if row["violations"]:
+        print(f"  repeat with: python scripts/faults.py{form} --only {row['part']} --seed {flags.seed} --case N")
+
+
+def setting(flags: argparse.Namespace) -> str:
+    form = "short" if flags.short else "long"
+    system = f"{platform.system()}, Python {platform.python_version()}, torch {version('torch')}"
+    return f"{form} form, seed {flags.seed}, {os.cpu_count()} cores, {system}"
+
+
+def write_table(page: Path, rows: list[dict], how: str) -> None:
+    """Put the counts between the two marks of the page."""
+    head, rest = page.read_text().split(BEGIN)
+    tail = rest.split(END)[1]
+    table = ["| part | what was tried | violations | seconds |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        counts = [f"{count:,} {what}" for what, count in row["counts"].items()]
+        facts = [f"{what}: {fact}" for what, fact in row["facts"].items()]
+        table.append(
+            f"| {row['part']} | {'; '.join(counts + facts)} | {len(row['violations'])} | {row['seconds']:.0f} |"
+        )
+    seconds = sum(row["seconds"] for row in rows)
+    violations = sum(len(row["violations"]) for row in rows)
+    table.append(f"| all | | {violations} | {seconds:.0f} |")
+    page.write_text(f"{head}{BEGIN}\n{how[0].upper()}{how[1:]}.\n\n" + "\n".join(table) + f"\n{END}{tail}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
