@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import os
+import signal
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -26,12 +30,14 @@ def _seed() -> None:
 
 
 def _rank_main(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], num_ranks: int, folder: str) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=50))
     try:
-        torch.save(fn(rank, *args), f"{folder}/{rank}.pt")
+        torch.save(fn(rank, *args), f"{folder}/{rank}.tmp")
+        os.rename(f"{folder}/{rank}.tmp", f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
 
@@ -47,17 +53,35 @@ def on_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     def run(fn: Callable[..., Any], *args: Any, num_ranks: int = 2, seconds: float = 60) -> list[Any]:
         preload = ["torch._dynamo", "torch.distributed.fsdp", "amp_core.precision"]
         multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
-        folder = tmp_path / f"ranks{len(list(tmp_path.iterdir()))}"
-        folder.mkdir()
-        context = mp.start_processes(
-            _rank_main, (fn, args, num_ranks, str(folder)), num_ranks, join=False, start_method="forkserver"
-        )
-        deadline = time.monotonic() + seconds
-        while not context.join(timeout=max(deadline - time.monotonic(), 0.01)):  # raises a rank's exception
-            if time.monotonic() > deadline:
-                for process in context.processes:
-                    process.kill()
-                pytest.fail(f"{fn.__name__}: the ranks still hang after {seconds:g} s")
+        for is_last in (False, True):
+            folder = tmp_path / f"ranks{len(list(tmp_path.iterdir()))}"
+            folder.mkdir()
+            try:
+                _run_ranks(fn, args, num_ranks, folder, seconds)
+            except mp.ProcessExitedException as death:
+                # Process groups of torch crash now and then (1 in some hundred): not the test's business when it was
+                # at their end, and once more otherwise. Both are told in the summary.
+                if death.exit_code not in (-signal.SIGSEGV, -signal.SIGABRT):
+                    raise
+                files = [folder / f"{rank}.pt" for rank in range(num_ranks)]
+                if is_last and not all(file.exists() for file in files):
+                    raise
+                warnings.warn(f"a rank crashed in {fn.__name__}: {death}", stacklevel=2)
+                if not all(file.exists() for file in files):
+                    continue
+            break
         return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(num_ranks)]
 
     return run
+
+
+def _run_ranks(fn: Callable[..., Any], args: tuple[Any, ...], num_ranks: int, folder: Path, seconds: float) -> None:
+    context = mp.start_processes(
+        _rank_main, (fn, args, num_ranks, str(folder)), num_ranks, join=False, start_method="forkserver"
+    )
+    deadline = time.monotonic() + seconds
+    while not context.join(timeout=max(deadline - time.monotonic(), 0.01)):  # raises a rank's exception
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            pytest.fail(f"{fn.__name__}: the ranks still hang after {seconds:g} s")
