@@ -50,7 +50,7 @@ class Clip:
 
     def coefficient(self, norm: Tensor) -> Tensor:
         """norm: the factor for all gradients, a 0-d tensor of at most 1, from their 0-d joint norm."""
-        return (self.threshold / (norm + 1e-6)).clamp_(max=1.0)
+        return (norm + 1e-6).reciprocal_().mul_(self.threshold).clamp_(max=1.0)
 
     def __call__(self, params: list[Tensor], grads: list[Tensor]) -> None:
         """value and adaptive: change the unscaled gradients in place. Does not wait for the device.
