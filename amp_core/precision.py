@@ -17,7 +17,6 @@ weight. With a fused optimizer all of it happens on the device; the host reads n
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -123,7 +122,7 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
     Dampening applies to all steps except the first, and the host cannot know which one that was.
     """
-    return all([group.get("fused") and not group.get("dampening") for group in optimizer.param_groups])
+    return all(group.get("fused") and not group.get("dampening") for group in optimizer.param_groups)
 
 
 class Amp:
@@ -213,7 +212,7 @@ class Amp:
         Args:
             nets: what runs inside. Does nothing if one of them is sharded, whose weights are whole for a moment only.
         """
-        if not self._casts or any([is_sharded(net) for net in nets]):
+        if not self._casts or any(is_sharded(net) for net in nets):
             yield
             return
         torch.autocast_increment_nesting()  # the cache is emptied at the end of the outermost region
@@ -402,7 +401,9 @@ class Amp:
                 observe(*_with_grads(each), each not in unscaled and not self._ledger(each).unscaled)
         agree = several_ranks()
         due = [self._examine(o, clip, scaled=o not in unscaled, joined=agree and o in sharded) for o in optimizers]
-        found_inf = functools.reduce(torch.maximum, [each.found_inf for each in due])
+        found_inf = due[0].found_inf
+        for each in due[1:]:
+            found_inf = torch.maximum(found_inf, each.found_inf)
         if agree:
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
         taken = found_inf == 0
@@ -413,9 +414,9 @@ class Amp:
             self._rehearsal.add(found_inf)
             found_inf = torch.ones_like(found_inf)
             taken, on_host = found_inf == 0, False
-        elif not any([each.grads for each in due]):
+        elif not [each for each in due if each.grads]:
             taken = torch.zeros_like(taken)
-            on_host = None if all([each.ledger.on_device for each in due]) else False
+            on_host = None if all(each.ledger.on_device for each in due) else False
         for each in due:
             each.ledger.stepped = True
             each.ledger.found_inf = found_inf if each.grads or agree else None
@@ -445,8 +446,9 @@ class Amp:
                 self._settle(each.optimizer, taken)
         if watcher is not None:
             watcher.resume()
-        norms = [each.norm for each in due]
-        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        norm = due[0].norm
+        if len(due) > 1:
+            norm = torch.linalg.vector_norm(torch.stack([each.norm for each in due]))
         return StepReport(taken, norm, on_host)
 
     def _examine(

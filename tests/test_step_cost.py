@@ -117,7 +117,7 @@ def calls(step: Callable[[], None]) -> int:
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize(("num", "most"), [(1, 200), (4, 410)])
+@pytest.mark.parametrize("num, most", [(1, 200), (4, 410)])
 def test_a_step_calls_fewer_functions_than_the_textbook_s(mode: str, num: int, most: int) -> None:
     """With a schedule, a check in every mode and weights of windows, which the textbook's has not."""
     found = calls(ours(mode, num))
