@@ -26,11 +26,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from benches.counts import count
 from benches.loops import STEPS, Make, Timed, TimedTrainer, by_hand
 from benches.work import MODES, WORKS
-
-import torch
 
 NEEDS = {"accelerate": "accelerate", "fabric": "lightning", "trainer": "lightning"}
 ONLY_ON_GPUS = {("accelerate", "fp16"), ("fabric", "fp16"), ("trainer", "fp16")}
@@ -160,7 +159,9 @@ def draw(rows: list[dict[str, Any]], about: dict[str, Any], path: Path) -> None:
         axis.axvline(1, color="0.6", lw=1, zorder=0)
         for m, mode in enumerate(modes):
             for row in rows:
-                if (row["work"], row["accumulation"], row["mode"]) == (work, accumulation, mode) and row["loop"] in loops:
+                if (row["work"], row["accumulation"], row["mode"]) == (work, accumulation, mode) and row[
+                    "loop"
+                ] in loops:
                     y = loops.index(row["loop"]) + 0.22 * (m - (len(modes) - 1) / 2)
                     axis.plot([row["low"], row["high"]], [y, y], color=colours[mode], lw=2, alpha=0.5)
                     axis.plot([row["ratio"]], [y], "o", ms=4, color=colours[mode], label=mode)
