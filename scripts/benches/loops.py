@@ -78,8 +78,8 @@ def ours(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
 
 def accelerate(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
     """Hugging Face Accelerate."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
+    from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
+    from accelerate.state import AcceleratorState  # pyright: ignore[reportMissingImports]
 
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(
@@ -107,8 +107,8 @@ PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 def fabric(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
     """Lightning Fabric."""
-    import_torchvision()  # torchmetrics, which it imports, would import it in a way that a CPU-only torch does not permit
-    from lightning.fabric import Fabric
+    import_torchvision()  # torchmetrics would import it in a way that fails beside a CPU-only torch
+    from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]
 
     runner = Fabric(accelerator=device, devices=1, precision=PRECISIONS[mode])  # type: ignore[arg-type]
     model, optimizer = runner.setup(net, _adamw(net))
@@ -161,7 +161,7 @@ class TimedTrainer:
 
     def __init__(self, net: nn.Module, batches: list[Batch], mode: str, device: str) -> None:
         import_torchvision()
-        import lightning as L
+        import lightning as L  # pyright: ignore[reportMissingImports]
 
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         outer = self
