@@ -48,9 +48,9 @@ class Clip:
         threshold = thresholds.get(config.name)
         return None if threshold is None else cls(config.name, threshold)
 
-    def coefficient(self, norm: Tensor) -> Tensor:
-        """norm: the factor for all gradients, a 0-d tensor of at most 1, from their 0-d joint norm."""
-        return (self.threshold / (norm + 1e-6)).clamp_(max=1.0)
+    def divisor(self, norm: Tensor) -> Tensor:
+        """norm: what all gradients are to be divided by, a 0-d tensor of at least 1, from their 0-d joint norm."""
+        return (norm + 1e-6).div_(self.threshold).clamp_(min=1.0)
 
     def __call__(self, params: list[Tensor], grads: list[Tensor]) -> None:
         """value and adaptive: change the unscaled gradients in place. Does not wait for the device.
@@ -65,7 +65,7 @@ class Clip:
             torch._foreach_clamp_max_(grads, self.threshold)
             return
         if self.kind != "adaptive":
-            raise ValueError(f"Clip.{self.kind} is applied through its coefficient")
+            raise ValueError(f"Clip.{self.kind} is applied through its divisor")
         norms = [norm for pair in zip(params, grads, strict=True) for norm in map(_unit_norms, pair)]
         _join_vectors([tensor for pair in zip(params, grads, strict=True) for tensor in pair], norms)
         for grad, weight_norm, grad_norm in zip(local(grads), norms[::2], norms[1::2], strict=True):

@@ -72,9 +72,12 @@ def share_buffers(*nets: nn.Module) -> None:
             dist.broadcast(buffer, 0)
 
 
+_HAS_DISTRIBUTED = dist.is_available()
+
+
 def several_ranks() -> bool:
     """Whether this process trains together with others."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return _HAS_DISTRIBUTED and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def unwrap(net: nn.Module) -> nn.Module:

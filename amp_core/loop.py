@@ -228,10 +228,13 @@ class Loop:
         self.env.seed_step(self.step + 1)
         for net in self.nets:
             net.train()
-        with self._fault(window) as dropped:
+        with self._fault(window) as dropped, self._sharing_casts():
             yield dropped
         self.step += 1
         self.samples += self.samples_per_step
+
+    def _sharing_casts(self) -> contextlib.AbstractContextManager[None]:
+        return self.amp.share_casts(*self.nets) if self.accumulation > 1 else contextlib.nullcontext()
 
     def sampling(self) -> contextlib.AbstractContextManager[None]:
         """Around the computation of the next step's window, inside of `step_of`: statistics, if it is their turn."""

@@ -39,15 +39,18 @@ class LossScale:
 
     Attributes:
         scale: 0-d float32 tensor on the device.
-        inverse: 0-d float32 tensor, 1 / scale.
     """
 
     def __init__(self, policy: ScalePolicy | None, device: torch.device) -> None:
         self.policy = policy
         start = min(policy.init_scale, policy.max_scale) if policy else 1.0
         self.scale = torch.full((), start, dtype=torch.float32, device=device)
-        self.inverse = self.scale.reciprocal()
         self._tracker = torch.zeros((), dtype=torch.int32, device=device)
+
+    @property
+    def inverse(self) -> Tensor:
+        """1 / scale, 0-d float32."""
+        return self.scale.reciprocal()
 
     def update(self, found_inf: Tensor) -> None:
         """Move the scale after a window. Does not wait for the device.
@@ -63,7 +66,6 @@ class LossScale:
         )
         # Clamped here and not at use, so that no step ever sees a scale beyond its bounds and none is ever saved.
         self.scale.clamp_(policy.min_scale, policy.max_scale)
-        torch.reciprocal(self.scale, out=self.inverse)
 
     @contextlib.contextmanager
     def held_at(self, scale: float) -> Iterator[None]:
@@ -78,7 +80,6 @@ class LossScale:
     def set(self, scale: float | Tensor) -> None:
         """Move the scale to a number. Does not wait for the device."""
         self.scale.fill_(scale)
-        torch.reciprocal(self.scale, out=self.inverse)
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the layout of `torch.amp.GradScaler`, which can load it; {} without scaling. Waits."""
@@ -108,7 +109,6 @@ class LossScale:
         if not state:
             self.scale.fill_(min(self.policy.init_scale, self.policy.max_scale))
             self._tracker.zero_()
-            torch.reciprocal(self.scale, out=self.inverse)
             logger.info("the checkpoint has no loss scale: beginning with %g", self.scale.item())
             return
         scale = float(state["scale"])
@@ -120,6 +120,5 @@ class LossScale:
         if self.policy.dynamic:
             self.scale.fill_(min(max(scale, self.policy.min_scale), self.policy.max_scale))
             self._tracker.fill_(int(state.get("_growth_tracker", 0)) % self.policy.growth_interval)
-            torch.reciprocal(self.scale, out=self.inverse)
         elif scale != self.scale.item():
             logger.info("the checkpoint's loss scale %g is ignored: amp.dynamic=false", scale)

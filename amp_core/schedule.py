@@ -75,7 +75,6 @@ class Schedule:
                 group["lr"] = self._rates[i][0]
         self._apply(int(self.num_taken.item()))
 
-    @torch.no_grad()
     def advance(self, report: StepReport) -> None:
         """Move on if the step was taken. Does not wait for the device."""
         self._moved = report.taken

@@ -40,7 +40,7 @@ def num_samples(batch: Any) -> int:
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else 1
     values = batch.values() if isinstance(batch, dict) else batch
-    if isinstance(values, Iterable) and not isinstance(batch, str):
+    if isinstance(values, list | tuple | Iterable) and not isinstance(batch, str):
         for value in values:
             return num_samples(value)
     raise TypeError(f"cannot count the samples of a {type(batch).__name__}; pass count=, a function of the batch")
@@ -78,11 +78,14 @@ def windows(
     if accumulation < 1:
         raise ValueError(f"windows(accumulation={accumulation}): expected at least 1")
     count = count or num_samples
+    together = several_ranks()
     iterator = iter(batches)
     spare = None
     while True:
         window = list(islice(iterator, accumulation))
-        length, starved = _agree(len(window), starved=not window and spare is None)
+        length, starved = len(window), not window and spare is None
+        if together:
+            length, starved = _agree(length, starved)
         if length == 0:
             return
         if starved:  # on every rank: one that raised alone would leave the others waiting
@@ -115,10 +118,8 @@ def _collective_device() -> torch.device:
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def _agree(length: int, *, starved: bool) -> tuple[int, bool]:
+def _agree(length: int, starved: bool) -> tuple[int, bool]:
     """The longest window over all ranks, and whether any rank is starved."""
-    if not several_ranks():
-        return length, starved
     most = torch.tensor([length, int(starved)], device=_collective_device())
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     longest, any_starved = most.tolist()

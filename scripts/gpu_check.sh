@@ -30,5 +30,6 @@ for recipe in classification segmentation gan language_model face_recognition cu
     echo "### $recipe"
     "$python" scripts/report.py "$out"/runs/"$recipe"_*
 done 2>&1 | tee "$out/runs.md"
-"$python" scripts/bench.py --json "$out/bench.json" 2>&1 | tee "$out/bench.txt" || status=1
+"$python" scripts/bench.py cost --json "$out/cost.json" 2>&1 | tee "$out/cost.txt" || status=1
+"$python" scripts/bench.py step --json "$out/step.json" --picture "$out/step.png" 2>&1 | tee "$out/step.txt" || status=1
 exit $status
