@@ -239,7 +239,15 @@ class Environment:
         elif self.world_size > 1 and not amp.weights:  # 16-bit gradients are summed in fp32, by amp.step
             # Two numbers have one sum; on a GPU a step is only repeatable when it was asked for.
             exact = self.world_size > 2 and (self.device.type == "cpu" or self.cfg.deterministic)
-            net = wrap_ddp(net, None if split else self.device, exact=exact)
+            layout = self.cfg.layout
+            net = wrap_ddp(
+                net,
+                None if split else self.device,
+                exact=exact,
+                static_graph=layout.static_graph,
+                bucket_mb=layout.bucket_mb,
+                compress=layout.compress is not None,
+            )
         amp.guard(net)
         return net
 
