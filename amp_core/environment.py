@@ -229,6 +229,7 @@ class Environment:
     def _lay_out(self, net: nn.Module, amp: Amp) -> nn.Module:
         from amp_core.layout import wrap_data_parallel, wrap_ddp
         from amp_core.shards import wrap_fsdp
+        from amp_core.zero import share_state
 
         split = self.cfg.layout.name == "model_parallel"
         amp.prepare(net)
@@ -248,6 +249,8 @@ class Environment:
                 bucket_mb=layout.bucket_mb,
                 compress=layout.compress is not None,
             )
+        if self.world_size > 1 and self.cfg.layout.shard_optimizer:
+            share_state(net)
         amp.guard(net)
         return net
 

@@ -37,6 +37,7 @@ from amp_core.lint import find_slow, find_unsafe
 from amp_core.scaler import LossScale, ScalePolicy
 from amp_core.shards import is_part, joint_norm, on_parts
 from amp_core.weights import LowPrecisionWeights
+from amp_core.zero import on_slices
 
 logger = logging.getLogger("amp_recipes")
 
@@ -379,12 +380,12 @@ class Amp:
             if not each.grads or self._rehearsal is not None:
                 continue
             if each.ledger.on_device:
-                _fill_momentum(each.optimizer)
                 each.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
                 inverse = None if each.factor is None else each.factor.reciprocal()
                 each.optimizer.grad_scale = inverse  # type: ignore[attr-defined]
                 try:
-                    with on_parts(each.optimizer):
+                    with on_parts(each.optimizer), on_slices(each.optimizer):
+                        _fill_momentum(each.optimizer)
                         each.optimizer.step()
                 finally:
                     del each.optimizer.found_inf, each.optimizer.grad_scale  # type: ignore[attr-defined]
@@ -395,7 +396,7 @@ class Amp:
                 self._say_that_it_waits(each.optimizer)
                 on_host = found_inf.item() == 0
             if on_host:
-                with on_parts(each.optimizer):
+                with on_parts(each.optimizer), on_slices(each.optimizer):
                     each.optimizer.step()
         for each in due:
             for weights in self.weights if each.grads else ():
