@@ -195,13 +195,15 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class PerfConfig:
-    """What changes speed and nothing else."""
+    """What changes speed or memory and nothing else."""
 
     name: str
     channels_last: bool
     """Keep images and convolutions in NHWC memory order."""
     prefetch: bool
     """Copy the next window to the device while this one is computed."""
+    checkpoint_activations: bool
+    """Keep the inputs of blocks alone for the backward pass, and compute each block once more there: less memory."""
 
 
 @dataclass(frozen=True)

@@ -233,6 +233,8 @@ class Environment:
 
         split = self.cfg.layout.name == "model_parallel"
         amp.prepare(net)
+        if self.cfg.perf.checkpoint_activations:
+            self._recompute(net)
         if self.cfg.layout.name == "data_parallel":
             net = wrap_data_parallel(net, self.devices)
         elif self._shards:
@@ -253,6 +255,15 @@ class Environment:
             share_state(net)
         amp.guard(net)
         return net
+
+    def _recompute(self, net: nn.Module) -> None:
+        from amp_core.recompute import recompute_blocks
+
+        try:
+            num_blocks = recompute_blocks(net)
+        except ValueError as problem:
+            raise ConfigError(f"perf.checkpoint_activations=true: {problem}") from problem
+        logger.info("%d blocks are computed once more in the backward pass", num_blocks)
 
     def num_steps(self, data: Any) -> int:
         """Length of the run in steps, on `data.train`."""

@@ -105,7 +105,7 @@ def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Mo
     for module, name in cast_whole.items():
         module.register_forward_pre_hook(functools.partial(_require_autocast, dtype, name))
     try:
-        for block in (*_blocks(net), net):
+        for block in (*blocks(net), net):
             mine = [m for m in block.modules() if m in cast_whole and not isinstance(m, FSDPModule)]
             if mine and mine != [block]:
                 shard(mine if len(mine) > 1 else mine[0], mp_policy=low)
@@ -136,8 +136,8 @@ def _close_groups(net: nn.Module, inputs: Any, output: Any) -> None:
                 module.reshard()  # type: ignore[operator]
 
 
-def _blocks(net: nn.Module) -> Iterator[nn.Module]:
-    """What is gathered by itself, see `wrap_fsdp`."""
+def blocks(net: nn.Module) -> Iterator[nn.Module]:
+    """What is gathered by itself, see `wrap_fsdp`, or computed once more, see `recompute_blocks`."""
     users: dict[nn.Parameter, int] = {}
     for module in net.modules():
         for param in module.parameters(recurse=False):

@@ -1,0 +1,181 @@
+"""Blocks that are computed twice are the same blocks: gradients, random numbers, statistics, names; and keep less."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import same_but, state
+from test_fsdp import MODES, Collectives, Training, gpt, same
+from test_recipes import run
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint
+
+import train
+from amp_core import Amp, Ema, keep_fp32
+from amp_core.islands import island_names
+from amp_core.recompute import is_recomputing, recompute_blocks
+from amp_core.weights import trainable
+
+OnRanks = Callable[..., list[Any]]
+
+
+def convnet(spectral: bool = True) -> nn.Module:
+    """Statistics, dropout, spectral normalisation (which depends on a buffer that it moves), an fp32 island."""
+    torch.manual_seed(5)
+
+    def block(inputs: int) -> nn.Module:
+        conv = nn.Conv2d(inputs, 8, 3, padding=1)
+        conv = nn.utils.spectral_norm(conv) if spectral else conv
+        return nn.Sequential(conv, nn.BatchNorm2d(8), nn.Dropout(0.3), nn.Hardtanh(), nn.Conv2d(8, 8, 1))
+
+    net = nn.Sequential(block(2), block(8), nn.Sequential(nn.Flatten(), nn.Linear(8 * 36, 3)))
+    return keep_fp32(net, "1")
+
+
+def windows(net: nn.Module, amp: Amp) -> list[Any]:
+    """Gradients of three windows of two micro-batches, of which one is skipped; then weights, buffers, averages."""
+    amp.guard(net)
+    optimizer, ema, found = AdamW(trainable(net), lr=0.1, fused=True), Ema(net, 0.5), []
+    for i in range(3):
+        for j in range(2):
+            torch.manual_seed(2 * i + j)
+            x = torch.full((4, 2, 6, 6), torch.inf) if (i, j) == (1, 0) else torch.randn(4, 2, 6, 6)
+            with amp.autocast():
+                loss = net(x).float().square().mean()
+            amp.backward(loss / 2)
+        found.append([p.grad.clone() for p in trainable(net)])  # type: ignore[union-attr]
+        report = amp.step(optimizer)
+        assert bool(report.taken) == (i != 1)
+        amp.update()
+        optimizer.zero_grad()
+        ema.update(report)
+    return [found, net.state_dict(), ema.state_dict()]
+
+
+@pytest.mark.parametrize("mode", [*MODES, "o2", "bf16_pure"])
+def test_gradients_statistics_and_averages_keep_every_bit(mode: str) -> None:
+    results = []
+    for twice in (False, True):
+        # torch's spectral normalisation takes no 16-bit weights.
+        net, amp = convnet(mode in MODES), Amp.named(mode, **({"init_scale": 256.0} if mode in ("fp16", "o2") else {}))
+        amp.prepare(net)
+        assert not twice or recompute_blocks(net) == 3
+        results.append(windows(net, amp))
+    assert same(*results)
+
+
+def test_the_usual_way_moves_statistics_twice() -> None:
+    net = nn.Sequential(nn.Conv2d(2, 8, 1), nn.BatchNorm2d(8))
+    once, ours, naive = copy.deepcopy(net), nn.Sequential(copy.deepcopy(net)), copy.deepcopy(net)
+    recompute_blocks(ours)
+    x = torch.randn(4, 2, 6, 6, requires_grad=True)
+    once(x).sum().backward()
+    ours(x).sum().backward()
+    checkpoint(naive, x, use_reentrant=False).sum().backward()
+    assert [int(n.num_batches_tracked) for n in (once[1], ours[0][1], naive[1])] == [1, 1, 2]  # type: ignore[index]
+    assert torch.equal(once[1].running_mean, ours[0][1].running_mean)  # type: ignore[index]
+    assert not torch.equal(once[1].running_mean, naive[1].running_mean)
+
+
+def kept(net: nn.Module, amp: Amp, x: Tensor) -> int:
+    """Bytes that a forward pass keeps for the backward pass, weights left out."""
+    weights = {t.untyped_storage()._cdata for t in (*net.parameters(), *net.buffers())}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), amp.autocast():
+        output = net(x)
+    assert output.requires_grad
+    return sum(saved.values())
+
+
+def test_inputs_of_blocks_are_all_that_is_kept() -> None:
+    for mode in ("fp32", "bf16"):
+        amp, tokens = Amp.named(mode), torch.zeros(8, 8, dtype=torch.int64)
+        plain, twice = gpt(), gpt()
+        recompute_blocks(twice)
+        a, b = kept(plain, amp, tokens), kept(twice, amp, tokens)
+        assert b < 0.4 * a, (a, b)
+
+
+# --- a network stays what it is
+
+
+def test_names_classes_islands_and_copies_stay() -> None:
+    plain, net = convnet(), convnet()
+    recompute_blocks(net)
+    recompute_blocks(net)
+    assert list(net.state_dict()) == list(plain.state_dict()) and island_names(net) == island_names(plain) == ["1"]
+    assert all(isinstance(a, nn.Sequential) for a in net) and repr(net) == repr(plain)
+    seen: list[bool] = []
+    twin = copy.deepcopy(net)
+    for each in (net, twin):
+        each[0][0].register_forward_hook(lambda *_: seen.append(is_recomputing()))  # type: ignore[index]
+    twin(torch.randn(4, 2, 6, 6)).sum().backward()
+    with torch.no_grad():
+        twin(torch.randn(4, 2, 6, 6))
+    assert seen == [False, True, False]
+    assert net[0][3] is not twin[0][3]  # type: ignore[index]
+
+
+def test_a_network_without_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no blocks"):
+        recompute_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    patched = convnet()
+    patched[0].forward = lambda x: x  # type: ignore[index]
+    with pytest.raises(ValueError, match="patched forward"):
+        recompute_blocks(patched)
+
+
+def test_a_graph_that_is_kept_is_gone_through_twice() -> None:
+    """And gradients are differentiated once more, as penalties do."""
+    plain, net = convnet(), convnet()
+    recompute_blocks(net)
+    found = []
+    for each in (plain, net):
+        torch.manual_seed(0)
+        x = torch.randn(4, 2, 6, 6, requires_grad=True)
+        y = each(x).square().sum()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        (y + slope.square().sum()).backward(retain_graph=True)
+        y.backward()
+        found.append([p.grad for p in each.parameters()])
+    assert same(*found)
+
+
+# --- layouts
+
+
+def in_layout(rank: int, layout: str, dropout: float) -> list[Any]:
+    found = []
+    for mode in MODES:
+        for twice in (False, True):
+            net = gpt(dropout=dropout)
+            if twice:
+                recompute_blocks(net)
+            t = Training(layout, mode, net=net, optimizer=AdamW)
+            with Collectives() as collectives:
+                seen = [list(t.window()) for _ in range(3)]
+            found.append([seen, t.values(), t.loss_of_average(), collectives.of("allgather")])
+    return found
+
+
+@pytest.mark.parametrize("layout, num_ranks, dropout", [("ddp", 2, 0.1), ("fsdp", 2, 0.0), ("fsdp", 2, 0.1), ("hsdp", 4, 0.0)])
+def test_every_layout_computes_the_same_bits(layout: str, num_ranks: int, dropout: float, on_ranks: OnRanks) -> None:
+    for found in on_ranks(in_layout, layout, dropout, num_ranks=num_ranks):
+        for plain, twice in zip(found[::2], found[1::2], strict=True):
+            print(plain[-1], twice[-1])
+            assert same(plain[:-1], twice[:-1])
