@@ -88,7 +88,7 @@ class LayoutConfig:
     shard_size: int | None
     """hsdp: neighbouring ranks that share one copy of the weights; a divisor of all ranks, such as GPUs per machine."""
     static_graph: bool
-    """ddp: promise that each window uses the same weights, equally often; DDP then does not search the graph for them."""
+    """ddp: promise that each window uses the same weights, equally often: DDP then does not search its graph."""
     bucket_mb: float | None
     """ddp: MiB of gradients that are summed over ranks at a time."""
     compress: Literal["bf16"] | None
@@ -589,8 +589,8 @@ def _check_ddp(cfg: Config, problems: list[str]) -> None:
     if cfg.amp is not None and cfg.amp.update is not None:
         for key in (key for key, is_given in given.items() if is_given and key.startswith(("static", "compress"))):
             problems.append(
-                f"layout.{key}: has no effect with amp={cfg.amp.name}, whose 16-bit weights have their gradients summed "
-                f"by the step instead of by DistributedDataParallel; leave it out"
+                f"layout.{key}: has no effect with amp={cfg.amp.name}, whose step sums the gradients of 16-bit "
+                f"weights itself, without DistributedDataParallel; leave it out"
             )
 
 

@@ -15,7 +15,6 @@ from amp_core.errors import ConfigError
 from amp_core.islands import carry_autocast
 from amp_core.shards import local
 
-
 # The same function: torch 2.13 gave it the first name, and warns of the second.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Reduction = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]

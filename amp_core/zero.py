@@ -5,7 +5,7 @@
         optimizer.step()
 
 Weights and gradients stay whole on every rank. The weights of an optimizer are laid end to end and cut into as many
-slices as there are ranks; a rank holds the moments of its slice and steps it, and then all ranks gather the new weights.
+slices as there are ranks; a rank holds the moments of its slice and steps it; then all ranks gather the new weights.
 Most optimizers compute element by element, so a cut may go through a weight: at a multiple of 64 elements, where
 vectorised kernels begin anew, and no bit of a step depends on it. For optimizers that look at whole matrices the cuts
 lie between weights.
@@ -85,6 +85,11 @@ def share_state(net: nn.Module) -> None:
     # The fp32 side of a 16-bit weight may have no memory between steps.
     for param, weight in zip(trainable(net), net.parameters(), strict=True):
         _shared[param] = weight.stride()
+
+
+def is_shared(param: Tensor) -> bool:
+    """Whether the optimizer state of a weight is, or will be, in slices over the ranks."""
+    return param in _shared
 
 
 def is_cut(optimizer: torch.optim.Optimizer) -> bool:

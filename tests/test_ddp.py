@@ -105,9 +105,7 @@ def compressed(rank: int) -> dict[str, Any]:
         "sums": weight.weight.grad,
         "low": low,
         "gradients": sum(rounded, []),
-        "errors": [
-            float((a - b).norm() / a.norm()) for x, y in zip(plain, rounded, strict=True) for a, b in zip(x, y)
-        ],
+        "errors": [float((a - b).norm() / a.norm()) for x, y in zip(plain, rounded, strict=True) for a, b in zip(x, y)],
     }
 
 

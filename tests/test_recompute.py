@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import copy
-import functools
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from running import same_but, state
 from test_fsdp import MODES, Collectives, Training, gpt, same
-from test_recipes import run
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
-import train
 from amp_core import Amp, Ema, keep_fp32
 from amp_core.islands import island_names
 from amp_core.recompute import is_recomputing, recompute_blocks
@@ -173,7 +167,9 @@ def in_layout(rank: int, layout: str, dropout: float) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("layout, num_ranks, dropout", [("ddp", 2, 0.1), ("fsdp", 2, 0.0), ("fsdp", 2, 0.1), ("hsdp", 4, 0.0)])
+@pytest.mark.parametrize(
+    "layout, num_ranks, dropout", [("ddp", 2, 0.1), ("fsdp", 2, 0.0), ("fsdp", 2, 0.1), ("hsdp", 4, 0.0)]
+)
 def test_every_layout_computes_the_same_bits(layout: str, num_ranks: int, dropout: float, on_ranks: OnRanks) -> None:
     for found in on_ranks(in_layout, layout, dropout, num_ranks=num_ranks):
         for plain, twice in zip(found[::2], found[1::2], strict=True):

@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from running import same_but, state
+from running import same_but
 from test_fsdp import CPU, MODES, Training, gpt, same
-from test_recipes import on_two_ranks, run
 from test_waits import Waits
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import train
 from amp_core import Amp, Checkpoint, Clip
 from amp_core.layout import wrap_ddp
 from amp_core.weights import trainable
