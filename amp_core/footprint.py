@@ -23,7 +23,7 @@ from amp_core.ema import Ema
 from amp_core.layout import unwrap
 from amp_core.shards import blocks, cast_whole, is_sharded, outline, shard_group
 from amp_core.weights import is_low, trainable
-from amp_core.zero import is_shared
+from amp_core.zero import bucket_size, is_shared
 
 FP32, LOW = 4, 2
 """Bytes."""
@@ -185,7 +185,8 @@ def traffic(
             found.append(Collective("gradients", "all_reduce", num_ranks, FP32 * numel, calls))
         shared = FP32 * sum(weight.numel for weight in replicas if weight.slices > 1)
         if shared:
-            found.append(Collective("weights", "all_gather", num_ranks, shared, math.ceil(shared / 2**25)))
+            calls = math.ceil(shared / (FP32 * bucket_size(num_ranks)))
+            found.append(Collective("weights", "all_gather", num_ranks, shared, calls))
     cut = [weight for weight in weights if weight.parts > 1]
     if cut:
         parts = cut[0].parts

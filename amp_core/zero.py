@@ -33,7 +33,6 @@ from amp_core.layout import all_gather, several_ranks
 from amp_core.weights import trainable
 
 _ALIGN = 64  # elements
-_BUCKET = 1 << 23  # elements that are gathered at a time, over all ranks: 32 MiB
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,11 @@ def share_state(net: nn.Module) -> None:
     # The fp32 side of a 16-bit weight may have no memory between steps.
     for param, weight in zip(trainable(net), net.parameters(), strict=True):
         _shared[param] = weight.stride()
+
+
+def bucket_size(num_ranks: int) -> int:
+    """Elements that are gathered at a time: 32 MiB, or with many ranks 256 KiB of each, so that few calls wait."""
+    return max(1 << 23, num_ranks << 16)
 
 
 def is_shared(param: Tensor) -> bool:
@@ -184,7 +188,7 @@ def _gather(params: Sequence[Tensor | None], slices: Sequence[Sequence[_Slice]])
     ]
     device = next((part.device for stream in streams for part in stream), None)
     length = max(sum(part.numel() for part in stream) for stream in streams)
-    for start in range(0, length, size := max(_BUCKET // num_ranks, 1)):
+    for start in range(0, length, size := bucket_size(num_ranks) // num_ranks):
         pieces = [list(_window(stream, start, start + size)) for stream in streams]
         width = max(sum(part.numel() for part in parts) for parts in pieces)
         sent = torch.zeros(width, device=device)

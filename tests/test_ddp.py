@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ def gradients(net: Any, rank: int, num_micros: int, num_windows: int = 3) -> lis
     return found
 
 
+def joined(lists: list[list[Tensor]]) -> list[Tensor]:
+    return list(itertools.chain.from_iterable(lists))
+
+
 # --- static graphs
 
 
@@ -51,7 +56,7 @@ def in_static_graphs(rank: int) -> list[bool]:
                 wrap_ddp(small(), CPU, exact=True, static_graph=static, bucket_mb=bucket_mb) for static in (False, True)
             ]
             a, b = (gradients(net, rank, num_micros) for net in nets)
-            found.append(all(torch.equal(x, y) for x, y in zip(sum(a, []), sum(b, []), strict=True)))
+            found.append(all(torch.equal(x, y) for x, y in zip(joined(a), joined(b), strict=True)))
     return found
 
 
@@ -104,8 +109,8 @@ def compressed(rank: int) -> dict[str, Any]:
     return {
         "sums": weight.weight.grad,
         "low": low,
-        "gradients": sum(rounded, []),
-        "errors": [float((a - b).norm() / a.norm()) for x, y in zip(plain, rounded, strict=True) for a, b in zip(x, y)],
+        "gradients": joined(rounded),
+        "errors": [float((a - b).norm() / a.norm()) for a, b in zip(joined(plain), joined(rounded), strict=True)],
     }
 
 
@@ -166,6 +171,7 @@ REFUSED = {
     "layout.static_graph=true: has no effect with amp=bf16_pure": [
         *("layout=ddp", "amp=bf16_pure", "layout.static_graph=true")
     ],
+    "layout.static_graph=true: recipe=gan": ["recipe=gan", "layout=ddp", "layout.static_graph=true"],
 }
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_fsdp import MODES, Collectives, Training, gpt, same
+from test_recipes import run
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
+import train
 from amp_core import Amp, Ema, keep_fp32
 from amp_core.islands import island_names
 from amp_core.recompute import is_recomputing, recompute_blocks
@@ -59,7 +63,8 @@ def test_gradients_statistics_and_averages_keep_every_bit(mode: str) -> None:
     results = []
     for twice in (False, True):
         # torch's spectral normalisation takes no 16-bit weights.
-        net, amp = convnet(mode in MODES), Amp.named(mode, **({"init_scale": 256.0} if mode in ("fp16", "o2") else {}))
+        options: dict[str, Any] = {"init_scale": 256.0} if mode in ("fp16", "o2") else {}
+        net, amp = convnet(mode in MODES), Amp.named(mode, **options)
         amp.prepare(net)
         assert not twice or recompute_blocks(net) == 3
         results.append(windows(net, amp))
@@ -173,5 +178,43 @@ def in_layout(rank: int, layout: str, dropout: float) -> list[Any]:
 def test_every_layout_computes_the_same_bits(layout: str, num_ranks: int, dropout: float, on_ranks: OnRanks) -> None:
     for found in on_ranks(in_layout, layout, dropout, num_ranks=num_ranks):
         for plain, twice in zip(found[::2], found[1::2], strict=True):
-            print(plain[-1], twice[-1])
-            assert same(plain[:-1], twice[:-1])
+            assert same(plain, twice)  # also the number of gathers
+
+
+# --- whole runs
+
+
+def test_the_doctor_says_the_same_of_blocks_that_are_computed_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault in the forward pass, a loss scale that the backward pass cannot bear, and statistics of all layers."""
+    monkeypatch.chdir(tmp_path)
+    reports = []
+    for folder, twice in (("plain", []), ("twice", ["perf.checkpoint_activations=true"])):
+        forward = ["steps=2", "amp=bf16", "debug.inject={where: activation, step: 2, rank: 0}"]
+        run("language_model", f"{folder}_forward", *forward, *twice)
+        backward = ["steps=1", "amp=fp16", "amp.init_scale=16777216", "doctor.after_skips=1"]
+        run("language_model", f"{folder}_backward", *backward, "doctor.statistics_every=1", *twice)
+        found = {}
+        for path in sorted(tmp_path.glob(f"{folder}_*/doctor/*")):
+            found[path.parent.parent.name.removeprefix(folder) + path.name] = path.read_text().splitlines()
+        assert len(found) >= 3
+        reports.append(found)
+    assert reports[0].keys() == reports[1].keys()
+    for name, lines in reports[0].items():
+        if name.endswith(".jsonl"):
+            assert lines == reports[1][name]
+        elif name.endswith(".json"):
+            a, b = (json.loads("\n".join(each[name])) for each in reports)
+            for key in ("op", "phase", "cause", "module", "module_class", "source"):
+                assert a[key] == b[key], (name, key)
+
+
+def test_a_model_without_blocks_is_refused_before_the_start(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["device=cpu", "perf.checkpoint_activations=true", "model=mlp"]) == 2
+    text = capsys.readouterr().err
+    assert "perf.checkpoint_activations=true: model.name=mlp has no blocks" in text and text.count("error:") == 1
+    assert not list(tmp_path.iterdir())
