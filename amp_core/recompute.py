@@ -27,9 +27,9 @@ from amp_core.shards import blocks
 _here = threading.local()
 
 
-def is_recomputing() -> bool:
-    """Whether a block is computed for the second time, in this thread: hooks that count things leave that out."""
-    return getattr(_here, "depth", 0) > 0
+def recomputed() -> nn.Module | None:
+    """The block that is being computed for the second time, in this thread: what counts things leaves that out."""
+    return getattr(_here, "block", None)
 
 
 def recompute_blocks(net: nn.Module) -> int:
@@ -99,6 +99,7 @@ class _Again:
     """
 
     def __init__(self, block: nn.Module) -> None:
+        self._block, self._outer = block, None
         self._before: list[tuple[nn.Module, str, Tensor]] = [
             (module, name, buffer.detach().clone())
             for module in block.modules()
@@ -109,7 +110,7 @@ class _Again:
         self._now: list[Tensor | None] = []
 
     def __enter__(self) -> None:
-        _here.depth = getattr(_here, "depth", 0) + 1
+        self._outer, _here.block = recomputed(), self._block
         self._now = [module._buffers[name] for module, name, _ in self._before]
         for module, name, before in self._before:
             module._buffers[name] = before.clone()
@@ -118,4 +119,4 @@ class _Again:
         for (module, name, _), now in zip(self._before, self._now, strict=True):
             module._buffers[name] = now
         self._now = []
-        _here.depth -= 1
+        _here.block = self._outer

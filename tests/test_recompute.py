@@ -18,8 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import train
 from amp_core import Amp, Ema, keep_fp32
+from amp_core.doctor.forecast import Census
+from amp_core.doctor.trace import Trace
 from amp_core.islands import island_names
-from amp_core.recompute import is_recomputing, recompute_blocks
+from amp_core.recompute import recompute_blocks, recomputed
 from amp_core.weights import trainable
 
 OnRanks = Callable[..., list[Any]]
@@ -122,7 +124,7 @@ def test_names_classes_islands_and_copies_stay() -> None:
     seen: list[bool] = []
     twin = copy.deepcopy(net)
     for each in (net, twin):
-        each[0][0].register_forward_hook(lambda *_: seen.append(is_recomputing()))  # type: ignore[index]
+        each[0][0].register_forward_hook(lambda *_: seen.append(recomputed() is twin[0]))  # type: ignore[index]
     twin(torch.randn(4, 2, 6, 6)).sum().backward()
     with torch.no_grad():
         twin(torch.randn(4, 2, 6, 6))
@@ -153,6 +155,52 @@ def test_a_graph_that_is_kept_is_gone_through_twice() -> None:
         y.backward()
         found.append([p.grad for p in each.parameters()])
     assert same(*found)
+
+
+def watched(watcher: Callable[[dict[nn.Module, str]], Any], *, twice: bool, too_large: bool = False) -> Any:
+    """A window of a network, of which one block may overflow in fp16, with a watcher of the doctor around it."""
+    net = gpt(dropout=0.1, positions="alibi")
+    if too_large:
+        net.blocks[1].down.weight.data.mul_(1e6)  # type: ignore[union-attr]
+    if twice:
+        recompute_blocks(net)
+    amp = Amp.named("fp16" if too_large else "bf16")
+    watch = watcher({module: name for name, module in net.named_modules()})
+    torch.manual_seed(1)
+    with amp.rehearse() as rehearsal, watch:
+        rehearsal.watcher = watch
+        with amp.autocast():
+            loss = net(torch.arange(16).view(2, 8)).float().logsumexp(-1).mean()
+        amp.backward(loss)
+        amp.step(AdamW(net.parameters(), fused=True))
+    return watch
+
+
+def test_what_watches_operations_sees_the_first_computation() -> None:
+    for twice in (False, True):
+        culprit = watched(lambda names: Trace(names, {}), twice=twice, too_large=True).culprit
+        assert (culprit.op, culprit.place.module, culprit.backward) == ("aten._to_copy", "blocks.1.down", False)
+    looks = [
+        [(look.kind, look.module, look.op, look.numbers.amax) for look in watched(Census, twice=twice).looks]
+        for twice in (False, True)
+    ]
+    assert looks[0] == looks[1] and len(looks[0]) > 50
+
+
+def test_a_block_can_become_an_island_later() -> None:
+    before, later = gpt(), gpt()
+    keep_fp32(before, "blocks.0")
+    recompute_blocks(before)
+    recompute_blocks(later)
+    keep_fp32(later, "blocks.0")
+    assert island_names(before) == island_names(later) == ["blocks.0"]
+    grads = []
+    for net in (before, later):
+        with Amp.named("bf16").autocast():
+            loss = net(torch.arange(16).view(2, 8)).float().square().mean()
+        loss.backward()
+        grads.append([p.grad for p in net.parameters()])
+    assert same(*grads)
 
 
 # --- layouts
