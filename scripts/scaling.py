@@ -11,6 +11,7 @@ that a rank holds, and of the tensors that it hands to collectives. About half a
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import tempfile
 from collections.abc import Iterable
@@ -354,6 +355,7 @@ def modelled(case: Case, net: nn.Module | None = None) -> tuple[Memory, list[Col
     return memory(weights, amp, accumulation=case.accumulation), exchanged
 
 
+@functools.cache
 def plain(vocab_size: int, width: int, depth: int, *, length: int = 2048, tied: bool = False) -> nn.Module:
     with torch.device("meta"):
         return GPT(vocab_size=vocab_size, length=length, width=width, depth=depth, heads=width // 32, tied=tied)

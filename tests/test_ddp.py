@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_fsdp import Collectives
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -71,26 +73,20 @@ def with_its_own_no_sync(rank: int) -> str:
     return str(problem.value)
 
 
-def test_ddp_s_own_no_sync_fails_in_a_static_graph(on_ranks: OnRanks) -> None:
-    assert all("expect_autograd_hooks_" in text for text in on_ranks(with_its_own_no_sync))
+def num_reductions(rank: int) -> list[Any]:
+    found: list[Any] = []
+    for bucket_mb in (None, 0.02):
+        net = wrap_ddp(small(), CPU, bucket_mb=bucket_mb)
+        gradients(net, rank, 1)
+        with Collectives() as seen:
+            gradients(net, rank, 2, num_windows=1)
+        found.append(seen.of("allreduce"))
+    return [*found, with_its_own_no_sync(rank)]
 
 
-# --- buckets
-
-
-def num_reductions(rank: int, bucket_mb: float | None) -> int:
-    from test_fsdp import Collectives
-
-    net = wrap_ddp(small(), CPU, bucket_mb=bucket_mb)
-    gradients(net, rank, 1)
-    with Collectives() as seen:
-        gradients(net, rank, 2, num_windows=1)
-    return seen.of("allreduce")
-
-
-def test_small_buckets_are_more_reductions(on_ranks: OnRanks) -> None:
-    assert on_ranks(num_reductions, None) == [1, 1]
-    assert on_ranks(num_reductions, 0.02) == [2, 2]
+def test_small_buckets_are_more_reductions_and_ddp_s_own_no_sync_fails_in_a_static_graph(on_ranks: OnRanks) -> None:
+    for one, several, problem in on_ranks(num_reductions):
+        assert (one, several) == (1, 2) and "expect_autograd_hooks_" in problem
 
 
 # --- gradients in bfloat16
@@ -125,7 +121,7 @@ def test_compressed_gradients_are_added_in_fp32_and_are_the_same_on_all_ranks(on
         assert 0 < max(errors) < 2 * 2**-8
 
 
-def with_a_gradient_of(rank: int, value: float, hook: bool, mode: str = "fp16") -> list[Any]:
+def with_a_gradient_of(rank: int, value: float, hook: bool, mode: str) -> list[Any]:
     weight, amp = nn.Linear(1, 1, bias=False), Amp.named(mode)
     if hook:
         net = DistributedDataParallel(weight)
@@ -141,29 +137,26 @@ def with_a_gradient_of(rank: int, value: float, hook: bool, mode: str = "fp16") 
     return [bool(report.taken), amp.scale, float(before - weight.weight.detach())]
 
 
+def with_gradients(rank: int) -> list[list[Any]]:
+    low = [with_a_gradient_of(rank, 3.0, hook, "fp16") for hook in (False, True)]
+    return low + [with_a_gradient_of(rank, value, False, "fp32") for value in (3.4e38, math.inf, math.nan, 1e18)]
+
+
 def test_a_true_gradient_of_3_overflows_in_fp16_and_not_in_bfloat16(on_ranks: OnRanks) -> None:
-    """At the first loss scale of 65536."""
-    for taken, scale, moved in on_ranks(with_a_gradient_of, 3.0, False):
-        assert taken and scale == 65536.0 and moved == pytest.approx(3.0, rel=2**-20)
-    for taken, scale, moved in on_ranks(with_a_gradient_of, 3.0, True):
-        assert not taken and scale == 32768.0 and moved == 0.0
-
-
-def test_what_bfloat16_cannot_hold_is_skipped_by_all_ranks(on_ranks: OnRanks) -> None:
-    for value in (3.4e38, float("inf"), float("nan")):
-        assert on_ranks(with_a_gradient_of, value, False, "fp32") == [[False, 1.0, 0.0]] * 2
-    assert [taken for taken, _, _ in on_ranks(with_a_gradient_of, 1e18, False, "fp32")] == [True, True]
+    """At the first loss scale of 65536. What bfloat16 cannot hold either is skipped by all ranks."""
+    for ours, torch_s, *beyond, fits in on_ranks(with_gradients):
+        assert ours[:2] == [True, 65536.0] and ours[2] == pytest.approx(3.0, rel=2**-20)
+        assert torch_s == [False, 32768.0, 0.0]
+        assert beyond == [[False, 1.0, 0.0]] * 3 and fits[0]
 
 
 # --- refused before the start
 
 REFUSED = {
-    "layout.static_graph=true: has no effect with layout=fsdp": ["layout=fsdp", "layout.static_graph=true"],
     "layout.compress=bf16: has no effect with layout=fsdp": ["layout=fsdp", "layout.compress=bf16"],
     "layout.compress=fp16: expected": ["layout=ddp", "layout.compress=fp16"],
     "layout.bucket_mb=5.0: has no effect with layout=single": ["layout.bucket_mb=5.0"],
     "layout.bucket_mb=0: expected a finite number above 0": ["layout=ddp", "layout.bucket_mb=0.0"],
-    "layout.bucket_mb=null": ["layout=ddp", "layout.bucket_mb=null"],
     "layout.shard_optimizer=true: has no effect with layout=hsdp": [
         *("layout=hsdp", "layout.shard_size=2", "layout.nproc_per_node=2", "layout.shard_optimizer=true")
     ],

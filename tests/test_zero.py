@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from running import same_but
-from test_fsdp import CPU, MODES, Training, gpt, same
+from test_fsdp import CPU, Training, gpt, same
 from test_waits import Waits
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
@@ -50,10 +51,12 @@ def values(t: Training) -> list[Any]:
     return [model, dict(t.ema.state_dict()), whole_state(t.optimizer)["state"]]
 
 
-def trained(rank: int, layout: str, modes: list[str]) -> list[Any]:
+def trained(rank: int) -> list[list[Any]]:
+    """The same in replicas and in slices."""
     found = []
-    for mode in modes:
-        for kind in OPTIMIZERS:
+    for mode, kind in [("fp32", kind) for kind in OPTIMIZERS] + [("bf16", "adamw_fused"), ("fp16", "sgd_fused")]:
+        pair = []
+        for layout in ("ddp", "zero"):
             t = training(layout, mode, kind)
 
             def spoil(t: Training = t) -> None:
@@ -62,22 +65,19 @@ def trained(rank: int, layout: str, modes: list[str]) -> list[Any]:
 
             windows = [list(t.window(spoil if i == 1 else None)) for i in range(3)]
             del windows[1][1]  # the norm on this rank, of a gradient that is its own
-            found.append([windows, held(t.optimizer), *values(t)])
+            pair.append([windows, *values(t), held(t.optimizer)])
+        found.append(pair)
     return found
 
 
-@pytest.mark.parametrize("num_ranks, modes", [(2, MODES), (4, ["bf16"])])
-def test_slices_change_no_bit_and_a_rank_holds_its_share(num_ranks: int, modes: list[str], on_ranks: OnRanks) -> None:
-    """The second step is skipped by all, because of a gradient that only rank 1 has."""
-    replicas = on_ranks(trained, "ddp", modes, num_ranks=num_ranks)
-    slices = on_ranks(trained, "zero", modes, num_ranks=num_ranks)
-    for plain, *ranks in zip(replicas[0], *slices, strict=True):
-        windows, whole, *numbers = plain
-        assert [window[-1] for window in windows] == [True, False, True]
-        for rank in ranks:
-            assert same([rank[0], *rank[2:]], [windows, *numbers])
-            assert rank[1] == pytest.approx(whole / num_ranks, rel=0.01)
-        assert sum(rank[1] for rank in ranks) == whole
+def test_slices_change_no_bit_and_a_rank_holds_its_share(on_ranks: OnRanks) -> None:
+    """The second step is skipped by both ranks, because of a gradient that only one has."""
+    for a, b in zip(*on_ranks(trained), strict=True):
+        (plain, sliced), (_, of_the_other) = a, b
+        assert [window[-1] for window in plain[0]] == [True, False, True]
+        assert same(plain[:-1], sliced[:-1]) and same(plain[:-1], of_the_other[:-1])
+        assert sliced[-1] == pytest.approx(plain[-1] / 2, rel=0.01)
+        assert sliced[-1] + of_the_other[-1] == plain[-1]
 
 
 # --- other weights, other optimizers
@@ -92,7 +92,11 @@ CASES: dict[str, tuple[str, Callable[..., Optimizer]]] = {
 """In `two groups`, of two optimizers that are stepped together, one owns weights that only this rank has."""
 
 
-def by_case(rank: int, shares: bool) -> dict[str, Any]:
+def by_case(rank: int) -> list[dict[str, Any]]:
+    return [in_case(rank, shares=False), in_case(rank, shares=True)]
+
+
+def in_case(rank: int, *, shares: bool) -> dict[str, Any]:
     found = {}
     for case, (mode, make) in CASES.items():
         amp = Amp.named(mode, **({"init_scale": 1024.0} if mode == "o2" else {}))  # type: ignore[arg-type]
@@ -124,7 +128,7 @@ def by_case(rank: int, shares: bool) -> dict[str, Any]:
 
 
 def test_16bit_weights_channels_last_whole_matrices_and_weights_of_one_rank(on_ranks: OnRanks) -> None:
-    plain, shared = on_ranks(by_case, False), on_ranks(by_case, True)
+    plain, shared = zip(*on_ranks(by_case), strict=True)
     for case in CASES:
         assert [same(a[case], b[case]) for a, b in zip(plain, shared, strict=True)] == [True, True], case
         whole = plain[0][f"bytes of {case}"]
@@ -173,21 +177,32 @@ def test_no_wait_and_one_gather_of_the_weights(on_ranks: OnRanks) -> None:
 # --- checkpoints
 
 
-def written(rank: int, layout: str, kind: str, folder: str) -> list[Any]:
-    t = training(layout, "fp16", kind)
-    t.window()
-    t.window()
-    checkpoint = Checkpoint(f"{folder}/{layout}/{kind}", writer=rank == 0, **t.parts())
-    checkpoint.save(2)
-    snapshot = checkpoint.snapshot()
-    following = [t.window(), values(t)]
-    checkpoint.restore(snapshot)
-    t.step, t.ema.num_taken[...] = 2, 2
-    assert same(following, [t.window(), values(t)])
-    return following
+KINDS = ("sgd", "adamw_fused")
 
 
-def continued(rank: int, layout: str, source: str, kind: str, folder: str) -> list[Any]:
+def written(rank: int, folder: str) -> list[Any]:
+    """Two steps, a checkpoint and a step more in slices; what follows from it in slices and replicas, and vice versa."""
+    found = []
+    for kind in KINDS:
+        for layout in ("zero", "ddp"):
+            t = training(layout, "fp16", kind)
+            t.window()
+            t.window()
+            checkpoint = Checkpoint(f"{folder}/{layout}/{kind}", writer=rank == 0, **t.parts())
+            checkpoint.save(2)
+            snapshot = checkpoint.snapshot()
+            following = [t.window(), values(t)]
+            checkpoint.restore(snapshot)
+            t.step, t.ema.num_taken[...] = 2, 2
+            assert same(following, [t.window(), values(t)])
+        dist.barrier()
+        for layout, source in (("zero", "zero"), ("ddp", "zero"), ("zero", "ddp")):
+            assert same(following, go_on(layout, source, kind, folder)), (layout, source)
+        found.append(following[0])
+    return found
+
+
+def go_on(layout: str, source: str, kind: str, folder: str) -> list[Any]:
     t = training(layout, "fp16", kind)
     for param in t.net.parameters():
         param.detach().zero_()
@@ -196,17 +211,18 @@ def continued(rank: int, layout: str, source: str, kind: str, folder: str) -> li
     return [t.window(), values(t)]
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw_fused"])
-def test_a_checkpoint_is_whole_and_goes_on_in_any_layout(kind: str, tmp_path: Path, on_ranks: OnRanks) -> None:
+def elsewhere(rank: int, layout: str, folder: str) -> list[Any]:
+    return [go_on(layout, "zero", kind, folder)[0] for kind in KINDS]
+
+
+def test_a_checkpoint_is_whole_and_goes_on_in_any_layout(tmp_path: Path, on_ranks: OnRanks) -> None:
     folder = str(tmp_path / "checkpoints")
-    expected = on_ranks(written, "zero", kind, folder)
-    on_ranks(written, "ddp", kind, folder)
-    a, b = (torch.load(f"{folder}/{x}/{kind}/step_00000002/state.pt", weights_only=True) for x in ("ddp", "zero"))
-    assert not same_but(a, b)
-    for layout, source in (("zero", "zero"), ("ddp", "zero"), ("zero", "ddp")):
-        assert same(on_ranks(continued, layout, source, kind, folder), expected), (layout, source)
-    (alone,) = on_ranks(continued, "single", "zero", kind, folder, num_ranks=1)
-    assert alone[0] == pytest.approx(expected[0][0], rel=3e-3)
-    # Four ranks take other slices of the same file.
-    for four in on_ranks(continued, "zero", "zero", kind, folder, num_ranks=4):
-        assert four[0] == pytest.approx(expected[0][0], rel=3e-3)
+    expected = on_ranks(written, folder)[0]
+    for kind in KINDS:
+        a, b = (torch.load(f"{folder}/{x}/{kind}/step_00000002/state.pt", weights_only=True) for x in ("ddp", "zero"))
+        assert not same_but(a, b)
+    # Alone, and in four slices of the same file.
+    for layout, num_ranks in (("single", 1), ("zero", 4)):
+        for found in on_ranks(elsewhere, layout, folder, num_ranks=num_ranks):
+            for a, b in zip(found, expected, strict=True):
+                assert a == pytest.approx(b, rel=3e-3)
