@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 
 from amp_core.errors import CheckpointError, SaveError
 from amp_core.shards import gathered, load_state, part_like
+from amp_core.zero import is_cut, slices_of, whole_state
 
 FORMAT = 1
 _STATE = "state.pt"
@@ -148,7 +149,7 @@ class Checkpoint:
             raise ValueError(f'step={step}, best={best}: expected a count and (metric, "max" or "min")')
         target = self.folder / f"step_{step:08d}"
         # First of all, since every rank must take part: only the writer may return early or fail.
-        states = {name: gathered(part.state_dict(), keep=self.writer) for name, part in self.parts.items()}
+        states = {name: _state(part, keep=self.writer) for name, part in self.parts.items()}
         if not self.writer or _is_sound(target):
             return target
         contents = {"scaler": {}}
@@ -238,7 +239,7 @@ class Checkpoint:
 
     def snapshot(self) -> dict[str, Any]:
         """A copy of all parts in host memory, for `restore`; of sharded ones whole. Waits for the device."""
-        return {name: _copied(_portable(part, gathered(part.state_dict()))) for name, part in self.parts.items()}
+        return {name: _copied(_portable(part, _state(part))) for name, part in self.parts.items()}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Puts all parts back to a snapshot, bit by bit."""
@@ -497,6 +498,13 @@ def _tensors(value: object, where: str = "") -> Iterator[tuple[str, Tensor]]:
 # From parts to bytes.
 
 
+def _state(part: Part, *, keep: bool = True) -> Any:
+    """Its state dict, whole where ranks hold parts; then collective."""
+    if isinstance(part, Optimizer) and is_cut(part):
+        return whole_state(part, keep=keep)
+    return gathered(part.state_dict(), keep=keep)
+
+
 def _portable(part: Part, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """A state as it goes to the file: plain names, learning rates as numbers, and the class of an optimizer."""
     if isinstance(part, nn.Module):
@@ -669,7 +677,8 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
     """
     groups = optimizer.param_groups
     saved = [{**group, "params": old["params"]} for group, old in zip(groups, state["param_groups"], strict=True)]
-    states = dict(state["state"])
+    numbers = [number for number, _ in _parameters(optimizer, saved)]
+    states = slices_of(optimizer, dict(state["state"]), numbers)
     for number, parameter in _parameters(optimizer, saved):
         if number in states:
             states[number] = {key: part_like(value, parameter) for key, value in states[number].items()}

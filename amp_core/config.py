@@ -87,6 +87,14 @@ class LayoutConfig:
     """model_parallel: devices that each process splits the network over, as many consecutive GPUs or all the CPU."""
     shard_size: int | None
     """hsdp: neighbouring ranks that share one copy of the weights; a divisor of all ranks, such as GPUs per machine."""
+    static_graph: bool
+    """ddp: promise that each window uses the same weights, equally often: DDP then does not search its graph."""
+    bucket_mb: float | None
+    """ddp: MiB of gradients that are summed over ranks at a time."""
+    compress: Literal["bf16"] | None
+    """ddp: send gradients in 16 bits, which halves the bytes; they are still added in fp32. null: in fp32."""
+    shard_optimizer: bool
+    """ddp: each rank holds the optimizer's state of a part of the weights, and steps that part (ZeRO, stage 1)."""
     nnodes: int | str
     """Machines: a number, or "least:most" for elastic runs."""
     max_restarts: int
@@ -187,13 +195,15 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class PerfConfig:
-    """What changes speed and nothing else."""
+    """What changes speed or memory and nothing else."""
 
     name: str
     channels_last: bool
     """Keep images and convolutions in NHWC memory order."""
     prefetch: bool
     """Copy the next window to the device while this one is computed."""
+    checkpoint_activations: bool
+    """Keep the inputs of blocks alone for the backward pass, and compute each block once more there: less memory."""
 
 
 @dataclass(frozen=True)
@@ -538,6 +548,7 @@ def _check_layout(cfg: Config, problems: list[str]) -> None:
         problems.append(
             f"layout.shard_size={layout.shard_size}: has no effect with layout={layout.name}; use layout=hsdp"
         )
+    _check_ddp(cfg, problems)
     if layout.name in SHARDED:
         _check_sharded(cfg, problems)
     if layout.name in ONE_PROCESS:
@@ -558,6 +569,29 @@ def _check_layout(cfg: Config, problems: list[str]) -> None:
                     f"layout.{key}=null: layout.nnodes={layout.nnodes} needs it, the same on all machines, "
                     f"for instance layout.{key}={'host:29500' if key == 'rdzv_endpoint' else 'my-job'}"
                 )
+
+
+def _check_ddp(cfg: Config, problems: list[str]) -> None:
+    layout = cfg.layout
+    _positive(problems, {"layout.bucket_mb": layout.bucket_mb})
+    given = {
+        "static_graph=true": layout.static_graph,
+        f"bucket_mb={_shown(layout.bucket_mb)}": layout.bucket_mb is not None,
+        f"compress={_shown(layout.compress)}": layout.compress is not None,
+        "shard_optimizer=true": layout.shard_optimizer,
+    }
+    if layout.name != "ddp":
+        for key in (key for key, is_given in given.items() if is_given):
+            problems.append(f"layout.{key}: has no effect with layout={layout.name}; use layout=ddp")
+        return
+    if layout.bucket_mb is None:
+        problems.append("layout.bucket_mb=null: layout=ddp needs a size in MiB, such as 25")
+    if cfg.amp is not None and cfg.amp.update is not None:
+        for key in (key for key, is_given in given.items() if is_given and key.startswith(("static", "compress"))):
+            problems.append(
+                f"layout.{key}: has no effect with amp={cfg.amp.name}, whose step sums the gradients of 16-bit "
+                f"weights itself, without DistributedDataParallel; leave it out"
+            )
 
 
 def _check_sharded(cfg: Config, problems: list[str]) -> None:
@@ -723,6 +757,8 @@ def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
                 notes.append(f"amp.{key} has no effect with amp.dynamic=false: the scale stays at amp.init_scale")
     if cfg.amp.op_policy == "cuda" and cfg.amp.dtype == "float32":
         notes.append(f"amp.op_policy=cuda has no effect in amp={cfg.amp.name}, which does not autocast")
+    if cfg.amp.update is not None and "layout.bucket_mb" in given:
+        notes.append(f"layout.bucket_mb has no effect in amp={cfg.amp.name}: the step sums gradients, 32 MiB at a time")
     if cfg.doctor.name == "heal" and (cfg.amp.dtype == "float32" or cfg.amp.update is not None or cfg.amp.float8):
         notes.append(f"doctor=heal only reports in amp={cfg.amp.name}: islands need autocast and fp32 weights")
     elif cfg.doctor.name == "heal" and cfg.layout.name in SHARDED:

@@ -31,14 +31,14 @@ class Ema:
     def __init__(self, net: nn.Module, decay: float, *, warmup: bool = True) -> None:
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"Ema(decay={decay}): expected at least 0 and below 1")
-        self._source = unwrap(net)
-        self.model = sharded_copy(self._source) if is_sharded(self._source) else fp32_copy(self._source)
+        self.source = unwrap(net)
+        self.model = sharded_copy(self.source) if is_sharded(self.source) else fp32_copy(self.source)
         self.model.eval().requires_grad_(False)
         self.decay = decay
         self.warmup = warmup
         self._averages: list[Tensor] = list(self.model.parameters())
-        self._weights = list(self._source.parameters())
-        self._buffers = list(zip(self.model.buffers(), self._source.buffers(), strict=True))
+        self._weights = list(self.source.parameters())
+        self._buffers = list(zip(self.model.buffers(), self.source.buffers(), strict=True))
         device = self._averages[0].device
         self.num_taken = torch.zeros((), dtype=torch.int64, device=device)
         self._decay = torch.tensor(decay, device=device)
@@ -65,7 +65,7 @@ class Ema:
 
     def reset(self) -> None:
         """Begin again from the present weights."""
-        self.model.load_state_dict(self._source.state_dict())
+        self.model.load_state_dict(self.source.state_dict())
         self.num_taken.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -229,9 +229,12 @@ class Environment:
     def _lay_out(self, net: nn.Module, amp: Amp) -> nn.Module:
         from amp_core.layout import wrap_data_parallel, wrap_ddp
         from amp_core.shards import wrap_fsdp
+        from amp_core.zero import share_state
 
         split = self.cfg.layout.name == "model_parallel"
         amp.prepare(net)
+        if self.cfg.perf.checkpoint_activations:
+            self._recompute(net)
         if self.cfg.layout.name == "data_parallel":
             net = wrap_data_parallel(net, self.devices)
         elif self._shards:
@@ -239,9 +242,28 @@ class Environment:
         elif self.world_size > 1 and not amp.weights:  # 16-bit gradients are summed in fp32, by amp.step
             # Two numbers have one sum; on a GPU a step is only repeatable when it was asked for.
             exact = self.world_size > 2 and (self.device.type == "cpu" or self.cfg.deterministic)
-            net = wrap_ddp(net, None if split else self.device, exact=exact)
+            layout = self.cfg.layout
+            net = wrap_ddp(
+                net,
+                None if split else self.device,
+                exact=exact,
+                static_graph=layout.static_graph,
+                bucket_mb=layout.bucket_mb,
+                compress=layout.compress is not None,
+            )
+        if self.world_size > 1 and self.cfg.layout.shard_optimizer:
+            share_state(net)
         amp.guard(net)
         return net
+
+    def _recompute(self, net: nn.Module) -> None:
+        from amp_core.recompute import recompute_blocks
+
+        try:
+            num_blocks = recompute_blocks(net)
+        except ValueError as problem:
+            raise ConfigError(f"perf.checkpoint_activations=true: {problem}") from problem
+        logger.info("%d blocks are computed once more in the backward pass", num_blocks)
 
     def num_steps(self, data: Any) -> int:
         """Length of the run in steps, on `data.train`."""

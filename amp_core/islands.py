@@ -260,7 +260,8 @@ def _island_class(base: Any) -> Any:
 
 
 def _is_island(cls: type[nn.Module]) -> bool:
-    return _is_wrapper(cls.forward)
+    # What a block computes that is computed twice stands under another name, see recompute.py.
+    return _is_wrapper(cls.forward) or _is_wrapper(getattr(cls, "computes", None))
 
 
 def _to_island(module: nn.Module) -> nn.Module:

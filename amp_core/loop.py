@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,13 @@ from amp_core.doctor.watch import Symptoms, Watch
 from amp_core.ema import Ema
 from amp_core.environment import Environment, outcome_of, peak_memory
 from amp_core.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
+from amp_core.footprint import memory_of
 from amp_core.islands import keep_fp32
 from amp_core.layout import unwrap
 from amp_core.log import Log, say
 from amp_core.precision import Amp, Rehearsal, StepReport
 from amp_core.schedule import Schedule
 from amp_core.shards import is_part, is_sharded, local
-from amp_core.weights import weight_bytes
 from amp_core.window import Micro, shares
 
 logger = logging.getLogger("amp_recipes")
@@ -517,11 +517,7 @@ class Loop:
         """What runs, in a few lines."""
         cfg, env = self.cfg, self.env
         params = [p for net in self.nets for p in unwrap(net).parameters()]
-        memory = sum(weight_bytes(unwrap(net)) for net in self.nets) + sum(
-            _num_bytes(p for group in optimizer.param_groups for p in group["params"]) * (1 + _state_ratio(optimizer))
-            for optimizer in self.optimizers
-        )
-        memory += _num_bytes(self.ema.model.parameters()) if self.ema else 0
+        memory = memory_of(self.nets, self.optimizers, self.ema, cfg.amp, accumulation=self.accumulation)
         optimizer = self.optimizers[0]
         smallest, largest = self.amp.limits
         amp = f"amp={cfg.amp.name} (numbers from {smallest:.1e} to {largest:.1e}"
@@ -536,7 +532,7 @@ class Loop:
                 f"schedule {cfg.schedule.name} over {self.schedule.num_steps} steps",
                 f"  {self.num_steps} steps of {self.samples_per_step} samples ({cfg.batch_size} x accumulation "
                 f"{self.accumulation} x {env.world_size} rank(s)), {passes:.3g} passes over the data",
-                f"  {memory / 2**20:.1f} MiB per rank for weights, gradients, moments"
+                f"  {memory.total / 2**20:.1f} MiB per rank for weights, gradients, moments"
                 f"{' and averages' if self.ema else ''}; activations come on top",
             ]
         )
@@ -889,23 +885,5 @@ def _rate_key(schedule: str) -> str:
     return f"lr_{schedule.removesuffix('schedule').strip('_')}".strip("_")
 
 
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    """On this rank."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in local(tensors))
-
-
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
     return all(group.get("fused") for group in optimizer.param_groups)
-
-
-def _state_ratio(optimizer: torch.optim.Optimizer) -> float:
-    """Elements of optimizer state per element of weight, found by one step on a small weight."""
-    weight = nn.Parameter(torch.zeros(16, 16))
-    weight.grad = torch.zeros_like(weight)
-    group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    try:
-        twin = type(optimizer)([{"params": [weight], **group, "lr": 0.0}])  # type: ignore[call-arg]
-        twin.step()
-    except (TypeError, ValueError, RuntimeError):
-        return 2.0
-    return sum(v.numel() for v in twin.state[weight].values() if isinstance(v, Tensor) and v.ndim) / weight.numel()

@@ -37,6 +37,7 @@ from amp_core.lint import find_slow, find_unsafe
 from amp_core.scaler import LossScale, ScalePolicy
 from amp_core.shards import is_part, is_sharded, joint_norm, on_parts
 from amp_core.weights import LowPrecisionWeights
+from amp_core.zero import is_cut, on_slices
 
 logger = logging.getLogger("amp_recipes")
 
@@ -423,7 +424,6 @@ class Amp:
             if not each.grads or self._rehearsal is not None:
                 continue
             if each.ledger.on_device:
-                _fill_momentum(each.optimizer)
                 each.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
                 each.optimizer.grad_scale = each.divisor  # type: ignore[attr-defined]
                 try:
@@ -680,11 +680,16 @@ def _are_parts(grads: Sequence[Tensor]) -> bool:
 
 
 def _take_step(due: _Due) -> None:
-    if due.in_parts:
-        with on_parts(due.optimizer):
-            due.optimizer.step()
-    else:
-        _bare_step(due.optimizer)
+    optimizer = due.optimizer
+    if due.in_parts or is_cut(optimizer):
+        with on_parts(optimizer), on_slices(optimizer):
+            if due.ledger.on_device:
+                _fill_momentum(optimizer)
+            optimizer.step()
+        return
+    if due.ledger.on_device:
+        _fill_momentum(optimizer)
+    _bare_step(optimizer)
 
 
 def _bare_step(optimizer: torch.optim.Optimizer) -> None:

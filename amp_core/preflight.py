@@ -17,6 +17,7 @@ from amp_core.log import check_log
 from amp_core.models import Family, build_model, check_model
 from amp_core.optimizers import check_optimizer
 from amp_core.schedule import check_schedule
+from amp_core.shards import blocks
 
 LAYOUTS = ("single", "data_parallel", "ddp", "fsdp", "hsdp")
 """Layouts of a recipe whose module does not name its own in a constant of this name."""
@@ -56,8 +57,8 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
     if sound("model"):
         found = check_model(cfg.model.name, cfg.model.options, recipe.MODELS)
         problems += found
-        if not found and sound("amp") and cfg.amp.keep_fp32:
-            _check_islands(cfg, recipe.MODELS, problems)
+        if not found and sound("amp", "perf"):
+            _check_parts(cfg, recipe.MODELS, problems)
     if sound("data"):
         problems += check_data(cfg.data, recipe.DATA)
     if sound("log"):
@@ -67,11 +68,19 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
     return problems, warnings
 
 
-def _check_islands(cfg: Config, family: Family, problems: list[str]) -> None:
-    """Whether every pattern finds a module; names do not depend on the data, so any shape will do."""
+def _check_parts(cfg: Config, family: Family, problems: list[str]) -> None:
+    """Whether islands and blocks are found; names do not depend on the data, so any shape will do."""
+    if not (cfg.amp.keep_fp32 or cfg.perf.checkpoint_activations):
+        return
     try:
         with torch.device("meta"):
             net = build_model(cfg.model.name, family, options=cfg.model.options, **family.example)
+        nets = list(net.values()) if isinstance(net, torch.nn.ModuleDict) else [net]
+        if cfg.perf.checkpoint_activations and not all(any(True for _ in blocks(each)) for each in nets):
+            problems.append(
+                f"perf.checkpoint_activations=true: model.name={cfg.model.name} has no blocks (modules with parts of "
+                f"their own in an nn.ModuleList or nn.Sequential) that could be computed once more; leave it out"
+            )
         keep_fp32(net, cfg.amp.keep_fp32)
     except ValueError as problem:
         problems.append(f"amp.keep_fp32={cfg.amp.keep_fp32}: {problem}")
@@ -126,6 +135,9 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
     alone = os.environ.get("WORLD_SIZE") == "1" if launched() else num_processes(cfg) == 1 and nodes == (1, 1)
     if cfg.layout.name == "fsdp" and alone:
         warnings.append("layout=fsdp with one rank is layout=single: it holds all of the weights")
+    for key in ("static_graph", "compress", "shard_optimizer"):
+        if cfg.layout.name == "ddp" and alone and getattr(cfg.layout, key):
+            warnings.append(f"layout.{key} has no effect with one rank")
     if cfg.layout.name == "data_parallel" and (not on_cuda or num_gpus == 1):
         where = "one GPU" if on_cuda else "a CPU"
         warnings.append(f"layout=data_parallel on {where} is layout=single: nn.DataParallel passes everything through")

@@ -101,12 +101,12 @@ def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Mo
     # Also the root, which torch would leave whole after a forward pass: an evaluation is not followed by a backward
     # pass, and would leave weights that a later step, average or checkpoint does not reach.
     shard = functools.partial(fully_shard, mesh=mesh, reshard_after_forward=True)
-    cast_whole = {} if dtype is None else _cast_whole(net)
-    for module, name in cast_whole.items():
+    in_16bit = {} if dtype is None else cast_whole(net)
+    for module, name in in_16bit.items():
         module.register_forward_pre_hook(functools.partial(_require_autocast, dtype, name))
     try:
-        for block in (*_blocks(net), net):
-            mine = [m for m in block.modules() if m in cast_whole and not isinstance(m, FSDPModule)]
+        for block in (*blocks(net), net):
+            mine = [m for m in block.modules() if m in in_16bit and not isinstance(m, FSDPModule)]
             if mine and mine != [block]:
                 shard(mine if len(mine) > 1 else mine[0], mp_policy=low)
             shard(block, mp_policy=low if mine == [block] else whole)
@@ -136,8 +136,8 @@ def _close_groups(net: nn.Module, inputs: Any, output: Any) -> None:
                 module.reshard()  # type: ignore[operator]
 
 
-def _blocks(net: nn.Module) -> Iterator[nn.Module]:
-    """What is gathered by itself, see `wrap_fsdp`."""
+def blocks(net: nn.Module) -> Iterator[nn.Module]:
+    """What is gathered by itself, see `wrap_fsdp`, or computed once more, see `recompute_blocks`."""
     users: dict[nn.Parameter, int] = {}
     for module in net.modules():
         for param in module.parameters(recurse=False):
@@ -162,7 +162,7 @@ def _blocks(net: nn.Module) -> Iterator[nn.Module]:
     return walk(net)
 
 
-def _cast_whole(net: nn.Module) -> dict[nn.Module, str]:
+def cast_whole(net: nn.Module) -> dict[nn.Module, str]:
     """The modules all of whose weights autocast casts, and their names."""
     islands = [net.get_submodule(name) for name in island_names(net)]
     in_islands = {module for island in islands for module in island.modules()}
@@ -199,6 +199,11 @@ def _require_autocast(dtype: torch.dtype | None, name: str, module: nn.Module, i
 def is_sharded(net: nn.Module) -> bool:
     """Whether `net` is what `wrap_fsdp` returned."""
     return net in _plans
+
+
+def outline(net: nn.Module) -> nn.Module:
+    """What a sharded network was before, without memory."""
+    return _plans[net].outline
 
 
 def gathers_16bit(net: nn.Module) -> bool:

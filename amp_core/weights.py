@@ -86,6 +86,11 @@ def trainable(net: nn.Module) -> list[nn.Parameter]:
     return [_sides[p].master if p in _sides else p for p in net.parameters()]
 
 
+def is_low(param: Tensor) -> bool:
+    """Whether a weight is held in 16 bits."""
+    return param in _sides
+
+
 def fp32_values(params: Iterable[Tensor]) -> list[Tensor]:
     """The values of weights, in fp32 where these are 16-bit. For reading only."""
     return [_sides[p].value(p) if p in _sides else p.detach() for p in params]

@@ -81,6 +81,11 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
     weight = knobs.penalty_weight
     if knobs.best.startswith("ema_") and cfg.ema.decay is None:
         problems.append(f"ema.decay=null: recipe.best={knobs.best} needs averages; use recipe.best={knobs.best[4:]}")
+    if cfg.layout.static_graph:
+        problems.append(
+            "layout.static_graph=true: recipe=gan goes through its networks in another way from window to window, and "
+            "DDP would leave gradients out; leave it out"
+        )
     if knobs.num_critic_steps < 1:
         problems.append(f"recipe.num_critic_steps={knobs.num_critic_steps}: expected at least 1")
     if knobs.penalty == "none" and weight is not None:

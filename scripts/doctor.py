@@ -22,7 +22,8 @@ from amp_core.errors import ConfigError
 from train import checked
 
 _OF_MANY_RANKS = ("layout=ddp", "layout=data", "layout=fsdp", "layout=hsdp", "layout.shard_size", "layout.nproc")
-_OF_MANY_RANKS += ("layout.nnodes", "layout.rdzv", "layout.max_restarts")
+_OF_MANY_RANKS += ("layout.nnodes", "layout.rdzv", "layout.max_restarts", "layout.static_graph", "layout.bucket_mb")
+_OF_MANY_RANKS += ("layout.compress", "layout.shard_optimizer")
 """Left out: one process looks at a recipe."""
 
 

@@ -36,6 +36,7 @@ from amp_core.doctor.statistics import KINDS, LOST
 from amp_core.doctor.trace import _UNWRITTEN, HALF, Place, Trace, _is_view, _key, _last_node, _tensors
 from amp_core.doctor.watch import doctor_of
 from amp_core.errors import ConfigError
+from amp_core.recompute import recomputed
 
 if TYPE_CHECKING:
     from amp_core.loop import Loop
@@ -217,15 +218,17 @@ class Census(Trace):
             scaled = exact.detach().float() * (self._imitate if backward else 1.0)
             rounded = scaled.half().float() / (self._imitate if backward else 1.0)
             exact = tensor.copy_(torch.where(scaled.abs() < _NORMAL, rounded, exact))
+        is_beyond, key = bool((tensor.abs() > LARGEST).any()), _key(tensor)
+        (self._beyond.add if is_beyond else self._beyond.discard)(key)
+        if recomputed() is not None:  # was looked at in the forward pass
+            self._last.pop(key, None)
+            return
         numbers = Numbers.of(exact, backward=backward)
-        is_beyond = bool((tensor.abs() > LARGEST).any())
         kind = "activation_gradients" if backward else "weights" if owner is not None else "activations"
         is_birth = numbers.amax > LARGEST and not is_after and name not in _WRITES
         look = _Look(kind, place.module if owner is None else owner, place, name, numbers, is_birth, place.module)
         self.looks.append(look)
-        key = _key(tensor)
         self._last[key] = look
-        (self._beyond.add if is_beyond else self._beyond.discard)(key)
         self._cast_back.pop(key, None)
         if is_birth and backward and name == "_to_copy":
             self._cast_back[key] = look

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.doctor.watch import doctor_of
+from amp_core.recompute import recomputed
 from amp_core.weights import trainable
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class Statistics:
             log.statistics(self._pending.pop(0).line())
 
     def _after_forward(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if recomputed() is not None:
+            return
         found = self._found  # a graph that is kept beyond its window belongs to none
         for tensor in _tensors(output):
             self._measure(name, "activations", tensor)

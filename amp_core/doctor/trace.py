@@ -27,13 +27,23 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_core.recompute import recomputed
 from amp_core.shards import is_part, local
 
 HALF = (torch.float16, torch.bfloat16)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _NOT_SHOWN = tuple(
-    _CORE + name for name in ("doctor" + os.sep, "islands.py", "precision.py", "op_policy.py", "shards.py", "stages.py")
+    _CORE + name
+    for name in (
+        "doctor" + os.sep,
+        "islands.py",
+        "precision.py",
+        "op_policy.py",
+        "shards.py",
+        "stages.py",
+        "recompute.py",
+    )
 )
 """Frames of these say nothing about where in a network an operation stands."""
 _ROOTS = (os.path.dirname(_CORE.rstrip(os.sep)) + os.sep, os.getcwd() + os.sep)
@@ -480,7 +490,8 @@ class Trace(TorchDispatchMode):
     # --- places ---------------------------------------------------------------------------------------------------
 
     def _place_of(self, node: Any, name: str) -> Place:
-        if node is not None:
+        again = recomputed()
+        if node is not None and again is None:
             place = self._places.get(node._sequence_nr())
             if place is not None:
                 if torch.is_grad_enabled():  # nodes of a second derivative
@@ -491,6 +502,8 @@ class Trace(TorchDispatchMode):
                 return place
             return Place(None, "", *_source(), node.name())  # Python code that autograd calls, such as a hook
         module, kind = self._modules[-1][:2] if self._modules else (None, "")
+        if again is not None and not self._modules:
+            module, kind = self._names.get(again), _class_name(again)
         source, code = _source()
         place = Place(module, kind, source, code, name)
         # Autograd makes the node of an operation just before the operation gets here. One that makes none finds its

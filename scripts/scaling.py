@@ -1,0 +1,594 @@
+"""The page docs/SCALING.md: memory and traffic of every layout, as modelled, as measured, and on paper for many GPUs.
+
+    python scripts/scaling.py              # prints it
+    python scripts/scaling.py --write      # puts it into docs/
+
+Really trains a small language model in every layout on 1, 2 and 4 processes, on CPUs, and counts bytes: of the storages
+that a rank holds, and of the tensors that it hands to collectives. About half a minute. The model is
+`amp_core/footprint.py`; the tables for many GPUs are computed from it, for networks without memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_core import Amp, Ema, sync_grads
+from amp_core.config import SHARDED, amp_config
+from amp_core.footprint import Collective, Memory, Weight, lay_out, memory, memory_of, traffic, weights_of
+from amp_core.layout import wrap_ddp
+from amp_core.models.gpt import GPT
+from amp_core.recompute import recompute_blocks
+from amp_core.shards import build_mesh, local, wrap_fsdp
+from amp_core.weights import trainable
+from amp_core.zero import share_state
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "SCALING.md"
+CPU = torch.device("cpu")
+TOLERANCE = 0.02
+"""Between model and measurement, relative. What is not modelled: slices are cut at multiples of 64 elements."""
+ACTIVATION_TOKENS = 100
+
+# Assumptions of the tables for many GPUs.
+MACHINE = 8
+"""GPUs."""
+NVLINK, NETWORK = 450e9, 50e9
+"""Bytes per second that a GPU sends within a machine, and to others."""
+HOP, FAR_HOP = 3e-6, 10e-6
+"""Seconds until a message is there, within a machine and between two."""
+FLOPS = 0.4 * 989e12
+"""Of a GPU, per second: 40 % of what an H100 does in bf16."""
+TOKENS = 16_384
+"""Per GPU and step, in one micro-batch."""
+USABLE = 60e9
+"""Bytes of a GPU for what does not grow with the batch."""
+SIZES = {"124M": (50_304, 768, 12), "1.3B": (50_304, 2048, 24), "6.7B": (50_304, 4096, 32), "70B": (50_304, 8192, 86)}
+"""Tokens of the vocabulary, width, depth; the last layer is tied to the embedding."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train."""
+
+    layout: str
+    num_ranks: int = 1
+    mode: str = "bf16"
+    accumulation: int = 1
+    zero: bool = False
+    compress: bool = False
+    recompute: bool = False
+    shard_size: int | None = None
+
+    @property
+    def name(self) -> str:
+        options = {"shard_optimizer": self.zero, "compress": self.compress, "checkpoint_activations": self.recompute}
+        return " + ".join([f"`{self.layout}`", *(f"`{key}`" for key, is_on in options.items() if is_on)])
+
+
+CASES = [
+    Case("single", mode="fp32"),
+    Case("single"),
+    Case("single", mode="o2"),
+    Case("single", mode="bf16_pure"),
+    *(Case("ddp", n, accumulation=a) for n, a in ((2, 1), (2, 4), (4, 1))),
+    Case("ddp", 2, compress=True),
+    Case("ddp", 4, compress=True),
+    Case("ddp", 2, "o2"),
+    Case("ddp", 2, zero=True),
+    Case("ddp", 4, zero=True),
+    Case("ddp", 4, "o2", zero=True),
+    Case("fsdp", 2, "fp32"),
+    *(Case("fsdp", n, accumulation=a) for n, a in ((2, 1), (2, 4), (4, 1))),
+    Case("fsdp", 2, recompute=True),
+    Case("hsdp", 4, shard_size=2),
+    Case("hsdp", 4, accumulation=4, shard_size=2),
+]
+
+
+PAGE_TEXT = """\
+# Scaling: what a layout holds and what it sends
+
+Made by `python scripts/scaling.py --write` with torch {version}. The model is `amp_core/footprint.py`, which also tells
+`dry_run=true` the memory of a run; the script really trains a small language model in each layout on 1, 2 and 4
+processes, counts bytes, and puts them beside the model. `tests/test_scaling.py` holds both.
+
+Counted is what grows with the number of weights. Activations grow with the batch and come on top.
+
+## Memory
+
+Bytes per weight on one process, for weights of linear layers:
+
+{per_weight}
+
+`fp16`, `o1`, `fp8` are as `bf16`, `tf32` and `o0` as `fp32`; `bf16_pure` with `amp.update=kahan` holds 4 bytes of a
+weight. SGD with momentum has half of Adam's moments, plain SGD none. The average is there with `ema.decay`. "Copies"
+are the 16-bit weights that autocast keeps from the forward to the backward pass: of norms and embeddings it makes none.
+
+Over R ranks:
+
+| layout | weights | gradients | moments | average | besides |
+| --- | --- | --- | --- | --- | --- |
+| `single`, `ddp` | 1 | 1 | 1 | 1 | copies |
+| `ddp` + `shard_optimizer` | 1 | 1 | 1/R | 1 | copies |
+| `fsdp` | 1/R | 1/R | 1/R | 1/R | the largest block, gathered; with `accumulation` above 1 whole fp32 gradients |
+| `hsdp`, S ranks a copy | 1/S | 1/S | 1/S | 1/S | as `fsdp` |
+
+The last cell is the price of one reduction per window: until its last micro-batch a sharded layout keeps whole
+gradients, 4 bytes per weight. Where that does not fit, use more ranks or a larger `batch_size` with
+`perf.checkpoint_activations=true` instead of `accumulation`.
+
+## Traffic
+
+Bytes per weight that a rank sends in a step, of very many ranks (`hsdp`: in groups of {machine}); of few a little less:
+
+{sent_per_weight}
+
+- Replicas reduce once per window, whatever `accumulation` is: 8 bytes, 4 with `layout.compress=bf16`.
+- `layout.shard_optimizer` adds a gather of the new fp32 weights, after the step, where nothing hides it.
+- Sharded layouts gather every block twice per micro-batch, in 16 bits where autocast casts it. `accumulation` saves
+  them the reduction alone: prefer larger micro-batches.
+- `perf.checkpoint_activations` adds nothing to this: a block that is computed once more has just been gathered for its
+  backward pass. It adds computing: 8 instead of 6 floating-point operations per weight and token.
+
+## Model and measurement
+
+Bytes, of a GPT of {small} weights (width 64, depth 4) with AdamW and an average, on the rank that holds the most.
+"Sent" counts payloads of collectives as rings send them. Not in the model: buffers that DDP puts on all ranks in a
+window, and that the slices of `shard_optimizer` are cut at multiples of 64 elements. Not measured: the gathered block,
+the memory of collectives while they run. Largest difference: {largest}.
+
+{comparison}
+
+Activations that a block keeps for the backward pass, per token and feature of the stream, in bf16: {kept:.1f} bytes
+as it is, {kept_less:.1f} with `perf.checkpoint_activations` (its input, in fp32). For the 6.7B network below and
+{tokens:,} tokens that is {example:,.0f} GB or {example_less:,.0f} GB.
+
+## On paper: 8, 64 and 1024 GPUs
+
+Computed from the model, not measured. Assumptions: machines of {machine} GPUs, each of which sends {nvlink:.0f} GB/s
+within its machine and {network:.0f} GB/s to others, through a network card of its own; a message takes {hop:.0f} us
+within a machine and {far_hop:.0f} us between two; messages of an all-reduce go through a tree, others around a ring. A
+GPU computes {flops:.0f} TFLOP/s in bf16 (40 % of 989), 6 operations per weight and token, {tokens:,} tokens per step in
+one micro-batch. `amp=bf16`, AdamW, an average, the last layer tied to the embedding.
+
+- **held**: weights, gradients, moments, average. **more within a step**: copies, or the largest block.
+- **not hidden**: what remains when exchanges run beside computing, replicas' during the backward pass (two thirds of
+  the computing), gathers and reductions of parts during all of it; the gather of `shard_optimizer` is never hidden.
+- **tokens that hide it**: per GPU and step; with fewer the rest of the exchange is waited for.
+
+{projection}
+
+## When to switch
+
+Largest network, in billions of weights, for which {usable:.0f} GB per GPU are enough in `amp=bf16` with AdamW, without
+and with an average. The rest of a GPU's memory is for activations and gathered blocks:
+
+{biggest}
+
+1. `ddp` while it fits: few bytes, once per window, hidden behind the backward pass. `layout.compress=bf16` where the
+   network between machines is slow and the step waits for it.
+2. `ddp` with `layout.shard_optimizer=true` when only the moments are too much, with much `accumulation`, or in modes
+   with 16-bit weights (`o2`, `bf16_pure`), which are not sharded. It waits for a gather after each step.
+3. `fsdp` when weights or gradients do not fit either, within a machine or a few: with one micro-batch it sends what
+   `ddp` sends, in many calls.
+4. `hsdp` with `shard_size` = GPUs per machine when the ring of `fsdp` grows long: gathers stay within a machine, and a
+   reduction of 1/S goes between them. It holds 1/S instead of 1/R.
+5. `perf.checkpoint_activations` when activations are what does not fit, in any layout: a third more computing.
+"""
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+class Counter(TorchDispatchMode):
+    """Bytes that collectives are about, and bytes of the 16-bit copies that autocast makes of weights."""
+
+    KINDS = {  # noqa: RUF012
+        "allreduce": "all_reduce",
+        "allgather": "all_gather",
+        "reduce_scatter": "reduce_scatter",
+        "alltoall": "all_to_all",
+    }
+
+    def __init__(self, weights: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.payload: dict[str, int] = {}
+        self.copies = 0
+        self._weights = {weight.untyped_storage()._cdata for weight in weights}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            name = func.overloadpacket.__name__.strip("_")
+            kind = next((kind for prefix, kind in self.KINDS.items() if name.startswith(prefix)), name)
+            # The whole: what is gathered, what is scattered, what is summed.
+            self.payload[kind] = self.payload.get(kind, 0) + max(_num_bytes(arg) for arg in args[:2])
+        elif func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights:
+            self.copies += result.nbytes
+        return result
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    return sum(map(_num_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def build(case: Case, amp: Amp) -> nn.Module:
+    torch.manual_seed(0)
+    net: nn.Module = GPT(vocab_size=256, length=16, width=64, depth=4, heads=2)
+    amp.prepare(net)
+    if case.recompute:
+        recompute_blocks(net)
+    if case.layout in SHARDED:
+        dtype = None if amp.dtype is torch.float32 else amp.dtype
+        net = wrap_fsdp(net, build_mesh(CPU, case.num_ranks, case.shard_size), dtype)
+    elif case.layout == "ddp" and not amp.weights:
+        net = wrap_ddp(net, CPU, compress=case.compress)
+    if case.zero:
+        share_state(net)
+    return net
+
+
+def kept(depth: int, recompute: bool) -> int:
+    """Bytes that a forward pass in bf16 keeps for the backward pass, weights and their copies left out."""
+    torch.manual_seed(0)
+    net = GPT(vocab_size=256, length=ACTIVATION_TOKENS, width=64, depth=depth, heads=2)
+    if recompute:
+        recompute_blocks(net)
+    weights = {2 * p.numel() for p in net.parameters()} | {4 * p.numel() for p in net.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() not in weights:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", torch.bfloat16):
+        output = net(torch.zeros(1, ACTIVATION_TOKENS, dtype=torch.int64))
+    assert output.requires_grad
+    return sum(saved.values())
+
+
+def per_block(recompute: bool) -> float:
+    """Bytes of activations per token, feature of the stream, and block."""
+    return (kept(4, recompute) - kept(2, recompute)) / (2 * ACTIVATION_TOKENS * 64)
+
+
+def measure(case: Case) -> tuple[Memory, dict[str, int], Memory]:
+    """What one rank holds and sends in the second step; and what the model says of the very networks."""
+    amp = Amp.named(case.mode, **({"init_scale": 1024.0} if case.mode == "o2" else {}))  # type: ignore[arg-type]
+    net = build(case, amp)
+    optimizer = AdamW(trainable(net), fused=True)
+    ema = Ema(net, 0.99)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        counter = Counter(net.parameters() if case.layout not in SHARDED else ())
+        counter.__enter__()
+        unreduced = 0
+        for i in range(case.accumulation):
+            tokens = torch.randint(256, (2, 17), generator=generator)
+            with sync_grads(net, when=i == case.accumulation - 1):
+                with amp.autocast():
+                    loss = net(tokens[:, :-1]).float().logsumexp(-1).mean()
+                copies, counter.copies = counter.copies, 0
+                amp.backward(loss / case.accumulation)
+            if i < case.accumulation - 1:
+                unreduced = max(unreduced, _unreduced(net))
+        report = amp.step(optimizer)
+        counter.__exit__(None, None, None)
+        masters = trainable(net) if amp.config.update == "master" else []
+        held = Memory(
+            weights=_storages([*local(net.parameters()), *masters]),
+            gradients=_storages(local(p.grad for p in trainable(net))),  # type: ignore[misc]
+            moments=_storages(local(v for e in optimizer.state.values() for v in e.values() if v.ndim)),
+            averages=_storages(local(ema.model.parameters())),
+            copies=copies,
+            unreduced=unreduced,
+        )
+        amp.update()
+        optimizer.zero_grad()
+        ema.update(report)
+    said = memory_of([net], [optimizer], ema, amp.config, accumulation=case.accumulation)
+    return held, counter.payload, said
+
+
+def _storages(tensors: Iterable[Tensor]) -> int:
+    found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(found.values())
+
+
+def _unreduced(net: nn.Module) -> int:
+    """Whole gradients that a sharded network keeps until the end of a window. torch has no public name for them."""
+    modules = [module for module in net.modules() if hasattr(module, "_get_fsdp_state")]
+    groups = {module._get_fsdp_state()._fsdp_param_group for module in modules} - {None}  # type: ignore[operator]
+    params = [param for group in groups for param in group.fsdp_params]
+    grads = [getattr(param, "_unsharded_param", param.sharded_param).grad for param in params]
+    return _storages(g for g in (*(param.unsharded_accumulated_grad for param in params), *grads) if g is not None)
+
+
+def _rank(rank: int, num_ranks: int, cases: list[Case], folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store{num_ranks}", num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    try:
+        torch.save([measure(case) for case in cases], f"{folder}/{num_ranks}_{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def measured(cases: list[Case]) -> list[tuple[Memory, dict[str, int], Memory]]:
+    """Of the rank that holds the most, for each case."""
+    found: dict[Case, tuple[Memory, dict[str, int], Memory]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for num_ranks in sorted({case.num_ranks for case in cases}):
+            mine = [case for case in cases if case.num_ranks == num_ranks]
+            mp.start_processes(_rank, (num_ranks, mine, folder), num_ranks, start_method="spawn")
+            ranks = [torch.load(f"{folder}/{num_ranks}_{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+            for i, case in enumerate(mine):
+                found[case] = max((rank[i] for rank in ranks), key=lambda each: each[0].most)
+    return [found[case] for case in cases]
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def modelled(case: Case, net: nn.Module | None = None) -> tuple[Memory, list[Collective]]:
+    """From the shapes alone."""
+    weights = planned(case, net or plain(256, 64, 4, length=16))
+    amp = amp_config(case.mode)
+    exchanged = traffic(weights, amp, case.num_ranks, accumulation=case.accumulation, compress=case.compress)
+    return memory(weights, amp, accumulation=case.accumulation), exchanged
+
+
+@functools.cache
+def plain(vocab_size: int, width: int, depth: int, *, length: int = 2048, tied: bool = False) -> nn.Module:
+    with torch.device("meta"):
+        return GPT(vocab_size=vocab_size, length=length, width=width, depth=depth, heads=width // 32, tied=tied)
+
+
+def planned(case: Case, net: nn.Module) -> list[Weight]:
+    amp = amp_config(case.mode)
+    weights = lay_out(weights_of(net, amp), case.layout, case.num_ranks, shard_size=case.shard_size, zero=case.zero)
+    # Norms keep fp32 weights in no mode: only BatchNorm and islands do, and a language model has none.
+    return [replace(weight, low=amp.update is not None, averaged=True) for weight in weights]
+
+
+def sent(kinds: dict[str, int], case: Case) -> float:
+    """Bytes that a rank sends, of payloads by kind; hsdp's all-reduce is between groups."""
+    total = 0.0
+    for kind, payload in kinds.items():
+        ranks = case.num_ranks
+        if case.shard_size is not None:
+            ranks = case.num_ranks // case.shard_size if kind == "all_reduce" else case.shard_size
+        total += Collective("", kind, ranks, payload, 1).sent
+    return total
+
+
+def by_kind(exchanged: list[Collective]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for each in exchanged:
+        found[each.kind] = found.get(each.kind, 0) + each.payload
+    return found
+
+
+# --- on paper ---------------------------------------------------------------------------------------------------------
+
+
+def seconds(each: Collective) -> float:
+    """Of a kind of exchange: bytes over bandwidth, and the way that each call has to go."""
+    if each.num_ranks == 1:
+        return 0.0
+    machines = each.num_ranks if each.strides else math.ceil(each.num_ranks / MACHINE)
+    together = each.num_ranks // machines  # GPUs of a machine, each of which has a network card of its own
+    bandwidth = NVLINK if machines == 1 else min(NVLINK, together * NETWORK)
+    if each.kind == "all_reduce":  # a tree, up and down
+        way = 2 * (math.ceil(math.log2(together)) * HOP + math.ceil(math.log2(machines)) * FAR_HOP)
+    else:  # a ring
+        way = (each.num_ranks - machines) * HOP + (machines * FAR_HOP if machines > 1 else 0.0)
+    return each.sent / bandwidth + each.calls * way
+
+
+def projected(case: Case, net: nn.Module) -> dict[str, float]:
+    held, exchanged = modelled(case, net)
+    num_weights = sum(p.numel() for p in net.parameters())
+    per_token = (8 if case.recompute else 6) * num_weights / FLOPS
+    alone = sum(seconds(each) for each in exchanged if each.what != "gradients" and not is_cut(case))
+    beside = sum(seconds(each) for each in exchanged) - alone
+    # Replicas reduce during the backward pass, two thirds of the computing; parts are gathered and reduced during all.
+    share = 1.0 if is_cut(case) else 2 / 3
+    return {
+        "held": held.total,
+        "within": held.most - held.total,
+        "sent": sum(each.sent for each in exchanged),
+        "computing": per_token * TOKENS,
+        "exchange": alone + beside,
+        "left": alone + max(0.0, beside - share * per_token * TOKENS),
+        "tokens": beside / (share * per_token),
+    }
+
+
+def is_cut(case: Case) -> bool:
+    return case.layout in SHARDED
+
+
+def projection() -> str:
+    lines = []
+    for size, (vocab_size, width, depth) in SIZES.items():
+        net = plain(vocab_size, width, depth, tied=True)
+        num_weights = sum(p.numel() for p in net.parameters())
+        lines += ["", f"**{size}**: {num_weights / 1e9:.3g} billion weights, {width} features, {depth} blocks.", ""]
+        lines += table(
+            *("GPUs", "layout", "GB held", "more within a step", "GB sent per step", "computing, s", "exchange, s"),
+            *("not hidden, s", "tokens that hide it"),
+        )
+        for gpus in (8, 64, 1024):
+            cases = [Case("ddp", gpus), Case("ddp", gpus, zero=True), Case("fsdp", gpus)]
+            if gpus > MACHINE:
+                cases.append(Case("hsdp", gpus, shard_size=MACHINE))
+            for case in cases:
+                found = projected(case, net)
+                lines.append(
+                    f"| {gpus} | {case.name} | {found['held'] / 1e9:,.1f} | {found['within'] / 1e9:,.1f} | "
+                    f"{found['sent'] / 1e9:,.2f} | {found['computing']:.3g} | {found['exchange']:.3g} | "
+                    f"{found['left']:.3g} | {found['tokens']:,.0f} |"
+                )
+    return "\n".join(lines[1:])
+
+
+def table(*names: str) -> list[str]:
+    return [f"| {' | '.join(names)} |", f"| {' | '.join('---:' if i else '---' for i in range(len(names)))} |"]
+
+
+MODES = {"`fp32`": "fp32", "`bf16`, `fp16`": "bf16", "`o2`": "o2", "`bf16_pure`": "bf16_pure", "`o3`": "o3"}
+
+
+def per_weight() -> str:
+    """Bytes per weight that one process holds, of a network all of whose weights are those of linear layers."""
+    lines = table("mode", "weights", "gradients", "moments (Adam)", "average", "copies, within a step")
+    for title, mode in MODES.items():
+        held = memory([replace(w, low=mode in ("o2", "bf16_pure", "o3")) for w in _uniform(mode)], amp_config(mode))
+        parts = (held.weights, held.gradients, held.moments, held.averages, held.copies)
+        lines.append(f"| {title} | {' | '.join(f'{part / 2**20:g}' for part in parts)} |")
+    return "\n".join(lines)
+
+
+def _uniform(mode: str) -> list[Weight]:
+    return [Weight((1024, 1024), cast=amp_config(mode).dtype != "float32", averaged=True)]
+
+
+def sent_per_weight() -> str:
+    """Bytes per weight and step that a rank sends, of a million ranks, in groups of 8 where there are groups."""
+    num_ranks = 2**20
+    lines = table("layout, mode", "gradients", "weights", "accumulation=1", "accumulation=8")
+    cases = [
+        Case("ddp", num_ranks),
+        Case("ddp", num_ranks, compress=True),
+        Case("ddp", num_ranks, zero=True),
+        Case("fsdp", num_ranks, "fp32"),
+        Case("fsdp", num_ranks),
+        Case("hsdp", num_ranks, shard_size=8),
+    ]
+    for case in cases:
+        weights = lay_out(
+            [replace(weight, shape=(num_ranks, 1)) for weight in _uniform(case.mode)],
+            *(case.layout, num_ranks),
+            shard_size=case.shard_size,
+            zero=case.zero,
+        )
+
+        def amount(what: str, accumulation: int, case: Case = case, weights: list[Weight] = weights) -> float:
+            options: dict[str, Any] = {"accumulation": accumulation, "compress": case.compress}
+            exchanged = traffic(weights, amp_config(case.mode), num_ranks, **options)
+            return sum(each.sent for each in exchanged if each.what == what) / num_ranks
+
+        sums = [amount("gradients", a) + amount("weights", a) for a in (1, 8)]
+        parts = [amount("gradients", 1), amount("weights", 1), *sums]
+        lines.append(f"| {case.name}, {case.mode} | {' | '.join(f'{part:.3g}' for part in parts)} |")
+    return "\n".join(lines)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def row(case: Case, held: Memory, payload: dict[str, int]) -> str:
+    """Model and measurement beside each other, in bytes."""
+    model, exchanged = modelled(case)
+    numbers = [("held", model.total, held.total), ("copies", model.copies, held.copies)]
+    numbers += [("unreduced", model.unreduced, held.unreduced)]
+    numbers += [("sent", round(sent(by_kind(exchanged), case)), round(sent(payload, case)))]
+    cells = " | ".join(f"{a:,} | {b:,}" for _, a, b in numbers)
+    return f"| {case.name} | {case.mode} | {case.num_ranks} | {case.accumulation} | {cells} |"
+
+
+def comparison() -> str:
+    lines = table(
+        *("layout", "mode", "ranks", "accumulation", "held", "measured", "copies", "measured"),
+        *("unreduced", "measured", "sent per step", "measured"),
+    )
+    lines += [row(case, held, payload) for case, (held, payload, _) in zip(CASES, measured(CASES), strict=True)]
+    return "\n".join(lines)
+
+
+def differences(rows: str) -> list[float]:
+    """Of the comparison's rows: model against measurement, relative."""
+    found = []
+    for line in rows.splitlines()[2:]:
+        cells = [int(cell.replace(",", "")) for cell in line.strip("| ").split(" | ")[4:]]
+        found += [abs(a - b) / max(b, 1) for a, b in zip(cells[::2], cells[1::2], strict=True)]
+    return found
+
+
+def biggest() -> str:
+    """Weights that fit, for some numbers of GPUs."""
+    lines = table("layout", "8 GPUs", "64 GPUs", "1024 GPUs")
+    for case in (Case("ddp"), Case("ddp", zero=True), Case("fsdp"), Case("hsdp", shard_size=MACHINE)):
+        cells = []
+        for gpus in (8, 64, 1024):
+            sizes = []
+            for averaged in (False, True):
+                weights = lay_out(
+                    [replace(weight, shape=(2**20, 1), averaged=averaged) for weight in _uniform("bf16")],
+                    *(case.layout, gpus),
+                    shard_size=case.shard_size,
+                    zero=case.zero,
+                )
+                held = memory(weights, amp_config("bf16"))
+                sizes.append(f"{USABLE / ((held.total + held.copies) / 2**20) / 1e9:,.1f}")
+            cells.append(" / ".join(sizes))
+        lines.append(f"| {case.name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def page() -> str:
+    rows = comparison()
+    example = TOKENS * SIZES["6.7B"][1] * SIZES["6.7B"][2] / 1e9
+    return PAGE_TEXT.format(
+        version=".".join(torch.__version__.split(".")[:2]),
+        per_weight=per_weight(),
+        sent_per_weight=sent_per_weight(),
+        small=f"{sum(p.numel() for p in plain(256, 64, 4, length=16).parameters()):,}",
+        largest=f"{max(differences(rows)):.2%}",
+        comparison=rows,
+        kept=per_block(False),
+        kept_less=per_block(True),
+        example=example * per_block(False),
+        example_less=example * per_block(True),
+        machine=MACHINE,
+        nvlink=NVLINK / 1e9,
+        network=NETWORK / 1e9,
+        hop=HOP * 1e6,
+        far_hop=FAR_HOP * 1e6,
+        flops=FLOPS / 1e12,
+        tokens=TOKENS,
+        projection=projection(),
+        usable=USABLE / 1e9,
+        biggest=biggest(),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.parent.name}/{PAGE.name} instead")
+    if parser.parse_args().write:
+        PAGE.write_text(page())
+    else:
+        print(page(), end="")
+
+
+if __name__ == "__main__":
+    main()
