@@ -16,10 +16,14 @@ import sys
 
 if __name__ == "__main__":
     # Until a run is set up there is nothing to save, and a traceback out of an import tells nobody anything.
-    signal.signal(
-        signal.SIGINT,
-        lambda *_: (os.write(2, b"interrupted before the first step; nothing was written\n"), os._exit(130)),
-    )
+    for _number, _code in ((signal.SIGINT, 130), (signal.SIGUSR1, 75)):
+        signal.signal(
+            _number,
+            lambda *_, code=_code: (
+                os.write(2, b"interrupted before the first step; nothing was written\n"),
+                os._exit(code),
+            ),
+        )
 
 import argparse
 from pathlib import Path

@@ -101,6 +101,17 @@ def worker_store() -> WorkerStore:
     return _store
 
 
+TIME_LIMIT = 75
+"""Why a run stops before its end: `max_minutes`. Other reasons are 128 and the number of a signal."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What ends a run in order: after the step, with a checkpoint."""
+
+
+def exit_code_of(reason: int) -> int:
+    """The exit code of a run that stopped for this reason: 75 asks to be started again, as SIGUSR1 means it, too."""
+    return 75 if reason == 128 + signal.SIGUSR1 else reason
+
+
 class Stop:
     """Whether to stop, agreed between ranks: a signal on one rank, or the time limit, ends all at the same step.
 
@@ -110,7 +121,7 @@ class Stop:
 
     def __init__(self, group: dist.ProcessGroup | None, max_minutes: float | None) -> None:
         self.code = 0
-        """Exit code that this rank asks for: 130, 143 or 75; 0 goes on."""
+        """Why this rank asks to stop: 128 and a signal, or `TIME_LIMIT`; 0 goes on. Of two ranks the larger counts."""
         self._deadline = None if max_minutes is None else time.monotonic() + 60.0 * max_minutes
         self._group = group
         self._flag = torch.zeros(1, dtype=torch.int64)
@@ -119,9 +130,9 @@ class Stop:
         self._parent = os.getppid() if launched() else None
 
     def poll(self) -> int:
-        """Called by every rank after every step. Returns the agreed exit code, 0 to go on."""
+        """Called by all ranks equally often. Returns the agreed reason to stop, 0 to go on."""
         if not self.code and self._deadline is not None and time.monotonic() >= self._deadline:
-            self.code = 75
+            self.code = TIME_LIMIT
         if self._parent is not None and not self.code and os.getppid() != self._parent:
             self.code = 143  # the agent was killed: without it, training would go on unseen and hold the run folder
         if self._group is None:
@@ -399,7 +410,7 @@ def environment(job: Job) -> Iterator[Environment]:
         env.stop = Stop(env.host_group, cfg.max_minutes)
         # After the process group exists: its set-up may not be interrupted half-way.
         stoppable = cfg.task == "train" and not cfg.dry_run  # the rest may be ended at any moment
-        for number in (signal.SIGTERM, signal.SIGINT) if stoppable else ():
+        for number in SIGNALS if stoppable else ():
             with contextlib.suppress(ValueError):  # not in the main thread: signals are somebody else's there
                 handlers[number] = signal.signal(number, env.stop.on_signal)
         torch.manual_seed(cfg.seed)

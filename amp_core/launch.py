@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,13 +25,25 @@ from pathlib import Path
 from typing import Any
 
 from amp_core.config import Config, build, node_range
-from amp_core.environment import Environment, Job, environment, launched, outcome_of, worker_store
+from amp_core.environment import (
+    SIGNALS,
+    TIME_LIMIT,
+    Environment,
+    Job,
+    environment,
+    exit_code_of,
+    launched,
+    outcome_of,
+    worker_store,
+)
 from amp_core.errors import ConfigError, Interrupted, RunError
 from amp_core.log import write_json
 from amp_core.preflight import needs_agent, num_processes
 
 SHUTDOWN_SECONDS = 600
 """How long workers may take to finish their step and write a checkpoint after a signal."""
+
+TWICE = "interrupted twice: stopped at once; the steps since the last checkpoint are lost"
 
 Run = Callable[[Config, Environment], dict[str, float]]
 
@@ -44,7 +57,7 @@ class Outcome:
     error: str | None = None
     """What the user should read; None after success."""
     signalled: int = 0
-    """130 or 143 when a signal came too late to stop the run: what comes after it should not begin."""
+    """The exit code that a signal asked for, even when it came too late to stop the run: nothing else should begin."""
 
 
 def launch(job: Job, run: Run, worker: list[str]) -> Outcome:
@@ -66,15 +79,15 @@ def in_process(job: Job, run: Run) -> Outcome:
     try:
         with environment(job) as env:
             result = run(env.cfg, env)
-            return Outcome(0, result, signalled=env.stop.code if env.stop.code != 75 else 0)
+            return Outcome(0, result, signalled=exit_code_of(env.stop.code) if env.stop.code != TIME_LIMIT else 0)
     except (Exception, KeyboardInterrupt) as problem:
         code, _ = outcome_of(problem)
         if isinstance(problem, Interrupted):  # the log has said so
-            return Outcome(code, {})
+            return Outcome(code, {}, signalled=code if problem.by_signal else 0)
         if isinstance(problem, RunError):
             return Outcome(code, {}, str(problem))
         if isinstance(problem, KeyboardInterrupt):
-            return Outcome(code, {}, "interrupted twice: stopped at once; the steps since the last checkpoint are lost")
+            return Outcome(code, {}, TWICE, signalled=code)
         return Outcome(code, {}, traceback.format_exc())
 
 
@@ -96,9 +109,10 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="amp_recipes_") as folder, _worker_environ(nproc):
         job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
         job_file.write_text(job.dumps())
-        patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS}
-        if "shutdown_timeout" not in {field.name for field in dataclasses.fields(LaunchConfig)}:
-            patience = {}  # an older torch: it waits 30 seconds
+        # Signals that end a run are handled here; an older torch waits 30 seconds and handles all by itself.
+        patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS, "signals_to_handle": "SIGHUP,SIGQUIT"}
+        known = {field.name for field in dataclasses.fields(LaunchConfig)}
+        patience = {name: value for name, value in patience.items() if name in known}
         config = LaunchConfig(
             min_nodes=nodes[0],
             max_nodes=nodes[1],
@@ -114,14 +128,17 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
+        signals = _Signals(job_file, SignalException)
         try:
-            elastic_launch(config, worker[0])(*worker[1:], str(job_file))
+            with signals:
+                elastic_launch(config, worker[0])(*worker[1:], str(job_file))
         except SignalException as stopped:
             outcome = _read_result(result_file)
-            code = 128 + int(stopped.sigval)
+            code = exit_code_of(128 + int(stopped.sigval))
             if outcome is None:
-                return _failed(job, code, "preempted", f"stopped by {signal.Signals(stopped.sigval).name}")
-            return Outcome(outcome.exit_code or code, outcome.eval, outcome.error)
+                said = TWICE if signals.twice else f"stopped by {signal.Signals(stopped.sigval).name}"
+                outcome = _failed(job, code, "preempted", said)
+            return dataclasses.replace(outcome, signalled=code)
         except ChildFailedError as failed:
             outcome = _read_result(result_file)
             if outcome is not None and outcome.exit_code:  # a rank ended on purpose, and the others missed it
@@ -129,6 +146,56 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
             return _failed(job, 1, "failed", _first_failure(failed))
         outcome = _read_result(result_file)
         return outcome or _failed(job, 1, "failed", "the workers ended without a result")
+
+
+class _Signals:
+    """Around the agent: the first signal makes it stop its workers, which finish their step and save; it waits for
+    them. Ctrl-C once more kills them at once. Others that come then change nothing.
+
+    Args:
+        job_file: stands in the command line of every worker.
+        stop: torch's exception with which the agent stops its workers.
+    """
+
+    def __init__(self, job_file: Path, stop: Callable[[str, signal.Signals], Exception]) -> None:
+        self.twice = False
+        self._job_file, self._stop = job_file, stop
+        self._first: int | None = None
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        for number in SIGNALS:
+            with contextlib.suppress(ValueError):  # not in the main thread: signals are somebody else's there
+                self._handlers[number] = signal.signal(number, self._on_signal)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._first is None:
+            self._first = number
+            raise self._stop(f"got {signal.Signals(number).name}", signal.Signals(number))
+        if number == self._first == signal.SIGINT:
+            self.twice = True
+            for pid in _processes_of(self._job_file):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _processes_of(job_file: Path) -> list[int]:
+    """Process ids of workers, and of the loaders that they forked: those with this file in their command line."""
+    if not Path("/proc/self/cmdline").exists():  # macOS
+        table = subprocess.run(["ps", "-axww", "-o", "pid=,command="], capture_output=True, text=True).stdout
+        lines = [line.strip().partition(" ") for line in table.splitlines()]
+        return [int(pid) for pid, _, command in lines if str(job_file) in command.split()]
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                command = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
+                found += [int(entry)] if os.fsencode(job_file) in command else []
+    return found
 
 
 def _failed(job: Job, code: int, status: str, message: str) -> Outcome:

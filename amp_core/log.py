@@ -686,7 +686,8 @@ def _wandb_main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # batch systems send it to all; training then closes this process
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # batch systems send them to all; training then closes this process
+        signal.signal(number, signal.SIG_IGN)
 
     def answer(level: int, text: str) -> None:
         with contextlib.suppress(OSError):  # training was killed: nobody listens, the run is finished all the same

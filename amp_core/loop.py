@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import logging
 import math
+import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,12 +28,12 @@ from torch import Tensor, nn
 
 from amp_core.checkpoint import Checkpoint, Loaded
 from amp_core.config import SHARDED, differences, num_steps, scale_cap
-from amp_core.data import Data, Sampler, to_device, train_loader
+from amp_core.data import Data, Sampler, interruptible, to_device, train_loader
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.statistics import Statistics
 from amp_core.doctor.watch import Symptoms, Watch
 from amp_core.ema import Ema
-from amp_core.environment import Environment, outcome_of, peak_memory
+from amp_core.environment import TIME_LIMIT, Environment, exit_code_of, outcome_of, peak_memory
 from amp_core.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
 from amp_core.islands import keep_fp32
 from amp_core.layout import unwrap
@@ -90,6 +91,7 @@ class Loop:
         self.eval: dict[str, float] = {}
         """Results of the last evaluation."""
         self._eval_step = self._save_step = self._log_step = -1
+        self._asked = 0
         self._log: Log | None = None
         self.meters: dict[str, _Meter] = {}
         self._reading: _Reading | None = None
@@ -150,8 +152,7 @@ class Loop:
         if self.cfg.task == "evaluate":
             self._evaluate_only(loaded)
             return
-        if loaded is not None and self.step >= self.num_steps:
-            self._already_finished()
+        if loaded is not None and self.step >= self.num_steps and self._is_finished():
             return
         self.env.begin()
         self._open_log(loaded)
@@ -215,6 +216,8 @@ class Loop:
         end = self.num_steps
         with self.loading() as windows:
             self._clock.start(self.samples)
+            if self.step >= end:  # stopped between its last step and its result
+                yield from self._after_step(end)
             while self.step < end:
                 window = next(windows)
                 with self.step_of(window) as dropped, self.sampling():
@@ -238,31 +241,33 @@ class Loop:
         return contextlib.nullcontext() if self.statistics is None else self.statistics.sampling(self.step + 1)
 
     def _after_step(self, end: int) -> Iterator[list[Micro]]:
-        cfg, at_end = self.cfg, self.step == end
+        cfg, at_end = self.cfg, self.step >= end
         stop = self.env.stop.poll()
         assert self._log is not None
         self._log.advance(self.step)
         if at_end or stop or self.step % cfg.log_every == 0:
             self._read_metrics()
         yield from self._consult(in_a_hurry=bool(stop))
+        whole = True
         if at_end or (not stop and self.step % cfg.eval_every == 0):
-            self._evaluate()
+            whole = self._evaluate()
+            stop = stop if whole else self._asked
         if at_end or stop or self.step % cfg.save_every == 0:
             self._finish_reading()
             yield from self._consult(in_a_hurry=bool(stop))
             self._save()
-        if at_end:
+        if at_end and whole:
             self._end()
         elif stop:
-            reason = {75: "the time limit was reached", 130: "SIGINT", 143: "SIGTERM"}[stop]
+            reason = "the time limit was reached" if stop == TIME_LIMIT else signal.Signals(stop - 128).name
             self._summarise()
             message = (
-                f"stopped at step {self.step} of {end}: {reason}; a checkpoint was written; "
-                f"go on with run_dir={self.env.run_dir}"
+                f"stopped at step {self.step} of {end}{' in its evaluation' if at_end else ''}: {reason}; a checkpoint "
+                f"was written; go on with run_dir={self.env.run_dir}"
             )
             if self.env.is_main:
                 self._log.warning(message)
-            raise Interrupted(message, stop)
+            raise Interrupted(message, exit_code_of(stop), by_signal=stop != TIME_LIMIT)
 
     def log(self, report: StepReport, *, of: str = "", **values: Tensor) -> None:
         """Record a step. Does not wait for the device.
@@ -658,16 +663,27 @@ class Loop:
 
     # --- evaluation, checkpoints, the end -----------------------------------------------------------------------------
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Whether it came to its end: a signal and the time limit stop it between two batches, on all ranks alike."""
         if self._eval_step == self.step:
-            return
+            return True
         began = time.monotonic()
-        self.eval = self._metrics_of_nets()
+        try:
+            with interruptible(self._check_stop):
+                self.eval = self._metrics_of_nets()
+        except _EvaluationStopped:
+            return False
         self._eval_step = self.step
         self._clock.pause(time.monotonic() - began)
         if self._log is not None:
             self._log.metrics({"step": self.step, "split": "eval", **self.eval})
             self._log.info(f"step {self.step}: {_spell(self.eval)}")
+        return True
+
+    def _check_stop(self) -> None:
+        self._asked = self.env.stop.poll()
+        if self._asked:
+            raise _EvaluationStopped
 
     def _metrics_of_nets(self) -> dict[str, float]:
         net = unwrap(self.model)
@@ -723,23 +739,21 @@ class Loop:
             self._log.info(f"finished {self.step} steps: {_spell(self.eval)}")
             self._log.info(f"run folder: {self.env.run_dir}")
 
-    def _already_finished(self) -> None:
-        """A finished run that is started again: nothing is trained and its result stands."""
+    def _is_finished(self) -> bool:
+        """Whether a run that made all its steps has its result, too: then nothing is computed, and it stands."""
         env = self.env
-        if env.is_main:
-            say(f"already finished: {self.step} of {self.num_steps} steps in {env.run_dir}")
         before = env.summary_before
         if before.get("status") != "finished" or not isinstance(before.get("eval"), dict):
             before = None
-        # A run that was killed between its last checkpoint and its summary has no result yet.
         if env.any_rank(env.is_main and before is None):
-            self.eval = self._metrics_of_nets()
-            self._summarise()
-        else:
-            self.eval = dict(before["eval"]) if before else {}
-            env.summary |= before or {}
+            return False
+        if env.is_main:
+            say(f"already finished: {self.step} of {self.num_steps} steps in {env.run_dir}")
+        self.eval = dict(before["eval"]) if before else {}
+        env.summary |= before or {}
         env.begin()
         env.write_summary("finished", 0)
+        return True
 
     def _evaluate_only(self, loaded: Loaded | None) -> None:
         assert loaded is not None  # Checkpoint.load raises when a path was named and holds none
@@ -797,6 +811,10 @@ class Loop:
             yield
         finally:
             self.amp.observers.remove(spoil)
+
+
+class _EvaluationStopped(Exception):
+    """The ranks agreed to stop in the middle of an evaluation."""
 
 
 class _Meter:
