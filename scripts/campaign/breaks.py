@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import time
@@ -220,6 +221,12 @@ BREAKS = [
     Break("signals are ignored", _replace(environment.Stop, "on_signal", _deaf), signals, 1),
     Break("each rank stops by itself", _replace(environment.Stop, "poll", _each_for_itself), signals, 8),
     Break("a signal is acted upon late", _wrap(environment.Stop, "poll", _late), signals, 4),
+    Break(
+        "evaluations go on to their end",
+        _replace(loop, "interruptible", lambda check: contextlib.nullcontext()),
+        signals,
+        1,
+    ),
     Break("no agreement on skips", _replace(precision, "several_ranks", lambda: False), ranks, 8),
     Break("no guard of the statistics", _replace(buffers.BufferGuard, "settle", _nothing), ranks, 4),
     Break(
