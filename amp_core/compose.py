@@ -26,7 +26,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, QuotedString
 from omegaconf import OmegaConf
 
-from amp_core.config import Config, choices, conf_dir, differences, nearest
+from amp_core.config import Config, choices, conf_dir, differences, nearest, node_range
 from amp_core.errors import ConfigError
 
 # What Hydra's folders would do is done by run_dir.
@@ -201,7 +201,9 @@ def check_run_dir(run_dir: str, values: dict[str, Any], cfg: Config) -> None:
         ConfigError: it may not.
     """
     folder = Path(run_dir)
-    if is_locked(folder):
+    nodes = node_range(cfg.layout.nnodes)
+    # Of several machines one has the lock; a machine that comes back finds it taken by its own run.
+    if is_locked(folder) and (nodes is None or nodes[1] == 1):
         raise ConfigError(f"run_dir={run_dir}: another process is writing there; wait for it, or choose another folder")
     stored = stored_config(folder)
     if stored is None or not any(folder.glob("checkpoints/step_*")):

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from amp_core.config import ONE_PROCESS, SHARDED, Config, build, num_steps
+from amp_core.config import ONE_PROCESS, SHARDED, Config, build, is_elastic, node_range, num_steps
 from amp_core.errors import ConfigError, RunError, SaveError
 from amp_core.log import write_json
 from amp_core.precision import Amp
@@ -65,15 +66,41 @@ class WorkerStore:
     new process group; so all but `first` are kept apart by attempt."""
 
     def __init__(self) -> None:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._all = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=not agent_hosts and os.environ["RANK"] == "0",
-            timeout=datetime.timedelta(minutes=5),
+            timeout=datetime.timedelta(seconds=MEETING_SECONDS),
         )
-        self._attempt = dist.PrefixStore(f"amp_recipes/attempt_{attempt}", self._all)
+        self._attempt = dist.PrefixStore(f"amp_recipes/{self._meet()}", self._all)
+
+    def _meet(self) -> str:
+        """A name that all ranks of this attempt have and no other attempt had.
+
+        The agent's count of restarts is none: it stays when a machine comes back, and differs between machines. So each
+        rank sends a number of its own, and only an answer to that number can be from rank 0 of the same attempt.
+        """
+        rank, own = int(os.environ["RANK"]), uuid.uuid4().hex
+        store = dist.PrefixStore("amp_recipes/meeting", self._all)
+        if rank:
+            store.set(f"{rank}", own)
+            name = store.get(own).decode()
+            store.set(f"{name}/{rank}", "")
+            return name
+        missing, heard = set(range(1, int(os.environ["WORLD_SIZE"]))), {}
+        end = time.monotonic() + MEETING_SECONDS
+        while missing:
+            for other in sorted(missing):
+                if store.check([f"{own}/{other}"]):
+                    missing.remove(other)
+                elif store.check([f"{other}"]) and (number := store.get(f"{other}").decode()) != heard.get(other):
+                    heard[other] = number  # of this attempt, or left by one that is over
+                    store.set(number, own)
+            if time.monotonic() > end:
+                raise TimeoutError(f"ranks {sorted(missing)} did not come within {MEETING_SECONDS} s")
+            time.sleep(0.01)
+        return own
 
     def set(self, key: str, text: str) -> None:
         self._attempt.set(key, text)
@@ -90,6 +117,8 @@ class WorkerStore:
         return dist.PrefixStore("process_group", self._attempt)
 
 
+MEETING_SECONDS = 300
+"""How long the workers of an attempt wait for each other."""
 _store: WorkerStore | None = None
 
 
@@ -110,6 +139,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 def exit_code_of(reason: int) -> int:
     """The exit code of a run that stopped for this reason: 75 asks to be started again, as SIGUSR1 means it, too."""
     return 75 if reason == 128 + signal.SIGUSR1 else reason
+
+
+def others_start_again() -> bool:
+    """Whether the agents of other machines go on from the last checkpoint when this one's workers end."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    return launched() and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and restarts > 0
 
 
 class Stop:
@@ -134,7 +169,10 @@ class Stop:
         if not self.code and self._deadline is not None and time.monotonic() >= self._deadline:
             self.code = TIME_LIMIT
         if self._parent is not None and not self.code and os.getppid() != self._parent:
-            self.code = 143  # the agent was killed: without it, training would go on unseen and hold the run folder
+            # The agent was killed: without it, training would go on unseen and hold the run folder.
+            if others_start_again():
+                raise RunError("the launcher of this machine was killed; those of the other machines go on without it")
+            self.code = 128 + signal.SIGTERM
         if self._group is None:
             return self.code
         agreed = self._settle()
@@ -169,6 +207,8 @@ class Environment:
         self.rank = rank
         self.local_rank = local_rank
         self.world_size = world_size
+        self.planned_ranks = world_size
+        """Ranks when all machines of an elastic run are there: they decide about the samples per step."""
         self.run_dir = Path(job.run_dir) if job.run_dir else None
         self.stop: Stop
         self.host_group: dist.ProcessGroup | None = None
@@ -256,7 +296,7 @@ class Environment:
 
     def num_steps(self, data: Any) -> int:
         """Length of the run in steps, on `data.train`."""
-        samples = self.cfg.batch_size * self.cfg.accumulation * self.world_size
+        samples = self.cfg.batch_size * self.cfg.accumulation * self.planned_ranks
         return num_steps(self.cfg, num_samples=len(data.train), samples_per_step=samples)
 
     def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -407,6 +447,13 @@ def environment(job: Job) -> Iterator[Environment]:
             timeout = datetime.timedelta(minutes=cfg.layout.timeout_minutes)
             group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
             env.host_group = group  # type: ignore[assignment] - a rank outside the group would get a number
+        if is_elastic(cfg) and launched():
+            here = torch.tensor(int(os.environ["LOCAL_WORLD_SIZE"]))
+            if world_size > 1:
+                dist.broadcast(here, 0, group=env.host_group)  # the plan is one, should machines differ
+            nodes = node_range(cfg.layout.nnodes)
+            assert nodes is not None
+            env.planned_ranks = nodes[1] * int(here)
         env.stop = Stop(env.host_group, cfg.max_minutes)
         # After the process group exists: its set-up may not be interrupted half-way.
         stoppable = cfg.task == "train" and not cfg.dry_run  # the rest may be ended at any moment

@@ -33,6 +33,8 @@ from amp_core.environment import (
     environment,
     exit_code_of,
     launched,
+    lock_folder,
+    others_start_again,
     outcome_of,
     worker_store,
 )
@@ -93,8 +95,10 @@ def in_process(job: Job, run: Run) -> Outcome:
 
 def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
     # Imported here: the agent costs a second that a single process need not pay.
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # The agent's account of each worker's end would stand around the one message that matters.
@@ -106,7 +110,7 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
     assert nodes is not None
     nproc = num_processes(cfg)
     several = nodes[1] > 1
-    with tempfile.TemporaryDirectory(prefix="amp_recipes_") as folder, _worker_environ(nproc):
+    with tempfile.TemporaryDirectory(prefix="amp_recipes_") as folder, _worker_environ(nproc, several):
         job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
         job_file.write_text(job.dumps())
         # Signals that end a run are handled here; an older torch waits 30 seconds and handles all by itself.
@@ -144,6 +148,9 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
             if outcome is not None and outcome.exit_code:  # a rank ended on purpose, and the others missed it
                 return outcome
             return _failed(job, 1, "failed", _first_failure(failed))
+        except (RendezvousError, DistError) as lost:
+            text = " ".join(str(lost).split()) or type(lost).__name__
+            return _failed(job, 1, "failed", f"the machines do not reach each other at {config.rdzv_endpoint}: {text}")
         outcome = _read_result(result_file)
         return outcome or _failed(job, 1, "failed", "the workers ended without a result")
 
@@ -202,7 +209,8 @@ def _failed(job: Job, code: int, status: str, message: str) -> Outcome:
     """The workers are dead; what they could not write is written for them."""
     summary = Path(job.run_dir or "", "summary.json")
     if job.run_dir and summary.is_file():
-        with contextlib.suppress(OSError, ValueError):
+        # Not when other machines go on with the run.
+        with contextlib.suppress(OSError, ValueError, ConfigError), lock_folder(Path(job.run_dir)):
             content = json.loads(summary.read_text())
             if content.get("status") == "running":
                 write_json(summary, content | {"status": status, "exit_code": code, "error": message})
@@ -237,17 +245,20 @@ def _read_result(path: Path) -> Outcome | None:
 
 
 @contextlib.contextmanager
-def _worker_environ(nproc: int) -> Iterator[None]:
-    """Share the cores between the workers, unless the user decided."""
-    name = "OMP_NUM_THREADS"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = str(max(1, (os.cpu_count() or 1) // nproc))
+def _worker_environ(nproc: int, several: bool) -> Iterator[None]:
+    """Variables for the agent and its workers, unless the user decided."""
+    wanted = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc))}  # share the cores
+    if several:
+        # A store of its own for each attempt: with the agents' one, a machine that comes back waits for the address of
+        # a store that the others know since their first attempt and do not tell again.
+        wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        del os.environ[name]
+        for name in added:
+            del os.environ[name]
 
 
 def work(job_file: Path, run_of: Callable[[str], Run]) -> int:
@@ -257,6 +268,9 @@ def work(job_file: Path, run_of: Callable[[str], Run]) -> int:
         job_file: what to run.
         run_of: the recipe of a name.
     """
+    result = job_file.with_name("result.json")
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        result.unlink(missing_ok=True)  # of workers that were stopped because a machine came or went
     job = share(Job.loads(job_file.read_text()))
     assert job is not None
     outcome = in_process(job, run_of(job.config["recipe"]["name"]))
@@ -264,7 +278,11 @@ def work(job_file: Path, run_of: Callable[[str], Run]) -> int:
         report_failure(outcome.error or "")
         return 1
     if int(os.environ["LOCAL_RANK"]) == 0:
-        write_json(job_file.with_name("result.json"), vars(outcome))
+        write_json(result, vars(outcome))
+    if outcome.signalled and others_start_again():
+        # An agent stops its workers when a machine comes back, and all ranks agree. The other agents must find theirs
+        # alive when they see that machine, or they would take the run for finished.
+        time.sleep(1.0)
     return 0
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from amp_core.checkpoint import Checkpoint, Loaded
-from amp_core.config import SHARDED, differences, num_steps, scale_cap
+from amp_core.config import SHARDED, differences, is_elastic, num_steps, scale_cap
 from amp_core.data import Data, Sampler, interruptible, to_device, train_loader
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.statistics import Statistics
@@ -84,6 +84,9 @@ class Loop:
                 f"gather weights together; expected at least one each: use fewer ranks, or layout=ddp"
             )
         self.accumulation = self.cfg.accumulation
+        self._warnings: list[str] = []
+        self.planned_samples = self.cfg.batch_size * self.cfg.accumulation * env.planned_ranks
+        """Samples per step that the run was begun with; an elastic one comes as near to it as its ranks allow."""
         self.step = 0
         """Windows done, taken or skipped."""
         self.samples = 0
@@ -390,6 +393,8 @@ class Loop:
             own or "checkpoints", keep=cfg.checkpoint.keep, writer=own is not None and env.is_main, **self.parts
         )
         self._notes: list[str] = list(env.job.notes)
+        self._warnings = []
+        self._spread()
         planned = {name: schedule.num_steps for name, schedule in self.schedules.items()}
         loaded = None
         if own is not None:
@@ -435,6 +440,7 @@ class Loop:
         return {
             "samples": self.samples,
             "samples_per_step": self.samples_per_step,
+            "planned_samples": self.planned_samples,
             "skipped": int(self.amp.num_skipped),
             "consecutive_skips": int(self.amp.num_consecutive_skips),
             "skipped_of": {of: int(meter.num_skipped) for of, meter in self.meters.items() if of},
@@ -475,17 +481,14 @@ class Loop:
 
     def _keep_samples_per_step(self, progress: dict[str, Any], old: dict[str, Any]) -> None:
         """Hold the samples per step when the number of ranks changed, by another accumulation."""
-        before, now = int(progress["samples_per_step"]), self.samples_per_step
+        before, now = int(progress.get("planned_samples", progress["samples_per_step"])), self.planned_samples
         if before == now:
             return
         per_pass = self.cfg.batch_size * self.env.world_size
         same = all(old.get(key) == getattr(self.cfg, key) for key in ("batch_size", "accumulation"))
-        if same and before % per_pass == 0:
-            self.accumulation = before // per_pass
-            self._notes.append(
-                f"accumulation={self.accumulation} instead of {self.cfg.accumulation}: keeps {before} samples per step "
-                f"on {self.env.world_size} rank(s)"
-            )
+        if same and (before % per_pass == 0 or is_elastic(self.cfg)):
+            self.planned_samples = before
+            self._spread()
             return
         problem = (
             f"batch_size={self.cfg.batch_size}, accumulation={self.cfg.accumulation}, {self.env.world_size} rank(s): "
@@ -495,6 +498,21 @@ class Loop:
         if not self.cfg.allow_changes:
             raise ConfigError(problem)
         self._notes.append(problem)
+
+    def _spread(self) -> None:
+        """Choose the accumulation with which these ranks make the planned samples per step, or nearly."""
+        per_pass = self.cfg.batch_size * self.env.world_size
+        self.accumulation = max(1, round(self.planned_samples / per_pass))
+        found, wanted, ranks = self.samples_per_step, self.planned_samples, f"{self.env.world_size} rank(s)"
+        change = f"accumulation={self.accumulation} instead of {self.cfg.accumulation}"
+        self._warnings = []
+        if found != wanted:
+            self._warnings.append(
+                f"{change}: {found} samples per step on {ranks}, not the {wanted} of the plan, which no accumulation "
+                f"gives with batch_size={self.cfg.batch_size}; the learning rate stays as it is"
+            )
+        elif self.accumulation != self.cfg.accumulation:
+            self._notes.append(f"{change}: keeps {wanted} samples per step on {ranks}")
 
     def _open_log(self, loaded: Loaded | None) -> None:
         env, cfg = self.env, self.cfg
@@ -511,6 +529,8 @@ class Loop:
         )
         for note in self._notes if env.is_main else []:
             self._log.info(note)
+        for warning in self._warnings if env.is_main else []:
+            self._log.warning(warning)
         if env.is_main:
             self._log.info(self.plan())
             self._log.info(f"run folder: {env.run_dir}")
