@@ -26,6 +26,7 @@ from pathlib import Path
 
 from campaign import Plan, Result
 from campaign.breaks import breaks
+from campaign.elastic import elastic
 from campaign.files import damaged, pickles
 from campaign.fuzz import fuzz
 from campaign.harness import kill_all, warm_up
@@ -44,6 +45,7 @@ PARTS: dict[str, Callable[[Plan], Result]] = {
     "kills": kills,
     "signals": signals,
     "restarts": restarts,
+    "elastic": elastic,
     "ranks": ranks,
     "storage": storage,
     "stuck": stuck,
