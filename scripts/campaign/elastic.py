@@ -75,7 +75,9 @@ def elastic(plan: Plan) -> Result:
             samples = state(torn)["progress"]["samples"]
             result.expect(samples == sum(counts), case, f"{what}: {samples} samples, not {sum(counts)}")
             warned = "which no accumulation gives" in text
-            result.expect(warned == (not all(even)), case, f"{what}: warned of other samples: {warned}")
+            # Two of three machines may be lost before their first checkpoint.
+            right = warned if not all(even) else not warned or (2 in numbers and accumulation == 1)
+            result.expect(right, case, f"{what}: warned of other samples: {warned}")
             if all(even):
                 result.counts["runs that lost or regained machines, with the same samples per step"] += 1
                 pairs = zip(state(folder / "alone")["model"].values(), state(torn)["model"].values(), strict=True)
