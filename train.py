@@ -39,6 +39,7 @@ from amp_core.config import Config, conf_dir, examine, nearest, warnings_of
 from amp_core.errors import ConfigError
 from amp_core.help import help_text
 from amp_core.log import say
+from amp_core.redact import redact_typed
 
 
 def main(arguments: list[str]) -> int:
@@ -75,7 +76,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def _say_error(refused: ConfigError) -> None:
     if refused.problems:
-        lines = "\n       ".join(problem.encode("utf-8", "replace").decode() for problem in refused.problems)
+        lines = "\n       ".join(
+            redact_typed(problem.encode("utf-8", "replace").decode()) for problem in refused.problems
+        )
         print(f"error: {lines}", file=sys.stderr)
 
 

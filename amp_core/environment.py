@@ -395,7 +395,10 @@ def lock_folder(run_dir: Path) -> IO[str]:
     """
     import fcntl
 
-    lock = open(run_dir / ".lock", "a+")  # noqa: SIM115 - held open on purpose
+    # Not what a link leads to, since it is emptied.
+    lock = open(  # noqa: SIM115 - held open on purpose
+        run_dir / ".lock", "a+", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    )
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as problem:

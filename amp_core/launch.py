@@ -41,6 +41,7 @@ from amp_core.environment import (
 from amp_core.errors import ConfigError, Interrupted, RunError
 from amp_core.log import write_json
 from amp_core.preflight import needs_agent, num_processes
+from amp_core.redact import redact
 
 SHUTDOWN_SECONDS = 600
 """How long workers may take to finish their step and write a checkpoint after a signal."""
@@ -87,10 +88,10 @@ def in_process(job: Job, run: Run) -> Outcome:
         if isinstance(problem, Interrupted):  # the log has said so
             return Outcome(code, {}, signalled=code if problem.by_signal else 0)
         if isinstance(problem, RunError):
-            return Outcome(code, {}, str(problem))
+            return Outcome(code, {}, redact(str(problem)))
         if isinstance(problem, KeyboardInterrupt):
             return Outcome(code, {}, TWICE, signalled=code)
-        return Outcome(code, {}, traceback.format_exc())
+        return Outcome(code, {}, redact(traceback.format_exc()))
 
 
 def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:

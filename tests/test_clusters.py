@@ -66,7 +66,9 @@ class Stopped(Exception):
 
 def test_a_second_interrupt_kills_workers_that_do_not_end(tmp_path):
     job_file = tmp_path / "job.json"
-    deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print(flush=True); time.sleep(100)"
+    deaf = (
+        "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print(flush=True); time.sleep(100)"
+    )
     command = [sys.executable, "-c", deaf]
     workers = [subprocess.Popen([*command, str(job_file)], stdout=subprocess.PIPE) for _ in range(2)]
     other = subprocess.Popen([*command, str(tmp_path / "other.json")], stdout=subprocess.PIPE)
@@ -77,8 +79,7 @@ def test_a_second_interrupt_kills_workers_that_do_not_end(tmp_path):
     try:
         with signals:
             with pytest.raises(Stopped) as stopped:
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(1)
+                signal.raise_signal(signal.SIGINT)
             assert stopped.value.number == signal.SIGINT
             os.kill(os.getpid(), signal.SIGTERM)  # nothing more: the workers are being stopped already
             assert [process.poll() for process in workers] == [None, None] and not signals.twice
