@@ -30,6 +30,7 @@ from campaign.elastic import elastic
 from campaign.files import damaged, pickles
 from campaign.fuzz import fuzz
 from campaign.harness import kill_all, warm_up
+from campaign.leaks import leaks
 from campaign.network import network
 from campaign.runs import kills, ranks, restarts, signals
 from campaign.saves import saves
@@ -50,6 +51,7 @@ PARTS: dict[str, Callable[[Plan], Result]] = {
     "storage": storage,
     "stuck": stuck,
     "trackers": trackers,
+    "leaks": leaks,
     "network": network,
     "breaks": breaks,
 }
