@@ -324,7 +324,10 @@ def overrides_of(run_dir: str | os.PathLike[str]) -> list[str]:
     path = Path(run_dir, ".hydra", "overrides.yaml")
     if not path.is_file():
         raise ConfigError(f"{run_dir}: holds no run (no .hydra/overrides.yaml)")
-    typed = [str(text) for text in OmegaConf.load(path)]
+    try:
+        typed = [str(text) for text in OmegaConf.load(path)]
+    except Exception as problem:  # a damaged file raises the YAML parser's own kinds
+        raise ConfigError(f"{path}: cannot be read: {one_line(problem)}") from problem
     return [text for text in typed if not text.startswith(("run_dir=", "resume=", "hydra."))]
 
 

@@ -21,9 +21,7 @@ def _fail(rank: int) -> None:
     """Fails with a message that has all of it, as a library's may."""
 
     def fail(self: Loop) -> None:
-        raise RuntimeError(
-            f"cannot reach https://user:{PASSWORD}@host/{os.environ['WANDB_API_KEY']} {dict(os.environ)}"
-        )
+        raise RuntimeError(f"no answer of https://user:{PASSWORD}@host/{KEY}: {dict(os.environ)}")
 
     setattr(Loop, "_save", fail)  # noqa: B010 - a fault
 
