@@ -187,7 +187,8 @@ def start(
     """
     output = output or folder
     port, alive = _agent(output) if num_ranks > 1 or main else (0, -1)
-    command = [*command, f"run_dir={folder}", *(["layout=ddp"] if num_ranks > 1 else [])]
+    chosen = any(item.startswith("layout=") for item in command)
+    command = [*command, f"run_dir={folder}", *(["layout=ddp"] if num_ranks > 1 and not chosen else [])]
 
     def act(rank: int) -> int:
         if before is not None:

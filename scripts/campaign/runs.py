@@ -21,6 +21,7 @@ from amp_core.environment import SIGNALS, Stop, exit_code_of
 from amp_core.layout import unwrap
 from amp_core.loop import Loop
 from amp_core.precision import Amp
+from amp_core.shards import gathered
 from campaign import Plan, Result
 from campaign.harness import (
     TELLING,
@@ -350,10 +351,12 @@ def restarts(plan: Plan) -> Result:
     result = Result()
     folder = plan.inside("restarts")
     alone, torn = Alone(folder), folder / "torn"
-    kind = Kind((*TELLING, "steps=150", "save_every=7", "eval_every=1000", BAD), num_ranks=2)
-    expected, _ = alone.of(kind)
-    agent = [*kind.command, "layout=ddp", "layout.nproc_per_node=2", "layout.max_restarts=3", f"run_dir={torn}"]
-    for case, rng in plan.cases("restarts", short=1, long=6):
+    for case, rng in plan.cases("restarts", short=1, long=8):
+        layout = ["ddp", "fsdp"][case % 2]
+        settings = (*TELLING, "steps=150", "save_every=7", "eval_every=1000", BAD, f"layout={layout}")
+        kind = Kind(settings, num_ranks=2)
+        expected, _ = alone.of(kind)
+        agent = [*kind.command, "layout.nproc_per_node=2", "layout.max_restarts=3", f"run_dir={torn}"]
         child = Child(functools.partial(train.main, agent), folder / "torn.0.txt")
         steps = sorted(rng.sample(range(1, 140), rng.choice([1, 1, 2, 3]) if plan.long else 1))
         killed = 0
@@ -365,7 +368,7 @@ def restarts(plan: Plan) -> Result:
                 killed += 1
                 wait_until(functools.partial(_are_gone, set(workers), child.pid), child)
         code = child.wait(180)
-        result.counts["ranks killed and started again"] += killed
+        result.counts[f"ranks killed and started again ({layout})"] += killed
         what = f"a rank killed at steps {steps}"
         if result.expect(code == 0, case, f"{what}: exit code {code}: {child.text[-1500:]}"):
             found = unequal(expected, outcome(torn))
@@ -389,8 +392,8 @@ def _note_replicas(rank: int, *, folder: Path, poison: tuple[int, int] | None) -
         save(self)
         digest = hashlib.sha256()
         for net in self.nets:
-            for parameter in unwrap(net).parameters():
-                digest.update(parameter.detach().float().contiguous().numpy().tobytes())
+            for value in gathered(dict(unwrap(net).named_parameters())).values():  # all parts, on every rank
+                digest.update(value.detach().float().contiguous().numpy().tobytes())
         facts = [self.step, int(self.amp.num_skipped), float(self.amp.scaler.scale), digest.hexdigest()]
         with open(folder.with_name(f"{folder.name}.{rank}.replicas"), "a") as file:
             print(json.dumps(facts), file=file)
@@ -426,6 +429,9 @@ def ranks(plan: Plan) -> Result:
         poison = (bad_rank, step) if where == "part" else None
         if where == "part":
             recipe = "face_recognition"
+        layout = ["ddp", "fsdp", "ddp", "hsdp", "fsdp"][case % 5]
+        if layout == "hsdp":
+            num_ranks = 4 if plan.long else 2
         mode = ["fp16", "bf16", "fp32"][case // 2 % 3]
         fixed = ["amp.dynamic=false", "amp.init_scale=256"] if mode == "fp16" else []
         fused = f"optimizer.fused={str(case % 4 < 2).lower()}"
@@ -434,14 +440,15 @@ def ranks(plan: Plan) -> Result:
             *("steps=6", "save_every=1", "accumulation=2", "clip=norm", f"amp={mode}", fused, *ema, *fixed),
             recipe=recipe,
         )
+        command += [f"layout={layout}", *(["layout.shard_size=2"] if layout == "hsdp" else [])]
         inject = f"debug.inject={{where: {where}, step: {step}, rank: {bad_rank}, value: {rng.choice(['inf', 'nan'])}}}"
         bad = command if poison else [*command, inject]
         children = start(
             torn, bad, num_ranks=num_ranks, before=functools.partial(_note_replicas, folder=torn, poison=poison)
         )
         codes = [child.wait() for child in children]
-        what = f"{recipe} in {mode}, {fused}, {where} of rank {bad_rank} of {num_ranks} in step {step}"
-        result.counts["gradients that were not finite on one rank"] += 1
+        what = f"{recipe} in {mode}, {layout}, {fused}, {where} of rank {bad_rank} of {num_ranks} in step {step}"
+        result.counts[f"gradients that were not finite on one rank ({layout})"] += 1
         dropped = [*command, f"debug.inject={{where: drop, step: {step}}}"]
         if result.expect(codes == [0] * num_ranks, case, f"{what}: exit codes {codes}: {children[0].text[-700:]}"):
             notes = [torn.with_name(f"torn.{rank}.replicas").read_text() for rank in range(num_ranks)]
