@@ -16,10 +16,14 @@ import sys
 
 if __name__ == "__main__":
     # Until a run is set up there is nothing to save, and a traceback out of an import tells nobody anything.
-    signal.signal(
-        signal.SIGINT,
-        lambda *_: (os.write(2, b"interrupted before the first step; nothing was written\n"), os._exit(130)),
-    )
+    for _number, _code in ((signal.SIGINT, 130), (signal.SIGUSR1, 75)):
+        signal.signal(
+            _number,
+            lambda *_, code=_code: (
+                os.write(2, b"interrupted before the first step; nothing was written\n"),
+                os._exit(code),
+            ),
+        )
 
 import argparse
 from pathlib import Path
@@ -35,6 +39,7 @@ from amp_core.config import Config, conf_dir, examine, nearest, warnings_of
 from amp_core.errors import ConfigError
 from amp_core.help import help_text
 from amp_core.log import say
+from amp_core.redact import redact_typed
 
 
 def main(arguments: list[str]) -> int:
@@ -71,7 +76,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def _say_error(refused: ConfigError) -> None:
     if refused.problems:
-        lines = "\n       ".join(problem.encode("utf-8", "replace").decode() for problem in refused.problems)
+        lines = "\n       ".join(
+            redact_typed(problem.encode("utf-8", "replace").decode()) for problem in refused.problems
+        )
         print(f"error: {lines}", file=sys.stderr)
 
 

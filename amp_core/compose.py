@@ -7,6 +7,7 @@ override is looked at here first, by itself, and then the whole; `compose` eithe
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import difflib
@@ -26,8 +27,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, QuotedString
 from omegaconf import OmegaConf
 
-from amp_core.config import Config, choices, conf_dir, differences, nearest
+from amp_core.config import Config, choices, conf_dir, differences, nearest, node_range
 from amp_core.errors import ConfigError
+from amp_core.redact import refuse_secret, secrets_in
 
 # What Hydra's folders would do is done by run_dir.
 OWNED = {
@@ -67,6 +69,9 @@ def check_overrides(overrides: list[str], *, multirun: bool) -> tuple[list[str],
         except UnicodeEncodeError:
             problems.append(f"{text!a}: is not valid UTF-8; expected key=value")
             continue
+        if problem := refuse_secret(text):
+            problems.append(problem)
+            continue
         try:
             override = parser.parse_override(text)
         except Exception:  # the parser raises several kinds
@@ -90,6 +95,13 @@ def _check_override(override: Override, keys: list[str], group_names: list[str],
     if key in OWNED and not override.is_delete():
         return f"{key}: is set by this project; {OWNED[key]}"
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        # The rest of Hydra can name any class or file: handlers of its logging, callbacks, variables of jobs.
+        if not key.startswith(("hydra/launcher", "hydra.launcher.", "hydra/sweeper", "hydra.sweeper.")) and (
+            key not in ("hydra.sweep.dir", "hydra.verbose")
+        ):
+            return f"{key}: is not used here; expected hydra.sweep.dir, hydra/launcher, hydra/sweeper or their keys"
+        if key == "hydra.sweep.dir" and (problem := check_place(key, str(value if value is not None else ""))):
+            return problem
         return None
     if override.package is not None:
         return f"{text}: packages (@) are not used here; expected {key}=<value>"
@@ -143,6 +155,8 @@ def _plain(cfg: Any) -> dict[str, Any]:
     assert isinstance(values, dict)
     if found := _find_target(values):
         raise ConfigError(f"{found}: _target_ is refused: a config never runs code")
+    if secret := list(secrets_in(values)):
+        raise ConfigError(f"{', '.join(secret)}: holds a key or a password, and settings are recorded; leave it out")
     return {str(key): value for key, value in values.items() if key != "hydra"}
 
 
@@ -190,6 +204,8 @@ def choose_run_dir(values: dict[str, Any], cfg: Config) -> str | None:
         return last_unfinished(values)
     if cfg.run_dir is None:
         return fresh_run_dir(cfg.recipe["name"])
+    if problem := check_place("run_dir", cfg.run_dir):
+        raise ConfigError(problem)
     check_run_dir(cfg.run_dir, values, cfg)
     return cfg.run_dir
 
@@ -201,7 +217,11 @@ def check_run_dir(run_dir: str, values: dict[str, Any], cfg: Config) -> None:
         ConfigError: it may not.
     """
     folder = Path(run_dir)
-    if is_locked(folder):
+    if problems := list(_check_names(folder)):
+        raise ConfigError([f"run_dir={run_dir}: {problem}" for problem in problems])
+    nodes = node_range(cfg.layout.nnodes)
+    # Of several machines one has the lock; a machine that comes back finds it taken by its own run.
+    if is_locked(folder) and (nodes is None or nodes[1] == 1):
         raise ConfigError(f"run_dir={run_dir}: another process is writing there; wait for it, or choose another folder")
     stored = stored_config(folder)
     if stored is None or not any(folder.glob("checkpoints/step_*")):
@@ -214,6 +234,44 @@ def check_run_dir(run_dir: str, values: dict[str, Any], cfg: Config) -> None:
             [f"{change} (run_dir={run_dir} was begun with the first)" for change in changed]
             + ["allow_changes=false: expected the settings of the run; use allow_changes=true to go on with these"]
         )
+
+
+def check_place(key: str, path: str) -> str | None:
+    """What is wrong with a folder to write to, whatever it holds."""
+    if not path.strip():
+        return f"{key}='': expected a folder"
+    if path.startswith("~"):
+        return f"{key}={path}: a shell does not replace ~ behind =; write $HOME, or the whole path"
+    if Path(path).resolve() in (Path("/"), Path.home().resolve()):
+        return f"{key}={path}: is not a folder for runs; expected one below it"
+    return None
+
+
+OVERWRITTEN = (".hydra", ".lock", "checkpoints", "doctor", "environment.json", "metrics.jsonl", "samples")
+OVERWRITTEN += ("summary.json", "train.log", "wandb_id")
+"""Names in a run folder that a run makes, and changes when they are there."""
+
+
+def _check_names(folder: Path) -> Iterator[str]:
+    """What must not be changed in a folder: files of somebody else, and what links lead to."""
+    for name in OVERWRITTEN:
+        if (folder / name).is_symlink() and name != "checkpoints":
+            yield f"{name} is a link to {os.readlink(folder / name)}, and would be changed there; remove the link"
+    stored = stored_config(folder)
+    if any(folder.glob("checkpoints/step_*")) or (stored is not None and {"recipe", "amp"} <= stored.keys()):
+        return
+    foreign = [name for name in OVERWRITTEN if os.path.lexists(folder / name) and not _is_left(folder / name)]
+    if foreign:
+        yield f"holds no run, and files that a run would change: {', '.join(foreign)}; choose another folder"
+
+
+def _is_left(path: Path) -> bool:
+    """What a run leaves that ended before it began."""
+    if path.is_dir():
+        return not any(entry.name[:5] != ".tmp-" for entry in path.iterdir())
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.name == ".lock" and re.fullmatch(r"(process [0-9]+ on .*)?", path.read_text()) is not None
+    return False
 
 
 def is_finished(run_dir: str, values: dict[str, Any]) -> bool:
@@ -266,7 +324,10 @@ def overrides_of(run_dir: str | os.PathLike[str]) -> list[str]:
     path = Path(run_dir, ".hydra", "overrides.yaml")
     if not path.is_file():
         raise ConfigError(f"{run_dir}: holds no run (no .hydra/overrides.yaml)")
-    typed = [str(text) for text in OmegaConf.load(path)]
+    try:
+        typed = [str(text) for text in OmegaConf.load(path)]
+    except Exception as problem:  # a damaged file raises the YAML parser's own kinds
+        raise ConfigError(f"{path}: cannot be read: {one_line(problem)}") from problem
     return [text for text in typed if not text.startswith(("run_dir=", "resume=", "hydra."))]
 
 

@@ -524,6 +524,12 @@ def node_range(nnodes: int | str) -> tuple[int, int] | None:
     return (low, high) if 1 <= low <= high else None
 
 
+def is_elastic(cfg: Config) -> bool:
+    """Whether machines may come and go while it runs."""
+    nodes = node_range(cfg.layout.nnodes)
+    return nodes is not None and nodes[0] < nodes[1]
+
+
 def _check_layout(cfg: Config, problems: list[str]) -> None:
     layout = cfg.layout
     if layout.name in ("model_parallel", "data_parallel") and cfg.amp is not None and cfg.amp.update is not None:
@@ -569,6 +575,12 @@ def _check_layout(cfg: Config, problems: list[str]) -> None:
                     f"layout.{key}=null: layout.nnodes={layout.nnodes} needs it, the same on all machines, "
                     f"for instance layout.{key}={'host:29500' if key == 'rdzv_endpoint' else 'my-job'}"
                 )
+        starts_again = is_elastic(cfg) or (layout.max_restarts or 0) > 0
+        if starts_again and cfg.run_dir is None and cfg.task == "train" and not cfg.dry_run:
+            problems.append(
+                f"run_dir=null: layout.nnodes={layout.nnodes} with layout.max_restarts={layout.max_restarts} may go on "
+                f"from another machine; expected a folder that all machines see, for instance run_dir=/shared/my-job"
+            )
 
 
 def _check_ddp(cfg: Config, problems: list[str]) -> None:

@@ -8,12 +8,14 @@ after a resume at any sample. Nothing of it needs saving but the number of sampl
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
 import multiprocessing.util
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any, cast
 
 import numpy as np
@@ -33,6 +35,7 @@ __all__ = [
     "Sampler",
     "build_data",
     "eval_loader",
+    "interruptible",
     "to_device",
     "train_loader",
 ]
@@ -177,6 +180,22 @@ def eval_loader(
     return EvalLoader(dataset, keys, num_workers=num_workers, pin_memory=pin_memory, start_method=start_method)
 
 
+_check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
+
+
+@contextlib.contextmanager
+def interruptible(check: Callable[[], None]) -> Iterator[None]:
+    """Around evaluations: `check` is called between any two batches of an `eval_loader`, and may raise to stop it.
+
+    Every rank calls it equally often, since all have the same number of batches or at most one.
+    """
+    token = _check.set(check)
+    try:
+        yield
+    finally:
+        _check.reset(token)
+
+
 class EvalLoader:
     """One evaluation per `iter`, with workers of its own that end with it."""
 
@@ -191,14 +210,19 @@ class EvalLoader:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __iter__(self) -> Batches:
-        return Batches(self._dataset, self._keys, **self._options)
+    def __iter__(self) -> Iterator[Any]:
+        with Batches(self._dataset, self._keys, **self._options) as batches:
+            for number, batch in enumerate(batches):
+                check = _check.get()
+                if number and check is not None:
+                    check()
+                yield batch
 
 
 class Batches:
     """An iterator of batches that owns its worker processes. A context manager; `close` ends the workers at once.
 
-    Workers compute with one thread each (torch sees to that) and ignore SIGINT and SIGTERM: Ctrl-C and most schedulers
+    Workers compute with one thread each (torch sees to that) and ignore signals that end a run: Ctrl-C and schedulers
     signal every process of a job, and a run that still wants to finish its step and save must keep its workers.
 
     Raises:
@@ -293,8 +317,8 @@ def _identity(batch: Any) -> Any:
 
 
 def _ignore_signals(worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _shut_down(iterator: Any) -> None:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from amp_core.config import ONE_PROCESS, SHARDED, Config, build, num_steps
+from amp_core.config import ONE_PROCESS, SHARDED, Config, build, is_elastic, node_range, num_steps
 from amp_core.errors import ConfigError, RunError, SaveError
 from amp_core.log import write_json
 from amp_core.precision import Amp
@@ -65,15 +66,41 @@ class WorkerStore:
     new process group; so all but `first` are kept apart by attempt."""
 
     def __init__(self) -> None:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._all = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=not agent_hosts and os.environ["RANK"] == "0",
-            timeout=datetime.timedelta(minutes=5),
+            timeout=datetime.timedelta(seconds=MEETING_SECONDS),
         )
-        self._attempt = dist.PrefixStore(f"amp_recipes/attempt_{attempt}", self._all)
+        self._attempt = dist.PrefixStore(f"amp_recipes/{self._meet()}", self._all)
+
+    def _meet(self) -> str:
+        """A name that all ranks of this attempt have and no other attempt had.
+
+        The agent's count of restarts is none: it stays when a machine comes back, and differs between machines. So each
+        rank sends a number of its own, and only an answer to that number can be from rank 0 of the same attempt.
+        """
+        rank, own = int(os.environ["RANK"]), uuid.uuid4().hex
+        store = dist.PrefixStore("amp_recipes/meeting", self._all)
+        if rank:
+            store.set(f"{rank}", own)
+            name = store.get(own).decode()
+            store.set(f"{name}/{rank}", "")
+            return name
+        missing, heard = set(range(1, int(os.environ["WORLD_SIZE"]))), {}
+        end = time.monotonic() + MEETING_SECONDS
+        while missing:
+            for other in sorted(missing):
+                if store.check([f"{own}/{other}"]):
+                    missing.remove(other)
+                elif store.check([f"{other}"]) and (number := store.get(f"{other}").decode()) != heard.get(other):
+                    heard[other] = number  # of this attempt, or left by one that is over
+                    store.set(number, own)
+            if time.monotonic() > end:
+                raise TimeoutError(f"ranks {sorted(missing)} did not come within {MEETING_SECONDS} s")
+            time.sleep(0.01)
+        return own
 
     def set(self, key: str, text: str) -> None:
         self._attempt.set(key, text)
@@ -90,6 +117,8 @@ class WorkerStore:
         return dist.PrefixStore("process_group", self._attempt)
 
 
+MEETING_SECONDS = 300
+"""How long the workers of an attempt wait for each other."""
 _store: WorkerStore | None = None
 
 
@@ -101,6 +130,23 @@ def worker_store() -> WorkerStore:
     return _store
 
 
+TIME_LIMIT = 75
+"""Why a run stops before its end: `max_minutes`. Other reasons are 128 and the number of a signal."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What ends a run in order: after the step, with a checkpoint."""
+
+
+def exit_code_of(reason: int) -> int:
+    """The exit code of a run that stopped for this reason: 75 asks to be started again, as SIGUSR1 means it, too."""
+    return 75 if reason == 128 + signal.SIGUSR1 else reason
+
+
+def others_start_again() -> bool:
+    """Whether the agents of other machines go on from the last checkpoint when this one's workers end."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    return launched() and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and restarts > 0
+
+
 class Stop:
     """Whether to stop, agreed between ranks: a signal on one rank, or the time limit, ends all at the same step.
 
@@ -110,7 +156,7 @@ class Stop:
 
     def __init__(self, group: dist.ProcessGroup | None, max_minutes: float | None) -> None:
         self.code = 0
-        """Exit code that this rank asks for: 130, 143 or 75; 0 goes on."""
+        """Why this rank asks to stop: 128 and a signal, or `TIME_LIMIT`; 0 goes on. Of two ranks the larger counts."""
         self._deadline = None if max_minutes is None else time.monotonic() + 60.0 * max_minutes
         self._group = group
         self._flag = torch.zeros(1, dtype=torch.int64)
@@ -119,11 +165,14 @@ class Stop:
         self._parent = os.getppid() if launched() else None
 
     def poll(self) -> int:
-        """Called by every rank after every step. Returns the agreed exit code, 0 to go on."""
+        """Called by all ranks equally often. Returns the agreed reason to stop, 0 to go on."""
         if not self.code and self._deadline is not None and time.monotonic() >= self._deadline:
-            self.code = 75
+            self.code = TIME_LIMIT
         if self._parent is not None and not self.code and os.getppid() != self._parent:
-            self.code = 143  # the agent was killed: without it, training would go on unseen and hold the run folder
+            # The agent was killed: without it, training would go on unseen and hold the run folder.
+            if others_start_again():
+                raise RunError("the launcher of this machine was killed; those of the other machines go on without it")
+            self.code = 128 + signal.SIGTERM
         if self._group is None:
             return self.code
         agreed = self._settle()
@@ -158,6 +207,8 @@ class Environment:
         self.rank = rank
         self.local_rank = local_rank
         self.world_size = world_size
+        self.planned_ranks = world_size
+        """Ranks when all machines of an elastic run are there: they decide about the samples per step."""
         self.run_dir = Path(job.run_dir) if job.run_dir else None
         self.stop: Stop
         self.host_group: dist.ProcessGroup | None = None
@@ -267,7 +318,7 @@ class Environment:
 
     def num_steps(self, data: Any) -> int:
         """Length of the run in steps, on `data.train`."""
-        samples = self.cfg.batch_size * self.cfg.accumulation * self.world_size
+        samples = self.cfg.batch_size * self.cfg.accumulation * self.planned_ranks
         return num_steps(self.cfg, num_samples=len(data.train), samples_per_step=samples)
 
     def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -366,7 +417,10 @@ def lock_folder(run_dir: Path) -> IO[str]:
     """
     import fcntl
 
-    lock = open(run_dir / ".lock", "a+")  # noqa: SIM115 - held open on purpose
+    # Not what a link leads to, since it is emptied.
+    lock = open(  # noqa: SIM115 - held open on purpose
+        run_dir / ".lock", "a+", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    )
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as problem:
@@ -418,10 +472,17 @@ def environment(job: Job) -> Iterator[Environment]:
             timeout = datetime.timedelta(minutes=cfg.layout.timeout_minutes)
             group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
             env.host_group = group  # type: ignore[assignment] - a rank outside the group would get a number
+        if is_elastic(cfg) and launched():
+            here = torch.tensor(int(os.environ["LOCAL_WORLD_SIZE"]))
+            if world_size > 1:
+                dist.broadcast(here, 0, group=env.host_group)  # the plan is one, should machines differ
+            nodes = node_range(cfg.layout.nnodes)
+            assert nodes is not None
+            env.planned_ranks = nodes[1] * int(here)
         env.stop = Stop(env.host_group, cfg.max_minutes)
         # After the process group exists: its set-up may not be interrupted half-way.
         stoppable = cfg.task == "train" and not cfg.dry_run  # the rest may be ended at any moment
-        for number in (signal.SIGTERM, signal.SIGINT) if stoppable else ():
+        for number in SIGNALS if stoppable else ():
             with contextlib.suppress(ValueError):  # not in the main thread: signals are somebody else's there
                 handlers[number] = signal.signal(number, env.stop.on_signal)
         torch.manual_seed(cfg.seed)

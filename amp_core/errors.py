@@ -6,7 +6,7 @@
 | 3 | `CheckpointError`: no usable checkpoint |
 | 4 | `SaveError`: a checkpoint cannot be written |
 | 5 | `Diverged`: too many skipped steps in a row |
-| 75, 130, 143 | `Interrupted`: the time limit or a signal, after a checkpoint; resume to go on |
+| 75, 130, 143 | `Interrupted`: the time limit or SIGUSR1, SIGINT, SIGTERM, after a checkpoint; resume to go on |
 
 Everything else that escapes a run is a failure and exits with 1.
 """
@@ -58,11 +58,12 @@ class Diverged(RunError):
 
 
 class Interrupted(RunError):
-    """The run stopped early on purpose, after a checkpoint: a signal (130, 143) or the time limit (75)."""
+    """The run stopped early on purpose, after a checkpoint: a signal (130, 143, 75) or the time limit (75)."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    def __init__(self, message: str, exit_code: int, by_signal: bool) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.by_signal = by_signal
 
-    def __reduce__(self) -> tuple[type[Interrupted], tuple[str, int]]:
-        return type(self), (str(self), self.exit_code)
+    def __reduce__(self) -> tuple[type[Interrupted], tuple[str, int, bool]]:
+        return type(self), (str(self), self.exit_code, self.by_signal)

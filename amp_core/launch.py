@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,13 +25,28 @@ from pathlib import Path
 from typing import Any
 
 from amp_core.config import Config, build, node_range
-from amp_core.environment import Environment, Job, environment, launched, outcome_of, worker_store
+from amp_core.environment import (
+    SIGNALS,
+    TIME_LIMIT,
+    Environment,
+    Job,
+    environment,
+    exit_code_of,
+    launched,
+    lock_folder,
+    others_start_again,
+    outcome_of,
+    worker_store,
+)
 from amp_core.errors import ConfigError, Interrupted, RunError
 from amp_core.log import write_json
 from amp_core.preflight import needs_agent, num_processes
+from amp_core.redact import redact
 
 SHUTDOWN_SECONDS = 600
 """How long workers may take to finish their step and write a checkpoint after a signal."""
+
+TWICE = "interrupted twice: stopped at once; the steps since the last checkpoint are lost"
 
 Run = Callable[[Config, Environment], dict[str, float]]
 
@@ -44,7 +60,7 @@ class Outcome:
     error: str | None = None
     """What the user should read; None after success."""
     signalled: int = 0
-    """130 or 143 when a signal came too late to stop the run: what comes after it should not begin."""
+    """The exit code that a signal asked for, even when it came too late to stop the run: nothing else should begin."""
 
 
 def launch(job: Job, run: Run, worker: list[str]) -> Outcome:
@@ -66,22 +82,24 @@ def in_process(job: Job, run: Run) -> Outcome:
     try:
         with environment(job) as env:
             result = run(env.cfg, env)
-            return Outcome(0, result, signalled=env.stop.code if env.stop.code != 75 else 0)
+            return Outcome(0, result, signalled=exit_code_of(env.stop.code) if env.stop.code != TIME_LIMIT else 0)
     except (Exception, KeyboardInterrupt) as problem:
         code, _ = outcome_of(problem)
         if isinstance(problem, Interrupted):  # the log has said so
-            return Outcome(code, {})
+            return Outcome(code, {}, signalled=code if problem.by_signal else 0)
         if isinstance(problem, RunError):
-            return Outcome(code, {}, str(problem))
+            return Outcome(code, {}, redact(str(problem)))
         if isinstance(problem, KeyboardInterrupt):
-            return Outcome(code, {}, "interrupted twice: stopped at once; the steps since the last checkpoint are lost")
-        return Outcome(code, {}, traceback.format_exc())
+            return Outcome(code, {}, TWICE, signalled=code)
+        return Outcome(code, {}, redact(traceback.format_exc()))
 
 
 def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
     # Imported here: the agent costs a second that a single process need not pay.
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # The agent's account of each worker's end would stand around the one message that matters.
@@ -93,12 +111,13 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
     assert nodes is not None
     nproc = num_processes(cfg)
     several = nodes[1] > 1
-    with tempfile.TemporaryDirectory(prefix="amp_recipes_") as folder, _worker_environ(nproc):
+    with tempfile.TemporaryDirectory(prefix="amp_recipes_") as folder, _worker_environ(nproc, several):
         job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
         job_file.write_text(job.dumps())
-        patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS}
-        if "shutdown_timeout" not in {field.name for field in dataclasses.fields(LaunchConfig)}:
-            patience = {}  # an older torch: it waits 30 seconds
+        # Signals that end a run are handled here; an older torch waits 30 seconds and handles all by itself.
+        patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS, "signals_to_handle": "SIGHUP,SIGQUIT"}
+        known = {field.name for field in dataclasses.fields(LaunchConfig)}
+        patience = {name: value for name, value in patience.items() if name in known}
         config = LaunchConfig(
             min_nodes=nodes[0],
             max_nodes=nodes[1],
@@ -114,28 +133,85 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
+        signals = _Signals(job_file, SignalException)
         try:
-            elastic_launch(config, worker[0])(*worker[1:], str(job_file))
+            with signals:
+                elastic_launch(config, worker[0])(*worker[1:], str(job_file))
         except SignalException as stopped:
             outcome = _read_result(result_file)
-            code = 128 + int(stopped.sigval)
+            code = exit_code_of(128 + int(stopped.sigval))
             if outcome is None:
-                return _failed(job, code, "preempted", f"stopped by {signal.Signals(stopped.sigval).name}")
-            return Outcome(outcome.exit_code or code, outcome.eval, outcome.error)
+                said = TWICE if signals.twice else f"stopped by {signal.Signals(stopped.sigval).name}"
+                outcome = _failed(job, code, "preempted", said)
+            return dataclasses.replace(outcome, signalled=code)
         except ChildFailedError as failed:
             outcome = _read_result(result_file)
             if outcome is not None and outcome.exit_code:  # a rank ended on purpose, and the others missed it
                 return outcome
             return _failed(job, 1, "failed", _first_failure(failed))
+        except (RendezvousError, DistError) as lost:
+            text = " ".join(str(lost).split()) or type(lost).__name__
+            return _failed(job, 1, "failed", f"the machines do not reach each other at {config.rdzv_endpoint}: {text}")
         outcome = _read_result(result_file)
         return outcome or _failed(job, 1, "failed", "the workers ended without a result")
+
+
+class _Signals:
+    """Around the agent: the first signal makes it stop its workers, which finish their step and save; it waits for
+    them. Ctrl-C once more kills them at once. Others that come then change nothing.
+
+    Args:
+        job_file: stands in the command line of every worker.
+        stop: torch's exception with which the agent stops its workers.
+    """
+
+    def __init__(self, job_file: Path, stop: Callable[[str, signal.Signals], Exception]) -> None:
+        self.twice = False
+        self._job_file, self._stop = job_file, stop
+        self._first: int | None = None
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        for number in SIGNALS:
+            with contextlib.suppress(ValueError):  # not in the main thread: signals are somebody else's there
+                self._handlers[number] = signal.signal(number, self._on_signal)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._first is None:
+            self._first = number
+            raise self._stop(f"got {signal.Signals(number).name}", signal.Signals(number))
+        if number == self._first == signal.SIGINT:
+            self.twice = True
+            for pid in _processes_of(self._job_file):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _processes_of(job_file: Path) -> list[int]:
+    """Process ids of workers, and of the loaders that they forked: those with this file in their command line."""
+    if not Path("/proc/self/cmdline").exists():  # macOS
+        table = subprocess.run(["ps", "-axww", "-o", "pid=,command="], capture_output=True, text=True).stdout
+        lines = [line.strip().partition(" ") for line in table.splitlines()]
+        return [int(pid) for pid, _, command in lines if str(job_file) in command.split()]
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                command = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
+                found += [int(entry)] if os.fsencode(job_file) in command else []
+    return found
 
 
 def _failed(job: Job, code: int, status: str, message: str) -> Outcome:
     """The workers are dead; what they could not write is written for them."""
     summary = Path(job.run_dir or "", "summary.json")
     if job.run_dir and summary.is_file():
-        with contextlib.suppress(OSError, ValueError):
+        # Not when other machines go on with the run.
+        with contextlib.suppress(OSError, ValueError, ConfigError), lock_folder(Path(job.run_dir)):
             content = json.loads(summary.read_text())
             if content.get("status") == "running":
                 write_json(summary, content | {"status": status, "exit_code": code, "error": message})
@@ -170,17 +246,20 @@ def _read_result(path: Path) -> Outcome | None:
 
 
 @contextlib.contextmanager
-def _worker_environ(nproc: int) -> Iterator[None]:
-    """Share the cores between the workers, unless the user decided."""
-    name = "OMP_NUM_THREADS"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = str(max(1, (os.cpu_count() or 1) // nproc))
+def _worker_environ(nproc: int, several: bool) -> Iterator[None]:
+    """Variables for the agent and its workers, unless the user decided."""
+    wanted = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc))}  # share the cores
+    if several:
+        # A store of its own for each attempt: with the agents' one, a machine that comes back waits for the address of
+        # a store that the others know since their first attempt and do not tell again.
+        wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        del os.environ[name]
+        for name in added:
+            del os.environ[name]
 
 
 def work(job_file: Path, run_of: Callable[[str], Run]) -> int:
@@ -190,6 +269,9 @@ def work(job_file: Path, run_of: Callable[[str], Run]) -> int:
         job_file: what to run.
         run_of: the recipe of a name.
     """
+    result = job_file.with_name("result.json")
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        result.unlink(missing_ok=True)  # of workers that were stopped because a machine came or went
     job = share(Job.loads(job_file.read_text()))
     assert job is not None
     outcome = in_process(job, run_of(job.config["recipe"]["name"]))
@@ -197,7 +279,11 @@ def work(job_file: Path, run_of: Callable[[str], Run]) -> int:
         report_failure(outcome.error or "")
         return 1
     if int(os.environ["LOCAL_RANK"]) == 0:
-        write_json(job_file.with_name("result.json"), vars(outcome))
+        write_json(result, vars(outcome))
+    if outcome.signalled and others_start_again():
+        # An agent stops its workers when a machine comes back, and all ranks agree. The other agents must find theirs
+        # alive when they see that machine, or they would take the run for finished.
+        time.sleep(1.0)
     return 0
 
 

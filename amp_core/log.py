@@ -258,7 +258,7 @@ class Log:
 def say(message: str) -> None:
     """Print to stdout; a closed pipe (`| head`) or a full disk does not end a run."""
     try:
-        print(message, flush=True)
+        print(_redact(message), flush=True)
     except OSError:
         # What is still buffered would raise again at exit.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -290,7 +290,13 @@ def _is_installed(package: str) -> bool:
 
 
 def _dumps(content: Any, indent: int | None = None) -> str:
-    return json.dumps(_plain(content), indent=indent, allow_nan=False)
+    return _redact(json.dumps(_plain(content), indent=indent, allow_nan=False))
+
+
+def _redact(text: str) -> str:
+    from amp_core.redact import redact  # not to be found by this file as a script, which does not need it
+
+    return redact(text)
 
 
 def _plain(value: Any) -> Any:
@@ -382,9 +388,7 @@ class _LineFile:
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        key = os.environ.get("WANDB_API_KEY")
-        return text.replace(key, "***") if key else text
+        return _redact(super().format(record))
 
 
 class _FileHandler(logging.Handler):
@@ -686,7 +690,8 @@ def _wandb_main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # batch systems send it to all; training then closes this process
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # batch systems send them to all; training then closes this process
+        signal.signal(number, signal.SIG_IGN)
 
     def answer(level: int, text: str) -> None:
         with contextlib.suppress(OSError):  # training was killed: nobody listens, the run is finished all the same

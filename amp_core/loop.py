@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import logging
 import math
+import signal
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -26,13 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from amp_core.checkpoint import Checkpoint, Loaded
-from amp_core.config import SHARDED, differences, num_steps, scale_cap
-from amp_core.data import Data, Sampler, to_device, train_loader
+from amp_core.config import SHARDED, differences, is_elastic, num_steps, scale_cap
+from amp_core.data import Data, Sampler, interruptible, to_device, train_loader
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.statistics import Statistics
 from amp_core.doctor.watch import Symptoms, Watch
 from amp_core.ema import Ema
-from amp_core.environment import Environment, outcome_of, peak_memory
+from amp_core.environment import TIME_LIMIT, Environment, exit_code_of, outcome_of, peak_memory
 from amp_core.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
 from amp_core.footprint import memory_of
 from amp_core.islands import keep_fp32
@@ -83,6 +84,9 @@ class Loop:
                 f"gather weights together; expected at least one each: use fewer ranks, or layout=ddp"
             )
         self.accumulation = self.cfg.accumulation
+        self._warnings: list[str] = []
+        self.planned_samples = self.cfg.batch_size * self.cfg.accumulation * env.planned_ranks
+        """Samples per step that the run was begun with; an elastic one comes as near to it as its ranks allow."""
         self.step = 0
         """Windows done, taken or skipped."""
         self.samples = 0
@@ -90,6 +94,7 @@ class Loop:
         self.eval: dict[str, float] = {}
         """Results of the last evaluation."""
         self._eval_step = self._save_step = self._log_step = -1
+        self._asked = 0
         self._log: Log | None = None
         self.meters: dict[str, _Meter] = {}
         self._reading: _Reading | None = None
@@ -150,8 +155,7 @@ class Loop:
         if self.cfg.task == "evaluate":
             self._evaluate_only(loaded)
             return
-        if loaded is not None and self.step >= self.num_steps:
-            self._already_finished()
+        if loaded is not None and self.step >= self.num_steps and self._is_finished():
             return
         self.env.begin()
         self._open_log(loaded)
@@ -215,6 +219,8 @@ class Loop:
         end = self.num_steps
         with self.loading() as windows:
             self._clock.start(self.samples)
+            if self.step >= end:  # stopped between its last step and its result
+                yield from self._after_step(end)
             while self.step < end:
                 window = next(windows)
                 with self.step_of(window) as dropped, self.sampling():
@@ -241,31 +247,33 @@ class Loop:
         return contextlib.nullcontext() if self.statistics is None else self.statistics.sampling(self.step + 1)
 
     def _after_step(self, end: int) -> Iterator[list[Micro]]:
-        cfg, at_end = self.cfg, self.step == end
+        cfg, at_end = self.cfg, self.step >= end
         stop = self.env.stop.poll()
         assert self._log is not None
         self._log.advance(self.step)
         if at_end or stop or self.step % cfg.log_every == 0:
             self._read_metrics()
         yield from self._consult(in_a_hurry=bool(stop))
+        whole = True
         if at_end or (not stop and self.step % cfg.eval_every == 0):
-            self._evaluate()
+            whole = self._evaluate()
+            stop = stop if whole else self._asked
         if at_end or stop or self.step % cfg.save_every == 0:
             self._finish_reading()
             yield from self._consult(in_a_hurry=bool(stop))
             self._save()
-        if at_end:
+        if at_end and whole:
             self._end()
         elif stop:
-            reason = {75: "the time limit was reached", 130: "SIGINT", 143: "SIGTERM"}[stop]
+            reason = "the time limit was reached" if stop == TIME_LIMIT else signal.Signals(stop - 128).name
             self._summarise()
             message = (
-                f"stopped at step {self.step} of {end}: {reason}; a checkpoint was written; "
-                f"go on with run_dir={self.env.run_dir}"
+                f"stopped at step {self.step} of {end}{' in its evaluation' if at_end else ''}: {reason}; a checkpoint "
+                f"was written; go on with run_dir={self.env.run_dir}"
             )
             if self.env.is_main:
                 self._log.warning(message)
-            raise Interrupted(message, stop)
+            raise Interrupted(message, exit_code_of(stop), by_signal=stop != TIME_LIMIT)
 
     def log(self, report: StepReport, *, of: str = "", **values: Tensor) -> None:
         """Record a step. Does not wait for the device.
@@ -388,6 +396,8 @@ class Loop:
             own or "checkpoints", keep=cfg.checkpoint.keep, writer=own is not None and env.is_main, **self.parts
         )
         self._notes: list[str] = list(env.job.notes)
+        self._warnings = []
+        self._spread()
         planned = {name: schedule.num_steps for name, schedule in self.schedules.items()}
         loaded = None
         if own is not None:
@@ -433,6 +443,7 @@ class Loop:
         return {
             "samples": self.samples,
             "samples_per_step": self.samples_per_step,
+            "planned_samples": self.planned_samples,
             "skipped": int(self.amp.num_skipped),
             "consecutive_skips": int(self.amp.num_consecutive_skips),
             "skipped_of": {of: int(meter.num_skipped) for of, meter in self.meters.items() if of},
@@ -473,17 +484,14 @@ class Loop:
 
     def _keep_samples_per_step(self, progress: dict[str, Any], old: dict[str, Any]) -> None:
         """Hold the samples per step when the number of ranks changed, by another accumulation."""
-        before, now = int(progress["samples_per_step"]), self.samples_per_step
+        before, now = int(progress.get("planned_samples", progress["samples_per_step"])), self.planned_samples
         if before == now:
             return
         per_pass = self.cfg.batch_size * self.env.world_size
         same = all(old.get(key) == getattr(self.cfg, key) for key in ("batch_size", "accumulation"))
-        if same and before % per_pass == 0:
-            self.accumulation = before // per_pass
-            self._notes.append(
-                f"accumulation={self.accumulation} instead of {self.cfg.accumulation}: keeps {before} samples per step "
-                f"on {self.env.world_size} rank(s)"
-            )
+        if same and (before % per_pass == 0 or is_elastic(self.cfg)):
+            self.planned_samples = before
+            self._spread()
             return
         problem = (
             f"batch_size={self.cfg.batch_size}, accumulation={self.cfg.accumulation}, {self.env.world_size} rank(s): "
@@ -493,6 +501,21 @@ class Loop:
         if not self.cfg.allow_changes:
             raise ConfigError(problem)
         self._notes.append(problem)
+
+    def _spread(self) -> None:
+        """Choose the accumulation with which these ranks make the planned samples per step, or nearly."""
+        per_pass = self.cfg.batch_size * self.env.world_size
+        self.accumulation = max(1, round(self.planned_samples / per_pass))
+        found, wanted, ranks = self.samples_per_step, self.planned_samples, f"{self.env.world_size} rank(s)"
+        change = f"accumulation={self.accumulation} instead of {self.cfg.accumulation}"
+        self._warnings = []
+        if found != wanted:
+            self._warnings.append(
+                f"{change}: {found} samples per step on {ranks}, not the {wanted} of the plan, which no accumulation "
+                f"gives with batch_size={self.cfg.batch_size}; the learning rate stays as it is"
+            )
+        elif self.accumulation != self.cfg.accumulation:
+            self._notes.append(f"{change}: keeps {wanted} samples per step on {ranks}")
 
     def _open_log(self, loaded: Loaded | None) -> None:
         env, cfg = self.env, self.cfg
@@ -509,6 +532,8 @@ class Loop:
         )
         for note in self._notes if env.is_main else []:
             self._log.info(note)
+        for warning in self._warnings if env.is_main else []:
+            self._log.warning(warning)
         if env.is_main:
             self._log.info(self.plan())
             self._log.info(f"run folder: {env.run_dir}")
@@ -657,16 +682,27 @@ class Loop:
 
     # --- evaluation, checkpoints, the end -----------------------------------------------------------------------------
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Whether it came to its end: a signal and the time limit stop it between two batches, on all ranks alike."""
         if self._eval_step == self.step:
-            return
+            return True
         began = time.monotonic()
-        self.eval = self._metrics_of_nets()
+        try:
+            with interruptible(self._check_stop):
+                self.eval = self._metrics_of_nets()
+        except _EvaluationStopped:
+            return False
         self._eval_step = self.step
         self._clock.pause(time.monotonic() - began)
         if self._log is not None:
             self._log.metrics({"step": self.step, "split": "eval", **self.eval})
             self._log.info(f"step {self.step}: {_spell(self.eval)}")
+        return True
+
+    def _check_stop(self) -> None:
+        self._asked = self.env.stop.poll()
+        if self._asked:
+            raise _EvaluationStopped
 
     def _metrics_of_nets(self) -> dict[str, float]:
         net = unwrap(self.model)
@@ -722,23 +758,21 @@ class Loop:
             self._log.info(f"finished {self.step} steps: {_spell(self.eval)}")
             self._log.info(f"run folder: {self.env.run_dir}")
 
-    def _already_finished(self) -> None:
-        """A finished run that is started again: nothing is trained and its result stands."""
+    def _is_finished(self) -> bool:
+        """Whether a run that made all its steps has its result, too: then nothing is computed, and it stands."""
         env = self.env
-        if env.is_main:
-            say(f"already finished: {self.step} of {self.num_steps} steps in {env.run_dir}")
         before = env.summary_before
         if before.get("status") != "finished" or not isinstance(before.get("eval"), dict):
             before = None
-        # A run that was killed between its last checkpoint and its summary has no result yet.
         if env.any_rank(env.is_main and before is None):
-            self.eval = self._metrics_of_nets()
-            self._summarise()
-        else:
-            self.eval = dict(before["eval"]) if before else {}
-            env.summary |= before or {}
+            return False
+        if env.is_main:
+            say(f"already finished: {self.step} of {self.num_steps} steps in {env.run_dir}")
+        self.eval = dict(before["eval"]) if before else {}
+        env.summary |= before or {}
         env.begin()
         env.write_summary("finished", 0)
+        return True
 
     def _evaluate_only(self, loaded: Loaded | None) -> None:
         assert loaded is not None  # Checkpoint.load raises when a path was named and holds none
@@ -796,6 +830,10 @@ class Loop:
             yield
         finally:
             self.amp.observers.remove(spoil)
+
+
+class _EvaluationStopped(Exception):
+    """The ranks agreed to stop in the middle of an evaluation."""
 
 
 class _Meter:

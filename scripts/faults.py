@@ -26,9 +26,11 @@ from pathlib import Path
 
 from campaign import Plan, Result
 from campaign.breaks import breaks
+from campaign.elastic import elastic
 from campaign.files import damaged, pickles
 from campaign.fuzz import fuzz
 from campaign.harness import kill_all, warm_up
+from campaign.leaks import leaks
 from campaign.network import network
 from campaign.runs import kills, ranks, restarts, signals
 from campaign.saves import saves
@@ -44,10 +46,12 @@ PARTS: dict[str, Callable[[Plan], Result]] = {
     "kills": kills,
     "signals": signals,
     "restarts": restarts,
+    "elastic": elastic,
     "ranks": ranks,
     "storage": storage,
     "stuck": stuck,
     "trackers": trackers,
+    "leaks": leaks,
     "network": network,
     "breaks": breaks,
 }

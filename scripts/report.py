@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from amp_core.compose import stored_config
+from amp_core.compose import status_of, stored_config
 
 Run = dict[str, Any]
 """A summary.json; `value` is the metric, `metric` its name."""
@@ -33,13 +33,19 @@ def main() -> None:
     flags = parser.parse_args()
     groups: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(path for folder in flags.folders for path in folder.rglob("summary.json")):
-        run, config = json.loads(path.read_text()), stored_config(path.parent)
-        if run.get("status") != "finished" or config is None:
-            print(f"left out: {path.parent}: {run.get('status')}", file=sys.stderr)
+        config, status = stored_config(path.parent), status_of(path.parent)
+        if status != "finished" or config is None:
+            print(f"left out: {path.parent}: {status}", file=sys.stderr)
             continue
-        metric = flags.metric or config["recipe"]["best"]
-        run |= {"metric": metric, "value": run["eval"][metric]}
-        groups[setting(config, flags.by)][setting(config, flags.columns) if flags.columns else ""].append(run)
+        try:
+            run = json.loads(path.read_text())
+            metric = flags.metric or config["recipe"]["best"]
+            run |= {"metric": metric, "value": float(run["eval"][metric])}
+            row, column = setting(config, flags.by), setting(config, flags.columns) if flags.columns else ""
+        except (KeyError, TypeError, ValueError) as problem:
+            print(f"left out: {path.parent}: cannot be read: {problem!r}", file=sys.stderr)
+            continue
+        groups[row][column].append(run)
     lines = pivot(groups, flags.by) if flags.columns else listing(groups, flags.by)
     print("\n".join("| " + " | ".join(cells) + " |" for cells in lines))
 

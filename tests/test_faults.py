@@ -17,7 +17,7 @@ GROUPS = {
     "files": ["saves", "damage", "pickles", "storage"],
     "command lines": ["fuzz"],
     "runs": ["kills", "signals", "ranks"],
-    "processes": ["restarts", "stuck", "trackers"],
+    "processes": ["restarts", "elastic", "stuck", "trackers", "leaks"],
     "breaks": ["breaks"],
 }
 LONG_ONLY = ["network"]

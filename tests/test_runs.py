@@ -352,17 +352,22 @@ def kill_all(process):
     process.communicate()
 
 
-@pytest.mark.parametrize("layout", [[], ["layout=ddp", "layout.nproc_per_node=2"]])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+TWO = ["layout=ddp", "layout.nproc_per_node=2"]
+
+
+@pytest.mark.parametrize(
+    "number, layout", [(signal.SIGTERM, []), (signal.SIGTERM, TWO), (signal.SIGINT, TWO), (signal.SIGUSR1, TWO)]
+)
 def test_a_signal_finishes_the_step_and_writes_a_checkpoint(number, layout):
     settings = ["steps=1000000", "run_dir=a", "save_every=1000000", "eval_every=1000000", *layout]
     process = start(*settings)
     wait_for(lambda: Path("a/metrics.jsonl").exists() and len(lines("a")) > 1, process)
     everyone = descendants(process.pid)
     process.send_signal(number)
-    out = finish(process, code=128 + number, timeout=40)
+    code = 75 if number == signal.SIGUSR1 else 128 + number
+    out = finish(process, code=code, timeout=40)
     assert "Traceback" not in out
-    assert summary("a")["status"] == "preempted" and summary("a")["exit_code"] == 128 + number
+    assert summary("a")["status"] == "preempted" and summary("a")["exit_code"] == code
     assert state("a")["progress"]["step"] == summary("a")["step"]
     assert not [pid for pid in everyone if Path(f"/proc/{pid}").exists()]
     assert [line["step"] for line in lines("a")] == sorted({line["step"] for line in lines("a")})

@@ -53,6 +53,63 @@ def test_what_help_needs_imports_no_torch(module):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+EXECUTES = {"eval", "exec", "compile", "__import__"}
+UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "yaml"}
+# The campaign makes hostile files, breaks the reader on purpose, and takes a list from its own child.
+MAKES_PICKLES = {"scripts/campaign/files.py", "scripts/campaign/saves.py"}
+LOADS_ANYTHING = {"scripts/campaign/breaks.py"}
+
+
+def executing(path):
+    """What a file does that could execute what it reads: as `line: what`."""
+    name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+    for node in ast.walk(ast.parse(path.read_text())):
+        found = []
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            is_true = {key for key, value in given.items() if not (isinstance(value, ast.Constant) and not value.value)}
+            found += [called] if called in EXECUTES | {"os.system", "os.popen", "torch.jit.load"} else []
+            found += [called] if called.split(".")[-1] in ("instantiate", "get_class", "get_method") else []
+            found += [called] if called in ("np.load", "numpy.load", "torch.hub.load") else []
+            found += [f"{called}({key}=...)" for key in ("shell", "allow_pickle") if key in is_true]
+            safe = isinstance(given.get("weights_only"), ast.Constant) and given["weights_only"].value is True
+            if called == "torch.load" and not safe and name not in LOADS_ANYTHING:
+                found.append(f"{called} without weights_only=True")
+        elif isinstance(node, ast.Import | ast.ImportFrom) and name not in MAKES_PICKLES:
+            modules = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            found += [f"import {module}" for module in modules if (module or "").split(".")[0] in UNSAFE]
+        yield from (f"{name}:{node.lineno}: {what}" for what in found)
+
+
+def test_nothing_that_is_read_can_be_executed():
+    files = [*CORE, *RECIPE_FILES, *(ROOT / "scripts").rglob("*.py"), ROOT / "train.py"]
+    assert len(files) > 80
+    assert not [found for path in files for found in executing(path)]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "torch.load(f, weights_only=flag)",
+        "import pickle",
+        "from yaml import load",
+        "eval(text)",
+        "exec(text)",
+        "hydra.utils.instantiate(cfg)",
+        "subprocess.run(line, shell=True)",
+        "np.load(f, allow_pickle=True)",
+        "np.load(f)",
+        "os.system(line)",
+    ],
+)
+def test_what_could_execute_is_seen(code, tmp_path):
+    (tmp_path / "code.py").write_text(f"def f():\n    {code}\n")
+    assert list(executing(tmp_path / "code.py"))
+
+
 def test_every_public_name_can_be_imported_and_is_documented():
     for name in amp_core.__all__:
         assert getattr(amp_core, name).__doc__, name

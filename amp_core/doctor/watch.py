@@ -271,9 +271,12 @@ def overrides_before(run_dir: str, step: int) -> list[str]:
     if config is None:
         raise ConfigError(f"{run_dir}: its .hydra/config.yaml is missing or damaged")
     before = Checkpoint(Path(run_dir, "checkpoints"), writer=False).newest_before(step)
-    summary = json.loads(Path(run_dir, "summary.json").read_text())
-    # One rank takes the samples of all.
-    accumulation = config["accumulation"] * summary["world_size"]
+    try:
+        summary = json.loads(Path(run_dir, "summary.json").read_text())
+        # One rank takes the samples of all.
+        accumulation = int(config["accumulation"]) * int(summary["world_size"])
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as problem:
+        raise ConfigError(f"{run_dir}: summary.json or .hydra/config.yaml is missing or damaged") from problem
     return [*overrides, f"resume={before[1] if before else 'never'}", f"accumulation={accumulation}"]
 
 

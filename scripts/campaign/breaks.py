@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,11 +14,12 @@ from typing import Any
 
 import torch
 
-from amp_core import buffers, checkpoint, environment, layout, log, loop, precision, schedule
+from amp_core import buffers, checkpoint, environment, layout, log, loop, precision, redact, schedule
 from amp_core.checkpoint import Checkpoint
 from campaign import Noticed, Plan, Result, harness
 from campaign.files import damaged, pickles
 from campaign.harness import Child, kill_all
+from campaign.leaks import leaks
 from campaign.runs import kills, ranks, signals
 from campaign.saves import saves
 from campaign.stuck import stuck
@@ -178,6 +181,10 @@ def _late(original: Callable[..., int]) -> Callable[..., int]:
     return poll
 
 
+def _everything_as_it_is() -> None:
+    setattr(redact, "known_secrets", list)  # noqa: B010
+
+
 def _without_options(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: original(*args)
 
@@ -220,6 +227,12 @@ BREAKS = [
     Break("signals are ignored", _replace(environment.Stop, "on_signal", _deaf), signals, 1),
     Break("each rank stops by itself", _replace(environment.Stop, "poll", _each_for_itself), signals, 8),
     Break("a signal is acted upon late", _wrap(environment.Stop, "poll", _late), signals, 4),
+    Break(
+        "evaluations go on to their end",
+        _replace(loop, "interruptible", lambda check: contextlib.nullcontext()),
+        signals,
+        1,
+    ),
     Break("no agreement on skips", _replace(precision, "several_ranks", lambda: False), ranks, 8),
     Break("no guard of the statistics", _replace(buffers.BufferGuard, "settle", _nothing), ranks, 4),
     Break(
@@ -229,8 +242,18 @@ BREAKS = [
         4,
     ),
     Break("sums in another order after a resume", _wrap(layout, "wrap_ddp", _without_options), signals, 8),
+    Break("the environment is recorded", _wrap(environment, "describe", lambda f: _with_environment(f)), leaks, 1),
+    Break("failures are recorded as they are", _everything_as_it_is, leaks, 2, case=1),
     Break("no lock of the run folder", _replace(environment, "lock_folder", _no_lock), stuck, 1),
 ]
+
+
+def _with_environment(original: Callable[..., Any]) -> Callable[..., Any]:
+    def describe(env: Any) -> dict[str, Any]:
+        return original(env) | {"variables": {name[::-1]: value for name, value in os.environ.items()}}
+
+    setattr(redact, "known_secrets", list)  # noqa: B010 - else what is written is masked all the same
+    return describe
 
 
 def _advance_always(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
 import os
 import pickle
 import random
+import runpy
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,8 @@ from torch._utils import _rebuild_tensor_v2
 
 from amp_core.checkpoint import read
 from amp_core.errors import CheckpointError
-from campaign import Plan, Result
-from campaign.harness import TELLING, arguments, checkpoints, first, outcome, run, start, unequal
+from campaign import ROOT, Plan, Result
+from campaign.harness import TELLING, Child, arguments, checkpoints, first, outcome, run, start, unequal
 
 # --- damage -----------------------------------------------------------------------------------------------------------
 
@@ -327,7 +330,11 @@ def pickles(plan: Plan) -> Result:
         folder = shutil.copytree(template, work / "run")
         put, command = places[place]
         put(folder, hostile[name])
-        (child,) = start(folder, command(folder))
+        line = command(folder)
+        if line[0].endswith(".py"):
+            child = Child(functools.partial(_script, line), folder.with_name("run.0.txt"))
+        else:
+            (child,) = start(folder, line)
         code = child.wait()
         result.counts["runs that met a hostile file"] += 1
         what = f"{name} in {place}: exit code {code}: {child.text[-500:]}"
@@ -337,6 +344,12 @@ def pickles(plan: Plan) -> Result:
         shutil.rmtree(folder, ignore_errors=True)
         child.output.unlink()
     return result
+
+
+def _script(line: list[str]) -> None:
+    """Run a script of this project with its arguments."""
+    sys.argv = [str(ROOT / line[0]), *line[1:]]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 Put = Callable[[Path, bytes], object]
@@ -401,6 +414,11 @@ def _places(template: Path) -> dict[str, tuple[Put, Command]]:
         shutil.rmtree(folder)
         return arguments(*longer, f"resume={hostile}")
 
+    def put_settings(folder: Path, data: bytes) -> None:
+        """Where wandb, and the look for an account, read their settings: in the home and in the working folder."""
+        os.environ |= {"WANDB_CONFIG_DIR": str(folder), "NETRC": str(folder / "settings"), "WANDB_MODE": "offline"}
+        put_in("settings")(folder, data)
+
     newest = f"checkpoints/{checkpoints(template)[-1].name}"
     places: dict[str, tuple[Put, Command]] = {
         "the newest state.pt, with a right manifest": (sound_state, goes_on),
@@ -413,4 +431,20 @@ def _places(template: Path) -> dict[str, tuple[Put, Command]]:
     }
     inside = [f"{newest}/state.pt", f"{newest}/manifest.json", "summary.json", "metrics.jsonl", ".hydra/config.yaml"]
     inside += [".hydra/overrides.yaml", "environment.json", "wandb_id", "doctor/statistics.jsonl", "train.log"]
-    return places | {name: (put_in(name), goes_on) for name in inside}
+    inside += [".hydra/hydra.yaml", "doctor/report.json", ".lock", "wandb/settings", "wandb/latest-run/run.wandb"]
+    inside += ["state.npy", "data.npz"]
+    places |= {name: (put_in(name), goes_on) for name in inside}
+
+    def reports(folder: Path) -> list[str]:
+        return ["scripts/report.py", str(folder)]
+
+    def locates(folder: Path) -> list[str]:
+        return ["scripts/doctor.py", "locate", str(folder), "--step", "7"]
+
+    for name in ("summary.json", ".hydra/config.yaml"):
+        places[f"{name}, read by scripts/report.py"] = put_in(name), reports
+    for name in (f"{newest}/state.pt", "summary.json", ".hydra/config.yaml", ".hydra/overrides.yaml", "metrics.jsonl"):
+        places[f"{name}, read by scripts/doctor.py"] = put_in(name), locates
+    places["the newest state.pt, with a right manifest, read by scripts/doctor.py"] = sound_state, locates
+    places["wandb's settings"] = put_settings, lambda folder: arguments(*longer, "log=wandb")
+    return places

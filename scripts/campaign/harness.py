@@ -172,6 +172,7 @@ def start(
     before: Callable[[int], None] | None = None,
     environ: Mapping[str, str] | None = None,
     output: Path | None = None,
+    main: Callable[[list[str]], int] | None = None,
 ) -> list[Child]:
     """Start a run in `folder`, as `python train.py` or, with several ranks, as torchrun starts its workers.
 
@@ -182,18 +183,20 @@ def start(
         before: called in each process with its rank, to put a fault or an observer into place.
         environ: variables on top of this process's.
         output: instead of `folder` in the names of the files of outputs.
+        main: what is called with the command line; default: that of train.py.
     """
     output = output or folder
-    port, alive = _agent(output) if num_ranks > 1 else (0, -1)
-    command = [*command, f"run_dir={folder}", *(["layout=ddp"] if num_ranks > 1 else [])]
+    port, alive = _agent(output) if num_ranks > 1 or main else (0, -1)
+    chosen = any(item.startswith("layout=") for item in command)
+    command = [*command, f"run_dir={folder}", *(["layout=ddp"] if num_ranks > 1 and not chosen else [])]
 
     def act(rank: int) -> int:
         if before is not None:
             before(rank)
-        return train.main(command)
+        return (main or train.main)(command)
 
     def variables(rank: int) -> dict[str, str]:
-        if num_ranks == 1:
+        if num_ranks == 1 and main is None:
             return dict(environ or {})
         ranks = {
             "RANK": str(rank),

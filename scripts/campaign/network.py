@@ -1,10 +1,14 @@
-"""Two machines with a network between them that is cut: network namespaces, for which one must be root on Linux."""
+"""Two machines with a network between them that is cut, or loses packets: network namespaces, as root on Linux."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import random
+import select
 import shutil
+import struct
 import subprocess
 import sys
 import time
@@ -12,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from campaign import ROOT, Plan, Result
-from campaign.harness import TELLING, Child, arguments, first, last_step, outcome, unequal, wait_until
+from campaign.harness import TELLING, Child, arguments, first, last_step, lines, outcome, state, unequal, wait_until
 from campaign.runs import BAD, Alone, Kind, clear
 
 NODES = {"faults1": "10.231.7.1", "faults2": "10.231.7.2"}
@@ -20,6 +24,8 @@ NODES = {"faults1": "10.231.7.1", "faults2": "10.231.7.2"}
 PORT = 29511
 TIMEOUT = 0.1
 """layout.timeout_minutes."""
+TAP, NO_HEADER, SET_INTERFACE = 0x0002, 0x1000, 0x400454CA
+"""Of linux/if_tun.h."""
 # Of its own name and addresses; the names of both; given up after seconds, not after a quarter of an hour.
 ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && echo 4 > /proc/sys/net/ipv4/tcp_retries2 && shift 2 && "$@"'
 
@@ -28,36 +34,73 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
+def _carry(folder: Path, seed: int) -> None:
+    """A cable that is this process: frames go from one end to the other, or nowhere with the chance in a file."""
+    ends, rng = [], random.Random(seed)
+    for name in NODES:
+        end = os.open("/dev/net/tun", os.O_RDWR)
+        fcntl.ioctl(end, SET_INTERFACE, struct.pack("16sH22x", name.encode(), TAP | NO_HEADER))
+        ends.append(end)
+    (folder / "cable").touch()
+    while True:
+        for end in select.select(ends, [], [])[0]:
+            with contextlib.suppress(OSError, ValueError):  # an end that is not up yet
+                frame = os.read(end, 65536)
+                if rng.random() >= float((folder / "loss").read_text()):
+                    os.write(ends[1 - ends.index(end)], frame)
+
+
 @contextlib.contextmanager
-def two_machines(folder: Path) -> Iterator[Path]:
-    """Two namespaces with a cable between them. Gives the file of their names."""
+def two_machines(folder: Path, *, lossy: bool = False) -> Iterator[Path]:
+    """Two namespaces with a cable between them. Gives the file of their names.
+
+    Args:
+        folder: for that file; with `lossy`, its file `loss` holds the chance of a frame to be lost, at any moment.
+        lossy: a cable that can lose frames.
+    """
+    cable = None
     hosts = folder / "hosts"
     hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in NODES.items()))
     one, two = NODES
     try:
         for name in NODES:
             _ip("netns", "add", name)
-        _ip("link", "add", one, "netns", one, "type", "veth", "peer", "name", two, "netns", two)
+        if lossy:
+            (folder / "loss").write_text("0")
+            cable = Child(lambda: _carry(folder, 0), folder / "cable.txt")
+            if not wait_until((folder / "cable").exists, cable):
+                raise OSError(f"no TAP devices: {cable.text.strip().splitlines()[-1:]}")
+            for name in NODES:
+                _ip("link", "set", name, "netns", name)
+        else:
+            _ip("link", "add", one, "netns", one, "type", "veth", "peer", "name", two, "netns", two)
         for name, address in NODES.items():
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", name)
             for device in (name, "lo"):
                 _ip("-n", name, "link", "set", device, "up")
         yield hosts
     finally:
+        if cable is not None:
+            cable.kill()
+            (folder / "cable").unlink(missing_ok=True)
         for name in NODES:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def _launch(folder: Path, hosts: Path, command: list[str]) -> list[Child]:
-    """A launcher on each machine."""
+def _launch(
+    folder: Path, hosts: Path, command: list[str], job: str | None = None, on: str | None = None
+) -> list[Child]:
+    """A launcher on each machine, or on one."""
     nodes = [
         *("layout=ddp", "layout.nproc_per_node=1", "layout.nnodes=2", f"layout.timeout_minutes={TIMEOUT}"),
-        *(f"layout.rdzv_endpoint={NODES['faults1']}:{PORT}", f"layout.rdzv_id=faults{time.time_ns()}"),
+        *(f"layout.rdzv_endpoint={NODES['faults1']}:{PORT}", f"layout.rdzv_id={job or f'faults{time.time_ns()}'}"),
     ]
     children = []
     for rank, name in enumerate(NODES):
+        if on not in (None, name):
+            continue
         inside = ["ip", "netns", "exec", name, "unshare", "--mount", "--uts", "sh", "-c", ENTER, "sh", str(hosts), name]
-        line = [*inside, sys.executable, str(ROOT / "train.py"), *command, *nodes, f"run_dir={folder}"]
+        line = [*inside, sys.executable, str(ROOT / "train.py"), *nodes, *command, f"run_dir={folder}"]
         environ = {"GLOO_SOCKET_IFNAME": name, "TP_SOCKET_IFNAME": name}
 
         def act(line: list[str] = line) -> None:
@@ -68,7 +111,7 @@ def _launch(folder: Path, hosts: Path, command: list[str]) -> list[Child]:
 
 
 def network(plan: Plan) -> Result:
-    """The cable is pulled at a random step: both machines notice it, and the run goes on when it is back."""
+    """The cable is pulled at a random step, or loses packets; a machine of an elastic run is lost, and comes back."""
     result = Result()
     if not plan.long:
         result.facts["left out"] = "only in the long form"
@@ -77,6 +120,9 @@ def network(plan: Plan) -> Result:
     try:
         with two_machines(folder) as hosts:
             _cuts(plan, folder, hosts, result)
+            _comes_and_goes(plan, folder, hosts, result)
+        with two_machines(folder, lossy=True) as hosts:
+            _losses(plan, folder, hosts, result)
     except (OSError, subprocess.CalledProcessError) as error:
         result.facts["left out"] = f"no network namespaces here: {error}"
     return result
@@ -115,3 +161,83 @@ def _cuts(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
         clear(torn)
     shutil.rmtree(torn, ignore_errors=True)
     result.facts["timeout, and longest until both machines had noticed"] = f"{60 * TIMEOUT:.0f} s, {longest:.0f} s"
+
+
+def _comes_and_goes(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
+    """layout.nnodes=1:2: the machine that holds the meeting point goes on alone, until the other one is back."""
+    torn, steps = folder / "elastic", 4000
+    nodes = ("layout.nnodes=1:2", "layout.max_restarts=3", "layout.timeout_minutes=0.1")
+    kind = ("model=mlp", "amp=bf16", f"steps={steps}", "save_every=50", "log_every=1", "eval_every=100000", *nodes)
+    command = [item for item in arguments(*kind) if "width" not in item]
+    one, two = NODES
+    waits = []
+    for case, rng in plan.cases("elastic", short=0, long=2):
+        job = f"faults{time.time_ns()}"
+        survivor, lost = _launch(torn, hosts, command, job)
+        step = rng.randrange(60, 300)
+        begun = wait_until(lambda step=step: last_step(torn) >= step, survivor, 120)
+        if not result.expect(begun, case, f"it does not begin: {survivor.text[-700:]} {lost.text[-700:]}"):
+            survivor.kill()
+            lost.kill()
+            clear(torn)
+            continue
+        if case % 2:
+            what = f"the launcher of {two} is killed at step {step}"
+            lost.kill()
+        else:
+            what = f"the cable of {two} is pulled at step {step}"
+            _ip("-n", two, "link", "set", two, "down")
+        began = time.monotonic()
+        alone = wait_until(lambda: "on 1 rank(s)" in _log(torn), survivor, 180)
+        waits.append(time.monotonic() - began)
+        result.expect(alone, case, f"{what}: {one} does not go on alone: {survivor.text[-1500:]}")
+        result.expect(lost.wait(180) not in (None, 0), case, f"{what}: {two} ends with {lost.code}: {lost.text[-700:]}")
+        _ip("-n", two, "link", "set", two, "up")
+        (back,) = _launch(torn, hosts, command, job, on=two)
+        codes = [child.wait(300) for child in (survivor, back)]
+        texts = [child.text[-1500:] for child in (survivor, back)]
+        if result.expect(codes == [0, 0], case, f"{what}: ends with {codes}: {texts}"):
+            log = _log(torn)
+            worlds = [line.split(" on ")[1][0] for line in log.splitlines() if " x cpu, " in line]
+            result.expect(worlds == ["2", "1", "2"], case, f"{what}: ran on {worlds} ranks")
+            found = [line["step"] for line in lines(torn) if line["split"] == "train"]
+            result.expect(found == list(range(1, steps + 1)), case, f"{what}: lines of {len(found)} steps")
+            samples = state(torn)["progress"]["samples"]
+            result.expect(samples == 8 * steps, case, f"{what}: {samples} samples in {steps} steps of 8")
+            result.counts["machines lost by an elastic run, that came back"] += 1
+        clear(torn)
+    if waits:
+        result.facts["longest until the other machine went on alone"] = f"{max(waits):.0f} s"
+
+
+def _log(folder: Path) -> str:
+    path = folder / "train.log"
+    return path.read_text() if path.exists() else ""
+
+
+def _losses(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
+    """30 % of all packets are lost for a while: slow, perhaps ended in order, and never another result."""
+    torn, loss = folder / "lossy", 0.3
+    patient = "layout.timeout_minutes=2"
+    kind = Kind((*TELLING, "steps=60", "save_every=5", "eval_every=1000", BAD), num_ranks=2)
+    expected, _ = Alone(plan.inside("network/losses")).of(kind)
+    for case, rng in plan.cases("losses", short=0, long=4):
+        step, longer = rng.randrange(5, 30), rng.randrange(3, 12)
+        (folder / "loss").write_text("0")
+        children = _launch(torn, hosts, [*arguments(*kind.settings), patient])
+        wait_until(lambda step=step: last_step(torn) >= step, children[0], 120)
+        (folder / "loss").write_text(str(loss))
+        wait_until(lambda step=step + longer: last_step(torn) >= step, children[0], 240)
+        (folder / "loss").write_text("0")
+        codes = [child.wait(240) for child in children]
+        what = f"{loss:.0%} of all packets lost in steps {step} to {step + longer}"
+        result.counts["cables that lost 30 % of their packets for some steps"] += 1
+        result.counts["of these runs that ended well by themselves"] += codes == [0, 0]
+        texts = [child.text[-700:] for child in children]
+        result.expect(None not in codes, case, f"{what}: hangs: {texts}")
+        if codes != [0, 0]:
+            codes = [child.wait(240) for child in _launch(torn, hosts, [*arguments(*kind.settings), patient])]
+        if result.expect(codes == [0, 0], case, f"{what}: goes on with {codes}: {texts}"):
+            found = unequal(expected, outcome(torn))
+            result.expect(not found, case, f"{what}: another result: {first(found)}")
+        clear(torn)

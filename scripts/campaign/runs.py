@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import train
-from amp_core import checkpoint
-from amp_core.environment import Stop
+from amp_core import checkpoint, data
+from amp_core.environment import SIGNALS, Stop, exit_code_of
 from amp_core.layout import unwrap
 from amp_core.loop import Loop
 from amp_core.precision import Amp
+from amp_core.shards import gathered
 from campaign import Plan, Result
 from campaign.harness import (
     TELLING,
@@ -29,6 +30,7 @@ from campaign.harness import (
     checkpoints,
     first,
     last_step,
+    lines,
     outcome,
     run,
     start,
@@ -206,7 +208,7 @@ def _polls(folder: Path, rank: int) -> list[float]:
 
 
 def signals(plan: Plan) -> Result:
-    """SIGTERM and SIGINT at random moments, to all ranks or to one: all stop at one step, and the run goes on."""
+    """SIGTERM, SIGINT, SIGUSR1 at random moments, to all ranks or to one: all stop at one step, and the run goes on."""
     result = Result()
     folder = plan.inside("signals")
     alone, torn = Alone(folder), folder / "torn"
@@ -214,7 +216,8 @@ def signals(plan: Plan) -> Result:
     most, longest = 0, 0.0
     for case, rng in plan.cases("signals", short=8, long=60):
         num_ranks = [1, 2, 3, 4][case % 4] if plan.long else [1, 2, 1, 3][case % 4]
-        number = [signal.SIGTERM, signal.SIGINT][case // 4 % 2]
+        number = SIGNALS[case % 3]
+        expected_code = exit_code_of(128 + number)
         kind = Kind(settings, num_ranks=num_ranks)
         expected, seconds = alone.of(kind)
         children = start(torn, kind.command, num_ranks=num_ranks, before=functools.partial(_note_polls, folder=torn))
@@ -236,18 +239,79 @@ def signals(plan: Plan) -> Result:
         if running and set(codes) != {0}:
             result.counts[f"signals to runs of {num_ranks} processes"] += 1
             result.expect(
-                codes == [128 + number] * num_ranks, case, f"{what}: exit codes {codes}: {children[0].text[-700:]}"
+                codes == [expected_code] * num_ranks, case, f"{what}: exit codes {codes}: {children[0].text[-700:]}"
             )
             told_by = summary(torn)
             said = told_by["status"], told_by["exit_code"]
-            result.expect(said == ("preempted", 128 + number), case, f"{what}: summary.json says {said}")
+            result.expect(said == ("preempted", expected_code), case, f"{what}: summary.json says {said}")
             saved = state(torn)["progress"]["step"] if checkpoints(torn) else None
             result.expect(saved == told_by["step"], case, f"{what}: saved {saved}, stopped at {told_by['step']}")
         finishes_as_if_alone(torn, kind, expected, result, case, what)
         clear(torn)
     result.facts["most steps after a signal"] = str(most)
     result.facts["longest until all had ended"] = f"{longest:.1f} s"
+    _evaluations(plan, folder, result)
     return result
+
+
+def _signal_in_evaluation(rank: int, *, folder: Path, at: tuple[int, int, int]) -> None:
+    """Evaluate one sample after the other; note each; at (rank, evaluation, batch) this process gets a signal."""
+    keys, batches = data.eval_keys, data.EvalLoader.__iter__
+    file = os.open(folder.with_name(f"{folder.name}.{rank}.evaluated"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    evaluation = 0
+
+    def one_by_one(num_samples: int, *, batch_size: int, **ranks: int) -> Any:
+        return keys(num_samples, batch_size=1, **ranks)
+
+    def observed(self: data.EvalLoader) -> Any:
+        nonlocal evaluation
+        evaluation += 1
+        here = evaluation
+        for number, batch in enumerate(batches(self)):
+            os.write(file, struct.pack("2i", here, number))
+            if (rank, here, number) == at[:3]:
+                os.kill(os.getpid(), SIGNALS[here % 3])
+            yield batch
+
+    setattr(data, "eval_keys", one_by_one)  # noqa: B010 - an observer
+    setattr(data.EvalLoader, "__iter__", observed)  # noqa: B010
+
+
+def _evaluations(plan: Plan, folder: Path, result: Result) -> None:
+    """A signal in the middle of an evaluation: all ranks leave it at one batch, save, and the run goes on."""
+    torn, whole = folder / "torn", folder / "whole"
+    command = arguments("steps=4", "eval_every=1", "save_every=1000", "amp=bf16", "data.num_samples=192")
+    most = 0
+    for case, rng in plan.cases("evaluations", short=2, long=24):
+        num_ranks = [2, 1, 3][case % 3]
+        evaluation = [2, 4, 1, 3][case % 4]  # the fourth is that of the last step
+        at = (rng.randrange(num_ranks), evaluation, rng.randrange(6))
+        expected = exit_code_of(128 + SIGNALS[evaluation % 3])
+        what = f"a signal to rank {at[0]} of {num_ranks} in batch {at[2]} of evaluation {evaluation}"
+        never = functools.partial(_signal_in_evaluation, folder=whole, at=(-1, 0, 0))
+        assert run(whole, command, num_ranks=num_ranks, before=never) == [0] * num_ranks
+        before = functools.partial(_signal_in_evaluation, folder=torn, at=at)
+        codes = run(torn, command, num_ranks=num_ranks, before=before)
+        text = torn.with_name("torn.0.txt").read_text()
+        result.counts["signals in the middle of an evaluation"] += 1
+        result.expect(codes == [expected] * num_ranks, case, f"{what}: exit codes {codes}: {text[-700:]}")
+        for rank in range(num_ranks):
+            data_read = torn.with_name(f"torn.{rank}.evaluated").read_bytes()
+            last = max(struct.iter_unpack("2i", data_read))
+            most = max(most, last[1] - at[2])
+            result.expect(last <= (evaluation, at[2] + 2), case, f"{what}: rank {rank} went on to {last}")
+        if result.expect(bool(checkpoints(torn)), case, f"{what}: no checkpoint"):
+            said = summary(torn)["step"], state(torn)["progress"]["step"]
+            result.expect(said == (evaluation, evaluation), case, f"{what}: stopped and saved at {said}")
+        evaluated = [line["step"] for line in lines(torn) if line["split"] == "eval"]
+        result.expect(evaluated == list(range(1, evaluation)), case, f"{what}: results at {evaluated}")
+        codes = run(torn, command, num_ranks=num_ranks, before=functools.partial(never, folder=torn))
+        if result.expect(codes == [0] * num_ranks, case, f"{what}: goes on with {codes}"):
+            found = unequal(outcome(whole), outcome(torn))
+            result.expect(not found, case, f"{what}: another result: {first(found)}")
+        clear(torn)
+        clear(whole)
+    result.facts["most batches of an evaluation after a signal"] = str(most)
 
 
 # --- restarts ---------------------------------------------------------------------------------------------------------
@@ -287,10 +351,12 @@ def restarts(plan: Plan) -> Result:
     result = Result()
     folder = plan.inside("restarts")
     alone, torn = Alone(folder), folder / "torn"
-    kind = Kind((*TELLING, "steps=150", "save_every=7", "eval_every=1000", BAD), num_ranks=2)
-    expected, _ = alone.of(kind)
-    agent = [*kind.command, "layout=ddp", "layout.nproc_per_node=2", "layout.max_restarts=3", f"run_dir={torn}"]
-    for case, rng in plan.cases("restarts", short=1, long=6):
+    for case, rng in plan.cases("restarts", short=1, long=8):
+        layout = ["ddp", "fsdp"][case % 2]
+        settings = (*TELLING, "steps=150", "save_every=7", "eval_every=1000", BAD, f"layout={layout}")
+        kind = Kind(settings, num_ranks=2)
+        expected, _ = alone.of(kind)
+        agent = [*kind.command, "layout.nproc_per_node=2", "layout.max_restarts=3", f"run_dir={torn}"]
         child = Child(functools.partial(train.main, agent), folder / "torn.0.txt")
         steps = sorted(rng.sample(range(1, 140), rng.choice([1, 1, 2, 3]) if plan.long else 1))
         killed = 0
@@ -302,7 +368,7 @@ def restarts(plan: Plan) -> Result:
                 killed += 1
                 wait_until(functools.partial(_are_gone, set(workers), child.pid), child)
         code = child.wait(180)
-        result.counts["ranks killed and started again"] += killed
+        result.counts[f"ranks killed and started again ({layout})"] += killed
         what = f"a rank killed at steps {steps}"
         if result.expect(code == 0, case, f"{what}: exit code {code}: {child.text[-1500:]}"):
             found = unequal(expected, outcome(torn))
@@ -326,8 +392,8 @@ def _note_replicas(rank: int, *, folder: Path, poison: tuple[int, int] | None) -
         save(self)
         digest = hashlib.sha256()
         for net in self.nets:
-            for parameter in unwrap(net).parameters():
-                digest.update(parameter.detach().float().contiguous().numpy().tobytes())
+            for value in gathered(dict(unwrap(net).named_parameters())).values():  # all parts, on every rank
+                digest.update(value.detach().float().contiguous().numpy().tobytes())
         facts = [self.step, int(self.amp.num_skipped), float(self.amp.scaler.scale), digest.hexdigest()]
         with open(folder.with_name(f"{folder.name}.{rank}.replicas"), "a") as file:
             print(json.dumps(facts), file=file)
@@ -363,6 +429,9 @@ def ranks(plan: Plan) -> Result:
         poison = (bad_rank, step) if where == "part" else None
         if where == "part":
             recipe = "face_recognition"
+        layout = ["ddp", "fsdp", "ddp", "hsdp", "fsdp"][case % 5]
+        if layout == "hsdp":
+            num_ranks = 4 if plan.long else 2
         mode = ["fp16", "bf16", "fp32"][case // 2 % 3]
         fixed = ["amp.dynamic=false", "amp.init_scale=256"] if mode == "fp16" else []
         fused = f"optimizer.fused={str(case % 4 < 2).lower()}"
@@ -371,14 +440,15 @@ def ranks(plan: Plan) -> Result:
             *("steps=6", "save_every=1", "accumulation=2", "clip=norm", f"amp={mode}", fused, *ema, *fixed),
             recipe=recipe,
         )
+        command += [f"layout={layout}", *(["layout.shard_size=2"] if layout == "hsdp" else [])]
         inject = f"debug.inject={{where: {where}, step: {step}, rank: {bad_rank}, value: {rng.choice(['inf', 'nan'])}}}"
         bad = command if poison else [*command, inject]
         children = start(
             torn, bad, num_ranks=num_ranks, before=functools.partial(_note_replicas, folder=torn, poison=poison)
         )
         codes = [child.wait() for child in children]
-        what = f"{recipe} in {mode}, {fused}, {where} of rank {bad_rank} of {num_ranks} in step {step}"
-        result.counts["gradients that were not finite on one rank"] += 1
+        what = f"{recipe} in {mode}, {layout}, {fused}, {where} of rank {bad_rank} of {num_ranks} in step {step}"
+        result.counts[f"gradients that were not finite on one rank ({layout})"] += 1
         dropped = [*command, f"debug.inject={{where: drop, step: {step}}}"]
         if result.expect(codes == [0] * num_ranks, case, f"{what}: exit codes {codes}: {children[0].text[-700:]}"):
             notes = [torn.with_name(f"torn.{rank}.replicas").read_text() for rank in range(num_ranks)]

@@ -1,0 +1,186 @@
+"""Nothing outside the run folder is written or deleted, and no key or password reaches a file or the terminal."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from running import checkpoints, state
+
+import train
+from amp_core.checkpoint import Checkpoint
+from amp_core.environment import lock_folder
+from amp_core.redact import known_secrets, redact, redact_typed, refuse_secret
+
+SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
+SMALL += ["device=cpu", "log.progress=false", "batch_size=8", "save_every=1", "eval_every=1000", "amp=bf16", "steps=3"]
+KEY = "5ecre7" + "0123456789" * 4
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+def everything(folder):
+    """Every path below a folder, links not followed, with what a file holds."""
+    return {
+        path: os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        for path in sorted(Path(folder).rglob("*"))
+    }
+
+
+def refused(capsys, *overrides):
+    """The message of a refused command line, after which all is as it was."""
+    before = everything("..")
+    assert train.main([*SMALL, *overrides]) == 2
+    assert everything("..") == before
+    return capsys.readouterr().err
+
+
+# --- folders ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["", " ", "~", "~/run", "/", "//", "/usr/..", "$HOME"])
+@pytest.mark.parametrize("key", ["run_dir", "hydra.sweep.dir"])
+def test_a_place_that_is_no_folder_for_runs_is_refused(key, place, capsys, monkeypatch, tmp_path):
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    place = place.replace("$HOME", str(tmp_path / "home"))
+    sweep = ["-m", "seed=1,2"] if key.startswith("hydra") else []
+    assert key in refused(capsys, *sweep, f"{key}='{place}'")
+
+
+@pytest.mark.parametrize("name", ["train.log", "checkpoints/model.pt", ".hydra/config.yaml", ".lock", "summary.json"])
+def test_files_of_somebody_else_are_not_changed(name, capsys):
+    path = Path("theirs", name)
+    path.parent.mkdir(parents=True)
+    path.write_text("job: {name: theirs}\n")
+    assert path.relative_to("theirs").parts[0] in refused(capsys, "run_dir=theirs")
+
+
+def test_files_that_a_run_does_not_touch_do_not_matter():
+    Path("mixed").mkdir()
+    Path("mixed/notes.txt").write_text("mine")
+    assert train.main([*SMALL, "run_dir=mixed"]) == 0
+    assert Path("mixed/notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", [".hydra", ".lock", "doctor", "metrics.jsonl", "samples", "summary.json", "train.log"])
+def test_nothing_is_written_through_a_link(name, capsys, tmp_path):
+    Path("run").mkdir()
+    (tmp_path / "theirs").write_text("theirs")
+    Path("run", name).symlink_to(tmp_path / "theirs")
+    assert f"{name} is a link" in refused(capsys, "run_dir=run")
+
+
+def test_a_lock_is_not_opened_through_a_link(tmp_path):
+    (tmp_path / "theirs").write_text("theirs")
+    Path(".lock").symlink_to(tmp_path / "theirs")
+    with pytest.raises(OSError, match="symbolic links"):
+        lock_folder(Path())
+    assert (tmp_path / "theirs").read_text() == "theirs"
+
+
+def test_pruning_removes_links_and_not_what_they_lead_to(tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "precious").write_text("precious")
+    folder = Path("run/checkpoints")
+    assert train.main([*SMALL, "run_dir=run"]) == 0
+    # The oldest is a link to a copy elsewhere, another has a link inside; both are due to be pruned.
+    oldest, newer = checkpoints("run")
+    os.rename(oldest, theirs / "step")
+    oldest.symlink_to(theirs / "step")
+    (newer / "link").symlink_to(theirs)
+    before = everything(theirs)
+    # Names like those of our temporary folders, and one that is.
+    dead = 2**22 + 1
+    for name in (f".tmp-mine-{dead}", f".tmp-step_1-{dead}", "step_1", "step_x", f"tmp-step_00000001-{dead}"):
+        (folder / name).mkdir()
+    (folder / f".tmp-step_00000001-{dead}").symlink_to(theirs)
+    (folder / f".tmp-old-step_00000001-{dead}").mkdir()
+    (folder / f".tmp-old-step_00000001-{dead}" / "link").symlink_to(theirs)
+    assert train.main([*SMALL, "run_dir=run", "steps=6"]) == 0
+    assert everything(theirs) == before
+    assert [path.name for path in checkpoints("run") if path.name.startswith("step_0")] == [
+        "step_00000005",
+        "step_00000006",
+    ]
+    left = {path.name for path in folder.iterdir()} - {"step_00000005", "step_00000006"}
+    assert left == {f".tmp-mine-{dead}", f".tmp-step_1-{dead}", "step_1", "step_x", f"tmp-step_00000001-{dead}"}
+
+
+def test_a_folder_of_checkpoints_may_lie_elsewhere(tmp_path):
+    (tmp_path / "large").mkdir()
+    Path("run").mkdir()
+    Path("run/checkpoints").symlink_to(tmp_path / "large")
+    assert train.main([*SMALL, "run_dir=run"]) == 0
+    assert state("run")["progress"]["step"] == 3 and Checkpoint(tmp_path / "large", writer=False).keep == 2
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "hydra.job_logging.handlers.x.filename=/tmp/x",
+        "hydra.callbacks.x.a=b",
+        "hydra.searchpath=[/tmp]",
+        "hydra.output_subdir=/tmp",
+        "hydra/job_logging=default",
+    ],
+)
+def test_the_rest_of_hydra_is_refused(override, capsys):
+    assert override.split("=")[0] in refused(capsys, "-m", "seed=1,2", override)
+
+
+def test_names_from_a_command_line_stay_in_the_sweep_folder():
+    from amp_core.compose import sweep_subdir
+
+    for text in ("../../x", "/etc/passwd", "..", "a/../../b", "\0", "." * 300):
+        assert Path("s", sweep_subdir([text])).resolve().parent == Path("s").resolve()
+
+
+# --- keys and passwords -------------------------------------------------------------------------------------------------
+
+TYPED = [f"+wandb_key={KEY}", f"wandb_api_key={KEY}", f"log.wandb_project={KEY}", f"data.path=https://me:{KEY}@host/x"]
+TYPED += [f"data.path=https://{KEY}@host", f"model.options.token={KEY}", f"run_dir=runs/{KEY}", f"seed={KEY}"]
+TYPED += [f"+{KEY}=1", f"steps=[{KEY}", f"amp={KEY}", f"resume={KEY}", f"--wandb_key={KEY}", f"--config-name={KEY}"]
+
+
+@pytest.mark.parametrize("override", [*TYPED, "log.wandb_project=${oc.env:WANDB_API_KEY}"])
+def test_a_key_on_the_command_line_is_refused_and_not_repeated(override, capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    message = refused(capsys, *(["-m", "seed=1,2"] if "wandb" in override else []), override)
+    assert KEY not in message and message.startswith("error: ")
+
+
+@pytest.mark.parametrize("override", [TYPED[0], TYPED[1], TYPED[3], TYPED[4], TYPED[5], TYPED[-2]])
+def test_one_that_is_not_in_the_environment_is_seen_by_its_name_or_its_address(override, capsys, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert KEY not in refused(capsys, override)
+
+
+def test_usual_settings_hold_no_key():
+    from amp_core.compose import known_keys
+
+    assert not [key for key in known_keys() if refuse_secret(f"{key}=some-long-value")]
+    text = '{"loss_per_token": 2.345678901, "num_tokens": 12345678, "tokens": "abcdefghij"}'
+    assert redact(text) == text
+
+
+def test_keys_are_found_where_they_belong(monkeypatch, tmp_path):
+    for name in [name for name in os.environ if known_secrets() and os.environ[name] in known_secrets()]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password from-netrc\n")
+    (tmp_path / "settings").write_text("[default]\napi_key = from-settings\n")
+    monkeypatch.setenv("HF_TOKEN", "from-environment")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false-false")
+    monkeypatch.setenv("MY_KEY", "short")
+    assert set(known_secrets()) == {"from-netrc", "from-settings", "from-environment"}
+    assert redact("a from-netrc b from-environment https://u:p@h/x") == "a *** b *** https://***@h/x"
+    assert redact_typed("wandb_key=abcdefghijk seed=123456789") == "wandb_key=*** seed=123456789"
