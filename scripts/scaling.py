@@ -326,7 +326,8 @@ def _rank(rank: int, num_ranks: int, cases: list[Case], folder: str) -> None:
     store = dist.FileStore(f"{folder}/store{num_ranks}", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     try:
-        torch.save([measure(case) for case in cases], f"{folder}/{num_ranks}_{rank}.pt")
+        found = [(vars(held), sent, vars(predicted)) for held, sent, predicted in map(measure, cases)]
+        torch.save(found, f"{folder}/{num_ranks}_{rank}.pt")
     finally:
         dist.destroy_process_group()
 
@@ -338,9 +339,10 @@ def measured(cases: list[Case]) -> list[tuple[Memory, dict[str, int], Memory]]:
         for num_ranks in sorted({case.num_ranks for case in cases}):
             mine = [case for case in cases if case.num_ranks == num_ranks]
             mp.start_processes(_rank, (num_ranks, mine, folder), num_ranks, start_method="spawn")
-            ranks = [torch.load(f"{folder}/{num_ranks}_{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+            ranks = [torch.load(f"{folder}/{num_ranks}_{rank}.pt", weights_only=True) for rank in range(num_ranks)]
             for i, case in enumerate(mine):
-                found[case] = max((rank[i] for rank in ranks), key=lambda each: each[0].most)
+                seen = [(Memory(**held), sent, Memory(**predicted)) for held, sent, predicted in (r[i] for r in ranks)]
+                found[case] = max(seen, key=lambda each: each[0].most)
     return [found[case] for case in cases]
 
 
