@@ -254,6 +254,13 @@ class Environment:
             dist.all_reduce(tensor)
         return tensor
 
+    def new_host_group(self) -> dist.ProcessGroup | None:
+        """All ranks, for tensors in host memory; None for a single one. Collective."""
+        if self.world_size == 1:
+            return None
+        timeout = datetime.timedelta(minutes=self.cfg.layout.timeout_minutes)
+        return dist.new_group(backend="gloo", timeout=timeout)  # type: ignore[return-value] - this rank is in it
+
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank. Called by all of them; waits for them, not for the device."""
         if self.world_size == 1:
@@ -393,9 +400,7 @@ def environment(job: Job) -> Iterator[Environment]:
             torch.backends.cudnn.deterministic = True
         if cfg.layout.name == "ddp" or world_size > 1:
             _join(cfg, device, rank, world_size)
-            timeout = datetime.timedelta(minutes=cfg.layout.timeout_minutes)
-            group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
-            env.host_group = group  # type: ignore[assignment] - a rank outside the group would get a number
+            env.host_group = env.new_host_group()
         env.stop = Stop(env.host_group, cfg.max_minutes)
         # After the process group exists: its set-up may not be interrupted half-way.
         stoppable = cfg.task == "train" and not cfg.dry_run  # the rest may be ended at any moment
