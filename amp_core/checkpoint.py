@@ -555,6 +555,7 @@ class _Selection:
     fresh: list[Callable[[], Any]]
     notes: list[str]
     conversions: list[str]
+    sink: None = None
     _known: dict[str, dict[Any, Tensor]] = field(default_factory=dict)
 
     def span(self, entry: Entry) -> Span | None:
@@ -604,7 +605,8 @@ class _Selection:
         return self._known[name]
 
 
-_Select = Callable[[Path, dict[str, Any]], _Selection]
+_Select = Callable[[Path, dict[str, Any]], Any]
+"""(folder, contents) -> a `_Selection`, or what has its `span`, `value` and `sink`."""
 
 
 @dataclass(frozen=True)
@@ -697,7 +699,8 @@ def _open(folder: Path, select: _Select | None = None) -> _Found:
             _put(contents, place, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
     selection = select(folder, contents) if select else None
     digests = {name: about["sha256"] for name, about in manifest["files"].items()}
-    found = pieces.read(folder, entries, digests, selection.span if selection else lambda e: (e.dim, 0, e.length))
+    span = selection.span if selection else lambda entry: (entry.dim, 0, entry.length)
+    found = pieces.read(folder, entries, digests, span, selection.sink if selection else None)
     for i, tensor in found.items():
         for place in entries[i].places:
             _put(contents, place, selection.value(entries[i], tensor) if selection else tensor)

@@ -184,7 +184,7 @@ def size_of(contents: list[tuple[Entry, Piece]]) -> int:
 
 def buffer_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor in host memory, without a copy where it is contiguous."""
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def verify(path: Path, num_bytes: int, sha256: str) -> None:
@@ -193,7 +193,11 @@ def verify(path: Path, num_bytes: int, sha256: str) -> None:
 
 
 def read(
-    folder: Path, entries: list[Entry], digests: Mapping[str, str], span: Callable[[Entry], Span | None]
+    folder: Path,
+    entries: list[Entry],
+    digests: Mapping[str, str],
+    span: Callable[[Entry], Span | None],
+    sink: Callable[[Entry, Piece, Tensor], None] | None = None,
 ) -> dict[int, Tensor]:
     """What this process needs of the tensors. Opens the files that hold some of it, and verifies each as it reads.
 
@@ -204,9 +208,10 @@ def read(
         entries: of a table that was checked.
         digests: SHA-256 of each file, in hex.
         span: what is wanted of a tensor; None: nothing.
+        sink: takes each piece of the wanted tensors, whole, and keeps it apart until this returns.
 
     Returns:
-        Number of an entry -> a tensor on the CPU.
+        Number of an entry -> a tensor on the CPU; none with a sink.
 
     Raises:
         Damaged: a file is not what it should be; nothing that was read may be used.
@@ -230,6 +235,9 @@ def read(
 
     def put(i: int, piece: Piece, data: Tensor) -> None:
         entry, (dim, start, stop) = entries[i], wanted[i]
+        if sink is not None:
+            sink(entry, piece, data)
+            return
         shape = (*entry.shape[:dim], stop - start, *entry.shape[dim + 1 :])
         if data.shape == shape and (dim != entry.dim or piece.start == start):
             found[i] = data  # all of it
