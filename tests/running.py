@@ -30,7 +30,7 @@ def differing(a, b, path=""):
         same = (
             a.dtype == b.dtype
             and a.shape == b.shape
-            and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+            and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
         )
         return [] if same else [path]
     if isinstance(a, dict):
