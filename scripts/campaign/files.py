@@ -143,7 +143,8 @@ def _damaged(plan: Plan, folder: Path, result: Result) -> None:
     loop, short, long = ("damage of shards", 60, 1000) if is_sharded else ("damage", 150, 1000)
     for case, rng in plan.cases(loop, short=short, long=long):
         broken = rng.choice([[2], [2], [2], [1, 2], [1], [0, 1, 2]])
-        what = ", ".join(damage(steps[i], steps[(i + 1) % 3], rng) for i in broken)
+        others = [copy / "checkpoints" / path.name for path in steps]
+        what = ", ".join(damage(steps[i], others[(i + 1) % 3], rng) for i in broken)
         expected = max((i for i in range(3) if i not in broken), default=None)
         newer = [steps[i] for i in broken if expected is None or i > expected]
         result.counts[f"damaged checkpoints{' in shards' if is_sharded else ''}"] += len(broken)
@@ -183,7 +184,7 @@ def _whole_runs(plan: Plan, folder: Path, steps: list[Path], is_sharded: bool, r
         shutil.copytree(folder, again)
         places = [again / "checkpoints" / path.name for path in steps]
         broken = [[2], [1, 2], [0, 1, 2]][case % 3]
-        what = ", ".join(damage(places[i], places[(i + 1) % 3], rng) for i in broken)
+        what = ", ".join(damage(places[i], steps[(i + 1) % 3], rng) for i in broken)
         child, *others = start(again, command, num_ranks=num_ranks)
         code = child.wait()
         codes = [code, *(other.wait() for other in others)]
