@@ -1,4 +1,4 @@
-"""Checkpoints: named parts in one file, written whole or not at all, verified before use.
+"""Checkpoints: named parts in one file or in one per rank, written whole or not at all, verified before use.
 
     checkpoint = Checkpoint("run/checkpoints", model=net, optimizer=optimizer, scaler=amp)
     checkpoint.save(step, progress={"samples": seen}, metrics={"accuracy": 0.97}, best=("accuracy", "max"))
@@ -8,6 +8,15 @@
     checkpoints/step_00000500/manifest.json          sizes, SHA-256, metrics, and a digest of itself
 
 `torch.load(state.pt, weights_only=True)` and `net.load_state_dict(state["model"])` work without this module.
+
+With `format="sharded"` nothing is gathered: each rank writes what it has, and of what all have its share.
+
+    checkpoints/step_00000500/state.pt               all that is no weight and no moment; None where one belongs
+    checkpoints/step_00000500/parts_00003.safetensors    what rank 3 has of tensors that lie over the ranks
+    checkpoints/step_00000500/whole_00003.safetensors    its share of those that every rank has
+    checkpoints/step_00000500/manifest.json          also the table of the tensors: shapes, dtypes, pieces
+
+`load` takes either, on any number of ranks and in any layout: a rank reads the pieces that it needs.
 
 A save is written under a temporary name, brought to disk, and renamed; what is older is deleted only after that. So
 a process that dies at any moment, or a full disk, costs at most the save in progress. Nothing is unpickled before
@@ -26,26 +35,33 @@ import logging
 import math
 import os
 import re
+import stat
+import threading
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_core import pieces
+from amp_core.agreement import Ranks
 from amp_core.errors import CheckpointError, SaveError
-from amp_core.shards import gathered, load_state, part_like
+from amp_core.pieces import Damaged, Entry, Piece, Place, Span
+from amp_core.shards import Slice, gathered, is_part, load_state, part_like, replicas, slice_of
 from amp_core.zero import is_cut, slices_of, whole_state
 
 FORMAT = 1
 _STATE = "state.pt"
 _MANIFEST = "manifest.json"
+_SHARD = re.compile(r"(parts|whole)_[0-9]{5,}\.safetensors")
 _STEP_FOLDER = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 _TEMPORARY = re.compile(r"\.tmp-(?:old-)?step_[0-9]{8,}-([0-9]+)")
-_RESERVED = ("progress", "config", "format")
+_RESERVED = ("progress", "config", "format", "sharded")
 _SCALARS = (str, int, float, bool, type(None))
 _CHUNK = 1 << 26  # macOS refuses to write 2 GiB at once
 # Optimizer states that have the shape of their parameter, in the classes of torch.optim.
@@ -73,7 +89,7 @@ class Loaded:
     path: Path
     """The step folder, or the file when it had no manifest."""
     digest: str
-    """SHA-256 of the file, in hex: ranks compare it."""
+    """In hex, SHA-256 of the file, or of the manifest if there are shards: ranks compare it."""
     notes: tuple[str, ...]
     """For the log: rejected checkpoints, parts that were ignored or start afresh, converted dtypes."""
 
@@ -82,36 +98,62 @@ class Checkpoint:
     """Saves and loads named parts in a folder of checkpoints.
 
     Nets are stored unwrapped (DDP, DataParallel and torch.compile leave no trace in the names), all tensors on the CPU.
-    Sharded ones, their optimizers and averages are stored whole, and each rank takes its parts of what it loads: so a
-    run may go on in any layout. One folder has one writer at a time. Only `save` and `snapshot` of sharded parts
-    communicate between ranks.
+    Whatever lies over ranks is stored under the name of the whole, so a run may go on in any layout, on any number of
+    ranks, and in the other format. One folder has one writer at a time.
 
     Args:
         folder: where the `step_*` folders are; made by the first save.
         keep: how many of the newest to keep, besides the best.
-        writer: false for ranks above 0: `save` collects the states of the parts, which may be collective, and writes
-            nothing. A writer removes here what dead processes left unfinished.
+        writer: false for ranks above 0: they make and remove no folders. In format `single` they write nothing: `save`
+            collects the states of the parts, which may be collective. A writer removes here what dead processes left
+            unfinished.
+        format: `single`: all in one file, written by rank 0, on which sharded parts are gathered. `sharded`: each rank
+            writes what it has, and all ranks must see the same folder.
+        background: `save` returns when everything was copied to host memory (a second copy of the state, kept for the
+            next save), and a thread does the rest; see `wait`.
+        group: of all ranks, for tensors in host memory (gloo), in the same order as by default. With it all ranks agree
+            on what is loaded, and `load`, `newest_before` and, in format `sharded`, `save` are collective. Nothing else
+            may use the group of a sharded checkpoint with `background`. Default: none in format `single`, where every
+            rank finds out by itself; a new one in format `sharded` on several ranks, which makes this collective.
         parts: name -> anything with `state_dict` and `load_state_dict`; None is left out. `scaler` and `ema` have
             rules of their own in `load`.
 
     Raises:
-        ValueError: a reserved name, something that is not a part, or `keep` below 1.
+        ValueError: a reserved name, something that is not a part, another format, or `keep` below 1.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], /, *, keep: int = 2, writer: bool = True, **parts: Part | None
+        self,
+        folder: str | os.PathLike[str],
+        /,
+        *,
+        keep: int = 2,
+        writer: bool = True,
+        format: Literal["single", "sharded"] = "single",
+        background: bool = False,
+        group: dist.ProcessGroup | None = None,
+        **parts: Part | None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep}: at least the newest checkpoint must be kept")
+        if format not in ("single", "sharded"):
+            raise ValueError(f"format={format!r}: expected 'single' or 'sharded'")
         self.folder = Path(folder).absolute()
         self.keep = keep
         self.writer = writer
+        self.format = format
+        self.background = background
         self.parts: dict[str, Part] = {name: part for name, part in parts.items() if part is not None}
         for name, part in self.parts.items():
             if name in _RESERVED:
                 raise ValueError(f"a part cannot be named {name!r}: the checkpoint has an entry of its own for it")
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise ValueError(f"{name} is a {_type_name(part)}: it has no state_dict() and load_state_dict()")
+        if group is None and format == "sharded" and _several_ranks():
+            group = dist.new_group(backend="gloo")  # type: ignore[assignment] - this rank is in it
+        self._ranks = Ranks(group)
+        self._copies = _Copies() if background else None
+        self._task: _Task | None = None
         if writer:
             _remove_leftovers(self.folder)
 
@@ -127,7 +169,7 @@ class Checkpoint:
         """Writes the step folder and, when it is safe on disk, removes the old ones that need not be kept.
 
         Waits for the device. Call it between steps, after `amp.update()`, on every rank. A step that is already there
-        and sound is left as it is; a damaged one is replaced.
+        and sound is left as it is; a damaged one is replaced. With `background` the step is safe when `wait` says so.
 
         Args:
             step: optimizer steps done; names the folder, and is added to the progress as `step`.
@@ -141,41 +183,190 @@ class Checkpoint:
             The step folder.
 
         Raises:
-            SaveError: it cannot be written. Earlier checkpoints are intact.
+            SaveError: it cannot be written, or with `background` the one before could not. Earlier checkpoints are
+                intact. In format `sharded` all ranks raise it.
             CheckpointError: the step is there already, written by a newer version.
             ValueError: something in it is not a tensor, str, int, float, bool, None, list, tuple or dict.
         """
         if step < 0 or (best is not None and best[1] not in ("max", "min")):
             raise ValueError(f'step={step}, best={best}: expected a count and (metric, "max" or "min")')
         target = self.folder / f"step_{step:08d}"
-        # First of all, since every rank must take part: only the writer may return early or fail.
-        states = {name: _state(part, keep=self.writer) for name, part in self.parts.items()}
-        if not self.writer or _is_sound(target):
-            return target
-        contents = {"scaler": {}}
-        contents |= {name: _portable(part, states[name]) for name, part in self.parts.items()}
-        contents |= {"progress": {**(progress or {}), "step": step}, "config": dict(config or {}), "format": FORMAT}
-        data = _serialise(contents)
-        manifest = _encode(
-            {
-                "format": FORMAT,
-                "step": step,
-                "files": {_STATE: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}},
-                "metrics": {name: _finite(value) for name, value in (metrics or {}).items()},
-            }
-        )
+        facts = {"progress": {**(progress or {}), "step": step}, "config": dict(config or {}), "format": FORMAT}
+        about = {"format": FORMAT, "step": step, "metrics": {k: _finite(v) for k, v in (metrics or {}).items()}}
+        if self.format == "sharded":
+            self.wait()
+            act = self._prepare_sharded(target, facts, about, best)
+        else:
+            # First of all, since every rank must take part: only the writer may return early or fail.
+            states = {name: _state(part, keep=self.writer) for name, part in self.parts.items()}
+            if not self.writer:
+                return target
+            self.wait()
+            if _is_sound(target):
+                return target
+            act = self._prepare_single(target, states, facts, about, best)
+        if self.background:
+            self._task = _Task(act, step)
+        else:
+            act()
+        return target
+
+    def wait(self) -> None:
+        """Waits until what `save` does in the background is done. Returns at once where nothing is.
+
+        To be called at the end, on every rank: a problem is not raised anywhere else than here and in the next `save`.
+
+        Raises:
+            SaveError: it could not be written. Earlier checkpoints are intact.
+        """
+        task, self._task = self._task, None
+        if task is not None:
+            task.join()
+            if task.problem is not None:
+                raise task.problem
+
+    def _join(self) -> None:
+        """Waits, and leaves a problem to the next `save` or `wait`."""
+        if self._task is not None:
+            self._task.join()
+
+    def _prepare_single(
+        self, target: Path, states: dict[str, Any], facts: dict[str, Any], about: dict[str, Any], best: Any
+    ) -> Callable[[], None]:
+        contents = {"scaler": {}} | {name: _portable(part, states[name]) for name, part in self.parts.items()} | facts
+        (contents,) = self._on_host(contents)
+
+        def act() -> None:
+            data = _serialise(contents)
+            files = {_STATE: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
+            manifest = _encode(about | {"files": files})
+            with _saving(target, len(data) + len(manifest)):
+                self._write(target, {_STATE: data, _MANIFEST: manifest})
+            self._prune_after(target, about["step"], best)
+
+        return act
+
+    def _prepare_sharded(
+        self, target: Path, facts: dict[str, Any], about: dict[str, Any], best: Any
+    ) -> Callable[[], None]:
+        ranks = self._ranks
+        problem: Exception | None = None
+        entries, mine, contents = [], [], {}
         try:
-            self._write(target, {_STATE: data, _MANIFEST: manifest})
-        except OSError as error:
-            raise SaveError(
-                f"cannot save {target}: {error.strerror or error} ({len(data) + len(manifest)} bytes needed, "
-                f"{_free_bytes(self.folder)} free). Earlier checkpoints are intact."
-            ) from error
+            states = {name: _portable(part, _own_state(part)) for name, part in self.parts.items()}
+            entries, mine, rest = _share_out(self.parts, states, ranks.rank, ranks.num)
+            if self.writer:
+                contents = {"scaler": {}} | rest | facts | {"sharded": len(entries)}
+            contents, tensors = self._on_host(contents, [tensor for *_, tensor in mine])
+            mine = [(*place, tensor) for (*place, _), tensor in zip(mine, tensors, strict=True)]
+        except Exception as error:
+            problem = error
+            if ranks.num == 1:
+                raise
+
+        def ready() -> None:
+            if problem is not None:
+                raise problem
+
+        def act() -> None:
+            ranks.each(ready)
+            if not ranks.first(lambda: self.writer):
+                return
+            if ranks.first(lambda: os.path.lexists(target)) and all(ranks.each(lambda: self._has_sound_share(target))):
+                return
+            temporary = Path(ranks.first(lambda: self._begin(target)))
+            try:
+                written = ranks.each(lambda: self._write_pieces(temporary, target, entries, mine))
+                ranks.first(lambda: self._complete(temporary, target, contents, entries, written, about))
+            finally:
+                if self.writer:
+                    self._abandon(temporary)
+            if self.writer:
+                self._prune_after(target, about["step"], best)
+
+        return act
+
+    def _on_host(self, *values: Any) -> list[Any]:
+        """The same in plain containers and tensors in host memory: the very ones, or copies that nothing changes."""
+        if self._copies is None:
+            return [_plain(value, "", {}) for value in values]
+        self._copies.begin()
+        copied = [_plain(value, "", {}, self._copies.copy) for value in values]
+        self._copies.end()
+        return copied
+
+    def _begin(self, target: Path) -> str:
+        with _saving(target):
+            return str(self._make_temporary(target))
+
+    def _write_pieces(self, temporary: Path, target: Path, entries: list[Entry], mine: list[Any]) -> dict[str, Any]:
+        """What this rank has, in its files."""
+        files: dict[str, Any] = {}
+        for kind in ("parts", "whole"):
+            name = f"{kind}_{self._ranks.rank:05d}.safetensors"
+            own = [
+                (entries[i], Piece(start, stop, name), tensor)
+                for i, start, stop, where, tensor in mine
+                if where == kind
+            ]
+            if not own:
+                continue
+            data = [memoryview(pieces.head((entry, piece) for entry, piece, _ in own))]
+            data += [pieces.buffer_of(tensor) for *_, tensor in own]
+            digest, num_bytes = hashlib.sha256(), sum(map(len, data))
+            for part in data:
+                digest.update(part)
+            with _saving(target, num_bytes):
+                _write_file(temporary / name, *data)
+            files[name] = {"bytes": num_bytes, "sha256": digest.hexdigest()}
+        written = [(i, start, stop, f"{kind}_{self._ranks.rank:05d}.safetensors") for i, start, stop, kind, _ in mine]
+        table = json.dumps(pieces.encode(entries), sort_keys=True)
+        return {"files": files, "pieces": written, "table": hashlib.sha256(table.encode()).hexdigest()}
+
+    def _complete(
+        self,
+        temporary: Path,
+        target: Path,
+        contents: dict[str, Any],
+        entries: list[Entry],
+        written: list[dict[str, Any]],
+        about: dict[str, Any],
+    ) -> None:
+        """Adds the state and, when all else is on disk, the manifest, and gives the folder its name. Rank 0."""
+        if any(one["table"] != written[0]["table"] for one in written):
+            raise ValueError(
+                "the ranks have states of different names, shapes or dtypes, which are no parts of a whole"
+            )
+        found: list[list[Piece]] = [[] for _ in entries]
+        for one in written:
+            for i, *piece in one["pieces"]:
+                found[i].append(Piece(*piece))
+        entries = [replace(entry, pieces=tuple(sorted(own))) for entry, own in zip(entries, found, strict=True)]
+        for entry in entries:
+            pieces.check(entry)
+        files = {name: entry for one in written for name, entry in one["files"].items()}
+        data = _serialise(contents)
+        files[_STATE] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        manifest = _encode(about | {"files": files, "tensors": pieces.encode(entries)})
+        with _saving(target, len(data) + len(manifest)):
+            for name, entry in files.items():
+                if name != _STATE and os.stat(temporary / name).st_size != entry["bytes"]:
+                    raise SaveError(
+                        f"cannot save {target}: rank 0 does not see all of {name}. Earlier checkpoints are intact."
+                    )
+            _write_file(temporary / _STATE, data)
+            _write_file(temporary / _MANIFEST, manifest)
+            self._publish(temporary, target)
+
+    def _has_sound_share(self, folder: Path) -> bool:
+        """Whether those files of a step are sound that this rank is to look at."""
+        return _is_sound(folder, self._ranks.rank, self._ranks.num)
+
+    def _prune_after(self, target: Path, step: int, best: tuple[str, str] | None) -> None:
         try:
             self._prune(step, best)
         except OSError as error:
             _log.warning("cannot remove an old checkpoint: %s. %s itself is safe.", error, target)
-        return target
 
     def load(self, path: str | os.PathLike[str] | None = None) -> Loaded | None:
         """Loads all parts from the newest sound checkpoint, or from the one that is named.
@@ -185,7 +376,8 @@ class Checkpoint:
 
         A part that the file lacks is an error, but for two: `scaler` gets `{}` (a fresh scale), and `ema` starts from
         the weights that were loaded (its `reset()`, if it has one). A part of the file that is not here is ignored
-        with a note.
+        with a note. Waits for a save in the background. With a `group`, collective: what one rank finds damaged, none
+        uses.
 
         Args:
             path: a step folder, a `state.pt`, a folder of checkpoints, or a run folder. Default: the own folder.
@@ -196,12 +388,26 @@ class Checkpoint:
         Raises:
             CheckpointError: none is sound, it is refused, or it is of another model; nothing was changed.
         """
-        found = _find(self.folder if path is None else Path(path))
+        self._join()
+        found = _find(self.folder if path is None else Path(path), self._ranks, self._select)
         if found is None:
             if path is not None:
                 raise CheckpointError(f"{path}: there is no checkpoint")
             return None
-        contents, notes = found.contents, list(found.notes)
+        contents, selection = found.contents, found.selection
+        for name, state in selection.wanted.items():
+            try:
+                _load_part(self.parts[name], state, exact=not selection.conversions)
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{found.path}: {name} does not fit: {error}") from error
+        for reset in selection.fresh:
+            reset()
+        notes = (*found.notes, *selection.notes, *selection.conversions)
+        return Loaded(found.step, contents["progress"], contents["config"], found.path, found.digest, notes)
+
+    def _select(self, path: Path, contents: dict[str, Any]) -> _Selection:
+        """What the parts take of a checkpoint, if it fits them. Tensors may be on the device meta."""
+        notes: list[str] = []
         wanted, fresh = {}, []
         for name, part in self.parts.items():
             if name == "scaler":
@@ -214,37 +420,32 @@ class Checkpoint:
                 start = "it starts from the loaded weights" if reset else "it has no reset() and stays as it is"
                 notes.append(f"the checkpoint has no ema: {start}")
             else:
-                raise CheckpointError(f"{found.path} has no {name}; it has {', '.join(map(str, contents))}")
+                raise CheckpointError(f"{path} has no {name}; it has {', '.join(map(str, contents))}")
         notes += [
             f"{name} of the checkpoint is not used here"
             for name, state in contents.items()
             if name not in self.parts and name not in _RESERVED and not (name == "scaler" and not state)
         ]
-        conversions = self._check(found.path, wanted)
-        for name, state in wanted.items():
-            try:
-                _load_part(self.parts[name], state, exact=not conversions)
-            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-                raise CheckpointError(f"{found.path}: {name} does not fit: {error}") from error
-        for reset in fresh:
-            reset()
-        return Loaded(
-            found.step, contents["progress"], contents["config"], found.path, found.digest, (*notes, *conversions)
-        )
+        return _Selection(path, self.parts, wanted, fresh, notes, self._check(path, wanted))
 
     def newest_before(self, step: int) -> tuple[int, Path] | None:
-        """The newest checkpoint of the own folder with fewer steps than `step`, whether it is sound or not."""
-        found = {number: path for number, path in _step_folders(self.folder).items() if number < step}
+        """The newest checkpoint of the own folder with fewer steps than `step`, whether it is sound or not.
+
+        Waits for a save in the background. Collective with a `group`.
+        """
+        self._join()
+        found = self._ranks.first(lambda: {n: path for n, path in _step_folders(self.folder).items() if n < step})
         return max(found.items()) if found else None
 
     def snapshot(self) -> dict[str, Any]:
-        """A copy of all parts in host memory, for `restore`; of sharded ones whole. Waits for the device."""
-        return {name: _copied(_portable(part, _state(part))) for name, part in self.parts.items()}
+        """A copy in host memory of what this rank has of all parts, for `restore`. Waits for the device."""
+        return {name: _copied(_portable(part, _own_state(part))) for name, part in self.parts.items()}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Puts all parts back to a snapshot, bit by bit."""
+        """Puts all parts back to a snapshot of this rank, bit by bit. The snapshot may be used again."""
         for name, state in snapshot.items():
-            _load_part(self.parts[name], state, exact=True)
+            # Optimizers keep the very tensors that they are given.
+            _load_part(self.parts[name], _copied(state), exact=True)
 
     def _check(self, path: Path, wanted: dict[str, Any]) -> list[str]:
         """Raises CheckpointError unless nets and optimizers fit; returns notes about dtypes that will be converted."""
@@ -265,32 +466,44 @@ class Checkpoint:
 
     def _write(self, target: Path, files: Mapping[str, bytes | memoryview]) -> None:
         """Every step of it must leave a folder from which the newest acknowledged checkpoint loads."""
-        temporary = _temporary(target)
+        temporary = self._make_temporary(target)
         try:
-            _make_folder(self.folder)
-            if os.path.lexists(temporary):  # of a dead process with our number, as containers give the same ones out
-                _remove(temporary)
-            os.mkdir(temporary)
             for name, data in files.items():
                 _write_file(temporary / name, data)
-            _sync_folder(temporary)
-            damaged = self._set_aside(target) if os.path.lexists(target) else None
-            os.rename(temporary, target)
-            _sync_folder(self.folder)
-            if damaged:
-                with contextlib.suppress(OSError):  # the new one is safe, and the next run tries again
-                    _remove(damaged)
+            self._publish(temporary, target)
         finally:
-            with contextlib.suppress(OSError):
-                if os.path.lexists(temporary):
-                    _remove(temporary)
+            self._abandon(temporary)
+
+    def _make_temporary(self, target: Path) -> Path:
+        temporary = _temporary(target)
+        _make_folder(self.folder)
+        if os.path.lexists(temporary):  # of a dead process with our number, as containers give the same ones out
+            _remove(temporary)
+        os.mkdir(temporary)
+        return temporary
+
+    def _publish(self, temporary: Path, target: Path) -> None:
+        """Gives a folder its name when its files are on disk."""
+        _sync_folder(temporary)
+        damaged = self._set_aside(target) if os.path.lexists(target) else None
+        os.rename(temporary, target)
+        _sync_folder(self.folder)
+        if damaged:
+            with contextlib.suppress(OSError):  # the new one is safe, and the next run tries again
+                _remove(damaged)
+
+    def _abandon(self, temporary: Path) -> None:
+        """Removes what was not published."""
+        with contextlib.suppress(OSError):
+            if os.path.lexists(temporary):
+                _remove(temporary)
 
     def _prune(self, current: int, best: tuple[str, str] | None) -> None:
         """Removes what is neither among the newest nor the best. Damaged ones do not count, and stay."""
         metrics: dict[int, dict[str, Any]] = {}
         folders = _step_folders(self.folder)
         for step, folder in folders.items():
-            with contextlib.suppress(_Rejected, CheckpointError):
+            with contextlib.suppress(Damaged, CheckpointError):
                 metrics[step] = _inspect(folder)["metrics"]
         kept = {current, *sorted(metrics)[-self.keep :]}
         if best is not None:
@@ -312,7 +525,7 @@ class Checkpoint:
 
 
 def read(path: str | os.PathLike[str], *, notes: list[str] | None = None) -> dict[str, Any]:
-    """Reads a checkpoint with no parts at hand: verified as in `Checkpoint.load`, tensors on the CPU.
+    """Reads a checkpoint with no parts at hand: verified as in `Checkpoint.load`, tensors whole and on the CPU.
 
     Args:
         path: a step folder, a `state.pt`, a folder of checkpoints, or a run folder (the newest sound one of it).
@@ -332,8 +545,69 @@ def read(path: str | os.PathLike[str], *, notes: list[str] | None = None) -> dic
 # Finding, verifying, unpickling.
 
 
-class _Rejected(Exception):
-    """Damaged: the one before is used."""
+@dataclass(frozen=True)
+class _Selection:
+    """What is taken of a checkpoint."""
+
+    path: Path
+    parts: Mapping[str, Part]
+    wanted: dict[str, Any]
+    """Name of a part -> its state."""
+    fresh: list[Callable[[], Any]]
+    notes: list[str]
+    conversions: list[str]
+    sink: None = None
+    _known: dict[str, dict[Any, Tensor]] = field(default_factory=dict)
+
+    def span(self, entry: Entry) -> Span | None:
+        """What this rank needs of a tensor. CheckpointError: no part has such a tensor."""
+        name, *rest = entry.places[0]
+        if name not in self.wanted:
+            return None
+        part = self.parts[str(name)]
+        if hasattr(part, "span"):
+            try:
+                return 0, *part.span(tuple(rest), entry.shape)  # type: ignore[attr-defined]
+            except ValueError as problem:
+                raise CheckpointError(f"{self.path}: {name} does not fit: {problem}") from problem
+        live = self._live(entry)
+        if live is None or tuple(live.shape) != entry.shape:
+            here = "nothing" if live is None else str(tuple(live.shape))
+            raise CheckpointError(
+                f"{self.path} is of another model: {entry.name} is {entry.shape} there and {here} here. "
+                f"Nothing was loaded."
+            )
+        if not is_part(live):
+            return entry.dim, 0, entry.length
+        mine = slice_of(live)
+        return mine.dim, mine.start, mine.stop
+
+    def value(self, entry: Entry, tensor: Tensor) -> Tensor | Slice:
+        """What was read, as the part wants it."""
+        span = self.span(entry)
+        assert span is not None
+        is_split = hasattr(self.parts[str(entry.places[0][0])], "span") or is_part(self._live(entry))
+        return Slice(tensor, span[1], entry.shape[span[0]], span[0]) if is_split else tensor
+
+    def _live(self, entry: Entry) -> Tensor | None:
+        name, *rest = entry.places[0]
+        part = self.parts[str(name)]
+        if isinstance(part, Optimizer):
+            known = dict(_parameters(part, self.wanted[str(name)]["param_groups"]))
+            return known.get(rest[1]) if len(rest) == 3 and rest[0] == "state" else None
+        return self._tensors(str(name)).get(rest[0]) if len(rest) == 1 else None
+
+    def _tensors(self, name: str) -> dict[Any, Tensor]:
+        """Of a network or its average, by plain names."""
+        if name not in self._known:
+            net = _net_of(self.parts[name])
+            live = {} if net is None else net.state_dict()
+            self._known[name] = {} if net is None else {k: live[v] for k, v in _plain_names(net, live).items()}
+        return self._known[name]
+
+
+_Select = Callable[[Path, dict[str, Any]], Any]
+"""(folder, contents) -> a `_Selection`, or what has its `span`, `value` and `sink`."""
 
 
 @dataclass(frozen=True)
@@ -343,45 +617,109 @@ class _Found:
     path: Path
     digest: str
     notes: list[str]
+    selection: Any
+    """What `select` returned."""
 
 
-def _find(path: Path) -> _Found | None:
-    """The checkpoint that `path` means: the named one, or the newest sound one of a folder; None if that has none."""
-    try:
-        if path.is_file():
-            if path.name == _STATE and (path.parent / _MANIFEST).exists():
-                return _open(path.parent)
-            data = path.read_bytes()
-            contents = _unpickle(data, path)
-            step = contents["progress"].get("step")
-            note = f"{path} has no {_MANIFEST}: it was not verified"
-            return _Found(contents, step if type(step) is int else 0, path, hashlib.sha256(data).hexdigest(), [note])
-        if _STEP_FOLDER.fullmatch(path.name) or (path / _MANIFEST).exists() or (path / _STATE).exists():
-            return _open(path)
-        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        candidates = _step_folders(folder)
-    except _Rejected as rejected:
-        raise CheckpointError(f"{path} is damaged: {rejected}") from rejected
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+def _find(path: Path, ranks: Ranks | None = None, select: _Select | None = None) -> _Found | None:
+    """The checkpoint that `path` means: the named one, or the newest sound one of a folder; None if that has none.
+
+    Args:
+        path: see `read`.
+        ranks: that are to find the same one.
+        select: what is taken of the tensors in shards; all, if it is None.
+    """
+    ranks = ranks or Ranks()
+    is_named, candidates = ranks.first(lambda: _candidates(path))
     notes: list[str] = []
-    for _, candidate in sorted(candidates.items(), reverse=True):
+    for candidate in candidates:
+        opened: list[_Found] = []
+
+        def attempt(candidate: Path = candidate, opened: list[_Found] = opened) -> tuple[int, str]:
+            opened.append((_open if is_named != "file" else _open_file)(candidate, select))
+            return opened[0].step, opened[0].digest
+
         try:
-            found = _open(candidate)
-        except _Rejected as rejected:
+            told = ranks.each(attempt)
+        except Damaged as rejected:
+            if is_named:
+                raise CheckpointError(f"{path} is damaged: {rejected}") from rejected
             notes.append(f"{candidate} is damaged and was not used: {rejected}")
-        else:
-            found.notes.extend(notes)
-            return found
+            continue
+        if any(one != told[0] for one in told):
+            raise CheckpointError(f"{candidate}: the ranks read different ones: {told}; do all see the same folder?")
+        opened[0].notes.extend(notes)
+        return opened[0]
     if notes:
         raise CheckpointError("no checkpoint is sound: " + "; ".join(notes))
     return None
 
 
-def _open(folder: Path) -> _Found:
+def _candidates(path: Path) -> tuple[str, list[Path]]:
+    """("file" or "folder" if it is one checkpoint, else "", what to try in this order)."""
+    try:
+        if path.is_file():
+            is_state = path.name == _STATE and (path.parent / _MANIFEST).exists()
+            return ("folder", [path.parent]) if is_state else ("file", [path])
+        if _STEP_FOLDER.fullmatch(path.name) or (path / _MANIFEST).exists() or (path / _STATE).exists():
+            return "folder", [path]
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        return "", [candidate for _, candidate in sorted(_step_folders(folder).items(), reverse=True)]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _open_file(path: Path, select: _Select | None) -> _Found:
+    """A state without a manifest."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    contents = _unpickle(data, path)
+    if "sharded" in contents:
+        raise CheckpointError(f"{path} is one file of a sharded checkpoint: name its folder, with the {_MANIFEST}")
+    step = contents["progress"].get("step")
+    note = f"{path} has no {_MANIFEST}: it was not verified"
+    selection = select(path, contents) if select else None
+    digest = hashlib.sha256(data).hexdigest()
+    return _Found(contents, step if type(step) is int else 0, path, digest, [note], selection)
+
+
+def _open(folder: Path, select: _Select | None = None) -> _Found:
     manifest, data = _verify(folder)
     contents = _unpickle(data, folder / _STATE)
-    return _Found(contents, manifest["step"], folder, manifest["files"][_STATE]["sha256"], [])
+    count = contents.pop("sharded", None)
+    digest = manifest["files"][_STATE]["sha256"]
+    if count is None and "tensors" not in manifest:
+        return _Found(contents, manifest["step"], folder, digest, [], select(folder, contents) if select else None)
+    entries = _table(manifest)
+    if count != len(entries):
+        raise Damaged(f"{_STATE} and {_MANIFEST} do not belong together")
+    for entry in entries:
+        for place in entry.places:
+            _put(contents, place, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
+    selection = select(folder, contents) if select else None
+    digests = {name: about["sha256"] for name, about in manifest["files"].items()}
+    span = selection.span if selection else lambda entry: (entry.dim, 0, entry.length)
+    found = pieces.read(folder, entries, digests, span, selection.sink if selection else None)
+    for i, tensor in found.items():
+        for place in entries[i].places:
+            _put(contents, place, selection.value(entries[i], tensor) if selection else tensor)
+    return _Found(contents, manifest["step"], folder, manifest["digest"], [], selection)
+
+
+def _put(contents: dict[str, Any], place: Place, value: Any) -> None:
+    """Puts a tensor where the state has None, or what was put there before."""
+    inside: Any = contents
+    try:
+        for key in place[:-1]:
+            inside = inside[key]
+        before = inside[place[-1]]
+    except (KeyError, IndexError, TypeError) as error:
+        raise Damaged(f"{_STATE} has no place for {'.'.join(map(str, place))}") from error
+    if type(inside) not in (dict, list) or not (before is None or (isinstance(before, Tensor) and before.is_meta)):
+        raise Damaged(f"{_STATE} has something else in the place of {'.'.join(map(str, place))}")
+    inside[place[-1]] = value
 
 
 def _verify(folder: Path) -> tuple[dict[str, Any], bytes]:
@@ -389,15 +727,15 @@ def _verify(folder: Path) -> tuple[dict[str, Any], bytes]:
     manifest = _inspect(folder)
     data = _read_file(folder / _STATE)
     if hashlib.sha256(data).hexdigest() != manifest["files"][_STATE]["sha256"]:
-        raise _Rejected(f"{_STATE} does not have the SHA-256 of the manifest")
+        raise Damaged(f"{_STATE} does not have the SHA-256 of the manifest")
     return manifest, data
 
 
 def _inspect(folder: Path) -> dict[str, Any]:
-    """The manifest, after all checks that need not read the state.
+    """The manifest, after all checks that need not read the files.
 
     Raises:
-        _Rejected: it is damaged.
+        Damaged: it is damaged.
         CheckpointError: it is sound but written by a newer version.
     """
     raw = _read_file(folder / _MANIFEST)
@@ -405,28 +743,57 @@ def _inspect(folder: Path) -> dict[str, Any]:
         manifest = json.loads(raw)
         # Byte for byte, so that no change goes unnoticed, not even of white space.
         if raw != _encode(manifest):
-            raise _Rejected(f"{_MANIFEST} does not have its own digest")
+            raise Damaged(f"{_MANIFEST} does not have its own digest")
         if manifest["format"] > FORMAT:
             raise CheckpointError(f"{folder} has format {manifest['format']}, newer than {FORMAT}: update this project")
-        step, entry = manifest["step"], manifest["files"][_STATE]
-        size = os.stat(folder / _STATE).st_size
-        if type(step) is not int or type(entry["sha256"]) is not str or not isinstance(manifest["metrics"], dict):
+        step, files = manifest["step"], manifest["files"]
+        if type(step) is not int or not isinstance(manifest["metrics"], dict) or _STATE not in files:
             raise TypeError
         if _STEP_FOLDER.fullmatch(folder.name) and folder.name != f"step_{step:08d}":
-            raise _Rejected(f"it is of step {step}")
-        if size != entry["bytes"]:
-            raise _Rejected(f"{_STATE} has {size} bytes, not {entry['bytes']}")
+            raise Damaged(f"it is of step {step}")
+        for name, entry in files.items():
+            if type(entry["sha256"]) is not str or (name != _STATE and not _SHARD.fullmatch(name)):
+                raise TypeError
+            _require_size(folder / name, entry["bytes"])
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise _Rejected(f"{_MANIFEST} cannot be understood") from error
-    except OSError as error:
-        raise _Rejected(f"{_STATE}: {error.strerror or error}") from error
+        raise Damaged(f"{_MANIFEST} cannot be understood") from error
     return manifest
 
 
-def _is_sound(folder: Path) -> bool:
+def _require_size(path: Path, num_bytes: int) -> None:
     try:
-        _verify(folder)
-    except _Rejected:
+        found = os.stat(path)
+    except OSError as error:
+        raise Damaged(f"{path.name}: {error.strerror or error}") from error
+    if found.st_size != num_bytes:
+        raise Damaged(f"{path.name} has {found.st_size} bytes, not {num_bytes}")
+    if not stat.S_ISREG(found.st_mode):
+        raise Damaged(f"{path.name} is not a file")
+
+
+def _table(manifest: dict[str, Any]) -> list[Entry]:
+    """The table of tensors, if it and the files belong together."""
+    try:
+        entries = pieces.decode(manifest.get("tensors"))
+    except ValueError as error:
+        raise Damaged(f"{_MANIFEST}: {error}") from error
+    contents = pieces.by_file(entries)
+    files = {name: entry["bytes"] for name, entry in manifest["files"].items() if name != _STATE}
+    if files != {name: pieces.size_of(items) for name, items in contents.items()}:
+        raise Damaged(f"{_MANIFEST}: the files are not those that its table needs")
+    return entries
+
+
+def _is_sound(folder: Path, share: int = 0, num_shares: int = 1) -> bool:
+    """Whether a step can be loaded, as far as a share of its files tells."""
+    try:
+        manifest, _ = _verify(folder)
+        if "tensors" in manifest:
+            _table(manifest)
+        shards = sorted(name for name in manifest["files"] if name != _STATE)
+        for name in shards[share::num_shares]:
+            pieces.verify(folder / name, manifest["files"][name]["bytes"], manifest["files"][name]["sha256"])
+    except Damaged:
         return False
     return True
 
@@ -434,10 +801,10 @@ def _is_sound(folder: Path) -> bool:
 def _read_file(path: Path) -> bytes:
     try:
         if path.exists() and not path.is_file():  # reading a pipe or a device could last for ever
-            raise _Rejected(f"{path.name} is not a file")
+            raise Damaged(f"{path.name} is not a file")
         return path.read_bytes()
     except OSError as error:
-        raise _Rejected(f"{path.name}: {error.strerror or error}") from error
+        raise Damaged(f"{path.name}: {error.strerror or error}") from error
 
 
 def _encode(manifest: Mapping[str, Any]) -> bytes:
@@ -505,6 +872,165 @@ def _state(part: Part, *, keep: bool = True) -> Any:
     return gathered(part.state_dict(), keep=keep)
 
 
+def _own_state(part: Part) -> Mapping[str, Any]:
+    """What this rank has of a part; of an optimizer whose state lies in slices all of it. Collective for those only."""
+    if isinstance(part, Optimizer) and is_cut(part):
+        return whole_state(part)
+    own = getattr(part, "sharded_state_dict", None)
+    return part.state_dict() if own is None else own()
+
+
+def _net_of(part: Part) -> nn.Module | None:
+    """The network whose state dict that of a part is: itself, or an average."""
+    net = part if isinstance(part, nn.Module) else getattr(part, "model", None)
+    return net if isinstance(net, nn.Module) else None
+
+
+def _share_out(
+    parts: Mapping[str, Part], states: Mapping[str, Any], rank: int, num_ranks: int
+) -> tuple[list[Entry], list[tuple[int, int, int, str, Tensor]], dict[str, Any]]:
+    """Which rank writes what. Every rank comes to the same result by itself, but for the tensors.
+
+    What lies over ranks is written by those who have it, copies of it in turns. Weights and their moments that every
+    rank has are shared out. All else is what it is on rank 0: small, or not the same everywhere, as running statistics.
+
+    Returns:
+        The table without its pieces; (number, start, stop, "parts" or "whole", tensor) for each piece that this rank
+        writes; the states with None in place of the tensors of the table.
+    """
+    entries: list[Entry] = []
+    mine: list[tuple[int, int, int, str, Tensor]] = []
+    numbers: dict[Any, int] = {}
+    num_bytes = [0] * num_ranks
+
+    def share(place: Place, value: Any, same_as: Any, is_replica: bool) -> bool:
+        if not (
+            isinstance(value, Slice) or is_part(value) or (is_replica and value.ndim and value.dtype in pieces.NAMES)
+        ):
+            return False
+        if same_as in numbers:
+            i = numbers[same_as]
+            entries[i] = replace(entries[i], places=(*entries[i].places, place))
+            return True
+        own = value if isinstance(value, Slice) else slice_of(value) if is_part(value) else Slice(value, 0, len(value))
+        if own.tensor.dtype not in pieces.NAMES:
+            raise ValueError(
+                f"{'.'.join(map(str, place))} has the dtype {own.tensor.dtype}, which cannot be saved in pieces"
+            )
+        i = numbers[same_as] = len(entries)
+        entries.append(Entry((place,), own.tensor.dtype, own.shape, own.dim))
+        if isinstance(value, Slice):
+            writes = True
+        elif is_part(value):
+            number, count = replicas(value)
+            writes = i % count == number
+        else:
+            writer = num_bytes.index(min(num_bytes))
+            num_bytes[writer] += value.numel() * value.element_size()
+            writes = writer == rank
+        if writes and own.tensor.numel():
+            is_cut = isinstance(value, Slice) or own.stop - own.start < own.total
+            mine.append((i, own.start, own.stop, "parts" if is_cut else "whole", own.tensor))
+        return True
+
+    rest = {}
+    for name, part in parts.items():
+        shared = _shared_names(part)
+        sizes = {}
+        if isinstance(part, Optimizer):
+            sizes = {number: parameter.shape for number, parameter in _parameters(part, states[name]["param_groups"])}
+
+        def walk(value: Any, place: Place, shared: Any = shared, sizes: Any = sizes) -> Any:
+            if isinstance(value, Tensor | Slice):
+                inside = place[1:]
+                is_moment = len(inside) == 3 and inside[0] == "state" and value.shape == sizes.get(inside[1])
+                is_weight = len(inside) == 1 and inside[0] in shared
+                same_as = (place[0], shared.get(inside[0], inside)) if len(inside) == 1 else place
+                return None if share(place, value, same_as, is_moment or is_weight) else value
+            if isinstance(value, Mapping) and all(type(key) in (str, int) for key in value):
+                return {key: walk(item, (*place, key)) for key, item in value.items()}
+            return [walk(item, (*place, i)) for i, item in enumerate(value)] if isinstance(value, list) else value
+
+        rest[name] = walk(states[name], (name,))
+    return entries, mine, rest
+
+
+def _shared_names(part: Part) -> dict[str, int]:
+    """Plain names of the weights of a network or of its average, and what tied ones have in common."""
+    net = _net_of(part)
+    if net is None:
+        return {}
+    weights = dict(net.named_parameters(remove_duplicate=False))
+    return {plain: id(weights[name]) for plain, name in _plain_names(net, weights).items()}
+
+
+class _Copies:
+    """Copies of tensors in host memory that the next save uses again; pinned for what comes from a GPU."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+        self._next = 0
+        self._devices: set[torch.device] = set()
+
+    def begin(self) -> None:
+        self._next = 0
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy that is there after `end`."""
+        i, self._next = self._next, self._next + 1
+        if i == len(self._buffers):
+            self._buffers.append(torch.empty(0))
+        buffer = self._buffers[i]
+        if (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype) or buffer.is_pinned() != tensor.is_cuda:
+            buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self._buffers[i] = buffer
+        buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+        if tensor.is_cuda:
+            self._devices.add(tensor.device)
+        return buffer
+
+    def end(self) -> None:
+        """Waits for what is on its way, and forgets buffers that nothing used."""
+        del self._buffers[self._next :]
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
+        self._devices.clear()
+
+
+class _Task(threading.Thread):
+    """A save in the background. Not a daemon: a process that ends waits for it."""
+
+    def __init__(self, act: Callable[[], None], step: int) -> None:
+        super().__init__(name=f"checkpoint of step {step}")
+        self._act, self._step = act, step
+        self.problem: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._act()
+        except BaseException as problem:
+            self.problem = problem
+        else:
+            _log.info("the checkpoint of step %d is on disk", self._step)
+
+
+@contextlib.contextmanager
+def _saving(target: Path, num_bytes: int = 0) -> Iterator[None]:
+    """An error of the system inside becomes a SaveError."""
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(
+            f"cannot save {target}: {error.strerror or error} ({num_bytes} bytes needed, "
+            f"{_free_bytes(target.parent)} free). Earlier checkpoints are intact."
+        ) from error
+
+
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def _portable(part: Part, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """A state as it goes to the file: plain names, learning rates as numbers, and the class of an optimizer."""
     if isinstance(part, nn.Module):
@@ -541,26 +1067,27 @@ def _plain_names(net: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def _serialise(contents: dict[str, Any]) -> memoryview:
-    """To memory, since torch.save to a full disk raises "unexpected pos" instead of the reason."""
+    """What `_plain` returned as bytes. torch.save to a full disk raises "unexpected pos" instead of the reason."""
     buffer = io.BytesIO()
-    plain = _plain(contents, "", {})
     crc = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # four times as fast, and the SHA-256 is stronger
     try:
-        torch.save(plain, buffer)
+        torch.save(contents, buffer)
     finally:
         torch.serialization.set_crc32_options(crc)
     return buffer.getbuffer()
 
 
-def _plain(value: Any, where: str, copies: dict[tuple[Any, ...], Tensor]) -> Any:
+def _plain(
+    value: Any, where: str, copies: dict[tuple[Any, ...], Tensor], to_host: Callable[[Tensor], Tensor] = Tensor.cpu
+) -> Any:
     """The same in plain containers and plain CPU tensors that own exactly their data; what was shared stays shared."""
     if isinstance(value, Tensor):
         _require_dense(value, where)
         tensor = value.detach()
         key = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
         if key not in copies:
-            copy = tensor.resolve_conj().resolve_neg().cpu()
+            copy = to_host(tensor.resolve_conj().resolve_neg())
             is_view = copy.untyped_storage().nbytes() != copy.numel() * copy.element_size()
             copies[key] = copy.clone() if is_view else copy  # torch.save would write all that a view looks into
         return copies[key]
@@ -568,9 +1095,9 @@ def _plain(value: Any, where: str, copies: dict[tuple[Any, ...], Tensor]) -> Any
         for key in value:
             if type(key) not in _SCALARS:
                 raise ValueError(f"{where} has a {_type_name(key)} as a key; a checkpoint takes str, int, float, bool")
-        return {key: _plain(item, _join(where, key), copies) for key, item in value.items()}
+        return {key: _plain(item, _join(where, key), copies, to_host) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [_plain(item, _join(where, index), copies) for index, item in enumerate(value)]
+        items = [_plain(item, _join(where, index), copies, to_host) for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     if type(value) not in _SCALARS:
         raise ValueError(
@@ -583,6 +1110,10 @@ def _plain(value: Any, where: str, copies: dict[tuple[Any, ...], Tensor]) -> Any
 
 
 def _copied(value: Any) -> Any:
+    if is_part(value):
+        value = slice_of(value)
+    if isinstance(value, Slice):
+        return replace(value, tensor=_copied(value.tensor))
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
@@ -755,12 +1286,12 @@ def _make_folder(folder: Path) -> None:
         _sync_folder(folder.parent)
 
 
-def _write_file(path: Path, data: bytes | memoryview) -> None:
+def _write_file(path: Path, *data: bytes | memoryview) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(descriptor, rest[:_CHUNK]) :]
+        for rest in map(memoryview, data):
+            while rest:
+                rest = rest[os.write(descriptor, rest[:_CHUNK]) :]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

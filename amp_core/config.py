@@ -210,9 +210,12 @@ class PerfConfig:
 class CheckpointConfig:
     """How checkpoints are stored."""
 
-    name: Literal["single"]
+    name: Literal["single", "sharded"]
+    """single: one state.pt; sharded: each rank writes what it has, for models that do not fit one host."""
     keep: int
     """How many of the newest are kept, besides the best one."""
+    background: bool
+    """Training goes on while a checkpoint is written; needs host memory for a copy of the state."""
 
 
 @dataclass(frozen=True)

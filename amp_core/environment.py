@@ -327,6 +327,13 @@ class Environment:
             dist.all_reduce(tensor)
         return tensor
 
+    def new_host_group(self) -> dist.ProcessGroup | None:
+        """All ranks, for tensors in host memory; None for a single one. Collective."""
+        if self.world_size == 1:
+            return None
+        timeout = datetime.timedelta(minutes=self.cfg.layout.timeout_minutes)
+        return dist.new_group(backend="gloo", timeout=timeout)  # type: ignore[return-value] - this rank is in it
+
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank. Called by all of them; waits for them, not for the device."""
         if self.world_size == 1:
@@ -469,9 +476,7 @@ def environment(job: Job) -> Iterator[Environment]:
             torch.backends.cudnn.deterministic = True
         if cfg.layout.name == "ddp" or world_size > 1:
             _join(cfg, device, rank, world_size)
-            timeout = datetime.timedelta(minutes=cfg.layout.timeout_minutes)
-            group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
-            env.host_group = group  # type: ignore[assignment] - a rank outside the group would get a number
+            env.host_group = env.new_host_group()
         if is_elastic(cfg) and launched():
             here = torch.tensor(int(os.environ["LOCAL_WORLD_SIZE"]))
             if world_size > 1:

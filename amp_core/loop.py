@@ -16,6 +16,7 @@ import itertools
 import logging
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -93,7 +94,7 @@ class Loop:
         """Samples drawn so far, over all ranks."""
         self.eval: dict[str, float] = {}
         """Results of the last evaluation."""
-        self._eval_step = self._save_step = self._log_step = -1
+        self._eval_step = self._log_step = -1
         self._asked = 0
         self._log: Log | None = None
         self.meters: dict[str, _Meter] = {}
@@ -261,7 +262,7 @@ class Loop:
         if at_end or stop or self.step % cfg.save_every == 0:
             self._finish_reading()
             yield from self._consult(in_a_hurry=bool(stop))
-            self._save()
+            self._save(is_last=at_end or bool(stop))
         if at_end and whole:
             self._end()
         elif stop:
@@ -392,9 +393,18 @@ class Loop:
     def _resume(self) -> Loaded | None:
         env, cfg = self.env, self.cfg
         own = None if env.run_dir is None else env.run_dir / "checkpoints"
+        is_sharded = cfg.checkpoint.name == "sharded"
         self.checkpoint = Checkpoint(
-            own or "checkpoints", keep=cfg.checkpoint.keep, writer=own is not None and env.is_main, **self.parts
+            own or "checkpoints",
+            keep=cfg.checkpoint.keep,
+            writer=own is not None and env.is_main,
+            format=cfg.checkpoint.name,
+            background=cfg.checkpoint.background,
+            # What a thread sends must not come between what training sends.
+            group=env.new_host_group() if is_sharded and cfg.checkpoint.background else env.host_group,
+            **self.parts,
         )
+        env.closing.callback(self._let_finish)
         self._notes: list[str] = list(env.job.notes)
         self._warnings = []
         self._spread()
@@ -717,9 +727,7 @@ class Loop:
             metrics |= {f"ema_{name}": value for name, value in self.evaluate(self.ema.model).items()}
         return metrics
 
-    def _save(self) -> None:
-        if self._save_step == self.step:
-            return
+    def _save(self, *, is_last: bool) -> None:
         began = time.monotonic()
         problem = None
         if self.statistics is not None and self._log is not None:
@@ -732,15 +740,25 @@ class Loop:
                 metrics=self.eval if self._eval_step == self.step else None,
                 best=(self.cfg.recipe["best"], self.cfg.recipe["best_is"]),
             )
-        except SaveError as error:
+            if is_last:
+                self.checkpoint.wait()
+        except (CheckpointError, SaveError) as error:
             problem = error
-        # Only rank 0 writes; the others must not wait in a collective for one that gave up.
+        # Where only rank 0 writes, the others must not wait in a collective for one that gave up.
         if self.env.any_rank(problem is not None):
             raise problem or SaveError("rank 0 cannot save, see its message")
-        self._save_step = self.step
         self._summarise()
         self.env.write_summary("running", 0)
         self._clock.pause(time.monotonic() - began)
+
+    def _let_finish(self) -> None:
+        """Let what is saved in the background come to its end, however the run ends; but not when asked twice."""
+        if isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            return
+        try:
+            self.checkpoint.wait()
+        except Exception as problem:  # the run ends already, with a problem of its own
+            logger.warning("%s", problem)
 
     def _summarise(self) -> None:
         self.env.summary |= {

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from amp_core.islands import keep_fp32
 from amp_core.layout import several_ranks
+from amp_core.shards import Slice
 
 # --- margins ----------------------------------------------------------------------------------------------------------
 
@@ -214,8 +215,25 @@ class PartialFC:
         weight = self.gather_rows(self.centres)
         return {} if weight is None else {"weight": weight}
 
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The same with this rank's `Slice` in place of the whole, in the same memory. Not collective."""
+        return {"weight": Slice(self.centres.detach(), self.start, self.num_classes)}
+
+    def span(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
+        """Which rows of the tensor at `path` of a state belong to this rank: (first, behind the last).
+
+        Raises:
+            ValueError: there is no such tensor, or it is of other classes or another embedding.
+        """
+        if path != ("weight",):
+            raise ValueError(f"has no {'.'.join(map(str, path))}")
+        return self.span_of_rows(shape)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this rank's slice of a state that was saved on any number of ranks.
+
+        Args:
+            state: of `state_dict`, or of `sharded_state_dict` with the `Slice` that belongs here.
 
         Raises:
             ValueError: it has other classes or another embedding.
@@ -241,12 +259,22 @@ class PartialFC:
                 part.copy_(rows)
         return everything
 
-    def take_rows(self, rows: Tensor, everything: Tensor) -> None:
+    def take_rows(self, rows: Tensor, everything: Tensor | Slice) -> None:
         """Copy this rank's slice of `everything` into `rows`."""
-        expected = (self.num_classes, *rows.shape[1:])
-        if tuple(everything.shape) != expected:
-            raise ValueError(f"rows are {tuple(everything.shape)} there and {expected} here")
-        rows.copy_(everything[self.start : self.stop])
+        first, last = self.span_of_rows(everything.shape)
+        if isinstance(everything, Tensor):
+            rows.copy_(everything[first:last])
+        elif (everything.dim, everything.start, everything.stop) == (0, first, last):
+            rows.copy_(everything.tensor)
+        else:
+            raise ValueError(f"rows {everything.start} to {everything.stop} were given, and {first} to {last} are here")
+
+    def span_of_rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """This rank's rows of a tensor of [num_classes, embedding]; ValueError if it has another shape."""
+        expected = (self.num_classes, self.embedding)
+        if tuple(shape) != expected:
+            raise ValueError(f"rows are {tuple(shape)} there and {expected} here")
+        return self.start, self.stop
 
     def _slice(self, rank: int) -> tuple[int, int]:
         each, more = divmod(self.num_classes, self.world_size)
@@ -296,11 +324,28 @@ class RowState:
     def state_dict(self) -> dict[str, Any]:
         """{"rows": name -> [num_classes, ...], "shared": name -> value}; {} on ranks above 0. Called on all ranks."""
         rows = {key: self.head.gather_rows(value) for key, value in sorted(self.rows.items())}
-        shared = {k: v for k, v in self.optimizer.state[self.head.active].items() if k not in self.rows}
-        return {} if self.head.rank else {"rows": rows, "shared": shared}
+        return {} if self.head.rank else {"rows": rows, "shared": self._shared()}
+
+    def _shared(self) -> dict[str, Any]:
+        return {k: v for k, v in self.optimizer.state[self.head.active].items() if k not in self.rows}
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The same with this rank's `Slice` in place of the whole, in the same memory. Not collective."""
+        start, total = self.head.start, self.head.num_classes
+        rows = {key: Slice(value.detach(), start, total) for key, value in sorted(self.rows.items())}
+        return {"rows": rows, "shared": self._shared()}
+
+    def span(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
+        """As `PartialFC.span`."""
+        if len(path) != 2 or path[0] != "rows":
+            raise ValueError(f"has no {'.'.join(map(str, path))}")
+        return self.head.span_of_rows(shape)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this rank's slice of a state that was saved on any number of ranks.
+
+        Args:
+            state: of `state_dict`, or of `sharded_state_dict` with the slices that belong here.
 
         Raises:
             ValueError: it has other classes or another embedding.

@@ -265,8 +265,67 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.detach().full_tensor() if is_part(tensor) else tensor.detach()  # type: ignore[operator]
 
 
+@dataclass(frozen=True)
+class Slice:
+    """Of a tensor that lies over ranks, what this rank has of it: a plain tensor, and where it belongs."""
+
+    tensor: Tensor
+    start: int
+    """Its first place along `dim`; it ends `tensor.shape[dim]` places later."""
+    total: int
+    """Size of the whole along `dim`."""
+    dim: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        return *self.tensor.shape[: self.dim], self.total, *self.tensor.shape[self.dim + 1 :]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.tensor.shape[self.dim]
+
+
+def slice_of(part: Tensor) -> Slice:
+    """The `Slice` that a part holds, in the same memory. No collective.
+
+    Raises:
+        TypeError: it is split over more than one dimension of its mesh, or in unusual sizes.
+    """
+    mine, split = part.to_local().detach(), _split_dimension(part)  # type: ignore[attr-defined]
+    if split is None:
+        return Slice(mine, 0, part.shape[0])
+    mesh, dim = part.device_mesh, part.placements[split].dim  # type: ignore[attr-defined]
+    each = -(-part.shape[dim] // mesh.size(split))  # as torch.chunk cuts
+    start = min(mesh.get_local_rank(split) * each, part.shape[dim])
+    if mine.shape[dim] != min(each, part.shape[dim] - start):
+        raise TypeError(f"a part of {tuple(part.shape)} has {mine.shape[dim]} of {each} places along dimension {dim}")
+    return Slice(mine, start, part.shape[dim], dim)
+
+
+def replicas(part: Tensor) -> tuple[int, int]:
+    """(which copy of the same part this rank holds, how many there are)."""
+    mesh, split = part.device_mesh, _split_dimension(part)  # type: ignore[attr-defined]
+    number, count = 0, 1
+    for i in range(mesh.ndim):
+        if i != split:
+            number, count = number * mesh.size(i) + mesh.get_local_rank(i), count * mesh.size(i)
+    return number, count
+
+
 def part_like(value: Any, live: Any) -> Any:
-    """This rank's part of `value`, which all ranks have, where `live` is such a part; else `value`. No collective."""
+    """This rank's part of `value`, which all ranks have, where `live` is such a part; else `value`. No collective.
+
+    Args:
+        value: a whole tensor, or the `Slice` that this rank holds; anything else stays what it is.
+        live: what it is to be laid out like.
+    """
+    if isinstance(value, Slice) and is_part(live) and value.shape == tuple(live.shape):
+        from torch.distributed.tensor import DTensor
+
+        layout = {"shape": live.shape, "stride": live.stride()}
+        mine = value.tensor.detach().to(live.device)
+        return DTensor.from_local(mine, live.device_mesh, live.placements, run_check=False, **layout)
     if not is_part(live) or not isinstance(value, Tensor) or is_part(value) or value.shape != live.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -305,15 +364,19 @@ def shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
     Raises:
         TypeError: it is not only split over one dimension of its mesh, and copied over the others.
     """
-    if not is_part(tensor):
-        return None
-    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    split = _split_dimension(tensor) if is_part(tensor) else None
+    return None if split is None else tensor.device_mesh.get_group(split)  # type: ignore[attr-defined]
+
+
+def _split_dimension(part: Tensor) -> int | None:
+    """The dimension of the mesh over which a part is split; None if each rank holds all of it."""
+    placements = part.placements  # type: ignore[attr-defined]
     split = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
     if not split:
         return None
     if len(split) > 1 or not placements[split[0]].is_shard():
-        raise TypeError(f"a gradient is laid out as {placements}; expected one dimension that shards")
-    return mesh.get_group(split[0])
+        raise TypeError(f"a tensor is laid out as {placements}; expected one dimension that shards")
+    return split[0]
 
 
 def joint_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

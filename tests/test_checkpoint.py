@@ -995,8 +995,10 @@ def test_new_folders_are_made_durable_too(tmp_path: Path, monkeypatch: pytest.Mo
     ]
 
 
-def save(folder: Path, step: int, **options: Any) -> None:
-    Checkpoint(folder, model=tiny(float(step), size=16)).save(step, **options)
+def save(folder: Path, step: int, way: dict[str, Any] | None = None, **options: Any) -> None:
+    checkpoint = Checkpoint(folder, model=tiny(float(step), size=16), **(way or {}))
+    checkpoint.save(step, **options)
+    checkpoint.wait()
 
 
 def one_save(folder: Path) -> None:
@@ -1014,6 +1016,12 @@ def damaged_second(folder: Path) -> None:
     (folder / "step_00000002" / "state.pt").write_bytes(b"damaged")
 
 
+def damaged_shard(folder: Path) -> None:
+    for step in (1, 2):
+        save(folder, step, {"format": "sharded"})
+    (folder / "step_00000002" / "whole_00000.safetensors").write_bytes(b"damaged")
+
+
 def leftovers(folder: Path) -> None:
     save(folder, 1)
     dead = subprocess.Popen(["true"])
@@ -1022,13 +1030,15 @@ def leftovers(folder: Path) -> None:
         shutil.copytree(folder / "step_00000001", folder / name)
 
 
-# Name -> (what was before, the step that is saved, steps that must survive).
-SCENARIOS: dict[str, tuple[Callable[[Path], None], int, set[int]]] = {
-    "first": (lambda _: None, 1, set()),
-    "next": (one_save, 2, {1}),
-    "prune": (three_saves, 4, {1, 3}),
-    "replace": (damaged_second, 2, {1}),
-    "clean": (leftovers, 2, {1}),
+# Name -> (what was before, the step that is saved, steps that must survive, how it is saved).
+SCENARIOS: dict[str, tuple[Callable[[Path], None], int, set[int], dict[str, Any]]] = {
+    "first": (lambda _: None, 1, set(), {}),
+    "next": (one_save, 2, {1}, {}),
+    "prune": (three_saves, 4, {1, 3}, {}),
+    "replace": (damaged_second, 2, {1}, {}),
+    "clean": (leftovers, 2, {1}, {}),
+    "replace shards": (damaged_shard, 2, {1}, {"format": "sharded"}),
+    "prune behind": (three_saves, 4, {1, 3}, {"background": True}),
 }
 
 
@@ -1069,15 +1079,15 @@ def violations_after_death(folder: Path, acknowledged: set[int], step: int, was_
 
 def die_everywhere(work: Path, scenario: str) -> tuple[int, list[str]]:
     """Number of deaths, and what was wrong after them."""
-    before, step, survivors = SCENARIOS[scenario]
-    best = ("accuracy", "max") if scenario == "prune" else None
+    before, step, survivors, way = SCENARIOS[scenario]
+    best = ("accuracy", "max") if scenario.startswith("prune") else None
     template, folder = work / "template" / "checkpoints", work / "run" / "checkpoints"
     template.parent.mkdir(parents=True)
     before(template)
 
     def act(calls: Calls) -> None:
         module.os = calls
-        save(folder, step, best=best)
+        save(folder, step, way, best=best)
 
     def start_again() -> None:
         shutil.rmtree(folder.parent, ignore_errors=True)
@@ -1093,7 +1103,7 @@ def die_everywhere(work: Path, scenario: str) -> tuple[int, list[str]]:
     for point, when in points:
         start_again()
         in_child(lambda point=point, when=when: act(Calls(point, when)))
-        found = violations_after_death(folder, survivors, step, scenario == "replace")
+        found = violations_after_death(folder, survivors, step, scenario.startswith("replace"))
         wrong += [f"{scenario}, {when} call {point}: {violation}" for violation in found]
     shutil.rmtree(work)
     return len(points), wrong

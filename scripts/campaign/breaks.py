@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from amp_core import buffers, checkpoint, environment, layout, log, loop, precision, redact, schedule
+from amp_core import buffers, checkpoint, environment, layout, log, loop, pieces, precision, redact, schedule
 from amp_core.checkpoint import Checkpoint
 from campaign import Noticed, Plan, Result, harness
-from campaign.files import damaged, pickles
+from campaign.files import damaged, damaged_shards, pickles
 from campaign.harness import Child, kill_all
 from campaign.leaks import leaks
 from campaign.runs import kills, ranks, signals
@@ -47,13 +47,13 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
-def _write_without_fsync(path: Path, data: bytes | memoryview) -> None:
+def _write_without_fsync(path: Path, *data: bytes | memoryview) -> None:
     os = checkpoint.os
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(descriptor, rest[: checkpoint._CHUNK]) :]
+        for rest in map(memoryview, data):
+            while rest:
+                rest = rest[os.write(descriptor, rest[: checkpoint._CHUNK]) :]
     finally:
         os.close(descriptor)
 
@@ -73,6 +73,32 @@ def _rename_first(self: Checkpoint, target: Path, files: Mapping[str, bytes | me
         os.close(descriptor)
     checkpoint._sync_folder(target)
     checkpoint._sync_folder(self.folder)
+
+
+def _unsafe_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The manifest is there before the shards are on the disk."""
+
+    def write(*args: Any) -> Any:
+        write_file, checkpoint._write_file = checkpoint._write_file, _write_without_fsync
+        try:
+            return original(*args)
+        finally:
+            checkpoint._write_file = write_file
+
+    return write
+
+
+def _read_without_digest(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What is in a shard is believed."""
+
+    def stream(*args: Any) -> None:
+        try:
+            original(*args)
+        except pieces.Damaged as damaged:
+            if "SHA-256" not in str(damaged):
+                raise
+
+    return stream
 
 
 def _in_place(self: Checkpoint, target: Path, files: Mapping[str, bytes | memoryview]) -> None:
@@ -113,9 +139,9 @@ def _unpickle_everything(data: bytes, path: Path) -> dict[str, Any]:
 def _fresh_when_damaged(original: Callable[..., Any]) -> Callable[..., Any]:
     """No sound checkpoint: begin from the start, as if there had been none."""
 
-    def find(path: Path) -> Any:
+    def find(path: Path, *args: Any) -> Any:
         try:
-            return original(path)
+            return original(path, *args)
         except checkpoint.CheckpointError:
             return None
 
@@ -209,6 +235,14 @@ BREAKS = [
     Break("the old ones go first", _wrap(Checkpoint, "_write", _prune_before), saves, case=4),
     Break("pruned in place", _replace(Checkpoint, "_set_aside", lambda self, folder: folder), saves, case=4),
     Break("leftovers stay", _replace(checkpoint, "_remove_leftovers", _nothing), saves, case=5),
+    Break("shards are not brought to disk", _wrap(Checkpoint, "_write_pieces", _unsafe_shards), saves, case=6),
+    Break(
+        "no copy for the background",
+        _replace(checkpoint._Copies, "copy", lambda self, tensor: tensor.detach()),
+        saves,
+        case=7,
+    ),
+    Break("no digest of a shard is checked", _wrap(pieces, "_stream", _read_without_digest), damaged_shards, 20),
     Break("no digest is checked", _replace(checkpoint, "_verify", _verify_nothing), damaged, 40),
     Break("the state's digest is not checked", _replace(checkpoint, "_verify", _no_digest_of_the_state), damaged, 40),
     Break("none sound: begin afresh", _wrap(checkpoint, "_find", _fresh_when_damaged), damaged, 20),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import io
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch._utils import _rebuild_tensor_v2
 
+from amp_core import pieces
 from amp_core.checkpoint import read
 from amp_core.errors import CheckpointError
 from campaign import ROOT, Plan, Result
@@ -70,7 +72,7 @@ CHANGES = (_flip, _flip, _flip, _cut, _zeros, _noise, _moved, _longer, _lost, _e
 
 def damage(folder: Path, other: Path, rng: random.Random) -> str:
     """Damage the checkpoint in `folder`, so that not all of its bytes are as they were; `other` is a sound one."""
-    name = rng.choice(["state.pt", "manifest.json"])
+    name = rng.choice(sorted(entry.name for entry in folder.iterdir()))
     path = folder / name
     kind = rng.choice(
         ["change"] * 20 + ["missing", "both missing", "folder", "other's", "exchanged", "version", "link"]
@@ -107,20 +109,33 @@ def damage(folder: Path, other: Path, rng: random.Random) -> str:
     return f"{kind} of {name}"
 
 
-def make_run(folder: Path) -> Path:
+def make_run(folder: Path, *settings: str, num_ranks: int = 1) -> Path:
     """A run with three sound checkpoints, of steps 2, 4 and 6."""
-    command = arguments(*TELLING, "steps=6", "save_every=2", "checkpoint.keep=3")
-    codes = run(folder, command)
-    assert codes == [0], folder.with_name(f"{folder.name}.0.txt").read_text()
+    command = arguments(*TELLING, "steps=6", "save_every=2", "checkpoint.keep=3", *settings)
+    codes = run(folder, command, num_ranks=num_ranks)
+    assert codes == [0] * num_ranks, folder.with_name(f"{folder.name}.0.txt").read_text()
     return folder
 
 
 def damaged(plan: Plan) -> Result:
     """Checkpoints that are damaged: none is accepted, the newest sound one is used, each bad one is named."""
     result = Result()
-    folder = make_run(plan.inside("damage") / "run")
+    _damaged(plan, make_run(plan.inside("damage") / "run"), result)
+    damaged_shards(plan, result)
+    return result
+
+
+def damaged_shards(plan: Plan, result: Result | None = None) -> Result:
+    """The same in shards, written by two ranks."""
+    result = Result() if result is None else result
+    _damaged(plan, make_run(plan.inside("shards") / "run", "checkpoint=sharded", num_ranks=2), result)
+    return result
+
+
+def _damaged(plan: Plan, folder: Path, result: Result) -> None:
     steps = checkpoints(folder)
-    sound = {path: (path / "state.pt").read_bytes() for path in steps}
+    is_sharded = any(steps[0].glob("*.safetensors"))
+    sound = {path: read(path) for path in steps}
     copy = shutil.copytree(folder, folder.with_name("sound"))
 
     def mend() -> None:
@@ -128,12 +143,14 @@ def damaged(plan: Plan) -> Result:
             shutil.rmtree(path, ignore_errors=True)
             shutil.copytree(copy / "checkpoints" / path.name, path)
 
-    for case, rng in plan.cases("damage", short=150, long=1000):
+    loop, short, long = ("damage of shards", 60, 1000) if is_sharded else ("damage", 150, 1000)
+    for case, rng in plan.cases(loop, short=short, long=long):
         broken = rng.choice([[2], [2], [2], [1, 2], [1], [0, 1, 2]])
-        what = ", ".join(damage(steps[i], steps[(i + 1) % 3], rng) for i in broken)
+        others = [copy / "checkpoints" / path.name for path in steps]
+        what = ", ".join(damage(steps[i], others[(i + 1) % 3], rng) for i in broken)
         expected = max((i for i in range(3) if i not in broken), default=None)
         newer = [steps[i] for i in broken if expected is None or i > expected]
-        result.counts["damaged checkpoints"] += len(broken)
+        result.counts[f"damaged checkpoints{' in shards' if is_sharded else ''}"] += len(broken)
         notes: list[str] = []
         try:
             contents = read(folder, notes=notes)
@@ -144,32 +161,37 @@ def damaged(plan: Plan) -> Result:
             result.expect(False, case, f"{what}: {type(error).__name__}: {error}")
         else:
             if result.expect(expected is not None, case, f"{what}: accepted although none is sound"):
-                original = torch.load(io.BytesIO(sound[steps[expected or 0]]), weights_only=True)
-                found = unequal(original, contents)
+                found = unequal(sound[steps[expected or 0]], contents)
                 result.expect(not found, case, f"{what}: accepted, with other contents: {first(found)}")
         said = " ".join(notes)
         result.expect(all(str(path) in said for path in newer), case, f"{what}: not named in {said!r}")
         mend()
-    _whole_runs(plan, folder, steps, mend, result)
-    _other_files(plan, folder, copy, result)
-    return result
+    _whole_runs(plan, folder, steps, is_sharded, result)
+    if not is_sharded:
+        _other_files(plan, folder, copy, result)
 
 
-def _whole_runs(plan: Plan, folder: Path, steps: list[Path], mend: Callable[[], None], result: Result) -> None:
+def _whole_runs(plan: Plan, folder: Path, steps: list[Path], is_sharded: bool, result: Result) -> None:
     """The same, seen by a user who goes on with the run."""
     command = arguments(*TELLING, "steps=8", "save_every=2", "checkpoint.keep=3")
+    num_ranks = 1
+    if is_sharded:
+        command, num_ranks = [*command, "checkpoint=sharded"], 2
     whole = folder.with_name("whole")
     shutil.copytree(folder, whole)
-    assert run(whole, command) == [0]
+    assert run(whole, command, num_ranks=num_ranks) == [0] * num_ranks
     expected = outcome(whole)
-    for case, rng in plan.cases("damage of runs", short=4, long=40):
+    loop, short, long = ("damage of runs in shards", 1, 20) if is_sharded else ("damage of runs", 4, 40)
+    for case, rng in plan.cases(loop, short=short, long=long):
         again = folder.with_name("again")
         shutil.copytree(folder, again)
         places = [again / "checkpoints" / path.name for path in steps]
         broken = [[2], [1, 2], [0, 1, 2]][case % 3]
-        what = ", ".join(damage(places[i], places[(i + 1) % 3], rng) for i in broken)
-        (child,) = start(again, command)
+        what = ", ".join(damage(places[i], steps[(i + 1) % 3], rng) for i in broken)
+        child, *others = start(again, command, num_ranks=num_ranks)
         code = child.wait()
+        codes = [code, *(other.wait() for other in others)]
+        result.expect(len(set(codes)) == 1, case, f"{what}: the ranks end with {codes}")
         result.counts["runs continued beside damaged checkpoints"] += 1
         named = all(str(places[i]) in child.text for i in broken)
         result.expect(named and "Traceback" not in child.text, case, f"{what}: said {child.text[-500:]!r}")
@@ -292,8 +314,30 @@ def forge(folder: Path, data: bytes, step: int) -> None:
     """A step folder whose manifest is right, written by hand."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "state.pt").write_bytes(data)
-    files = {"state.pt": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
-    manifest: dict[str, Any] = {"format": 1, "step": step, "files": files, "metrics": {}}
+    _seal(folder, step, {"state.pt": data}, {})
+
+
+def forge_shard(folder: Path, data: bytes) -> None:
+    """A checkpoint in shards whose manifest is right, with `data` in the place of a shard."""
+    name = "whole_00000.safetensors"
+    place = [["model", "weight"]]
+    entries = pieces.decode(
+        [{"places": place, "dtype": "U8", "shape": [len(data)], "dim": 0, "pieces": [[0, len(data), name]]}]
+    )
+    rest = max(1, len(data) - len(pieces.head(pieces.by_file(entries)[name])))
+    entries = [dataclasses.replace(entries[0], shape=(rest,), pieces=(pieces.Piece(0, rest, name),))]
+    data = data.ljust(pieces.size_of(pieces.by_file(entries)[name]), b"\0")
+    whole = {"scaler": {}, "model": {"weight": None}, "progress": {"step": 1}, "config": {}, "format": 1, "sharded": 1}
+    folder.mkdir(parents=True, exist_ok=True)
+    contents = {"state.pt": _saved(whole), name: data[: pieces.size_of(pieces.by_file(entries)[name])]}
+    for file, inside in contents.items():
+        (folder / file).write_bytes(inside)
+    _seal(folder, 1, contents, {"tensors": pieces.encode(entries)})
+
+
+def _seal(folder: Path, step: int, contents: dict[str, bytes], more: dict[str, Any]) -> None:
+    files = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in contents.items()}
+    manifest: dict[str, Any] = {"format": 1, "step": step, "files": files, "metrics": {}} | more
     compact = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     manifest["digest"] = hashlib.sha256(compact.encode()).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(manifest, sort_keys=True, indent=2) + "\n")
@@ -312,12 +356,14 @@ def pickles(plan: Plan) -> Result:
     for number, name in enumerate(direct):  # straight to the reader: all of them, they take a millisecond
         forge(work / "direct" / "step_00000001", hostile[name], 1)
         (work / "alone.pt").write_bytes(hostile[name])
-        for path in (work / "direct", work / "alone.pt"):
+        forge_shard(work / "shards" / "step_00000001", hostile[name])
+        for path in (work / "direct", work / "alone.pt", work / "shards"):
             result.counts["hostile files given to the reader"] += 1
             try:
                 read(path)
             except CheckpointError as error:
-                result.expect("refused" in str(error), number, f"{name}: {error}")
+                said = "does not begin as its table says" if path.name == "shards" else "refused"
+                result.expect(said in str(error), number, f"{name}: {error}")
             except Exception as error:
                 result.expect(False, number, f"{name}: {type(error).__name__}: {error}")
             else:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import train
+from amp_core.checkpoint import read
 from amp_core.environment import Stop
 from recipes import RECIPES, find
 
@@ -179,7 +180,7 @@ def start(
     Args:
         folder: its run folder; the output of rank r goes to `<folder>.r.txt` beside it.
         command: without run_dir.
-        num_ranks: above 1, layout=ddp is added.
+        num_ranks: above 1, layout=ddp is added where there is no other.
         before: called in each process with its rank, to put a fault or an observer into place.
         environ: variables on top of this process's.
         output: instead of `folder` in the names of the files of outputs.
@@ -283,8 +284,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def state(folder: Path) -> dict[str, Any]:
-    """The newest checkpoint of a run, as plain PyTorch reads it."""
-    return torch.load(checkpoints(folder)[-1] / "state.pt", weights_only=True)
+    """The newest checkpoint of a run, as plain PyTorch reads it; one in shards as the project does."""
+    path = checkpoints(folder)[-1]
+    return read(path) if [*path.glob("*.safetensors")] else torch.load(path / "state.pt", weights_only=True)
 
 
 def summary(folder: Path) -> dict[str, Any]:

@@ -58,7 +58,11 @@ class Kind:
 
     @property
     def name(self) -> str:
-        return f"{self.recipe} on {self.num_ranks}"
+        return f"{self.recipe} on {self.num_ranks}" + (" in shards" if self.is_sharded else "")
+
+    @property
+    def is_sharded(self) -> bool:
+        return "checkpoint=sharded" in self.settings
 
 
 def _kind(recipe: str = "classification", *settings: str, num_ranks: int = 1) -> Kind:
@@ -105,9 +109,11 @@ def clear(folder: Path) -> None:
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 BAD = "debug.inject={where: batch, step: 4}"
+SHARDS = ("checkpoint=sharded", "checkpoint.background=true")
 KINDS = [
     _kind("classification", BAD, "model.options.dropout=0.2"),
     _kind("classification", "debug.inject={where: gradient, step: 4, rank: 1}", num_ranks=2),
+    _kind("classification", *SHARDS, num_ranks=2),
     _kind("gan"),
     _kind("classification", "amp=bf16", "amp.init_scale=null", "optimizer=sgd", "schedule=step"),
     _kind("face_recognition"),
@@ -119,8 +125,12 @@ KINDS = [
     _kind("segmentation"),
     _kind("custom_function"),
     _kind("classification", num_ranks=3),
+    _kind("classification", BAD, "checkpoint.background=true"),
+    _kind("language_model", "layout=fsdp", *SHARDS, num_ranks=2),
+    _kind("language_model", "layout=fsdp", "checkpoint=sharded", num_ranks=3),
+    _kind("face_recognition", *SHARDS, num_ranks=2),
 ]
-NUM_SHORT = 2
+NUM_SHORT = 3
 
 
 class Deadly(Calls):
@@ -133,8 +143,8 @@ class Deadly(Calls):
         return real(*args)
 
 
-def _die_in_a_save(rank: int, *, at: int) -> None:
-    if rank == 0:
+def _die_in_a_save(rank: int, *, who: int, at: int) -> None:
+    if rank == who:
         setattr(checkpoint, "os", Deadly(at))  # noqa: B010 - the type checker knows that it is no module
 
 
@@ -151,13 +161,14 @@ def kills(plan: Plan) -> Result:
         what = [kind.name]
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
             if case % 2:
-                at = rng.randrange(1, 12 * 21)  # a save with its pruning has 21 calls
-                children = start(
-                    torn, kind.command, num_ranks=kind.num_ranks, before=functools.partial(_die_in_a_save, at=at)
-                )
-                children[0].wait()
-                died = children[0].code == -signal.SIGKILL
-                what.append(f"killed at call {at} of its saves")
+                who = rng.randrange(kind.num_ranks) if kind.is_sharded else 0
+                # A save with its pruning has 21 calls, and some more with shards; a rank above 0 writes one file.
+                at = rng.randrange(1, 12 * (5 if who else 27 if kind.is_sharded else 21))
+                die = functools.partial(_die_in_a_save, who=who, at=at)
+                children = start(torn, kind.command, num_ranks=kind.num_ranks, before=die)
+                children[who].wait()
+                died = children[who].code == -signal.SIGKILL
+                what.append(f"rank {who} killed at call {at} of its saves")
                 result.counts["kills inside a save"] += died
             else:
                 children = start(torn, kind.command, num_ranks=kind.num_ranks)
@@ -388,8 +399,8 @@ def _note_replicas(rank: int, *, folder: Path, poison: tuple[int, int] | None) -
     save, step = Loop._save, Amp.step
     count = 0
 
-    def saved(self: Loop) -> None:
-        save(self)
+    def saved(self: Loop, **how: Any) -> None:
+        save(self, **how)
         digest = hashlib.sha256()
         for net in self.nets:
             for value in gathered(dict(unwrap(net).named_parameters())).values():  # all parts, on every rank

@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,9 +37,11 @@ def net_of(step: int) -> nn.Linear:
     return net
 
 
-def save(folder: Path, step: int, accuracy: float | None = None) -> None:
+def save(folder: Path, step: int, accuracy: float | None = None, **way: Any) -> None:
     metrics = None if accuracy is None else {"accuracy": accuracy}
-    Checkpoint(folder, model=net_of(step)).save(step, metrics=metrics, best=("accuracy", "max"))
+    checkpoint = Checkpoint(folder, model=net_of(step), **way)
+    checkpoint.save(step, metrics=metrics, best=("accuracy", "max"))
+    checkpoint.wait()
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,10 @@ class Scene:
     """Steps that were acknowledged and must outlive the save."""
     damaged: frozenset[int] = frozenset()
     """Steps that are damaged from the start."""
+    way: dict[str, Any] = field(default_factory=dict)
+    """How it is saved: format, background."""
+    is_short: bool = True
+    """In the short form, too."""
 
 
 def _one(folder: Path) -> None:
@@ -68,6 +75,12 @@ def _damaged(folder: Path) -> None:
     (folder / "step_00000002" / "state.pt").write_bytes(b"damaged")
 
 
+def _damaged_shard(folder: Path) -> None:
+    for step in (1, 2):
+        save(folder, step, None, **SHARDS)
+    (folder / "step_00000002" / "whole_00000.safetensors").write_bytes(b"damaged")
+
+
 def _leftovers(folder: Path) -> None:
     save(folder, 1)
     pid = os.fork()
@@ -78,6 +91,8 @@ def _leftovers(folder: Path) -> None:
         shutil.copytree(folder / "step_00000001", folder / name)
 
 
+SHARDS = {"format": "sharded"}
+BEHIND = {"background": True}
 SCENES = {
     "the first save": Scene(lambda _: None, 1, frozenset()),
     "the next save": Scene(_one, 2, frozenset({1})),
@@ -85,6 +100,12 @@ SCENES = {
     "a damaged step replaced": Scene(_damaged, 2, frozenset({1}), frozenset({2})),
     "pruning": Scene(_three, 4, frozenset({1, 3})),
     "leftovers removed": Scene(_leftovers, 2, frozenset({1})),
+    "the next save, in shards": Scene(_one, 2, frozenset({1}), way=SHARDS),
+    "the next save, in the background": Scene(_one, 2, frozenset({1}), way=BEHIND),
+    "a damaged step replaced, in shards": Scene(
+        _damaged_shard, 2, frozenset({1}), frozenset({2}), way=SHARDS, is_short=False
+    ),
+    "pruning, in shards, in the background": Scene(_three, 4, frozenset({1, 3}), way=SHARDS | BEHIND, is_short=False),
 }
 
 
@@ -126,7 +147,7 @@ class Calls:
 def _patched_save(folder: Path, scene: Scene, calls: Calls) -> None:
     setattr(module, "os", calls)  # noqa: B010 - the type checker knows that it is no module
     setattr(module, "_CHUNK", 1000)  # noqa: B010 - several writes for one file
-    save(folder, scene.step, 0.0)
+    save(folder, scene.step, 0.0, **scene.way)
 
 
 def wrong_with(folder: Path, scene: Scene, acknowledged: bool) -> Iterator[str]:
@@ -149,7 +170,7 @@ def wrong_with(folder: Path, scene: Scene, acknowledged: bool) -> Iterator[str]:
     for step, path in folders.items():
         if step not in scene.damaged and not module._is_sound(path):
             yield f"{path.name} is damaged"
-    save(folder, 8)
+    save(folder, 8, **scene.way)
     left = sorted(entry.name for entry in folder.iterdir())
     if Checkpoint(folder, model=net).load() is None or net.weight.mean().item() != 8:
         yield f"the next process cannot go on: {left}"
@@ -188,14 +209,45 @@ def saves(plan: Plan) -> Result:
     """Deaths, power cuts and errors at every call of every kind of save."""
     result = Result()
     for number, (name, scene) in enumerate(SCENES.items()):
-        if plan.case not in (None, number):
+        if plan.case not in (None, number) or not (scene.is_short or plan.long or plan.case == number):
             continue
         stage = _Stage(plan.inside(f"saves{number}"), scene)
         trace = stage.trace(scene)
+        if scene.way.get("background"):
+            _snapshot(stage, scene, f"{number} ({name})", result)
+            if not plan.long:
+                continue
         _deaths(stage, scene, trace, f"{number} ({name})", result)
         _power_cuts(stage, scene, trace, f"{number} ({name})", result, plan)
         _errors(stage, scene, trace, f"{number} ({name})", result)
     return result
+
+
+def _snapshot(stage: _Stage, scene: Scene, case: str, result: Result) -> None:
+    """Training goes on before anything was written: what is saved are the weights of before."""
+    stage.reset()
+
+    def act() -> int:
+        go, run = threading.Event(), module._Task.run
+        setattr(module._Task, "run", lambda self: go.wait() and run(self))  # noqa: B010
+        net = net_of(scene.step)
+        checkpoint = Checkpoint(stage.folder, model=net, **scene.way)
+        for step in (scene.step, scene.step + 1):
+            go.clear()
+            checkpoint.save(step)
+            for weight in net.parameters():
+                weight.data.fill_(step + 1.0)
+            go.set()
+            checkpoint.wait()
+            loaded = net_of(-1)
+            Checkpoint(stage.folder, writer=False, model=loaded).load()
+            if {value.item() for weight in loaded.parameters() for value in weight.unique()} != {float(step)}:
+                return 1
+        return 0
+
+    code = Child(act, stage.output).wait()
+    result.counts["saves in the background while weights change"] += 1
+    result.expect(code == 0, case, f"what was saved is not what was there ({code}): {stage.output.read_text()[-300:]}")
 
 
 def _deaths(stage: _Stage, scene: Scene, trace: list[Call], case: str, result: Result) -> None:

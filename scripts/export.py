@@ -1,0 +1,40 @@
+"""A checkpoint as one plain file: to go on from, or for other programs. No GPU and no process group is needed.
+
+    python scripts/export.py outputs/language_model/2026-01-31_12-00-00 state.pt      # all of it; resume=state.pt
+    python scripts/export.py <run folder> model.safetensors --part model              # weights
+    python scripts/export.py <run folder>/checkpoints/step_00000500 ema.pt --part ema # averaged weights
+
+The source is a run folder or a checkpoint, in one file or in shards; every byte that is used is verified first, and
+nothing that is read can execute code. Exit codes: 2 wrong arguments, 3 no usable checkpoint, 4 cannot write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from amp_core.errors import RunError
+from amp_core.export import PARTS, export
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="a run folder, a step folder, or a state.pt")
+    parser.add_argument("target", type=Path, help="a new file, .pt or .safetensors")
+    parser.add_argument(
+        "--part", help=f"only the state dict of a network: {' or '.join(PARTS)}, or its name in the file"
+    )
+    flags = parser.parse_args(arguments)
+    try:
+        print("\n".join(export(flags.source, flags.target, flags.part)))
+    except RunError as problem:
+        print("error: " + str(problem).replace("\n", "\n       "), file=sys.stderr)
+        return problem.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
