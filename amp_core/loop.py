@@ -553,6 +553,8 @@ class Loop:
         cfg, env = self.cfg, self.env
         params = [p for net in self.nets for p in unwrap(net).parameters()]
         memory = memory_of(self.nets, self.optimizers, self.ema, cfg.amp, accumulation=self.accumulation)
+        more = memory.most - memory.total
+        within = f", up to {more / 2**20:.1f} MiB more within a step" if more else ""
         optimizer = self.optimizers[0]
         smallest, largest = self.amp.limits
         amp = f"amp={cfg.amp.name} (numbers from {smallest:.1e} to {largest:.1e}"
@@ -568,7 +570,7 @@ class Loop:
                 f"  {self.num_steps} steps of {self.samples_per_step} samples ({cfg.batch_size} x accumulation "
                 f"{self.accumulation} x {env.world_size} rank(s)), {passes:.3g} passes over the data",
                 f"  {memory.total / 2**20:.1f} MiB per rank for weights, gradients, moments"
-                f"{' and averages' if self.ema else ''}; activations come on top",
+                f"{' and averages' if self.ema else ''}{within}; activations come on top",
             ]
         )
 
