@@ -593,8 +593,9 @@ class _Selection:
         name, *rest = entry.places[0]
         part = self.parts[str(name)]
         if isinstance(part, Optimizer):
-            known = dict(_parameters(part, self.wanted[str(name)]["param_groups"]))
-            return known.get(rest[1]) if len(rest) == 3 and rest[0] == "state" else None
+            if str(name) not in self._known:
+                self._known[str(name)] = dict(_parameters(part, self.wanted[str(name)]["param_groups"]))
+            return self._known[str(name)].get(rest[1]) if len(rest) == 3 and rest[0] == "state" else None
         return self._tensors(str(name)).get(rest[0]) if len(rest) == 1 else None
 
     def _tensors(self, name: str) -> dict[Any, Tensor]:

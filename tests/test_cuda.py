@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import train
-from amp_core import Amp, Clip, Doctor, Ema, Schedule, windows
+from amp_core import Amp, Checkpoint, Clip, Doctor, Ema, Schedule, windows
 from amp_core.config import amp_config
 from amp_core.weights import trainable
 
@@ -151,3 +151,24 @@ def test_the_doctor_finds_an_overflow(place):
     cause = "overflow in a product" if place == "forward" else "loss scale too large"
     assert diagnosis.cause == cause and diagnosis.fixes[0].verified
     assert diagnosis.module == ("2" if place == "forward" else diagnosis.module)
+
+
+@pytest.mark.parametrize("format", ["single", "sharded"])
+def test_a_save_in_the_background_holds_what_was_there(format, tmp_path):
+    """Copies go to pinned memory without blocking, and are there when `save` returns."""
+    net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    checkpoint = Checkpoint(tmp_path, model=net, optimizer=optimizer, format=format, background=True)
+    for step in (1, 2):
+        for param in net.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        expected = [param.detach().clone() for param in net.parameters()]
+        checkpoint.save(step)
+        for param in net.parameters():
+            param.data.zero_()
+        checkpoint.wait()
+        loaded = checkpoint.load()
+        assert loaded is not None and loaded.step == step
+        assert all(torch.equal(a, b) for a, b in zip(expected, net.parameters(), strict=True))
+    assert all(buffer.is_pinned() for buffer in checkpoint._copies._buffers if buffer.numel())

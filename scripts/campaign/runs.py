@@ -171,6 +171,7 @@ def kills(plan: Plan) -> Result:
                 what.append(f"rank {who} killed at call {at} of its saves")
                 result.counts["kills inside a save"] += died
             else:
+                before = last_step(torn)
                 children = start(torn, kind.command, num_ranks=kind.num_ranks)
                 pause = rng.uniform(0, seconds)
                 time.sleep(pause)
@@ -179,7 +180,7 @@ def kills(plan: Plan) -> Result:
                 what.append(f"killed after {pause:.3f} s")
                 result.counts["kills at a random moment"] += died
                 # Until the ranks are connected it is the agent that ends the others.
-                if died and one < kind.num_ranks > 1 and last_step(torn) > 0:
+                if died and one < kind.num_ranks > 1 and last_step(torn) > before:
                     children[one].kill()
                     began = time.monotonic()
                     what.append(f"rank {one} alone")
