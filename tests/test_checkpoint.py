@@ -1038,7 +1038,7 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], int, set[int], dict[str, Any]
     "replace": (damaged_second, 2, {1}, {}),
     "clean": (leftovers, 2, {1}, {}),
     "replace shards": (damaged_shard, 2, {1}, {"format": "sharded"}),
-    "prune behind": (three_saves, 4, {1, 3}, {"background": True}),
+    "next behind": (one_save, 2, {1}, {"background": True}),
 }
 
 

@@ -179,8 +179,8 @@ def kills(plan: Plan) -> Result:
                 one = rng.randrange(2 * kind.num_ranks)
                 what.append(f"killed after {pause:.3f} s")
                 result.counts["kills at a random moment"] += died
-                # Until the ranks are connected it is the agent that ends the others.
-                if died and one < kind.num_ranks > 1 and last_step(torn) > before:
+                # Until the ranks are connected it is the agent that ends the others; after the last step they may part.
+                if died and one < kind.num_ranks > 1 and before < last_step(torn) < 11:
                     children[one].kill()
                     began = time.monotonic()
                     what.append(f"rank {one} alone")
