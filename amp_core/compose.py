@@ -268,7 +268,9 @@ def _check_names(folder: Path) -> Iterator[str]:
 def _is_left(path: Path) -> bool:
     """What a run leaves that ended before it began."""
     if path.is_dir():
-        return not any(entry.name[:5] != ".tmp-" for entry in path.iterdir())
+        return all(entry.name.startswith(".") for entry in path.iterdir())
+    if path.name == "summary.json":
+        return status_of(path.parent) == "failed"
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return path.name == ".lock" and re.fullmatch(r"(process [0-9]+ on .*)?", path.read_text()) is not None
     return False

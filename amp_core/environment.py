@@ -27,7 +27,7 @@ from torch import nn
 
 from amp_core.config import ONE_PROCESS, SHARDED, Config, build, is_elastic, node_range, num_steps
 from amp_core.errors import ConfigError, RunError, SaveError
-from amp_core.log import write_json
+from amp_core.log import write_json, write_text
 from amp_core.precision import Amp
 
 logger = logging.getLogger("amp_recipes")
@@ -397,8 +397,8 @@ class Environment:
             hydra.mkdir(exist_ok=True)
             from omegaconf import OmegaConf
 
-            (hydra / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(self.job.config)))
-            (hydra / "overrides.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(self.job.overrides)))
+            write_text(hydra / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(self.job.config)))
+            write_text(hydra / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(self.job.overrides)))
             write_json(self.run_dir / "environment.json", describe(self))
         except OSError as problem:
             raise SaveError(f"run_dir={self.run_dir}: cannot be written: {problem.strerror or problem}") from problem

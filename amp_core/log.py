@@ -283,6 +283,15 @@ def write_json(path: str | os.PathLike[str], content: Any) -> None:
     _replace(Path(path), (_dumps(content, indent=2) + "\n").encode())
 
 
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; what stood there before is intact.
+    """
+    _replace(Path(path), text.encode())
+
+
 def _is_installed(package: str) -> bool:
     # A folder of that name in the working directory (wandb makes one) is found too, as a namespace without origin.
     spec = importlib.util.find_spec(package)
