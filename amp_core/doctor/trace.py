@@ -322,12 +322,22 @@ class Trace(TorchDispatchMode):
                 each.tensor = each.tensor.clone()
         result = func(*args, **kwargs)
         if name in _UNWRITTEN:
-            self._unwritten.update(_key(tensor) for tensor in _tensors(result))
+            for key in map(_key, _tensors(result)):
+                self._unwritten.add(key)
+                if key not in written:  # fresh memory, perhaps that of a tensor that is no more
+                    self._forget(key)
             return result
         outputs = [tensor for tensor in _tensors(result) if _has_fractions(tensor)]
+        if result is None:  # what fully_shard copies into its buffers
+            outputs = [tensor for tensor in _written(func, args, kwargs) if _has_fractions(tensor)]
         if outputs and not _is_view(func):  # a view shares the storage of what it is a view of, and all that is known
             self._look(_Call(func, name, args, kwargs, place, node is not None, inputs), outputs, written)
         return result
+
+    def _forget(self, key: int) -> None:
+        self._shared.discard(key)
+        self._origins.pop(key, None)
+        self._marks.pop(key, None)
 
     def _look(self, call: _Call, outputs: list[Tensor], written: set[int]) -> None:
         marks = self._new_marks(call, outputs)
