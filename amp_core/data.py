@@ -280,7 +280,10 @@ class Batches:
                 raise
             raise self._died(str(error).strip()) from error
         except (ConnectionError, EOFError, FileNotFoundError) as error:
-            dead = self._dead_workers()
+            try:
+                dead = self._dead_workers()
+            except RuntimeError as told:  # torch's handler of SIGCHLD, while we wait
+                raise self._died(str(told).strip()) from error
             if not dead:
                 raise
             raise self._died(f"DataLoader worker (pid {dead[0]}) died while it handed over a batch.") from error

@@ -20,7 +20,7 @@ PASSWORD = "pa55-" + "x1y2z3" * 4
 def _fail(rank: int) -> None:
     """Fails with a message that has all of it, as a library's may."""
 
-    def fail(self: Loop) -> None:
+    def fail(self: Loop, **options: bool) -> None:
         raise RuntimeError(f"no answer of https://user:{PASSWORD}@host/{KEY}: {dict(os.environ)}")
 
     setattr(Loop, "_save", fail)  # noqa: B010 - a fault
