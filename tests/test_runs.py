@@ -307,7 +307,7 @@ def test_a_killed_run_continues_bit_exactly(mode, workers, capsys):
 
 
 def test_a_killed_run_on_two_processes_continues_bit_exactly():
-    settings = ["steps=150", "save_every=7", "log_every=5", "amp=fp16", "amp.init_scale=16777216", *EVERYTHING]
+    settings = ["steps=150", "save_every=7", "log_every=5", "amp=bf16", *EVERYTHING]
     settings += ["layout=ddp", "layout.nproc_per_node=2", "debug.inject={where: gradient, step: 5, rank: 1}"]
     kill_and_compare(settings, lambda *overrides: finish(start(*overrides)))
 
