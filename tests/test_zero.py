@@ -190,13 +190,22 @@ def written(rank: int, folder: str) -> list[Any]:
             t.window()
             checkpoint = Checkpoint(f"{folder}/{layout}/{kind}", writer=rank == 0, **t.parts())
             checkpoint.save(2)
+            if layout == "zero":
+                shards = {"format": "sharded", "group": dist.group.WORLD}
+                Checkpoint(f"{folder}/shards/{kind}", writer=rank == 0, **shards, **t.parts()).save(2)
             snapshot = checkpoint.snapshot()
             following = [t.window(), values(t)]
             checkpoint.restore(snapshot)
             t.step, t.ema.num_taken[...] = 2, 2
             assert same(following, [t.window(), values(t)])
         dist.barrier()
-        for layout, source in (("zero", "zero"), ("ddp", "zero"), ("zero", "ddp")):
+        for layout, source in (
+            ("zero", "zero"),
+            ("ddp", "zero"),
+            ("zero", "ddp"),
+            ("zero", "shards"),
+            ("ddp", "shards"),
+        ):
             assert same(following, go_on(layout, source, kind, folder)), (layout, source)
         found.append(following[0])
     return found
@@ -206,7 +215,8 @@ def go_on(layout: str, source: str, kind: str, folder: str) -> list[Any]:
     t = training(layout, "fp16", kind)
     for param in t.net.parameters():
         param.detach().zero_()
-    assert Checkpoint(f"{folder}/{source}/{kind}", writer=False, **t.parts()).load() is not None
+    group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    assert Checkpoint(f"{folder}/{source}/{kind}", writer=False, group=group, **t.parts()).load() is not None
     t.step, t.ema.num_taken[...] = 2, 2
     return [t.window(), values(t)]
 
