@@ -8,6 +8,7 @@ Even an overflow in the backward pass alone leaves the statistics of a batch tha
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,9 +27,8 @@ class BufferGuard:
 
     def __init__(self, net: nn.Module) -> None:
         self._net = weakref.ref(net)
-        self._owners: list[tuple[nn.Module, str]] = []
-        self._live: list[Tensor] = []
-        self._kept: list[Tensor] = []
+        self._owners: list[tuple[nn.Module, str, Tensor]] = []
+        self._groups: list[_Group] = []
         self._armed = False
         self._modules = [m for m in net.modules() if m._buffers.keys() - m._non_persistent_buffers_set]
         self.has_buffers = bool(self._modules)
@@ -50,12 +50,14 @@ class BufferGuard:
         if not found:  # evaluation, or a network without statistics
             return
         self._armed = True
-        live = [buffer for _, _, buffer in found]
-        if len(live) != len(self._live) or any(a is not b for a, b in zip(live, self._live, strict=True)):
-            self._owners = [(module, name) for module, name, _ in found]
-            self._live, self._kept = live, [torch.empty_like(buffer) for buffer in live]
         with torch.no_grad():
-            torch._foreach_copy_(self._kept, live)
+            if len(found) != len(self._owners) or any(
+                a[2] is not b[2] for a, b in zip(found, self._owners, strict=True)
+            ):
+                self._owners = found
+                self._groups = _grouped([buffer for _, _, buffer in found])
+            for group in self._groups:
+                torch.cat(group.parts, out=group.kept)
 
     def settle(self, taken: Tensor | None) -> None:
         """End the window: keep what the forward passes wrote where `taken` (0-d bool), else put it back.
@@ -70,13 +72,48 @@ class BufferGuard:
 
     @torch.no_grad()
     def _choose(self, taken: Tensor) -> None:
-        for (module, name), live, kept in zip(self._owners, self._live, self._kept, strict=True):
-            buffer = module._buffers[name]
-            if buffer is None:
-                continue
+        # What a forward pass replaced by another tensor is chosen by itself; the replaced one does not matter.
+        replaced = [i for i, (module, name, buffer) in enumerate(self._owners) if module._buffers[name] is not buffer]
+        before = {i: kept for group in self._groups for i, kept in group.kept_of(replaced)} if replaced else {}
+        for group in self._groups:
+            moves = taken.to(group.kept.device, non_blocking=True)
             # where, not lerp: 0 * NaN is NaN.
-            moves = taken.to(buffer.device, non_blocking=True)
-            if buffer is live:
-                torch.where(moves, buffer, kept, out=buffer)
-            else:  # the forward pass put another tensor in its place
-                module._buffers[name] = torch.where(moves, buffer, kept)
+            chosen = torch.where(moves, torch.cat(group.parts), group.kept)
+            torch._foreach_copy_(group.parts, list(chosen.split(group.sizes)))
+        for i, kept in before.items():
+            module, name, buffer = self._owners[i]
+            now = module._buffers[name]
+            if now is not None:
+                moves = taken.to(now.device, non_blocking=True)
+                module._buffers[name] = torch.where(moves, now, kept.view(buffer.shape))
+
+
+class _Group:
+    """Buffers of one dtype on one device, taken as one: a network has dozens, and each would cost three operations.
+
+    Attributes:
+        numbers: of the buffers.
+        parts: their elements, flat views; one with gaps in its memory is alone, in its shape.
+        sizes: of the parts.
+        kept: a copy of all.
+    """
+
+    def __init__(self, numbers: list[int], buffers: list[Tensor]) -> None:
+        self.numbers = numbers
+        self.parts = [b.detach().view(-1) if b.is_contiguous() else b.detach() for b in buffers]
+        self.sizes = [len(part) for part in self.parts]
+        self.kept = torch.cat(self.parts)
+
+    def kept_of(self, numbers: list[int]) -> Iterator[tuple[int, Tensor]]:
+        """Those of the buffers that are in this group, as they were; copies."""
+        for number, kept in zip(self.numbers, self.kept.split(self.sizes), strict=True):
+            if number in numbers:
+                yield number, kept.clone()
+
+
+def _grouped(buffers: list[Tensor]) -> list[_Group]:
+    found: dict[Any, list[int]] = {}
+    for i, buffer in enumerate(buffers):
+        alone = None if buffer.is_contiguous() else i
+        found.setdefault((buffer.device, buffer.dtype, alone), []).append(i)
+    return [_Group(numbers, [buffers[i] for i in numbers]) for numbers in found.values()]

@@ -450,3 +450,52 @@ def test_an_unknown_mode_or_field_names_the_nearest() -> None:
         amp_of("fp61")
     with pytest.raises(ConfigError, match="init_scale"):
         amp_of(init_scael=1.0)
+
+
+class Statistics(nn.Module):
+    """Buffers of every kind, each changed by a forward pass in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        for name, value in {
+            "in_place": torch.zeros(3),
+            "replaced": torch.zeros(2, 2),
+            "number": torch.tensor(0),
+            "narrow": torch.zeros(5, dtype=torch.float16),
+            "with_gaps": torch.zeros(4, 6)[:, ::2],
+            "transposed": torch.zeros(2, 3).t(),
+            "empty": torch.zeros(0),
+        }.items():
+            self.register_buffer(name, value)
+        self.register_buffer("not_saved", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in ("in_place", "number", "narrow", "with_gaps", "transposed", "not_saved"):
+            getattr(self, name).add_(1)
+        self.replaced = self.replaced + 1
+        return self.norm(self.layer(x))
+
+
+def test_every_kind_of_buffer_is_put_back_and_no_other() -> None:
+    net, amp = Statistics(), Amp.named("bf16")
+    amp.guard(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    for bad in (False, True, True, False):
+        before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+        for _ in range(2):
+            loss = net(torch.full((2, 4), float("inf")) if bad else torch.randn(2, 4)).sum()
+            amp.backward(loss)
+        net.norm.running_mean += float("nan") if bad else 0.0
+        assert bool(amp.step(optimizer).taken) is not bad
+        amp.update()
+        optimizer.zero_grad()
+        for name, buffer in net.named_buffers():
+            if name == "not_saved":
+                assert torch.equal(buffer, before[name] + 2)
+            elif bad:
+                assert torch.equal(buffer, before[name]), name
+            elif not name.startswith("norm"):
+                assert torch.equal(buffer, before[name] + 2), name
+        assert net.norm.num_batches_tracked == before["norm.num_batches_tracked"] + (0 if bad else 2)
