@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.server
 import json
 import logging
 import os
@@ -11,12 +9,10 @@ import pty
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import termios
 import textwrap
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -548,77 +544,6 @@ def test_a_killed_training_leaves_a_finished_run_and_no_process(tmp_path):
 def is_running(pid: int) -> bool:
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
     return bool(state.strip()) and not state.startswith("Z")
-
-
-class Nonsense(http.server.BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        with contextlib.suppress(OSError):
-            self.wfile.write(b"<html>this is not the server you are looking for</html>")
-
-    do_GET = do_PUT = do_POST
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-FAULTY_RUN = """
-    log = make(sys.argv[1], wandb=True)
-    calls = []
-    for step in range(1, 101):
-        start = time.perf_counter()
-        log.metrics({"step": step, "split": "train", "loss": 0.5})
-        log.advance(step)
-        calls.append(time.perf_counter() - start)
-        time.sleep(0.005)
-    while sys.argv[2] == "long" and log._wandb._process is not None:
-        log.advance(100)
-        time.sleep(0.1)
-    start = time.perf_counter()
-    log.close({"exit_code": 0})
-    print(json.dumps({"mean": sum(calls) / len(calls), "max": max(calls), "close": time.perf_counter() - start}))
-    print(sorted(name for name in sys.modules if name in ("wandb", "torch")))
-"""
-
-
-def test_an_unreachable_server_does_not_hold_up_training_or_its_end(tmp_path):
-    """Short runs are over before wandb has given up (they wait 10 s), long ones hear that it has."""
-    pytest.importorskip("wandb")
-    with contextlib.ExitStack() as stack:
-        closed = stack.enter_context(socket.socket())
-        closed.bind(("127.0.0.1", 0))  # bound and not listening: refuses
-        silent = stack.enter_context(socket.socket())
-        silent.bind(("127.0.0.1", 0))
-        silent.listen(100)  # the kernel accepts, nobody answers
-        nonsense = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Nonsense))
-        threading.Thread(target=nonsense.serve_forever, daemon=True).start()
-        stack.callback(nonsense.shutdown)
-        ports = {
-            "closed": closed.getsockname()[1],
-            "silent": silent.getsockname()[1],
-            "nonsense": nonsense.server_address[1],
-        }
-        runs = {}
-        for name, port in ports.items():
-            for length in ("short", "long"):
-                env = environment(tmp_path, WANDB_BASE_URL=f"http://127.0.0.1:{port}", WANDB_API_KEY=KEY)
-                runs[name, length] = script(FAULTY_RUN, tmp_path / name / length, length, env=env)
-        began = time.monotonic()
-        results = {key: finish(process) for key, process in runs.items()}
-        assert time.monotonic() - began < 45
-    for (name, length), (out, err) in results.items():
-        numbers, modules = out.splitlines()
-        times = json.loads(numbers)
-        assert modules == "[]"
-        assert times["mean"] < 0.05, (name, length, times)
-        assert times["close"] < (12 if length == "short" else 3), (name, length, times)
-        assert len(err.splitlines()) == 1, err
-        assert ("wandb cannot start" in err) or (length == "short" and "did not finish" in err), err
-        assert len(lines_of(tmp_path / name / length)) == 100
-    for file in tmp_path.rglob("*"):
-        if file.is_file():
-            assert KEY.encode() not in file.read_bytes(), file
 
 
 def test_the_mode_is_online_only_with_an_account(tmp_path, monkeypatch):
