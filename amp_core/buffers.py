@@ -105,10 +105,10 @@ class _Group:
         self.kept = torch.cat(self.parts)
 
     def kept_of(self, numbers: list[int]) -> Iterator[tuple[int, Tensor]]:
-        """Those of the buffers that are in this group, as they were; copies."""
+        """Those of the buffers that are in this group, as they were."""
         for number, kept in zip(self.numbers, self.kept.split(self.sizes), strict=True):
             if number in numbers:
-                yield number, kept.clone()
+                yield number, kept
 
 
 def _grouped(buffers: list[Tensor]) -> list[_Group]:

@@ -393,7 +393,7 @@ class Loop:
     def _resume(self) -> Loaded | None:
         env, cfg = self.env, self.cfg
         own = None if env.run_dir is None else env.run_dir / "checkpoints"
-        is_sharded = cfg.checkpoint.name == "sharded"
+        in_shards = cfg.checkpoint.name == "sharded"
         self.checkpoint = Checkpoint(
             own or "checkpoints",
             keep=cfg.checkpoint.keep,
@@ -401,12 +401,11 @@ class Loop:
             format=cfg.checkpoint.name,
             background=cfg.checkpoint.background,
             # What a thread sends must not come between what training sends.
-            group=env.new_host_group() if is_sharded and cfg.checkpoint.background else env.host_group,
+            group=env.new_host_group() if in_shards and cfg.checkpoint.background else env.host_group,
             **self.parts,
         )
         env.closing.callback(self._let_finish)
         self._notes: list[str] = list(env.job.notes)
-        self._warnings = []
         self._spread()
         planned = {name: schedule.num_steps for name, schedule in self.schedules.items()}
         loaded = None

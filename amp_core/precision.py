@@ -346,12 +346,12 @@ class Amp:
                 "amp.unscale_ was already called for this optimizer in this window, or it was already stepped; call it "
                 "once, after the last backward and before amp.step"
             )
-        if self.weights:
-            self._reduce(ledger, optimizer)
+        self._reduce(ledger, optimizer)
         _, grads = _with_grads(optimizer)
         if grads:
-            ledger.found_inf = _not_finite(self._norm(grads, _are_parts(grads)) * self.scaler.inverse)
-            multiply_(grads, self.scaler.inverse)
+            inverse = self.scaler.inverse
+            ledger.found_inf = _not_finite(self._norm(grads, _are_parts(grads)) * inverse)
+            multiply_(grads, inverse)
         ledger.unscaled = True
 
     def step(
@@ -415,7 +415,7 @@ class Amp:
             self._rehearsal.add(found_inf)
             found_inf = torch.ones_like(found_inf)
             taken, on_host = found_inf == 0, False
-        elif not [each for each in due if each.grads]:
+        elif not any(each.grads for each in due):
             taken = torch.zeros_like(taken)
             on_host = None if all(each.ledger.on_device for each in due) else False
         for each in due:
@@ -464,8 +464,7 @@ class Amp:
         ledger = self._ledger(optimizer)
         if ledger.stepped:
             raise RuntimeError("amp.step was called twice for one optimizer; call amp.update() once per window")
-        if self.weights:
-            self._reduce(ledger, optimizer)
+        self._reduce(ledger, optimizer)
         params, grads = _with_grads(optimizer)
         in_parts = self._check(grads)
         for weights in self.weights:
@@ -595,7 +594,7 @@ class Amp:
         return ledger
 
     def _reduce(self, ledger: _Ledger, optimizer: torch.optim.Optimizer) -> None:
-        if not ledger.reduced:
+        if self.weights and not ledger.reduced:
             for weights in self.weights:
                 weights.reduce_(_with_grads(optimizer)[0])
             ledger.reduced = True

@@ -40,7 +40,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_core.islands import island_names
 from amp_core.layout import several_ranks
 from amp_core.rounding import noise_16bit, round_stochastically, split
-from amp_core.shards import is_sharded, local, whole_copy
+from amp_core.shards import is_sharded, whole_copy
 
 Update = Literal["master", "stochastic", "kahan", "nearest"]
 
@@ -114,13 +114,6 @@ def fp32_copy(net: nn.Module) -> nn.Module:
         if low in _sides:
             p.data = _sides[low].value(low).clone()
     return twin
-
-
-def weight_bytes(net: nn.Module) -> int:
-    """Bytes that the weights of `net` take on this rank between steps, with masters and compensations."""
-    sides = [_sides[p] for p in net.parameters() if p in _sides]
-    more = [s.master if s.keeps else s.rest for s in sides]
-    return sum(t.numel() * t.element_size() for t in (*local(net.parameters()), *more) if t is not None)
 
 
 class LowPrecisionWeights:

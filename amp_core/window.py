@@ -40,7 +40,7 @@ def num_samples(batch: Any) -> int:
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else 1
     values = batch.values() if isinstance(batch, dict) else batch
-    if isinstance(values, list | tuple | Iterable) and not isinstance(batch, str):
+    if isinstance(values, Iterable) and not isinstance(batch, str):
         for value in values:
             return num_samples(value)
     raise TypeError(f"cannot count the samples of a {type(batch).__name__}; pass count=, a function of the batch")

@@ -7,6 +7,16 @@ from pathlib import Path
 
 import torch
 
+import train
+
+
+def refused_before_the_start(arguments, key, capsys):
+    """A command line ends with 2 and one message that names `key`, and nothing is created in the present folder."""
+    assert train.main(["device=cpu", *arguments]) == 2
+    text = capsys.readouterr().err
+    assert key in text and text.count("error:") == 1 and text.count("\n  ") <= 1, text
+    assert not list(Path.cwd().iterdir())
+
 
 def checkpoints(folder):
     return sorted(Path(folder, "checkpoints").glob("step_*"))
