@@ -149,7 +149,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             with sync_grads(teacher, when=micro.is_last):
                 with amp.autocast():
                     loss = F.cross_entropy(teacher(images), labels, label_smoothing=knobs.label_smoothing)
-                amp.backward(loss * micro.weight)
+                amp.backward(loss, micro.weight)
             total += loss.detach() * micro.weight
         report = amp.step(teacher_optimizer, clip)
         amp.update()
@@ -170,7 +170,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                     soft = divergence(logits, answers, knobs.temperature)
                     hard = F.cross_entropy(logits, labels, label_smoothing=knobs.label_smoothing)
                     loss = knobs.soft * soft + (1 - knobs.soft) * hard
-                amp.backward(loss * micro.weight)
+                amp.backward(loss, micro.weight)
             totals += torch.stack([soft.detach(), hard.detach()]) * micro.weight
         report = amp.step(optimizer, clip)
         amp.update()

@@ -128,12 +128,12 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                     of_real, of_fake = D(torch.cat([real, fake])).float().chunk(2)
                     loss = discriminator_loss(knobs.penalty, of_real, of_fake)
                     slope = gradient_penalty(knobs.penalty, amp, D, real, fake, mix)
-                amp.backward((loss + penalty_weight * slope) * micro.weight, inputs=D_weights, retain_graph=shared)
+                amp.backward(loss + penalty_weight * slope, micro.weight, inputs=D_weights, retain_graph=shared)
                 loss_D += loss.detach() * micro.weight
                 penalty += slope.detach() * micro.weight
                 if shared:
                     loss = generator_loss(knobs.penalty, of_fake)
-                    amp.backward(loss * micro.weight, inputs=G_weights)
+                    amp.backward(loss, micro.weight, inputs=G_weights)
                     loss_G += loss.detach() * micro.weight
         report_D = amp.step(D_optimizer, clip)
         if with_generator and not shared:
@@ -142,7 +142,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                     with amp.autocast():
                         # Unwrapped: this pass leaves no gradient in D for DDP to wait for.
                         loss = generator_loss(knobs.penalty, unwrap(D)(G(z)).float())
-                    amp.backward(loss * micro.weight, inputs=G_weights)
+                    amp.backward(loss, micro.weight, inputs=G_weights)
                 loss_G += loss.detach() * micro.weight
         report_G = amp.step(G_optimizer, clip) if with_generator else None
         amp.update()

@@ -99,7 +99,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                 # Not under `amp.autocast()`: it would hold for this thread alone. Every stage enters it by itself.
                 logits = model(images)
                 loss = F.cross_entropy(logits.float(), labels, label_smoothing=knobs.label_smoothing)
-                amp.backward(loss * micro.weight)
+                amp.backward(loss, micro.weight)
             total += loss.detach() * micro.weight
         report = amp.step(optimizer, clip)
         amp.update()
