@@ -153,7 +153,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             total += loss.detach() * micro.weight
         report = amp.step(teacher_optimizer, clip)
         amp.update()
-        teacher_optimizer.zero_grad(set_to_none=True)
+        amp.zero_grad(teacher_optimizer)
         teacher_schedule.advance(report)
         return report, total
 
@@ -174,7 +174,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             totals += torch.stack([soft.detach(), hard.detach()]) * micro.weight
         report = amp.step(optimizer, clip)
         amp.update()
-        optimizer.zero_grad(set_to_none=True)
+        amp.zero_grad(optimizer)
         schedule.advance(report)
         if ema is not None:
             ema.update(report)

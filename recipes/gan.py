@@ -146,8 +146,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                 loss_G += loss.detach() * micro.weight
         report_G = amp.step(G_optimizer, clip) if with_generator else None
         amp.update()
-        D_optimizer.zero_grad(set_to_none=True)
-        G_optimizer.zero_grad(set_to_none=True)
+        amp.zero_grad(D_optimizer, G_optimizer)
         D_schedule.advance(report_D)
         if report_G is not None:
             G_schedule.advance(report_G)

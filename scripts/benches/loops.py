@@ -70,7 +70,7 @@ def ours(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
                 amp.backward(loss, micro.weight)
         report = amp.step(optimizer, clip)
         amp.update()
-        optimizer.zero_grad(set_to_none=True)
+        amp.zero_grad(optimizer)
         schedule.advance(report)
 
     return step
