@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 
 from amp_core.buffers import BufferGuard
 from amp_core.clip import Clip
@@ -249,24 +250,23 @@ class Amp:
         unscaled = []
         if self._ledgers:  # something was stepped or unscaled in this window
             unscaled = [(o, _grad_versions(o)) for o, ledger in self._ledgers.items() if ledger.unscaled]
-        scale = None if self.scaler.policy is None else self.scaler.scale
-        if isinstance(gradient, Tensor) and gradient.ndim:
-            seed = (gradient if scale is None else gradient * scale).to(loss.dtype)
-        else:
-            seed = None
+        if not isinstance(gradient, Tensor) or gradient.ndim == 0:
             # In fp16 a loss of 1 times a scale of 65536 is already infinite.
-            loss = loss.float()
+            loss = loss.float() if loss.ndim == 0 else loss.float().reshape(())
             if self._rehearsal is not None:
                 self._tell_loss(loss)
-            if scale is not None:
-                gradient = scale * gradient  # outside of the graph, which has one multiplication then, or none
-            if isinstance(gradient, Tensor) or gradient != 1.0:
-                loss = loss * gradient
+        # Where the backward pass begins: weight and scale add no operator to the graph. Made anew each time, since the
+        # gradients of single numbers may be views of it.
+        if self.scaler.policy is not None:
+            gradient = self.scaler.scale * gradient
+        elif not isinstance(gradient, Tensor):
+            gradient = torch.full((), gradient, device=loss.device)
+        seed = gradient.to(loss)
         if torch.is_autocast_enabled(self.device.type):
             with self._autocast_off():
-                torch.autograd.backward(loss, seed, retain_graph, inputs=inputs)
+                _backward(loss, seed, retain_graph, inputs)
         else:
-            torch.autograd.backward(loss, seed, retain_graph, inputs=inputs)
+            _backward(loss, seed, retain_graph, inputs)
         if unscaled and any(_grad_versions(optimizer) != before for optimizer, before in unscaled):
             raise RuntimeError(
                 "amp.backward added scaled gradients to gradients that amp.unscale_ had unscaled; call unscale_ once, "
@@ -695,6 +695,19 @@ def _take_on_device(due: _Due, taken: Tensor, found_inf: Tensor) -> None:
             theirs(due.optimizer, found_inf, due.divisor)
     else:
         take_step(due.optimizer, due.params, due.grads, taken, found_inf, due.divisor)
+
+
+def _backward(loss: Tensor, seed: Tensor, retain_graph: bool, inputs: Sequence[Tensor] | None) -> None:
+    """`torch.autograd.backward(loss, seed, ...)` of plain tensors.
+
+    That one, given a gradient, imports sympy for the comparison of two shapes: half a second before the first step.
+    """
+    if type(loss) is not Tensor or loss.shape != seed.shape or (inputs is not None and not inputs):
+        torch.autograd.backward(loss, seed, retain_graph, inputs=inputs)
+        return
+    _engine_run_backward(
+        (loss,), (seed,), retain_graph, False, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _grad_versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
