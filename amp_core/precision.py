@@ -484,7 +484,12 @@ class Amp:
             found_inf = torch.maximum(found_inf, ledger.found_inf)
 
         divisor = scale
-        if isinstance(clip, Clip) and clip.kind == "norm":
+        if isinstance(clip, Clip) and clip.kind == "norm" and not clip.folded:
+            if scale is not None:
+                multiply_(grads, scale.reciprocal())
+            multiply_(grads, clip.factor(norm))
+            divisor = None
+        elif isinstance(clip, Clip) and clip.kind == "norm":
             divisor = clip.divisor(norm)
             if scale is not None:
                 divisor.mul_(scale)
