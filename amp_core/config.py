@@ -75,8 +75,8 @@ class ClipConfig:
     factor: float | None
     """adaptive: largest ratio of gradient norm to weight norm, per output unit (NFNets use 0.01)."""
     folded: bool | None
-    """norm: a fused optimizer divides by norm and loss scale as it reads the gradients, which saves a pass over them and
-    rounds once less. false: gradients are multiplied one by one before the step, as torch's functions do."""
+    """norm: a fused optimizer divides by norm and loss scale as it reads the gradients: a pass over them less, and one
+    rounding. false: gradients are multiplied one by one before the step, as torch's functions do."""
 
 
 @dataclass(frozen=True)

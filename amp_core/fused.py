@@ -37,8 +37,7 @@ class FusedStep:
         self._settings = _settings(optimizer)
         have = set(map(id, params))
         self._members = [
-            [optimizer.state.get(p, {}) for p in group["params"] if id(p) in have]
-            for group in optimizer.param_groups
+            [optimizer.state.get(p, {}) for p in group["params"] if id(p) in have] for group in optimizer.param_groups
         ]
         sizes = [sum(id(p) in have for p in group["params"]) for group in optimizer.param_groups]
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]

@@ -527,7 +527,7 @@ class Amp:
 
     @staticmethod
     def zero_grad(*optimizers: torch.optim.Optimizer) -> None:
-        """`optimizer.zero_grad(set_to_none=True)`, without the profiler's scope, which takes longer than all the rest."""
+        """`optimizer.zero_grad(set_to_none=True)`, without its profiler scope, which takes longer than all the rest."""
         for optimizer in optimizers:
             if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in vars(optimizer):
                 optimizer.zero_grad(set_to_none=True)

@@ -53,7 +53,7 @@ class Run:
         self.amp.zero_grad(self.optimizer)
 
     def facts(self) -> list[Tensor]:
-        entries = [entry for entry in self.optimizer.state_dict()["state"].values()]
+        entries = list(self.optimizer.state_dict()["state"].values())
         moments = [value for entry in entries for value in entry.values() if isinstance(value, Tensor)]
         return [*self.net.state_dict().values(), *moments, self.amp.scaler.scale]
 
