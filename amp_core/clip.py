@@ -21,15 +21,22 @@ class Clip:
 
     kind: str
     threshold: float
+    folded: bool = True
+    """norm: the optimizer divides, where it is fused; otherwise gradients are multiplied before its step."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.threshold < float("inf"):
             raise ValueError(f"Clip.{self.kind}({self.threshold}): expected a positive finite number")
 
     @classmethod
-    def norm(cls, max_norm: float) -> Clip:
-        """Scale all gradients by max_norm / norm when their joint L2 norm is larger."""
-        return cls("norm", max_norm)
+    def norm(cls, max_norm: float, *, folded: bool = True) -> Clip:
+        """Scale all gradients by max_norm / norm when their joint L2 norm is larger.
+
+        Args:
+            max_norm: the largest norm.
+            folded: False rounds as `torch.nn.utils.clip_grad_norm_` does, for one more pass over the gradients.
+        """
+        return cls("norm", max_norm, folded)
 
     @classmethod
     def value(cls, max_value: float) -> Clip:
@@ -46,11 +53,15 @@ class Clip:
         """The clipping that the `clip` group asks for."""
         thresholds = {"norm": config.max_norm, "value": config.max_value, "adaptive": config.factor}
         threshold = thresholds.get(config.name)
-        return None if threshold is None else cls(config.name, threshold)
+        return None if threshold is None else cls(config.name, threshold, config.folded is not False)
 
     def divisor(self, norm: Tensor) -> Tensor:
         """norm: what all gradients are to be divided by, a 0-d tensor of at least 1, from their 0-d joint norm."""
         return (norm + 1e-6).div_(self.threshold).clamp_(min=1.0)
+
+    def factor(self, norm: Tensor) -> Tensor:
+        """norm: what all gradients are to be multiplied by, a 0-d tensor of at most 1, rounded as torch rounds it."""
+        return (self.threshold / (norm + 1e-6)).clamp_(max=1.0)
 
     def __call__(self, params: list[Tensor], grads: list[Tensor]) -> None:
         """value and adaptive: change the unscaled gradients in place. Does not wait for the device.

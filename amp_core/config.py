@@ -74,6 +74,9 @@ class ClipConfig:
     """value: the largest absolute value of an element."""
     factor: float | None
     """adaptive: largest ratio of gradient norm to weight norm, per output unit (NFNets use 0.01)."""
+    folded: bool | None
+    """norm: a fused optimizer divides by norm and loss scale as it reads the gradients: a pass over them less, and one
+    rounding. false: gradients are multiplied one by one before the step, as torch's functions do."""
 
 
 @dataclass(frozen=True)
@@ -508,6 +511,10 @@ def _check_clip(clip: ClipConfig, problems: list[str]) -> None:
         elif value is not None:
             owner = {"max_norm": "norm", "max_value": "value", "factor": "adaptive"}[key]
             problems.append(f"clip.{key}={value:g}: has no effect with clip={clip.name}; use clip={owner}")
+    if clip.name == "norm" and clip.folded is None:
+        problems.append("clip.folded=null: clip=norm needs true or false")
+    elif clip.name != "norm" and clip.folded is not None:
+        problems.append(f"clip.folded={str(clip.folded).lower()}: has no effect with clip={clip.name}; use clip=norm")
 
 
 ONE_PROCESS = ("single", "data_parallel")

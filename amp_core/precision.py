@@ -25,13 +25,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.autograd.graph import _engine_run_backward
 
 from amp_core.buffers import BufferGuard
 from amp_core.clip import Clip
 from amp_core.config import AmpConfig, amp_config, scale_cap
 from amp_core.errors import ConfigError
 from amp_core.float8 import use_float8
+from amp_core.fused import take_step, theirs
 from amp_core.layout import multiply_, several_ranks
 from amp_core.lint import find_slow, find_unsafe
 from amp_core.scaler import LossScale, ScalePolicy
@@ -172,10 +173,10 @@ class Amp:
         self.observers: list[Observer] = []
         """Called by `step` for each optimizer, before it changes anything."""
         self._zero = torch.zeros((), device=self.device)
-        self.num_skipped = torch.zeros((), dtype=torch.int64, device=self.device)
-        """Windows of which any step was skipped, a 0-d tensor."""
-        self.num_consecutive_skips = torch.zeros((), dtype=torch.int64, device=self.device)
-        """Skipped windows since the last taken one, a 0-d tensor."""
+        # float64 counts exactly, and adds `found_inf` without a cast.
+        self._skips = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.num_skipped, self.num_consecutive_skips = self._skips.unbind()
+        """Windows of which any step was skipped, and skipped windows since the last taken one: 0-d float64 tensors."""
 
     @classmethod
     def named(cls, mode: str, device: str | torch.device = "cpu", *, samples: int | None = None, **fields: Any) -> Amp:
@@ -228,7 +229,7 @@ class Amp:
     def backward(
         self,
         loss: Tensor,
-        gradient: Tensor | None = None,
+        gradient: Tensor | float = 1.0,
         *,
         retain_graph: bool = False,
         inputs: Sequence[Tensor] | None = None,
@@ -236,8 +237,9 @@ class Amp:
         """Backward pass of the scaled loss, with autocast off.
 
         Args:
-            loss: a scalar of any floating dtype; or, with `gradient`, any tensor.
-            gradient: the gradient of the loss with respect to `loss`, for losses computed elsewhere. It is scaled.
+            loss: a scalar of any floating dtype; or any tensor, with a gradient of its shape.
+            gradient: how much the loss counts, a number or a 0-d tensor, such as `micro.weight`. Or, of a loss computed
+                elsewhere, its gradient with respect to the tensor `loss`. It is scaled.
             retain_graph: keep the graph for another backward pass.
             inputs: the weights whose gradients are wanted, where the graph holds others, too; None: all.
 
@@ -248,20 +250,23 @@ class Amp:
         unscaled = []
         if self._ledgers:  # something was stepped or unscaled in this window
             unscaled = [(o, _grad_versions(o)) for o, ledger in self._ledgers.items() if ledger.unscaled]
-        if gradient is None:
+        if not isinstance(gradient, Tensor) or gradient.ndim == 0:
             # In fp16 a loss of 1 times a scale of 65536 is already infinite.
-            loss = loss.float()
+            loss = loss.float() if loss.ndim == 0 else loss.float().reshape(())
             if self._rehearsal is not None:
                 self._tell_loss(loss)
-            if self.scaler.policy is not None:
-                loss = loss * self.scaler.scale
-        else:
-            gradient = (gradient * self.scaler.scale if self.scaler.policy else gradient).to(loss.dtype)
+        # Where the backward pass begins: weight and scale add no operator to the graph. Made anew each time, since the
+        # gradients of single numbers may be views of it.
+        if self.scaler.policy is not None:
+            gradient = self.scaler.scale * gradient
+        elif not isinstance(gradient, Tensor):
+            gradient = torch.full((), gradient, device=loss.device)
+        seed = gradient.to(loss)
         if torch.is_autocast_enabled(self.device.type):
             with self._autocast_off():
-                torch.autograd.backward(loss, gradient, retain_graph, inputs=inputs)
+                _backward(loss, seed, retain_graph, inputs)
         else:
-            torch.autograd.backward(loss, gradient, retain_graph, inputs=inputs)
+            _backward(loss, seed, retain_graph, inputs)
         if unscaled and any(_grad_versions(optimizer) != before for optimizer, before in unscaled):
             raise RuntimeError(
                 "amp.backward added scaled gradients to gradients that amp.unscale_ had unscaled; call unscale_ once, "
@@ -424,12 +429,7 @@ class Amp:
             if not each.grads or self._rehearsal is not None:
                 continue
             if each.ledger.on_device:
-                each.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-                each.optimizer.grad_scale = each.divisor  # type: ignore[attr-defined]
-                try:
-                    _take_step(each)
-                finally:
-                    del each.optimizer.found_inf, each.optimizer.grad_scale  # type: ignore[attr-defined]
+                _take_on_device(each, taken, found_inf)
                 continue
             if each.divisor is not None:
                 multiply_(each.grads, each.divisor.reciprocal())
@@ -437,7 +437,8 @@ class Amp:
                 self._say_that_it_waits(each.optimizer)
                 on_host = found_inf.item() == 0
             if on_host:
-                _take_step(each)
+                with on_parts(each.optimizer), on_slices(each.optimizer):
+                    each.optimizer.step()
         for each in due:
             for weights in self.weights if each.grads else ():
                 weights.end_step(each.params, taken)
@@ -483,7 +484,12 @@ class Amp:
             found_inf = torch.maximum(found_inf, ledger.found_inf)
 
         divisor = scale
-        if isinstance(clip, Clip) and clip.kind == "norm":
+        if isinstance(clip, Clip) and clip.kind == "norm" and not clip.folded:
+            if scale is not None:
+                multiply_(grads, scale.reciprocal())
+            multiply_(grads, clip.factor(norm))
+            divisor = None
+        elif isinstance(clip, Clip) and clip.kind == "norm":
             divisor = clip.divisor(norm)
             if scale is not None:
                 divisor.mul_(scale)
@@ -516,9 +522,19 @@ class Amp:
         if found_inf is None or self._rehearsal is not None:
             return
         self.scaler.update(found_inf)
-        skipped = found_inf.to(torch.int64)
-        self.num_skipped += skipped
-        torch.addcmul(skipped, skipped, self.num_consecutive_skips, out=self.num_consecutive_skips)
+        self._skips.add_(found_inf)
+        self.num_consecutive_skips.mul_(found_inf)
+
+    @staticmethod
+    def zero_grad(*optimizers: torch.optim.Optimizer) -> None:
+        """`optimizer.zero_grad(set_to_none=True)`, without its profiler scope, which takes longer than all the rest."""
+        for optimizer in optimizers:
+            if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+                optimizer.zero_grad(set_to_none=True)
+                continue
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    param.grad = None
 
     @contextlib.contextmanager
     def rehearse(self) -> Iterator[Rehearsal]:
@@ -678,38 +694,25 @@ def _are_parts(grads: Sequence[Tensor]) -> bool:
     return {type(grad) for grad in grads} != {Tensor} and any(map(is_part, grads))
 
 
-def _take_step(due: _Due) -> None:
-    optimizer = due.optimizer
-    if due.in_parts or is_cut(optimizer):
-        with on_parts(optimizer), on_slices(optimizer):
-            if due.ledger.on_device:
-                _fill_momentum(optimizer)
-            optimizer.step()
-        return
-    if due.ledger.on_device:
-        _fill_momentum(optimizer)
-    _bare_step(optimizer)
-
-
-def _bare_step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()` without the profiler's scope that torch puts around it, where nobody would notice.
-
-    A scope is a fifth of the Python work of a fused step.
-    """
-    step = type(optimizer).step
-    noticed = (
-        "step" in optimizer.__dict__  # a learning rate scheduler or a tracker has put its own there
-        or not getattr(step, "hooked", False)
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-        or torch.autograd.profiler._is_profiler_enabled
-    )
-    if noticed:
-        optimizer.step()
+def _take_on_device(due: _Due, taken: Tensor, found_inf: Tensor) -> None:
+    if due.in_parts or is_cut(due.optimizer):
+        with on_parts(due.optimizer), on_slices(due.optimizer):
+            theirs(due.optimizer, found_inf, due.divisor)
     else:
-        step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+        take_step(due.optimizer, due.params, due.grads, taken, found_inf, due.divisor)
+
+
+def _backward(loss: Tensor, seed: Tensor, retain_graph: bool, inputs: Sequence[Tensor] | None) -> None:
+    """`torch.autograd.backward(loss, seed, ...)` of plain tensors.
+
+    That one, given a gradient, imports sympy for the comparison of two shapes: half a second before the first step.
+    """
+    if type(loss) is not Tensor or loss.shape != seed.shape or (inputs is not None and not inputs):
+        torch.autograd.backward(loss, seed, retain_graph, inputs=inputs)
+        return
+    _engine_run_backward(
+        (loss,), (seed,), retain_graph, False, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _grad_versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
@@ -719,16 +722,4 @@ def _grad_versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
 
 def _not_finite(norm: Tensor) -> Tensor:
     """0-d float32: 1 where `norm` is inf or NaN, else 0, as fused optimizers take it."""
-    return (norm < float("inf")).logical_not_().float()  # a third of the operators of isfinite; NaN is below nothing
-
-
-def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Zero momentum buffers before the first step of a fused SGD.
-
-    It would allocate them without writing when that step is skipped, and the next one moves the weights to 1e20.
-    """
-    if isinstance(optimizer, torch.optim.SGD):
-        for group in optimizer.param_groups:
-            for param in group["params"] if group["momentum"] else ():
-                if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:
-                    optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+    return (norm - norm).ne_(0)  # 0 but for inf and NaN; fewer operators than isfinite and a cast

@@ -80,11 +80,11 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             with sync_grads(model, when=micro.is_last):
                 with amp.autocast():
                     loss = F.cross_entropy(model(images), labels, label_smoothing=knobs.label_smoothing)
-                amp.backward(loss * micro.weight)
+                amp.backward(loss, micro.weight)
             total += loss.detach() * micro.weight
         report = amp.step(optimizer, clip)
         amp.update()
-        optimizer.zero_grad(set_to_none=True)
+        amp.zero_grad(optimizer)
         schedule.advance(report)
         if ema is not None:
             ema.update(report)

@@ -106,7 +106,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                 amp.backward(embedding, gradient)
         report = amp.step(optimizer, clip)
         amp.update()
-        optimizer.zero_grad(set_to_none=True)
+        amp.zero_grad(optimizer)
         schedule.advance(report)
         if ema is not None:
             ema.update(report)

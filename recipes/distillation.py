@@ -149,11 +149,11 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             with sync_grads(teacher, when=micro.is_last):
                 with amp.autocast():
                     loss = F.cross_entropy(teacher(images), labels, label_smoothing=knobs.label_smoothing)
-                amp.backward(loss * micro.weight)
+                amp.backward(loss, micro.weight)
             total += loss.detach() * micro.weight
         report = amp.step(teacher_optimizer, clip)
         amp.update()
-        teacher_optimizer.zero_grad(set_to_none=True)
+        amp.zero_grad(teacher_optimizer)
         teacher_schedule.advance(report)
         return report, total
 
@@ -170,11 +170,11 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                     soft = divergence(logits, answers, knobs.temperature)
                     hard = F.cross_entropy(logits, labels, label_smoothing=knobs.label_smoothing)
                     loss = knobs.soft * soft + (1 - knobs.soft) * hard
-                amp.backward(loss * micro.weight)
+                amp.backward(loss, micro.weight)
             totals += torch.stack([soft.detach(), hard.detach()]) * micro.weight
         report = amp.step(optimizer, clip)
         amp.update()
-        optimizer.zero_grad(set_to_none=True)
+        amp.zero_grad(optimizer)
         schedule.advance(report)
         if ema is not None:
             ema.update(report)

@@ -116,8 +116,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         report = amp.step([optimizer, head_optimizer], clip, unscaled=[head_optimizer], sharded=[head_optimizer])
         amp.update()
         head.write_back()
-        optimizer.zero_grad(set_to_none=True)
-        head_optimizer.zero_grad(set_to_none=True)
+        amp.zero_grad(optimizer, head_optimizer)
         schedule.advance(report)
         head_schedule.advance(report)
         if ema is not None:

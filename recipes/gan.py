@@ -128,12 +128,12 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                     of_real, of_fake = D(torch.cat([real, fake])).float().chunk(2)
                     loss = discriminator_loss(knobs.penalty, of_real, of_fake)
                     slope = gradient_penalty(knobs.penalty, amp, D, real, fake, mix)
-                amp.backward((loss + penalty_weight * slope) * micro.weight, inputs=D_weights, retain_graph=shared)
+                amp.backward(loss + penalty_weight * slope, micro.weight, inputs=D_weights, retain_graph=shared)
                 loss_D += loss.detach() * micro.weight
                 penalty += slope.detach() * micro.weight
                 if shared:
                     loss = generator_loss(knobs.penalty, of_fake)
-                    amp.backward(loss * micro.weight, inputs=G_weights)
+                    amp.backward(loss, micro.weight, inputs=G_weights)
                     loss_G += loss.detach() * micro.weight
         report_D = amp.step(D_optimizer, clip)
         if with_generator and not shared:
@@ -142,12 +142,11 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                     with amp.autocast():
                         # Unwrapped: this pass leaves no gradient in D for DDP to wait for.
                         loss = generator_loss(knobs.penalty, unwrap(D)(G(z)).float())
-                    amp.backward(loss * micro.weight, inputs=G_weights)
+                    amp.backward(loss, micro.weight, inputs=G_weights)
                 loss_G += loss.detach() * micro.weight
         report_G = amp.step(G_optimizer, clip) if with_generator else None
         amp.update()
-        D_optimizer.zero_grad(set_to_none=True)
-        G_optimizer.zero_grad(set_to_none=True)
+        amp.zero_grad(D_optimizer, G_optimizer)
         D_schedule.advance(report_D)
         if report_G is not None:
             G_schedule.advance(report_G)

@@ -87,11 +87,11 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             with sync_grads(model, when=micro.is_last):
                 with amp.autocast():
                     loss = token_loss(model(inputs), targets) / num_valid(micro.batch).clamp(min=1)
-                amp.backward(loss * micro.weight)
+                amp.backward(loss, micro.weight)
             total += loss.detach() * micro.weight
         report = amp.step(optimizer, clip)
         amp.update()
-        optimizer.zero_grad(set_to_none=True)
+        amp.zero_grad(optimizer)
         schedule.advance(report)
         if ema is not None:
             ema.update(report)

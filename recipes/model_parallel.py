@@ -99,11 +99,11 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                 # Not under `amp.autocast()`: it would hold for this thread alone. Every stage enters it by itself.
                 logits = model(images)
                 loss = F.cross_entropy(logits.float(), labels, label_smoothing=knobs.label_smoothing)
-                amp.backward(loss * micro.weight)
+                amp.backward(loss, micro.weight)
             total += loss.detach() * micro.weight
         report = amp.step(optimizer, clip)
         amp.update()
-        optimizer.zero_grad(set_to_none=True)
+        amp.zero_grad(optimizer)
         schedule.advance(report)
         if ema is not None:
             ema.update(report)

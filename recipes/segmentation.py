@@ -104,11 +104,11 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                     losses = pixel_losses(model(images), targets(masks))
                 # A micro-batch of nothing but void would divide 0 by 0.
                 loss = (losses * weights).sum() / weights.sum().clamp(min=1)
-                amp.backward(loss * micro.weight)
+                amp.backward(loss, micro.weight)
             total += loss.detach() * micro.weight
         report = amp.step(optimizer, clip)
         amp.update()
-        optimizer.zero_grad(set_to_none=True)
+        amp.zero_grad(optimizer)
         schedule.advance(report)
         if ema is not None:
             ema.update(report)

@@ -41,6 +41,32 @@ def step(
     return moved, float(report.grad_norm), bool(report.taken)
 
 
+@pytest.mark.parametrize("mode", ["fp32", "fp16"])
+@pytest.mark.parametrize("folded", [False, True])
+def test_not_folded_it_rounds_as_torch_does(mode: str, folded: bool) -> None:
+    """Folded, it is the same up to rounding; so the two can be told apart."""
+    nets = [nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 5)) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    ours, theirs = (AdamW(net.parameters(), lr=0.01, fused=True) for net in nets)
+    amp, scaler = amp_of(mode), GradScaler("cpu", enabled=mode == "fp16")
+    for seed in range(6):
+        x = torch.randn(4, 9, generator=torch.Generator().manual_seed(seed))
+        amp.backward(nets[0](x).square().sum())
+        amp.step(ours, Clip.norm(0.7, folded=folded))
+        amp.update()
+        amp.zero_grad(ours)
+        scaler.scale(nets[1](x).square().sum()).backward()
+        scaler.unscale_(theirs)
+        clip_grad_norm_(nets[1].parameters(), 0.7)
+        scaler.step(theirs)
+        scaler.update()
+        theirs.zero_grad()
+    pairs = list(zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs) == (not folded)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
 def joint(tensors: Sequence[Tensor]) -> float:
     return float(torch.cat([t.detach().flatten() for t in tensors]).norm())
 

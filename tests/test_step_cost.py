@@ -48,12 +48,12 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("num, most", [(1, 200), (4, 400)])
+@pytest.mark.parametrize("num, most", [(1, 140), (4, 320)])
 def test_a_step_calls_fewer_functions_than_one_by_hand(counts: Any, mode: str, num: int, most: int) -> None:
     """Though it has a schedule, a check in every mode and weights of micro-batches, which that one has not."""
     ours, by_hand = counts[mode, num, "ours"], counts[mode, num, "by hand"]
     assert ours["calls"] <= most
-    assert ours["calls"] < 0.8 * by_hand["calls"]
+    assert ours["calls"] < 0.65 * by_hand["calls"]
     assert ours["waits"] == 0
 
 

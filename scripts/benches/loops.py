@@ -67,10 +67,10 @@ def ours(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
                 inputs, targets = micro.batch
                 with amp.autocast():
                     loss = loss_of(net(inputs), targets)
-                amp.backward(loss * micro.weight)
+                amp.backward(loss, micro.weight)
         report = amp.step(optimizer, clip)
         amp.update()
-        optimizer.zero_grad(set_to_none=True)
+        amp.zero_grad(optimizer)
         schedule.advance(report)
 
     return step
