@@ -1,13 +1,15 @@
 """The contestants: one optimizer step of each, on the same network, with the same clipping and the same AdamW.
 
 Each is written as its own documentation advises, in the fastest form that it permits: AdamW fused, gradients set
-to None, no logging, no progress bar. Only ours checks in fp32 and bf16, guards running statistics, and moves a
-schedule; these are not switched off.
+to None, no logging, no progress bar, no check that reads back. Where one refuses a fused optimizer it has torch's
+default. Only ours checks in fp32 and bf16, guards running statistics, and moves a schedule (here a constant one, so
+that all compute the same); these are not switched off.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import logging
 import time
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from amp_core import Amp, Clip, Schedule
 from amp_core.vision import import_torchvision
@@ -28,13 +31,13 @@ Make = Callable[[nn.Module, list[Batch], str, str], Step]
 """(network on its device, micro-batches of a step, mode, device) -> a step."""
 
 
-def _adamw(net: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+def _adamw(net: nn.Module, fused: bool = True) -> torch.optim.AdamW:
+    return torch.optim.AdamW(net.parameters(), lr=1e-3, fused=fused or None)
 
 
-def by_hand(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
+def by_hand(net: nn.Module, batches: list[Batch], mode: str, device: str, fused: bool = True) -> Step:
     """The loop of the tutorials, in its fused form."""
-    optimizer = _adamw(net)
+    optimizer = _adamw(net, fused)
     scaler = torch.amp.GradScaler(device, enabled=mode == "fp16")  # type: ignore[attr-defined]
     dtype = MODES[mode]
 
@@ -52,12 +55,17 @@ def by_hand(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Ste
     return step
 
 
+def textbook(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
+    """The same as it is usually written: AdamW without options."""
+    return by_hand(net, batches, mode, device, fused=False)
+
+
 def ours(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
     """The step of recipes/classification.py, its window as the loop of a run makes it."""
     amp = Amp.named(mode, device=device)
     amp.guard(net)
     optimizer = _adamw(net)
-    schedule = Schedule(optimizer, lambda o, n: torch.optim.lr_scheduler.CosineAnnealingLR(o, n), 100_000)
+    schedule = Schedule(optimizer, lambda o, n: LambdaLR(o, lambda _: 1.0), 100_000)
     clip, share = Clip.norm(1.0), 1 / len(batches)
 
     def step() -> None:
@@ -106,20 +114,49 @@ PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
 def fabric(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
-    """Lightning Fabric."""
+    """Lightning Fabric. In fp16 it refuses to clip by norm with a fused optimizer."""
     import_torchvision()  # torchmetrics would import it in a way that fails beside a CPU-only torch
     from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]
 
     runner = Fabric(accelerator=device, devices=1, precision=PRECISIONS[mode])  # type: ignore[arg-type]
-    model, optimizer = runner.setup(net, _adamw(net))
+    model, optimizer = runner.setup(net, _adamw(net, fused=mode != "fp16"))
 
     def step() -> None:
         for i, (inputs, targets) in enumerate(batches, 1):
             with runner.no_backward_sync(model, enabled=i < len(batches)):
                 loss = loss_of(model(inputs), targets) / len(batches)
                 runner.backward(loss)
-        runner.clip_gradients(model, optimizer, max_norm=1.0)
+        # By default it reads the norm back, to raise an error: that would be a wait.
+        runner.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
         optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def timm(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
+    """The body of `train_one_epoch` in timm's train.py."""
+    import_torchvision()
+    from timm.utils import NativeScaler, dispatch_clip_grad  # pyright: ignore[reportMissingImports]
+
+    optimizer = _adamw(net)
+    scaler = NativeScaler(device=device) if mode == "fp16" else None
+    dtype = MODES[mode]
+
+    def step() -> None:
+        for i, (inputs, targets) in enumerate(batches, 1):
+            need_update = i == len(batches)
+            with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+                loss = loss_of(net(inputs), targets)
+            if len(batches) > 1:
+                loss /= len(batches)
+            if scaler is not None:
+                scaler(loss, optimizer, clip_grad=1.0, parameters=net.parameters(), need_update=need_update)
+            else:
+                loss.backward()
+                if need_update:
+                    dispatch_clip_grad(net.parameters(), value=1.0, mode="norm")
+                    optimizer.step()
         optimizer.zero_grad()
 
     return step
@@ -155,7 +192,10 @@ class _Feed:
 
 
 class TimedTrainer:
-    """Lightning's Trainer, which cannot be stepped from outside: its own steps, after the first few of a fit."""
+    """Lightning's Trainer, which cannot be stepped from outside: steps in the middle of a fit.
+
+    From the beginning of a step to the beginning of a later one, so that neither the start nor the end of a fit counts.
+    """
 
     SETTLE = 3
 
@@ -172,23 +212,29 @@ class TimedTrainer:
                 self.net = net
 
             def training_step(self, batch: Batch, index: int) -> Any:
-                if index == outer.SETTLE * len(batches):
+                if index in outer.times:
                     if device == "cuda":
                         torch.cuda.synchronize()
-                    outer.began = time.perf_counter()
+                    outer.times[index] = time.perf_counter()
                 inputs, targets = batch
                 return loss_of(self.net(inputs), targets)
 
             def configure_optimizers(self) -> torch.optim.Optimizer:
-                # It refuses to clip by norm with a fused optimizer in 16 bits.
-                return torch.optim.AdamW(self.net.parameters(), lr=1e-3, fused=mode == "fp32")
+                # It refuses to clip by norm with a fused optimizer in 16 bits. In bf16, where nothing is unscaled,
+                # its hook for clipping permits it all the same.
+                return _adamw(self.net, fused=mode != "fp16")
+
+            def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+                if mode == "bf16":
+                    torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+                else:
+                    super().configure_gradient_clipping(optimizer, *args, **kwargs)
 
         self.module, self.batches, self.mode, self.device, self.lightning = Module(), batches, mode, device, L
-        self.began = 0.0
+        self.times: dict[int, float] = {}
 
-    def __call__(self, num_steps: int) -> float:
-        """Seconds per step."""
-        data = _Feed(self.batches, num_steps + self.SETTLE)
+    def fit(self, num_steps: int) -> None:
+        """From the present weights, with a new optimizer."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer = self.lightning.Trainer(
@@ -198,16 +244,48 @@ class TimedTrainer:
                 max_epochs=1,
                 accumulate_grad_batches=len(self.batches),
                 gradient_clip_val=1.0,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                barebones=False,
+                use_distributed_sampler=False,
+                # No logger, no checkpoints, no progress bar, no summary, no detection of anomalies.
+                barebones=True,
             )
-            trainer.fit(self.module, data)
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - self.began) / num_steps
+            trainer.fit(self.module, _Feed(self.batches, num_steps))
+
+    def __call__(self, num_steps: int) -> float:
+        """Seconds per step."""
+        first, last = (steps * len(self.batches) for steps in (self.SETTLE, self.SETTLE + num_steps))
+        self.times = {first: 0.0, last: 0.0}
+        self.fit(self.SETTLE + num_steps + 1)
+        return (self.times[last] - self.times[first]) / num_steps
 
 
-STEPS: dict[str, Make] = {"by hand": by_hand, "ours": ours, "accelerate": accelerate, "fabric": fabric}
+STEPS: dict[str, Make] = {
+    "by hand": by_hand,
+    "textbook": textbook,
+    "ours": ours,
+    "accelerate": accelerate,
+    "fabric": fabric,
+    "timm": timm,
+}
+LOOPS = [*STEPS, "trainer"]
+"""Whatever can be compared; the Trainer is no step."""
+NEEDS = {"accelerate": "accelerate", "fabric": "lightning", "trainer": "lightning", "timm": "timm"}
+ONLY_ON_GPUS = {("accelerate", "fp16"), ("fabric", "fp16"), ("trainer", "fp16")}
+"""These refuse fp16 on a CPU."""
+
+
+def takes_part(who: str, mode: str, device: str) -> bool:
+    """Whether it is installed, and permits this."""
+    if who in NEEDS and importlib.util.find_spec(NEEDS[who]) is None:
+        return False
+    return device != "cpu" or (who, mode) not in ONLY_ON_GPUS
+
+
+def final(who: str, net: nn.Module, batches: list[Batch], mode: str, device: str, num_steps: int) -> torch.Tensor:
+    """The weights after `num_steps` steps, as one tensor on the CPU."""
+    if who == "trainer":
+        TimedTrainer(net, batches, mode, device).fit(num_steps)
+    else:
+        step = STEPS[who](net, batches, mode, device)
+        for _ in range(num_steps):
+            step()
+    return torch.cat([p.detach().double().flatten().cpu() for p in net.parameters()])
