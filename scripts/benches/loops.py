@@ -118,6 +118,7 @@ def fabric(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step
     import_torchvision()  # torchmetrics would import it in a way that fails beside a CPU-only torch
     from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]
 
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     runner = Fabric(accelerator=device, devices=1, precision=PRECISIONS[mode])  # type: ignore[arg-type]
     model, optimizer = runner.setup(net, _adamw(net, fused=mode != "fp16"))
 

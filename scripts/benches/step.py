@@ -23,7 +23,7 @@ SHORT = ["--rounds", "2", "--slice", "0.01", "--modes", "fp32", "--accumulation"
 
 STEPS_ALIKE = 5
 """Steps after which weights are compared."""
-ALIKE = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}
+ALIKE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.05}
 """How far two contestants may lie from each other, to the way that they went from their first weights.
 
 They round in another order (before or after scaling, clipping), and AdamW makes whole steps of gradients that are
@@ -48,6 +48,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add_choices(parser, "mlp")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--slice", type=float, default=0.05, help="seconds of a turn")
+    parser.add_argument("--longest", type=float, default=0.5, help="seconds of a step by hand, above which it is left out")
     parser.add_argument("--compile", action="store_true", help="torch.compile the network, for all")
     parser.add_argument("--channels-last", action="store_true", help="images and networks, for all")
 
@@ -109,6 +110,12 @@ def compare(
         return torch.compile(built) if flags.compile else built  # type: ignore[return-value]
 
     names = ["by hand", "again", *(who for who in flags.against if who != "by hand" and takes_part(who, mode, device))]
+    alone = Timed(by_hand(net(), batches, mode, device), device)
+    alone(1)
+    if (seconds := alone(1)) > flags.longest:
+        result.notes.append(f"Left out, since a step takes {seconds:.1f} s here: {name}, {mode}, accumulation {accumulation}.")
+        print(result.notes[-1], flush=True)
+        return
     apart[mode] = max(
         apart.get(mode, 0.0), distance(work, [who for who in names if who != "again"], batches, mode, device)
     )
@@ -122,7 +129,7 @@ def compare(
         )
     for run in runners.values():
         run(3)
-    num_steps = max(2, round(flags.slice / runners["by hand"](3)))
+    num_steps = max(1, round(flags.slice / runners["by hand"](3)))
     times = take_turns({who: functools.partial(run, num_steps) for who, run in runners.items()}, flags.rounds)
     found = ratios(times, "by hand", "again")
     for who in names:
