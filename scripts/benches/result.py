@@ -81,7 +81,8 @@ class Picture:
     """Where a line is drawn: what the ratios are to."""
     left_out: str | None = None
     """A line that is 1 by definition."""
-    log: bool = False
+    shared: bool = True
+    """Whether panels have one axis."""
 
 
 @dataclass
@@ -255,7 +256,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         *(len(panels), len(picture.values)),
         figsize=(2.6 + 4.4 * len(picture.values), 1.2 + sum(heights)),
         gridspec_kw={"height_ratios": heights},
-        sharex="col",
+        sharex="col" if picture.shared else False,
         squeeze=False,
         facecolor="white",
         layout="constrained",
@@ -284,10 +285,6 @@ def draw(found: dict[str, Any], path: Path) -> None:
             axis.tick_params(axis="x", labelsize=8)
             axis.grid(axis="x", color="0.92", lw=0.8)
             axis.set_axisbelow(True)
-            if picture.log:
-                axis.set_xscale("log")
-            elif picture.at is None:
-                axis.set_xlim(left=0)
             for side in ("top", "right"):
                 axis.spines[side].set_visible(False)
             if j == 0 and picture.panels:
@@ -295,6 +292,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
                 axis.set_title(title, fontsize=9, loc="left")
             if i == len(panels) - 1:
                 axis.set_xlabel(label, fontsize=9)
+    for axis in axes.flat if picture.at is None else ():
+        axis.set_xlim(left=0)
     if picture.series:
         figure.legend(
             shown_series.values(), shown_series.keys(), ncols=6, loc="outside lower center", fontsize=8, frameon=False

@@ -1,0 +1,117 @@
+"""How often the host waits for the device in a whole run of each recipe, per step and per log line: exact counts.
+
+Runs of train.py with clipping, accumulation, averaged weights, a schedule, the doctor watching, and log lines. A longer run
+is compared with a shorter one, one that logs with one that does not: what a run reads at its start and end drops out. On
+a CPU reads are counted that would wait on a GPU (`aten::_local_scalar_dense` and its kin); on a GPU those that did, by
+torch.cuda.set_sync_debug_mode, and a step of our loop runs 200 times in the mode that makes each of them an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benches.loops import ours
+from benches.modes import QUIET, SMALL, RunFailed, go, runs
+from benches.result import Result
+from benches.work import MODES, WORKS
+from recipes import RECIPES
+
+SHORT = ["--recipes", "classification", "--modes", "bf16"]
+
+aten = torch.ops.aten
+HAND_OVER = {aten._local_scalar_dense, aten.equal, aten.nonzero}
+"""Whatever hands the host a number, or a size that depends on one."""
+EVERYTHING = ["accumulation=2", "clip=norm", "clip.max_norm=1", "ema.decay=0.9", "schedule=warmup_cosine", "doctor=watch"]
+SHORTER, LONGER, EVERY = 8, 16, 2
+"""Steps of the two runs; steps between log lines."""
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recipes", default=",".join(sorted(RECIPES)), help="with commas")
+    parser.add_argument("--modes", default="fp32,bf16,fp16", help="with commas")
+
+
+def measure(flags: argparse.Namespace) -> Result:
+    result = Result("waits", flags.command, flags.device)
+    result.notes.append(f"Runs with {' '.join(EVERYTHING)}. Counts, not times.")
+    with runs(300.0) as start:
+        for recipe in flags.recipes.split(","):
+            for mode in flags.modes.split(","):
+                base = [f"recipe={recipe}", f"amp={mode}", f"device={flags.device}", *QUIET, *SMALL[recipe]]
+                base += [*EVERYTHING, "batch_size=8"]
+                found = start(of_a_run, base, flags.device)
+                if isinstance(found, dict):
+                    result.add(recipe=recipe, mode=mode, **found)
+        if flags.device == "cuda":
+            for mode in MODES:
+                result.notes.append(start(strict, mode))
+                print(result.notes[-1], flush=True)
+    return result
+
+
+def of_a_run(overrides: list[str], device: str) -> dict[str, float]:
+    """Waits per step that does not log, and per log line."""
+
+    def count(steps: int, every: int) -> int:
+        with tempfile.TemporaryDirectory() as folder, counted(device) as found:
+            if not go([*overrides, f"steps={steps}", f"log_every={every}", "schedule.horizon=100"], folder):
+                raise RunFailed(f"refused: {' '.join(overrides)}")
+        return found[0]
+
+    count(SHORTER, 1000)  # what happens once in a process
+    silent = [count(steps, 1000) for steps in (SHORTER, LONGER)]
+    logging = [count(steps, EVERY) for steps in (SHORTER, LONGER)]
+    steps, lines = LONGER - SHORTER, (LONGER - SHORTER) // EVERY
+    a_step = (silent[1] - silent[0]) / steps
+    return {"waits per step": a_step, "waits per log line": (logging[1] - logging[0] - steps * a_step) / lines}
+
+
+@contextlib.contextmanager
+def counted(device: str) -> Iterator[list[int]]:
+    """Inside of it waits are counted into the one entry of the list."""
+    found = [0]
+    if device == "cpu":
+        with _Reads(found):
+            yield found
+        return
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found[0] = sum("synchronizing CUDA operation" in str(warning.message) for warning in said)
+
+
+class _Reads(TorchDispatchMode):
+    def __init__(self, found: list[int]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[0] += func.overloadpacket in HAND_OVER
+        return func(*args, **(kwargs or {}))
+
+
+def strict(mode: str, steps: int = 200) -> str:
+    """Raises where a step of our loop waits. On a GPU."""
+    work = WORKS["mlp"]
+    step = ours(work.net("cuda"), work.batches(4, "cuda"), mode, "cuda")
+    for _ in range(3):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(steps):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return f"{steps} steps of our loop in {mode}, accumulation 4: no wait (each would have been an error)."
