@@ -2,8 +2,9 @@
 
 Runs of train.py with clipping, accumulation, averaged weights, a schedule, the doctor watching, and log lines. A longer run
 is compared with a shorter one, one that logs with one that does not: what a run reads at its start and end drops out. On
-a CPU reads are counted that would wait on a GPU (`aten::_local_scalar_dense` and its kin); on a GPU those that did, by
-torch.cuda.set_sync_debug_mode, and a step of our loop runs 200 times in the mode that makes each of them an error.
+a CPU reads are counted that would wait on a GPU (`aten::_local_scalar_dense` and its kin, lists of floating-point
+numbers); on a GPU those that did, by torch.cuda.set_sync_debug_mode, and waits for events. There a step of our loop also
+runs 200 times in the mode that makes a wait an error.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import contextlib
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,13 +31,14 @@ aten = torch.ops.aten
 HAND_OVER = {aten._local_scalar_dense, aten.equal, aten.nonzero}
 """Whatever hands the host a number, or a size that depends on one."""
 EVERYTHING = ["accumulation=2", "clip=norm", "clip.max_norm=1", "ema.decay=0.9", "schedule=warmup_cosine", "doctor=watch"]
-SHORTER, LONGER, EVERY = 8, 16, 2
+SHORTER, LONGER, EVERY = 4, 8, 2
 """Steps of the two runs; steps between log lines."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipes", default=",".join(sorted(RECIPES)), help="with commas")
-    parser.add_argument("--modes", default="fp32,bf16,fp16", help="with commas")
+    parser.add_argument("--modes", default="bf16,fp16", help="with commas")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every run; may be repeated")
 
 
 def measure(flags: argparse.Namespace) -> Result:
@@ -46,7 +48,7 @@ def measure(flags: argparse.Namespace) -> Result:
         for recipe in flags.recipes.split(","):
             for mode in flags.modes.split(","):
                 base = [f"recipe={recipe}", f"amp={mode}", f"device={flags.device}", *QUIET, *SMALL[recipe]]
-                base += [*EVERYTHING, "batch_size=8"]
+                base += [*EVERYTHING, "batch_size=4", *flags.set]
                 found = start(of_a_run, base, flags.device)
                 if isinstance(found, dict):
                     result.add(recipe=recipe, mode=mode, **found)
@@ -66,12 +68,14 @@ def of_a_run(overrides: list[str], device: str) -> dict[str, float]:
                 raise RunFailed(f"refused: {' '.join(overrides)}")
         return found[0]
 
-    count(SHORTER, 1000)  # what happens once in a process
-    silent = [count(steps, 1000) for steps in (SHORTER, LONGER)]
-    logging = [count(steps, EVERY) for steps in (SHORTER, LONGER)]
-    steps, lines = LONGER - SHORTER, (LONGER - SHORTER) // EVERY
-    a_step = (silent[1] - silent[0]) / steps
-    return {"waits per step": a_step, "waits per log line": (logging[1] - logging[0] - steps * a_step) / lines}
+    count(1, 1000)  # what happens once in a process
+    shorter, longer, logging = count(SHORTER, 1000), count(LONGER, 1000), count(LONGER, EVERY)
+    # The end of a run is a line in all of them.
+    lines = LONGER // EVERY - 1
+    return {
+        "waits per step": (longer - shorter) / (LONGER - SHORTER),
+        "waits per log line": (logging - longer) / lines,
+    }
 
 
 @contextlib.contextmanager
@@ -79,17 +83,35 @@ def counted(device: str) -> Iterator[list[int]]:
     """Inside of it waits are counted into the one entry of the list."""
     found = [0]
     if device == "cpu":
-        with _Reads(found):
+        # It passes by the dispatcher. Integers are numbers of samples, which never were on a device.
+        with _Reads(found), _calls(torch.Tensor, "tolist", found, lambda tensor: tensor.is_floating_point()):
             yield found
         return
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            with _calls(torch.cuda.Event, "synchronize", found, lambda event: True):
+                yield found
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found[0] = sum("synchronizing CUDA operation" in str(warning.message) for warning in said)
+    found[0] += sum("synchronizing CUDA operation" in str(warning.message) for warning in said)
+
+
+@contextlib.contextmanager
+def _calls(kind: type, name: str, found: list[int], counts: Callable[[Any], bool]) -> Iterator[None]:
+    """Counts the calls of a method, in this process."""
+    method = getattr(kind, name)
+
+    def wrapper(self: Any, *args: Any) -> Any:
+        found[0] += counts(self)
+        return method(self, *args)
+
+    setattr(kind, name, wrapper)
+    try:
+        yield
+    finally:
+        setattr(kind, name, method)
 
 
 class _Reads(TorchDispatchMode):
