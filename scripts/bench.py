@@ -1,10 +1,10 @@
 """The benchmarks: what is measured against what, on which machine, with which uncertainty.
 
-    python scripts/bench.py                             cost and step of a small network, about three minutes
-    python scripts/bench.py step --work mlp,gpt --modes bf16 --json step.json --picture step.png
-    python scripts/bench.py modes --help                the options of one
-    python scripts/bench.py all --out benchmarks/NAME   everything, as files and pictures, about ten minutes
-    python scripts/bench.py table                       benchmarks/README.md from those files
+python scripts/bench.py                             cost and step of a small network, about three minutes
+python scripts/bench.py step --work mlp,gpt --modes bf16 --json step.json --picture step.png
+python scripts/bench.py modes --help                the options of one
+python scripts/bench.py all --out benchmarks/NAME   everything, as files and pictures, about ten minutes
+python scripts/bench.py table                       benchmarks/README.md from those files
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from benches.counts import count
-from benches.loops import STEPS, takes_part
+from benches.loops import STEPS, adamw, takes_part
 from benches.result import Result
 from benches.step import add_choices
 from benches.work import WORKS
@@ -32,6 +32,6 @@ def measure(flags: argparse.Namespace) -> Result:
                     if not takes_part(who, mode, flags.device):
                         continue
                     batches = WORKS[work].batches(accumulation, flags.device, flags.batch_size)
-                    found = count(STEPS[who](WORKS[work].net(flags.device), batches, mode, flags.device))
+                    found = count(STEPS[who](WORKS[work].net(flags.device), batches, mode, flags.device, adamw))
                     result.add(work=work, accumulation=accumulation, mode=mode, loop=who, **vars(found))
     return result

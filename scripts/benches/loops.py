@@ -27,17 +27,27 @@ from amp_core.window import Micro
 from benches.work import MODES, Batch, loss_of
 
 Step = Callable[[], None]
-Make = Callable[[nn.Module, list[Batch], str, str], Step]
-"""(network on its device, micro-batches of a step, mode, device) -> a step."""
+Optimize = Callable[[nn.Module, bool], torch.optim.Optimizer]
+"""(network, whether fused) -> an optimizer."""
+Make = Callable[[nn.Module, list[Batch], str, str, Optimize], Step]
+"""(network on its device, micro-batches of a step, mode, device, optimizer) -> a step."""
+MAX_NORM = 0.1
+"""Small enough that every step is clipped."""
 
 
-def _adamw(net: nn.Module, fused: bool = True) -> torch.optim.AdamW:
+def adamw(net: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
+    """What is timed."""
     return torch.optim.AdamW(net.parameters(), lr=1e-3, fused=fused or None)
 
 
-def by_hand(net: nn.Module, batches: list[Batch], mode: str, device: str, fused: bool = True) -> Step:
+def sgd(net: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
+    """To AdamW a gradient and a tenth of it are the same: what is wrong with its size shows here alone."""
+    return torch.optim.SGD(net.parameters(), lr=0.5, fused=fused or None)
+
+
+def by_hand(net: nn.Module, batches: list[Batch], mode: str, device: str, optimize: Optimize) -> Step:
     """The loop of the tutorials, in its fused form."""
-    optimizer = _adamw(net, fused)
+    optimizer = optimize(net, True)
     scaler = torch.amp.GradScaler(device, enabled=mode == "fp16")  # type: ignore[attr-defined]
     dtype = MODES[mode]
 
@@ -47,7 +57,7 @@ def by_hand(net: nn.Module, batches: list[Batch], mode: str, device: str, fused:
                 loss = loss_of(net(inputs), targets) / len(batches)
             scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -55,18 +65,18 @@ def by_hand(net: nn.Module, batches: list[Batch], mode: str, device: str, fused:
     return step
 
 
-def textbook(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
-    """The same as it is usually written: AdamW without options."""
-    return by_hand(net, batches, mode, device, fused=False)
+def textbook(net: nn.Module, batches: list[Batch], mode: str, device: str, optimize: Optimize) -> Step:
+    """The same as it is usually written: an optimizer without options."""
+    return by_hand(net, batches, mode, device, lambda net, fused: optimize(net, False))
 
 
-def ours(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
+def ours(net: nn.Module, batches: list[Batch], mode: str, device: str, optimize: Optimize) -> Step:
     """The step of recipes/classification.py, its window as the loop of a run makes it."""
     amp = Amp.named(mode, device=device)
     amp.guard(net)
-    optimizer = _adamw(net)
+    optimizer = optimize(net, True)
     schedule = Schedule(optimizer, lambda o, n: LambdaLR(o, lambda _: 1.0), 100_000)
-    clip, share = Clip.norm(1.0), 1 / len(batches)
+    clip, share = Clip.norm(MAX_NORM), 1 / len(batches)
 
     def step() -> None:
         window = [Micro(batch, share, is_last=i == len(batches)) for i, batch in enumerate(batches, 1)]
@@ -84,7 +94,7 @@ def ours(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
     return step
 
 
-def accelerate(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
+def accelerate(net: nn.Module, batches: list[Batch], mode: str, device: str, optimize: Optimize) -> Step:
     """Hugging Face Accelerate."""
     from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
     from accelerate.state import AcceleratorState  # pyright: ignore[reportMissingImports]
@@ -95,7 +105,7 @@ def accelerate(net: nn.Module, batches: list[Batch], mode: str, device: str) -> 
         cpu=device == "cpu",
         gradient_accumulation_steps=len(batches),
     )
-    model, optimizer = accelerator.prepare(net, _adamw(net))
+    model, optimizer = accelerator.prepare(net, optimize(net, True))
 
     def step() -> None:
         for inputs, targets in batches:
@@ -103,7 +113,7 @@ def accelerate(net: nn.Module, batches: list[Batch], mode: str, device: str) -> 
                 loss = loss_of(model(inputs), targets)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -113,14 +123,14 @@ def accelerate(net: nn.Module, batches: list[Batch], mode: str, device: str) -> 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
-def fabric(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
+def fabric(net: nn.Module, batches: list[Batch], mode: str, device: str, optimize: Optimize) -> Step:
     """Lightning Fabric. In fp16 it refuses to clip by norm with a fused optimizer."""
     import_torchvision()  # torchmetrics would import it in a way that fails beside a CPU-only torch
     from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]
 
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     runner = Fabric(accelerator=device, devices=1, precision=PRECISIONS[mode])  # type: ignore[arg-type]
-    model, optimizer = runner.setup(net, _adamw(net, fused=mode != "fp16"))
+    model, optimizer = runner.setup(net, optimize(net, mode != "fp16"))
 
     def step() -> None:
         for i, (inputs, targets) in enumerate(batches, 1):
@@ -128,19 +138,19 @@ def fabric(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step
                 loss = loss_of(model(inputs), targets) / len(batches)
                 runner.backward(loss)
         # By default it reads the norm back, to raise an error: that would be a wait.
-        runner.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+        runner.clip_gradients(model, optimizer, max_norm=MAX_NORM, error_if_nonfinite=False)
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def timm(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
+def timm(net: nn.Module, batches: list[Batch], mode: str, device: str, optimize: Optimize) -> Step:
     """The body of `train_one_epoch` in timm's train.py."""
     import_torchvision()
     from timm.utils import NativeScaler, dispatch_clip_grad  # pyright: ignore[reportMissingImports]
 
-    optimizer = _adamw(net)
+    optimizer = optimize(net, True)
     scaler = NativeScaler(device=device) if mode == "fp16" else None
     dtype = MODES[mode]
 
@@ -152,11 +162,11 @@ def timm(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
             if len(batches) > 1:
                 loss /= len(batches)
             if scaler is not None:
-                scaler(loss, optimizer, clip_grad=1.0, parameters=net.parameters(), need_update=need_update)
+                scaler(loss, optimizer, clip_grad=MAX_NORM, parameters=net.parameters(), need_update=need_update)
             else:
                 loss.backward()
                 if need_update:
-                    dispatch_clip_grad(net.parameters(), value=1.0, mode="norm")
+                    dispatch_clip_grad(net.parameters(), value=MAX_NORM, mode="norm")
                     optimizer.step()
         optimizer.zero_grad()
 
@@ -200,7 +210,7 @@ class TimedTrainer:
 
     SETTLE = 3
 
-    def __init__(self, net: nn.Module, batches: list[Batch], mode: str, device: str) -> None:
+    def __init__(self, net: nn.Module, batches: list[Batch], mode: str, device: str, optimize: Optimize) -> None:
         import_torchvision()
         import lightning as L  # pyright: ignore[reportMissingImports]
 
@@ -223,11 +233,11 @@ class TimedTrainer:
             def configure_optimizers(self) -> torch.optim.Optimizer:
                 # It refuses to clip by norm with a fused optimizer in 16 bits. In bf16, where nothing is unscaled,
                 # its hook for clipping permits it all the same.
-                return _adamw(self.net, fused=mode != "fp16")
+                return optimize(self.net, mode != "fp16")
 
             def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
                 if mode == "bf16":
-                    torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+                    torch.nn.utils.clip_grad_norm_(self.net.parameters(), MAX_NORM)
                 else:
                     super().configure_gradient_clipping(optimizer, *args, **kwargs)
 
@@ -244,7 +254,7 @@ class TimedTrainer:
                 precision=PRECISIONS[self.mode],
                 max_epochs=1,
                 accumulate_grad_batches=len(self.batches),
-                gradient_clip_val=1.0,
+                gradient_clip_val=MAX_NORM,
                 use_distributed_sampler=False,
                 # No logger, no checkpoints, no progress bar, no summary, no detection of anomalies.
                 barebones=True,
@@ -281,12 +291,14 @@ def takes_part(who: str, mode: str, device: str) -> bool:
     return device != "cpu" or (who, mode) not in ONLY_ON_GPUS
 
 
-def final(who: str, net: nn.Module, batches: list[Batch], mode: str, device: str, num_steps: int) -> torch.Tensor:
+def final(
+    who: str, net: nn.Module, batches: list[Batch], mode: str, device: str, optimize: Optimize, num_steps: int
+) -> torch.Tensor:
     """The weights after `num_steps` steps, as one tensor on the CPU."""
     if who == "trainer":
-        TimedTrainer(net, batches, mode, device).fit(num_steps)
+        TimedTrainer(net, batches, mode, device, optimize).fit(num_steps)
     else:
-        step = STEPS[who](net, batches, mode, device)
+        step = STEPS[who](net, batches, mode, device, optimize)
         for _ in range(num_steps):
             step()
     return torch.cat([p.detach().double().flatten().cpu() for p in net.parameters()])

@@ -103,7 +103,9 @@ def measure(flags: argparse.Namespace) -> Result:
                         one = start(one_run, overrides, flags.steps, flags.warm)
                         found[mode, variant] += [one] if isinstance(one, dict) else []
                         if one is None:
-                            result.notes.append(f"Given up after {flags.longest:g} s: {recipe}, {mode} {variant}.".replace(" .", "."))
+                            result.notes.append(
+                                f"Given up after {flags.longest:g} s: {recipe}, {mode} {variant}.".replace(" .", ".")
+                            )
             for (mode, variant), parts in found.items():
                 if parts:
                     add(result, flags, recipe, mode, variant, parts, flops, peaks)
@@ -184,7 +186,9 @@ def go(overrides: list[str], folder: str) -> bool:
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(told):
         code = train.main([*overrides, f"run_dir={folder}"])
     if code not in (0, 2):
-        raise RunFailed(f"python train.py {' '.join(overrides)} ended with {code}:\n{said.getvalue()}\n{told.getvalue()}")
+        raise RunFailed(
+            f"python train.py {' '.join(overrides)} ended with {code}:\n{said.getvalue()}\n{told.getvalue()}"
+        )
     if code == 2 and "amp" not in told.getvalue():
         raise RunFailed(told.getvalue())
     return code == 0

@@ -122,12 +122,12 @@ class Result:
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(found, indent=1) + "\n")
-        if picture and found["picture"]:
+        if picture and found["picture"] and self.rows:
             picture.parent.mkdir(parents=True, exist_ok=True)
             draw(found, picture)
             print(f"picture: {picture}")
         elif picture:
-            print(f"no picture: {self.what} is a table of counts")
+            print(f"no picture of {self.what}")
 
 
 def _width(value: Any, title: str) -> int:
@@ -199,7 +199,9 @@ def _commit() -> str | None:
     """With a + where files differ from it."""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
         return done.stdout.strip()
 
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -279,8 +281,10 @@ def draw(found: dict[str, Any], path: Path) -> None:
                 y = lines[i].index(row[picture.lines]) + 0.8 / len(local) * (local.index(name) - (len(local) - 1) / 2)
                 axis.plot([low, high], [y, y], color=colours[name], lw=2, alpha=0.45, solid_capstyle="butt")
                 (dot,) = axis.plot([middle], [y], "o", ms=4, color=colours[name])
-                shown_series.setdefault(str(name), dot)
+                shown_series.setdefault(name if isinstance(name, str) else f"{picture.series} {name}", dot)
             axis.set_yticks(range(len(lines[i])), [str(name) for name in lines[i]] if j == 0 else [], fontsize=8)
+            if j == 0 and not isinstance(lines[i][0], str):
+                axis.set_ylabel(picture.lines, fontsize=8)
             axis.set_ylim(len(lines[i]) - 0.45, -0.55)
             axis.tick_params(axis="x", labelsize=8)
             axis.grid(axis="x", color="0.92", lw=0.8)
@@ -288,7 +292,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
             for side in ("top", "right"):
                 axis.spines[side].set_visible(False)
             if j == 0 and picture.panels:
-                title = ", ".join(v if isinstance(v, str) else f"{k} {v}" for k, v in zip(picture.panels, panel, strict=True))
+                title = ", ".join(
+                    v if isinstance(v, str) else f"{k} {v}" for k, v in zip(picture.panels, panel, strict=True)
+                )
                 axis.set_title(title, fontsize=9, loc="left")
             if i == len(panels) - 1:
                 axis.set_xlabel(label, fontsize=9)
@@ -316,7 +322,9 @@ the page to the files. [docs/SPEED.md](../docs/SPEED.md#benchmarks) says what is
     python scripts/bench.py all --out benchmarks/NAME    # all files of a machine, about ten minutes on two quiet cores
     python scripts/bench.py table                        # this page
 
-A number is a median and its interval: {interval}. In the files, {spread}.
+A number is a median and its interval: {interval}.
+
+In the files, {spread}.
 """
 
 
@@ -342,7 +350,7 @@ def section(found: dict[str, Any], file: Path) -> str:
     text += f"{machine['date'][:10]}, commit {machine['commit']}. {cores}, {machine['threads']} thread(s) a process, "
     text += f"load {machine['load before']} before. {versions}. [{file.name}]({file.as_posix()})\n"
     text += "".join(f"\n{note}\n" for note in found["notes"])
-    if found["picture"]:
+    if found["picture"] and found["rows"]:
         text += f"\n![{found['what']}]({file.with_suffix('.png').as_posix()})\n"
     table = "\n".join(markdown(found["rows"]))
     if len(found["rows"]) > 30:

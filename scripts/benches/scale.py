@@ -23,7 +23,7 @@ from amp_core import Amp, Clip, Schedule, sync_grads
 from amp_core.config import amp_config
 from amp_core.footprint import lay_out, traffic, weights_of
 from amp_core.layout import wrap_ddp
-from benches.loops import _adamw
+from benches.loops import MAX_NORM, adamw
 from benches.result import Number, Picture, Result
 from benches.step import numbers, some_of
 from benches.work import MODES, WORKS, loss_of
@@ -68,7 +68,9 @@ def measure(flags: argparse.Namespace) -> Result:
                 times[num_ranks, case] += seconds
     cores = os.cpu_count() or 1
     if flags.device == "cpu" and max(counts) > cores:
-        result.notes.append(f"There are {cores} cores: with more processes than that the efficiency is at most cores by processes.")
+        result.notes.append(
+            f"There are {cores} cores: with more processes than that the efficiency is at most cores by processes."
+        )
     for case in cases:
         mode, accumulation, size = case
         alone = Number.of([accumulation * size / seconds for seconds in times[counts[0], case]]).median / counts[0]
@@ -79,7 +81,10 @@ def measure(flags: argparse.Namespace) -> Result:
                 accumulation=accumulation,
                 **{"batch size": size},
                 processes=num_ranks,
-                **{"samples/s": Number.of(rates), "efficiency": Number.of([rate / num_ranks / alone for rate in rates])},
+                **{
+                    "samples/s": Number.of(rates),
+                    "efficiency": Number.of([rate / num_ranks / alone for rate in rates]),
+                },
                 **{"sent MB": sent(flags.work, mode, accumulation, num_ranks) / 1e6},
             )
     return result
@@ -137,7 +142,7 @@ def step_of(work: str, case: Case, device: torch.device, rank: int, num_ranks: i
     amp = Amp.named(mode, device=str(device))  # type: ignore[arg-type]
     model = wrap_ddp(net, device) if num_ranks > 1 else net
     amp.guard(model)
-    optimizer, clip = _adamw(net), Clip.norm(1.0)
+    optimizer, clip = adamw(net), Clip.norm(MAX_NORM)
     schedule = Schedule(optimizer, lambda o, n: LambdaLR(o, lambda _: 1.0), 1000)
 
     def step() -> None:

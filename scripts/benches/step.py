@@ -14,7 +14,7 @@ import functools
 
 import torch
 
-from benches.loops import LOOPS, STEPS, Make, Timed, TimedTrainer, by_hand, final, takes_part
+from benches.loops import LOOPS, STEPS, Make, Timed, TimedTrainer, adamw, by_hand, final, sgd, takes_part
 from benches.result import Number, Picture, Result, ratios, take_turns
 from benches.work import MODES, WORKS, Batch, Work, loss_of
 
@@ -27,7 +27,7 @@ ALIKE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.05}
 """How far two contestants may lie from each other, to the way that they went from their first weights.
 
 They round in another order (before or after scaling, clipping), and AdamW makes whole steps of gradients that are
-nothing but such rounding. Two loops of other mathematics, such as one that does not clip, lie a multiple apart.
+nothing but such rounding. With SGD a loop that does not clip, or divides by another number, lies far apart.
 """
 
 
@@ -48,7 +48,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     add_choices(parser, "mlp")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--slice", type=float, default=0.05, help="seconds of a turn")
-    parser.add_argument("--longest", type=float, default=0.5, help="seconds of a step by hand, above which it is left out")
+    parser.add_argument(
+        "--longest", type=float, default=0.5, help="seconds of a step by hand, above which it is left out"
+    )
     parser.add_argument("--compile", action="store_true", help="torch.compile the network, for all")
     parser.add_argument("--channels-last", action="store_true", help="images and networks, for all")
 
@@ -91,7 +93,7 @@ def measure(flags: argparse.Namespace) -> Result:
                 compare(result, work, mode, accumulation, flags, apart)
     most = ", ".join(f"{mode} {distance:.1e} (at most {ALIKE[mode]:g})" for mode, distance in apart.items())
     result.notes.append(
-        f"All loops end with the same weights after {STEPS_ALIKE} steps. Largest distance from those of the loop by hand, "
+        f"All loops end with the same weights after {STEPS_ALIKE} steps, with AdamW and with SGD. Largest distance from those of the loop by hand, "
         f"to the way that these went: {most}."
     )
     print(result.notes[-1])
@@ -110,10 +112,12 @@ def compare(
         return torch.compile(built) if flags.compile else built  # type: ignore[return-value]
 
     names = ["by hand", "again", *(who for who in flags.against if who != "by hand" and takes_part(who, mode, device))]
-    alone = Timed(by_hand(net(), batches, mode, device), device)
+    alone = Timed(by_hand(net(), batches, mode, device, adamw), device)
     alone(1)
     if (seconds := alone(1)) > flags.longest:
-        result.notes.append(f"Left out, since a step takes {seconds:.1f} s here: {name}, {mode}, accumulation {accumulation}.")
+        result.notes.append(
+            f"Left out, since a step takes {seconds:.1f} s here: {name}, {mode}, accumulation {accumulation}."
+        )
         print(result.notes[-1], flush=True)
         return
     apart[mode] = max(
@@ -123,16 +127,19 @@ def compare(
     for who in names:
         make: Make = by_hand if who == "again" else STEPS.get(who, by_hand)
         runners[who] = (
-            TimedTrainer(net(), batches, mode, device)
+            TimedTrainer(net(), batches, mode, device, adamw)
             if who == "trainer"
-            else Timed(make(net(), batches, mode, device), device)
+            else Timed(make(net(), batches, mode, device, adamw), device)
         )
     for run in runners.values():
         run(3)
     num_steps = max(1, round(flags.slice / runners["by hand"](3)))
     times = take_turns({who: functools.partial(run, num_steps) for who, run in runners.items()}, flags.rounds)
     found = ratios(times, "by hand", "again")
+    num_samples = sum(len(inputs) for inputs, _ in batches)
     for who in names:
+        rate = num_samples / Number.of(times[who]).median
+        rates = {"samples/s": rate} | ({"tokens/s": rate * work.tokens} if work.tokens else {})
         result.add(
             work=name,
             accumulation=accumulation,
@@ -140,7 +147,7 @@ def compare(
             loop=who,
             ms=Number.of([1e3 * seconds for seconds in times[who]]),
             ratio=found[who],
-            **{"samples/s": round(sum(len(inputs) for inputs, _ in batches) / Number.of(times[who]).median, 1)},
+            **rates,
         )
 
 
@@ -154,21 +161,23 @@ def distance(work: Work, names: list[str], batches: list[Batch], mode: str, devi
     """
     few = [(inputs[:8], targets[:8]) for inputs, targets in batches]
     first = torch.cat([p.detach().double().flatten().cpu() for p in work.net(device).parameters()])
-    ends, losses = {}, {}
-    for who in names:
-        net = work.net(device)
-        ends[who] = final(who, net, few, mode, device, STEPS_ALIKE)
-        with torch.no_grad():
-            losses[who] = sum(loss_of(net.to(device)(inputs), targets).item() for inputs, targets in few) / len(few)
-    way = (ends["by hand"] - first).norm().item()
     most = 0.0
-    for who in names:
-        apart = (ends[who] - ends["by hand"]).norm().item() / way
-        if not apart <= ALIKE[mode] or abs(losses[who] - losses["by hand"]) > ALIKE[mode] * losses["by hand"]:
-            raise NotAlike(
-                f"{who} trains another network than the loop by hand ({work.title}, {mode}, accumulation {len(few)}): "
-                f"its weights lie {apart:.2g} of the way apart, its loss is {losses[who]:.6g} instead of "
-                f"{losses['by hand']:.6g}"
-            )
-        most = max(most, apart)
+    for optimize in (adamw, sgd):
+        ends, losses = {}, {}
+        for who in names:
+            net = work.net(device)
+            ends[who] = final(who, net, few, mode, device, optimize, STEPS_ALIKE)
+            with torch.no_grad():
+                of_each = [loss_of(net.to(device)(inputs), targets).item() for inputs, targets in few]
+            losses[who] = sum(of_each) / len(few)
+        way = (ends["by hand"] - first).norm().item()
+        for who in names:
+            apart = (ends[who] - ends["by hand"]).norm().item() / way
+            if not apart <= ALIKE[mode] or not abs(losses[who] / losses["by hand"] - 1) <= ALIKE[mode]:
+                raise NotAlike(
+                    f"{who} trains another network than the loop by hand ({work.title}, {mode}, accumulation {len(few)}, "
+                    f"{optimize.__name__}): its weights lie {apart:.2g} of the way apart, its loss is {losses[who]:.6g} "
+                    f"instead of {losses['by hand']:.6g}"
+                )
+            most = max(most, apart)
     return most

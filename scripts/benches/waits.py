@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benches.loops import ours
+from benches.loops import adamw, ours
 from benches.modes import QUIET, SMALL, RunFailed, go, runs
 from benches.result import Result
 from benches.work import MODES, WORKS
@@ -30,7 +30,14 @@ SHORT = ["--recipes", "classification", "--modes", "bf16"]
 aten = torch.ops.aten
 HAND_OVER = {aten._local_scalar_dense, aten.equal, aten.nonzero}
 """Whatever hands the host a number, or a size that depends on one."""
-EVERYTHING = ["accumulation=2", "clip=norm", "clip.max_norm=1", "ema.decay=0.9", "schedule=warmup_cosine", "doctor=watch"]
+EVERYTHING = [
+    "accumulation=2",
+    "clip=norm",
+    "clip.max_norm=1",
+    "ema.decay=0.9",
+    "schedule=warmup_cosine",
+    "doctor=watch",
+]
 SHORTER, LONGER, EVERY = 4, 8, 2
 """Steps of the two runs; steps between log lines."""
 
@@ -127,7 +134,7 @@ class _Reads(TorchDispatchMode):
 def strict(mode: str, steps: int = 200) -> str:
     """Raises where a step of our loop waits. On a GPU."""
     work = WORKS["mlp"]
-    step = ours(work.net("cuda"), work.batches(4, "cuda"), mode, "cuda")
+    step = ours(work.net("cuda"), work.batches(4, "cuda"), mode, "cuda", adamw)
     for _ in range(3):
         step()
     torch.cuda.set_sync_debug_mode("error")

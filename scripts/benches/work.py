@@ -25,6 +25,8 @@ class Work:
     draw: Callable[[int, torch.Generator], Batch]
     """(samples, randomness) -> inputs and targets on the CPU."""
     batch_size: int
+    tokens: int = 0
+    """Of a sample, where there are any."""
 
     def net(self, device: str, *, channels_last: bool = False) -> nn.Module:
         """The same weights at every call, in training."""
@@ -67,7 +69,7 @@ def _gpt(vocab: int, length: int, width: int, depth: int, heads: int, title: str
     def build() -> nn.Module:
         return GPT(vocab_size=vocab, length=length, width=width, depth=depth, heads=heads)
 
-    return Work(title, build, draw, batch_size)
+    return Work(title, build, draw, batch_size, length)
 
 
 WORKS: dict[str, Work] = {
