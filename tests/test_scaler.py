@@ -70,7 +70,7 @@ OPTIMIZERS = {
 PATTERNS = int(os.environ.get("OVERFLOW_PATTERNS", 125))
 """Of each of 8 cases: 1,000 in all, or as many as the environment says."""
 # Falls with every taken step, and stays a power of two: exact as a tensor on the device, too.
-RATES = dict(lr_lambda=lambda taken: 0.5**taken)
+RATES: dict[str, Any] = {"lr_lambda": lambda taken: 0.5**taken}
 
 
 def with_grad_scaler(net: nn.Module, optimizer: Optimizer, knobs: dict[str, Any], micros: list[list[Tensor]]) -> Any:

@@ -1,9 +1,10 @@
-"""Time and memory of every mode and recipe, in whole runs of train.py; and what share of the device's matrix peak that is.
+"""Time and memory of every mode and recipe, in whole runs of train.py; and its share of the device's matrix peak.
 
-Each run is a process of its own, with logging, schedule and the doctor as by default, on data that is made up. Samples per second are
-those of its own metrics.jsonl, line by line, after the first few steps. Memory is the allocator's peak on a GPU; on a CPU
-by how much the process grew at its peak. Floating-point operations are counted, forward and backward, in another run of
-the same settings in fp32; the peak is that of square matrix products, the best of several sizes, taken in this run.
+Each run is a process of its own, with logging, schedule and the doctor as by default, on data that is made up or ships
+with a dependency. Samples per second are those of its own metrics.jsonl, line by line, after the first few steps.
+Memory is the allocator's peak on a GPU; on a CPU by how much the process grew at its peak. Floating-point operations
+are counted, forward and backward, in another run of the same settings in fp32; the peak is that of square matrix
+products, the best of several sizes, taken in this run.
 """
 
 from __future__ import annotations

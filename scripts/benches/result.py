@@ -1,4 +1,4 @@
-"""What a benchmark found: numbers with their intervals, where they were taken; as a table, a file, a picture, a page."""
+"""What a benchmark found: numbers, their intervals, where they were taken; as a table, a file, a picture, a page."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from benches import ROOT
 PEERS = ("accelerate", "lightning", "timm")
 INTERVAL = "95 % of the median, by resampling the turns; of fewer than 5 turns the smallest and the largest"
 SPREAD = (
-    "aa: how far apart, relative, the same thing lies from itself: of a ratio, the interval of a second loop that is the "
-    "reference once more; of any other number, the medians of odd and of even turns"
+    "aa is how far apart, relative, the same thing lies from itself: of a ratio, the far end of the interval of a "
+    "second loop that is the reference once more; of any other number, the medians of odd and of even turns"
 )
 """What `low`, `high` and `aa` of a number mean; both stand in every file."""
 

@@ -1,8 +1,8 @@
 """Throughput and efficiency of 1, 2, 4, ... processes (DDP): accumulation 1 and 4, several batch sizes.
 
-Every process trains on samples of its own (gloo on CPUs, NCCL on GPUs), with our loop. Efficiency is the throughput to
-that of one process times the number of processes; on a CPU it cannot exceed cores by processes. `sent MB` is what a rank
-sends in a step, by the formulas of amp_core/footprint.py that docs/SCALING.md compares with measurements.
+Every process trains on samples of its own (gloo on CPUs, NCCL on GPUs), with our loop. Efficiency is the throughput
+to that of one process times the number of processes; on a CPU it cannot exceed cores by processes. `sent MB` is what a
+rank sends in a step, by the formulas of amp_core/footprint.py that docs/SCALING.md compares with measurements.
 """
 
 from __future__ import annotations

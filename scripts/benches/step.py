@@ -3,8 +3,8 @@
 By hand is autocast, GradScaler, clip_grad_norm_ and a fused AdamW as in torch's tutorials; `textbook` is the same with
 torch's default AdamW. Accelerate, Lightning Fabric, Lightning's Trainer and timm take part where they are installed
 (pip install -e '.[bench]'). Before anything is timed, all of them train from the same weights on the same samples and
-must end with the same weights and the same loss. Then they take turns in one process, in slices of a twentieth of a second and in
-another order each round; a second loop written by hand (`again`) shows which differences mean nothing.
+must end with the same weights and the same loss. Then they take turns in one process, in slices of a twentieth of a
+second and in another order each round; a second loop written by hand (`again`) shows which differences mean nothing.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def measure(flags: argparse.Namespace) -> Result:
                 compare(result, work, mode, accumulation, flags, apart)
     most = ", ".join(f"{mode} {distance:.1e} (at most {ALIKE[mode]:g})" for mode, distance in apart.items())
     result.notes.append(
-        f"All loops end with the same weights after {STEPS_ALIKE} steps, with AdamW and with SGD. Largest distance from those of the loop by hand, "
-        f"to the way that these went: {most}."
+        f"All loops end with the same weights after {STEPS_ALIKE} steps, with AdamW and with SGD. Largest distance "
+        f"from those of the loop by hand, to the way that these went: {most}."
     )
     print(result.notes[-1])
     return result
@@ -175,9 +175,9 @@ def distance(work: Work, names: list[str], batches: list[Batch], mode: str, devi
             apart = (ends[who] - ends["by hand"]).norm().item() / way
             if not apart <= ALIKE[mode] or not abs(losses[who] / losses["by hand"] - 1) <= ALIKE[mode]:
                 raise NotAlike(
-                    f"{who} trains another network than the loop by hand ({work.title}, {mode}, accumulation {len(few)}, "
-                    f"{optimize.__name__}): its weights lie {apart:.2g} of the way apart, its loss is {losses[who]:.6g} "
-                    f"instead of {losses['by hand']:.6g}"
+                    f"{who} trains another network than the loop by hand ({work.title}, {mode}, accumulation "
+                    f"{len(few)}, {optimize.__name__}): its weights lie {apart:.2g} of the way apart, its loss is "
+                    f"{losses[who]:.6g} instead of {losses['by hand']:.6g}"
                 )
             most = max(most, apart)
     return most

@@ -1,7 +1,7 @@
 """The end of a step alone, gradients given: check, clip, step, scale, zero. In fp16, of ResNet-18's weights.
 
-`by hand` is GradScaler.unscale_, clip_grad_norm_, a fused AdamW, update, zero_grad; `textbook` the same with torch's default
-AdamW. Gradients are written anew before every turn, outside of the clock.
+`by hand` is GradScaler.unscale_, clip_grad_norm_, a fused AdamW, update, zero_grad; `textbook` the same with torch's
+default AdamW. Gradients are written anew before every step, outside of the clock.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def measure(flags: argparse.Namespace) -> Result:
     times = take_turns(dict(runners), flags.rounds)
     fused, default = ratios(times, "by hand", "again"), ratios(times, "textbook", "textbook")
     result.notes.append(
-        f"{len(shapes)} tensors, {sum(shape.numel() for shape in shapes):,} weights ({WORKS[flags.work].title}), fp16, AdamW, "
-        "clipping by norm. All end with the same weights."
+        f"{len(shapes)} tensors, {sum(shape.numel() for shape in shapes):,} weights ({WORKS[flags.work].title}), fp16, "
+        "AdamW, clipping by norm. All end with the same weights."
     )
     for who in MAKE:
         columns = {"to by hand": fused[who], "to textbook": default[who]}

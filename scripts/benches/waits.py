@@ -1,10 +1,10 @@
 """How often the host waits for the device in a whole run of each recipe, per step and per log line: exact counts.
 
-Runs of train.py with clipping, accumulation, averaged weights, a schedule, the doctor watching, and log lines. A longer run
-is compared with a shorter one, one that logs with one that does not: what a run reads at its start and end drops out. On
-a CPU reads are counted that would wait on a GPU (`aten::_local_scalar_dense` and its kin, lists of floating-point
-numbers); on a GPU those that did, by torch.cuda.set_sync_debug_mode, and waits for events. There a step of our loop also
-runs 200 times in the mode that makes a wait an error.
+Runs of train.py with clipping, accumulation, averaged weights, a schedule, the doctor watching, and log lines. A longer
+run is compared with a shorter one, one that logs with one that does not: what is read at the start and the end drops
+out. On a CPU reads are counted that would wait on a GPU (`aten::_local_scalar_dense` and its kin, lists of
+floating-point numbers); on a GPU those that did, by torch.cuda.set_sync_debug_mode, and waits for events. There a step
+of our loop also runs 200 times in the mode that makes a wait an error.
 """
 
 from __future__ import annotations
