@@ -142,7 +142,7 @@ def step_of(work: str, case: Case, device: torch.device, rank: int, num_ranks: i
     amp = Amp.named(mode, device=str(device))  # type: ignore[arg-type]
     model = wrap_ddp(net, device) if num_ranks > 1 else net
     amp.guard(model)
-    optimizer, clip = adamw(net), Clip.norm(MAX_NORM)
+    optimizer, clip, share = adamw(net), Clip.norm(MAX_NORM), 1 / (len(batches) * num_ranks)
     schedule = Schedule(optimizer, lambda o, n: LambdaLR(o, lambda _: 1.0), 1000)
 
     def step() -> None:
@@ -150,10 +150,10 @@ def step_of(work: str, case: Case, device: torch.device, rank: int, num_ranks: i
             with sync_grads(model, when=i == len(batches)):
                 with amp.autocast():
                     loss = loss_of(model(inputs), targets)
-                amp.backward(loss / (len(batches) * num_ranks))
+                amp.backward(loss, share)
         report = amp.step(optimizer, clip)
         amp.update()
-        optimizer.zero_grad(set_to_none=True)
+        amp.zero_grad(optimizer)
         schedule.advance(report)
 
     return step

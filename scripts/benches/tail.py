@@ -53,7 +53,7 @@ def ours(params: list[Tensor], device: str) -> Tail:
     def tail() -> None:
         amp.step(optimizer, clip)
         amp.update()
-        optimizer.zero_grad(set_to_none=True)
+        amp.zero_grad(optimizer)
 
     return tail
 
