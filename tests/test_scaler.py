@@ -110,9 +110,7 @@ def with_ours(net: nn.Module, optimizer: Optimizer, knobs: dict[str, Any], micro
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_scales_steps_schedule_and_weights_are_those_of_grad_scaler_for_1000_overflow_patterns(
-    name: str, accumulation: int
-) -> None:
+def test_scales_and_weights_are_those_of_grad_scaler_for_1000_overflow_patterns(name: str, accumulation: int) -> None:
     draw = random.Random(f"{name}{accumulation}")
     num_skipped = 0
     for _ in range(PATTERNS):
