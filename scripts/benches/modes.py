@@ -101,13 +101,16 @@ def measure(flags: argparse.Namespace) -> Result:
                 for mode, variant in random.Random(turn).sample(jobs, len(jobs)) if turn else jobs:
                     overrides = [*base, f"amp={mode}", *([variant] if variant else [])]
                     # A mode that the recipe refuses, or one that takes too long, is not tried again.
-                    if len(found[mode, variant]) == turn:
-                        one = start(one_run, overrides, flags.steps, flags.warm)
-                        found[mode, variant] += [one] if isinstance(one, dict) else []
-                        if one is None:
-                            result.notes.append(
-                                f"Given up after {flags.longest:g} s: {recipe}, {mode} {variant}.".replace(" .", ".")
-                            )
+                    if len(found[mode, variant]) < turn:
+                        continue
+                    one = start(one_run, overrides, flags.steps, flags.warm)
+                    name = f"{recipe}, {mode}{', ' if variant else ''}{variant}"
+                    if one is None:
+                        result.notes.append(f"Given up after {flags.longest:g} s: {name}.")
+                    elif isinstance(one, str):
+                        result.notes.append(f"Refused: {name}. {one}")
+                    else:
+                        found[mode, variant].append(one)
             for (mode, variant), parts in found.items():
                 if parts:
                     add(result, flags, recipe, mode, variant, parts, flops, peaks)
@@ -116,6 +119,8 @@ def measure(flags: argparse.Namespace) -> Result:
         result.notes.append(f"Matrix peak of one process, the best of several sizes: {text}.")
     for note in result.notes:
         print(note)
+    if not result.rows:
+        raise SystemExit("error: nothing was measured, see above")
     return result
 
 
@@ -179,8 +184,8 @@ class RunFailed(Exception):
     """A run ended with something else than 0 or a refusal."""
 
 
-def go(overrides: list[str], folder: str) -> bool:
-    """A run in this process. Returns whether the settings were accepted."""
+def go(overrides: list[str], folder: str) -> str:
+    """A run in this process. Returns why the settings were refused, or nothing."""
     import train
 
     torch.set_num_threads(1)
@@ -188,22 +193,18 @@ def go(overrides: list[str], folder: str) -> bool:
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(told):
         code = train.main([*overrides, f"run_dir={folder}"])
     if code not in (0, 2):
-        raise RunFailed(
-            f"python train.py {' '.join(overrides)} ended with {code}:\n{said.getvalue()}\n{told.getvalue()}"
-        )
-    if code == 2 and "amp" not in told.getvalue():
-        raise RunFailed(told.getvalue())
-    return code == 0
+        typed = f"python train.py {' '.join(overrides)}"
+        raise RunFailed(f"{typed} ended with {code}:\n{said.getvalue()}\n{told.getvalue()}")
+    return told.getvalue().partition("error: ")[2].strip() or "no reason" if code else ""
 
 
 def one_run(overrides: list[str], steps: int, warm: int) -> dict[str, Any] | str:
-    """Samples per second of each line after the warm-up, and bytes at the peak."""
+    """Samples per second of each line after the warm-up, and bytes at the peak; or why it was refused."""
     every = max(1, steps // 8)
     before = _most()
     with tempfile.TemporaryDirectory() as folder:
-        sound = go([*overrides, f"steps={warm + steps}", f"log_every={every}"], folder)
-        if not sound:
-            return "refused"
+        if why := go([*overrides, f"steps={warm + steps}", f"log_every={every}"], folder):
+            return why
         lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
         peak = json.loads(Path(folder, "summary.json").read_text())["peak_memory_bytes"]
     rates = [line["samples_per_second"] for line in lines if line["split"] == "train" and line["step"] >= warm + every]
@@ -233,8 +234,8 @@ def count_flops(overrides: list[str]) -> tuple[float, float]:
     totals, samples = [], []
     for steps in (2, 4):
         with tempfile.TemporaryDirectory() as folder, _Flops() as counter:
-            if not go([*overrides, "amp=fp32", f"steps={steps}", "doctor=off", "log_every=1"], folder):
-                raise RunFailed(f"fp32 was refused: {' '.join(overrides)}")
+            if why := go([*overrides, "amp=fp32", f"steps={steps}", "doctor=off", "log_every=1"], folder):
+                raise RunFailed(why)
             state = torch.load(sorted(Path(folder, "checkpoints").glob("step_*"))[-1] / "state.pt", weights_only=True)
         totals.append(counter.total)
         samples.append(state["progress"]["samples"])
@@ -265,6 +266,6 @@ def _seconds(a: torch.Tensor, repeats: int, device: str) -> float:
     wait()
     began = time.perf_counter()
     for _ in range(repeats):
-        a @ a
+        torch.mm(a, a)
     wait()
     return (time.perf_counter() - began) / repeats

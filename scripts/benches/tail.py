@@ -103,7 +103,8 @@ def measure(flags: argparse.Namespace) -> Result:
     shapes = [p.shape for p in WORKS[flags.work].net("cpu").parameters()]
     runners = {who: Timed(who, shapes, flags.device, flags.turn) for who in MAKE}
     for run in runners.values():
-        run(), run()
+        run()
+        run()
     check(runners)
     times = take_turns(dict(runners), flags.rounds)
     fused, default = ratios(times, "by hand", "again"), ratios(times, "textbook", "textbook")

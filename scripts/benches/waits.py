@@ -71,8 +71,8 @@ def of_a_run(overrides: list[str], device: str) -> dict[str, float]:
 
     def count(steps: int, every: int) -> int:
         with tempfile.TemporaryDirectory() as folder, counted(device) as found:
-            if not go([*overrides, f"steps={steps}", f"log_every={every}", "schedule.horizon=100"], folder):
-                raise RunFailed(f"refused: {' '.join(overrides)}")
+            if why := go([*overrides, f"steps={steps}", f"log_every={every}", "schedule.horizon=100"], folder):
+                raise RunFailed(why)
         return found[0]
 
     count(1, 1000)  # what happens once in a process
