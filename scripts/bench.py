@@ -64,24 +64,28 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default=default, choices=["cpu", "cuda"])
 
 
-def run(what: str, arguments: list[str], modules: dict[str, ModuleType], parser: argparse.ArgumentParser) -> None:
-    """One benchmark, as its command line says."""
+def run(what: str, arguments: list[str], modules: dict[str, ModuleType], parser: argparse.ArgumentParser) -> list[str]:
+    """One benchmark, as its command line says. Returns its problems."""
     flags = parser.parse_args([what, *arguments])
     flags.command = arguments
-    modules[what].measure(flags).write(flags.json, flags.picture)
+    result = modules[what].measure(flags)
+    result.write(flags.json, flags.picture)
+    return result.problems
 
 
-def run_all(flags: argparse.Namespace, modules: dict[str, ModuleType], parser: argparse.ArgumentParser) -> None:
+def run_all(flags: argparse.Namespace, modules: dict[str, ModuleType], parser: argparse.ArgumentParser) -> list[str]:
+    problems: list[str] = []
     only = flags.only.split(",") if flags.only else list(modules)
     for name in only:
         began = time.monotonic()
         print(f"\n### {name}", flush=True)
         files = ["--json", str(flags.out / f"{name}.json"), "--picture", str(flags.out / f"{name}.png")]
         chosen = getattr(modules[name], "SHORT" if flags.short else "FULL", [])
-        run(name, [*chosen, "--device", flags.device, *files], modules, parser)
+        problems += run(name, [*chosen, "--device", flags.device, *files], modules, parser)
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     if flags.out.resolve().parent == BENCHMARKS:
         write_page(BENCHMARKS)
+    return problems
 
 
 def write_page(folder: Path) -> None:
@@ -95,13 +99,16 @@ def main(arguments: list[str]) -> None:
     modules = found()
     parser = parser_of(modules)
     flags = parser.parse_args(arguments)
+    problems: list[str] = []
     if flags.what == "table":
         write_page(flags.folder)
     elif flags.what == "all":
-        run_all(flags, modules, parser)
+        problems = run_all(flags, modules, parser)
     else:
         for what in [flags.what] if flags.what else DEFAULT:
-            run(what, arguments[1:], modules, parser)
+            problems += run(what, arguments[1:], modules, parser)
+    if problems:
+        raise SystemExit("error: " + "\n       ".join(problems))
 
 
 if __name__ == "__main__":

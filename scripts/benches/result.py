@@ -94,6 +94,8 @@ class Result:
     device: str
     picture: Picture | None = None
     notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """What makes the command fail, after everything is written."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     began: dict[str, Any] = field(default_factory=dict)
 
@@ -112,7 +114,8 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain, for a file."""
-        facts = {"what": self.what, "machine": self.began, "interval": INTERVAL, "spread": SPREAD, "notes": self.notes}
+        facts = {"what": self.what, "machine": self.began, "interval": INTERVAL, "spread": SPREAD}
+        facts["notes"] = self.notes + self.problems
         rows = [{k: asdict(v) if isinstance(v, Number) else v for k, v in row.items()} for row in self.rows]
         return facts | {"picture": asdict(self.picture) if self.picture else None, "rows": rows}
 

@@ -90,13 +90,18 @@ def measure(flags: argparse.Namespace) -> Result:
     for work in flags.work:
         for mode in flags.modes:
             for accumulation in flags.accumulation:
-                compare(result, work, mode, accumulation, flags, apart)
+                try:
+                    compare(result, work, mode, accumulation, flags, apart)
+                except NotAlike as problem:
+                    print(f"error: {problem}", flush=True)
+                    result.problems.append(f"Not compared: {problem}.")
     most = ", ".join(f"{mode} {distance:.1e} (at most {ALIKE[mode]:g})" for mode, distance in apart.items())
-    result.notes.append(
-        f"All loops end with the same weights after {STEPS_ALIKE} steps, with AdamW and with SGD. Largest distance "
-        f"from those of the loop by hand, to the way that these went: {most}."
-    )
-    print(result.notes[-1])
+    if apart:
+        result.notes.append(
+            f"All loops end with the same weights after {STEPS_ALIKE} steps, with AdamW and with SGD. Largest distance "
+            f"from those of the loop by hand, to the way that these went: {most}."
+        )
+        print(result.notes[-1])
     return result
 
 
@@ -105,6 +110,11 @@ def compare(
 ) -> None:
     """One row for each contestant."""
     work, device = WORKS[name], flags.device
+    if flags.compile:
+        # Each contestant compiles a network of its own, and none may fall back to running it as it is.
+        torch.compiler.reset()
+        torch._dynamo.config.recompile_limit = 64  # type: ignore[attr-defined]
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # type: ignore[attr-defined]
     batches = work.batches(accumulation, device, flags.batch_size, channels_last=flags.channels_last)
 
     def net() -> torch.nn.Module:
