@@ -42,7 +42,7 @@ format: setup ## apply what the linter can mend, and the formatting
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: setup ## measure speed: python scripts/bench.py $(ARGS)
+bench: setup ## measure speed, about three minutes: python scripts/bench.py $(ARGS)
 	$(PY) scripts/bench.py $(ARGS)
 
 faults: setup ## break things on purpose, long: python scripts/faults.py $(ARGS)

@@ -1,4 +1,13 @@
-"""What `scripts/bench.py` measures: contestants (`loops`), what they train (`work`), and how they are compared."""
+"""What `scripts/bench.py` measures.
+
+A benchmark is a module here with two functions, and takes part by existing:
+
+    def options(parser: argparse.ArgumentParser) -> None    its own options; --json, --picture and --device are given
+    def measure(flags: argparse.Namespace) -> Result        see `result`
+
+The first line of its docstring is its line in `--help`. Two constants are optional: `FULL`, its options in
+`bench.py all`; `SHORT`, those for a look of seconds.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
 """The contestants: one optimizer step of each, on the same network, with the same clipping and the same AdamW.
 
 Each is written as its own documentation advises, in the fastest form that it permits: AdamW fused, gradients set
-to None, no logging, no progress bar. Only ours checks in fp32 and bf16, guards running statistics, and moves a
-schedule; these are not switched off.
+to None, no logging, no progress bar, no check that reads back. Where one refuses a fused optimizer it has torch's
+default. Only ours checks in fp32 and bf16, guards running statistics, and moves a schedule (here a constant one, so
+that all compute the same); these are not switched off.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import logging
 import time
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from amp_core import Amp, Clip, Schedule
 from amp_core.vision import import_torchvision
@@ -24,17 +27,27 @@ from amp_core.window import Micro
 from benches.work import MODES, Batch, loss_of
 
 Step = Callable[[], None]
-Make = Callable[[nn.Module, list[Batch], str, str], Step]
-"""(network on its device, micro-batches of a step, mode, device) -> a step."""
+Optimize = Callable[[nn.Module, bool], torch.optim.Optimizer]
+"""(network, whether fused) -> an optimizer."""
+Make = Callable[[nn.Module, list[Batch], str, str, Optimize], Step]
+"""(network on its device, micro-batches of a step, mode, device, optimizer) -> a step."""
+MAX_NORM = 0.1
+"""Small enough that every step is clipped."""
 
 
-def _adamw(net: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+def adamw(net: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
+    """What is timed."""
+    return torch.optim.AdamW(net.parameters(), lr=1e-3, fused=fused or None)
 
 
-def by_hand(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
+def sgd(net: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
+    """To AdamW a gradient and a tenth of it are the same: what is wrong with its size shows here alone."""
+    return torch.optim.SGD(net.parameters(), lr=0.5, fused=fused or None)
+
+
+def by_hand(net: nn.Module, batches: list[Batch], mode: str, device: str, optimize: Optimize) -> Step:
     """The loop of the tutorials, in its fused form."""
-    optimizer = _adamw(net)
+    optimizer = optimize(net, True)
     scaler = torch.amp.GradScaler(device, enabled=mode == "fp16")  # type: ignore[attr-defined]
     dtype = MODES[mode]
 
@@ -44,7 +57,7 @@ def by_hand(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Ste
                 loss = loss_of(net(inputs), targets) / len(batches)
             scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -52,13 +65,18 @@ def by_hand(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Ste
     return step
 
 
-def ours(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
+def textbook(net: nn.Module, batches: list[Batch], mode: str, device: str, optimize: Optimize) -> Step:
+    """The same as it is usually written: an optimizer without options."""
+    return by_hand(net, batches, mode, device, lambda net, fused: optimize(net, False))
+
+
+def ours(net: nn.Module, batches: list[Batch], mode: str, device: str, optimize: Optimize) -> Step:
     """The step of recipes/classification.py, its window as the loop of a run makes it."""
     amp = Amp.named(mode, device=device)
     amp.guard(net)
-    optimizer = _adamw(net)
-    schedule = Schedule(optimizer, lambda o, n: torch.optim.lr_scheduler.CosineAnnealingLR(o, n), 100_000)
-    clip, share = Clip.norm(1.0), 1 / len(batches)
+    optimizer = optimize(net, True)
+    schedule = Schedule(optimizer, lambda o, n: LambdaLR(o, lambda _: 1.0), 100_000)
+    clip, share = Clip.norm(MAX_NORM), 1 / len(batches)
 
     def step() -> None:
         window = [Micro(batch, share, is_last=i == len(batches)) for i, batch in enumerate(batches, 1)]
@@ -76,7 +94,7 @@ def ours(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
     return step
 
 
-def accelerate(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
+def accelerate(net: nn.Module, batches: list[Batch], mode: str, device: str, optimize: Optimize) -> Step:
     """Hugging Face Accelerate."""
     from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
     from accelerate.state import AcceleratorState  # pyright: ignore[reportMissingImports]
@@ -87,7 +105,7 @@ def accelerate(net: nn.Module, batches: list[Batch], mode: str, device: str) -> 
         cpu=device == "cpu",
         gradient_accumulation_steps=len(batches),
     )
-    model, optimizer = accelerator.prepare(net, _adamw(net))
+    model, optimizer = accelerator.prepare(net, optimize(net, True))
 
     def step() -> None:
         for inputs, targets in batches:
@@ -95,7 +113,7 @@ def accelerate(net: nn.Module, batches: list[Batch], mode: str, device: str) -> 
                 loss = loss_of(model(inputs), targets)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -105,21 +123,51 @@ def accelerate(net: nn.Module, batches: list[Batch], mode: str, device: str) -> 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
-def fabric(net: nn.Module, batches: list[Batch], mode: str, device: str) -> Step:
-    """Lightning Fabric."""
+def fabric(net: nn.Module, batches: list[Batch], mode: str, device: str, optimize: Optimize) -> Step:
+    """Lightning Fabric. In fp16 it refuses to clip by norm with a fused optimizer."""
     import_torchvision()  # torchmetrics would import it in a way that fails beside a CPU-only torch
     from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]
 
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     runner = Fabric(accelerator=device, devices=1, precision=PRECISIONS[mode])  # type: ignore[arg-type]
-    model, optimizer = runner.setup(net, _adamw(net))
+    model, optimizer = runner.setup(net, optimize(net, mode != "fp16"))
 
     def step() -> None:
         for i, (inputs, targets) in enumerate(batches, 1):
             with runner.no_backward_sync(model, enabled=i < len(batches)):
                 loss = loss_of(model(inputs), targets) / len(batches)
                 runner.backward(loss)
-        runner.clip_gradients(model, optimizer, max_norm=1.0)
+        # By default it reads the norm back, to raise an error: that would be a wait.
+        runner.clip_gradients(model, optimizer, max_norm=MAX_NORM, error_if_nonfinite=False)
         optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def timm(net: nn.Module, batches: list[Batch], mode: str, device: str, optimize: Optimize) -> Step:
+    """The body of `train_one_epoch` in timm's train.py."""
+    import_torchvision()
+    from timm.utils import NativeScaler, dispatch_clip_grad  # pyright: ignore[reportMissingImports]
+
+    optimizer = optimize(net, True)
+    scaler = NativeScaler(device=device) if mode == "fp16" else None
+    dtype = MODES[mode]
+
+    def step() -> None:
+        for i, (inputs, targets) in enumerate(batches, 1):
+            need_update = i == len(batches)
+            with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+                loss = loss_of(net(inputs), targets)
+            if len(batches) > 1:
+                loss /= len(batches)
+            if scaler is not None:
+                scaler(loss, optimizer, clip_grad=MAX_NORM, parameters=net.parameters(), need_update=need_update)
+            else:
+                loss.backward()
+                if need_update:
+                    dispatch_clip_grad(net.parameters(), value=MAX_NORM, mode="norm")
+                    optimizer.step()
         optimizer.zero_grad()
 
     return step
@@ -155,11 +203,14 @@ class _Feed:
 
 
 class TimedTrainer:
-    """Lightning's Trainer, which cannot be stepped from outside: its own steps, after the first few of a fit."""
+    """Lightning's Trainer, which cannot be stepped from outside: steps in the middle of a fit.
+
+    From the beginning of a step to the beginning of a later one, so that neither the start nor the end of a fit counts.
+    """
 
     SETTLE = 3
 
-    def __init__(self, net: nn.Module, batches: list[Batch], mode: str, device: str) -> None:
+    def __init__(self, net: nn.Module, batches: list[Batch], mode: str, device: str, optimize: Optimize) -> None:
         import_torchvision()
         import lightning as L  # pyright: ignore[reportMissingImports]
 
@@ -172,23 +223,29 @@ class TimedTrainer:
                 self.net = net
 
             def training_step(self, batch: Batch, index: int) -> Any:
-                if index == outer.SETTLE * len(batches):
+                if index in outer.times:
                     if device == "cuda":
                         torch.cuda.synchronize()
-                    outer.began = time.perf_counter()
+                    outer.times[index] = time.perf_counter()
                 inputs, targets = batch
                 return loss_of(self.net(inputs), targets)
 
             def configure_optimizers(self) -> torch.optim.Optimizer:
-                # It refuses to clip by norm with a fused optimizer in 16 bits.
-                return torch.optim.AdamW(self.net.parameters(), lr=1e-3, fused=mode == "fp32")
+                # It refuses to clip by norm with a fused optimizer in 16 bits. In bf16, where nothing is unscaled,
+                # its hook for clipping permits it all the same.
+                return optimize(self.net, mode != "fp16")
+
+            def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+                if mode == "bf16":
+                    torch.nn.utils.clip_grad_norm_(self.net.parameters(), MAX_NORM)
+                else:
+                    super().configure_gradient_clipping(optimizer, *args, **kwargs)
 
         self.module, self.batches, self.mode, self.device, self.lightning = Module(), batches, mode, device, L
-        self.began = 0.0
+        self.times: dict[int, float] = {}
 
-    def __call__(self, num_steps: int) -> float:
-        """Seconds per step."""
-        data = _Feed(self.batches, num_steps + self.SETTLE)
+    def fit(self, num_steps: int) -> None:
+        """From the present weights, with a new optimizer."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer = self.lightning.Trainer(
@@ -197,17 +254,51 @@ class TimedTrainer:
                 precision=PRECISIONS[self.mode],
                 max_epochs=1,
                 accumulate_grad_batches=len(self.batches),
-                gradient_clip_val=1.0,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                barebones=False,
+                gradient_clip_val=MAX_NORM,
+                use_distributed_sampler=False,
+                # No logger, no checkpoints, no progress bar, no summary, no detection of anomalies.
+                barebones=True,
             )
-            trainer.fit(self.module, data)
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - self.began) / num_steps
+            trainer.fit(self.module, _Feed(self.batches, num_steps))
+
+    def __call__(self, num_steps: int) -> float:
+        """Seconds per step."""
+        first, last = (steps * len(self.batches) for steps in (self.SETTLE, self.SETTLE + num_steps))
+        self.times = {first: 0.0, last: 0.0}
+        self.fit(self.SETTLE + num_steps + 1)
+        return (self.times[last] - self.times[first]) / num_steps
 
 
-STEPS: dict[str, Make] = {"by hand": by_hand, "ours": ours, "accelerate": accelerate, "fabric": fabric}
+STEPS: dict[str, Make] = {
+    "by hand": by_hand,
+    "textbook": textbook,
+    "ours": ours,
+    "accelerate": accelerate,
+    "fabric": fabric,
+    "timm": timm,
+}
+LOOPS = [*STEPS, "trainer"]
+"""Whatever can be compared; the Trainer is no step."""
+NEEDS = {"accelerate": "accelerate", "fabric": "lightning", "trainer": "lightning", "timm": "timm"}
+ONLY_ON_GPUS = {("accelerate", "fp16"), ("fabric", "fp16"), ("trainer", "fp16")}
+"""These refuse fp16 on a CPU."""
+
+
+def takes_part(who: str, mode: str, device: str) -> bool:
+    """Whether it is installed, and permits this."""
+    if who in NEEDS and importlib.util.find_spec(NEEDS[who]) is None:
+        return False
+    return device != "cpu" or (who, mode) not in ONLY_ON_GPUS
+
+
+def final(
+    who: str, net: nn.Module, batches: list[Batch], mode: str, device: str, optimize: Optimize, num_steps: int
+) -> torch.Tensor:
+    """The weights after `num_steps` steps, as one tensor on the CPU."""
+    if who == "trainer":
+        TimedTrainer(net, batches, mode, device, optimize).fit(num_steps)
+    else:
+        step = STEPS[who](net, batches, mode, device, optimize)
+        for _ in range(num_steps):
+            step()
+    return torch.cat([p.detach().double().flatten().cpu() for p in net.parameters()])

@@ -25,15 +25,25 @@ class Work:
     draw: Callable[[int, torch.Generator], Batch]
     """(samples, randomness) -> inputs and targets on the CPU."""
     batch_size: int
+    tokens: int = 0
+    """Of a sample, where there are any."""
 
-    def net(self, device: str) -> nn.Module:
+    def net(self, device: str, *, channels_last: bool = False) -> nn.Module:
+        """The same weights at every call, in training."""
         torch.manual_seed(0)
-        return self.build().to(device).train()
+        net = self.build().to(device).train()
+        return net.to(memory_format=torch.channels_last) if channels_last else net  # type: ignore[call-overload]
 
-    def batches(self, num: int, device: str, batch_size: int | None = None) -> list[Batch]:
+    def batches(
+        self, num: int, device: str, batch_size: int | None = None, *, channels_last: bool = False
+    ) -> list[Batch]:
+        """The same samples at every call."""
         generator = torch.Generator().manual_seed(0)
         drawn = [self.draw(batch_size or self.batch_size, generator) for _ in range(num)]
-        return [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
+        moved = [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
+        if channels_last:
+            moved = [(inputs.to(memory_format=torch.channels_last), targets) for inputs, targets in moved]
+        return moved
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -41,7 +51,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def _images(name: str, shape: tuple[int, int, int], title: str, batch_size: int, **options: int) -> Work:
+def _images(name: str, shape: tuple[int, int, int], title: str, batch_size: int, **options: float) -> Work:
     def draw(num: int, generator: torch.Generator) -> Batch:
         return torch.randn(num, *shape, generator=generator), torch.randint(10, (num,), generator=generator)
 
@@ -59,12 +69,13 @@ def _gpt(vocab: int, length: int, width: int, depth: int, heads: int, title: str
     def build() -> nn.Module:
         return GPT(vocab_size=vocab, length=length, width=width, depth=depth, heads=heads)
 
-    return Work(title, build, draw, batch_size)
+    return Work(title, build, draw, batch_size, length)
 
 
 WORKS: dict[str, Work] = {
     "mlp": _images("mlp", (1, 14, 14), "MLP, 59k parameters", 32, width=160),
-    "cnn": _images("cnn", (1, 28, 28), "small CNN", 32),
+    # Without dropout: its masks are drawn by whoever comes first.
+    "cnn": _images("cnn", (1, 28, 28), "small CNN", 32, dropout=0.0),
     "resnet18": _images("resnet18", (3, 32, 32), "ResNet-18 at 32", 16),
     "gpt": _gpt(256, 64, 64, 4, 4, "GPT, 4 layers of 64", 8),
     # For GPUs.

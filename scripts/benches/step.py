@@ -1,0 +1,193 @@
+"""Seconds of a training step, as ratios to the loop written by hand; with other libraries.
+
+By hand is autocast, GradScaler, clip_grad_norm_ and a fused AdamW as in torch's tutorials; `textbook` is the same with
+torch's default AdamW. Accelerate, Lightning Fabric, Lightning's Trainer and timm take part where they are installed
+(pip install -e '.[bench]'). Before anything is timed, all of them train from the same weights on the same samples and
+must end with the same weights and the same loss. Then they take turns in one process, in slices of a twentieth of a
+second and in another order each round; a second loop written by hand (`again`) shows which differences mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+
+import torch
+
+from benches.loops import LOOPS, STEPS, Make, Timed, TimedTrainer, adamw, by_hand, final, sgd, takes_part
+from benches.result import Number, Picture, Result, ratios, take_turns
+from benches.work import MODES, WORKS, Batch, Work, loss_of
+
+FULL = ["--work", "mlp,cnn,resnet18,gpt", "--rounds", "12"]
+SHORT = ["--rounds", "2", "--slice", "0.01", "--modes", "fp32", "--accumulation", "1"]
+
+STEPS_ALIKE = 5
+"""Steps after which weights are compared."""
+ALIKE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.05}
+"""How far two contestants may lie from each other, to the way that they went from their first weights.
+
+They round in another order (before or after scaling, clipping), and AdamW makes whole steps of gradients that are
+nothing but such rounding. With SGD a loop that does not clip, or divides by another number, lies far apart.
+"""
+
+
+class NotAlike(Exception):
+    """A contestant computes something else."""
+
+
+def add_choices(parser: argparse.ArgumentParser, work: str) -> None:
+    """What is trained, and how."""
+    parser.add_argument("--work", default=work, type=some_of(WORKS), help=f"of {', '.join(WORKS)}")
+    parser.add_argument("--modes", default="fp32,bf16,fp16", type=some_of(MODES), help=f"of {', '.join(MODES)}")
+    parser.add_argument("--accumulation", default="1,4", type=numbers, help="micro-batches of a step")
+    parser.add_argument("--against", default=",".join(LOOPS[1:]), type=some_of(LOOPS), help="contestants")
+    parser.add_argument("--batch-size", type=int, help="samples of a micro-batch; default: the network's own")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    add_choices(parser, "mlp")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--slice", type=float, default=0.05, help="seconds of a turn")
+    parser.add_argument(
+        "--longest", type=float, default=0.5, help="seconds of a step by hand, above which it is left out"
+    )
+    parser.add_argument("--compile", action="store_true", help="torch.compile the network, for all")
+    parser.add_argument("--channels-last", action="store_true", help="images and networks, for all")
+
+
+def some_of(known):
+    """A list with commas, of known names."""
+
+    def parse(text: str) -> list[str]:
+        unknown = [name for name in text.split(",") if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; expected some of {', '.join(known)}")
+        return text.split(",")
+
+    return parse
+
+
+def numbers(text: str) -> list[int]:
+    """A list with commas."""
+    return [int(number) for number in text.split(",")]
+
+
+def measure(flags: argparse.Namespace) -> Result:
+    result = Result(
+        "step",
+        flags.command,
+        flags.device,
+        Picture(
+            {"ratio": "time of a step, to that of the loop by hand"},
+            lines="loop",
+            panels=("work", "accumulation"),
+            series="mode",
+            at=1.0,
+            left_out="by hand",
+        ),
+    )
+    apart: dict[str, float] = {}
+    for work in flags.work:
+        for mode in flags.modes:
+            for accumulation in flags.accumulation:
+                try:
+                    compare(result, work, mode, accumulation, flags, apart)
+                except NotAlike as problem:
+                    print(f"error: {problem}", flush=True)
+                    result.problems.append(f"Not compared: {problem}.")
+    most = ", ".join(f"{mode} {distance:.1e} (at most {ALIKE[mode]:g})" for mode, distance in apart.items())
+    if apart:
+        result.notes.append(
+            f"All loops end with the same weights after {STEPS_ALIKE} steps, with AdamW and with SGD. Largest distance "
+            f"from those of the loop by hand, to the way that these went: {most}."
+        )
+        print(result.notes[-1])
+    return result
+
+
+def compare(
+    result: Result, name: str, mode: str, accumulation: int, flags: argparse.Namespace, apart: dict[str, float]
+) -> None:
+    """One row for each contestant."""
+    work, device = WORKS[name], flags.device
+    if flags.compile:
+        # Each contestant compiles a network of its own, and none may fall back to running it as it is.
+        torch.compiler.reset()
+        torch._dynamo.config.recompile_limit = 64  # type: ignore[attr-defined]
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # type: ignore[attr-defined]
+    batches = work.batches(accumulation, device, flags.batch_size, channels_last=flags.channels_last)
+
+    def net() -> torch.nn.Module:
+        built = work.net(device, channels_last=flags.channels_last)
+        return torch.compile(built) if flags.compile else built  # type: ignore[return-value]
+
+    names = ["by hand", "again", *(who for who in flags.against if who != "by hand" and takes_part(who, mode, device))]
+    alone = Timed(by_hand(net(), batches, mode, device, adamw), device)
+    alone(1)
+    if (seconds := alone(1)) > flags.longest:
+        result.notes.append(
+            f"Left out, since a step takes {seconds:.1f} s here: {name}, {mode}, accumulation {accumulation}."
+        )
+        print(result.notes[-1], flush=True)
+        return
+    apart[mode] = max(
+        apart.get(mode, 0.0), distance(work, [who for who in names if who != "again"], batches, mode, device)
+    )
+    runners: dict[str, Timed | TimedTrainer] = {}
+    for who in names:
+        make: Make = by_hand if who == "again" else STEPS.get(who, by_hand)
+        runners[who] = (
+            TimedTrainer(net(), batches, mode, device, adamw)
+            if who == "trainer"
+            else Timed(make(net(), batches, mode, device, adamw), device)
+        )
+    for run in runners.values():
+        run(3)
+    num_steps = max(1, round(flags.slice / runners["by hand"](3)))
+    times = take_turns({who: functools.partial(run, num_steps) for who, run in runners.items()}, flags.rounds)
+    found = ratios(times, "by hand", "again")
+    num_samples = sum(len(inputs) for inputs, _ in batches)
+    for who in names:
+        rate = num_samples / Number.of(times[who]).median
+        rates = {"samples/s": rate} | ({"tokens/s": rate * work.tokens} if work.tokens else {})
+        result.add(
+            work=name,
+            accumulation=accumulation,
+            mode=mode,
+            loop=who,
+            ms=Number.of([1e3 * seconds for seconds in times[who]]),
+            ratio=found[who],
+            **rates,
+        )
+
+
+def distance(work: Work, names: list[str], batches: list[Batch], mode: str, device: str) -> float:
+    """The largest distance between the weights of a contestant and those of the loop by hand, at the end.
+
+    Networks are not compiled for this, and small batches are enough.
+
+    Raises:
+        NotAlike: it is more than rounding, or the losses differ.
+    """
+    few = [(inputs[:8], targets[:8]) for inputs, targets in batches]
+    first = torch.cat([p.detach().double().flatten().cpu() for p in work.net(device).parameters()])
+    most = 0.0
+    for optimize in (adamw, sgd):
+        ends, losses = {}, {}
+        for who in names:
+            net = work.net(device)
+            ends[who] = final(who, net, few, mode, device, optimize, STEPS_ALIKE)
+            with torch.no_grad():
+                of_each = [loss_of(net.to(device)(inputs), targets).item() for inputs, targets in few]
+            losses[who] = sum(of_each) / len(few)
+        way = (ends["by hand"] - first).norm().item()
+        for who in names:
+            apart = (ends[who] - ends["by hand"]).norm().item() / way
+            if not apart <= ALIKE[mode] or not abs(losses[who] / losses["by hand"] - 1) <= ALIKE[mode]:
+                raise NotAlike(
+                    f"{who} trains another network than the loop by hand ({work.title}, {mode}, accumulation "
+                    f"{len(few)}, {optimize.__name__}): its weights lie {apart:.2g} of the way apart, its loss is "
+                    f"{losses[who]:.6g} instead of {losses['by hand']:.6g}"
+                )
+            most = max(most, apart)
+    return most
