@@ -1,4 +1,4 @@
-"""Run folders as they are found: finished, still running, half-written, damaged. Reading one never fails and never hangs.
+"""Run folders as they are found: finished, running, half-written, damaged. Reading one never fails and never hangs.
 
     for folder in find([Path("multirun")], notes):
         run = read_run(folder)          # .status, .config by full keys, .summary, .problems
@@ -100,6 +100,15 @@ def number(value: Any) -> float | None:
     with contextlib.suppress(OverflowError):
         return float(value) if math.isfinite(value) else None
     return None
+
+
+def visible(text: str) -> str:
+    """`text` without what would act on a terminal or turn the order of letters around; such characters show as \\x1b."""
+    text = text.encode("utf-8", "backslashreplace").decode()  # names of files that are no UTF-8
+    return _ACTING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+_ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 
 
 # --- finding ----------------------------------------------------------------------------------------------------------
@@ -268,8 +277,8 @@ def _json_of(path: Path, problems: list[str]) -> dict[str, Any]:
 def _settings(text: str) -> dict[str, Any]:
     """The settings by full key.
 
-    Runs of a sweep share most of their lines, and a YAML parser takes 20 ms for all of them. So each group of lines, from
-    one top-level key to the next, is parsed once for all runs.
+    Runs of a sweep share most of their lines, and a YAML parser takes 20 ms for all of them. So each group of lines,
+    from one top-level key to the next, is parsed once for all runs.
     """
     text = text.replace("\r\n", "\n")
     blocks = re.split(r"^(?=[A-Za-z_])", text, flags=re.MULTILINE)

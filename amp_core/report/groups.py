@@ -3,8 +3,8 @@
     study = make_study(runs)            # what differs between the runs decides what is compared
     study.headline, study.sections[0].sentences
 
-Runs that differ in nothing but the seed are a *group*. Groups that differ in nothing but what is compared (`by`, by default the
-mode) stand in one *section*, so a sweep over modes and learning rates compares the modes at each learning rate.
+Runs that differ in nothing but the seed are a *group*. Groups that differ in nothing but what is compared (`by`, by
+default the mode) stand in one *section*, so a sweep over modes and learning rates compares the modes at each learning rate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from amp_core.config import nearest
 from amp_core.errors import ConfigError
 from amp_core.report.folders import Run, is_ours
-from amp_core.report.significance import Comparison, compare, judge
+from amp_core.report.significance import LEAST_SEEDS, MOST_SEEDS, Comparison, compare, judge
 
 IRRELEVANT = (
     "seed",
@@ -92,14 +92,15 @@ class Section:
             return []
         found = []
         for group in self.groups:
-            difference, ratio = self.differences.get(group.label), self.ratios.get(group.label)
-            parts = [speed_words(ratio)] if ratio else []
-            parts += [metric_words(difference, self.metric)] if difference else []
-            if group is not self.reference and parts:
-                found.append(f"{group.label}: {'; '.join(parts)}." + _of_those(group))
-            elif group is not self.reference:
-                found.append(f"{group.label}: nothing to compare yet." + _of_those(group))
+            if group is not self.reference:
+                parts = [f"{claim} ({facts})" for claim, facts in self.claims(group)]
+                found.append(f"{group.label}: {'; '.join(parts) or 'nothing to compare yet'}.{of_those(group)}")
         return found
+
+    def claims(self, group: Group) -> list[tuple[str, str]]:
+        """What can be said of a group beside the reference: claims, each with its statistics."""
+        difference, ratio = self.differences.get(group.label), self.ratios.get(group.label)
+        return ([speed_words(ratio)] if ratio else []) + ([metric_words(difference, self.metric)] if difference else [])
 
 
 @dataclass
@@ -356,8 +357,9 @@ def _warnings(section: Section, names: Sequence[str]) -> list[str]:
 
 def _device(run: Run) -> str:
     device = run.environment.get("device")
+    kind = str(run.summary.get("device") or "")
     name = device.get("name") if isinstance(device, dict) else None
-    return str(name or run.summary.get("device") or "")
+    return f"{kind} ({name})" if name else kind
 
 
 def _torch(run: Run) -> str:
@@ -388,52 +390,58 @@ def p_words(p: float) -> str:
     return "p < 0.001" if p < 0.001 else f"p = {p:.2g}" if p < 0.995 else "p = 1.0"
 
 
-def metric_words(c: Comparison, metric: str) -> str:
-    """What can be said of the metric, with its statistics."""
+def metric_words(c: Comparison, metric: str) -> tuple[str, str]:
+    """What can be said of the metric, and the statistics behind it."""
     half = (c.high - c.low) / 2 if c.low is not None and c.high is not None else abs(c.difference)
     digits = digits_for(half)
     n = f"n = {c.counts[0]} seeds each" if c.counts[0] == c.counts[1] else f"n = {c.counts[0]} and {c.counts[1]} seeds"
+    difference = f"difference {signed(c.difference, digits)}"
     if c.kind == "identical":
-        return f"{metric} identical: every seed gave the same number ({n})"
+        return f"{metric} identical, every seed gave the same number", n
     if c.kind == "too few seeds":
-        return f"{metric} differs by {signed(c.difference, digits)}: too few seeds to tell ({n}; 3 are the least)"
-    numbers = f"difference {signed(c.difference, digits)}"
+        return f"too few seeds to tell about {metric}", f"{difference}, {n}, at least {LEAST_SEEDS} are needed"
+    facts = [difference]
     if c.low is not None and c.high is not None:
-        numbers += f", 95 % interval [{signed(c.low, digits)}, {signed(c.high, digits)}]"
+        facts.append(f"95 % interval [{signed(c.low, digits)}, {signed(c.high, digits)}]")
     if c.p is not None:
-        numbers += f", {p_words(c.p)}"
-        if c.num_comparisons > 1 and c.p_adjusted is not None:
-            numbers += f" ({p_words(c.p_adjusted).removeprefix('p ').removeprefix('= ')} adjusted)"
-    numbers += f", {n}, {c.test}" if c.test != "none" else f", {n}"
+        several = c.num_comparisons > 1 and c.p_adjusted is not None
+        facts.append(p_words(c.p) + (f" (Holm {p_words(c.p_adjusted)[2:].removeprefix('= ')})" if several else ""))  # type: ignore[arg-type]
+    facts += [n] + ([c.test] if c.test != "none" else [])
     margin = "" if c.margin is None else f"±{c.margin:.{digits_for(c.margin)}f}"
     if c.kind == "equal":
-        return f"{metric} equal within {margin} ({numbers})"
-    if c.kind != "unclear":
-        return f"{metric} {c.kind} by {abs(c.difference):.{digits}f} ({numbers})"
-    if c.low is None:
-        return f"{metric} cannot be judged: the seeds give no spread to test with ({numbers})"
-    more = ""
-    if c.seeds_needed is not None and c.seeds_needed > max(c.counts):
-        more = f"; about {c.seeds_needed:,} seeds each would tell" if c.seeds_needed < 1000 else "; seeds will not help"
-    return f"{metric} not settled: the interval reaches beyond {margin} ({numbers}){more}"
+        claim = f"{metric} equal within {margin}"
+    elif c.kind != "unclear":
+        claim = f"{metric} {c.kind} by {abs(c.difference):.{digits}f}"
+    elif c.low is None:
+        claim = f"{metric} cannot be judged, the seeds give no spread to test with"
+    else:
+        claim = f"{metric} not settled, the interval reaches beyond {margin}"
+        if c.seeds_needed is not None and c.seeds_needed > max(c.counts):
+            claim += f"; about {c.seeds_needed:,} seeds each would tell" if c.seeds_needed < MOST_SEEDS else ""
+    return claim, ", ".join(facts)
 
 
-def speed_words(c: Comparison) -> str:
+def speed_words(c: Comparison) -> tuple[str, str]:
+    """The same for the speed."""
     ratio = math.exp(c.difference)
+    n = f"n = {c.counts[0]} and {c.counts[1]}"
     if c.low is None or c.high is None:
-        few = ", too few runs to tell" if c.kind == "too few seeds" else ""
-        return f"{ratio:.2f}× as fast as {c.reference}{few}"
-    interval = f"[{math.exp(c.low):.2f}, {math.exp(c.high):.2f}]"
+        return (
+            f"{ratio:.2f}× as fast as {c.reference}",
+            f"{n}, too few runs to tell" if c.kind == "too few seeds" else n,
+        )
+    interval = f"95 % interval [{math.exp(c.low):.2f}, {math.exp(c.high):.2f}]"
     if c.kind in ("better", "worse"):
-        return f"{ratio:.2f}× as fast as {c.reference} {interval}"
-    return f"no difference in speed that can be told from {c.reference} ({ratio:.2f}× {interval})"
+        return f"{ratio:.2f}× as fast as {c.reference}", interval
+    return f"not shown to be faster or slower than {c.reference}", f"{ratio:.2f}×, {interval}"
 
 
 def _counted(count: int, thing: str) -> str:
     return f"{count:,} {thing}" + ("" if count == 1 else "s")
 
 
-def _of_those(group: Group) -> str:
+def of_those(group: Group) -> str:
+    """Which of its runs did not finish; empty when all did."""
     if not group.lost:
         return ""
     total, lost = len(group.runs), ", ".join(f"{count} {status}" for status, count in sorted(group.lost.items()))

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 LEVEL = 0.05
 LEAST_SEEDS = 3
-_MOST_SEEDS = 1000
+MOST_SEEDS = 1000
 
 Kind = Literal["better", "worse", "higher", "lower", "equal", "identical", "unclear", "too few seeds"]
 
@@ -178,10 +178,10 @@ def compare(
 
 
 def _seeds_needed(spread: float, margin: float, groups: int) -> int:
-    for seeds in range(LEAST_SEEDS, _MOST_SEEDS):
+    for seeds in range(LEAST_SEEDS, MOST_SEEDS):
         if t_quantile(LEVEL, float(groups * (seeds - 1))) * spread / math.sqrt(seeds) <= margin:
             return seeds
-    return _MOST_SEEDS
+    return MOST_SEEDS
 
 
 def judge(comparisons: Sequence[Comparison]) -> list[Comparison]:
