@@ -95,11 +95,14 @@ class Run:
 
 def number(value: Any) -> float | None:
     """A finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if type(value) is float:
+        return value if math.isfinite(value) else None
+    if type(value) is not int:
         return None
-    with contextlib.suppress(OverflowError):
-        return float(value) if math.isfinite(value) else None
-    return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def visible(text: str) -> str:
@@ -315,12 +318,12 @@ class Curves:
     """Not every line of training was read."""
 
 
-def read_curves(run: Run, most: int = 2000) -> Curves:
-    """At most `most` lines of training, evenly spread, and as many of evaluation. Never raises.
+def read_curves(run: Run, keys: Iterable[str], most: int = 2000) -> Curves:
+    """At most `most` lines of training, evenly spread, and as many of evaluation; of them, these keys. Never raises.
 
     A number that is not finite is left out. What is wrong is added to `run.problems`.
     """
-    curves = Curves()
+    curves, keys = Curves(), tuple(keys)
     lines = _lines_of(run.path / "metrics.jsonl", run.problems, curves)
     split = {"eval": [line for line in lines if b'"eval"' in line]}
     split["train"] = [line for line in lines if b'"eval"' not in line]
@@ -333,9 +336,9 @@ def read_curves(run: Run, most: int = 2000) -> Curves:
             if entry is None or step is None or entry.get("split") != name:
                 curves.damaged += bool(line.strip())
                 continue
-            for key, value in entry.items():
-                finite = number(value)
-                if finite is not None and key != "step" and (key in target or len(target) < 64):
+            for key in keys:
+                finite = number(entry.get(key))
+                if finite is not None:
                     target.setdefault(key, {})[int(step)] = finite
         setattr(curves, name, {key: sorted(points.items()) for key, points in target.items()})
     if curves.damaged:

@@ -23,7 +23,7 @@ MOST_SECTIONS = 12
 """With pictures; the table has all."""
 MOST_GROUPS = len(COLOURS)
 """In a picture."""
-MOST_LINES = 400_000
+MOST_LINES = 200_000
 """Of metrics.jsonl, in all runs together."""
 _LONG = 2000
 """Rows of a table."""
@@ -48,7 +48,8 @@ def panels_of(section: Section, colours: dict[str, int], num_runs: int) -> list[
     groups = drawn_groups(section)
     most = min(2000, max(200, MOST_LINES // max(num_runs, 1)))
     few = min(40, max(4, 8000 // max(num_runs, 1)))
-    curves = {id(run): read_curves(run, most) for group in groups for run in group.runs}
+    keys = {section.metric, "loss", "loss_scale", "skipped", "samples_per_second"}
+    curves = {id(run): read_curves(run, keys, most) for group in groups for run in group.runs}
     rooms = {id(run): read_headroom(run, few) for group in groups for run in group.runs}
     metric = section.metric
 
