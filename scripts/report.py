@@ -4,9 +4,10 @@
     python scripts/report.py multirun/parity                     # a table and verdicts in the terminal
     python scripts/report.py multirun/lr --by optimizer.lr --margin 0.002 --json
 
-Prints Markdown: a row for each group of runs that differ in the seed alone, or a row for each choice of the settings that are varied
-besides --by; then a verdict on each group. --out writes a page with pictures, one file that needs no network. Runs that
-have not finished, and folders that cannot be read, are named on stderr and in the page. docs/REPORTS.md says more.
+Prints Markdown: a row for each group of runs that differ in the seed alone, or a row for each choice of the settings
+that are varied besides --by; then a verdict on each group. --out writes a page with pictures, one file that needs no
+network. Runs that have not finished, and folders that cannot be read, are named on stderr and in the page.
+docs/REPORTS.md says more.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     python scripts/runs.py prune --older 30                             # shows what would go: runs without a result
     python scripts/runs.py prune --checkpoints --older 7 --yes          # removes all checkpoints but the best
 
---where takes status, recipe, amp, seed, step, result, speed, memory, skipped, seconds, exit_code, age (days), eval.*, and
-any setting by its key; with = (also a pattern such as fp16*), !=, and > >= < <=, which a shell wants in quotes.
+--where takes status, recipe, amp, seed, step, result, speed, memory, skipped, seconds, exit_code, age (days), eval.*,
+and any setting by its key; with = (also a pattern such as fp16*), !=, and > >= < <=, which a shell wants in quotes.
 prune removes nothing without --yes, never anything of a run that is going on, and only what runs write themselves.
 """
 

@@ -45,6 +45,7 @@ class LinePanel:
     lines: list[Line]
     scale: Literal["linear", "log", "log2"] = "linear"
     from_zero: bool = False
+    is_count: bool = False
     zero: bool = False
     """With a line at 0, where no difference stands."""
     floor: tuple[float, str] | None = None
@@ -155,7 +156,8 @@ class _Axis:
 
 def axis_of(panel: LinePanel) -> _Axis:
     """The vertical axis; curves that ended badly may leave it, the others not."""
-    kept = [line for line in panel.lines if line.end != "cross"] or panel.lines
+    is_bounded = panel.from_zero or panel.scale == "log2"
+    kept = [line for line in panel.lines if is_bounded or line.end != "cross"] or panel.lines
     values = [y for line in kept for _, y in line.points] + [y for line in kept for pair in line.band for y in pair]
     kind = panel.scale
     if kind != "linear" and (not values or min(values) <= 0):
@@ -181,7 +183,10 @@ def axis_of(panel: LinePanel) -> _Axis:
         return _Axis(low, high, kind, marks if len(marks) > 1 else ticks(low, high))
     room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     low, high = 0.0 if panel.from_zero and low >= 0 else low - room, high + room
-    return _Axis(low, high, "linear", ticks(low, high))
+    marks = ticks(low, high)
+    if panel.is_count:
+        marks = [tick for tick in marks if tick == round(tick)]
+    return _Axis(low, high, "linear", marks)
 
 
 def _range_of(panel: RowPanel) -> tuple[float, float]:
@@ -213,7 +218,8 @@ def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> st
 
 
 def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+    """Shortened in the middle: labels begin with the mode and end with what tells them apart."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[most // 2 + 1 - most :]}"
 
 
 def _line_svg(panel: LinePanel) -> str:
@@ -322,9 +328,8 @@ def _row_svg(panel: RowPanel) -> str:
         parts.append(f'<g class="c{row.colour}">' + _text(left, y - 10, _cut(row.label, 34), "name"))
         parts.append(_text(WIDTH - right, y - 10, row.text, "number", "end"))
         if panel.bars:
-            parts.append(
-                f'<rect x="{left}" y="{y - 4:.1f}" width="{max(place(row.value) - left, 1):.1f}" height="9" class="bar"/>'
-            )
+            length = max(place(row.value) - left, 1)
+            parts.append(f'<rect x="{left}" y="{y - 4:.1f}" width="{length:.1f}" height="9" class="bar"/>')
         else:
             for point in row.points:
                 parts.append(f'<circle cx="{place(point):.1f}" cy="{y:.1f}" r="4" class="run"/>')
@@ -378,7 +383,7 @@ def save_png(panels: Sequence[Panel], folder: Path) -> list[Path]:
         from matplotlib.figure import Figure
     except ImportError as problem:
         raise ConfigError("--png needs the package matplotlib: pip install 'amp-recipes[data]'") from problem
-    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False}
+    style: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False}
     style |= {"axes.grid": True, "axes.grid.axis": "y", "grid.color": "#e4e6ea", "text.parse_math": False}
     paths = []
     with mpl.rc_context(style):
@@ -431,6 +436,7 @@ def _row_png(panel: Any, axes: Any) -> None:
     axes.grid(axis="y", visible=False)
     axes.set_xlim(*_range_of(panel))
     axes.set_ylim(len(panel.rows) - 0.5, -0.7)
+    axes.xaxis.set_visible(not panel.bars)
     axes.set_yticks(range(len(panel.rows)), [_cut(row.label, 24) for row in panel.rows])
     if panel.margin is not None and panel.origin is not None:
         axes.axvspan(panel.origin - panel.margin, panel.origin + panel.margin, color="#e7f1ea", zorder=0)

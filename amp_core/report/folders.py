@@ -106,7 +106,7 @@ def number(value: Any) -> float | None:
 
 
 def visible(text: str) -> str:
-    """`text` without what would act on a terminal or turn the order of letters around; such characters show as \\x1b."""
+    """`text` with what would act on a terminal, or turn the order of letters around, shown as \\x1b and the like."""
     text = text.encode("utf-8", "backslashreplace").decode()  # names of files that are no UTF-8
     return _ACTING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
@@ -189,6 +189,8 @@ def read_run(folder: Path) -> Run:
         run.status = "running"
     elif run.status == "running":
         run.status = "stopped"
+    if run.status in ("running", "stopped", "unknown") and (step := _last_step(folder / "metrics.jsonl")) is not None:
+        run.summary["step"] = max(step, run.count("step") or 0)  # the summary knows it at the end
     if run.status == "finished" and run.best and run.result() is None:
         run.problems.append(f"summary.json: eval.{run.best} is missing or no finite number")
     for name in ("summary.json", "metrics.jsonl", ".hydra/config.yaml"):
@@ -214,6 +216,21 @@ def _is_written(folder: Path) -> bool:
     except OSError:
         return False
     return is_file and is_locked(folder)
+
+
+def _last_step(path: Path) -> float | None:
+    """The step of the last whole line."""
+    try:
+        with os.fdopen(_open(path), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
+            lines = file.read(1 << 16).split(b"\n")
+    except OSError:
+        return None
+    for line in reversed(lines[-20:]):
+        entry = _object(line)
+        if entry is not None and (step := number(entry.get("step"))) is not None:
+            return step
+    return None
 
 
 def _short(problem: BaseException) -> str:

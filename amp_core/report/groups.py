@@ -4,7 +4,7 @@
     study.headline, study.sections[0].sentences
 
 Runs that differ in nothing but the seed are a *group*. Groups that differ in nothing but what is compared (`by`, by
-default the mode) stand in one *section*, so a sweep over modes and learning rates compares the modes at each learning rate.
+default the mode) stand in one *section*, so a sweep over modes and learning rates compares the modes at each rate.
 """
 
 from __future__ import annotations
@@ -125,7 +125,10 @@ class Study:
     def headline(self) -> str:
         """The answer in one sentence."""
         going = sum(run.status == "running" for run in self.runs)
-        text = _headline(self.sections[0]) if len(self.sections) == 1 else _headline_of_many(self.sections)
+        compared = [section for section in self.sections if section.differences] or self.sections
+        text = _headline(compared[0]) if len(compared) == 1 else _headline_of_many(compared)
+        if len(compared) < len(self.sections) and len(compared) == 1:
+            text = f"{compared[0].title}: {text}"
         return f"So far, with {_counted(going, 'run')} still going: {text}" if going else text
 
 
@@ -341,25 +344,25 @@ def _warnings(section: Section, names: Sequence[str]) -> list[str]:
         named = ", ".join(others[:6]) + (f" and {len(others) - 6} more" if len(others) > 6 else "")
         found.append(f"the groups also differ in {named}: what is compared is not the only cause of a difference")
     for what, values in (
-        ("devices", {_device(run) for run in runs}),
-        ("versions of torch", {_torch(run) for run in runs}),
+        ("devices", {_device(run) for run in runs if run.status == "finished"}),
+        ("versions of torch", {_torch(run) for run in runs if run.status == "finished"}),
     ):
         if len(values - {""}) > 1:
             found.append(f"the runs have different {what} ({', '.join(sorted(values - {''}))}): do not compare speeds")
-    seeds = {group.label: set(group.values) for group in section.groups}
+    seeds = {group.label: set(group.values) for group in section.groups if group.values}
     everything = set().union(*seeds.values())
-    for label, own in seeds.items():
-        if own and own != everything:
-            missing = ", ".join(map(str, sorted(everything - own)[:10]))
-            found.append(f"{label}: no finished run of seed {missing}, which other groups have")
+    missing = {label: sorted(everything - own) for label, own in seeds.items() if own != everything}
+    if missing:
+        each = "; ".join(f"{label}: {', '.join(map(str, absent[:10]))}" for label, absent in list(missing.items())[:8])
+        found.append(f"seeds that other groups have finished and these have not: {each}")
     return found
 
 
 def _device(run: Run) -> str:
     device = run.environment.get("device")
-    kind = str(run.summary.get("device") or "")
-    name = device.get("name") if isinstance(device, dict) else None
-    return f"{kind} ({name})" if name else kind
+    if not isinstance(device, dict) or not device.get("type"):
+        return str(run.summary.get("device") or "")
+    return f"{device['type']} ({device['name']})" if device.get("name") else str(device["type"])
 
 
 def _torch(run: Run) -> str:
@@ -416,7 +419,7 @@ def metric_words(c: Comparison, metric: str) -> tuple[str, str]:
         claim = f"{metric} cannot be judged, the seeds give no spread to test with"
     else:
         claim = f"{metric} not settled, the interval reaches beyond {margin}"
-        if c.seeds_needed is not None and c.seeds_needed > max(c.counts):
+        if c.seeds_needed is not None and c.seeds_needed > min(c.counts):
             claim += f"; about {c.seeds_needed:,} seeds each would tell" if c.seeds_needed < MOST_SEEDS else ""
     return claim, ", ".join(facts)
 
@@ -445,7 +448,9 @@ def of_those(group: Group) -> str:
     if not group.lost:
         return ""
     total, lost = len(group.runs), ", ".join(f"{count} {status}" for status, count in sorted(group.lost.items()))
-    return f" Of its {_counted(total, 'run')}, {lost}: not part of the comparison."
+    if total == 1:
+        return f" Its only run is no part of the comparison: {next(iter(group.lost))}."
+    return f" Of its {total:,} runs, {lost}: not part of the comparison."
 
 
 GOOD = ("equal", "identical", "better")
@@ -461,9 +466,12 @@ def _headline(section: Section) -> str:
     good = [label for label, c in section.differences.items() if c.kind in GOOD]
     faster = [label for label in good if label in section.ratios and section.ratios[label].kind == "better"]
     if faster:
-        label = max(faster, key=lambda name: section.ratios[name].difference)
-        ratio = math.exp(section.ratios[label].difference)
-        return f"{label} trains {ratio:.2f}× as fast as {base.label}, {_as_good(section, label)}."
+        fastest = max(section.ratios[label].difference for label in faster)
+        alike = [label for label in faster if fastest - section.ratios[label].difference < 0.03]
+        speeds = " and ".join(dict.fromkeys(f"{math.exp(section.ratios[label].difference):.2f}×" for label in alike))
+        train = "trains" if len(alike) == 1 else "train"
+        same = "; ".join(dict.fromkeys(_as_good(section, label) for label in alike))
+        return f"{_listed(alike)} {train} {speeds} as fast as {base.label}, {same}."
     better = [label for label in good if section.differences[label].kind == "better"]
     if better:
         label = max(better, key=lambda name: abs(section.differences[name].difference))
@@ -480,10 +488,14 @@ def _headline(section: Section) -> str:
     if kinds <= {"unclear", "too few seeds"}:
         return f"Not settled: {section.metric} varies too much between seeds to tell the groups from {base.label}."
     if good:
-        named = " and ".join(good) if len(good) < 4 else f"{len(good)} groups"
+        named = _listed(good)
         are = "is" if len(good) == 1 else "are"
         return f"Stay with {base.label}: {named} {are} as good, and not shown to be faster."
     return f"Stay with {base.label}: nothing else is shown to be as good."
+
+
+def _listed(labels: Sequence[str]) -> str:
+    return " and ".join(labels) if len(labels) < 4 else f"{len(labels)} groups"
 
 
 def _as_good(section: Section, label: str) -> str:

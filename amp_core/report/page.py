@@ -1,12 +1,14 @@
 """A study as a page, as Markdown and as JSON.
 
-The page is one file: pictures inline, no script, nothing loaded from anywhere, in the reader's choice of light or dark. Names of
-folders and texts of errors come from outside, so everything is escaped, and a policy in the page forbids scripts.
+The page is one file: pictures inline, no script, nothing loaded from anywhere, in the reader's choice of light or dark.
+Names of folders and texts of errors come from outside, so everything is escaped, and a policy in the page forbids
+scripts.
 """
 
 from __future__ import annotations
 
 import datetime
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -78,7 +80,7 @@ def panels_of(section: Section, colours: dict[str, int], num_runs: int) -> list[
     skipped = lines("train", "skipped", 2000)
     if any(y > 0 for line in skipped for _, y in line.points + line.band):
         note = "steps whose gradients were not finite, counted from the start"
-        precision.append(LinePanel("Skipped steps", note, skipped, from_zero=True, name="skipped"))
+        precision.append(LinePanel("Skipped steps", note, skipped, from_zero=True, is_count=True, name="skipped"))
     precision += _room_panels(groups, colours, rooms)
     speed: list[Panel] = [
         LinePanel(
@@ -151,7 +153,8 @@ def _gap_panel(
             other = of_base.get(run.config.get("seed"), {})
             points = curves[id(run)].eval.get(section.metric, [])
             pairs.append([(step, value - other[step]) for step, value in points if step in other])
-        if pairs and all(pairs):
+        pairs = [points for points in pairs if points]
+        if pairs:
             lines.append(Line(group.label, colours[group.label], *band_of(pairs)))
     note = f"minus {base.label} with the same seed; line: mean, band: lowest to highest seed"
     return [LinePanel(f"{_title(section.metric)}, difference to {base.label}", note, lines, zero=True, name="gap")]
@@ -179,8 +182,8 @@ def _result_panels(section: Section, groups: Sequence[Group], colours: dict[str,
         for group in groups:
             c = section.ratios.get(group.label)
             if c is not None:
-                low, high = (None if v is None else 2.718281828459045**v for v in (c.low, c.high))
-                ratio = 2.718281828459045**c.difference
+                low, high = (None if v is None else math.exp(v) for v in (c.low, c.high))
+                ratio = math.exp(c.difference)
                 rows.append(Row(group.label, colours[group.label], ratio, f"{ratio:.2f}×", low, high))
         note = "samples per second, as a ratio with its 95 % interval; right is faster"
         found.append(RowPanel(f"Speed, in times of {base.label}", note, rows, 1.0, name="speed_ratio"))
@@ -192,7 +195,10 @@ def _result_panels(section: Section, groups: Sequence[Group], colours: dict[str,
             rows.append(Row(group.label, colours[group.label], statistics.fmean(values), text, points=values))
     found.append(
         RowPanel(
-            f"{_title(metric)} of every seed", "dot: a seed, bar: their mean ± standard deviation", rows, name="seeds"
+            f"{_title(metric)} of every seed",
+            "a dot for each seed, a bar at their mean; mean ± standard deviation",
+            rows,
+            name="seeds",
         )
     )
     return found
@@ -213,10 +219,11 @@ def _room_panels(groups: Sequence[Group], colours: dict[str, int], rooms: dict[i
     for kind, (title, note) in titles.items():
         points = {run: room.points.get(kind, []) for run, room in rooms.items()}
         lines = _lines(groups, colours, points, 120)
-        least = [room.tightest[kind] for room in rooms.values() if kind in room.tightest]
+        owners = [(group.label, rooms[id(run)].tightest) for group in groups for run in group.runs]
+        least = [(*tightest[kind], label) for label, tightest in owners if kind in tightest]
         if least:
-            room, layer, step = min(least)
-            note += f"; tightest: layer {layer or 'the network itself'} at step {step}, " + (
+            room, layer, step, label = min(least)
+            note += f"; tightest: {label}, layer {layer or 'the network itself'} at step {step}, " + (
                 "beyond the limit" if room < 0 else f"{room:.1f} doublings"
             )
         found.append(LinePanel(title, note, lines, floor=(0.0, "fp16 overflows"), name=f"headroom_{kind}"))
@@ -246,16 +253,20 @@ def _palette(colours: Sequence[str]) -> str:
 
 _CSS = (
     """
-:root { color-scheme: light dark; --sans: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
+:root { color-scheme: light dark;
+  --sans: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
   --serif: Charter, "Bitstream Charter", "Iowan Old Style", Georgia, "Times New Roman", serif;
-  --paper: #fdfdfb; --ink: #1d2129; --quiet: #636a76; --grid: #e4e6ea; --rule: #cfd3da; --equal: #dff0e5; --danger: #fbe3e0;
+  --paper: #fdfdfb; --ink: #1d2129; --quiet: #636a76; --grid: #e4e6ea; --rule: #cfd3da; --equal: #dff0e5;
+  --danger: #fbe3e0;
   --bad: #b3261e; --good: #1a7340; LIGHT }
-@media (prefers-color-scheme: dark) { :root { --paper: #14171c; --ink: #e8eaee; --quiet: #9aa2af; --grid: #2a2f38; --rule: #3b424e;
+@media (prefers-color-scheme: dark) { :root { --paper: #14171c; --ink: #e8eaee; --quiet: #9aa2af; --grid: #2a2f38;
+  --rule: #3b424e;
   --equal: #1d3a2a; --danger: #40201f; --bad: #ff8a80; --good: #6fd698; DARK } }
 * { box-sizing: border-box }
 html { background: var(--paper); color: var(--ink); font: 16px/1.5 var(--sans); -webkit-text-size-adjust: 100% }
 body { max-width: 78rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; overflow-wrap: anywhere }
-h1 { font: 600 clamp(1.7rem, 4.6vw, 2.9rem)/1.15 var(--serif); margin: .35rem 0 .8rem; max-width: 24em; letter-spacing: -.01em;
+h1 { font: 600 clamp(1.7rem, 4.6vw, 2.9rem)/1.15 var(--serif); margin: .35rem 0 .8rem; max-width: 24em;
+  letter-spacing: -.01em;
   overflow-wrap: break-word }
 h2 { font: 600 1.5rem/1.25 var(--serif); margin: 3rem 0 .6rem; padding-top: 1rem; border-top: 2px solid var(--ink) }
 h3 { font: 600 1.05rem/1.3 var(--sans); margin: 2.2rem 0 .8rem }
@@ -265,12 +276,15 @@ p, li { max-width: 46rem }
 .deck { font-size: 1.02rem; margin: 0 }
 .facts { display: block; font-size: .86rem }
 ul.verdicts { list-style: none; padding: 0; margin: 1.6rem 0 0; display: grid; gap: 1.1rem }
-ul.verdicts li { border-left: 4px solid var(--k); padding-left: .9rem; max-width: none; display: grid; gap: .2rem 1.4rem;
-  grid-template-columns: minmax(6rem, 9rem) minmax(13rem, 1fr) minmax(20rem, 3fr) }
+ul.verdicts li { border-left: 4px solid var(--k); padding-left: .9rem; max-width: none; display: grid;
+  gap: .2rem 1.4rem;
+  grid-template-columns: minmax(6rem, 11rem) minmax(12rem, 1fr) minmax(20rem, 3fr) }
 ul.verdicts strong { color: var(--k); font-size: 1.1rem; line-height: 1.4 }
 ul.verdicts .bad { grid-column: 2 / -1 }
-@media (max-width: 44rem) { ul.verdicts li { display: block } ul.verdicts .claim { display: block; margin-top: .25rem } }
-.panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); gap: 2rem 2.2rem; align-items: start }
+@media (max-width: 44rem) { ul.verdicts li { display: block } ul.verdicts .claim { display: block;
+  margin-top: .25rem } }
+.panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); gap: 2rem 2.2rem;
+  align-items: start }
 figure { margin: 0; max-width: 33rem }
 figcaption { margin-bottom: .5rem; line-height: 1.35 }
 figcaption b { display: block }
@@ -286,7 +300,8 @@ td.num, th.num { text-align: right }
 .warning { border-left: 4px solid var(--bad); padding-left: .9rem }
 summary { cursor: pointer; font-weight: 600; margin: 1rem 0 }
 code { font: .92em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace }
-pre { white-space: pre-wrap; font: .85rem/1.4 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; margin: .3rem 0 }
+pre { white-space: pre-wrap; font: .85rem/1.4 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
+  margin: .3rem 0 }
 """.replace("LIGHT", _palette(COLOURS)).replace("DARK", _palette(_DARK))
     + "".join(f".c{i} {{ --k: var(--c{i}) }}\n" for i in range(len(COLOURS)))
     + STYLE
@@ -375,13 +390,14 @@ def _section(section: Section, colours: dict[str, int], parts: list[tuple[str, l
         facts = f"{len(base.values)} seeds, mean ± standard deviation"
         items.insert(
             0,
-            f'<li class="c{colours[base.label]}"><strong>{_e(base.label)}</strong><span class="claim">The reference'
-            f'<span class="facts">{speed}</span></span><span class="claim">{about}<span class="facts">{facts}</span></span></li>',
+            f'<li class="c{colours[base.label]}"><strong>{_e(base.label)}</strong><span class="claim">'
+            f'The reference<span class="facts">{speed}</span></span>'
+            f'<span class="claim">{about}<span class="facts">{facts}</span></span></li>',
         )
         found.append(f'<ul class="verdicts">{"".join(items)}</ul>')
     if section.reference is not None and of_those(section.reference):
         found.append(f'<p class="warning">{_e(section.reference.label)}:{_e(of_those(section.reference))}</p>')
-    found += [f'<p class="warning">{_e(_title(text))}.</p>' for text in section.warnings]
+    found += [f'<p class="warning">{_e(text)}.</p>' for text in section.warnings]
     if len(section.groups) > MOST_GROUPS:
         found.append(f'<p class="note">Pictures of {MOST_GROUPS} of {len(section.groups)} groups: the best.</p>')
     for heading, panels in parts:
@@ -457,7 +473,7 @@ def _missing(study: Study) -> str:
             step, code = run.count("step"), run.summary.get("exit_code")
             cells = [
                 "" if step is None else f"{step:,.0f}",
-                _e(code) if run.status != "running" and code is not None else "",
+                _e(code) if run.status not in ("running", "stopped") and code is not None else "",
             ]
             rows.append([f'<span class="bad">{_e(run.status)}</span>', *cells, why, _path(run)])
         head = ["status", "step", "exit code", "why", "folder"]
@@ -474,6 +490,8 @@ def _missing(study: Study) -> str:
 def _reason(run: Run) -> str:
     if run.status == "running":
         return ""
+    if run.status == "unknown":
+        return "what became of it cannot be read"
     if run.status == "stopped":
         return "it ended without a word (killed, or the machine went down); the same command goes on with it"
     lines = [line for line in run.error.strip().splitlines() if line.strip()]
@@ -507,23 +525,26 @@ def _all_runs(study: Study) -> str:
 
 def _method(study: Study) -> str:
     count = study.num_comparisons
-    several = (
-        f"All {count} comparisons of this page are adjusted together (Holm), so that the chance of one wrong claim of a "
-        "difference among them stays below 5 %; intervals are those of each comparison alone."
-        if count > 1
-        else "There is one comparison, so nothing is adjusted for several."
-    )
-    return f"""<h2>How to read this</h2>
-<p>Groups with the same seeds are compared pairwise (paired t-test: the same initial weights and order of the data), others by
-Welch's t-test; both suppose that the numbers of the seeds scatter about normally. Speeds are compared as logarithms, by
-Welch's test. {several}</p>
-<p><b>Equal</b> is said only when the whole 95 % interval lies within the margin of {_e(study.margin)}{
-        " of the reference's mean" if study.margin.endswith("%") else ""
-    } and two one-sided tests agree; a test that finds nothing is <b>not settled</b>.
-Below three seeds nothing is claimed. Runs that diverged or failed are not part of a comparison, and are counted beside it: a mode
-that often fails is not as good, however well the rest of its runs ended.</p>
-<p>Dashed curves are single runs: a cross where one ended badly, a ring where it still goes on. Speed and memory hold for the
-machine they were measured on.</p>"""
+    several = "There is one comparison, so nothing is adjusted for several."
+    if count > 1:
+        several = (
+            f"The {count} comparisons of this page are adjusted together (Holm): the chance of one wrong claim of a "
+            "difference among them stays below 5 %. The intervals are those of each comparison alone."
+        )
+    of_reference = " of the reference's mean" if study.margin.endswith("%") else ""
+    paragraphs = [
+        "Groups with the same seeds are compared pairwise (paired t-test: the same initial weights and order of the "
+        "data), others by Welch's t-test; both suppose that the numbers of the seeds scatter about normally. Speeds "
+        f"are compared as logarithms, by Welch's test, and adjusted among themselves. {several}",
+        f"<b>Equal</b> is said only when the whole 95 % interval lies within the margin of {_e(study.margin)}"
+        f"{of_reference} and two one-sided tests agree; a test that merely finds nothing is <b>not settled</b>. Below "
+        "three seeds nothing is claimed. Runs that diverged or failed are no part of a comparison, and are counted "
+        "beside it: a mode that often fails is not as good, however well the rest of its runs ended.",
+        "Curves show at most 2,000 lines of each run, fewer when there are very many runs. Dashed curves are single "
+        "runs: a cross where one ended badly, a ring where it still goes on. Speed and memory hold for the machine they "
+        "were measured on.",
+    ]
+    return "<h2>How to read this</h2>" + "".join(f"<p>{text}</p>" for text in paragraphs)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

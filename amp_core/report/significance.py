@@ -87,28 +87,28 @@ class Comparison:
 
     group: str
     reference: str
-    test: Literal["paired t-test", "Welch's t-test", "sign test", "none"]
     counts: tuple[int, int]
     """Seeds of the group, and of the reference."""
     difference: float
     """Mean of the group minus mean of the reference."""
-    low: float | None
-    """The 95 % interval of it, of this comparison alone; None when there is no spread to make one of."""
-    high: float | None
-    p: float | None
-    """Of a difference this large if there were none."""
-    p_equal: float | None
-    """Of a difference this small if it were as large as the margin."""
     margin: float | None
     """What counts as equal; None when nobody asks."""
     better: Literal["max", "min"] | None
     """Whether more is better; None: neither is."""
-    seeds_needed: int | None
+    kind: Kind = "unclear"
+    test: Literal["paired t-test", "Welch's t-test", "sign test", "none"] = "none"
+    low: float | None = None
+    """The 95 % interval of the difference, of this comparison alone; None when there is no spread to make one of."""
+    high: float | None = None
+    p: float | None = None
+    """Of a difference this large if there were none."""
+    p_equal: float | None = None
+    """Of a difference this small if it were as large as the margin."""
+    seeds_needed: int | None = None
     """About how many would bring the half interval to the margin."""
     p_adjusted: float | None = None
     p_equal_adjusted: float | None = None
     num_comparisons: int = 1
-    kind: Kind = "unclear"
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -138,26 +138,24 @@ def compare(
     a, b = list(values.values()), list(others.values())
     counts = len(a), len(b)
     difference = statistics.fmean(a) - statistics.fmean(b)
-    about = {"group": group, "reference": reference, "counts": counts, "difference": difference}
-    about |= {"margin": margin, "better": better}
-    nothing = {"low": None, "high": None, "p": None, "p_equal": None, "seeds_needed": None}
+    plain = Comparison(group, reference, counts, difference, margin, better)
     if min(counts) < LEAST_SEEDS:
-        return Comparison(**about, **nothing, test="none", kind="too few seeds")
+        return dataclasses.replace(plain, kind="too few seeds")
     paired = may_pair and values.keys() == others.keys()
     # What is left of rounding is no spread: a t of 10^15 would follow.
     rounding = 1e-9 * max(map(abs, [*a, *b]))
     if paired:
         differences = [values[seed] - others[seed] for seed in values]
         if max(map(abs, differences)) <= rounding:
-            return Comparison(**about, **nothing, test="none", kind="identical")
+            return dataclasses.replace(plain, kind="identical")
         spread = statistics.stdev(differences)
         if spread <= rounding:  # a t-test needs spread; that all have one sign is a test, too
-            return Comparison(**about, **(nothing | {"p": 2.0 ** (1 - len(differences))}), test="sign test")
+            return dataclasses.replace(plain, test="sign test", p=2.0 ** (1 - len(differences)))
         error, df = spread / math.sqrt(len(differences)), len(differences) - 1.0
     else:
         parts = [statistics.variance(a) / len(a), statistics.variance(b) / len(b)]
         if math.sqrt(sum(parts)) <= rounding:
-            return Comparison(**about, **nothing, test="none", kind="identical" if not difference else "unclear")
+            return plain if difference else dataclasses.replace(plain, kind="identical")
         error = math.sqrt(sum(parts))
         df = sum(parts) ** 2 / sum(part**2 / (n - 1) for part, n in zip(parts, counts, strict=True))
         spread = math.sqrt(statistics.variance(a) + statistics.variance(b))
@@ -166,8 +164,8 @@ def compare(
     if margin is not None:
         t = (margin - abs(difference)) / error
         p_equal = t_two_sided(t, df) / 2 if t > 0 else 1 - t_two_sided(t, df) / 2
-    return Comparison(
-        **about,
+    return dataclasses.replace(
+        plain,
         test="paired t-test" if paired else "Welch's t-test",
         low=difference - reach,
         high=difference + reach,
@@ -196,8 +194,7 @@ def judge(comparisons: Sequence[Comparison]) -> list[Comparison]:
     for c, adjusted, equal in zip(comparisons, p, p_equal, strict=True):
         kind = c.kind
         if kind == "unclear":
-            is_within = c.margin is not None and c.low is not None and c.high is not None
-            is_within = is_within and -c.margin <= c.low and c.high <= c.margin  # type: ignore[operator]
+            is_within = None not in (c.margin, c.low, c.high) and max(-c.low, c.high) <= c.margin  # type: ignore[operator]
             if is_within and equal is not None and equal < LEVEL:
                 kind = "equal"
             elif adjusted is not None and adjusted < LEVEL:

@@ -1,7 +1,7 @@
 """Runs in a terminal: conditions that pick them, values by name, a table that fits.
 
-A name is one of the columns (`status`, `recipe`, `amp`, `seed`, `step`, `result`, `speed`, `age`, `folder`, ...), a result such as
-`eval.accuracy`, or a setting by its full key such as `optimizer.lr`; of a group, such as `model`, its option's name.
+A name is one of `COLUMNS`, a result such as `eval.accuracy`, or a setting by its full key such as `optimizer.lr`; of a
+group, such as `model`, its option's name.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Condition:
             same = same or (value is None and self.value in ("null", "None", ""))
             return same == (self.sign == "=")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and bool(_OPERATORS[self.sign](value, wanted))
+        return is_number and wanted is not None and bool(_OPERATORS[self.sign](value, wanted))
 
 
 def _number(text: str) -> float | None:
