@@ -383,7 +383,12 @@ def save_png(panels: Sequence[Panel], folder: Path) -> list[Path]:
         from matplotlib.figure import Figure
     except ImportError as problem:
         raise ConfigError("--png needs the package matplotlib: pip install 'amp-recipes[data]'") from problem
-    style: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False}
+    style: dict[Any, Any] = {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.spines.left": False,
+    }
     style |= {"axes.grid": True, "axes.grid.axis": "y", "grid.color": "#e4e6ea", "text.parse_math": False}
     paths = []
     with mpl.rc_context(style):

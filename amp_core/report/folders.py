@@ -235,7 +235,7 @@ def _last_step(path: Path) -> float | None:
 
 def _short(problem: BaseException) -> str:
     """The first line of what was raised."""
-    text = getattr(problem, "strerror", None) or str(problem)
+    text = str(getattr(problem, "strerror", None) or getattr(problem, "problem", None) or problem)  # of a file, of YAML
     return (text.strip().splitlines() or [type(problem).__name__])[0][:200]
 
 

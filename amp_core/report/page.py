@@ -541,8 +541,8 @@ def _method(study: Study) -> str:
         "three seeds nothing is claimed. Runs that diverged or failed are no part of a comparison, and are counted "
         "beside it: a mode that often fails is not as good, however well the rest of its runs ended.",
         "Curves show at most 2,000 lines of each run, fewer when there are very many runs. Dashed curves are single "
-        "runs: a cross where one ended badly, a ring where it still goes on. Speed and memory hold for the machine they "
-        "were measured on.",
+        "runs: a cross where one ended badly, a ring where it still goes on. Speed and memory hold for the machine "
+        "they were measured on.",
     ]
     return "<h2>How to read this</h2>" + "".join(f"<p>{text}</p>" for text in paragraphs)
 

@@ -10,6 +10,7 @@ test. Of several comparisons the p-values are Holm's: all claims of a report tog
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -176,10 +177,10 @@ def compare(
 
 
 def _seeds_needed(spread: float, margin: float, groups: int) -> int:
-    for seeds in range(LEAST_SEEDS, MOST_SEEDS):
-        if t_quantile(LEVEL, float(groups * (seeds - 1))) * spread / math.sqrt(seeds) <= margin:
-            return seeds
-    return MOST_SEEDS
+    def is_enough(seeds: int) -> bool:
+        return t_quantile(LEVEL, float(groups * (seeds - 1))) * spread / math.sqrt(seeds) <= margin
+
+    return bisect.bisect_left(range(MOST_SEEDS), True, lo=LEAST_SEEDS, key=is_enough)
 
 
 def judge(comparisons: Sequence[Comparison]) -> list[Comparison]:
