@@ -278,13 +278,15 @@ p, li { max-width: 46rem }
 ul.verdicts { list-style: none; padding: 0; margin: 1.6rem 0 0; display: grid; gap: 1.1rem }
 ul.verdicts li { border-left: 4px solid var(--k); padding-left: .9rem; max-width: none; display: grid;
   gap: .2rem 1.4rem;
-  grid-template-columns: minmax(6rem, 11rem) minmax(12rem, 1fr) minmax(20rem, 3fr) }
+  grid-template-columns: minmax(5rem, 9rem) minmax(12rem, 1fr) minmax(20rem, 3fr) }
 ul.verdicts strong { color: var(--k); font-size: 1.1rem; line-height: 1.4 }
 ul.verdicts .bad { grid-column: 2 / -1 }
 @media (max-width: 44rem) { ul.verdicts li { display: block } ul.verdicts .claim { display: block;
   margin-top: .25rem } }
-.panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); gap: 2rem 2.2rem;
-  align-items: start }
+.one { white-space: nowrap }
+.four { --least: 27rem }
+.panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, var(--least, 21rem)), 1fr));
+  gap: 2rem 2.2rem; align-items: start }
 figure { margin: 0; max-width: 33rem }
 figcaption { margin-bottom: .5rem; line-height: 1.35 }
 figcaption b { display: block }
@@ -343,6 +345,10 @@ def _e(text: Any) -> str:
     return escape(redact(str(text)), quote=True)
 
 
+def _unbroken(text: str) -> str:
+    return text.replace("t-test", "<span class=one>t-test</span>")
+
+
 def _colours(study: Study) -> dict[str, int]:
     """One colour for a group in the whole page; the reference has the neutral one."""
     found: dict[str, int] = {}
@@ -361,12 +367,13 @@ def _colours(study: Study) -> dict[str, int]:
 def _header(study: Study, folders: Sequence[Path]) -> str:
     statuses = Counter(run.status for run in study.runs)
     counts = ", ".join(f"{count:,} {status}" for status, count in statuses.most_common())
+    counts = "all finished" if set(statuses) == {"finished"} else counts
     today = datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
     where = ", ".join(str(folder) for folder in folders[:4]) + (" ..." if len(folders) > 4 else "")
     recipes = ", ".join(sorted({run.recipe for run in study.runs if run.recipe}))
     return (
         f'<p class="kicker">{_e(recipes)} · {_e(where)} · {today}</p><h1>{_e(study.headline)}</h1>'
-        f'<p class="deck">{len(study.runs):,} runs: {_e(counts)}. {_e(made_on(study.runs))}.</p>'
+        f'<p class="deck">{len(study.runs):,} runs: {_e(counts)}. Measured on {_e(made_on(study.runs))}.</p>'
     )
 
 
@@ -377,7 +384,7 @@ def _section(section: Section, colours: dict[str, int], parts: list[tuple[str, l
         if group is section.reference or (len(section.groups) > MOST_GROUPS and group not in drawn_groups(section)):
             continue
         claims = "".join(
-            f'<span class="claim">{_e(_title(claim))}<span class="facts">{_e(facts)}</span></span>'
+            f'<span class="claim">{_e(_title(claim))}<span class="facts">{_unbroken(_e(facts))}</span></span>'
             for claim, facts in section.claims(group)
         )
         claims = claims or '<span class="claim">Nothing to compare yet</span>'
@@ -401,7 +408,8 @@ def _section(section: Section, colours: dict[str, int], parts: list[tuple[str, l
     if len(section.groups) > MOST_GROUPS:
         found.append(f'<p class="note">Pictures of {MOST_GROUPS} of {len(section.groups)} groups: the best.</p>')
     for heading, panels in parts:
-        found.append(f'<h3>{_e(heading)}</h3><div class="panels">')
+        kind = "panels four" if len(panels) == 4 else "panels"  # two by two
+        found.append(f'<h3>{_e(heading)}</h3><div class="{kind}">')
         for panel in panels:
             caption = f"<b>{_e(panel.title)}</b><small>{_e(panel.note)}</small>"
             found.append(f"<figure><figcaption>{caption}</figcaption>{svg(panel)}</figure>")
