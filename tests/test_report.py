@@ -410,6 +410,7 @@ def test_prune_takes_old_runs_without_a_result_and_nothing_else(tmp_path, capsys
     make_run(nested / "child", "amp=bf16", status="finished")
     make_run(root / "finished", "amp=bf16")
     make_run(root / "going", "amp=bf16", status="running")
+    (make_run(root / "damaged", "amp=bf16") / "summary.json").write_text('{"status": "fin')
     no_run = root / "no_run"
     no_run.mkdir()
     (no_run / "summary.json").write_text('{"status": "failed"}')
@@ -428,7 +429,7 @@ def test_prune_takes_old_runs_without_a_result_and_nothing_else(tmp_path, capsys
         assert "nothing was removed" in capsys.readouterr().out
         assert runs.main(["prune", str(root), "--yes"]) == 0
     assert {path.name for path in root.iterdir()} == {
-        *("diverged_with_notes", "parent", "finished", "going", "no_run", "linked", "failed_just_now")
+        *("diverged_with_notes", "parent", "finished", "going", "no_run", "linked", "failed_just_now", "damaged")
     }
     assert [path.name for path in mixed.iterdir()] == ["notes.txt"]
     assert [path.name for path in nested.iterdir()] == ["child"]

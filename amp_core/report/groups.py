@@ -518,13 +518,14 @@ def _headline_of_many(sections: list[Section]) -> str:
             kinds[label].append(c.kind)
             if label in section.ratios:
                 ratios[label].append(math.exp(section.ratios[label].difference))
+    bases = {section.reference.label for section in sections if section.reference and section.differences}
+    base = bases.pop() if len(bases) == 1 else "the reference"
     parts = []
     for label, found in sorted(kinds.items(), key=lambda item: -len(item[1]))[:3]:
         good, bad = sum(kind in GOOD for kind in found), sum(kind == "worse" for kind in found)
-        text = f"{label} is shown to be as good in {good} of {len(found)} settings, worse in {bad}"
-        if ratios[label]:
-            text += f", {statistics.median(ratios[label]):.2f}× as fast (median)"
-        parts.append(text)
+        text = f"{label} is shown to be as good as {base} in" if not parts else f"{label} in"
+        text += f" {good} of {len(found)}" + (" settings" if not parts else "") + (f", worse in {bad}" if bad else "")
+        parts.append(text + (f" ({statistics.median(ratios[label]):.2f}× as fast)" if ratios[label] else ""))
     return "; ".join(parts) + "." if parts else f"{_counted(len(sections), 'setting')}, nothing to compare within them."
 
 

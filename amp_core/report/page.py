@@ -561,7 +561,7 @@ def _method(study: Study) -> str:
 def markdown(study: Study) -> str:
     """Tables and verdicts for a terminal or a README."""
     several = len(study.sections) > 1
-    by = ", ".join(study.by) or "runs"
+    by = ", ".join(study.by) or "group"
     lines = [f"**{study.headline}**", ""] if study.sections else [study.headline]
     if several:
         labels = list(dict.fromkeys(group.label for section in study.sections for group in section.groups))

@@ -42,7 +42,7 @@ def plan_runs(run: Run, days: float) -> Plan | None:
     """The whole of a run that ended without a result, and has not been touched for so many days."""
     if run.status not in LOST or not _may_go(run, days):
         return None
-    if not run.summary and "summary.json: is missing" not in run.problems:
+    if any(text.startswith("summary.json: ") and text != "summary.json: is missing" for text in run.problems):
         return None  # it is there and cannot be read: who knows what it said
     paths = [run.path / name for name in OWN if os.path.lexists(run.path / name)]
     others = sorted(set(os.listdir(run.path)) - set(OWN))
