@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.errors import ConfigError
 from amp_core.log import say
-from amp_core.report.folders import Run, find, read_run, visible
+from amp_core.report.folders import Run, find, plain, read_run, visible
 from amp_core.report.groups import differing_settings
 from amp_core.report.prune import Plan, carry_out, plan_checkpoints, plan_runs
 from amp_core.report.prune import as_dict as plan_as_dict
@@ -67,7 +67,7 @@ def show(args: argparse.Namespace) -> int:
             | {"eval": run.evaluation, "error": run.error or None, "problems": run.problems, "config": run.config}
             for run in runs
         ]
-        say(json.dumps(everything, indent=2, default=str))
+        say(json.dumps(plain(everything), indent=2))
         return 0
     if not runs:
         print("no runs", file=sys.stderr)
@@ -101,7 +101,7 @@ def compare(args: argparse.Namespace) -> int:
     if args.json:
         about = {"runs": [str(run.path) for run in runs], "results": both}
         chosen = {name: [run.config.get(name) for run in runs] for name in settings}
-        say(json.dumps(about | {"settings": chosen}, indent=2, default=str))
+        say(json.dumps(plain(about | {"settings": chosen}), indent=2))
         return 0
     rows = [[name, *(cell(name, run.config.get(name)) for run in runs), ""] for name in settings]
     rows += [["", "", "", ""]] if rows else []

@@ -22,6 +22,7 @@ from amp_core.report.folders import find, read_curves, read_run
 from amp_core.report.groups import make_study
 from amp_core.report.page import as_dict, html_page, left_out, markdown
 from amp_core.report.significance import compare, holm, judge, t_quantile, t_two_sided
+from amp_core.report.table import table
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 918273
@@ -345,6 +346,7 @@ def test_many_runs(tmp_path, capsys):
     assert "60 runs: all finished" in out.read_text() and out.stat().st_size < 300_000
     assert report.main([str(tmp_path), "--by", "amp.nam"]) == 2
     assert "amp.name" in capsys.readouterr().err
+    assert report.main([str(tmp_path), "--metric", "acuracy"]) == 2 and "accuracy" in capsys.readouterr().err
     assert report.main([str(tmp_path / "none")]) == 2 == report.main([str(tmp_path), "--margin", "nan"])
 
 
@@ -356,6 +358,18 @@ def test_pictures_as_png(tmp_path):
 
 
 # --- the list, and pruning --------------------------------------------------------------------------------------------
+
+
+def test_settings_that_json_has_no_word_for(tmp_path, capsys):
+    for seed, value in ((1, "inf"), (2, "nan")):
+        make_run(tmp_path / str(seed), f"debug.inject={{where: batch, step: 3, value: {value}}}", seed=seed)
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    for name in ("report", "runs"):
+        assert script(name).main([str(tmp_path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out, parse_constant=refuse)
 
 
 def test_runs_are_listed_picked_and_compared(tmp_path, capsys):
@@ -371,6 +385,13 @@ def test_runs_are_listed_picked_and_compared(tmp_path, capsys):
     lines = say(str(tmp_path), "--columns", "amp,optimizer.lr,model,result", "--sort", "seed").splitlines()
     assert lines[0].split() == ["amp", "optimizer.lr", "model", "result"] and len(lines) == 5
     assert lines[1].split() == ["bf16", "0.002", "cnn", "0.9800"]
+    rows = [["finished", "a" * 40 + "/" + "b" * 40]]
+    [_, line] = table(["status", "folder"], rows, 40)
+    assert (
+        len(line) == 40
+        and re.fullmatch(r"finished  a+…b+", line)
+        and table(["status", "folder"], rows, None)[1][-1] == "b"
+    )
     text = say("compare", str(tmp_path / "fp32_1"), str(tmp_path / "bf16_1"))
     assert re.search(r"amp.dtype +float32 +bfloat16", text) and re.search(r"speed +1,002 +2,004 +2.00x", text)
     for bad in (["--where", "amp.nam=bf16"], ["--where", "step>x"], ["--sort", "stepp"], ["nowhere"]):

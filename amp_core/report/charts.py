@@ -225,7 +225,7 @@ def _cut(text: str, most: int) -> str:
 def _line_svg(panel: LinePanel) -> str:
     height, top, bottom, left = 236.0, 10.0, 24.0, 40.0
     labelled = [line for line in panel.lines if not line.end and line.points]
-    right = 12.0 + max([7.0 * min(len(line.label), 17) for line in labelled], default=0.0)
+    right = max([40.0, *(12.0 + 7.0 * min(len(line.label), 17) for line in labelled)])
     wide, high = WIDTH - left - right, height - top - bottom
     axis = axis_of(panel)
     steps = [x for line in panel.lines for x, _ in line.points] or [0.0, 1.0]
@@ -250,7 +250,7 @@ def _line_svg(panel: LinePanel) -> str:
         parts.append(f'<path d="M{left} {top + place(0, 0)[1]:.1f}h{wide:.1f}" class="axis"/>')
     for tick in across.ticks:
         parts.append(_text(left + place(tick, axis.low)[0], height - 6, short(tick), "tick", "middle"))
-    parts.append(_text(left + wide + 8, height - 6, "step", "tick"))
+    parts.append(_text(left + wide + 14, height - 6, "step", "tick"))
     # An inner svg cuts off what leaves the axes.
     parts.append(
         f'<svg x="{left}" y="{top - 4}" width="{wide + 5:.1f}" height="{high + 8:.1f}"><g transform="translate(0 4)">'

@@ -105,6 +105,18 @@ def number(value: Any) -> float | None:
         return None
 
 
+def plain(value: Any) -> Any:
+    """What JSON can hold: text for what it does not know, such as the infinite numbers of some settings."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    is_known = (
+        value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+    )
+    return value if is_known else str(value)
+
+
 def visible(text: str) -> str:
     """`text` with what would act on a terminal, or turn the order of letters around, shown as \\x1b and the like."""
     text = text.encode("utf-8", "backslashreplace").decode()  # names of files that are no UTF-8

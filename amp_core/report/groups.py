@@ -129,7 +129,7 @@ class Study:
         text = _headline(compared[0]) if len(compared) == 1 else _headline_of_many(compared)
         if len(compared) < len(self.sections) and len(compared) == 1:
             text = f"{compared[0].title}: {text}"
-        return f"So far, with {_counted(going, 'run')} still going: {text}" if going else text
+        return f"So far, with {counted(going, 'run')} still going: {text}" if going else text
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
@@ -157,6 +157,9 @@ def make_study(
     """
     check_margin(margin)
     ours, left_out = [run for run in runs if is_ours(run)], [run for run in runs if not is_ours(run)]
+    results = sorted({name for run in ours for name in run.evaluation})
+    if metric is not None and results and metric not in results:
+        raise ConfigError(f"--metric {metric}: no run has such a result. {nearest(metric, results)}")
     differing = differing_settings(ours)
     keys = _keys_of(by, ours) if by else ["amp.name"] if "amp.name" in differing else list(differing)
     names = keys + _belonging(keys, differing, ours)
@@ -397,7 +400,9 @@ def metric_words(c: Comparison, metric: str) -> tuple[str, str]:
     """What can be said of the metric, and the statistics behind it."""
     half = (c.high - c.low) / 2 if c.low is not None and c.high is not None else abs(c.difference)
     digits = digits_for(half)
-    n = f"n = {c.counts[0]} seeds each" if c.counts[0] == c.counts[1] else f"n = {c.counts[0]} and {c.counts[1]} seeds"
+    n = f"n = {c.counts[0]} and {c.counts[1]} seeds"
+    if c.counts[0] == c.counts[1]:
+        n = f"n = {counted(c.counts[0], 'seed')} each"
     difference = f"difference {signed(c.difference, digits)}"
     if c.kind == "identical":
         return f"{metric} identical, every seed gave the same number", n
@@ -439,7 +444,8 @@ def speed_words(c: Comparison) -> tuple[str, str]:
     return f"not shown to be faster or slower than {c.reference}", f"{ratio:.2f}×, {interval}"
 
 
-def _counted(count: int, thing: str) -> str:
+def counted(count: int, thing: str) -> str:
+    """Such as "1 seed", "5 seeds"."""
     return f"{count:,} {thing}" + ("" if count == 1 else "s")
 
 
@@ -462,7 +468,7 @@ def _headline(section: Section) -> str:
         group = max(section.groups, key=lambda g: len(g.values), default=None)
         if group is None or not group.values:
             return "No run has finished yet."
-        return f"{section.metric} {spread(list(group.values.values()))} over {_counted(len(group.values), 'seed')}."
+        return f"{section.metric} {spread(list(group.values.values()))} over {counted(len(group.values), 'seed')}."
     good = [label for label, c in section.differences.items() if c.kind in GOOD]
     faster = [label for label in good if label in section.ratios and section.ratios[label].kind == "better"]
     if faster:
@@ -526,7 +532,7 @@ def _headline_of_many(sections: list[Section]) -> str:
         text = f"{label} is shown to be as good as {base} in" if not parts else f"{label} in"
         text += f" {good} of {len(found)}" + (" settings" if not parts else "") + (f", worse in {bad}" if bad else "")
         parts.append(text + (f" ({statistics.median(ratios[label]):.2f}× as fast)" if ratios[label] else ""))
-    return "; ".join(parts) + "." if parts else f"{_counted(len(sections), 'setting')}, nothing to compare within them."
+    return "; ".join(parts) + "." if parts else f"{counted(len(sections), 'setting')}, nothing to compare within them."
 
 
 def spread(values: Sequence[float]) -> str:

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from amp_core.redact import redact
 from amp_core.report.charts import COLOURS, STYLE, Line, LinePanel, Panel, Row, RowPanel, band_of, svg
-from amp_core.report.folders import Curves, Headroom, Run, read_curves, read_headroom, read_reports, visible
-from amp_core.report.groups import Group, Section, Study, digits_for, made_on, of_those, shown, signed, spread
+from amp_core.report.folders import Curves, Headroom, Run, plain, read_curves, read_headroom, read_reports, visible
+from amp_core.report.groups import Group, Section, Study, counted, digits_for, made_on, of_those, shown, signed, spread
 
 MOST_SECTIONS = 12
 """With pictures; the table has all."""
@@ -29,6 +29,8 @@ MOST_LINES = 200_000
 """Of metrics.jsonl, in all runs together."""
 _LONG = 2000
 """Rows of a table."""
+_MANY = 20
+"""Verdicts on the groups of a section, in text."""
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
@@ -394,7 +396,7 @@ def _section(section: Section, colours: dict[str, int], parts: list[tuple[str, l
         base = section.reference
         about = f"{_e(_title(section.metric))} {_e(spread(list(base.values.values())))}"
         speed = f"{statistics.fmean(base.speeds.values()):,.0f} samples/s" if base.speeds else ""
-        facts = f"{len(base.values)} seeds, mean ± standard deviation"
+        facts = f"{counted(len(base.values), 'seed')}, mean ± standard deviation"
         items.insert(
             0,
             f'<li class="c{colours[base.label]}"><strong>{_e(base.label)}</strong><span class="claim">'
@@ -406,7 +408,9 @@ def _section(section: Section, colours: dict[str, int], parts: list[tuple[str, l
         found.append(f'<p class="warning">{_e(section.reference.label)}:{_e(of_those(section.reference))}</p>')
     found += [f'<p class="warning">{_e(text)}.</p>' for text in section.warnings]
     if len(section.groups) > MOST_GROUPS:
-        found.append(f'<p class="note">Pictures of {MOST_GROUPS} of {len(section.groups)} groups: the best.</p>')
+        found.append(
+            f'<p class="note">Pictures of {MOST_GROUPS} of {len(section.groups)} groups: the best, and of many some are it by luck.</p>'
+        )
     for heading, panels in parts:
         kind = "panels four" if len(panels) == 4 else "panels"  # two by two
         found.append(f'<h3>{_e(heading)}</h3><div class="{kind}">')
@@ -572,13 +576,24 @@ def markdown(study: Study) -> str:
             count = sum(len(group.finished) for group in section.groups)
             rows.append([f"`{section.title}`", section.metric, *cells, str(count)])
         lines += _rows(rows)
-    for section in study.sections:
+    for section in study.sections[:MOST_SECTIONS]:
         if not several:
             head = [by, "runs", section.metric, "lowest, highest", "samples/s, median", "peak MiB", "skipped steps"]
             lines += _rows([head, *([f"`{group.label}`", *_facts(group)] for group in section.groups)])
-        sentences = [*section.sentences, *(f"note: {text}" for text in section.warnings)]
+        if (
+            section is study.sections[min(MOST_SECTIONS, len(study.sections) - 1)]
+            and len(study.sections) > MOST_SECTIONS
+        ):
+            lines += ["", f"and {len(study.sections) - MOST_SECTIONS} more settings, which --json has"]
+            break
+        verdicts = section.sentences
+        if len(verdicts) > _MANY:
+            verdicts = [*verdicts[:_MANY], f"and {len(verdicts) - _MANY} more, which --json has"]
+        sentences = [*verdicts, *(f"note: {text}" for text in section.warnings)]
         if sentences:
             lines += ["", *([f"{section.title}:"] if several else []), *(f"- {text}" for text in sentences)]
+    if len(study.sections) > MOST_SECTIONS:
+        lines += ["", f"and {len(study.sections) - MOST_SECTIONS} more settings, which --json has"]
     return visible(redact("\n".join(lines)))
 
 
@@ -637,4 +652,4 @@ def as_dict(study: Study) -> dict[str, Any]:
         about |= {"reference": section.reference.label if section.reference else None, "verdicts": section.sentences}
         sections.append(about | {"groups": groups})
     about = {"headline": study.headline, "by": study.by, "margin": study.margin, "num_runs": len(study.runs)}
-    return about | {"differing": study.differing, "sections": sections, "left_out": left_out(study)}
+    return plain(about | {"differing": study.differing, "sections": sections, "left_out": left_out(study)})
