@@ -408,9 +408,8 @@ def _section(section: Section, colours: dict[str, int], parts: list[tuple[str, l
         found.append(f'<p class="warning">{_e(section.reference.label)}:{_e(of_those(section.reference))}</p>')
     found += [f'<p class="warning">{_e(text)}.</p>' for text in section.warnings]
     if len(section.groups) > MOST_GROUPS:
-        found.append(
-            f'<p class="note">Pictures of {MOST_GROUPS} of {len(section.groups)} groups: the best, and of many some are it by luck.</p>'
-        )
+        which = f"{MOST_GROUPS} of {len(section.groups)} groups: the best, and of many some are it by luck"
+        found.append(f'<p class="note">Pictures of {which}.</p>')
     for heading, panels in parts:
         kind = "panels four" if len(panels) == 4 else "panels"  # two by two
         found.append(f'<h3>{_e(heading)}</h3><div class="{kind}">')
