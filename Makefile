@@ -14,7 +14,7 @@ BUSY := $(VENV)/.installing
 EXTRAS := wandb,tensorboard,data,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check format bench faults sweep clean distclean
+.PHONY: help setup train test check format bench faults sweep report clean distclean
 
 # An environment cannot be moved or copied, and does not survive the removal of its Python: then set it up again.
 ifneq ($(shell test -x $(PY) && cat $(STAMP) 2>/dev/null),$(CURDIR))
@@ -50,6 +50,9 @@ faults: setup ## break things on purpose, long: python scripts/faults.py $(ARGS)
 
 sweep: setup ## the published sweep: three modes, five seeds each
 	$(PY) train.py -m amp=fp32,bf16,fp16 seed=1,2,3,4,5 $(ARGS)
+
+report: setup ## compare runs with pictures: make report ARGS="multirun/modes --out report.html"
+	$(PY) scripts/report.py $(ARGS)
 
 clean: ## remove build products and caches; runs stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -340,6 +340,13 @@ def read_option(group: str, option: str) -> dict[str, Any]:
     return OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{option}.yaml"))  # type: ignore[return-value]
 
 
+def parse_yaml(text: str) -> Any:
+    """Plain data of YAML text; nothing is resolved, nothing executed. A damaged text raises the parser's own kinds."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(OmegaConf.create(text))
+
+
 def nearest(word: str, valid: Iterable[str]) -> str:
     """A sentence with the nearest valid choice first, then all of them (the first 12)."""
     valid = list(valid)
@@ -873,11 +880,12 @@ MAY_CHANGE = {
 step, which the resume checks by itself; `fused` changes rounding only."""
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under their full keys, such as `optimizer.lr`."""
     flat = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
@@ -886,7 +894,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, but: Iterable[str] = MAY_CHANGE) -> list[str]:
     """`key: old -> new` for every setting that differs, except `but` and what lies below."""
     but = set(but)
-    a, b = _flat(old), _flat(new)
+    a, b = flatten(old), flatten(new)
     return [
         f"{key}: {_shown(a.get(key))} -> {_shown(b.get(key))}"
         for key in sorted(a.keys() | b.keys())

@@ -100,5 +100,6 @@ if [ -z "${TINY:-}" ]; then
         echo "### $recipe"
         "$PYTHON" scripts/report.py "$out"/runs/"$recipe"_*
     done 2>&1 | tee "$out/runs.md"
+    "$PYTHON" scripts/report.py "$out/runs" --out "$out/runs.html" > /dev/null || status=1
 fi
 exit $status

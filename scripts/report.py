@@ -1,97 +1,82 @@
-"""A table of run folders: mean and deviation of the results over seeds, one row per group of equal settings.
+"""Which mode, and at what cost in accuracy? Run folders and sweeps compared over seeds, in words and pictures.
 
-    python scripts/report.py multirun/classification/2026-11-21_10-00-00
-    python scripts/report.py multirun/parity --by recipe.name --columns amp.name
+    python scripts/report.py multirun/classification/2026-11-21_10-00-00 --out report.html
+    python scripts/report.py multirun/parity                     # a table and verdicts in the terminal
+    python scripts/report.py multirun/lr --by optimizer.lr --margin 0.002 --json
 
-Prints Markdown. Without --metric each run counts with the metric that its recipe calls best. Folders without a finished
-run are named on stderr and left out.
+Prints Markdown: a row for each group of runs that differ in the seed alone, or a row for each choice of the settings
+that are varied besides --by; then a verdict on each group. --out writes a page with pictures, one file that needs no
+network. Runs that have not finished, and folders that cannot be read, are named on stderr and in the page.
+docs/REPORTS.md says more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from amp_core.compose import status_of, stored_config
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-Run = dict[str, Any]
-"""A summary.json; `value` is the metric, `metric` its name."""
+from amp_core.errors import ConfigError
+from amp_core.log import say, write_text
+from amp_core.report.charts import Panel, save_png
+from amp_core.report.folders import find, read_run
+from amp_core.report.groups import make_study
+from amp_core.report.page import as_dict, html_page, left_out, markdown
 
 
-def main() -> None:
+def main(arguments: list[str]) -> int:
+    """Run a command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, help="run folders, or folders that hold them")
-    parser.add_argument("--by", default="amp.name", help="the setting that makes a row")
-    parser.add_argument("--columns", help="a second setting, which makes a column")
-    parser.add_argument("--metric", help="default: what the recipe calls best")
-    flags = parser.parse_args()
-    groups: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
-    for path in sorted(path for folder in flags.folders for path in folder.rglob("summary.json")):
-        config, status = stored_config(path.parent), status_of(path.parent)
-        if status != "finished" or config is None:
-            print(f"left out: {path.parent}: {status}", file=sys.stderr)
-            continue
-        try:
-            run = json.loads(path.read_text())
-            metric = flags.metric or config["recipe"]["best"]
-            run |= {"metric": metric, "value": float(run["eval"][metric])}
-            row, column = setting(config, flags.by), setting(config, flags.columns) if flags.columns else ""
-        except (KeyError, TypeError, ValueError) as problem:
-            print(f"left out: {path.parent}: cannot be read: {problem!r}", file=sys.stderr)
-            continue
-        groups[row][column].append(run)
-    lines = pivot(groups, flags.by) if flags.columns else listing(groups, flags.by)
-    print("\n".join("| " + " | ".join(cells) + " |" for cells in lines))
-
-
-def setting(config: Any, key: str) -> str:
-    for part in key.split("."):
-        config = config[part]
-    return str(config)
-
-
-def spread(runs: list[Run]) -> str:
-    values = [run["value"] for run in runs]
-    return f"{statistics.mean(values):.4f} ± {statistics.stdev(values) if len(values) > 1 else 0.0:.4f}"
-
-
-def listing(groups: dict[str, dict[str, list[Run]]], by: str) -> list[Sequence[str]]:
-    metrics = {run["metric"] for columns in groups.values() for run in columns[""]}
-    rows: list[Sequence[str]] = [
-        [by, "runs", " or ".join(sorted(metrics)), "lowest, highest", "samples/s, median", "peak MiB", "skipped steps"],
-        ["---"] * 7,
-    ]
-    for name, columns in groups.items():
-        runs = columns[""]
-        values = [run["value"] for run in runs]
-        speed = statistics.median(run["samples_per_second"] for run in runs)
-        memory = max(run["peak_memory_bytes"] for run in runs) / 2**20
-        skipped = sum(run["skipped"] for run in runs)
-        bounds = f"{min(values):.4f}, {max(values):.4f}"
-        row = [f"`{name}`", str(len(runs)), spread(runs), bounds, f"{speed:,.0f}", f"{memory:,.0f}", str(skipped)]
-        rows.append(row)
-    return rows
-
-
-def pivot(groups: dict[str, dict[str, list[Run]]], by: str) -> list[Sequence[str]]:
-    order = ["fp32", "bf16", "fp16"]
-    names = sorted(
-        {name for columns in groups.values() for name in columns},
-        key=lambda n: (order.index(n), n) if n in order else (9, n),
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a page, such as report.html")
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="write its pictures as PNG, too")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON instead of Markdown")
+    parser.add_argument(
+        "--by", default="", metavar="KEY[,KEY]", help="the settings whose values are compared; default: amp"
     )
-    rows: list[Sequence[str]] = [[by, "metric", *(f"`{name}`" for name in names), "runs"], ["---"] * (len(names) + 3)]
-    for row, columns in groups.items():
-        runs = [run for found in columns.values() for run in found]
-        cells = [spread(columns[name]) if columns[name] else "" for name in names]
-        rows.append([f"`{row}`", " or ".join(sorted({run["metric"] for run in runs})), *cells, str(len(runs))])
-    return rows
+    parser.add_argument("--metric", help="default: what the recipe calls best")
+    parser.add_argument("--reference", metavar="GROUP", help="what the others are compared with; default: fp32")
+    parser.add_argument(
+        "--margin", default="0.5%", help="differences up to here count as none; default: 0.5%% of the reference"
+    )
+    flags = parser.parse_args(arguments)
+    notes: list[str] = []
+    try:
+        if gone := [str(folder) for folder in flags.folders if not folder.exists()]:
+            raise ConfigError([f"{folder}: there is no such folder" for folder in gone])
+        runs = [read_run(folder) for folder in find(flags.folders, notes)]
+        by = [key.strip() for key in flags.by.split(",") if key.strip()]
+        study = make_study(runs, by=by, metric=flags.metric, reference=flags.reference, margin=flags.margin)
+        study.notes += notes
+        if flags.out or flags.png:
+            pictures: list[Panel] = []
+            page = html_page(study, flags.folders, pictures=pictures)
+            if flags.out:
+                _write(flags.out, page)
+            if flags.png:
+                save_png(pictures, flags.png)
+    except ConfigError as refused:
+        print("error: " + "\n       ".join(refused.problems), file=sys.stderr)
+        return refused.exit_code
+    say(json.dumps(as_dict(study), indent=2) if flags.json else markdown(study))
+    for line in left_out(study):
+        print(f"left out: {line}", file=sys.stderr)
+    for place in (flags.out, flags.png):
+        if place:
+            print(f"written: {place}", file=sys.stderr)
+    return 0
+
+
+def _write(path: Path, page: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, page)
+    except OSError as problem:
+        raise ConfigError(f"--out {path}: cannot be written: {problem.strerror or problem}") from problem
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -46,7 +46,16 @@ def test_libraries_have_one_door_each():
 
 
 @pytest.mark.parametrize(
-    "module", ["amp_core", "amp_core.config", "amp_core.compose", "amp_core.help", "amp_core.checks", "train"]
+    "module",
+    [
+        "amp_core",
+        "amp_core.config",
+        "amp_core.compose",
+        "amp_core.help",
+        "amp_core.checks",
+        "amp_core.report.page",
+        "train",
+    ],
 )
 def test_what_help_needs_imports_no_torch(module):
     code = f"import {module}, sys; assert 'torch' not in sys.modules"

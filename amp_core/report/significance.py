@@ -1,0 +1,209 @@
+"""Whether two groups of runs differ, are equal, or cannot be told apart, over seeds.
+
+Three questions, three answers. "Better" or "worse" needs a t-test that rejects equal means. "Equal" needs more than a
+test that does not reject: the interval of the difference must lie within a margin (two one-sided t-tests). Everything
+else is "unclear", and says how many seeds would tell.
+
+Groups with the same seeds are compared pairwise (the same initial weights and order of the data), others by Welch's
+test. Of several comparisons the p-values are Holm's: all claims of a report together are false with at most 5 %.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+LEVEL = 0.05
+LEAST_SEEDS = 3
+MOST_SEEDS = 1000
+
+Kind = Literal["better", "worse", "higher", "lower", "equal", "identical", "unclear", "too few seeds"]
+
+
+# --- the t distribution -----------------------------------------------------------------------------------------------
+
+
+def beta_cdf(a: float, b: float, x: float) -> float:
+    """The regularised incomplete beta function, by its continued fraction (Lentz's method)."""
+    if not 0 < x < 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):  # where the fraction converges quickly
+        return 1 - beta_cdf(b, a, 1 - x)
+    log_front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    tiny = 1e-300
+    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1) or tiny)
+    fraction = d
+    for m in range(1, 500):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for term in (even, odd):
+            d = 1 / (1 + term * d or tiny)
+            c = 1 + term / c or tiny
+            fraction *= c * d
+        if abs(c * d - 1) < 1e-15:
+            break
+    return math.exp(log_front) * fraction / a
+
+
+def t_two_sided(t: float, df: float) -> float:
+    """The probability of a value of Student's t that is at least as far from 0."""
+    return beta_cdf(df / 2, 0.5, df / (df + t * t)) if math.isfinite(t) else 0.0
+
+
+@functools.lru_cache(4096)
+def t_quantile(level: float, df: float) -> float:
+    """The t whose two-sided probability is `level`: 12.7 for 0.05 and 1, towards 1.96 for many."""
+    low, high = 0.0, 2.0
+    while t_two_sided(high, df) > level:
+        low, high = high, high * 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_two_sided(middle, df) > level else (low, middle)
+    return (low + high) / 2
+
+
+def holm(values: Sequence[float | None]) -> list[float | None]:
+    """p-values adjusted for all of them together; None stays, and does not count."""
+    order = sorted((p, i) for i, p in enumerate(values) if p is not None)
+    adjusted: list[float | None] = [None] * len(values)
+    largest = 0.0
+    for rank, (p, i) in enumerate(order):
+        largest = max(largest, min(1.0, p * (len(order) - rank)))
+        adjusted[i] = largest
+    return adjusted
+
+
+# --- one comparison ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The difference of two means, and what can be said of it."""
+
+    group: str
+    reference: str
+    counts: tuple[int, int]
+    """Seeds of the group, and of the reference."""
+    difference: float
+    """Mean of the group minus mean of the reference."""
+    margin: float | None
+    """What counts as equal; None when nobody asks."""
+    better: Literal["max", "min"] | None
+    """Whether more is better; None: neither is."""
+    kind: Kind = "unclear"
+    test: Literal["paired t-test", "Welch's t-test", "sign test", "none"] = "none"
+    low: float | None = None
+    """The 95 % interval of the difference, of this comparison alone; None when there is no spread to make one of."""
+    high: float | None = None
+    p: float | None = None
+    """Of a difference this large if there were none."""
+    p_equal: float | None = None
+    """Of a difference this small if it were as large as the margin."""
+    seeds_needed: int | None = None
+    """About how many would bring the half interval to the margin."""
+    p_adjusted: float | None = None
+    p_equal_adjusted: float | None = None
+    num_comparisons: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def compare(
+    group: str,
+    values: Mapping[int, float],
+    reference: str,
+    others: Mapping[int, float],
+    *,
+    margin: float | None = None,
+    better: Literal["max", "min"] | None = None,
+    may_pair: bool = True,
+) -> Comparison:
+    """Compare two groups of runs.
+
+    Args:
+        group: its name.
+        values: by seed.
+        reference: its name.
+        others: by seed.
+        margin: the largest difference that counts as none.
+        better: whether more is better; None: neither is.
+        may_pair: false for what a seed has no part in, such as speed.
+    """
+    a, b = list(values.values()), list(others.values())
+    counts = len(a), len(b)
+    difference = statistics.fmean(a) - statistics.fmean(b)
+    plain = Comparison(group, reference, counts, difference, margin, better)
+    if min(counts) < LEAST_SEEDS:
+        return dataclasses.replace(plain, kind="too few seeds")
+    paired = may_pair and values.keys() == others.keys()
+    # What is left of rounding is no spread: a t of 10^15 would follow.
+    rounding = 1e-9 * max(map(abs, [*a, *b]))
+    if paired:
+        differences = [values[seed] - others[seed] for seed in values]
+        if max(map(abs, differences)) <= rounding:
+            return dataclasses.replace(plain, kind="identical")
+        spread = statistics.stdev(differences)
+        if spread <= rounding:  # a t-test needs spread; that all have one sign is a test, too
+            return dataclasses.replace(plain, test="sign test", p=2.0 ** (1 - len(differences)))
+        error, df = spread / math.sqrt(len(differences)), len(differences) - 1.0
+    else:
+        parts = [statistics.variance(a) / len(a), statistics.variance(b) / len(b)]
+        if math.sqrt(sum(parts)) <= rounding:
+            return plain if difference else dataclasses.replace(plain, kind="identical")
+        error = math.sqrt(sum(parts))
+        df = sum(parts) ** 2 / sum(part**2 / (n - 1) for part, n in zip(parts, counts, strict=True))
+        spread = math.sqrt(statistics.variance(a) + statistics.variance(b))
+    reach = t_quantile(LEVEL, df) * error
+    p_equal = None
+    if margin is not None:
+        t = (margin - abs(difference)) / error
+        p_equal = t_two_sided(t, df) / 2 if t > 0 else 1 - t_two_sided(t, df) / 2
+    return dataclasses.replace(
+        plain,
+        test="paired t-test" if paired else "Welch's t-test",
+        low=difference - reach,
+        high=difference + reach,
+        p=t_two_sided(difference / error, df),
+        p_equal=p_equal,
+        seeds_needed=_seeds_needed(spread, margin, 1 if paired else 2) if margin else None,
+    )
+
+
+def _seeds_needed(spread: float, margin: float, groups: int) -> int:
+    def is_enough(seeds: int) -> bool:
+        return t_quantile(LEVEL, float(groups * (seeds - 1))) * spread / math.sqrt(seeds) <= margin
+
+    return bisect.bisect_left(range(MOST_SEEDS), True, lo=LEAST_SEEDS, key=is_enough)
+
+
+def judge(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """What can be said of each, when all of them are said.
+
+    Args:
+        comparisons: all of one report about one kind of number; p-values are adjusted for their count.
+    """
+    p, p_equal = holm([c.p for c in comparisons]), holm([c.p_equal for c in comparisons])
+    count = sum(c.p is not None for c in comparisons)
+    judged = []
+    for c, adjusted, equal in zip(comparisons, p, p_equal, strict=True):
+        kind = c.kind
+        if kind == "unclear":
+            is_within = None not in (c.margin, c.low, c.high) and max(-c.low, c.high) <= c.margin  # type: ignore[operator]
+            if is_within and equal is not None and equal < LEVEL:
+                kind = "equal"
+            elif adjusted is not None and adjusted < LEVEL:
+                names: tuple[Kind, Kind] = ("higher", "lower")
+                if c.better is not None:
+                    names = ("better", "worse") if c.better == "max" else ("worse", "better")
+                kind = names[0] if c.difference > 0 else names[1]
+        judged.append(
+            dataclasses.replace(c, p_adjusted=adjusted, p_equal_adjusted=equal, num_comparisons=count, kind=kind)
+        )
+    return judged

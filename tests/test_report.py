@@ -1,0 +1,485 @@
+"""Reports claim what the seeds show and no more, read whatever lies in a folder, and prune nothing but what may go."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import math
+import os
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from amp_core.compose import compose, stored_config
+from amp_core.config import flatten
+from amp_core.report import folders, prune
+from amp_core.report.folders import find, read_curves, read_run
+from amp_core.report.groups import make_study
+from amp_core.report.page import as_dict, html_page, left_out, markdown
+from amp_core.report.significance import compare, holm, judge, t_quantile, t_two_sided
+from amp_core.report.table import table
+
+ROOT = Path(__file__).resolve().parent.parent
+SEED = 918273
+CONFIGS: dict[tuple[str, ...], str] = {}
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_run(folder, *overrides, seed=1, value=0.97, speed=1000.0, status="finished", steps=60, error=None, **summary):
+    """A run folder with real settings; the numbers are made up."""
+    if overrides not in CONFIGS:
+        values = compose([*overrides, "device=cpu", f"seed={SEED}"])
+        CONFIGS[overrides] = OmegaConf.to_yaml(OmegaConf.create(values))
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "config.yaml").write_text(CONFIGS[overrides].replace(str(SEED), str(seed)))
+    about = {"status": status, "exit_code": 0, "step": steps, "eval": {"loss": 0.2, "accuracy": value}, "device": "cpu"}
+    about |= {"samples_per_second": speed, "peak_memory_bytes": 4e8, "skipped": 0, "seconds": 9.0, "error": error}
+    (folder / "summary.json").write_text(json.dumps(about | summary))
+    lines = []
+    for step in range(10, steps + 1, 10):
+        lines.append({"step": step, "split": "train", "loss": 3 / step, "loss_scale": 2.0**16, "skipped": 0})
+        lines.append({"step": step, "split": "eval", "loss": 3 / step, "accuracy": value})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def study_of(folder, **options):
+    notes = []
+    study = make_study([read_run(path) for path in find([folder], notes)], **options)
+    study.notes += notes
+    return study
+
+
+def sweep(folder, values, **options):
+    """Runs by mode: {"fp32": [values by seed], ...}."""
+    for mode, found in values.items():
+        for seed, value in enumerate(found, 1):
+            speed = (2000.0 if mode == "bf16" else 1000.0) * (1 + 0.002 * seed)
+            make_run(folder / f"{mode}_{seed}", f"amp={mode}", seed=seed, value=value, speed=speed, **options)
+    return folder
+
+
+# --- the statistics ---------------------------------------------------------------------------------------------------
+
+
+def test_the_t_distribution_is_that_of_scipy_and_of_the_tables():
+    stats = pytest.importorskip("scipy.stats")
+    draw = random.Random(0)
+    for _ in range(100):
+        df, t = draw.choice([1, 2, 3, 4.7, 9, 30, 1000.5]), 40 * draw.random() ** 3
+        assert t_two_sided(t, df) == pytest.approx(2 * stats.t.sf(t, df), rel=1e-7, abs=1e-300)
+    for df in (1, 2, 3.3, 9, 100, 1e5):
+        assert t_quantile(0.05, df) == pytest.approx(stats.t.ppf(0.975, df), rel=1e-9)
+    assert t_quantile(0.05, 1) == pytest.approx(12.7062, abs=1e-4)
+    assert t_quantile(0.05, 1e7) == pytest.approx(1.95996, abs=1e-4)
+
+
+def test_tests_and_intervals_are_those_of_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    draw = random.Random(1)
+    a = {seed: draw.gauss(1.0, 0.1) for seed in range(6)}
+    b = {seed: draw.gauss(1.1, 0.3) for seed in range(6)}
+    ours, other = compare("a", a, "b", b), stats.ttest_rel(list(a.values()), list(b.values()))
+    assert (ours.test, ours.p) == ("paired t-test", pytest.approx(other.pvalue, rel=1e-9))
+    assert (ours.low, ours.high) == pytest.approx(tuple(other.confidence_interval()), rel=1e-9)
+    b[7] = 1.4
+    ours, other = compare("a", a, "b", b), stats.ttest_ind(list(a.values()), list(b.values()), equal_var=False)
+    assert (ours.test, ours.p) == ("Welch's t-test", pytest.approx(other.pvalue, rel=1e-9))
+    assert (ours.low, ours.high) == pytest.approx(tuple(other.confidence_interval()), rel=1e-9)
+    assert holm([0.01, None, 0.04, 0.03]) == pytest.approx([0.03, None, 0.06, 0.06])
+
+
+OFTEN = 36
+"""Of 500 sweeps 25 may be wrong, and chance makes more than this of it once in a hundred times."""
+
+
+def claims(gap, *, digits=None, rate=500, noise=0.002, seeds=5, margin=0.004):
+    """What is said of two groups beside a reference, in many sweeps; both are `gap` better than it."""
+    draw = random.Random(2026)
+    for _ in range(rate):
+        groups = [
+            {seed: round(draw.gauss(mean, noise), digits or 12) for seed in range(seeds)}
+            for mean in (0.9, 0.9 + gap, 0.9 + gap)
+        ]
+        yield judge([compare("g", group, "r", groups[0], margin=margin, better="max") for group in groups[1:]])
+
+
+@pytest.mark.parametrize("digits", [None, 3])
+@pytest.mark.parametrize("seeds", [3, 5])
+def test_at_most_one_sweep_in_twenty_claims_a_difference_that_is_not_there(digits, seeds):
+    found = list(claims(0.0, digits=digits, seeds=seeds))
+    assert sum(any(c.kind in ("better", "worse") for c in sweep) for sweep in found) <= OFTEN
+    # Without the adjustment, and with p > 0.05 taken for equal, both would be said far too often.
+    naive = sum(any(c.p is not None and c.p < 0.05 for c in sweep) for sweep in claims(0.0, margin=None))
+    assert naive > OFTEN
+
+
+def test_at_most_one_sweep_in_twenty_claims_equality_at_the_margin():
+    for seeds in (3, 5):
+        found = list(claims(0.004, seeds=seeds))
+        assert sum(any(c.kind in ("equal", "identical") for c in sweep) for sweep in found) <= OFTEN
+    naive = sum(any(c.p is not None and c.p > 0.05 for c in sweep) for sweep in claims(0.004, seeds=3))
+    assert naive > 0.5 * 500
+
+
+def test_what_is_there_is_found():
+    assert sum(all(c.kind == "better" for c in sweep) for sweep in claims(0.02, rate=100)) > 95
+    assert sum(all(c.kind == "equal" for c in sweep) for sweep in claims(0.0, seeds=20, rate=100)) > 95
+    for c in next(iter(claims(0.0, seeds=3, noise=0.1))):
+        assert c.kind == "unclear" and c.seeds_needed is not None and c.seeds_needed > 100
+
+
+def test_what_is_left_of_rounding_is_no_evidence():
+    three = {1: 0.97, 2: 1.1, 3: 2.3}
+    shifted = {seed: value + 0.001 for seed, value in three.items()}
+    assert len({shifted[seed] - three[seed] for seed in three}) > 1  # a t-test would find a t of some 10^13
+    [c] = judge([compare("a", shifted, "b", three, margin=0.01, better="max")])
+    assert (c.kind, c.test, c.p) == ("unclear", "sign test", 0.25)
+    [c] = judge([compare("a", dict(three), "b", three, margin=0.01, better="max")])
+    assert c.kind == "identical"
+    [c] = judge([compare("a", {1: 0.9, 2: 0.9}, "b", three, margin=0.01, better="max")])
+    assert c.kind == "too few seeds" and c.p is None
+
+
+# --- groups and words -------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_is_answered_in_a_sentence(tmp_path):
+    fp32 = [0.9700, 0.9712, 0.9691, 0.9705, 0.9698]
+    noise = [0.0004, -0.0003, 0.0006, -0.0005, 0.0001]
+    bf16 = [a + b for a, b in zip(fp32, noise, strict=True)]
+    fp16 = [a - 0.02 + b for a, b in zip(fp32, noise, strict=True)]
+    study = study_of(sweep(tmp_path, {"fp32": fp32, "bf16": bf16, "fp16": fp16}))
+    [section] = study.sections
+    assert study.headline == "bf16 trains 2.00× as fast as fp32, with accuracy equal within ±0.0049."
+    equal, worse = section.sentences
+    assert re.fullmatch(
+        r"bf16: 2.00× as fast as fp32 \(95 % interval \[.*\]\); accuracy equal within ±0.0049 \(difference \+0.00006, "
+        r"95 % interval \[−0.0\d+, \+0.0\d+\], p = 0.79 \(Holm 0.79\), n = 5 seeds each, paired t-test\)\.",
+        equal,
+    )
+    assert "accuracy worse by 0.0199" in worse and "p < 0.001" in worse
+    page = html_page(study, [tmp_path])
+    assert study.headline in page and page.count("<svg") > 5
+    assert "**bf16 trains" in markdown(study) and "| `fp16` | 5 | 0.9502" in markdown(study)
+    plain = json.loads(json.dumps(as_dict(study), allow_nan=False))
+    assert plain["sections"][0]["groups"][2]["difference"]["kind"] == "worse"
+
+
+def test_too_few_seeds_and_lost_runs_are_said(tmp_path):
+    sweep(tmp_path, {"fp32": [0.97, 0.971], "bf16": [0.98, 0.981]})
+    make_run(tmp_path / "lost", "amp=bf16", seed=3, status="diverged", exit_code=5, error="30 steps in a row")
+    study = study_of(tmp_path)
+    assert study.headline == "Too few seeds to tell: run at least three of each."
+    assert "Of its 3 runs, 1 diverged: not part of the comparison." in study.sections[0].sentences[0]
+    assert any("exit code 5: 30 steps in a row" in line for line in left_out(study))
+    assert "30 steps in a row" in html_page(study, [tmp_path])
+
+
+def test_what_is_varied_besides_makes_sections_and_what_is_mixed_up_is_warned_of(tmp_path):
+    for rate in ("0.001", "0.01"):
+        for mode in ("fp32", "bf16"):
+            for seed in (1, 2, 3):
+                place = tmp_path / "grid" / f"{rate}_{mode}_{seed}"
+                make_run(place, f"amp={mode}", f"optimizer.lr={rate}", seed=seed, value=0.9 + seed / 1000)
+    study = study_of(tmp_path / "grid")
+    assert {section.title for section in study.sections} == {"optimizer.lr=0.001", "optimizer.lr=0.01"}
+    assert all(section.differences["bf16"].kind == "identical" for section in study.sections)
+    by_rate = study_of(tmp_path / "grid", by=["optimizer.lr"])
+    assert {section.title for section in by_rate.sections} == {"fp32", "bf16"}
+
+    for mode, size in (("fp32", 32), ("bf16", 64)):
+        for seed in (1, 2, 3):
+            make_run(tmp_path / "mixed" / f"{mode}_{seed}", f"amp={mode}", f"batch_size={size}", seed=seed)
+    [section] = study_of(tmp_path / "mixed").sections
+    assert any("also differ in batch_size" in warning for warning in section.warnings)
+
+
+def test_one_seed_run_twice_counts_once(tmp_path):
+    sweep(tmp_path, {"fp32": [0.97], "bf16": [0.98]})
+    for copy in range(4):
+        make_run(tmp_path / f"copy{copy}", "amp=bf16", seed=1, value=0.98)
+    [section] = study_of(tmp_path).sections
+    assert section.differences["bf16"].kind == "too few seeds"
+    assert any("more than once" in warning for warning in section.warnings)
+
+
+# --- whatever lies in a folder ----------------------------------------------------------------------------------------
+
+
+def test_settings_read_in_pieces_are_those_read_whole(tmp_path):
+    folder = make_run(tmp_path / "run", "recipe=language_model", "amp=fp16", "amp.keep_fp32=['*.norm']")
+    path = folder / ".hydra" / "config.yaml"
+    for more in ("", "x:\n- 1\n- {a: b}\n", 'y: "two\n\n  lines"\n', "# of\nz: {a: {b: [1, '&c']}}\n"):
+        path.write_text(path.read_text() + more)
+        assert read_run(folder).config == flatten(stored_config(folder) or {})
+    path.write_text("a: 1\na: 2\n")
+    assert "duplicate" in " ".join(read_run(folder).problems)
+
+
+HOSTILE = {
+    "truncated": lambda f: (f / "summary.json").write_text('{"status": "fin'),
+    "empty": lambda f: [
+        path.write_text("") for path in (f / "summary.json", f / "metrics.jsonl", f / ".hydra/config.yaml")
+    ],
+    "no_summary": lambda f: (f / "summary.json").unlink(),
+    "not_utf8": lambda f: (f / ".hydra" / "config.yaml").write_bytes(b"\xff\xfe\0"),
+    "nan": lambda f: (f / "summary.json").write_text(
+        '{"status": "finished", "eval": {"accuracy": NaN}, "step": 1e999}'
+    ),
+    "deep": lambda f: (f / "summary.json").write_text("[" * 100_000),
+    "a_list": lambda f: (f / "summary.json").write_text("[1, 2]"),
+    "strings": lambda f: (f / "summary.json").write_text('{"status": ["x"], "eval": "y", "error": 7, "step": "z"}'),
+    "large_number": lambda f: (f / "summary.json").write_text('{"status": "finished", "step": 1' + "0" * 4000 + "}"),
+    "folder_for_a_file": lambda f: ((f / "summary.json").unlink(), (f / "summary.json").mkdir()),
+    "pipes": lambda f: [(path.unlink(), os.mkfifo(path)) for path in (f / "summary.json", f / "metrics.jsonl")],
+    "lock_is_a_pipe": lambda f: ((f / "summary.json").unlink(), os.mkfifo(f / ".lock")),
+    "device": lambda f: ((f / "metrics.jsonl").unlink(), (f / "metrics.jsonl").symlink_to("/dev/zero")),
+    "bomb": lambda f: (f / ".hydra" / "config.yaml").write_text(
+        "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+    ),
+    "code": lambda f: (f / ".hydra" / "config.yaml").write_text(
+        "amp: !!python/object/apply:os.system ['touch pwned']\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_damaged_folder_is_named_and_harms_nothing(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    HOSTILE[name](make_run(tmp_path / "runs" / name, "amp=bf16", seed=9))
+    sweep(tmp_path / "runs", {"fp32": [0.97], "bf16": [0.98]})
+    started = time.monotonic()
+    study = study_of(tmp_path / "runs")
+    page, text, lines = html_page(study, [tmp_path]), markdown(study), left_out(study)
+    assert time.monotonic() - started < 5
+    assert len(study.runs) == 3 and "too few seeds" in text and not (tmp_path / "pwned").exists()
+    assert any(f"runs/{name}:" in line for line in lines) and f"runs/{name}<" in page
+
+
+def test_links_files_and_what_is_no_run_are_passed_over(tmp_path):
+    runs = tmp_path / "runs"
+    make_run(runs / "a", "amp=bf16")
+    (runs / "loop").symlink_to(runs)
+    (runs / "link").symlink_to(runs / "a")
+    (runs / "file").write_text("")
+    (runs / "multirun.yaml").write_text("")
+    (runs / "never_began").mkdir()
+    notes = []
+    assert find([runs, runs / "a", runs / "file"], notes) == [runs / "a"]
+    assert sorted(re.sub(r".*/runs/(\w+): (\w+ \w+).*", r"\1: \2", note) for note in notes) == [
+        "file: a file",
+        "link: a link",
+        "loop: a link",
+        "never_began: a job",
+    ]
+
+
+def test_damaged_lines_are_counted_and_the_others_read(tmp_path):
+    folder = make_run(tmp_path / "run", "amp=bf16")
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.write(b'\xff\xfe\n{"step": 70, "split": "train", "lo\nnull\n{"step": 70, "split": "train", "loss": NaN}\n')
+        file.write(b'{"step": 80, "split": "train", "loss": 1' + b"0" * 5_000_000 + b"}\n")
+        file.write(b'{"step": 90, "split": "train", "loss": 0.5}\n{"step": 91, "split": "tr')
+    run = read_run(folder)
+    curves = read_curves(run, ["loss"])
+    assert [step for step, _ in curves.train["loss"]] == [10, 20, 30, 40, 50, 60, 90]
+    assert (curves.damaged, run.problems[-1]) == (4, "metrics.jsonl: 4 damaged lines")
+    few = read_curves(run, ["loss"], most=4)
+    assert few.thinned and few.train["loss"][0][0] == 10 and few.train["loss"][-1][0] == 90
+
+
+EVIL = "<script>alert(1)</script>\x1b[31m\u202e'\"&|"
+
+
+def test_what_comes_from_outside_is_text(tmp_path):
+    sweep(tmp_path, {"fp32": [0.97, 0.98, 0.96], "bf16": [0.98, 0.97, 0.96]})
+    folder = tmp_path / EVIL.replace("/", "_")
+    make_run(folder, "amp=bf16", seed=4, status=EVIL, error=EVIL, eval={EVIL: 1.0, "accuracy": 1.0})
+    named = folder / ".hydra" / "config.yaml"
+    named.write_text(named.read_text().replace("name: mlp", "name: cnn") + f"extra: {json.dumps(EVIL)}\n")
+    (folder / "doctor").mkdir()
+    report = {"step": 1, "cause": EVIL, "module": EVIL, "fixes": [{"override": EVIL}]}
+    (folder / "doctor" / "step_00000001.json").write_text(json.dumps(report))
+    study = study_of(tmp_path, by=["extra"])
+    page = html_page(study, [folder])
+    assert "alert(1)" in page and EVIL[:8] not in page and "Content-Security-Policy" in page
+    assert not re.search(r"<(script|img|link|iframe|object)|\son\w+=|javascript:|https?://", page)
+    for text in (page, markdown(study), "\n".join(left_out(study))):
+        assert "\x1b" not in text and "\u202e" not in text
+    assert not re.findall(r"&(?!amp;|lt;|gt;|quot;|#x27;)", page)
+
+
+def test_a_run_that_goes_on_is_shown_so_far(tmp_path):
+    sweep(tmp_path, {"fp32": [0.97, 0.971, 0.972], "bf16": [0.97, 0.971, 0.972]})
+    folder = make_run(tmp_path / "going", "amp=bf16", seed=4, status="running", step=0)
+    assert read_run(folder).status == "stopped"  # nobody holds its lock
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run, study = read_run(folder), study_of(tmp_path)
+        assert (run.status, run.count("step")) == ("running", 60)
+        page = html_page(study, [tmp_path])
+    assert study.headline.startswith("So far, with 1 run still going: ")
+    assert "bf16, seed 4: running" in page and 'class="line dashed"' in page
+
+
+def test_many_runs(tmp_path, capsys):
+    draw = random.Random(3)
+    sweep(tmp_path, {mode: [draw.gauss(0.97, 0.001) for _ in range(20)] for mode in ("fp32", "bf16", "fp16")})
+    out = tmp_path / "out" / "report.html"
+    report = script("report")
+    assert report.main([str(tmp_path), "--out", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_runs"] == 60
+    assert "60 runs: all finished" in out.read_text() and out.stat().st_size < 300_000
+    assert report.main([str(tmp_path), "--by", "amp.nam"]) == 2
+    assert "amp.name" in capsys.readouterr().err
+    assert report.main([str(tmp_path), "--metric", "acuracy"]) == 2 and "accuracy" in capsys.readouterr().err
+    assert report.main([str(tmp_path / "none")]) == 2 == report.main([str(tmp_path), "--margin", "nan"])
+
+
+def test_pictures_as_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    sweep(tmp_path / "runs", {"fp32": [0.97, 0.971, 0.972], "bf16": [0.97, 0.972, 0.971]})
+    assert script("report").main([str(tmp_path / "runs"), "--png", str(tmp_path / "png")]) == 0
+    assert {path.read_bytes()[:4] for path in (tmp_path / "png").iterdir()} == {b"\x89PNG"}
+
+
+# --- the list, and pruning --------------------------------------------------------------------------------------------
+
+
+def test_settings_that_json_has_no_word_for(tmp_path, capsys):
+    for seed, value in ((1, "inf"), (2, "nan")):
+        make_run(tmp_path / str(seed), f"debug.inject={{where: batch, step: 3, value: {value}}}", seed=seed)
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    for name in ("report", "runs"):
+        assert script(name).main([str(tmp_path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out, parse_constant=refuse)
+
+
+def test_runs_are_listed_picked_and_compared(tmp_path, capsys):
+    sweep(tmp_path, {"fp32": [0.97, 0.99], "bf16": [0.98, 0.96]})
+    runs = script("runs")
+
+    def say(*arguments):
+        assert runs.main([*arguments]) == 0
+        return capsys.readouterr().out
+
+    where = ["--where", "amp=bf*", "status=finished", "eval.accuracy>=0.96", "--sort", "-result", "--json"]
+    assert [run["result"] for run in json.loads(say(str(tmp_path), *where))] == [0.98, 0.96]
+    lines = say(str(tmp_path), "--columns", "amp,optimizer.lr,model,result", "--sort", "seed").splitlines()
+    assert lines[0].split() == ["amp", "optimizer.lr", "model", "result"] and len(lines) == 5
+    assert lines[1].split() == ["bf16", "0.002", "cnn", "0.9800"]
+    rows = [["finished", "a" * 40 + "/" + "b" * 40]]
+    [_, line] = table(["status", "folder"], rows, 40)
+    assert (
+        len(line) == 40
+        and re.fullmatch(r"finished  a+…b+", line)
+        and table(["status", "folder"], rows, None)[1][-1] == "b"
+    )
+    text = say("compare", str(tmp_path / "fp32_1"), str(tmp_path / "bf16_1"))
+    assert re.search(r"amp.dtype +float32 +bfloat16", text) and re.search(r"speed +1,002 +2,004 +2.00x", text)
+    for bad in (["--where", "amp.nam=bf16"], ["--where", "step>x"], ["--sort", "stepp"], ["nowhere"]):
+        arguments = bad if bad == ["nowhere"] else [str(tmp_path), *bad]
+        assert runs.main(arguments) == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+def old(folder):
+    for path in folder.rglob("*"):
+        os.utime(path, (1e9, 1e9), follow_symlinks=False)
+    return folder
+
+
+def snapshot(folder):
+    return {str(path): path.stat().st_size if path.is_file() else None for path in folder.rglob("*")}
+
+
+def checkpoint(folder, step, accuracy):
+    place = folder / "checkpoints" / f"step_{step:08d}"
+    place.mkdir(parents=True)
+    (place / "state.pt").write_bytes(bytes(1000))
+    (place / "manifest.json").write_text(json.dumps({"step": step, "metrics": {"accuracy": accuracy}}))
+
+
+def test_prune_takes_old_runs_without_a_result_and_nothing_else(tmp_path, capsys):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    root = tmp_path / "runs"
+    gone = make_run(root / "failed", "amp=bf16", status="failed")
+    (gone / "samples").symlink_to(outside)
+    checkpoint(gone, 10, 0.5)
+    (gone / "checkpoints" / "step_00000010" / "deep").symlink_to(outside)
+    mixed = make_run(root / "diverged_with_notes", "amp=bf16", status="diverged")
+    (mixed / "notes.txt").write_text("mine")
+    nested = make_run(root / "parent", "amp=bf16", status="failed")
+    make_run(nested / "child", "amp=bf16", status="finished")
+    make_run(root / "finished", "amp=bf16")
+    make_run(root / "going", "amp=bf16", status="running")
+    (make_run(root / "damaged", "amp=bf16") / "summary.json").write_text('{"status": "fin')
+    no_run = root / "no_run"
+    no_run.mkdir()
+    (no_run / "summary.json").write_text('{"status": "failed"}')
+    (root / "linked").symlink_to(make_run(tmp_path / "elsewhere", "amp=bf16", status="failed"))
+    for folder in (root, tmp_path / "elsewhere"):
+        old(folder)
+    make_run(root / "failed_just_now", "amp=bf16", status="failed")
+    runs, before = script("runs"), snapshot(tmp_path)
+
+    with open(root / "going" / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.utime(root / "going" / ".lock", (1e9, 1e9))
+        before = snapshot(tmp_path)
+        assert runs.main(["prune", str(root)]) == 0  # dry
+        assert snapshot(tmp_path) == before
+        assert "nothing was removed" in capsys.readouterr().out
+        assert runs.main(["prune", str(root), "--yes"]) == 0
+    assert {path.name for path in root.iterdir()} == {
+        *("diverged_with_notes", "parent", "finished", "going", "no_run", "linked", "failed_just_now", "damaged")
+    }
+    assert [path.name for path in mixed.iterdir()] == ["notes.txt"]
+    assert [path.name for path in nested.iterdir()] == ["child"]
+    lost = {path for path in before if not os.path.lexists(path)}
+    parts = [str(gone), str(mixed), str(nested)]
+    assert all(any(path == part or path.startswith(part + "/") for part in parts) for path in lost)
+    assert (outside / "precious").exists() and (tmp_path / "elsewhere" / "summary.json").exists()
+
+
+def test_prune_of_checkpoints_keeps_the_best_and_where_a_run_goes_on(tmp_path):
+    for name, status in (("done", "finished"), ("half", "preempted")):
+        folder = make_run(tmp_path / name, "amp=bf16", status=status)
+        for step, accuracy in ((10, 0.5), (20, 0.9), (30, 0.7)):
+            checkpoint(folder, step, accuracy)
+        (folder / "checkpoints" / "mine").mkdir()
+        old(folder)
+    assert script("runs").main(["prune", str(tmp_path), "--checkpoints", "--yes"]) == 0
+    left = {name: sorted(os.listdir(tmp_path / name / "checkpoints")) for name in ("done", "half")}
+    assert left == {"done": ["mine", "step_00000020"], "half": ["mine", "step_00000020", "step_00000030"]}
+
+
+def test_a_run_that_began_after_the_look_is_left_alone(tmp_path):
+    folder = old(make_run(tmp_path / "run", "amp=bf16", status="failed"))
+    plan = prune.plan_runs(read_run(folder), 1)
+    assert plan is not None
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert prune.carry_out(plan, whole=True) == f"{folder}: a run is writing there"
+    (folder / "summary.json").write_text((folder / "summary.json").read_text())
+    assert prune.carry_out(plan, whole=True) == "has changed since it was looked at"
+    assert (folder / "metrics.jsonl").exists()
+    assert prune.plan_runs(read_run(folder), 1) is None and math.isfinite(folders.age(read_run(folder)))
