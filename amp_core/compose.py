@@ -24,11 +24,12 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType, QuotedString
+from hydra.core.override_parser.types import IntervalSweep, Override, OverrideType, QuotedString
 from omegaconf import OmegaConf
 
 from amp_core.config import Config, choices, conf_dir, differences, nearest, node_range
 from amp_core.errors import ConfigError
+from amp_core.lease import num_cores
 from amp_core.redact import refuse_secret, secrets_in
 
 # What Hydra's folders would do is done by run_dir.
@@ -41,8 +42,9 @@ OWNED = {
 
 
 def groups() -> list[str]:
-    """The config groups."""
-    return sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir() and folder.name[0] not in "._")
+    """The config groups of settings."""
+    folders = (folder.name for folder in conf_dir().iterdir() if folder.is_dir())
+    return sorted(name for name in folders if name[0] not in "._" and name not in ("hydra", "experiment"))
 
 
 def known_keys() -> list[str]:
@@ -178,15 +180,81 @@ def one_line(problem: BaseException) -> str:
     return f"{'; '.join(kept[:3]) or type(problem).__name__}; see python train.py --help"
 
 
-def jobs_of_sweep(overrides: list[str]) -> list[list[str]]:
-    """The overrides of every job of Hydra's basic sweeper; one list without the swept keys for other sweepers."""
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What a sweep will do, as far as it can be told before it begins."""
+
+    dir: str
+    sweeper: str
+    """The option of hydra/sweeper."""
+    launcher: str
+    jobs: list[list[str]]
+    """The overrides of every job; for sweepers that choose their jobs, the first and the last values of their space."""
+    num_parallel: int | None
+    """Jobs at a time on this machine; None: a scheduler's business."""
+
+
+def sweep_of(overrides: list[str]) -> Sweep:
+    """What a sweep will do.
+
+    Args:
+        overrides: sound ones, from `check_overrides`.
+
+    Raises:
+        ConfigError: what is swept cannot be read, or holds problems.
+    """
     parser = OverridesParser.create()
     parsed = parser.parse_overrides(overrides)
-    own = [o for o in parsed if not o.key_or_group.startswith("hydra")]
-    if any(o.key_or_group == "hydra/sweeper" and o.value() != "basic" for o in parsed):
-        return [[o.input_line or "" for o in own if not o.is_sweep_override()]]
-    batches = BasicSweeper.split_arguments(own, max_batch_size=None)
-    return [list(job) for batch in batches for job in batch]
+    fixed = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            composed = hydra_compose("config", fixed, return_hydra_config=True)
+            config = OmegaConf.to_container(composed.hydra)
+            sweep_dir = str(composed.hydra.sweep.dir)
+    except Exception as problem:  # Hydra and OmegaConf raise dozens of kinds; each is a bad command line
+        raise ConfigError(one_line(problem)) from problem
+    assert isinstance(config, dict)
+    chosen = config["runtime"]["choices"]
+    sweeper, launcher = chosen["hydra/sweeper"], chosen["hydra/launcher"]
+    named, problems = check_overrides(
+        [f"{key}={value}" for key, value in (config["sweeper"].get("params") or {}).items()], multirun=True
+    )
+    if problems:
+        raise ConfigError(problems)
+    own = [o for o in (*parser.parse_overrides(named), *parsed) if not o.key_or_group.startswith("hydra")]
+    if sweeper == "basic":
+        jobs = [list(job) for batch in BasicSweeper.split_arguments(own, max_batch_size=None) for job in batch]
+    else:
+        last = {o.get_key_element(): o for o in own}.values()  # the command line wins
+        jobs = [[_at_end(o, end) for o in last] for end in (0, -1)]
+    num_parallel: int | None = 1
+    if launcher == "joblib":
+        num_jobs = int(config["launcher"]["n_jobs"])
+        num_parallel = num_jobs if num_jobs > 0 else max(1, num_cores() + 1 + num_jobs)
+    elif launcher == "submitit_local":
+        num_parallel = len(jobs)
+    elif launcher != "basic":
+        num_parallel = None
+    if num_parallel and sweeper == "basic":
+        num_parallel = min(num_parallel, len(jobs))
+    return Sweep(sweep_dir, sweeper, launcher, jobs, num_parallel)
+
+
+def _at_end(override: Override, end: int) -> str:
+    """One end of the values of a search space, as an override: 0 the first, -1 the last."""
+    if not override.is_sweep_override():
+        return f"{override.get_key_element()}={override.get_value_element_as_str()}"
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        ends = (value.start, value.end)
+        return f"{override.get_key_element()}={ends[end]}"
+    return f"{override.get_key_element()}={list(override.sweep_string_iterator())[end]}"
+
+
+def quoted(key: str, value: str) -> str:
+    """An override whose value is this text, whatever is in it."""
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}='{escaped}'"
 
 
 # --- run folders ------------------------------------------------------------------------------------------------------
