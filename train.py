@@ -39,7 +39,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from amp_core import compose, sweep
 from amp_core.config import Config, build, conf_dir, examine, nearest, warnings_of
-from amp_core.errors import ConfigError
+from amp_core.errors import ConfigError, RunError
 from amp_core.help import help_text
 from amp_core.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
 from amp_core.log import say
@@ -235,6 +235,9 @@ def _sweep(overrides: list[str]) -> int:
         code = stopped.code if isinstance(stopped.code, int) else 1
     except ConfigError:
         raise
+    except RunError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        failed = True
     except Exception as problem:  # of a launcher or a sweeper: what its jobs have done is told all the same
         print(f"error: the sweep ended early: {type(problem).__name__}: {compose.one_line(problem)}", file=sys.stderr)
         failed = True
@@ -306,6 +309,8 @@ def sweep_job(config: DictConfig) -> float | None:
     else:
         signalled = _run_job(record, values, sweep_dir, apart=launcher in ("joblib", "submitit_local"))
     record.status = sweep.status_after(record.exit_code or 0)
+    if record.status == "preempted":
+        record.error = None  # it goes on
     summary = sweep.summary_of(sweep_dir / folder)
     record.seconds = summary.get("seconds") or round(time.monotonic() - started, 1)
     if record.exit_code == 0 and record.value is None:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -227,17 +227,18 @@ def sweep_of(overrides: list[str]) -> Sweep:
     else:
         last = {o.get_key_element(): o for o in own}.values()  # the command line wins
         jobs = [[_at_end(o, end) for o in last] for end in (0, -1)]
-    num_parallel: int | None = 1
-    if launcher == "joblib":
-        num_jobs = int(config["launcher"]["n_jobs"])
-        num_parallel = num_jobs if num_jobs > 0 else max(1, num_cores() + 1 + num_jobs)
-    elif launcher == "submitit_local":
-        num_parallel = len(jobs)
-    elif launcher != "basic":
-        num_parallel = None
-    if num_parallel and sweeper == "basic":
-        num_parallel = min(num_parallel, len(jobs))
+    num_parallel = parallel_jobs(launcher, config["launcher"])
+    if sweeper == "basic" and launcher != "basic" and num_parallel is not None:
+        num_parallel = min(num_parallel or len(jobs), len(jobs))
     return Sweep(sweep_dir, sweeper, launcher, jobs, num_parallel)
+
+
+def parallel_jobs(launcher: str, settings: Mapping[str, Any]) -> int | None:
+    """How many jobs a launcher runs at a time on this machine; 0: all; None: a scheduler decides."""
+    if launcher == "joblib":
+        num_jobs = int(settings["n_jobs"])
+        return num_jobs if num_jobs > 0 else max(1, num_cores() + 1 + num_jobs)
+    return {"basic": 1, "submitit_local": 0}.get(launcher)
 
 
 def _at_end(override: Override, end: int) -> str:
