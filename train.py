@@ -313,8 +313,9 @@ def sweep_job(config: DictConfig) -> float | None:
         record.error = None  # it goes on
     summary = sweep.summary_of(sweep_dir / folder)
     record.seconds = summary.get("seconds") or round(time.monotonic() - started, 1)
-    if record.exit_code == 0 and record.value is None:
-        record.value = compose.finished_metric(run_dir, str(record.metric))
+    results = summary.get("eval")
+    if record.exit_code == 0 and record.value is None and isinstance(results, dict):
+        record.value = results.get(str(record.metric))
     sweep.write_record(sweep_dir, record)
     if signalled:
         raise SystemExit(signalled)  # a signal ends the sweep; anything else only this job

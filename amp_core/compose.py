@@ -352,12 +352,6 @@ def is_finished(run_dir: str, values: dict[str, Any]) -> bool:
     return stored is not None and status_of(run_dir) == "finished" and not differences(stored, values, but=free)
 
 
-def finished_metric(run_dir: str, name: str) -> float | None:
-    """A result of a finished run, from its summary.json."""
-    results = json.loads(Path(run_dir, "summary.json").read_text()).get("eval")
-    return results.get(name) if isinstance(results, dict) else None
-
-
 def status_of(run_dir: str | os.PathLike[str]) -> str:
     """`status` of summary.json; "unknown" when it cannot be read."""
     try:
