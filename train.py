@@ -27,6 +27,7 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
+import re
 import shlex
 import time
 from pathlib import Path
@@ -53,7 +54,7 @@ def main(arguments: list[str]) -> int:
     try:
         flags = _parse(arguments)
         if flags.help:
-            say(help_text())
+            say(help_text(flags.overrides))
             return 0
         if flags.multirun:
             return _sweep(flags.overrides)
@@ -69,6 +70,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
+        if dashed := re.match(r"unrecognized arguments: --?([\w.-]+)(?:[= ](\S+))?", message):
+            key = dashed[1].replace("-", "_")
+            message = f"{message}. Did you mean {key}={dashed[2] or '...'}?"
         raise ConfigError(f"{message}; settings are written key=value, see python train.py --help")
 
     parser.error = refuse

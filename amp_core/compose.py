@@ -23,8 +23,10 @@ from typing import Any, get_args, get_type_hints
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, OverrideType, QuotedString
+from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from amp_core.config import Config, choices, conf_dir, differences, nearest, node_range
@@ -39,6 +41,25 @@ OWNED = {
     "hydra.output_subdir": "the run folder always holds .hydra",
     "hydra.job.chdir": "use run_dir=",
 }
+
+
+WORDS = {
+    **dict.fromkeys(("learning_rate", "base_lr", "max_lr"), "optimizer.lr"),
+    **dict.fromkeys(("precision", "mixed_precision", "dtype", "use_amp", "opt_level"), "amp=<mode>"),
+    **{mode: f"amp={mode}" for mode in ("fp32", "tf32", "bf16", "fp16")},
+    **dict.fromkeys(("gpus", "num_gpus", "nproc", "devices", "world_size", "num_processes"), "layout.nproc_per_node"),
+    **dict.fromkeys(("nodes", "num_nodes"), "layout.nnodes"),
+    **dict.fromkeys(("max_steps", "num_steps", "iterations", "max_iters"), "steps"),
+    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum"), "accumulation"),
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "gradient_clip_val", "clip_grad"), "clip=norm clip.max_norm"),
+    **dict.fromkeys(("output_dir", "out_dir", "save_dir", "log_dir"), "run_dir"),
+    **dict.fromkeys(("every", "save_steps", "checkpoint_every"), "save_every"),
+    **dict.fromkeys(("compile", "torch_compile", "cuda_graph"), "perf=<option>"),
+}
+"""What other projects call our keys."""
+FREE = ("model", "optimizer", "schedule")
+"""Groups whose `options` are arguments of what they build; `name` takes more than there are files."""
 
 
 def groups() -> list[str]:
@@ -77,7 +98,8 @@ def check_overrides(overrides: list[str], *, multirun: bool) -> tuple[list[str],
         try:
             override = parser.parse_override(text)
         except Exception:  # the parser raises several kinds
-            problems.append(f"{text!r}: cannot be read; expected key=value, lists in quotes: 'key=[a,b]'")
+            how = ", without spaces" if " =" in text or "= " in text else ", lists in quotes: 'key=[a,b]'"
+            problems.append(f"{text!r}: cannot be read; expected key=value{how}")
             continue
         problem = _check_override(override, keys, group_names, multirun)
         if problem:
@@ -102,6 +124,8 @@ def _check_override(override: Override, keys: list[str], group_names: list[str],
             key not in ("hydra.sweep.dir", "hydra.verbose")
         ):
             return f"{key}: is not used here; expected hydra.sweep.dir, hydra/launcher, hydra/sweeper or their keys"
+        if key in ("hydra/launcher", "hydra/sweeper") and not override.is_sweep_override():
+            return _check_plugin(key, str(value))
         if key == "hydra.sweep.dir" and (problem := check_place(key, str(value if value is not None else ""))):
             return problem
         return None
@@ -121,16 +145,41 @@ def _check_override(override: Override, keys: list[str], group_names: list[str],
         if key == "experiment" and option is None:
             return None
         if not isinstance(option, str) or option not in choices(key):
-            return f"{key}={option}: there is no such option. {nearest(str(option), choices(key))}"
+            more = f" {key}.name= takes further names, see --help {key}." if key in FREE else ""
+            return f"{key}={option}: there is no such option. {nearest(str(option), choices(key))}{more}"
         return None
     elif isinstance(value, dict) and key in {k.split(".")[0] for k in keys if "." in k}:
         return None  # a whole group of keys as a dictionary: checked after composition
     if key in keys or "options." in key or key.startswith(("recipe.", "debug.inject.")):
         return None
-    same_end = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2] and known != key]
-    close = same_end or difflib.get_close_matches(key, keys + group_names, n=1, cutoff=0.4)
-    hint = f"Did you mean {' or '.join(close[:3])}? " if close else ""
-    return f"{key}: there is no such key. {hint}All keys: python train.py --cfg job"
+    return f"{key}: there is no such key. {_hint(key, keys, group_names)}All keys: python train.py --cfg job"
+
+
+def _hint(key: str, keys: list[str], group_names: list[str]) -> str:
+    head, _, tail = key.rpartition(".")
+    same_end = [known for known in keys if known.rpartition(".")[2] == tail and known != key]
+    if not same_end and tail in WORDS:
+        same_end = [WORDS[tail]]
+    near = difflib.get_close_matches(key, keys + group_names, n=1, cutoff=0.4)
+    if not same_end and head in FREE and difflib.SequenceMatcher(None, key, near[0] if near else "").ratio() < 0.85:
+        return f"An argument of its own goes into {head}.options: {head}.options.{tail}=... "
+    close = same_end or near
+    return f"Did you mean {' or '.join(close[:3])}? " if close else ""
+
+
+def _check_plugin(key: str, option: str) -> str | None:
+    """Whether Hydra has a launcher or a sweeper of this name."""
+    Plugins.instance()  # they enter themselves into the store
+    valid = sorted({name.removesuffix(".yaml") for name in ConfigStore.instance().list(key)} | _files(key))
+    if option in valid:
+        return None
+    if option in ("joblib", "submitit_local", "submitit_slurm"):
+        return f"{key}={option}: is not installed: pip install -c constraints.txt hydra-{option.split('_')[0]}-launcher"
+    return f"{key}={option}: there is no such option. {nearest(option, [v for v in valid if v != 'optuna_types'])}"
+
+
+def _files(group: str) -> set[str]:
+    return {path.stem for path in (conf_dir() / group).glob("*.yaml")}
 
 
 def compose(overrides: list[str]) -> dict[str, Any]:
@@ -176,7 +225,7 @@ def _find_target(values: Any, path: str = "") -> str | None:
 def one_line(problem: BaseException) -> str:
     """What Hydra or OmegaConf said, without what is only about their insides."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    kept = [line for line in lines if not line.startswith(("reference_type", "object_type"))]
+    kept = [line for line in lines if not line.startswith(("reference_type", "object_type", "To append to your"))]
     return f"{'; '.join(kept[:3]) or type(problem).__name__}; see python train.py --help"
 
 
@@ -212,6 +261,13 @@ def sweep_of(overrides: list[str]) -> Sweep:
             config = OmegaConf.to_container(composed.hydra)
             sweep_dir = str(composed.hydra.sweep.dir)
     except Exception as problem:  # Hydra and OmegaConf raise dozens of kinds; each is a bad command line
+        if unknown := re.search(r"Could not override '(hydra\.(launcher|sweeper))\.(\w+)", str(problem)):
+            with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+                rest = [text for text in fixed if not text.startswith(f"{unknown[1]}.")]
+                valid = hydra_compose("config", rest, return_hydra_config=True).hydra[unknown[2]]
+            known = [str(key) for key in valid if str(key) != "_target_"]
+            text = f"{unknown[1]}.{unknown[3]}: there is no such key. {nearest(unknown[3], known)}"
+            raise ConfigError(text) from problem
         raise ConfigError(one_line(problem)) from problem
     assert isinstance(config, dict)
     chosen = config["runtime"]["choices"]
@@ -223,6 +279,8 @@ def sweep_of(overrides: list[str]) -> Sweep:
         raise ConfigError(problems)
     own = [o for o in (*parser.parse_overrides(named), *parsed) if not o.key_or_group.startswith("hydra")]
     if sweeper == "basic":
+        if drawn := [o.input_line for o in own if isinstance(o.value(), IntervalSweep)]:
+            raise ConfigError(f"{', '.join(map(str, drawn))}: only a search draws from an interval: hydra/sweeper=optuna")
         jobs = [list(job) for batch in BasicSweeper.split_arguments(own, max_batch_size=None) for job in batch]
     else:
         last = {o.get_key_element(): o for o in own}.values()  # the command line wins
