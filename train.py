@@ -293,8 +293,11 @@ def _hydra(arguments: list[str]) -> None:
 
 
 def sweep_job(config: DictConfig) -> float | None:
-    """One job of a sweep, in Hydra's hands: it ends with a record in the sweep's folder, and never raises for a job that
-    fails. Returns the recipe's best metric, for sweepers that look for one; None without it."""
+    """One job of a sweep, in Hydra's hands: it ends with a record in the sweep's folder and raises for no failure.
+
+    Returns:
+        The recipe's best metric, for sweepers that look for one; None without it.
+    """
     hydra_config = HydraConfig.get()
     overrides = [str(text) for text in hydra_config.overrides.task]
     sweep_dir, folder = Path(hydra_config.sweep.dir), compose.sweep_subdir(overrides)
@@ -356,9 +359,7 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
             ) as taken:
                 record.devices = taken.devices
                 environ = {"CUDA_VISIBLE_DEVICES": ",".join(taken.devices)} if taken.devices else {}
-                record.exit_code, record.error = sweep.run_apart(
-                    command, sweep_dir, environ=environ, files=taken.files
-                )
+                record.exit_code, record.error = sweep.run_apart(command, sweep_dir, environ=environ, files=taken.files)
             return 0
         cfg, warnings = _checked_values(values, record.overrides, [])
         compose.check_run_dir(run_dir, values, cfg)

@@ -280,7 +280,7 @@ def sweep_of(overrides: list[str]) -> Sweep:
     own = [o for o in (*parser.parse_overrides(named), *parsed) if not o.key_or_group.startswith("hydra")]
     if sweeper == "basic":
         if drawn := [o.input_line for o in own if isinstance(o.value(), IntervalSweep)]:
-            raise ConfigError(f"{', '.join(map(str, drawn))}: only a search draws from an interval: hydra/sweeper=optuna")
+            raise ConfigError(f"{', '.join(map(str, drawn))}: an interval is for a search: hydra/sweeper=optuna")
         jobs = [list(job) for batch in BasicSweeper.split_arguments(own, max_batch_size=None) for job in batch]
     else:
         last = {o.get_key_element(): o for o in own}.values()  # the command line wins

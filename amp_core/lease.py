@@ -1,7 +1,8 @@
 """GPUs and cores of a machine, shared out to jobs that run side by side.
 
-A lease is a lock on a file per device, held by the open file: it ends with the process that holds it, however that ends.
-A job's process inherits the file (`pass_fds`), so a device stays taken until both the job and who started it are gone.
+A lease is a lock on a file per device, held by the open file: it ends with the process that holds it, however that
+ends. A job's process inherits the file (`pass_fds`), so a device stays taken until both the job and who started it are
+gone.
 """
 
 from __future__ import annotations

@@ -574,7 +574,7 @@ class Loop:
         )
 
     def plan_in_detail(self) -> str:
-        """What a dry run tells besides: where memory goes, what is sent, when it evaluates and saves, what was checked."""
+        """What a dry run tells besides: where memory goes, what is sent, when it evaluates and saves."""
         cfg, env, mib = self.cfg, self.env, 2**20
         memory = memory_of(self.nets, self.optimizers, self.ema, cfg.amp, accumulation=self.accumulation)
         parts = {name: size for name, size in vars(memory).items() if size}

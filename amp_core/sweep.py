@@ -1,7 +1,8 @@
 """What a sweep knows of its jobs: a record of each in the sweep's folder, processes for jobs, the table at the end.
 
-Records lie in `<sweep>/.jobs/<folder of the run>.json`, written when a job ends, by whichever process had it. A file `stop`
-beside them says that the sweep was asked to end: no job begins any more, and those that run are passed the signal.
+Records lie in `<sweep>/.jobs/<folder of the run>.json`, written when a job ends, by whichever process had it. A file
+`stop` beside them says that the sweep was asked to end: no job begins any more, and those that run are passed the
+signal.
 """
 
 from __future__ import annotations

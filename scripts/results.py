@@ -5,10 +5,10 @@
     python scripts/results.py --list                     which are recorded, and how long they took
     python scripts/results.py --write                    only the pages, from the record
 
-An experiment is a file in conf/experiment with a place for its result. It is run as a sweep into a folder of its own below
-multirun/results, so that what is finished there stays and an interrupted one goes on; remove the folder to measure anew.
-The record is docs/results.json. From it come the tables of README.md and the result in the header of each experiment;
-a test holds them to it.
+An experiment is a file in conf/experiment with a place for its result. It is run as a sweep into a folder of its own
+below multirun/results, so that what is finished there stays and an interrupted one goes on; remove the folder to measure
+anew. The record is docs/results.json. From it come the tables of README.md and the result in the header of each
+experiment; a test holds them to it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from amp_core.sweep import summary_of
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "results.json"
 PAGE = ROOT / "README.md"
-PLACE = re.compile(r"(?<=# <results> written by `make results` from docs/results\.json\n).*?(?=# </results>\n)", re.DOTALL)
+OPENING = "# <results> written by `make results` from docs/results.json\n"
+PLACE = re.compile(f"(?<={re.escape(OPENING)}).*?(?=# </results>\n)", re.DOTALL)
 """The result in the header of an experiment."""
 TABLE = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- /results -->)", re.DOTALL)
 CELL = re.compile(r"<!-- (\w+)\.(\w+) -->(.*?)<!-- / -->")
@@ -174,8 +175,10 @@ def table(record: dict[str, Any], before: str) -> str:
             rows[recipe] = row
         elif recipe not in rows:
             rows[recipe] = f"| `{recipe}` | | not measured yet | | | | {settings(name)} |"
-    head = ["| recipe | metric | `fp32` | `bf16` | `fp16` | runs | settings |", "| --- | --- | --- | --- | --- | --- | --- |"]
-    earlier = [recipe for recipe in sorted(rows) if f"parity_{recipe}" not in record and "not measured" not in rows[recipe]]
+    names = ["recipe", "metric", *(f"`{mode}`" for mode in MODES), "runs", "settings"]
+    head = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
+    unrecorded = [recipe for recipe in sorted(rows) if f"parity_{recipe}" not in record]
+    earlier = [recipe for recipe in unrecorded if "not measured" not in rows[recipe]]
     note = ["", f"Measured before there was a record: {', '.join(earlier)}."] if earlier else []
     return "\n".join([*head, *(rows[recipe] for recipe in sorted(rows)), *note]) + "\n"
 

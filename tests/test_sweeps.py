@@ -189,12 +189,15 @@ def test_pages_show_the_numbers_of_the_record():
     record = json.loads(results.RECORD.read_text())
     assert set(record) <= set(results.experiments())
     for path, text in results.pages(record).items():
-        assert text == path.read_text(), f"{path.name} differs from docs/results.json: python scripts/results.py --write"
+        assert text == path.read_text(), (
+            f"{path.name} differs from docs/results.json: python scripts/results.py --write"
+        )
     name, entry = next(iter(record.items()))
     entry["runs"][0]["value"] += 0.5
-    assert results.pages(record)[ROOT / "conf" / "experiment" / f"{name}.yaml"] != (
-        ROOT / "conf" / "experiment" / f"{name}.yaml"
-    ).read_text()
+    assert (
+        results.pages(record)[ROOT / "conf" / "experiment" / f"{name}.yaml"]
+        != (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text()
+    )
 
 
 def test_an_experiment_names_its_command_and_composes():

@@ -1,10 +1,12 @@
 """A Hydra sweeper that searches with Optuna, and survives being killed at any moment.
 
-The study lies in `<sweep>/optuna.journal`. What a trial tries is a function of (seed, number of the trial, trials before it),
-so a search that was killed and continued tries what an undisturbed one would have tried. A trial that had begun and has no
-result is run again with the same values, so with the same run folder: it goes on from its last checkpoint.
+The study lies in `<sweep>/optuna.journal`. What a trial tries is a function of (seed, number of the trial, trials
+before it), so a search that was killed and continued tries what an undisturbed one would have tried. A trial that had
+begun and has no result is run again with the same values, so with the same run folder: it goes on from its last
+checkpoint.
 
-Hydra imports this module at every start, in a way in which annotations cannot be text; Optuna is imported when it is used.
+Hydra imports this module at every start, in a way in which annotations cannot be text; Optuna is imported when it is
+used.
 """
 
 import importlib.util
@@ -67,9 +69,7 @@ class OptunaSweeper(Sweeper):
         from amp_core.sweep import asked_to_stop
 
         if importlib.util.find_spec("optuna") is None:
-            raise ConfigError(
-                "hydra/sweeper=optuna: Optuna is not installed: pip install -c constraints.txt optuna, or amp-recipes[optuna]"
-            )
+            raise ConfigError("hydra/sweeper=optuna: Optuna is not installed: pip install -c constraints.txt optuna")
         if self.sampler not in ("tpe", "random"):
             raise ConfigError(f"hydra.sweeper.sampler={self.sampler}: expected tpe or random")
         given = OverridesParser.create().parse_overrides(
@@ -263,7 +263,7 @@ def _state(name: str) -> Any:
 
 
 def distribution(override: Override) -> Any:
-    """What Optuna draws a key from: `a,b,c`, `range(1,5)`, `interval(0.1,1)`, `int(interval(1,8))`, `tag(log,interval(...))`.
+    """What Optuna draws a key from: `a,b,c`, `range(1,5)`, `interval(0.1,1)`, `int(interval(1,8))`, `tag(log,...)`.
 
     Raises:
         ConfigError: Optuna cannot draw from it.
