@@ -226,7 +226,7 @@ def _sweep(overrides: list[str]) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # or every job would use all cores
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions on instead of printing them
     sweep.begin(sweep_dir)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in sweep.SIGNALS}
     code, failed = 0, False
     try:
         with contextlib.nullcontext() if planned.num_parallel is None else sweep.stopping(sweep_dir):
@@ -253,7 +253,7 @@ def _sweep(overrides: list[str]) -> int:
     records = sweep.records_of(sweep_dir, [(compose.sweep_subdir(job), job) for job in jobs])
     if records:
         say(sweep.table(records, sweep_dir, f"python scripts/report.py {shlex.quote(str(sweep_dir))}"))
-    if code in (130, 143):
+    if code in sweep.SIGNALS.values():
         say(f"interrupted; the same command with hydra.sweep.dir={sweep_dir} goes on")
         return code
     return int(bool(code) or failed or any(record.status != "finished" for record in records))
@@ -339,13 +339,15 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
         apart: others run beside it on this machine. It gets a process and GPUs of its own. So does every job that
             computes on a GPU, which an error can leave unusable to all that its process does afterwards.
     """
-    import torch
-
     run_dir = str(sweep_dir / record.folder)
     try:
         cfg = build(values)
         writes = not cfg.dry_run and cfg.task == "train"
-        num_gpus = torch.cuda.device_count() if cfg.device != "cpu" and torch.cuda.is_available() else 0
+        num_gpus = 0
+        if cfg.device != "cpu":
+            import torch
+
+            num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if apart or num_gpus:
             devices = visible_devices(num_gpus)
             place = [compose.quoted("run_dir", run_dir)] if writes else []
@@ -378,7 +380,7 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
     record.value = outcome.eval.get(str(record.metric))
     if outcome.error:
         print(f"error: {' '.join(record.overrides)}: {outcome.error}", file=sys.stderr)
-    return outcome.signalled or (outcome.exit_code if outcome.exit_code in (130, 143) else 0)
+    return outcome.signalled
 
 
 def _ask_hydra(arguments: list[str], flags: argparse.Namespace) -> int:

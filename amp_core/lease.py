@@ -58,6 +58,9 @@ def lease(
     """
     if count > len(devices):
         raise ValueError(f"{count} devices asked for, and there are {len(devices)}: {', '.join(devices)}")
+    if not count:
+        yield Lease([], [])
+        return
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     taken: dict[str, int] = {}
     said = False

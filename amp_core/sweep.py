@@ -49,6 +49,8 @@ class Record:
     """GPUs that it was given."""
 
 
+SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 75}
+"""What ends a sweep, and its exit code then."""
 STATUS = {0: "finished", 2: "refused", 5: "diverged", 75: "preempted", 130: "preempted", 143: "preempted"}
 
 
@@ -110,7 +112,7 @@ def ask_to_stop(sweep_dir: Path, code: int) -> None:
 
 
 def asked_to_stop(sweep_dir: Path) -> int:
-    """130 or 143 when the sweep was asked to end, else 0."""
+    """130, 143 or 75 when the sweep was asked to end, else 0."""
     with contextlib.suppress(OSError, ValueError):
         return int((sweep_dir / ".jobs" / "stop").read_text())
     return 0
@@ -118,15 +120,15 @@ def asked_to_stop(sweep_dir: Path) -> int:
 
 @contextlib.contextmanager
 def stopping(sweep_dir: Path) -> Iterator[None]:
-    """Around a sweep: the first SIGINT or SIGTERM lets running jobs finish their step and save, and no other begin; one
+    """Around a sweep: the first signal lets running jobs finish their step and save, and no other begin; one
     more raises KeyboardInterrupt, upon which launchers kill their workers."""
 
     def on_signal(number: int, frame: object) -> None:
         if asked_to_stop(sweep_dir):
             raise KeyboardInterrupt
-        ask_to_stop(sweep_dir, 128 + number)
+        ask_to_stop(sweep_dir, SIGNALS[signal.Signals(number)])
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, on_signal) for number in SIGNALS}
     try:
         yield
     finally:
@@ -170,7 +172,7 @@ def run_apart(
         while process.poll() is None:
             code = asked_to_stop(sweep_dir) or (143 if os.getppid() != parent else 0)
             if code and not told:
-                process.send_signal(code - 128)
+                process.send_signal(next(number for number, ends in SIGNALS.items() if ends == code))
                 told = True
             time.sleep(POLL_SECONDS)
     except BaseException:

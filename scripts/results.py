@@ -6,8 +6,8 @@
     python scripts/results.py --write                    only the pages, from the record
 
 An experiment is a file in conf/experiment with a place for its result. It is run as a sweep into a folder of its own
-below multirun/results, so that what is finished there stays and an interrupted one goes on; remove the folder to measure
-anew. The record is docs/results.json. From it come the tables of README.md and the result in the header of each
+below multirun/results, so that what is finished there stays and an interrupted one goes on; remove the folder to
+measure anew. The record is docs/results.json. From it come the tables of README.md and the result in the header of each
 experiment; a test holds them to it.
 """
 

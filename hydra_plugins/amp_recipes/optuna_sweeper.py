@@ -51,7 +51,7 @@ class OptunaSweeper(Sweeper):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from hydra.core.plugins import Plugins
 
-        self.config = config
+        self._config = config
         self.launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -82,12 +82,12 @@ class OptunaSweeper(Sweeper):
                 "hydra/sweeper=optuna: nothing to search; give a key several values, as in "
                 "'optimizer.lr=tag(log,interval(1e-4,1e-1))' accumulation=1,2,4"
             )
-        folder = Path(self.config.hydra.sweep.dir)
+        folder = Path(self._config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder)  # one search at a time writes to the study
         try:
             study = self._open(folder, overrides, space)
-            OmegaConf.save(self.config, folder / "multirun.yaml")
+            OmegaConf.save(self._config, folder / "multirun.yaml")
             while batch := self._next_trials(study, space):
                 if asked_to_stop(folder):
                     break
@@ -114,7 +114,7 @@ class OptunaSweeper(Sweeper):
                 with open(path, "r+b") as file:
                     file.truncate(content.rfind(b"\n") + 1)
             Path(f"{path}.lock").unlink(missing_ok=True)
-        best_is = str(self.config.recipe.best_is)
+        best_is = str(self._config.recipe.best_is)
         study = optuna.create_study(
             study_name="search",
             storage=optuna.storages.JournalStorage(JournalFileBackend(str(path))),
@@ -122,7 +122,7 @@ class OptunaSweeper(Sweeper):
             load_if_exists=True,
         )
         this = {
-            "metric": f"{self.config.recipe.best}, {best_is}",
+            "metric": f"{self._config.recipe.best}, {best_is}",
             "sampler": f"{self.sampler}, {self.num_startup} at random, seed {self.seed}",
             **{
                 key: (override.input_line or "").partition("=")[2]
@@ -173,8 +173,8 @@ class OptunaSweeper(Sweeper):
     def _num_parallel(self) -> int:
         from amp_core.compose import parallel_jobs
 
-        launcher = self.config.hydra.runtime.choices["hydra/launcher"]
-        return parallel_jobs(launcher, self.config.hydra.launcher) or 1
+        launcher = self._config.hydra.runtime.choices["hydra/launcher"]
+        return parallel_jobs(launcher, self._config.hydra.launcher) or 1
 
     @staticmethod
     def _suggest(trial: Any, space: dict[str, Any]) -> None:
@@ -217,7 +217,7 @@ class OptunaSweeper(Sweeper):
         trials = study.get_trials(deepcopy=False)
         finished = [trial for trial in trials if trial.state.name == "COMPLETE"]
         best = study.best_trial if finished else None
-        metric = str(self.config.recipe.best)
+        metric = str(self._config.recipe.best)
         rows = [["trial", *trials[0].params, metric, "seconds", ""]] if trials else []
         for trial in trials:
             shown = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in trial.params.values()]
@@ -234,7 +234,7 @@ class OptunaSweeper(Sweeper):
         say(", ".join(f"{count} {word}" for word, count in counts.items() if count) + f" of {self.num_trials} trials")
         results: dict[str, Any] = {
             "metric": metric,
-            "best_is": str(self.config.recipe.best_is),
+            "best_is": str(self._config.recipe.best_is),
             "best": None,
             "num_trials": self.num_trials,
             **counts,
