@@ -351,9 +351,7 @@ def test_what_other_projects_write_gets_a_hint(arguments, hint, tmp_path, monkey
 
 def test_bash_completes_options_and_keys():
     ask = 'eval "$($PYTHON train.py -sc install=bash)"\n'
-    ask += (
-        'ask() { COMP_LINE="$1"; COMP_WORDS=($1); COMP_POINT=${#1}; hydra_bash_completion; echo "${COMPREPLY[*]}"; }\n'
-    )
+    ask += 'ask() { COMP_LINE="$1"; COMP_POINT=${#1}; COMP_CWORD=2; hydra_bash_completion; echo "${COMPREPLY[*]}"; }\n'
     ask += 'ask "python train.py amp=fp1"; ask "python train.py optimizer.w"\n'
     environ = os.environ | {"PYTHON": sys.executable, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", ask], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from running import state, summary
 
 import train
@@ -142,6 +143,17 @@ def test_a_killed_job_fails_alone_and_a_signal_saves_the_others():
         ("preempted", 143, None),
     ]
     assert "0 of 2 jobs finished; the report: python scripts/report.py s" in said and "killed by SIGKILL" in said
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_jobs_side_by_side_have_a_gpu_each_or_take_turns():
+    settings = [*SMALL, "-m", "device=cuda", "hydra.sweep.dir=s", "seed=1,2,3", "steps=3", "hydra/launcher=joblib"]
+    subprocess.run([sys.executable, ROOT / "train.py", *settings, "hydra.launcher.n_jobs=3"], check=True, timeout=300)
+    records = [json.loads(path.read_text()) for path in Path("s/.jobs").glob("*.json")]
+    assert [record["status"] for record in records] == ["finished"] * 3
+    assert all(len(record["devices"]) == 1 for record in records)
+    assert {summary(Path("s", record["folder"]))["device"] for record in records} == {"cuda"}
 
 
 # --- searches ---------------------------------------------------------------------------------------------------------
