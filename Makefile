@@ -14,7 +14,7 @@ BUSY := $(VENV)/.installing
 EXTRAS := wandb,tensorboard,data,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check format bench faults sweep report clean distclean
+.PHONY: help setup train test check format bench faults sweep results report clean distclean
 
 # An environment cannot be moved or copied, and does not survive the removal of its Python: then set it up again.
 ifneq ($(shell test -x $(PY) && cat $(STAMP) 2>/dev/null),$(CURDIR))
@@ -48,8 +48,11 @@ bench: setup ## measure speed, about three minutes: python scripts/bench.py $(AR
 faults: setup ## break things on purpose, long: python scripts/faults.py $(ARGS)
 	OMP_NUM_THREADS=1 $(PY) scripts/faults.py $(ARGS)
 
-sweep: setup ## the published sweep: three modes, five seeds each
-	$(PY) train.py -m amp=fp32,bf16,fp16 seed=1,2,3,4,5 $(ARGS)
+sweep: setup ## the default recipe in three modes with five seeds each: python train.py -m ... $(ARGS)
+	$(PY) train.py -m experiment=parity_classification $(ARGS)
+
+results: setup ## run what is missing of the published experiments, long, and write their numbers: python scripts/results.py $(ARGS)
+	$(PY) scripts/results.py $(ARGS)
 
 report: setup ## compare runs with pictures: make report ARGS="multirun/modes --out report.html"
 	$(PY) scripts/report.py $(ARGS)

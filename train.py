@@ -26,6 +26,10 @@ if __name__ == "__main__":
         )
 
 import argparse
+import contextlib
+import re
+import shlex
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,12 +38,15 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from amp_core import compose
-from amp_core.config import Config, conf_dir, examine, nearest, warnings_of
-from amp_core.errors import ConfigError
+from amp_core import compose, sweep
+from amp_core.config import Config, build, conf_dir, examine, nearest, warnings_of
+from amp_core.errors import ConfigError, RunError
 from amp_core.help import help_text
+from amp_core.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
 from amp_core.log import say
 from amp_core.redact import redact_typed
+
+ROOT = str(Path(__file__).resolve().parent)
 
 
 def main(arguments: list[str]) -> int:
@@ -47,7 +54,7 @@ def main(arguments: list[str]) -> int:
     try:
         flags = _parse(arguments)
         if flags.help:
-            say(help_text())
+            say(help_text(flags.overrides))
             return 0
         if flags.multirun:
             return _sweep(flags.overrides)
@@ -63,6 +70,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
+        if dashed := re.match(r"unrecognized arguments: --?([\w.-]+)(?:[= ](\S+))?", message):
+            key = dashed[1].replace("-", "_")
+            message = f"{message}. Did you mean {key}={dashed[2] or '...'}?"
         raise ConfigError(f"{message}; settings are written key=value, see python train.py --help")
 
     parser.error = refuse
@@ -121,6 +131,7 @@ def _checked_values(values: dict[str, Any], overrides: list[str], problems: list
 def _single(overrides: list[str]) -> int:
     from amp_core.environment import launched
 
+    sweep.end_with_parent()
     if launched():
         return _under_torchrun(overrides)
     job = _prepare(overrides)
@@ -153,11 +164,14 @@ def _launch(job: Any) -> Any:
     from amp_core.launch import launch
     from recipes import find
 
-    root = str(Path(__file__).resolve().parent)
-    path = os.environ.get("PYTHONPATH", "")
-    if root not in path.split(os.pathsep):  # workers are started as `python -m recipes`, from any folder
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, path]))
+    _add_to_path()
     return launch(job, find(job.config["recipe"]["name"]).run, [sys.executable, "-m", "recipes"])
+
+
+def _add_to_path() -> None:
+    path = os.environ.get("PYTHONPATH", "")
+    if ROOT not in path.split(os.pathsep):  # workers are started as `python -m recipes`, from any folder
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, path]))
 
 
 def _under_torchrun(overrides: list[str]) -> int:
@@ -192,10 +206,6 @@ def _under_torchrun(overrides: list[str]) -> int:
 # --- sweeps, and what Hydra answers by itself -------------------------------------------------------------------------
 
 
-class JobFailed(RuntimeError):
-    """A job of a sweep failed; it has said why."""
-
-
 def _sweep(overrides: list[str]) -> int:
     from amp_core.environment import launched
 
@@ -206,29 +216,75 @@ def _sweep(overrides: list[str]) -> int:
         if os.environ["RANK"] == "0":
             raise refused
         return refused.exit_code
+    planned, sound, cfg = _plan_sweep(overrides)
+    sweep_dir = Path(planned.dir)
+    _add_to_path()
+    if planned.num_parallel and planned.num_parallel > 1:
+        from amp_core.preflight import num_processes
+
+        threads = num_cores() // (planned.num_parallel * num_processes(cfg))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # or every job would use all cores
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions on instead of printing them
+    sweep.begin(sweep_dir)
+    before = {number: signal.getsignal(number) for number in sweep.SIGNALS}
+    code, failed = 0, False
+    try:
+        with contextlib.nullcontext() if planned.num_parallel is None else sweep.stopping(sweep_dir):
+            if planned.num_parallel is None:  # jobs of a scheduler go on without this process
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            _hydra(["--multirun", *sound, compose.quoted("hydra.sweep.dir", planned.dir)])
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as stopped:
+        code = stopped.code if isinstance(stopped.code, int) else 1
+    except ConfigError:
+        raise
+    except RunError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        failed = True
+    except Exception as problem:  # of a launcher or a sweeper: what its jobs have done is told all the same
+        print(f"error: the sweep ended early: {type(problem).__name__}: {compose.one_line(problem)}", file=sys.stderr)
+        failed = True
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    code = sweep.asked_to_stop(sweep_dir) or code
+    jobs = planned.jobs if planned.sweeper == "basic" else []
+    records = sweep.records_of(sweep_dir, [(compose.sweep_subdir(job), job) for job in jobs])
+    if records:
+        say(sweep.table(records, sweep_dir, f"python scripts/report.py {shlex.quote(str(sweep_dir))}"))
+    if code in sweep.SIGNALS.values():
+        say(f"interrupted; the same command with hydra.sweep.dir={sweep_dir} goes on")
+        return code
+    return int(bool(code) or failed or any(record.status != "finished" for record in records))
+
+
+def _plan_sweep(overrides: list[str]) -> tuple[compose.Sweep, list[str], Config]:
+    """The sweep, its overrides as Hydra takes them, and the first job's configuration. Every job is checked."""
     sound, problems = compose.check_overrides(overrides, multirun=True)
     for text in overrides:
         if text.startswith(("run_dir=", "resume=last")):
             problems.append(f"{text}: each job of a sweep has a folder of its own; use hydra.sweep.dir=")
-    if not problems:
-        try:
-            jobs = compose.jobs_of_sweep(sound)
-        except Exception as problem:  # the parser raises several kinds
-            raise ConfigError(f"{' '.join(overrides)}: cannot be read as a sweep: {problem}") from problem
-        for job in jobs:
-            try:
-                checked(job)
-            except ConfigError as refused:
-                problems += [problem for problem in refused.problems if problem not in problems]
     if problems:
         raise ConfigError(problems)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # launchers stop their workers on KeyboardInterrupt
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions on instead of printing them
     try:
-        _hydra(["--multirun", *sound])
-    except JobFailed:
-        return 1
-    return 0
+        planned = compose.sweep_of(sound)
+    except ConfigError:
+        raise
+    except Exception as problem:  # the parser raises several kinds
+        raise ConfigError(f"{' '.join(overrides)}: cannot be read as a sweep: {problem}") from problem
+    if problem := compose.check_place("hydra.sweep.dir", planned.dir):
+        raise ConfigError(problem)
+    first = None
+    for job in planned.jobs:
+        try:
+            _, cfg, _ = checked(job)
+            first = first or cfg
+        except ConfigError as refused:
+            problems += [problem for problem in refused.problems if problem not in problems]
+    if problems or first is None:
+        raise ConfigError(problems or [f"{' '.join(overrides)}: there is nothing to run"])
+    return planned, sound, first
 
 
 def _hydra(arguments: list[str]) -> None:
@@ -237,29 +293,94 @@ def _hydra(arguments: list[str]) -> None:
 
 
 def sweep_job(config: DictConfig) -> float | None:
-    """One job of a sweep, in Hydra's hands. Returns its best metric, for sweepers that look for one."""
-    from amp_core.environment import Job
+    """One job of a sweep, in Hydra's hands: it ends with a record in the sweep's folder and raises for no failure.
 
-    overrides = list(HydraConfig.get().overrides.task)
-    run_dir = str(Path(HydraConfig.get().sweep.dir, compose.sweep_subdir(overrides)))
+    Returns:
+        The recipe's best metric, for sweepers that look for one; None without it.
+    """
+    hydra_config = HydraConfig.get()
+    overrides = [str(text) for text in hydra_config.overrides.task]
+    sweep_dir, folder = Path(hydra_config.sweep.dir), compose.sweep_subdir(overrides)
+    launcher = hydra_config.runtime.choices["hydra/launcher"]
     values: Any = OmegaConf.to_container(config, resolve=True)
+    if code := sweep.asked_to_stop(sweep_dir):
+        if launcher == "basic":
+            raise SystemExit(code)
+        return None
+    record = sweep.Record(folder, overrides, metric=values["recipe"]["best"])
+    run_dir = str(sweep_dir / folder)
+    started, signalled = time.monotonic(), 0
+    if compose.is_finished(run_dir, values):
+        say(f"already finished: {run_dir}")
+        record.exit_code = 0
+    else:
+        signalled = _run_job(record, values, sweep_dir, apart=launcher in ("joblib", "submitit_local"))
+    record.status = sweep.status_after(record.exit_code or 0)
+    if record.status == "preempted":
+        record.error = None  # it goes on
+    summary = sweep.summary_of(sweep_dir / folder)
+    record.seconds = summary.get("seconds") or round(time.monotonic() - started, 1)
+    results = summary.get("eval")
+    if record.exit_code == 0 and record.value is None and isinstance(results, dict):
+        record.value = results.get(str(record.metric))
+    sweep.write_record(sweep_dir, record)
+    if signalled:
+        raise SystemExit(signalled)  # a signal ends the sweep; anything else only this job
+    return record.value
+
+
+def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, apart: bool) -> int:
+    """Run a job and note how it ended. Returns the exit code that a signal asked for, or 0.
+
+    Args:
+        record: of the job.
+        values: its configuration.
+        sweep_dir: the sweep's folder.
+        apart: others run beside it on this machine. It gets a process and GPUs of its own. So does every job that
+            computes on a GPU, which an error can leave unusable to all that its process does afterwards.
+    """
+    run_dir = str(sweep_dir / record.folder)
     try:
-        cfg, warnings = _checked_values(values, overrides, [])
+        cfg = build(values)
+        writes = not cfg.dry_run and cfg.task == "train"
+        num_gpus = 0
+        if cfg.device != "cpu":
+            import torch
+
+            num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if apart or num_gpus:
+            devices = visible_devices(num_gpus)
+            place = [compose.quoted("run_dir", run_dir)] if writes else []
+            command = [sys.executable, str(Path(ROOT, "train.py")), *record.overrides, *place]
+            with lease(
+                gpus_of(cfg, num_gpus),
+                devices,
+                lease_folder(),
+                waiting=lambda: say(f"{' '.join(record.overrides)}: waits for a free GPU of {', '.join(devices)}"),
+                given_up=lambda: bool(sweep.asked_to_stop(sweep_dir)),
+            ) as taken:
+                record.devices = taken.devices
+                environ = {"CUDA_VISIBLE_DEVICES": ",".join(taken.devices)} if taken.devices else {}
+                record.exit_code, record.error = sweep.run_apart(command, sweep_dir, environ=environ, files=taken.files)
+            return 0
+        cfg, warnings = _checked_values(values, record.overrides, [])
         compose.check_run_dir(run_dir, values, cfg)
     except ConfigError as refused:
         _say_error(refused)
-        raise JobFailed(f"{overrides}: exit code 2") from None
-    if compose.is_finished(run_dir, values):
-        say(f"already finished: {run_dir}")
-        return compose.finished_metric(run_dir, cfg.recipe["best"])
-    writes = not cfg.dry_run and cfg.task == "train"
-    outcome = _launch(Job(values, run_dir if writes else None, overrides, [sys.executable, *sys.argv], warnings))
-    if outcome.exit_code in (130, 143) or outcome.signalled:
-        raise SystemExit(outcome.signalled or outcome.exit_code)  # a signal ends the sweep; anything else only this job
-    if outcome.exit_code:
-        print(f"error: {' '.join(overrides)}: {outcome.error}", file=sys.stderr)
-        raise JobFailed(f"{overrides}: exit code {outcome.exit_code}")
-    return outcome.eval.get(cfg.recipe["best"])
+        record.exit_code, record.error = refused.exit_code, refused.problems[0]
+        return 0
+    except InterruptedError:
+        record.exit_code = sweep.asked_to_stop(sweep_dir)
+        return 0
+    from amp_core.environment import Job
+
+    job = Job(values, run_dir if writes else None, record.overrides, [sys.executable, *sys.argv], warnings)
+    outcome = _launch(job)
+    record.exit_code, record.error = outcome.exit_code, sweep.first_line(outcome.error)
+    record.value = outcome.eval.get(str(record.metric))
+    if outcome.error:
+        print(f"error: {' '.join(record.overrides)}: {outcome.error}", file=sys.stderr)
+    return outcome.signalled
 
 
 def _ask_hydra(arguments: list[str], flags: argparse.Namespace) -> int:

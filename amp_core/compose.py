@@ -16,19 +16,22 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType, QuotedString
+from hydra.core.override_parser.types import IntervalSweep, Override, OverrideType, QuotedString
+from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from amp_core.config import Config, choices, conf_dir, differences, nearest, node_range
 from amp_core.errors import ConfigError
+from amp_core.lease import num_cores
 from amp_core.redact import refuse_secret, secrets_in
 
 # What Hydra's folders would do is done by run_dir.
@@ -40,9 +43,29 @@ OWNED = {
 }
 
 
+WORDS = {
+    **dict.fromkeys(("learning_rate", "base_lr", "max_lr"), "optimizer.lr"),
+    **dict.fromkeys(("precision", "mixed_precision", "dtype", "use_amp", "opt_level"), "amp=<mode>"),
+    **{mode: f"amp={mode}" for mode in ("fp32", "tf32", "bf16", "fp16")},
+    **dict.fromkeys(("gpus", "num_gpus", "nproc", "devices", "world_size", "num_processes"), "layout.nproc_per_node"),
+    **dict.fromkeys(("nodes", "num_nodes"), "layout.nnodes"),
+    **dict.fromkeys(("max_steps", "num_steps", "iterations", "max_iters"), "steps"),
+    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum"), "accumulation"),
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "gradient_clip_val", "clip_grad"), "clip=norm clip.max_norm"),
+    **dict.fromkeys(("output_dir", "out_dir", "save_dir", "log_dir"), "run_dir"),
+    **dict.fromkeys(("every", "save_steps", "checkpoint_every"), "save_every"),
+    **dict.fromkeys(("compile", "torch_compile", "cuda_graph"), "perf=<option>"),
+}
+"""What other projects call our keys."""
+FREE = ("model", "optimizer", "schedule")
+"""Groups whose `options` are arguments of what they build; `name` takes more than there are files."""
+
+
 def groups() -> list[str]:
-    """The config groups."""
-    return sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir() and folder.name[0] not in "._")
+    """The config groups of settings."""
+    folders = (folder.name for folder in conf_dir().iterdir() if folder.is_dir())
+    return sorted(name for name in folders if name[0] not in "._" and name not in ("hydra", "experiment"))
 
 
 def known_keys() -> list[str]:
@@ -75,7 +98,8 @@ def check_overrides(overrides: list[str], *, multirun: bool) -> tuple[list[str],
         try:
             override = parser.parse_override(text)
         except Exception:  # the parser raises several kinds
-            problems.append(f"{text!r}: cannot be read; expected key=value, lists in quotes: 'key=[a,b]'")
+            how = ", without spaces" if " =" in text or "= " in text else ", lists in quotes: 'key=[a,b]'"
+            problems.append(f"{text!r}: cannot be read; expected key=value{how}")
             continue
         problem = _check_override(override, keys, group_names, multirun)
         if problem:
@@ -100,6 +124,8 @@ def _check_override(override: Override, keys: list[str], group_names: list[str],
             key not in ("hydra.sweep.dir", "hydra.verbose")
         ):
             return f"{key}: is not used here; expected hydra.sweep.dir, hydra/launcher, hydra/sweeper or their keys"
+        if key in ("hydra/launcher", "hydra/sweeper") and not override.is_sweep_override():
+            return _check_plugin(key, str(value))
         if key == "hydra.sweep.dir" and (problem := check_place(key, str(value if value is not None else ""))):
             return problem
         return None
@@ -119,16 +145,41 @@ def _check_override(override: Override, keys: list[str], group_names: list[str],
         if key == "experiment" and option is None:
             return None
         if not isinstance(option, str) or option not in choices(key):
-            return f"{key}={option}: there is no such option. {nearest(str(option), choices(key))}"
+            more = f" {key}.name= takes further names, see --help {key}." if key in FREE else ""
+            return f"{key}={option}: there is no such option. {nearest(str(option), choices(key))}{more}"
         return None
     elif isinstance(value, dict) and key in {k.split(".")[0] for k in keys if "." in k}:
         return None  # a whole group of keys as a dictionary: checked after composition
     if key in keys or "options." in key or key.startswith(("recipe.", "debug.inject.")):
         return None
-    same_end = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2] and known != key]
-    close = same_end or difflib.get_close_matches(key, keys + group_names, n=1, cutoff=0.4)
-    hint = f"Did you mean {' or '.join(close[:3])}? " if close else ""
-    return f"{key}: there is no such key. {hint}All keys: python train.py --cfg job"
+    return f"{key}: there is no such key. {_hint(key, keys, group_names)}All keys: python train.py --cfg job"
+
+
+def _hint(key: str, keys: list[str], group_names: list[str]) -> str:
+    head, _, tail = key.rpartition(".")
+    same_end = [known for known in keys if known.rpartition(".")[2] == tail and known != key]
+    if not same_end and tail in WORDS:
+        same_end = [WORDS[tail]]
+    near = difflib.get_close_matches(key, keys + group_names, n=1, cutoff=0.4)
+    if not same_end and head in FREE and difflib.SequenceMatcher(None, key, near[0] if near else "").ratio() < 0.85:
+        return f"An argument of its own goes into {head}.options: {head}.options.{tail}=... "
+    close = same_end or near
+    return f"Did you mean {' or '.join(close[:3])}? " if close else ""
+
+
+def _check_plugin(key: str, option: str) -> str | None:
+    """Whether Hydra has a launcher or a sweeper of this name."""
+    Plugins.instance()  # they enter themselves into the store
+    valid = sorted({name.removesuffix(".yaml") for name in ConfigStore.instance().list(key)} | _files(key))
+    if option in valid:
+        return None
+    if option in ("joblib", "submitit_local", "submitit_slurm"):
+        return f"{key}={option}: is not installed: pip install -c constraints.txt hydra-{option.split('_')[0]}-launcher"
+    return f"{key}={option}: there is no such option. {nearest(option, [v for v in valid if v != 'optuna_types'])}"
+
+
+def _files(group: str) -> set[str]:
+    return {path.stem for path in (conf_dir() / group).glob("*.yaml")}
 
 
 def compose(overrides: list[str]) -> dict[str, Any]:
@@ -174,19 +225,95 @@ def _find_target(values: Any, path: str = "") -> str | None:
 def one_line(problem: BaseException) -> str:
     """What Hydra or OmegaConf said, without what is only about their insides."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    kept = [line for line in lines if not line.startswith(("reference_type", "object_type"))]
+    kept = [line for line in lines if not line.startswith(("reference_type", "object_type", "To append to your"))]
     return f"{'; '.join(kept[:3]) or type(problem).__name__}; see python train.py --help"
 
 
-def jobs_of_sweep(overrides: list[str]) -> list[list[str]]:
-    """The overrides of every job of Hydra's basic sweeper; one list without the swept keys for other sweepers."""
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What a sweep will do, as far as it can be told before it begins."""
+
+    dir: str
+    sweeper: str
+    """The option of hydra/sweeper."""
+    launcher: str
+    jobs: list[list[str]]
+    """The overrides of every job; for sweepers that choose their jobs, the first and the last values of their space."""
+    num_parallel: int | None
+    """Jobs at a time on this machine; None: a scheduler's business."""
+
+
+def sweep_of(overrides: list[str]) -> Sweep:
+    """What a sweep will do.
+
+    Args:
+        overrides: sound ones, from `check_overrides`.
+
+    Raises:
+        ConfigError: what is swept cannot be read, or holds problems.
+    """
     parser = OverridesParser.create()
     parsed = parser.parse_overrides(overrides)
-    own = [o for o in parsed if not o.key_or_group.startswith("hydra")]
-    if any(o.key_or_group == "hydra/sweeper" and o.value() != "basic" for o in parsed):
-        return [[o.input_line or "" for o in own if not o.is_sweep_override()]]
-    batches = BasicSweeper.split_arguments(own, max_batch_size=None)
-    return [list(job) for batch in batches for job in batch]
+    fixed = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            composed = hydra_compose("config", fixed, return_hydra_config=True)
+            config = OmegaConf.to_container(composed.hydra)
+            sweep_dir = str(composed.hydra.sweep.dir)
+    except Exception as problem:  # Hydra and OmegaConf raise dozens of kinds; each is a bad command line
+        if unknown := re.search(r"Could not override '(hydra\.(launcher|sweeper))\.(\w+)", str(problem)):
+            with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+                rest = [text for text in fixed if not text.startswith(f"{unknown[1]}.")]
+                valid = hydra_compose("config", rest, return_hydra_config=True).hydra[unknown[2]]
+            known = [str(key) for key in valid if str(key) != "_target_"]
+            text = f"{unknown[1]}.{unknown[3]}: there is no such key. {nearest(unknown[3], known)}"
+            raise ConfigError(text) from problem
+        raise ConfigError(one_line(problem)) from problem
+    assert isinstance(config, dict)
+    chosen = config["runtime"]["choices"]
+    sweeper, launcher = chosen["hydra/sweeper"], chosen["hydra/launcher"]
+    named, problems = check_overrides(
+        [f"{key}={value}" for key, value in (config["sweeper"].get("params") or {}).items()], multirun=True
+    )
+    if problems:
+        raise ConfigError(problems)
+    own = [o for o in (*parser.parse_overrides(named), *parsed) if not o.key_or_group.startswith("hydra")]
+    if sweeper == "basic":
+        if drawn := [o.input_line for o in own if isinstance(o.value(), IntervalSweep)]:
+            raise ConfigError(f"{', '.join(map(str, drawn))}: an interval is for a search: hydra/sweeper=optuna")
+        jobs = [list(job) for batch in BasicSweeper.split_arguments(own, max_batch_size=None) for job in batch]
+    else:
+        last = {o.get_key_element(): o for o in own}.values()  # the command line wins
+        jobs = [[_at_end(o, end) for o in last] for end in (0, -1)]
+    num_parallel = parallel_jobs(launcher, config["launcher"])
+    if sweeper == "basic" and launcher != "basic" and num_parallel is not None:
+        num_parallel = min(num_parallel or len(jobs), len(jobs))
+    return Sweep(sweep_dir, sweeper, launcher, jobs, num_parallel)
+
+
+def parallel_jobs(launcher: str, settings: Mapping[str, Any]) -> int | None:
+    """How many jobs a launcher runs at a time on this machine; 0: all; None: a scheduler decides."""
+    if launcher == "joblib":
+        num_jobs = int(settings["n_jobs"])
+        return num_jobs if num_jobs > 0 else max(1, num_cores() + 1 + num_jobs)
+    return {"basic": 1, "submitit_local": 0}.get(launcher)
+
+
+def _at_end(override: Override, end: int) -> str:
+    """One end of the values of a search space, as an override: 0 the first, -1 the last."""
+    if not override.is_sweep_override():
+        return f"{override.get_key_element()}={override.get_value_element_as_str()}"
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        ends = (value.start, value.end)
+        return f"{override.get_key_element()}={ends[end]}"
+    return f"{override.get_key_element()}={list(override.sweep_string_iterator())[end]}"
+
+
+def quoted(key: str, value: str) -> str:
+    """An override whose value is this text, whatever is in it."""
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}='{escaped}'"
 
 
 # --- run folders ------------------------------------------------------------------------------------------------------
@@ -281,12 +408,6 @@ def is_finished(run_dir: str, values: dict[str, Any]) -> bool:
     stored = stored_config(run_dir)
     free = {"log", "layout", "device", "save_every", "eval_every", "log_every", "perf", "run_dir", "resume"}
     return stored is not None and status_of(run_dir) == "finished" and not differences(stored, values, but=free)
-
-
-def finished_metric(run_dir: str, name: str) -> float | None:
-    """A result of a finished run, from its summary.json."""
-    results = json.loads(Path(run_dir, "summary.json").read_text()).get("eval")
-    return results.get(name) if isinstance(results, dict) else None
 
 
 def status_of(run_dir: str | os.PathLike[str]) -> str:

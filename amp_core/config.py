@@ -350,6 +350,7 @@ def parse_yaml(text: str) -> Any:
 def nearest(word: str, valid: Iterable[str]) -> str:
     """A sentence with the nearest valid choice first, then all of them (the first 12)."""
     valid = list(valid)
+    word = {"gpu": "cuda", "on": "", "true": "", "yes": ""}.get(str(word).lower(), word)  # the nearest would be far off
     close = difflib.get_close_matches(str(word).lower(), [v.lower() for v in valid], n=1, cutoff=0.4)
     hint = f"Did you mean {next(v for v in valid if v.lower() == close[0])}? " if close else ""
     shown = ", ".join(valid[:12]) + (", ..." if len(valid) > 12 else "")
@@ -359,12 +360,13 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 # --- types ------------------------------------------------------------------------------------------------------------
 
 
-def _describe(kind: Any) -> str:
+def describe(kind: Any) -> str:
+    """What a type means to somebody who types a value."""
     origin = get_origin(kind)
     if origin is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if origin in (Union, types.UnionType):
-        return " or ".join(_describe(k) for k in get_args(kind))
+        return " or ".join(describe(k) for k in get_args(kind))
     if origin is list:
         return 'a list of text, in quotes: \'key=["a","b"]\''
     if origin is dict or kind is dict or dataclasses.is_dataclass(kind):
@@ -397,7 +399,9 @@ def _fits(value: Any, kind: Any) -> bool:
 def structure(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
     """`values` as the dataclass `kind`; what does not fit is added to `problems` and left out."""
     if not isinstance(values, Mapping):
-        problems.append(f"{key}={values}: expected a group of keys; choose an option with {key}=<option>")
+        names = " or ".join(f"{key}.{name}=..." for name in list(get_type_hints(kind))[:3])
+        how = f"choose an option with {key}=<option>" if choices(key) else f"set {names}"
+        problems.append(f"{key}={_shown(values)}: expected a group of keys; {how}")
         return None
     fields = get_type_hints(kind)
     dot = f"{key}." if key else ""
@@ -407,7 +411,7 @@ def structure(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
     taken = {}
     for name, expected in fields.items():
         if name not in values:
-            problems.append(f"{dot}{name}: the key is missing; expected {_describe(expected)}")
+            problems.append(f"{dot}{name}: the key is missing; expected {describe(expected)}")
             taken[name] = None
             continue
         value = values[name]
@@ -422,7 +426,11 @@ def structure(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
         else:
             literal = [a for k in (expected, *get_args(expected)) if get_origin(k) is Literal for a in get_args(k)]
             hint = " " + nearest(_shown(value), literal) if literal else ""
-            problems.append(f"{dot}{name}={_shown(value)}: expected {_describe(expected)}.{hint}")
+            if isinstance(value, float) and value.is_integer() and _fits(int(value), expected):
+                hint = f" Write {dot}{name}={int(value)}."
+            if name == "device" and str(value).startswith("cuda:"):
+                hint = f" Which GPU says the environment: CUDA_VISIBLE_DEVICES={str(value)[5:]}."
+            problems.append(f"{dot}{name}={_shown(value)}: expected {describe(expected)}.{hint}")
             taken[name] = None
     return kind(**taken)
 

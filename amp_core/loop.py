@@ -36,8 +36,8 @@ from amp_core.doctor.watch import Symptoms, Watch
 from amp_core.ema import Ema
 from amp_core.environment import TIME_LIMIT, Environment, exit_code_of, outcome_of, peak_memory
 from amp_core.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
-from amp_core.footprint import memory_of
-from amp_core.islands import keep_fp32
+from amp_core.footprint import memory_of, traffic, weights_of
+from amp_core.islands import island_names, keep_fp32
 from amp_core.layout import unwrap
 from amp_core.log import Log, say
 from amp_core.precision import Amp, Rehearsal, StepReport
@@ -150,7 +150,7 @@ class Loop:
             return
         if self.cfg.dry_run:
             if self.env.is_main:
-                say(self.plan())
+                say(f"{self.plan()}\n{self.plan_in_detail()}")
             return
         loaded = self._resume()
         if self.cfg.task == "evaluate":
@@ -573,6 +573,38 @@ class Loop:
             ]
         )
 
+    def plan_in_detail(self) -> str:
+        """What a dry run tells besides: where memory goes, what is sent, when it evaluates and saves."""
+        cfg, env, mib = self.cfg, self.env, 2**20
+        memory = memory_of(self.nets, self.optimizers, self.ema, cfg.amp, accumulation=self.accumulation)
+        parts = {name: size for name, size in vars(memory).items() if size}
+        said = ", ".join(f"{name} {size / mib:.1f}" for name, size in parts.items())
+        lines = [f"  MiB per rank: {said}; with the activations of {cfg.batch_size} samples on top"]
+        if env.world_size > 1:
+            layout = cfg.layout
+            each = [weight for net in self.nets for weight in weights_of(net, cfg.amp)]
+            sent = traffic(
+                each,
+                cfg.amp,
+                env.world_size,
+                accumulation=self.accumulation,
+                compress=layout.compress is not None,
+                bucket_mb=layout.bucket_mb or 25.0,
+            )
+            lines.append(f"  each rank sends {sum(one.sent for one in sent) / mib:.1f} MiB per step")
+        steps = self.num_steps
+        lines += [
+            f"  evaluates {len(self.data.eval):,} samples {_times(cfg.eval_every, steps)}, and counts by "
+            f"{cfg.recipe['best']} ({cfg.recipe['best_is']})",
+            f"  saves about {(memory.weights + memory.moments + memory.averages) / mib:.1f} MiB a rank "
+            f"{_times(cfg.save_every, steps)}, keeps {cfg.checkpoint.keep} and the best; "
+            f"metrics {_times(cfg.log_every, steps)}",
+        ]
+        inside = [name or "the whole network" for net in self.nets for name in island_names(unwrap(net))]
+        if inside:
+            lines.append(f"  fp32 islands: {', '.join(inside[:8])}{', ...' if len(inside) > 8 else ''}")
+        return "\n".join([*lines, "checked: settings, names, data, device, network, optimizer; nothing was written"])
+
     # --- metrics ------------------------------------------------------------------------------------------------------
 
     def _read_metrics(self) -> None:
@@ -935,6 +967,11 @@ def _first_float(batch: Any) -> Tensor:
         if isinstance(item, Tensor) and item.is_floating_point():
             return item
     raise ConfigError("debug.inject.where=batch: the batch holds no floating-point tensor; use where=gradient")
+
+
+def _times(every: int, steps: int) -> str:
+    """When a cadence comes, in words: it always comes at the end."""
+    return f"every {every} steps and at the end" if every < steps else "at the end"
 
 
 def _rate_key(schedule: str) -> str:

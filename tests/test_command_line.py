@@ -305,3 +305,54 @@ def test_what_hydra_answers_may_stand_anywhere_and_shows_no_traceback(arguments,
     done = subprocess.run([sys.executable, ROOT / "train.py", *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == code and expected in done.stdout + done.stderr, done.stderr
     assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "topic, expected",
+    [
+        (["amp"], "amp.growth_interval (a whole number or null)"),
+        (["clip=norm"], "max_norm: 1.0"),
+        (["optimizer.lr", "ema"], "ema.decay: a number or null"),
+        (["sweep"], "hydra/launcher=joblib"),
+    ],
+)
+def test_help_explains_topics(topic, expected, capsys):
+    assert train.main(["--help", *topic]) == 0
+    assert expected in capsys.readouterr().out
+
+
+def test_help_has_a_text_for_every_key_of_a_group(capsys):
+    groups = [group for group in compose.groups() if group != "recipe"]
+    assert train.main(["--help", *groups]) == 0
+    out = capsys.readouterr().out
+    assert train.main(["--help", "ampp"]) == 2 and "Did you mean amp?" in capsys.readouterr().err
+    for key in LEAVES:
+        assert key.split(".")[0] not in groups or f"{key} (" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, hint",
+    [
+        (["optimizer.learning_rate=0.1"], "Did you mean optimizer.lr?"),
+        (["layout.gpus=2"], "Did you mean layout.nproc_per_node?"),
+        (["model.width=8"], "model.options.width="),
+        (["device=gpu"], "Did you mean cuda?"),
+        (["steps=1e3"], "Write steps=1000."),
+        (["--seed=3"], "Did you mean seed=3?"),
+        (["-m", "hydra/launcher=jobllib", "seed=1,2"], "Did you mean joblib?"),
+        (["-m", "hydra/launcher=joblib", "hydra.launcher.njobs=2", "seed=1,2"], "Did you mean n_jobs?"),
+        (["-m", "optimizer.lr=interval(0,1)"], "hydra/sweeper=optuna"),
+    ],
+)
+def test_what_other_projects_write_gets_a_hint(arguments, hint, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert hint in refuse(arguments, capsys, tmp_path)
+
+
+def test_bash_completes_options_and_keys():
+    ask = 'eval "$($PYTHON train.py -sc install=bash)"\n'
+    ask += 'ask() { COMP_LINE="$1"; COMP_POINT=${#1}; COMP_CWORD=2; hydra_bash_completion; echo "${COMPREPLY[*]}"; }\n'
+    ask += 'ask "python train.py amp=fp1"; ask "python train.py optimizer.w"\n'
+    environ = os.environ | {"PYTHON": sys.executable, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", ask], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["amp=fp16", "amp=fp16_capped", "optimizer.weight_decay="], done.stderr

@@ -1,0 +1,1 @@
+"""Hydra looks for plugins below `hydra_plugins`."""

@@ -1,0 +1,218 @@
+"""Sweeps: GPUs are leased, jobs have processes of their own, searches survive kills, published numbers are recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from running import state, summary
+
+import train
+from amp_core import compose, sweep
+from amp_core.lease import lease, visible_devices
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
+SMALL += ["device=cpu", "log.progress=false", "batch_size=8", "save_every=1000000", "eval_every=1000000", "log_every=1"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def until(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+# --- leases -----------------------------------------------------------------------------------------------------------
+
+HOLD = """
+import subprocess, sys, time
+from pathlib import Path
+from amp_core.lease import lease
+name, count, devices = sys.argv[1], int(sys.argv[2]), sys.argv[3].split(",")
+with lease(count, devices, Path("leases"), waiting=lambda: Path(name + ".waits").touch()) as taken:
+    child = None
+    if "child" in name:  # a job that outlives who started it
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=taken.files)
+    Path(name).write_text(",".join(taken.devices) + " " + str(child.pid if child else 0))
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder():
+    """`holder(name, count)` starts a process that leases devices and writes them into a file of its name."""
+    started = []
+
+    def start(name, count, devices="a,b,c"):
+        environ = os.environ | {"PYTHONPATH": str(ROOT)}
+        started.append(subprocess.Popen([sys.executable, "-c", HOLD, name, str(count), devices], env=environ))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def devices_of(name):
+    until(lambda: Path(name).exists() and Path(name).read_text())
+    return set(Path(name).read_text().split()[0].split(","))
+
+
+def test_processes_get_disjoint_devices_in_line_and_a_killed_one_leaves_none_taken(holder):
+    first, second = holder("first", 1), holder("child", 1)
+    taken = devices_of("first") | devices_of("child")
+    assert len(taken) == 2
+    holder("both", 2)  # one is free, two are needed
+    until(Path("both.waits").exists)
+    holder("late", 1)  # may not overtake, though one would do
+    until(Path("late.waits").exists)
+    time.sleep(0.5)
+    assert not Path("both").exists() and not Path("late").exists()
+    second.kill()
+    second.wait()
+    time.sleep(0.5)
+    assert not Path("both").exists()  # its job still computes there
+    os.kill(int(Path("child").read_text().split()[1]), signal.SIGKILL)
+    assert devices_of("both") == {"a", "b", "c"} - devices_of("first")
+    assert not Path("late").exists()
+    first.kill()
+    assert devices_of("late") == devices_of("first")
+
+
+def test_a_lease_asks_for_no_more_than_there_is_and_can_be_given_up(tmp_path):
+    with pytest.raises(ValueError, match="3 devices asked for, and there are 2"), lease(3, ["0", "1"], tmp_path):
+        pass
+    with lease(2, ["0", "1"], tmp_path) as taken:
+        assert taken.devices == ["0", "1"]
+        with pytest.raises(InterruptedError), lease(1, ["0", "1"], tmp_path, given_up=lambda: True):
+            pass
+    with lease(2, ["0", "1"], tmp_path):
+        pass
+
+
+def test_a_present_choice_of_gpus_is_respected(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,GPU-1234, 3")
+    assert visible_devices(3) == ["6", "GPU-1234", "3"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_devices(2) == ["0", "1"]
+
+
+# --- jobs side by side ------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_job_fails_alone_and_a_signal_saves_the_others():
+    settings = [*SMALL, "-m", "hydra.sweep.dir=s", "seed=1,2", "steps=1000000", "schedule=constant"]
+    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    environ = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "train.py", *settings, *launcher],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    until(lambda: len(list(Path("s").glob("*/metrics.jsonl"))) == 2, 120)
+    folders = sorted(path.parent for path in Path("s").glob("*/metrics.jsonl"))
+    owners = [int((folder / ".lock").read_text().split()[1]) for folder in folders]
+    threads = json.loads((folders[0] / "environment.json").read_text())["threads"]
+    assert threads == max(1, len(os.sched_getaffinity(0)) // 2) if hasattr(os, "sched_getaffinity") else threads
+    os.kill(owners[0], signal.SIGKILL)
+    until(lambda: sweep.read_record(Path("s"), folders[0].name))
+    process.send_signal(signal.SIGTERM)  # to the sweep alone
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 143, said
+    assert summary(folders[1])["status"] == "preempted" and state(folders[1])["progress"]["step"] > 0
+    records = [sweep.read_record(Path("s"), folder.name) for folder in folders]
+    assert [(r.status, r.exit_code, r.error) for r in records] == [
+        ("failed", 1, "killed by SIGKILL"),
+        ("preempted", 143, None),
+    ]
+    assert "0 of 2 jobs finished; the report: python scripts/report.py s" in said and "killed by SIGKILL" in said
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_jobs_side_by_side_have_a_gpu_each_or_take_turns():
+    settings = [*SMALL, "-m", "device=cuda", "hydra.sweep.dir=s", "seed=1,2,3", "steps=3", "hydra/launcher=joblib"]
+    subprocess.run([sys.executable, ROOT / "train.py", *settings, "hydra.launcher.n_jobs=3"], check=True, timeout=300)
+    records = [json.loads(path.read_text()) for path in Path("s/.jobs").glob("*.json")]
+    assert [record["status"] for record in records] == ["finished"] * 3
+    assert all(len(record["devices"]) == 1 for record in records)
+    assert {summary(Path("s", record["folder"]))["device"] for record in records} == {"cuda"}
+
+
+# --- searches ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_search_that_was_cut_off_tries_what_an_undisturbed_one_tries(capsys):
+    optuna = pytest.importorskip("optuna")
+    space = ["optimizer=sgd", "optimizer.lr=tag(log,interval(1e-3,1e15))", "accumulation=1,2", "steps=3"]
+    space += ["amp.max_consecutive_skips=1", "doctor=off", "hydra/sweeper=optuna", "hydra.sweeper.num_startup=2"]
+
+    def search(folder, num_trials):
+        code = train.main([*SMALL, "-m", f"hydra.sweep.dir={folder}", *space, f"hydra.sweeper.num_trials={num_trials}"])
+        assert code == 0, capsys.readouterr()
+        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(f"{folder}/optuna.journal"))
+        return optuna.load_study(study_name="search", storage=storage)
+
+    def told(study):
+        return [(trial.number, trial.state.name, trial.value, trial.params) for trial in study.trials]
+
+    whole = told(search("a", 6))
+    assert {state for _, state, _, _ in whole} == {"COMPLETE", "PRUNED"}  # some learning rates diverge
+    # What a kill leaves: a trial with values and half a run, one that got no values yet, half a line, a lock.
+    study = search("b", 4)
+    journal = Path("b/optuna.journal").read_bytes()
+    last = journal.rindex(b'"state"')  # the result of the last trial
+    Path("b/optuna.journal").write_bytes(journal[: last - 3])
+    Path("b/optuna.journal.lock").symlink_to("optuna.journal")
+    shutil.rmtree(Path("b", study.trials[-1].user_attrs["folder"], "checkpoints"))
+    assert told(search("b", 6)) == whole
+    results = compose.OmegaConf.load("b/optimization_results.yaml")
+    assert results.best.value == max(value for _, state, value, _ in whole if state == "COMPLETE")
+    assert results.finished + results.diverged == len(results.trials) == 6
+    capsys.readouterr()
+    assert train.main([*SMALL, "-m", "hydra.sweep.dir=b", *space, "clip=norm"]) == 2  # another search
+    assert "holds another search" in capsys.readouterr().err
+
+
+# --- published numbers ------------------------------------------------------------------------------------------------
+
+
+def test_pages_show_the_numbers_of_the_record():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import results
+
+    record = json.loads(results.RECORD.read_text())
+    assert set(record) <= set(results.experiments())
+    for path, text in results.pages(record).items():
+        assert text == path.read_text(), (
+            f"{path.name} differs from docs/results.json: python scripts/results.py --write"
+        )
+    name, entry = next(iter(record.items()))
+    entry["runs"][0]["value"] += 0.5
+    assert (
+        results.pages(record)[ROOT / "conf" / "experiment" / f"{name}.yaml"]
+        != (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text()
+    )
+
+
+def test_an_experiment_names_its_command_and_composes():
+    for path in (ROOT / "conf" / "experiment").glob("*.yaml"):
+        assert f"python train.py -m experiment={path.stem}" in path.read_text()
+        assert not train.examine(compose.compose([f"experiment={path.stem}"]))[1]
