@@ -866,11 +866,12 @@ MAY_CHANGE = {
     "optimizer.fused",
     "recipe.length",
     "recipe.eval_offset",
+    "recipe.loss_chunk",
     "recipe.sample_bytes",
     "recipe.prompt",
 }
 """Settings that a resumed run may change freely. `accumulation` and `batch_size` are held together by the samples per
-step, which the resume checks by itself; `fused` changes rounding only."""
+step, which the resume checks by itself; `fused` and `loss_chunk` change rounding only."""
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

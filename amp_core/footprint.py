@@ -5,13 +5,15 @@
     memory(weights, amp_config).total, [each.sent for each in traffic(weights, amp_config, 8)]
 
 Counted are weights, gradients, optimizer state, averages and the copies that autocast makes: what grows with the number
-of weights. Activations grow with the batch and come on top. All of it is counted for the rank that holds the most.
+of weights. Activations grow with the batch and come on top: `saved_for_backward` counts them as they are kept. All of
+it is counted for the rank that holds the most.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -201,6 +203,86 @@ def traffic(
             found.append(between)
         found.append(Collective("checks", "all_reduce", parts, 4, 1))  # the norm
     return found
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+class Saved:
+    """Bytes that autograd keeps from a forward to its backward pass. Each memory counts once, those of weights not."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._weights = {_memory(weight) for weight in weights}
+        self._found: dict[int, tuple[int, torch.dtype, bool]] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor that is kept. If freed before the counting ends, its address may stand for another one."""
+        memory = _memory(tensor)
+        if memory not in self._weights:
+            num_bytes = tensor.untyped_storage().nbytes()
+            self._found[memory] = num_bytes, tensor.dtype, self._is_copy(tensor)
+
+    def _is_copy(self, tensor: Tensor) -> bool:
+        """Whether it is a weight that autocast has cast."""
+        node = (tensor if tensor._base is None else tensor._base).grad_fn
+        if node is None or "ToCopy" not in node.name():
+            return False
+        weight = getattr(node.next_functions[0][0], "variable", None)
+        return weight is not None and _memory(weight) in self._weights
+
+    @property
+    def activations(self) -> int:
+        return sum(num_bytes for num_bytes, _, is_copy in self._found.values() if not is_copy)
+
+    @property
+    def copies(self) -> int:
+        """Of weights, made by autocast."""
+        return sum(num_bytes for num_bytes, _, is_copy in self._found.values() if is_copy)
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.copies
+
+    @property
+    def by_dtype(self) -> dict[str, int]:
+        """Of activations; `float32`, `bfloat16`, ..."""
+        found: dict[str, int] = {}
+        for num_bytes, dtype, is_copy in self._found.values():
+            if not is_copy:
+                name = str(dtype).removeprefix("torch.")
+                found[name] = found.get(name, 0) + num_bytes
+        return found
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def saved_for_backward(weights: Iterable[Tensor]) -> Iterator[Saved]:
+    """Around forward passes whose graphs live to the end of it: counts what they keep. Never waits for the device.
+
+    Blocks that are computed once more count with their inputs. Fake tensors count as real ones.
+
+    Args:
+        weights: what is there anyway, such as all parameters and buffers.
+    """
+    saved = Saved(weights)
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.add(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+def saved_bytes(forward: Callable[[], Tensor], weights: Iterable[Tensor]) -> int:
+    """What `forward()` keeps for the backward pass of its result, in bytes, but for `weights`."""
+    with saved_for_backward(weights) as saved:
+        output = forward()
+    assert output.requires_grad, "nothing is kept without gradients"
+    return saved.total
 
 
 # --- of a run ---------------------------------------------------------------------------------------------------------
