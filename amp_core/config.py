@@ -156,6 +156,8 @@ class OptimizerConfig:
     """Not applied to norms and biases."""
     fused: bool | None
     """null: fused where torch has it; a step then never waits for the device."""
+    state_dtype: Literal["float32", "bfloat16"]
+    """What Adam and AdamW hold their moments in between steps; bfloat16 is rounded by chance, and halves them."""
     options: dict[str, Any]
     """Further keyword arguments of the class, such as `momentum` or `betas`."""
 
@@ -658,6 +660,11 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
             problems.append(f"optimizer.options.{key}: is set by this project; {where}")
     if cfg.ema.decay is not None and not 0 <= cfg.ema.decay < 1:
         problems.append(f"ema.decay={cfg.ema.decay:g}: expected at least 0 and below 1, or null to switch it off")
+    if cfg.optimizer.state_dtype == "bfloat16" and cfg.layout.shard_optimizer:
+        problems.append(
+            "optimizer.state_dtype=bfloat16: layout.shard_optimizer=true keeps every bit of a whole step, and what is "
+            "rounded by chance is so by its place in memory; use one of them"
+        )
     inject = cfg.debug.inject
     if inject is not None:
         _positive(problems, {"debug.inject.step": inject.step}, least=1)

@@ -43,7 +43,7 @@ class Weight:
     group: int = 0
     """Weights of one group are gathered together."""
     moments: float | None = 2.0
-    """Elements of optimizer state per element; None: it is not trained."""
+    """Optimizer state per element, in fp32 elements; None: it is not trained."""
     averaged: bool = False
     parts: int = 1
     """Ranks that it is cut over."""
@@ -313,7 +313,7 @@ def memory_of(
 
 
 def state_ratio(optimizer: torch.optim.Optimizer) -> float:
-    """Elements of optimizer state per element of weight, found by one step on a small weight."""
+    """Optimizer state per element of weight, in fp32 elements, found by one step on a small weight."""
     weight = nn.Parameter(torch.zeros(16, 16))
     weight.grad = torch.zeros_like(weight)
     group: dict[str, Any] = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
@@ -322,4 +322,4 @@ def state_ratio(optimizer: torch.optim.Optimizer) -> float:
         twin.step()
     except (TypeError, ValueError, RuntimeError):
         return 2.0
-    return sum(v.numel() for v in twin.state[weight].values() if isinstance(v, Tensor) and v.ndim) / weight.numel()
+    return sum(v.nbytes for v in twin.state[weight].values() if isinstance(v, Tensor) and v.ndim) / weight.nbytes

@@ -175,8 +175,8 @@ def losses_of_a_sharded_network(rank: int, chunk: int | None) -> list[float]:
 
 
 def test_a_sharded_head_computes_the_loss(on_ranks: Any) -> None:
-    ours, plain = (on_ranks(losses_of_a_sharded_network, chunk) for chunk in (16, None))
-    for ours, plain in zip(ours, plain, strict=True):
+    found = (on_ranks(losses_of_a_sharded_network, chunk) for chunk in (16, None))
+    for ours, plain in zip(*found, strict=True):
         assert ours == pytest.approx(plain, rel=2e-3)
 
 
