@@ -355,7 +355,9 @@ class Environment:
             "device": self.device.type,
             "world_size": self.world_size,
             "samples_per_second": None,
+            "data_wait": None,
             "peak_memory_bytes": peak_memory(self.device),
+            "memory": None,
             "skipped": 0,
             "seconds": round(time.monotonic() - self.started, 3),
         }

@@ -209,18 +209,32 @@ def traffic(
 
 
 class Saved:
-    """Bytes that autograd keeps from a forward to its backward pass. Each memory counts once, those of weights not."""
+    """Bytes that autograd keeps from forward to backward passes. Each memory counts once, that of weights not."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._weights = {_memory(weight) for weight in weights}
-        self._found: dict[int, tuple[int, torch.dtype, bool]] = {}
+        self._uses: dict[int, int] = {}
+        self._live: dict[tuple[str, bool], int] = {}
+        self._most: dict[tuple[str, bool], int] = {}
 
-    def add(self, tensor: Tensor) -> None:
-        """Count a tensor that is kept. If freed before the counting ends, its address may stand for another one."""
+    def pack(self, tensor: Tensor) -> Any:
         memory = _memory(tensor)
-        if memory not in self._weights:
-            num_bytes = tensor.untyped_storage().nbytes()
-            self._found[memory] = num_bytes, tensor.dtype, self._is_copy(tensor)
+        if memory in self._weights:
+            return tensor
+        return _Kept(self, tensor, memory, (str(tensor.dtype).removeprefix("torch."), self._is_copy(tensor)))
+
+    def add(self, kept: _Kept) -> None:
+        self._uses[kept.memory] = self._uses.get(kept.memory, 0) + 1
+        if self._uses[kept.memory] == 1:
+            self._live[kept.kind] = self._live.get(kept.kind, 0) + kept.num_bytes
+            if sum(self._live.values()) > self.total:
+                self._most = dict(self._live)
+
+    def remove(self, kept: _Kept) -> None:
+        self._uses[kept.memory] -= 1
+        if not self._uses[kept.memory]:
+            del self._uses[kept.memory]
+            self._live[kept.kind] -= kept.num_bytes
 
     def _is_copy(self, tensor: Tensor) -> bool:
         """Whether it is a weight that autocast has cast."""
@@ -231,27 +245,37 @@ class Saved:
         return weight is not None and _memory(weight) in self._weights
 
     @property
+    def total(self) -> int:
+        """When most was kept, as all that follows."""
+        return sum(self._most.values())
+
+    @property
     def activations(self) -> int:
-        return sum(num_bytes for num_bytes, _, is_copy in self._found.values() if not is_copy)
+        return sum(self.by_dtype.values())
 
     @property
     def copies(self) -> int:
         """Of weights, made by autocast."""
-        return sum(num_bytes for num_bytes, _, is_copy in self._found.values() if is_copy)
-
-    @property
-    def total(self) -> int:
-        return self.activations + self.copies
+        return self.total - self.activations
 
     @property
     def by_dtype(self) -> dict[str, int]:
         """Of activations; `float32`, `bfloat16`, ..."""
-        found: dict[str, int] = {}
-        for num_bytes, dtype, is_copy in self._found.values():
-            if not is_copy:
-                name = str(dtype).removeprefix("torch.")
-                found[name] = found.get(name, 0) + num_bytes
-        return found
+        return {dtype: num_bytes for (dtype, is_copy), num_bytes in self._most.items() if not is_copy}
+
+
+class _Kept:
+    """A tensor as long as a graph holds it."""
+
+    __slots__ = ("kind", "memory", "num_bytes", "saved", "tensor")
+
+    def __init__(self, saved: Saved, tensor: Tensor, memory: int, kind: tuple[str, bool]) -> None:
+        self.saved, self.tensor, self.memory, self.kind = saved, tensor, memory, kind
+        self.num_bytes = tensor.untyped_storage().nbytes()
+        saved.add(self)
+
+    def __del__(self) -> None:
+        self.saved.remove(self)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -260,20 +284,19 @@ def _memory(tensor: Tensor) -> int:
 
 @contextlib.contextmanager
 def saved_for_backward(weights: Iterable[Tensor]) -> Iterator[Saved]:
-    """Around forward passes whose graphs live to the end of it: counts what they keep. Never waits for the device.
+    """Around forward and backward passes: counts what is kept from one to the other. Never waits for the device.
 
-    Blocks that are computed once more count with their inputs. Fake tensors count as real ones.
+    Blocks that are computed once more count with their inputs. Fake tensors count as real ones. Other threads do not.
 
     Args:
         weights: what is there anyway, such as all parameters and buffers.
     """
     saved = Saved(weights)
 
-    def pack(tensor: Tensor) -> Tensor:
-        saved.add(tensor)
-        return tensor
+    def unpack(kept: Any) -> Tensor:
+        return kept.tensor if isinstance(kept, _Kept) else kept
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, unpack):
         yield saved
 
 

@@ -104,6 +104,7 @@ def _build(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Op
     if "weight_decay" not in inspect.signature(cls).parameters:
         groups = [{k: v for k, v in group.items() if k != "weight_decay"} for group in groups]
     if cfg.state_dtype == "bfloat16":
-        cls([{**group, "params": group["params"][:1]} for group in groups], lr=cfg.lr, **options)  # checks the values
+        first = [{**group, "params": group["params"][:1]} for group in groups]
+        cls(first, lr=cfg.lr, **options)  # type: ignore[arg-type]  # checks the values
         return Adam16(groups, cfg.lr, **options, decoupled_weight_decay=cfg.name == "AdamW")
     return cls(groups, lr=cfg.lr, **options)  # type: ignore[arg-type]
