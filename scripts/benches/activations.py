@@ -1,0 +1,55 @@
+"""What autograd keeps from the forward to the backward pass, in bytes, counted without doing the arithmetic."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from amp_core import Amp
+from amp_core.footprint import Saved, saved_for_backward
+from amp_core.losses import give_loss
+from amp_core.models.gpt import GPT
+from amp_core.recompute import recompute_blocks
+from amp_core.vision import import_torchvision
+
+GPT2 = {"vocab_size": 50257, "length": 1024, "width": 768, "depth": 12, "heads": 12}
+NETWORKS = ("resnet50", "gpt2")
+WAYS = {"resnet50": ("plain",), "gpt2": ("plain", "chunks", "recompute")}
+"""plain; the loss in chunks of 512 tokens; that and blocks computed once more."""
+
+
+def kept(network: str, mode: str, way: str, batch_size: int, *, fake: bool = True, **sizes: int) -> Saved:
+    """Of a training step's forward pass and loss.
+
+    Args:
+        network: of NETWORKS.
+        mode: of conf/amp.
+        way: of WAYS.
+        batch_size: samples.
+        fake: nothing is computed, and no memory is needed; the bytes are the same.
+        **sizes: in place of those of `GPT2`.
+    """
+    amp = Amp.named(mode)  # type: ignore[arg-type]
+    with FakeTensorMode() if fake else contextlib.nullcontext():
+        if network == "resnet50":
+            net = import_torchvision().models.resnet50(weights=None)
+            inputs = torch.zeros(batch_size, 3, 224, 224)
+            targets = torch.zeros(batch_size, dtype=torch.int64)
+        else:
+            facts = GPT2 | sizes
+            net = GPT(**facts, positions="learned", tied=True)
+            if way != "plain":
+                give_loss(net.head, 512)
+            if way == "recompute":
+                recompute_blocks(net)
+            inputs = targets = torch.zeros(batch_size, facts["length"], dtype=torch.int64)
+        with saved_for_backward([*net.parameters(), *net.buffers()]) as saved, amp.autocast():
+            if way == "plain":
+                loss = F.cross_entropy(net(inputs).flatten(0, -2).float(), targets.flatten())
+            else:
+                loss = net(inputs, targets=targets)
+        assert loss.requires_grad
+    return saved
