@@ -209,6 +209,8 @@ class PerfConfig:
     """Copy the next window to the device while this one is computed."""
     checkpoint_activations: bool
     """Keep the inputs of blocks alone for the backward pass, and compute each block once more there: less memory."""
+    recast_weights: bool
+    """Cast weights once more in the backward pass instead of keeping 16-bit copies: 2 bytes per weight less memory."""
 
 
 @dataclass(frozen=True)
@@ -665,6 +667,8 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
             "optimizer.state_dtype=bfloat16: layout.shard_optimizer=true keeps every bit of a whole step, and what is "
             "rounded by chance is so by its place in memory; use one of them"
         )
+    if cfg.perf is not None and cfg.amp is not None and cfg.perf.recast_weights:
+        problems += _without_copies(cfg)
     inject = cfg.debug.inject
     if inject is not None:
         _positive(problems, {"debug.inject.step": inject.step}, least=1)
@@ -686,6 +690,21 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
         problems.append("task=evaluate: needs a checkpoint; use run_dir=<run folder> or resume=<checkpoint>")
     if cfg.run_dir is not None and not cfg.run_dir.strip():
         problems.append("run_dir='': expected a folder")
+
+
+def _without_copies(cfg: Config) -> list[str]:
+    """Why there are no 16-bit copies of weights that could be made once more."""
+    if cfg.amp.dtype == "float32":
+        reason = f"amp={cfg.amp.name} makes no 16-bit copies of weights; use amp=bf16, or leave it out"
+    elif cfg.layout.name in SHARDED:
+        reason = f"layout={cfg.layout.name} gathers weights in 16 bits and keeps no copies; leave it out"
+    elif cfg.layout.name in ("model_parallel", "data_parallel"):
+        reason = f"layout={cfg.layout.name} computes in threads of its own; use layout=single or ddp"
+    elif cfg.perf.name != "default":
+        reason = f"perf={cfg.perf.name} decides itself what the backward pass keeps; use perf=default"
+    else:
+        return []
+    return [f"perf.recast_weights=true: {reason}"]
 
 
 def _check_inject_value(values: Any) -> Any:

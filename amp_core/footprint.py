@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from amp_core.config import SHARDED, AmpConfig
 from amp_core.ema import Ema
 from amp_core.layout import unwrap
+from amp_core.recast import Recast, cast_weight
 from amp_core.shards import blocks, cast_whole, is_sharded, outline, shard_group
 from amp_core.weights import is_low, trainable
 from amp_core.zero import bucket_size, is_shared
@@ -211,17 +212,27 @@ def traffic(
 class Saved:
     """Bytes that autograd keeps from forward to backward passes. Each memory counts once, that of weights not."""
 
-    def __init__(self, weights: Iterable[Tensor]) -> None:
+    def __init__(self, weights: Iterable[Tensor], recast: Recast | None = None) -> None:
         self._weights = {_memory(weight) for weight in weights}
+        self._recast = recast
         self._uses: dict[int, int] = {}
         self._live: dict[tuple[str, bool], int] = {}
         self._most: dict[tuple[str, bool], int] = {}
 
     def pack(self, tensor: Tensor) -> Any:
+        if self._recast is not None:
+            kept = self._recast.pack(tensor)
+            if kept is not tensor:
+                return kept
         memory = _memory(tensor)
         if memory in self._weights:
             return tensor
         return _Kept(self, tensor, memory, (str(tensor.dtype).removeprefix("torch."), self._is_copy(tensor)))
+
+    def unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, _Kept):
+            return kept.tensor
+        return kept if self._recast is None else self._recast.unpack(kept)
 
     def add(self, kept: _Kept) -> None:
         self._uses[kept.memory] = self._uses.get(kept.memory, 0) + 1
@@ -238,10 +249,7 @@ class Saved:
 
     def _is_copy(self, tensor: Tensor) -> bool:
         """Whether it is a weight that autocast has cast."""
-        node = (tensor if tensor._base is None else tensor._base).grad_fn
-        if node is None or "ToCopy" not in node.name():
-            return False
-        weight = getattr(node.next_functions[0][0], "variable", None)
+        weight = cast_weight(tensor if tensor._base is None else tensor._base)
         return weight is not None and _memory(weight) in self._weights
 
     @property
@@ -283,20 +291,17 @@ def _memory(tensor: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def saved_for_backward(weights: Iterable[Tensor]) -> Iterator[Saved]:
+def saved_for_backward(weights: Iterable[Tensor], recast: Recast | None = None) -> Iterator[Saved]:
     """Around forward and backward passes: counts what is kept from one to the other. Never waits for the device.
 
     Blocks that are computed once more count with their inputs. Fake tensors count as real ones. Other threads do not.
 
     Args:
         weights: what is there anyway, such as all parameters and buffers.
+        recast: what is in force for copies of weights; its own hooks would hide these, or these would hide them.
     """
-    saved = Saved(weights)
-
-    def unpack(kept: Any) -> Tensor:
-        return kept.tensor if isinstance(kept, _Kept) else kept
-
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, unpack):
+    saved = Saved(weights, recast)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
         yield saved
 
 

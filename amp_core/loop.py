@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,12 @@ from amp_core.doctor.watch import Symptoms, Watch
 from amp_core.ema import Ema
 from amp_core.environment import TIME_LIMIT, Environment, exit_code_of, outcome_of, peak_memory
 from amp_core.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
-from amp_core.footprint import memory_of, saved_for_backward
+from amp_core.footprint import Memory, memory_of, saved_for_backward
 from amp_core.islands import keep_fp32
 from amp_core.layout import unwrap
 from amp_core.log import Log, say
 from amp_core.precision import Amp, Rehearsal, StepReport
+from amp_core.recast import Recast
 from amp_core.schedule import Schedule
 from amp_core.shards import is_part, is_sharded, local
 from amp_core.window import Micro, shares
@@ -109,6 +111,8 @@ class Loop:
         self.statistics = Statistics(self) if sampled else None
         self._floor_said = self._skip_said = False
         self._clock = _Clock()
+        recasts = self.cfg.perf.recast_weights
+        self._recast = Recast(p for net in self.nets for p in net.parameters()) if recasts else None
         self._memory: dict[str, int | None] | None = None
         """Bytes per rank, from the first window on."""
 
@@ -249,21 +253,26 @@ class Loop:
     def _measuring(self) -> Iterator[None]:
         """Around the first window: counts what its backward passes need, where one thread computes it as written."""
         if self._memory is not None:
-            yield
+            with contextlib.nullcontext() if self._recast is None else self._recast.hooks():
+                yield
             return
-        self._memory = vars(
-            memory_of(self.nets, self.optimizers, self.ema, self.cfg.amp, accumulation=self.accumulation)
-        )
-        self._memory = self._memory | {"activations": None}
+        self._memory = vars(self._memory_of_run()) | {"activations": None}
         if self.cfg.perf.name != "default" or self.cfg.layout.name not in ("single", "ddp"):
             yield
             return
-        with saved_for_backward(t for net in self.nets for t in (*net.parameters(), *net.buffers())) as saved:
+        tensors = (t for net in self.nets for t in (*net.parameters(), *net.buffers()))
+        with saved_for_backward(tensors, self._recast) as saved:
             yield
         self._memory["activations"] = saved.activations
 
     def _sharing_casts(self) -> contextlib.AbstractContextManager[None]:
-        return self.amp.share_casts(*self.nets) if self.accumulation > 1 else contextlib.nullcontext()
+        # Shared copies would be kept in any case.
+        shares = self.accumulation > 1 and self._recast is None
+        return self.amp.share_casts(*self.nets) if shares else contextlib.nullcontext()
+
+    def _memory_of_run(self) -> Memory:
+        memory = memory_of(self.nets, self.optimizers, self.ema, self.cfg.amp, accumulation=self.accumulation)
+        return memory if self._recast is None else replace(memory, copies=0)
 
     def sampling(self) -> contextlib.AbstractContextManager[None]:
         """Around the computation of the next step's window, inside of `step_of`: statistics, if it is their turn."""
@@ -573,7 +582,7 @@ class Loop:
         """What runs, in a few lines."""
         cfg, env = self.cfg, self.env
         params = [p for net in self.nets for p in unwrap(net).parameters()]
-        memory = memory_of(self.nets, self.optimizers, self.ema, cfg.amp, accumulation=self.accumulation)
+        memory = self._memory_of_run()
         more = memory.most - memory.total
         within = f", up to {more / 2**20:.1f} MiB more within a step" if more else ""
         optimizer = self.optimizers[0]
