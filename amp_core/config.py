@@ -136,6 +136,8 @@ class DataConfig:
     """Height and width of the images, in pixels; null: the data set's own."""
     augment: bool
     """Random augmentation of training images, keyed on (seed, sample index, pass)."""
+    prepare_on: Literal["loader", "device"]
+    """Where training images are decoded, augmented and normalised: by the loader on CPU cores, or on the device."""
     num_samples: int | None
     """Number of training samples: of synthetic data, or at most so many of a large data set."""
     num_classes: int | None

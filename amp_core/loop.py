@@ -220,7 +220,8 @@ class Loop:
             batches = to_device(
                 self._clock.waiting(loader),
                 env.device,
-                ahead=cfg.perf.prefetch and on_cuda,
+                ahead=self.accumulation if cfg.perf.prefetch and on_cuda else 0,  # the next window
+                finish=self.data.finish,
                 channels_last=cfg.perf.channels_last,
             )
             yield (self._window(list(itertools.islice(batches, self.accumulation))) for _ in itertools.count())
@@ -357,7 +358,8 @@ class Loop:
         """The window of a step, loaded anew. On every rank."""
         sampler = self._sampler(self._start_of(step))
         with contextlib.closing(train_loader(self.data.train, sampler, num_workers=0, pin_memory=False)) as loader:
-            batches = to_device(loader, self.env.device, channels_last=self.cfg.perf.channels_last)
+            channels_last = self.cfg.perf.channels_last
+            batches = to_device(loader, self.env.device, finish=self.data.finish, channels_last=channels_last)
             return self._window(list(itertools.islice(batches, self.accumulation)))
 
     @contextlib.contextmanager
