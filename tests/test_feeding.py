@@ -100,7 +100,7 @@ def test_files_are_decoded_by_torchvision(tmp_path: Path) -> None:
         content = bytearray(Path(jpegs(tmp_path)[0]).read_bytes())
         import_torchvision().io.decode_jpeg(torch.frombuffer(content, dtype=torch.uint8))
     except (RuntimeError, AttributeError):  # a torchvision built for another torch
-        with pytest.raises(RunError, match="torchvision cannot decode on cpu.*data.prepare_on=loader"):
+        with pytest.raises(RunError, match=r"torchvision cannot decode on cpu.*data.prepare_on=loader"):
             on_device.finish(on_device.__getitems__(keys))
         return
     images, _ = on_device.finish(on_device.__getitems__(keys))
@@ -160,6 +160,13 @@ def test_the_clock_tells_waiting_from_computing() -> None:
     assert shares[0] > 0.9 and 0.1 < shares[1] < 0.6
     assert 0.1 < clock.overall_wait() < 0.6
     assert clock.lap(4)[1] == 0
+
+
+def test_channels_last_without_convolutions_is_not_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    for model, is_said in (("mlp", True), ("cnn", False)):
+        assert train.main(["device=cpu", "dry_run=true", "perf.channels_last=true", f"model={model}"]) == 0
+        text = "".join(capsys.readouterr())
+        assert ("perf.channels_last=true has no effect" in text) == is_said, text
 
 
 @pytest.mark.cuda
