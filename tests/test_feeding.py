@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import time
 from pathlib import Path
 from typing import Any
 
@@ -144,22 +143,25 @@ def test_evaluation_data_are_left_to_the_loader() -> None:
     assert data.eval.__getitems__([(0, 0)])[0].is_floating_point()
 
 
-def test_the_clock_tells_waiting_from_computing() -> None:
-    def slow() -> Any:
+def test_the_clock_tells_waiting_from_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("amp_core.loop.time.monotonic", lambda: now)
+
+    def loader() -> Any:
+        nonlocal now
         for number in range(4):
-            time.sleep(0.03)
+            now += 3.0
             yield number
 
     clock = _Clock()
-    shares = []
-    for computes in (0.0, 0.09):
-        clock.start(0)
-        for _ in clock.waiting(slow()):
-            time.sleep(computes)
-        shares.append(clock.lap(4)[1])
-    assert shares[0] > 0.9 and 0.1 < shares[1] < 0.6
-    assert 0.1 < clock.overall_wait() < 0.6
-    assert clock.lap(4)[1] == 0
+    for _ in clock.waiting(loader()):
+        now += 9.0
+    now += 12.0  # an evaluation
+    clock.pause(12.0)
+    assert clock.lap(96) == (2.0, 0.25)
+    now += 8.0
+    assert clock.lap(96) == (0.0, 0.0)
+    assert clock.overall_wait() == 12 / 56
 
 
 def test_channels_last_without_convolutions_is_not_silent(caplog: pytest.LogCaptureFixture) -> None:
