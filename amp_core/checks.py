@@ -52,6 +52,10 @@ TAKES = {
     "records": {"eval_path"},
 }
 """Further keys that have an effect; any other must be null."""
+PREPARED = ("mnist_subset", "cifar10", "image_folder", "imagenet")
+"""Data sets whose training images can be prepared on the device."""
+DECODED = ("image_folder", "imagenet")
+"""Those of files, which a GPU decodes."""
 _EXAMPLES = {"image_size": "a number of pixels, such as 224", "path": "a file or folder"}
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """Those of torchvision's ImageFolder, which cannot be asked without importing torch."""
@@ -101,6 +105,10 @@ def _check_use(cfg: DataConfig) -> list[str]:
             problems.append(f"data.{key}=null: data={cfg.name} needs {_EXAMPLES.get(key, 'a number')}")
         elif value is not None and key not in needs | takes:
             problems.append(f"data.{key}={value}: has no effect, data={cfg.name} has its own; leave it out")
+    if cfg.prepare_on == "device" and cfg.name not in PREPARED:
+        problems.append(
+            f"data.prepare_on=device: data={cfg.name} is prepared by its loader; use one of {', '.join(PREPARED)}"
+        )
     return problems
 
 

@@ -136,6 +136,8 @@ class DataConfig:
     """Height and width of the images, in pixels; null: the data set's own."""
     augment: bool
     """Random augmentation of training images, keyed on (seed, sample index, pass)."""
+    prepare_on: Literal["loader", "device"]
+    """Where training images are decoded, augmented and normalised: by the loader on CPU cores, or on the device."""
     num_samples: int | None
     """Number of training samples: of synthetic data, or at most so many of a large data set."""
     num_classes: int | None
@@ -156,6 +158,8 @@ class OptimizerConfig:
     """Not applied to norms and biases."""
     fused: bool | None
     """null: fused where torch has it; a step then never waits for the device."""
+    state_dtype: Literal["float32", "bfloat16"]
+    """What Adam and AdamW hold their moments in between steps; bfloat16 is rounded by chance, and halves them."""
     options: dict[str, Any]
     """Further keyword arguments of the class, such as `momentum` or `betas`."""
 
@@ -207,6 +211,8 @@ class PerfConfig:
     """Copy the next window to the device while this one is computed."""
     checkpoint_activations: bool
     """Keep the inputs of blocks alone for the backward pass, and compute each block once more there: less memory."""
+    recast_weights: bool
+    """Cast weights once more in the backward pass instead of keeping 16-bit copies: 2 bytes per weight less memory."""
 
 
 @dataclass(frozen=True)
@@ -673,6 +679,13 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
             problems.append(f"optimizer.options.{key}: is set by this project; {where}")
     if cfg.ema.decay is not None and not 0 <= cfg.ema.decay < 1:
         problems.append(f"ema.decay={cfg.ema.decay:g}: expected at least 0 and below 1, or null to switch it off")
+    if cfg.optimizer.state_dtype == "bfloat16" and cfg.layout.shard_optimizer:
+        problems.append(
+            "optimizer.state_dtype=bfloat16: layout.shard_optimizer=true keeps every bit of a whole step, and what is "
+            "rounded by chance is so by its place in memory; use one of them"
+        )
+    if cfg.perf is not None and cfg.amp is not None and cfg.perf.recast_weights:
+        problems += _without_copies(cfg)
     inject = cfg.debug.inject
     if inject is not None:
         _positive(problems, {"debug.inject.step": inject.step}, least=1)
@@ -694,6 +707,21 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
         problems.append("task=evaluate: needs a checkpoint; use run_dir=<run folder> or resume=<checkpoint>")
     if cfg.run_dir is not None and not cfg.run_dir.strip():
         problems.append("run_dir='': expected a folder")
+
+
+def _without_copies(cfg: Config) -> list[str]:
+    """Why there are no 16-bit copies of weights that could be made once more."""
+    if cfg.amp.dtype == "float32":
+        reason = f"amp={cfg.amp.name} makes no 16-bit copies of weights; use amp=bf16, or leave it out"
+    elif cfg.layout.name in SHARDED:
+        reason = f"layout={cfg.layout.name} gathers weights in 16 bits and keeps no copies; leave it out"
+    elif cfg.layout.name in ("model_parallel", "data_parallel"):
+        reason = f"layout={cfg.layout.name} computes in threads of its own; use layout=single or ddp"
+    elif cfg.perf.name != "default":
+        reason = f"perf={cfg.perf.name} decides itself what the backward pass keeps; use perf=default"
+    else:
+        return []
+    return [f"perf.recast_weights=true: {reason}"]
 
 
 def _check_inject_value(values: Any) -> Any:
@@ -881,11 +909,12 @@ MAY_CHANGE = {
     "optimizer.fused",
     "recipe.length",
     "recipe.eval_offset",
+    "recipe.loss_chunk",
     "recipe.sample_bytes",
     "recipe.prompt",
 }
 """Settings that a resumed run may change freely. `accumulation` and `batch_size` are held together by the samples per
-step, which the resume checks by itself; `fused` changes rounding only."""
+step, which the resume checks by itself; `fused` and `loss_chunk` change rounding only."""
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

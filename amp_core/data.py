@@ -14,6 +14,7 @@ import itertools
 import multiprocessing.util
 import signal
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, cast
@@ -336,50 +337,58 @@ def _shut_down(iterator: Any) -> None:
 
 
 def to_device(
-    batches: Iterable[Any], device: torch.device | str, *, ahead: bool = False, channels_last: bool = False
+    batches: Iterable[Any],
+    device: torch.device | str,
+    *,
+    ahead: int = 0,
+    finish: Callable[[Any], Any] | None = None,
+    channels_last: bool = False,
 ) -> Iterator[Any]:
     """Batches on the device. Never waits for it, given pinned memory.
 
     Args:
         batches: tensors in any nesting of tuples, lists and dicts; other values pass through.
         device: where to.
-        ahead: on CUDA, copy one batch ahead on a stream of its own, while the one before is used.
+        ahead: on CUDA, copy so many batches ahead, such as the next window, on a stream of its own, while those before
+            are used.
+        finish: applied to each batch when it is there, before it is used.
         channels_last: store 4-d tensors in NHWC order.
     """
     device = torch.device(device)
-    move = functools.partial(_move, device=device, channels_last=channels_last)
+
+    def ready(batch: Any) -> Any:
+        batch = batch if finish is None else finish(batch)
+        return _map_tensors(batch, _to_channels_last) if channels_last else batch
+
+    move = functools.partial(_map_tensors, function=lambda tensor: tensor.to(device, non_blocking=True))
     if device.type != "cuda" or not ahead:
-        yield from map(move, batches)
+        yield from map(ready, map(move, batches))
         return
     side = torch.cuda.Stream(device)
 
     def copy(batch: Any) -> tuple[Any, Any]:
         with torch.cuda.stream(side):
-            return move(batch), side.record_event()
+            # What need not be finished gets its memory format here, too.
+            return (move(batch) if finish is not None else ready(move(batch))), side.record_event()
 
     def hand_over(batch: Any, copied: Any) -> Any:
         current = torch.cuda.current_stream(device)
         current.wait_event(copied)
         # The memory belongs to the side stream: it must not be used again there before its reader here is done.
         _map_tensors(batch, lambda tensor: tensor.record_stream(current))
-        return batch
+        return batch if finish is None else ready(batch)
 
-    pending = None
+    pending: deque[Any] = deque()
     for batch in batches:
-        following = copy(batch)
-        if pending is not None:
-            yield hand_over(*pending)
-        pending = following
-    if pending is not None:
-        yield hand_over(*pending)
+        pending.append(copy(batch))
+        if len(pending) > ahead:
+            yield hand_over(*pending.popleft())
+    while pending:
+        yield hand_over(*pending.popleft())
 
 
-def _move(batch: Any, device: torch.device, channels_last: bool) -> Any:
-    def move(tensor: Tensor) -> Tensor:
-        tensor = tensor.to(device, non_blocking=True)
-        return tensor.contiguous(memory_format=torch.channels_last) if channels_last and tensor.ndim == 4 else tensor
-
-    return _map_tensors(batch, move)
+def _to_channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
 def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:

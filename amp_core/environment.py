@@ -263,6 +263,8 @@ class Environment:
             net = net.to(self.device)
         if self.cfg.perf.channels_last:
             net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            if all(param.ndim != 4 for param in net.parameters()):
+                logger.warning("perf.channels_last=true has no effect: %s has no 2-d convolutions", type(net).__name__)
         if self.cfg.amp.keep_fp32:
             try:
                 keep_fp32(net, self.cfg.amp.keep_fp32)
@@ -355,7 +357,9 @@ class Environment:
             "device": self.device.type,
             "world_size": self.world_size,
             "samples_per_second": None,
+            "data_wait": None,
             "peak_memory_bytes": peak_memory(self.device),
+            "memory": None,
             "skipped": 0,
             "seconds": round(time.monotonic() - self.started, 3),
         }

@@ -5,13 +5,15 @@
     memory(weights, amp_config).total, [each.sent for each in traffic(weights, amp_config, 8)]
 
 Counted are weights, gradients, optimizer state, averages and the copies that autocast makes: what grows with the number
-of weights. Activations grow with the batch and come on top. All of it is counted for the rank that holds the most.
+of weights. Activations grow with the batch and come on top: `saved_for_backward` counts them as they are kept. All of
+it is counted for the rank that holds the most.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from amp_core.config import SHARDED, AmpConfig
 from amp_core.ema import Ema
 from amp_core.layout import unwrap
+from amp_core.recast import Recast, cast_weight
 from amp_core.shards import blocks, cast_whole, is_sharded, outline, shard_group
 from amp_core.weights import is_low, trainable
 from amp_core.zero import bucket_size, is_shared
@@ -41,7 +44,7 @@ class Weight:
     group: int = 0
     """Weights of one group are gathered together."""
     moments: float | None = 2.0
-    """Elements of optimizer state per element; None: it is not trained."""
+    """Optimizer state per element, in fp32 elements; None: it is not trained."""
     averaged: bool = False
     parts: int = 1
     """Ranks that it is cut over."""
@@ -203,6 +206,113 @@ def traffic(
     return found
 
 
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+class Saved:
+    """Bytes that autograd keeps from forward to backward passes. Each memory counts once, that of weights not."""
+
+    def __init__(self, weights: Iterable[Tensor], recast: Recast | None = None) -> None:
+        self._weights = {_memory(weight) for weight in weights}
+        self._recast = recast
+        self._uses: dict[int, int] = {}
+        self._live: dict[tuple[str, bool], int] = {}
+        self._most: dict[tuple[str, bool], int] = {}
+
+    def pack(self, tensor: Tensor) -> Any:
+        if self._recast is not None:
+            kept = self._recast.pack(tensor)
+            if kept is not tensor:
+                return kept
+        memory = _memory(tensor)
+        if memory in self._weights:
+            return tensor
+        return _Kept(self, tensor, memory, (str(tensor.dtype).removeprefix("torch."), self._is_copy(tensor)))
+
+    def unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, _Kept):
+            return kept.tensor
+        return kept if self._recast is None else self._recast.unpack(kept)
+
+    def add(self, kept: _Kept) -> None:
+        self._uses[kept.memory] = self._uses.get(kept.memory, 0) + 1
+        if self._uses[kept.memory] == 1:
+            self._live[kept.kind] = self._live.get(kept.kind, 0) + kept.num_bytes
+            if sum(self._live.values()) > self.total:
+                self._most = dict(self._live)
+
+    def remove(self, kept: _Kept) -> None:
+        self._uses[kept.memory] -= 1
+        if not self._uses[kept.memory]:
+            del self._uses[kept.memory]
+            self._live[kept.kind] -= kept.num_bytes
+
+    def _is_copy(self, tensor: Tensor) -> bool:
+        """Whether it is a weight that autocast has cast."""
+        weight = cast_weight(tensor if tensor._base is None else tensor._base)
+        return weight is not None and _memory(weight) in self._weights
+
+    @property
+    def total(self) -> int:
+        """When most was kept, as all that follows."""
+        return sum(self._most.values())
+
+    @property
+    def activations(self) -> int:
+        return sum(self.by_dtype.values())
+
+    @property
+    def copies(self) -> int:
+        """Of weights, made by autocast."""
+        return self.total - self.activations
+
+    @property
+    def by_dtype(self) -> dict[str, int]:
+        """Of activations; `float32`, `bfloat16`, ..."""
+        return {dtype: num_bytes for (dtype, is_copy), num_bytes in self._most.items() if not is_copy}
+
+
+class _Kept:
+    """A tensor as long as a graph holds it."""
+
+    __slots__ = ("kind", "memory", "num_bytes", "saved", "tensor")
+
+    def __init__(self, saved: Saved, tensor: Tensor, memory: int, kind: tuple[str, bool]) -> None:
+        self.saved, self.tensor, self.memory, self.kind = saved, tensor, memory, kind
+        self.num_bytes = tensor.untyped_storage().nbytes()
+        saved.add(self)
+
+    def __del__(self) -> None:
+        self.saved.remove(self)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def saved_for_backward(weights: Iterable[Tensor], recast: Recast | None = None) -> Iterator[Saved]:
+    """Around forward and backward passes: counts what is kept from one to the other. Never waits for the device.
+
+    Blocks that are computed once more count with their inputs. Fake tensors count as real ones. Other threads do not.
+
+    Args:
+        weights: what is there anyway, such as all parameters and buffers.
+        recast: what is in force for copies of weights; its own hooks would hide these, or these would hide them.
+    """
+    saved = Saved(weights, recast)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+        yield saved
+
+
+def saved_bytes(forward: Callable[[], Tensor], weights: Iterable[Tensor]) -> int:
+    """What `forward()` keeps for the backward pass of its result, in bytes, but for `weights`."""
+    with saved_for_backward(weights) as saved:
+        output = forward()
+    assert output.requires_grad, "nothing is kept without gradients"
+    return saved.total
+
+
 # --- of a run ---------------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +341,7 @@ def memory_of(
 
 
 def state_ratio(optimizer: torch.optim.Optimizer) -> float:
-    """Elements of optimizer state per element of weight, found by one step on a small weight."""
+    """Optimizer state per element of weight, in fp32 elements, found by one step on a small weight."""
     weight = nn.Parameter(torch.zeros(16, 16))
     weight.grad = torch.zeros_like(weight)
     group: dict[str, Any] = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
@@ -240,4 +350,4 @@ def state_ratio(optimizer: torch.optim.Optimizer) -> float:
         twin.step()
     except (TypeError, ValueError, RuntimeError):
         return 2.0
-    return sum(v.numel() for v in twin.state[weight].values() if isinstance(v, Tensor) and v.ndim) / weight.numel()
+    return sum(v.nbytes for v in twin.state[weight].values() if isinstance(v, Tensor) and v.ndim) / weight.nbytes

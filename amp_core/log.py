@@ -48,6 +48,8 @@ TICK_SECONDS = 0.1
 """How often `Log.advance` does more than compare the time."""
 LINE_SECONDS = 5.0
 """Least time between progress lines when stderr is not a terminal."""
+LARGE_WAIT = 0.1
+"""A share of the time spent waiting for data that the progress line mentions."""
 MAX_FAILURES = 3
 """A tracker that failed so often is switched off."""
 INIT_SECONDS = 15
@@ -134,7 +136,8 @@ class Log:
 
         Args:
             metrics: `step`, `split` ("train" or "eval") and numbers, also nested; the bar shows `loss`, `lr`,
-                `loss_scale`, `skipped` and `samples_per_second` of train lines. Tensors are read back.
+                `loss_scale`, `skipped`, `samples_per_second` and a large `data_wait` of train lines. Tensors are read
+                back.
         """
         if not self._is_main or self._is_closed:
             return
@@ -515,7 +518,10 @@ def _facts(metrics: Mapping[str, Any]) -> list[str]:
         "skipped": "skipped {:.0f}",
         "samples_per_second": "{:.0f} samples/s",
     }
-    return [text.format(float(metrics[key])) for key, text in formats.items() if metrics.get(key) is not None]
+    facts = [text.format(float(metrics[key])) for key, text in formats.items() if metrics.get(key) is not None]
+    if (waited := metrics.get("data_wait") or 0.0) >= LARGE_WAIT:
+        facts.append(f"{100 * waited:.0f} % waiting for data")
+    return facts
 
 
 class _TensorBoard:

@@ -18,7 +18,8 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,12 @@ from amp_core.doctor.watch import Symptoms, Watch
 from amp_core.ema import Ema
 from amp_core.environment import TIME_LIMIT, Environment, exit_code_of, outcome_of, peak_memory
 from amp_core.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
-from amp_core.footprint import memory_of, traffic, weights_of
+from amp_core.footprint import Memory, memory_of, saved_for_backward, traffic, weights_of
 from amp_core.islands import island_names, keep_fp32
 from amp_core.layout import unwrap
 from amp_core.log import Log, say
 from amp_core.precision import Amp, Rehearsal, StepReport
+from amp_core.recast import Recast
 from amp_core.schedule import Schedule
 from amp_core.shards import is_part, is_sharded, local
 from amp_core.window import Micro, shares
@@ -109,6 +111,10 @@ class Loop:
         self.statistics = Statistics(self) if sampled else None
         self._floor_said = self._skip_said = False
         self._clock = _Clock()
+        recasts = self.cfg.perf.recast_weights
+        self._recast = Recast(p for net in self.nets for p in net.parameters()) if recasts else None
+        self._memory: dict[str, int | None] | None = None
+        """Bytes per rank, from the first window on."""
 
     @property
     def samples_per_step(self) -> int:
@@ -212,7 +218,11 @@ class Loop:
             train_loader(self.data.train, sampler, num_workers=num_workers, pin_memory=on_cuda)
         ) as loader:
             batches = to_device(
-                loader, env.device, ahead=cfg.perf.prefetch and on_cuda, channels_last=cfg.perf.channels_last
+                self._clock.waiting(loader),
+                env.device,
+                ahead=self.accumulation if cfg.perf.prefetch and on_cuda else 0,  # the next window
+                finish=self.data.finish,
+                channels_last=cfg.perf.channels_last,
             )
             yield (self._window(list(itertools.islice(batches, self.accumulation))) for _ in itertools.count())
 
@@ -224,7 +234,7 @@ class Loop:
                 yield from self._after_step(end)
             while self.step < end:
                 window = next(windows)
-                with self.step_of(window) as dropped, self.sampling():
+                with self.step_of(window) as dropped, self.sampling(), self._measuring():
                     if not dropped:
                         yield window
                 yield from self._after_step(end)
@@ -240,8 +250,30 @@ class Loop:
         self.step += 1
         self.samples += self.samples_per_step
 
+    @contextlib.contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """Around the first window: counts what its backward passes need, where one thread computes it as written."""
+        if self._memory is not None:
+            with contextlib.nullcontext() if self._recast is None else self._recast.hooks():
+                yield
+            return
+        self._memory = vars(self._memory_of_run()) | {"activations": None}
+        if self.cfg.perf.name != "default" or self.cfg.layout.name not in ("single", "ddp"):
+            yield
+            return
+        tensors = (t for net in self.nets for t in (*net.parameters(), *net.buffers()))
+        with saved_for_backward(tensors, self._recast) as saved:
+            yield
+        self._memory["activations"] = saved.activations
+
     def _sharing_casts(self) -> contextlib.AbstractContextManager[None]:
-        return self.amp.share_casts(*self.nets) if self.accumulation > 1 else contextlib.nullcontext()
+        # Shared copies would be kept in any case.
+        shares = self.accumulation > 1 and self._recast is None
+        return self.amp.share_casts(*self.nets) if shares else contextlib.nullcontext()
+
+    def _memory_of_run(self) -> Memory:
+        memory = memory_of(self.nets, self.optimizers, self.ema, self.cfg.amp, accumulation=self.accumulation)
+        return memory if self._recast is None else replace(memory, copies=0)
 
     def sampling(self) -> contextlib.AbstractContextManager[None]:
         """Around the computation of the next step's window, inside of `step_of`: statistics, if it is their turn."""
@@ -326,7 +358,8 @@ class Loop:
         """The window of a step, loaded anew. On every rank."""
         sampler = self._sampler(self._start_of(step))
         with contextlib.closing(train_loader(self.data.train, sampler, num_workers=0, pin_memory=False)) as loader:
-            batches = to_device(loader, self.env.device, channels_last=self.cfg.perf.channels_last)
+            channels_last = self.cfg.perf.channels_last
+            batches = to_device(loader, self.env.device, finish=self.data.finish, channels_last=channels_last)
             return self._window(list(itertools.islice(batches, self.accumulation)))
 
     @contextlib.contextmanager
@@ -551,7 +584,7 @@ class Loop:
         """What runs, in a few lines."""
         cfg, env = self.cfg, self.env
         params = [p for net in self.nets for p in unwrap(net).parameters()]
-        memory = memory_of(self.nets, self.optimizers, self.ema, cfg.amp, accumulation=self.accumulation)
+        memory = self._memory_of_run()
         more = memory.most - memory.total
         within = f", up to {more / 2**20:.1f} MiB more within a step" if more else ""
         optimizer = self.optimizers[0]
@@ -610,7 +643,7 @@ class Loop:
     def _read_metrics(self) -> None:
         """Begin to read the numbers of a log line; on a GPU they are written when the next line is begun."""
         self._finish_reading()
-        rate = self._clock.lap(self.samples)
+        rate, waited = self._clock.lap(self.samples)
         meters = {of: meter for of, meter in self.meters.items() if meter.report is not None}
         # Without those of a phase that is over, unless nothing at all was logged since the last line.
         meters = {of: meter for of, meter in meters.items() if meter.is_fresh} or meters
@@ -640,7 +673,7 @@ class Loop:
             facts["", _rate_key(name)] = schedule.last_rate().to(self.env.device)
         # float64 holds counts and scales exactly.
         numbers = torch.cat([summed.double(), torch.stack([f.detach().double() for f in facts.values()])])
-        self._reading = _Reading(numbers, [*sums, *facts], self.step, rate)
+        self._reading = _Reading(numbers, [*sums, *facts], self.step, rate, waited)
         if self.env.device.type == "cpu":
             self._finish_reading()
 
@@ -671,6 +704,7 @@ class Loop:
             "skipped": int(skipped),
             "grad_norm": norms.pop("grad_norm"),
             "samples_per_second": round(reading.rate, 3),
+            "data_wait": round(reading.waited, 4),
         }
         line |= norms
         assert self._log is not None
@@ -799,7 +833,9 @@ class Loop:
             "eval": self.eval,
             "skipped": int(self.amp.num_skipped),
             "samples_per_second": self._clock.overall(self.samples),
+            "data_wait": round(self._clock.overall_wait(), 4),
             "peak_memory_bytes": peak_memory(self.env.device),
+            "memory": self._memory,
         }
 
     def _end(self) -> None:
@@ -807,6 +843,8 @@ class Loop:
         self.env.write_summary("finished", 0)
         if self._log is not None and self.env.is_main:
             self._log.info(f"finished {self.step} steps: {_spell(self.eval)}")
+            if self._memory is not None:
+                self._log.info(f"memory per rank: {_spell_memory(self._memory)}")
             self._log.info(f"run folder: {self.env.run_dir}")
 
     def _is_finished(self) -> bool:
@@ -914,8 +952,8 @@ class _Meter:
 class _Reading:
     """Numbers on their way from the device: copied in the background, waited for only when they are used."""
 
-    def __init__(self, numbers: Tensor, names: list[tuple[str, str]], step: int, rate: float) -> None:
-        self.names, self.step, self.rate = names, step, rate
+    def __init__(self, numbers: Tensor, names: list[tuple[str, str]], step: int, rate: float, waited: float) -> None:
+        self.names, self.step, self.rate, self.waited = names, step, rate, waited
         self._event = None
         self._numbers = numbers
         if numbers.is_cuda:
@@ -931,7 +969,8 @@ class _Reading:
 
 
 class _Clock:
-    """Samples per second of training alone: evaluation and saving do not count."""
+    """Samples per second of training alone, and the share of it spent waiting for data: evaluation and saving do not
+    count."""
 
     def __init__(self) -> None:
         self.start(0)
@@ -940,24 +979,50 @@ class _Clock:
         self._began = self._lap = time.monotonic()
         self._first = self._samples = samples
         self._paused = self._paused_in_lap = 0.0
+        self._waited = self._waited_in_lap = 0.0
 
     def pause(self, seconds: float) -> None:
         self._paused += seconds
         self._paused_in_lap += seconds
 
-    def lap(self, samples: int) -> float:
+    def waiting(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The same batches; the time in which they are waited for counts."""
+        batches = iter(batches)
+        while True:
+            began = time.monotonic()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            seconds = time.monotonic() - began
+            self._waited += seconds
+            self._waited_in_lap += seconds
+            yield batch
+
+    def lap(self, samples: int) -> tuple[float, float]:
+        """Samples per second, and the share of the time in which data were waited for, since the last lap."""
         now = time.monotonic()
         seconds = max(now - self._lap - self._paused_in_lap, 1e-9)
-        rate = (samples - self._samples) / seconds
-        self._lap, self._samples, self._paused_in_lap = now, samples, 0.0
-        return rate
+        found = (samples - self._samples) / seconds, min(self._waited_in_lap / seconds, 1.0)
+        self._lap, self._samples, self._paused_in_lap, self._waited_in_lap = now, samples, 0.0, 0.0
+        return found
+
+    def _seconds(self) -> float:
+        return max(time.monotonic() - self._began - self._paused, 1e-9)
 
     def overall(self, samples: int) -> float:
-        return (samples - self._first) / max(time.monotonic() - self._began - self._paused, 1e-9)
+        return (samples - self._first) / self._seconds()
+
+    def overall_wait(self) -> float:
+        return min(self._waited / self._seconds(), 1.0)
 
 
 def _spell(metrics: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+def _spell_memory(memory: dict[str, int | None]) -> str:
+    return ", ".join(f"{what} {num_bytes / 2**20:.1f} MiB" for what, num_bytes in memory.items() if num_bytes)
 
 
 def _first_float(batch: Any) -> Tensor:

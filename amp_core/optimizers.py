@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from amp_core.config import OptimizerConfig, nearest
+from amp_core.moments import Adam16
 from amp_core.weights import trainable
 
 REFUSED = {
@@ -49,12 +50,30 @@ def check_optimizer(cfg: OptimizerConfig) -> list[str]:
         problems.append(
             f"optimizer.fused=true: {cfg.name} has no fused form; use fused=null, or one of {', '.join(fused)}"
         )
+    if cfg.state_dtype == "bfloat16":
+        problems += _check_16bit(cfg)
     if not problems:
         try:
             _build(cfg, [{"params": [nn.Parameter(torch.zeros(shape))]} for shape in ((2, 2), (2,))])
         except Exception as problem:  # whatever the constructor raises is the user's to know
             problems.append(f"optimizer.name={cfg.name}: refuses its settings: {problem}")
     return problems
+
+
+def _check_16bit(cfg: OptimizerConfig) -> list[str]:
+    key = "optimizer.state_dtype=bfloat16"
+    if cfg.name not in ("Adam", "AdamW"):
+        return [f"{key}: is for Adam and AdamW; {cfg.name} keeps its state in float32"]
+    problems = [
+        f"{key}: has no {name}; leave out optimizer.options.{name}" for name in cfg.options if name not in _KNOWN
+    ]
+    if cfg.fused is False:
+        problems.append(f"{key}: its step is torch's fused one; leave out optimizer.fused=false")
+    return problems
+
+
+_KNOWN = ("betas", "eps")
+"""Options of `Adam16`."""
 
 
 def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optimizer:
@@ -84,4 +103,8 @@ def _build(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Op
             options[key] = tuple(value)
     if "weight_decay" not in inspect.signature(cls).parameters:
         groups = [{k: v for k, v in group.items() if k != "weight_decay"} for group in groups]
+    if cfg.state_dtype == "bfloat16":
+        first = [{**group, "params": group["params"][:1]} for group in groups]
+        cls(first, lr=cfg.lr, **options)  # type: ignore[arg-type]  # checks the values
+        return Adam16(groups, cfg.lr, **options, decoupled_weight_decay=cfg.name == "AdamW")
     return cls(groups, lr=cfg.lr, **options)  # type: ignore[arg-type]

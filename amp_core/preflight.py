@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from amp_core.checks import check_data
+from amp_core.checks import DECODED, check_data
 from amp_core.config import ONE_PROCESS, Config, node_range, structure
 from amp_core.environment import launched
 from amp_core.float8 import float8_is_emulated
@@ -61,6 +61,12 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
             _check_parts(cfg, recipe.MODELS, problems)
     if sound("data"):
         problems += check_data(cfg.data, recipe.DATA)
+        on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+        if cfg.data.prepare_on == "device" and cfg.data.name in DECODED and not on_cuda:
+            problems.append(
+                f"data.prepare_on=device: the files of data={cfg.data.name} are decoded by a CUDA GPU, and the run "
+                f"has none; use data.prepare_on=loader"
+            )
     if sound("log"):
         problems += check_log(cfg.log)
     if sound("run_dir") and cfg.run_dir and not cfg.dry_run and cfg.task == "train":

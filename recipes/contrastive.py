@@ -79,6 +79,8 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
         problems.append(f"recipe.temperature={knobs.temperature:g}: expected a number above 0")
     if not cfg.data.augment:
         problems.append("data.augment=false: two views of an image would be the same; use data.augment=true")
+    if cfg.data.prepare_on == "device":
+        problems.append("data.prepare_on=device: the loader makes the two views; use data.prepare_on=loader")
     return problems
 
 

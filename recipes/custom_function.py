@@ -106,7 +106,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             num_workers=cfg.data.num_workers,
             pin_memory=env.device.type == "cuda",
         )
-        for images, labels in to_device(batches, env.device):
+        for images, labels in to_device(batches, env.device, channels_last=cfg.perf.channels_last):
             with amp.autocast():
                 logits = net(images)
                 loss = F.cross_entropy(logits, labels, reduction="sum")

@@ -28,7 +28,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_core import Amp, Ema, sync_grads
 from amp_core.config import SHARDED, amp_config
-from amp_core.footprint import Collective, Memory, Weight, lay_out, memory, memory_of, traffic, weights_of
+from amp_core.footprint import (
+    Collective,
+    Memory,
+    Weight,
+    lay_out,
+    memory,
+    memory_of,
+    saved_for_backward,
+    traffic,
+    weights_of,
+)
 from amp_core.layout import wrap_ddp
 from amp_core.models.gpt import GPT
 from amp_core.recompute import recompute_blocks
@@ -249,19 +259,11 @@ def kept(depth: int, recompute: bool) -> int:
     net = GPT(vocab_size=256, length=ACTIVATION_TOKENS, width=64, depth=depth, heads=2)
     if recompute:
         recompute_blocks(net)
-    weights = {2 * p.numel() for p in net.parameters()} | {4 * p.numel() for p in net.parameters()}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.nbytes() not in weights:
-            saved[storage._cdata] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", torch.bfloat16):
-        output = net(torch.zeros(1, ACTIVATION_TOKENS, dtype=torch.int64))
+    tokens = torch.zeros(1, ACTIVATION_TOKENS, dtype=torch.int64)
+    with saved_for_backward([*net.parameters(), *net.buffers()]) as saved, torch.autocast("cpu", torch.bfloat16):
+        output = net(tokens)
     assert output.requires_grad
-    return sum(saved.values())
+    return saved.activations
 
 
 def per_block(recompute: bool) -> float:

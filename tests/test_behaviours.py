@@ -455,7 +455,7 @@ def test_the_knobs_above_are_all_that_a_mode_without_a_loss_scale_lacks() -> Non
 
 
 def test_closures_are_refused_before_the_start() -> None:
-    (problem,) = check_optimizer(OptimizerConfig("LBFGS", 0.1, 0.0, None, {}))
+    (problem,) = check_optimizer(OptimizerConfig("LBFGS", 0.1, 0.0, None, "float32", {}))
     assert "closure" in problem
 
 

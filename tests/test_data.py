@@ -723,7 +723,7 @@ def test_batches_of_any_nesting_reach_the_device_in_order() -> None:
         Pair(torch.full((2, 3, 4, 4), float(i)), ([torch.tensor(i)], {"n": torch.tensor([i])}, "text", i))
         for i in range(3)
     ]
-    for ahead in (False, True):
+    for ahead in (0, 2):
         moved = list(to_device(batches, "cpu", ahead=ahead, channels_last=True))
         for i, (images, (listed, mapping, text, number)) in enumerate(moved):
             assert isinstance(moved[i], Pair)
@@ -740,7 +740,7 @@ def test_on_a_cpu_nothing_is_copied_or_fetched_ahead() -> None:
             fetched.append(i)
             yield torch.tensor(i)
 
-    moved = to_device(source(), "cpu", ahead=True)
+    moved = to_device(source(), "cpu", ahead=2)
     next(iter(moved))
     assert fetched == [0]
     tensor = torch.rand(2, 3, 4, 4)
@@ -749,8 +749,8 @@ def test_on_a_cpu_nothing_is_copied_or_fetched_ahead() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("ahead", [False, True])
-def test_copies_ahead_are_whole_when_they_are_used(ahead: bool) -> None:
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_copies_ahead_are_whole_when_they_are_used(ahead: int) -> None:
     expected = [torch.randn(64, 3, 128, 128) for _ in range(8)]
     batches = ((tensor.pin_memory(), torch.tensor([i]).pin_memory()) for i, tensor in enumerate(expected * 4))
     sums = []

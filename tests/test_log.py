@@ -281,6 +281,15 @@ def test_progress_in_a_file_is_a_few_plain_lines(tmp_path, capsys):
     assert last == f"step 100/100  {facts}  00:00 left"
 
 
+def test_a_line_says_when_much_of_the_time_goes_to_waiting_for_data(tmp_path, capsys):
+    for waited in (0.42, 0.04):
+        log = make_log(tmp_path, progress=True)
+        log.metrics(train_line(100, data_wait=waited))
+        log.close({})
+    first, last = capsys.readouterr().err.splitlines()
+    assert "42 % waiting for data" in first and "waiting" not in last
+
+
 def test_a_run_that_stops_early_shows_its_last_line(tmp_path, capsys):
     log = make_log(tmp_path, progress=True)
     for step in (10, 20, 30):

@@ -20,6 +20,7 @@ import train
 from amp_core import Amp, Ema, keep_fp32
 from amp_core.doctor.forecast import Census
 from amp_core.doctor.trace import Trace
+from amp_core.footprint import saved_bytes
 from amp_core.islands import island_names
 from amp_core.recompute import recompute_blocks, recomputed
 from amp_core.weights import trainable
@@ -88,19 +89,8 @@ def test_the_usual_way_moves_statistics_twice() -> None:
 
 def kept(net: nn.Module, amp: Amp, x: Tensor) -> int:
     """Bytes that a forward pass keeps for the backward pass, weights left out."""
-    weights = {t.untyped_storage()._cdata for t in (*net.parameters(), *net.buffers())}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            saved[storage._cdata] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), amp.autocast():
-        output = net(x)
-    assert output.requires_grad
-    return sum(saved.values())
+    with amp.autocast():
+        return saved_bytes(lambda: net(x), [*net.parameters(), *net.buffers()])
 
 
 def test_inputs_of_blocks_are_all_that_is_kept() -> None:

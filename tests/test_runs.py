@@ -74,8 +74,12 @@ def test_a_run_leaves_the_promised_folder(mode):
     }
     train_lines = [line for line in lines(folder) if line["split"] == "train"]
     assert [line["step"] for line in train_lines] == [2, 4, 6]
-    keys = {"step", "split", "loss", "lr", "loss_scale", "skipped", "grad_norm", "samples_per_second"}
+    keys = {"step", "split", "loss", "lr", "loss_scale", "skipped", "grad_norm", "samples_per_second", "data_wait"}
     assert keys <= train_lines[0].keys()
+    assert all(0 <= line["data_wait"] <= 1 for line in train_lines) and 0 <= summary(folder)["data_wait"] <= 1
+    memory = summary(folder)["memory"]
+    assert all(memory[what] > 0 for what in ("weights", "gradients", "moments", "averages", "activations"))
+    assert memory["copies"] > 0 or mode != "bf16"
     assert [line["step"] for line in lines(folder) if line["split"] == "eval"] == [3, 6]
     assert {"loss", "accuracy", "ema_loss", "ema_accuracy"} <= lines(folder)[-1].keys()
     assert summary(folder)["status"] == "finished"

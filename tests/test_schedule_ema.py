@@ -218,7 +218,7 @@ def test_schedules_that_cannot_work_are_named_before_the_start(bad: ScheduleConf
 def test_norms_and_biases_have_no_weight_decay_and_frozen_weights_no_optimizer() -> None:
     net, head = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Linear(2, 2)), nn.Linear(2, 2)
     net[2].requires_grad_(False)
-    optimizer = build_optimizer(OptimizerConfig("AdamW", 0.1, 0.5, None, {}), net, head)
+    optimizer = build_optimizer(OptimizerConfig("AdamW", 0.1, 0.5, None, "float32", {}), net, head)
     decays = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {p: 0.5 * (p.dim() > 1) for m in (net, head) for p in m.parameters() if p.requires_grad} == decays
     assert optimizer.defaults["fused"]

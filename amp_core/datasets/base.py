@@ -6,7 +6,7 @@ the number of workers, the size of a batch and the sample at which a run went on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,6 +36,8 @@ class Data:
     eval: Dataset
     facts: dict[str, Any]
     """What networks are built from, for example `num_classes` and `image_shape`, (C, H, W)."""
+    finish: Callable[[Any], Any] | None = None
+    """What is left to do with a batch of `train` when it is on the device; None: nothing."""
 
 
 # --- randomness -------------------------------------------------------------------------------------------------------

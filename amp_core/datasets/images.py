@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import gzip
+import io
 import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +30,60 @@ Batch = tuple[Tensor, Tensor]
 
 # --- augmentation: functions of the images and of uniform numbers, a row per image ------------------------------------
 
-Augment = Callable[[Tensor, NDArray[np.float64]], Tensor]
 _NUM_UNIFORMS = 4
 
 
-def shift_rotate_scale(images: Tensor, u: NDArray[np.float64]) -> Tensor:
-    """Move by up to 2 pixels, turn by up to 10 degrees, scale by 0.9 to 1.1. Outside is 0. For digits.
+@dataclass(frozen=True)
+class Augment:
+    """An augmentation in two parts: what is drawn for each image on the CPU, and its application on any device."""
 
-    The grid is computed element by element: affine_grid multiplies matrices, whose rounding depends on the batch size.
-    """
-    height, width = images.shape[-2:]
+    draw: Callable[[NDArray[np.float64]], Tensor]
+    """Uniform numbers [B, 4] to what `apply` takes, [B, ...]. In float64, so that a device does not change it."""
+    apply: Callable[[Tensor, Tensor], Tensor]
+    """(images float32 [B, C, H, W], drawn on the same device) to images. Never waits for the device."""
+
+    def __call__(self, images: Tensor, u: NDArray[np.float64]) -> Tensor:
+        return self.apply(images, self.draw(u))
+
+
+def _draw_affine(u: NDArray[np.float64]) -> Tensor:
     angle, zoom = np.radians(20 * u[:, 0] - 10), 0.9 + 0.2 * u[:, 1]
-    numbers = np.stack([np.cos(angle) / zoom, np.sin(angle) / zoom, 4 * u[:, 2] - 2, 4 * u[:, 3] - 2])
-    cos, sin, right, down = torch.from_numpy(numbers).float()[:, :, None, None]
-    x = torch.arange(width) - (width - 1) / 2
-    y = (torch.arange(height) - (height - 1) / 2)[:, None]
+    numbers = np.stack([np.cos(angle) / zoom, np.sin(angle) / zoom, 4 * u[:, 2] - 2, 4 * u[:, 3] - 2], axis=1)
+    return torch.from_numpy(numbers).float()
+
+
+def _apply_affine(images: Tensor, drawn: Tensor) -> Tensor:
+    """The grid is computed element by element: affine_grid multiplies matrices, whose rounding depends on the batch."""
+    height, width = images.shape[-2:]
+    cos, sin, right, down = drawn[:, :, None, None].unbind(1)
+    x = torch.arange(width, device=images.device) - (width - 1) / 2
+    y = (torch.arange(height, device=images.device) - (height - 1) / 2)[:, None]
     grid = torch.stack([(cos * x + sin * y - right) * (2 / width), (cos * y - sin * x - down) * (2 / height)], dim=-1)
     return F.grid_sample(images, grid, align_corners=False)
 
 
-def crop_flip(images: Tensor, u: NDArray[np.float64]) -> Tensor:
-    """Move by up to 4 pixels, outside is 0; mirror every second image. For CIFAR."""
+shift_rotate_scale = Augment(_draw_affine, _apply_affine)
+"""Move by up to 2 pixels, turn by up to 10 degrees, scale by 0.9 to 1.1. Outside is 0. For digits."""
+
+
+def _draw_crop_flip(u: NDArray[np.float64]) -> Tensor:
+    return torch.from_numpy(np.stack([9 * u[:, 0], 9 * u[:, 1], u[:, 2] < 0.5], axis=1).astype(np.int64))
+
+
+def _apply_crop_flip(images: Tensor, drawn: Tensor) -> Tensor:
+    """Only moves pixels, so that all devices give the same bits, of any dtype."""
     height, width = images.shape[-2:]
-    down, right = (torch.from_numpy((9 * u[:, column]).astype(np.int64)) for column in (0, 1))
-    x = torch.arange(width).expand(len(images), -1)
-    x = torch.where(torch.from_numpy(u[:, 2] < 0.5)[:, None], x.flip(1), x) + right[:, None]
-    y = torch.arange(height) + down[:, None]
+    down, right, mirrored = drawn[:, :, None].unbind(1)
+    x = torch.arange(width, device=images.device).expand(len(images), -1)
+    x = torch.where(mirrored == 1, x.flip(1), x) + right
+    y = torch.arange(height, device=images.device) + down
     padded = F.pad(images, (4, 4, 4, 4))
-    samples = torch.arange(len(images))[:, None, None]
+    samples = torch.arange(len(images), device=images.device)[:, None, None]
     return padded[samples, :, y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2).contiguous()
+
+
+crop_flip = Augment(_draw_crop_flip, _apply_crop_flip)
+"""Move by up to 4 pixels, outside is 0; mirror every second image. For CIFAR."""
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------
@@ -72,6 +99,7 @@ class ArrayImages:
         mean, std: per channel, of pixels from 0 to 1.
         augment: applied to pixels from 0 to 1; None for evaluation.
         seed: of the augmentation.
+        on_device: batches are the stored pixels, and `finish` makes images of them where they are then.
         size: height and width of what is given out; None: as stored.
         channels: of what is given out, where stored images have one; None: as stored.
     """
@@ -86,29 +114,50 @@ class ArrayImages:
         std: Sequence[float],
         augment: Augment | None,
         seed: int,
+        on_device: bool = False,
         size: int | None = None,
         channels: int | None = None,
     ) -> None:
+        self._on_device = on_device
         self.images, self.labels = images, labels.astype(np.int64)
         self.num_classes = num_classes
         stored, height, width = images.shape[1:]
         self.image_shape = (channels if channels and stored == 1 else stored, size or height, size or width)
-        self._mean, self._std = (torch.tensor(v, dtype=torch.float32)[:, None, None] for v in (mean, std))
+        self._mean, self._std = mean, std
         self._augment, self._seed = augment, seed
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitems__(self, keys: Sequence[Key]) -> Batch:
+    def __getitems__(self, keys: Sequence[Key]) -> Any:
         indices, passes = unpack(keys)
-        images = torch.from_numpy(self.images[indices]).float().div_(255)
+        drawn = None
         if self._augment is not None:
-            images = self._augment(images, uniforms(self._seed, indices, passes, _NUM_UNIFORMS))
-        images.sub_(self._mean).div_(self._std)
-        if images.shape[-2:] != self.image_shape[1:] and len(keys):
+            drawn = self._augment.draw(uniforms(self._seed, indices, passes, _NUM_UNIFORMS))
+        stored = torch.from_numpy(self.images[indices]), torch.from_numpy(self.labels[indices]), drawn
+        return stored if self._on_device else self.finish(stored)
+
+    def finish(self, batch: tuple[Tensor, Tensor, Tensor | None]) -> Batch:
+        """Images and labels of (stored pixels, labels, what was drawn), on their device. Never waits for it."""
+        images, labels, drawn = batch
+        images = images.float().div_(255)
+        if self._augment is not None:
+            assert drawn is not None
+            images = self._augment.apply(images, drawn)
+        images.sub_(per_channel(self._mean, images.device)).div_(per_channel(self._std, images.device))
+        if images.shape[-2:] != self.image_shape[1:] and len(images):
             images = F.interpolate(images, self.image_shape[1:], mode="bilinear", antialias=True)
-        images = images.expand(-1, *self.image_shape).contiguous()
-        return images, torch.from_numpy(self.labels[indices])
+        return images.expand(-1, *self.image_shape).contiguous(), labels
+
+
+def per_channel(values: Sequence[float], device: torch.device) -> Tensor:
+    """fp32 [C, 1, 1]. Copied to a device once, since such a copy waits."""
+    return _per_channel(tuple(map(float, values)), device)
+
+
+@functools.cache
+def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
 
 
 class Synthetic:
@@ -177,10 +226,11 @@ class ImageFiles:
         size: height and width of what is given out.
         augment: as in training.
         seed: of the augmentation.
+        on_device: batches are JPEG files as they are, and `finish` decodes them on the device. Resizing there rounds
+            in other places: pixels differ by a few of 255.
     """
 
-    _MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
-    _STD = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
+    _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
     def __init__(
         self,
@@ -191,7 +241,9 @@ class ImageFiles:
         size: int,
         augment: bool,
         seed: int,
+        on_device: bool = False,
     ) -> None:
+        self._on_device = on_device
         # One array: a list of a million strings is copied page by page into every forked worker that touches it.
         self._paths = np.array([os.fsencode(path) for path in paths])
         self.labels = labels.astype(np.int64)
@@ -201,14 +253,59 @@ class ImageFiles:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitems__(self, keys: Sequence[Key]) -> Batch:
+    def __getitems__(self, keys: Sequence[Key]) -> Any:
         indices, passes = unpack(keys)
         u = uniforms(self._seed, indices, passes, _NUM_CROP_UNIFORMS)
+        labels = torch.from_numpy(self.labels[indices])
+        paths = [os.fsdecode(bytes(self._paths[index])) for index in indices]
+        if self._on_device:
+            # As bytes: tensors would be copied to the device, and decoders want them on the host.
+            return [self._file(path, u[row]) for row, path in enumerate(paths)], labels
         pixels = np.empty((len(keys), self._size, self._size, 3), dtype=np.uint8)
-        for row, index in enumerate(indices):
-            pixels[row] = self._read(os.fsdecode(bytes(self._paths[index])), u[row])
+        for row, path in enumerate(paths):
+            pixels[row] = self._read(path, u[row])
         images = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float().div_(255)
-        return images.sub_(self._MEAN).div_(self._STD), torch.from_numpy(self.labels[indices])
+        return images.sub_(per_channel(self._MEAN, images.device)).div_(per_channel(self._STD, images.device)), labels
+
+    def _file(self, path: str, u: NDArray[np.float64]) -> tuple[bytes, tuple[int, int, int, int], bool]:
+        """A JPEG, the part of it that is wanted, and whether it is to be mirrored."""
+        from PIL import Image
+
+        try:
+            content = Path(path).read_bytes()
+            with Image.open(io.BytesIO(content)) as file:  # reads its header
+                kind, (width, height) = file.format, file.size
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise RunError(f"cannot read the image {path}: {error}. Replace or remove it") from error
+        if kind != "JPEG":
+            raise RunError(f"{path} is a {kind} file: data.prepare_on=device decodes JPEG; use data.prepare_on=loader")
+        if not self._augment:
+            return content, (0, 0, width, height), False
+        return content, random_crop(width, height, u), bool(u[0] < 0.5)
+
+    def finish(self, batch: tuple[list[tuple[bytes, tuple[int, int, int, int], bool]], Tensor]) -> Batch:
+        """Images and labels of (files, labels), on the device of the labels."""
+        files, labels = batch
+        io_ = import_torchvision().io
+        contents = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content, _, _ in files]
+        try:
+            decoded = io_.decode_jpeg(contents, mode=io_.ImageReadMode.RGB, device=labels.device)
+        except (RuntimeError, AttributeError) as error:  # a build without the decoder lacks the operator
+            raise RunError(
+                f"data.prepare_on=device: torchvision cannot decode on {labels.device}: {error}. Use "
+                f"data.prepare_on=loader"
+            ) from error
+        return self.cut(decoded, files), labels
+
+    def cut(self, decoded: Sequence[Tensor], files: Sequence[tuple[bytes, tuple[int, int, int, int], bool]]) -> Tensor:
+        """The wanted parts of decoded images, uint8 [3, H, W] each, resized, mirrored and normalised where they are."""
+        images = torch.empty(len(files), *self.image_shape, device=decoded[0].device)
+        for row, (image, (_, (left, top, right, bottom), mirrored)) in enumerate(zip(decoded, files, strict=True)):
+            part = image[None, :, top:bottom, left:right].float()
+            part = F.interpolate(part, self.image_shape[1:], mode="bilinear", antialias=True)[0]
+            images[row] = part.flip(-1) if mirrored else part
+        images.round_().clamp_(0, 255).div_(255)
+        return images.sub_(per_channel(self._MEAN, images.device)).div_(per_channel(self._STD, images.device))
 
     def _read(self, path: str, u: NDArray[np.float64]) -> NDArray[np.uint8]:
         from PIL import Image
@@ -255,8 +352,10 @@ def random_crop(width: int, height: int, u: NDArray[np.float64]) -> tuple[int, i
 # --- builders ---------------------------------------------------------------------------------------------------------
 
 
-def _data(train: Any, evaluation: Dataset) -> Data:
-    return Data(train, evaluation, {"num_classes": train.num_classes, "image_shape": train.image_shape})
+def _data(train: Any, evaluation: Dataset, cfg: DataConfig | None = None) -> Data:
+    facts = {"num_classes": train.num_classes, "image_shape": train.image_shape}
+    on_device = cfg is not None and cfg.prepare_on == "device"
+    return Data(train, evaluation, facts, train.finish if on_device else None)
 
 
 def read_mnist_subset() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -293,8 +392,11 @@ def _mnist_subset(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     }
     augment = shift_rotate_scale if cfg.augment else None
     return _data(
-        ArrayImages(images[~held_out], labels[~held_out], augment=augment, **shared),
+        ArrayImages(
+            images[~held_out], labels[~held_out], augment=augment, on_device=cfg.prepare_on == "device", **shared
+        ),
         ArrayImages(images[held_out], labels[held_out], augment=None, **shared),
+        cfg,
     )
 
 
@@ -314,7 +416,7 @@ def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     classes = class_names(root / "train")
     folder = import_torchvision().datasets.folder
 
-    def part(name: str, augment: bool) -> ImageFiles:
+    def part(name: str, augment: bool, on_device: bool = False) -> ImageFiles:
         numbers = {label: number for number, label in enumerate(classes)}
         try:
             samples = folder.make_dataset(root / name, numbers, extensions=folder.IMG_EXTENSIONS)
@@ -322,10 +424,16 @@ def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
             raise ConfigError(f"data.path={cfg.path}: {name}: {error}") from error
         paths, labels = zip(*samples, strict=True)
         return ImageFiles(
-            paths, np.array(labels), num_classes=len(classes), size=cfg.image_size or 0, augment=augment, seed=seed
+            paths,
+            np.array(labels),
+            num_classes=len(classes),
+            size=cfg.image_size or 0,
+            augment=augment,
+            seed=seed,
+            on_device=on_device,
         )
 
-    return _data(part("train", cfg.augment), part("val", False))
+    return _data(part("train", cfg.augment, cfg.prepare_on == "device"), part("val", False), cfg)
 
 
 def _cifar10(cfg: DataConfig, seed: int, channels: int | None) -> Data:
@@ -339,10 +447,11 @@ def _cifar10(cfg: DataConfig, seed: int, channels: int | None) -> Data:
             std=[0.2470, 0.2435, 0.2616],
             augment=crop_flip if train and cfg.augment else None,
             seed=seed,
+            on_device=train and cfg.prepare_on == "device",
             size=cfg.image_size,
         )
 
-    return _data(part(True), part(False))
+    return _data(part(True), part(False), cfg)
 
 
 def _read_cifar10(cfg: DataConfig, train: bool) -> Any:

@@ -158,8 +158,13 @@ class GPT(nn.Module):
         if tied:
             self.embed.weight = self.head.weight
 
-    def forward(self, tokens: Tensor, offset: int = 0) -> Tensor:
-        """Logits; `offset` is the position of the first token. Does not wait for the device.
+    def forward(self, tokens: Tensor, offset: int = 0, targets: Tensor | None = None) -> Tensor:
+        """Logits; or the summed loss, given targets [B, L] and a head of `amp_core.losses`. Never waits for the device.
+
+        Args:
+            tokens: int64 [B, L].
+            offset: the position of the first token.
+            targets: int64 [B, L], each the token that follows.
 
         Raises:
             ValueError: a learned table ends before the last position.
@@ -178,7 +183,8 @@ class GPT(nn.Module):
         x = F.dropout(x, self.dropout, self.training)
         for block in self.blocks:
             x = block(x, phases, bias)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return self.head(x) if targets is None else self.head(x, targets)
 
 
 LANGUAGE_MODELS = Family(what="a language model", builders={"gpt": GPT}, example={"vocab_size": 256, "length": 256})

@@ -296,7 +296,9 @@ def summary(folder: Path) -> dict[str, Any]:
 def lines(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, without the one number that depends on the clock."""
     read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in read]
+    return [
+        {key: value for key, value in line.items() if key not in ("samples_per_second", "data_wait")} for line in read
+    ]
 
 
 def last_step(folder: Path) -> int:
