@@ -266,8 +266,8 @@ def read_mnist_subset() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """
     file = mnist_file()
     assert file is not None, "check_data was not asked"
-    numbers = gzip.decompress(file.read_bytes()).replace(b"\n", b",")  # read as one: half the time of np.loadtxt
-    table = np.fromstring(numbers, dtype=np.uint8, sep=",").reshape(-1, 28 * 28 + 1)
+    with gzip.open(file, "rt", encoding="ascii") as lines:
+        table = np.loadtxt(lines, delimiter=",", dtype=np.uint8)
     return table[:, :-1].reshape(-1, 1, 28, 28), table[:, -1].astype(np.int64)
 
 
