@@ -1118,7 +1118,7 @@ def write_in_place(self: Checkpoint, target: Path, files: dict[str, Any]) -> Non
     """The tempting way to write."""
     module._make_folder(target)
     for name, data in files.items():
-        module._write_file(target / name, data)
+        module._write_file(target / name, *data)
 
 
 def torch_save_in_place(work: Path) -> str | None:
