@@ -4,8 +4,9 @@ The state is that of AdamW: weights and two moments of a GPT. `one copy` is the 
 that are there and were written before: no way to go on training at once can take less on a CPU. In the background
 `save` returns when the state was copied, and a thread writes; the first save makes the copies' memory, unless `prepare`
 did. All take turns, in another order each round. `durable` is from the call until the checkpoint is safe on disk,
-`steps` the time of small training steps while the thread writes, to their time before and after. Times to disk depend on
-the disk (--folder). With --ranks the network is sharded over processes, also in a folder of shards.
+`steps` the time of small training steps while the thread writes, to their time before and after; `its CPU` the CPU time of the
+stall alone, to that of the copy, which depends less on what else the machine does. Times to disk depend on the disk
+(--folder). With --ranks the network is sharded over processes, also in a folder of shards.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import json
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +52,9 @@ def measure(flags: argparse.Namespace) -> Result:
         "checkpoint",
         flags.command,
         flags.device,
-        Picture({"to one copy": "stall of training, to one copy of the state"}, lines="save", panels=("parameters",), at=1.0),
+        Picture(
+            {"to one copy": "stall of training, to one copy of the state"}, lines="save", panels=("parameters",), at=1.0
+        ),
     )
     for size in map(int, flags.sizes.split(",")):
         folder = tempfile.mkdtemp(prefix="bench-checkpoint-", dir=flags.folder)
@@ -71,6 +73,8 @@ def add_rows(result: Result, size: int, found: dict[str, dict[str, list[float]]]
     for way, stalls in found["stall"].items():
         row: dict[str, Any] = {"parameters": f"{size} million", "save": way, "stall, s": Number.of(stalls)}
         row["to one copy"] = Number.of([a / b for a, b in zip(stalls, copies, strict=True)])
+        cpu = zip(found["cpu"][way], found["cpu"]["one copy"], strict=True)
+        row["its CPU"] = Number.of([a / b for a, b in cpu])
         for key in ("durable", "load", "steps"):
             row[key] = Number.of(found[key][way]) if way in found[key] else None
         result.add(**row)
@@ -94,7 +98,10 @@ class Rank:
         own = [p for p in net.parameters()] + [m for state in optimizer.state.values() for m in state.values()]
         self.state = [getattr(t, "to_local", lambda t=t: t)().detach() for t in own]
         self.copies = [torch.zeros_like(tensor, device="cpu") for tensor in self.state]
-        self.step, self.found = 0, {key: {} for key in ("stall", "durable", "load", "steps")}
+        self.step, self.found = 0, {key: {} for key in ("stall", "cpu", "durable", "load", "steps")}
+
+    def note(self, key: str, name: str, value: float) -> None:
+        self.found[key].setdefault(name, []).append(value)
 
     def slowest(self, seconds: float) -> float:
         if self.num_ranks == 1:
@@ -104,9 +111,10 @@ class Rank:
         return float(slowest)
 
     def copy(self) -> float:
-        began = time.monotonic()
+        began, cpu = time.monotonic(), time.thread_time()
         for mine, there in zip(self.copies, self.state, strict=True):
             mine.copy_(there)
+        self.note("cpu", "one copy", time.thread_time() - cpu)
         return self.slowest(time.monotonic() - began)
 
     def checkpoint(self, name: str, way: dict[str, Any]) -> Checkpoint:
@@ -116,24 +124,26 @@ class Rank:
         self.step += 1
         if self.num_ranks > 1:
             dist.barrier()
-        began = time.monotonic()
+        began, cpu = time.monotonic(), time.thread_time()
         checkpoint.save(self.step)
+        self.note("cpu", name, time.thread_time() - cpu)
         stall = self.slowest(time.monotonic() - began)
         checkpoint.wait()
-        self.found["durable"].setdefault(name, []).append(self.slowest(time.monotonic() - began))
+        self.note("durable", name, self.slowest(time.monotonic() - began))
         return stall
 
     def first_save(self, name: str, way: dict[str, Any], prepared: bool) -> float:
         checkpoint = self.checkpoint(name, way)
         if prepared:
             checkpoint.prepare()
-            time.sleep(1)
+            assert checkpoint._preparation is not None
+            checkpoint._preparation.result()  # training goes on meanwhile
         return self.save(name, checkpoint)
 
     def load(self, name: str, checkpoint: Checkpoint) -> None:
         began = time.monotonic()
         checkpoint.load()
-        self.found["load"].setdefault(name, []).append(self.slowest(time.monotonic() - began))
+        self.note("load", name, self.slowest(time.monotonic() - began))
 
     def steps(self, name: str, checkpoint: Checkpoint) -> None:
         """Small steps, with much Python in them, while a thread writes, to those before."""
@@ -151,12 +161,12 @@ class Rank:
         self.step += 1
         checkpoint.save(self.step)
         during = []
-        while any(thread.name.startswith("checkpoint of step") for thread in threading.enumerate()):
+        while checkpoint._task is not None and not checkpoint._task.done():
             during.append(step())
         checkpoint.wait()
         after = statistics.fmean(step() for _ in range(500))
         if during:
-            self.found["steps"].setdefault(name, []).append(statistics.fmean(during) / (0.5 * (before + after)))
+            self.note("steps", name, statistics.fmean(during) / (0.5 * (before + after)))
 
 
 def measure_rank(rank: int, num_ranks: int, size: int, rounds: int, device: str, folder: str) -> None:
@@ -179,7 +189,8 @@ def measure_rank(rank: int, num_ranks: int, size: int, rounds: int, device: str,
             name = f"{form}, background, {'first and prepared' if prepared else 'first'}"
             runners[name] = functools.partial(one.first_save, name, way, prepared)
     one.copy()
-    one.found["durable"].clear()
+    for key in ("cpu", "durable"):
+        one.found[key].clear()
     one.found["stall"] = take_turns(runners, rounds)
     for _ in range(rounds):
         for name, checkpoint in kept.items():

@@ -1,7 +1,7 @@
-"""Seconds from the command to the first loss, as ratios to a script that does nothing else; and what asks a question.
+"""Seconds from the command to the first loss, as ratios to a script that does nothing else; and of questions.
 
-All are whole processes, from exec to the line with the first loss on their standard output (questions: to their end), in
-turns, in another order each round. By hand is `benches/first_step.py`; `again` is that once more, and shows which
+All are whole processes, from exec to the line with the first loss on their standard output (questions: to their end),
+in turns, in another order each round. By hand is `benches/first_step.py`; `again` is that once more, and shows which
 differences mean nothing. CPU seconds, of the process and of what it waited for, up to the same line depend less on what
 else the machine does; they come from /proc and are missing elsewhere.
 """
