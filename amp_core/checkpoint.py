@@ -1135,7 +1135,7 @@ class _Collector:
             storage = tensor.untyped_storage()
             if storage.nbytes() >= _LARGE:
                 whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
-                self._large[storage.data_ptr()] = memoryview(whole.numpy())
+                self._large[storage.data_ptr()] = whole.numpy().data
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")

@@ -3,10 +3,10 @@
 The state is that of AdamW: weights and two moments of a GPT. `one copy` is the time of copying all of it into tensors
 that are there and were written before: no way to go on training at once can take less on a CPU. In the background
 `save` returns when the state was copied, and a thread writes; the first save makes the copies' memory, unless `prepare`
-did. All take turns, in another order each round. `durable` is from the call until the checkpoint is safe on disk,
-`steps` the time of small training steps while the thread writes, to their time before and after; `its CPU` the CPU time of the
-stall alone, to that of the copy, which depends less on what else the machine does. Times to disk depend on the disk
-(--folder). With --ranks the network is sharded over processes, also in a folder of shards.
+did. All take turns, in another order each round. `its CPU` is the CPU time of the stall alone, to that of the copy,
+which depends less on what else the machine does; `durable` is from the call until the checkpoint is safe on disk;
+`steps` the time of small training steps while the thread writes, to their time before and after. Times to disk depend
+on the disk (--folder). With --ranks the network is sharded over processes, also in a folder of shards.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Rank:
         optimizer.step()
         optimizer.zero_grad()
         self.parts = {"model": net, "optimizer": optimizer}
-        own = [p for p in net.parameters()] + [m for state in optimizer.state.values() for m in state.values()]
+        own = [*net.parameters(), *(m for state in optimizer.state.values() for m in state.values())]
         self.state = [getattr(t, "to_local", lambda t=t: t)().detach() for t in own]
         self.copies = [torch.zeros_like(tensor, device="cpu") for tensor in self.state]
         self.step, self.found = 0, {key: {} for key in ("stall", "cpu", "durable", "load", "steps")}
@@ -136,8 +136,8 @@ class Rank:
         checkpoint = self.checkpoint(name, way)
         if prepared:
             checkpoint.prepare()
-            assert checkpoint._preparation is not None
-            checkpoint._preparation.result()  # training goes on meanwhile
+            if checkpoint._preparation is not None:  # on a rank that writes
+                checkpoint._preparation.result()  # training goes on meanwhile
         return self.save(name, checkpoint)
 
     def load(self, name: str, checkpoint: Checkpoint) -> None:
