@@ -193,8 +193,8 @@ _TORCHS = torch.optim.Optimizer.profile_hook_step.__globals__
 def bare_step(optimizer: torch.optim.Optimizer) -> None:
     """`optimizer.step()` without importing torch's compiler, which takes as long as importing torch. Without gradients.
 
-    Around a step torch puts a scope of the profiler, and inside of that a function that sets the grad mode and tells the
-    compiler so.
+    Around a step torch puts a scope of the profiler, and inside of that a function that sets the grad mode and tells
+    the compiler so.
     """
     step: Any = None if is_watched(optimizer) else type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
     if (
