@@ -36,13 +36,15 @@ import math
 import os
 import re
 import stat
-import threading
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -63,6 +65,7 @@ _STEP_FOLDER = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 _TEMPORARY = re.compile(r"\.tmp-(?:old-)?step_[0-9]{8,}-([0-9]+)")
 _RESERVED = ("progress", "config", "format", "sharded")
 _SCALARS = (str, int, float, bool, type(None))
+_LARGE = 1 << 16  # bytes of a tensor from which on it is not copied to be written
 _CHUNK = 1 << 26  # macOS refuses to write 2 GiB at once
 # Optimizer states that have the shape of their parameter, in the classes of torch.optim.
 _LIKE_PARAMETER = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg"}
@@ -110,7 +113,8 @@ class Checkpoint:
         format: `single`: all in one file, written by rank 0, on which sharded parts are gathered. `sharded`: each rank
             writes what it has, and all ranks must see the same folder.
         background: `save` returns when everything was copied to host memory (a second copy of the state, kept for the
-            next save), and a thread does the rest; see `wait`.
+            next save), and a thread does the rest; see `prepare` and `wait`. The copies of what is on a GPU are ordered
+            before what training does next there, and not waited for.
         group: of all ranks, for tensors in host memory (gloo), in the same order as by default. With it all ranks agree
             on what is loaded, and `load`, `newest_before` and, in format `sharded`, `save` are collective. Nothing else
             may use the group of a sharded checkpoint with `background`. Default: none in format `single`, where every
@@ -153,7 +157,10 @@ class Checkpoint:
             group = dist.new_group(backend="gloo")  # type: ignore[assignment] - this rank is in it
         self._ranks = Ranks(group)
         self._copies = _Copies() if background else None
-        self._task: _Task | None = None
+        # One thread, which lives as long as this: a process that ends waits for it.
+        self._writer = ThreadPoolExecutor(1, "checkpoint") if background else None
+        self._task: Future[None] | None = None
+        self._preparation: Future[None] | None = None
         if writer:
             _remove_leftovers(self.folder)
 
@@ -205,11 +212,45 @@ class Checkpoint:
             if _is_sound(target):
                 return target
             act = self._prepare_single(target, states, facts, about, best)
-        if self.background:
-            self._task = _Task(act, step)
-        else:
+        if self._writer is None:
             act()
+        else:
+            self._task = self._writer.submit(self._act, act, step)
         return target
+
+    def _act(self, act: Callable[[], None], step: int) -> None:
+        assert self._copies is not None
+        self._copies.wait()
+        act()
+        _log.info("the checkpoint of step %d is on disk", step)
+
+    def prepare(self) -> None:
+        """Makes the memory for the copies of a save in the background ahead of the first one, in the thread.
+
+        New memory takes several times as long to write as memory that was written before. To be called once the
+        optimizers have their states, after the first step. What has to be gathered first is left to the first save.
+        Does nothing without `background`. Does not wait for the device.
+        """
+        if self._writer is None or self._copies is None or not (self.writer or self.format == "sharded"):
+            return
+        parts = {name: part for name, part in self.parts.items() if not self._gathers(part)}
+        states: dict[str, Any] = {name: _own_state(part) for name, part in parts.items()}
+        if self.format == "sharded":
+            _, mine, rest = _share_out(parts, states, self._ranks.rank, self._ranks.num)
+            states = {"": [tensor for *_, tensor in mine]} | (rest if self.writer else {})
+        wanted: dict[Any, Tensor] = {}
+        for tensor in _all_tensors(states):
+            if is_part(tensor):  # of which the whole is copied
+                wanted[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            else:
+                wanted[_same(tensor)] = tensor
+        self._preparation = self._writer.submit(self._copies.prepare, list(wanted.values()))
+
+    def _gathers(self, part: Part) -> bool:
+        """Whether the ranks must meet for the state of a part, other than for weights in parts."""
+        if isinstance(part, Optimizer):
+            return is_cut(part)
+        return self.format == "single" and hasattr(part, "sharded_state_dict")
 
     def wait(self) -> None:
         """Waits until what `save` does in the background is done. Returns at once where nothing is.
@@ -221,14 +262,12 @@ class Checkpoint:
         """
         task, self._task = self._task, None
         if task is not None:
-            task.join()
-            if task.problem is not None:
-                raise task.problem
+            task.result()
 
     def _join(self) -> None:
         """Waits, and leaves a problem to the next `save` or `wait`."""
         if self._task is not None:
-            self._task.join()
+            self._task.exception()
 
     def _prepare_single(
         self, target: Path, states: dict[str, Any], facts: dict[str, Any], about: dict[str, Any], best: Any
@@ -238,10 +277,10 @@ class Checkpoint:
 
         def act() -> None:
             data = _serialise(contents)
-            files = {_STATE: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
+            files = {_STATE: _digest(data)}
             manifest = _encode(about | {"files": files})
-            with _saving(target, len(data) + len(manifest)):
-                self._write(target, {_STATE: data, _MANIFEST: manifest})
+            with _saving(target, files[_STATE]["bytes"] + len(manifest)):
+                self._write(target, {_STATE: data, _MANIFEST: [manifest]})
             self._prune_after(target, about["step"], best)
 
         return act
@@ -290,6 +329,9 @@ class Checkpoint:
         """The same in plain containers and tensors in host memory: the very ones, or copies that nothing changes."""
         if self._copies is None:
             return [_plain(value, "", {}) for value in values]
+        if self._preparation is not None:
+            self._preparation.exception()  # without memory the copies will say so
+            self._preparation = None
         self._copies.begin()
         copied = [_plain(value, "", {}, self._copies.copy) for value in values]
         self._copies.end()
@@ -313,12 +355,9 @@ class Checkpoint:
                 continue
             data = [memoryview(pieces.head((entry, piece) for entry, piece, _ in own))]
             data += [pieces.buffer_of(tensor) for *_, tensor in own]
-            digest, num_bytes = hashlib.sha256(), sum(map(len, data))
-            for part in data:
-                digest.update(part)
-            with _saving(target, num_bytes):
+            files[name] = _digest(data)
+            with _saving(target, files[name]["bytes"]):
                 _write_file(temporary / name, *data)
-            files[name] = {"bytes": num_bytes, "sha256": digest.hexdigest()}
         written = [(i, start, stop, f"{kind}_{self._ranks.rank:05d}.safetensors") for i, start, stop, kind, _ in mine]
         table = json.dumps(pieces.encode(entries), sort_keys=True)
         return {"files": files, "pieces": written, "table": hashlib.sha256(table.encode()).hexdigest()}
@@ -346,15 +385,15 @@ class Checkpoint:
             pieces.check(entry)
         files = {name: entry for one in written for name, entry in one["files"].items()}
         data = _serialise(contents)
-        files[_STATE] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        files[_STATE] = _digest(data)
         manifest = _encode(about | {"files": files, "tensors": pieces.encode(entries)})
-        with _saving(target, len(data) + len(manifest)):
+        with _saving(target, files[_STATE]["bytes"] + len(manifest)):
             for name, entry in files.items():
                 if name != _STATE and os.stat(temporary / name).st_size != entry["bytes"]:
                     raise SaveError(
                         f"cannot save {target}: rank 0 does not see all of {name}. Earlier checkpoints are intact."
                     )
-            _write_file(temporary / _STATE, data)
+            _write_file(temporary / _STATE, *data)
             _write_file(temporary / _MANIFEST, manifest)
             self._publish(temporary, target)
 
@@ -464,12 +503,12 @@ class Checkpoint:
             raise CheckpointError(f"{path} is of another model: {'; '.join(problems)}. Nothing was loaded.")
         return conversions
 
-    def _write(self, target: Path, files: Mapping[str, bytes | memoryview]) -> None:
+    def _write(self, target: Path, files: Mapping[str, Data]) -> None:
         """Every step of it must leave a folder from which the newest acknowledged checkpoint loads."""
         temporary = self._make_temporary(target)
         try:
             for name, data in files.items():
-                _write_file(temporary / name, data)
+                _write_file(temporary / name, *data)
             self._publish(temporary, target)
         finally:
             self._abandon(temporary)
@@ -970,50 +1009,49 @@ class _Copies:
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
-        self._next = 0
+        """In the order of their use."""
+        self._free: dict[Any, deque[Tensor]] = {}
         self._devices: set[torch.device] = set()
+        self._on_their_way: list[torch.cuda.Event] = []
+
+    def prepare(self, tensors: Iterable[Tensor]) -> None:
+        """Makes and writes memory for copies of such tensors; they may be on the device meta."""
+        self._buffers += [_host_memory(tensor).zero_() for tensor in tensors]
 
     def begin(self) -> None:
-        self._next = 0
+        buffers, self._buffers = self._buffers, []
+        for buffer in buffers:
+            self._free.setdefault(_kind(buffer, buffer.is_pinned()), deque()).append(buffer)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy that is there after `end`."""
-        i, self._next = self._next, self._next + 1
-        if i == len(self._buffers):
-            self._buffers.append(torch.empty(0))
-        buffer = self._buffers[i]
-        if (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype) or buffer.is_pinned() != tensor.is_cuda:
-            buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self._buffers[i] = buffer
-        buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+        """A copy that is there after `wait`."""
+        free = self._free.get(_kind(tensor, tensor.is_cuda))
+        buffer = free.popleft() if free else _host_memory(tensor)
+        self._buffers.append(buffer.copy_(tensor, non_blocking=tensor.is_cuda))
         if tensor.is_cuda:
             self._devices.add(tensor.device)
         return buffer
 
     def end(self) -> None:
-        """Waits for what is on its way, and forgets buffers that nothing used."""
-        del self._buffers[self._next :]
+        """From here on the tensors may change, by what their device does next. Forgets buffers that nothing used."""
+        self._free.clear()
         for device in self._devices:
-            torch.cuda.current_stream(device).synchronize()
+            self._on_their_way.append(torch.cuda.Event(blocking=True))
+            self._on_their_way[-1].record(torch.cuda.current_stream(device))
         self._devices.clear()
 
+    def wait(self) -> None:
+        """Waits for what is on its way."""
+        while self._on_their_way:
+            self._on_their_way.pop().synchronize()
 
-class _Task(threading.Thread):
-    """A save in the background. Not a daemon: a process that ends waits for it."""
 
-    def __init__(self, act: Callable[[], None], step: int) -> None:
-        super().__init__(name=f"checkpoint of step {step}")
-        self._act, self._step = act, step
-        self.problem: BaseException | None = None
-        self.start()
+def _kind(tensor: Tensor, pinned: bool) -> Any:
+    return tensor.dtype, tensor.shape, tensor.stride(), pinned
 
-    def run(self) -> None:
-        try:
-            self._act()
-        except BaseException as problem:
-            self.problem = problem
-        else:
-            _log.info("the checkpoint of step %d is on disk", self._step)
+
+def _host_memory(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
 @contextlib.contextmanager
@@ -1067,16 +1105,61 @@ def _plain_names(net: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return plain_names
 
 
-def _serialise(contents: dict[str, Any]) -> memoryview:
-    """What `_plain` returned as bytes. torch.save to a full disk raises "unexpected pos" instead of the reason."""
-    buffer = io.BytesIO()
+Data = Sequence[bytes | bytearray | memoryview]
+"""The contents of a file, in order."""
+
+
+def _serialise(contents: dict[str, Any]) -> Data:
+    """What `_plain` returned as the contents of a file, which look into its large tensors and copy the rest.
+
+    torch.save to a full disk raises "unexpected pos" instead of the reason, and to memory would copy all once more,
+    holding the interpreter's lock.
+    """
+    file = _Collector(tensor for _, tensor in _tensors(contents))
     crc = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # four times as fast, and the SHA-256 is stronger
     try:
-        torch.save(contents, buffer)
+        torch.save(contents, cast(Any, file))
     finally:
         torch.serialization.set_crc32_options(crc)
-    return buffer.getbuffer()
+    return file.data
+
+
+class _Collector:
+    """A file for torch.save."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.data: list[bytearray | memoryview] = [bytearray()]
+        self._large: dict[int, memoryview] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() >= _LARGE:
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+                self._large[storage.data_ptr()] = whole.numpy().data
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        known = None
+        if len(view) >= _LARGE:  # torch hands over the memory of the tensor itself
+            known = self._large.get(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+        if known is not None and len(known) == len(view):
+            self.data += [known, bytearray()]
+        else:
+            last = self.data[-1]
+            assert isinstance(last, bytearray)
+            last += view
+        return len(view)
+
+    def flush(self) -> None:
+        pass
+
+
+def _digest(data: Data) -> dict[str, Any]:
+    """The entry of a file in the manifest."""
+    digest = hashlib.sha256()
+    for part in data:
+        digest.update(part)
+    return {"bytes": sum(map(len, data)), "sha256": digest.hexdigest()}
 
 
 def _plain(
@@ -1086,7 +1169,7 @@ def _plain(
     if isinstance(value, Tensor):
         _require_dense(value, where)
         tensor = value.detach()
-        key = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        key = _same(tensor)
         if key not in copies:
             copy = to_host(tensor.resolve_conj().resolve_neg())
             is_view = copy.untyped_storage().nbytes() != copy.numel() * copy.element_size()
@@ -1108,6 +1191,19 @@ def _plain(
     if type(value) is int and value.bit_length() > 2000:  # pickle has a code for longer ones that a safe load lacks
         raise ValueError(f"{where} is an integer of {value.bit_length()} bits")
     return value
+
+
+def _same(tensor: Tensor) -> tuple[Any, ...]:
+    """The same for tensors that show the same memory in the same way."""
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _all_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _all_tensors(item)
 
 
 def _copied(value: Any) -> Any:
@@ -1287,7 +1383,7 @@ def _make_folder(folder: Path) -> None:
         _sync_folder(folder.parent)
 
 
-def _write_file(path: Path, *data: bytes | memoryview) -> None:
+def _write_file(path: Path, *data: bytes | bytearray | memoryview) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for rest in map(memoryview, data):

@@ -513,8 +513,9 @@ def environment(job: Job) -> Iterator[Environment]:
             # A failing teardown after complete work is no failure of the run.
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
-        torch.use_deterministic_algorithms(deterministic[0])
-        torch.backends.cudnn.deterministic = deterministic[1]
+        if cfg.deterministic:  # to ask for what is there already would import torch's compiler, for a second
+            torch.use_deterministic_algorithms(deterministic[0])
+            torch.backends.cudnn.deterministic = deterministic[1]
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
         undo.close()

@@ -57,8 +57,8 @@ def export(source: Path, target: Path, part: str | None = None) -> list[str]:
         if target.suffix == ".pt":
             contents = found.contents if part is None else found.contents[part]
             data = checkpoint._serialise(contents)
-            with checkpoint._saving(target.absolute(), len(data)):
-                checkpoint._write_file(temporary, data)
+            with checkpoint._saving(target.absolute(), sum(map(len, data))):
+                checkpoint._write_file(temporary, *data)
         else:
             choice.complete(found.contents)
         os.rename(temporary, target)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from amp_core.config import SHARDED, AmpConfig
 from amp_core.ema import Ema
+from amp_core.fused import bare_step
 from amp_core.layout import unwrap
 from amp_core.recast import Recast, cast_weight
 from amp_core.shards import blocks, cast_whole, is_sharded, outline, shard_group
@@ -325,7 +326,8 @@ def memory_of(
     accumulation: int = 1,
 ) -> Memory:
     """Of what is there, wrapped or not; optimizers may own weights outside of the networks. No collective."""
-    state_of = {p: state_ratio(o) for o in optimizers for group in o.param_groups for p in group["params"]}
+    ratios = [(optimizer, state_ratio(optimizer)) for optimizer in optimizers]
+    state_of = {p: ratio for optimizer, ratio in ratios for group in optimizer.param_groups for p in group["params"]}
     averaged = None if ema is None else ema.source
     total, seen = Memory(), set()
     for net in map(unwrap, nets):
@@ -347,7 +349,8 @@ def state_ratio(optimizer: torch.optim.Optimizer) -> float:
     group: dict[str, Any] = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     try:
         twin = type(optimizer)([{"params": [weight], **group, "lr": 0.0}])  # type: ignore[call-arg]
-        twin.step()
+        with torch.no_grad():
+            bare_step(twin)
     except (TypeError, ValueError, RuntimeError):
         return 2.0
     return sum(v.nbytes for v in twin.state[weight].values() if isinstance(v, Tensor) and v.ndim) / weight.nbytes

@@ -8,6 +8,7 @@ bit of the result are torch's, and the state is where torch has it, so the two m
 
 from __future__ import annotations
 
+import sys
 from operator import is_
 from typing import Any
 
@@ -181,9 +182,32 @@ def theirs(optimizer: torch.optim.Optimizer, found_inf: Tensor, divisor: Tensor 
     _fill_momentum(optimizer)
     optimizer.found_inf, optimizer.grad_scale = found_inf, divisor  # type: ignore[attr-defined]
     try:
-        optimizer.step()
+        bare_step(optimizer)
     finally:
         del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+
+
+_TORCHS = torch.optim.Optimizer.profile_hook_step.__globals__
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()` without importing torch's compiler, which takes as long as importing torch. Without gradients.
+
+    Around a step torch puts a scope of the profiler, and inside of that a function that sets the grad mode and tells
+    the compiler so.
+    """
+    step: Any = None if is_watched(optimizer) else type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    if (
+        step is None
+        or getattr(step, "__globals__", None) is not _TORCHS
+        or not hasattr(step, "__wrapped__")
+        or optimizer.defaults.get("differentiable")
+        or torch.is_grad_enabled()
+        or "torch._dynamo" in sys.modules
+    ):
+        optimizer.step()
+    else:
+        step.__wrapped__(optimizer)
 
 
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:

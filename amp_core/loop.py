@@ -227,7 +227,7 @@ class Loop:
             yield (self._window(list(itertools.islice(batches, self.accumulation))) for _ in itertools.count())
 
     def _steps(self) -> Generator[list[Micro], None, None]:
-        end = self.num_steps
+        begin, end = self.step, self.num_steps
         with self.loading() as windows:
             self._clock.start(self.samples)
             if self.step >= end:  # stopped between its last step and its result
@@ -237,6 +237,8 @@ class Loop:
                 with self.step_of(window) as dropped, self.sampling(), self._measuring():
                     if not dropped:
                         yield window
+                if self.step == begin + 1:
+                    self.checkpoint.prepare()
                 yield from self._after_step(end)
 
     @contextlib.contextmanager

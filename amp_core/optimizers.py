@@ -1,12 +1,15 @@
-"""Optimizers by name, with weight decay where it belongs and fused wherever torch has it."""
+"""Optimizers by name, with weight decay where it belongs and fused wherever torch has it; steps without detours."""
 
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from amp_core.config import OptimizerConfig, nearest
 from amp_core.moments import Adam16
@@ -103,8 +106,41 @@ def _build(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Op
             options[key] = tuple(value)
     if "weight_decay" not in inspect.signature(cls).parameters:
         groups = [{k: v for k, v in group.items() if k != "weight_decay"} for group in groups]
+    spare_compiler()
     if cfg.state_dtype == "bfloat16":
         first = [{**group, "params": group["params"][:1]} for group in groups]
         cls(first, lr=cfg.lr, **options)  # type: ignore[arg-type]  # checks the values
         return Adam16(groups, cfg.lr, **options, decoupled_weight_decay=cfg.name == "AdamW")
     return cls(groups, lr=cfg.lr, **options)  # type: ignore[arg-type]
+
+
+# --- without torch's compiler -----------------------------------------------------------------------------------------
+
+
+_ANSWER = "__dynamo_disable"
+
+
+def spare_compiler() -> None:
+    """Keep optimizers from importing torch's compiler, which takes as long as importing torch.
+
+    Four of their methods ask it not to look into them (`torch._disable_dynamo`), and import it to ask. What it answers
+    is kept beside the method. As long as nothing else imported it nothing is compiled, and the method itself may stand
+    there; once it is there, the next call hands back to torch. A torch that keeps its answers elsewhere notices
+    nothing, and starts a second later.
+    """
+    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+        method = getattr(Optimizer, name)
+        own = getattr(method, "__wrapped__", None)
+        if own is not None and not hasattr(own, _ANSWER):
+            setattr(own, _ANSWER, _until_compiling(method, own))
+
+
+def _until_compiling(method: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return own(*args, **options)
+        if getattr(own, _ANSWER, None) is call:
+            delattr(own, _ANSWER)
+        return method(*args, **options)
+
+    return call

@@ -32,7 +32,7 @@ from amp_core.clip import Clip
 from amp_core.config import AmpConfig, amp_config, scale_cap
 from amp_core.errors import ConfigError
 from amp_core.float8 import use_float8
-from amp_core.fused import take_step, theirs
+from amp_core.fused import bare_step, take_step, theirs
 from amp_core.layout import multiply_, several_ranks
 from amp_core.lint import find_slow, find_unsafe
 from amp_core.scaler import LossScale, ScalePolicy
@@ -438,7 +438,7 @@ class Amp:
                 on_host = found_inf.item() == 0
             if on_host:
                 with on_parts(each.optimizer), on_slices(each.optimizer):
-                    each.optimizer.step()
+                    bare_step(each.optimizer)
         for each in due:
             for weights in self.weights if each.grads else ():
                 weights.end_step(each.params, taken)

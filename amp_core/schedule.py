@@ -122,13 +122,20 @@ class Schedule:
         self._apply(int(state["num_taken"]))
 
 
+class _StandIn(torch.optim.SGD):
+    """What schedulers move. Its steps do nothing: torch warns of schedulers that run ahead of them."""
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
 def rate_table(make: Make, peaks: list[float], num_steps: int) -> list[list[float]]:
     """The learning rate of every step: one list of `num_steps` floats per group.
 
     Raises:
         ValueError: the scheduler also moves the momentum, which a table of rates cannot hold.
     """
-    stand_in = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in peaks], lr=peaks[0], momentum=0.5)
+    stand_in = _StandIn([{"params": [torch.zeros(1)], "lr": lr} for lr in peaks], lr=peaks[0], momentum=0.5)
     scheduler = make(stand_in, num_steps)
     if type(scheduler) is LambdaLR:
         # What its steps would compute, without the steps: a million of them take half a minute.
@@ -144,7 +151,7 @@ def rate_table(make: Make, peaks: list[float], num_steps: int) -> list[list[floa
                     f"use cycle_momentum=false"
                 )
         if step < num_steps - 1:
-            stand_in.step()  # nothing to do: no gradients; torch warns when schedulers run ahead of optimizers
+            stand_in.step()
             scheduler.step()
     return columns
 

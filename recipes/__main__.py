@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
+
+if __name__ == "__main__":
+    gc.disable()  # collections look again and again at all that was imported so far
 
 from amp_core.launch import work
 from recipes import find
 
 
 def main() -> None:
+    gc.freeze()
+    gc.enable()
     code = work(Path(sys.argv[1]), lambda name: find(name).run)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1118,7 +1118,7 @@ def write_in_place(self: Checkpoint, target: Path, files: dict[str, Any]) -> Non
     """The tempting way to write."""
     module._make_folder(target)
     for name, data in files.items():
-        module._write_file(target / name, data)
+        module._write_file(target / name, *data)
 
 
 def torch_save_in_place(work: Path) -> str | None:
@@ -1180,3 +1180,44 @@ def test_death_at_any_call_of_a_save_loses_nothing_acknowledged_and_careless_sav
 
 if __name__ == "__main__":
     print(json.dumps(harness(Path(sys.argv[1]))))
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_made_without_a_copy_of_its_large_tensors_and_is_the_one_of_torch_save() -> None:
+    weight = torch.randn(200, 300)
+    contents = module._plain({"a": weight, "tied": weight, "t": torch.randn(300, 200).t(), "b": torch.ones(3)}, "", {})
+    data = module._serialise(contents)
+    views = [torch.frombuffer(part, dtype=torch.uint8).data_ptr() for part in data if isinstance(part, memoryview)]
+    assert views == [weight.data_ptr(), contents["t"].data_ptr()]
+    buffer, crc = io.BytesIO(), torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    torch.save(contents, buffer)
+    torch.serialization.set_crc32_options(crc)
+    assert b"".join(data) == buffer.getvalue()
+
+
+@pytest.mark.parametrize("format", ["single", "sharded"])
+def test_memory_that_was_prepared_is_what_a_save_copies_to(tmp_path: Path, format: Any) -> None:
+    net = tiny()
+    optimizer = torch.optim.AdamW(net.parameters())
+    net.weight.grad = torch.ones_like(net.weight)
+    optimizer.step()
+    parts: dict[str, Any] = {"model": net, "optimizer": optimizer}
+    found = []
+    for prepared in (True, False):
+        checkpoint = Checkpoint(tmp_path / str(prepared), format=format, background=True, **parts)
+        copies = checkpoint._copies
+        assert copies is not None
+        if prepared:
+            checkpoint.prepare()
+        assert (checkpoint._preparation is not None) == prepared
+        if checkpoint._preparation is not None:
+            checkpoint._preparation.result()
+        before = {buffer.data_ptr() for buffer in copies._buffers}
+        checkpoint.save(1)
+        checkpoint.wait()
+        found.append(before == {buffer.data_ptr() for buffer in copies._buffers} != set())
+        assert torch.equal(read(tmp_path / str(prepared))["model"]["weight"], net.weight)
+    assert found == [True, False]

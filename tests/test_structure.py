@@ -62,6 +62,37 @@ def test_what_help_needs_imports_no_torch(module):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+START = """
+import gc, runpy, sys, torch
+sys.argv = ["train.py", "steps=2", "log_every=1", "save_every=1", "run_dir=r"]
+try:
+    runpy.run_path("ROOT/train.py", run_name="__main__")
+except SystemExit as ended:
+    assert not ended.code, ended.code
+assert gc.isenabled() and gc.get_freeze_count()
+unused = ["matplotlib", "sympy", "tensorboard", "torch._dynamo", "torch.distributed.tensor", "torchvision", "wandb"]
+print("imported:", [name for name in unused if name in sys.modules])
+
+# Torch's own way, and after it this project's: both tell the compiler, now that it is there.
+optimizer = torch.optim.AdamW([torch.ones(1, requires_grad=True)])
+optimizer.step()
+assert "torch._dynamo" in sys.modules
+optimizer.zero_grad()
+print("told by:", torch.optim.Optimizer.zero_grad.__wrapped__.__dynamo_disable.__module__)
+seen = torch.compile(lambda x: (optimizer.zero_grad(), x + 1)[1], backend="eager")(torch.zeros(1))
+assert seen.item() == 1.0
+"""
+
+
+def test_a_run_imports_what_it_uses_and_no_compiler(tmp_path):
+    """Importing torch's compiler takes as long as importing torch; every optimizer would, when it is made."""
+    code = START.replace("ROOT", str(ROOT))
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "imported: []" in done.stdout
+    assert re.search(r"^told by: torch\._dynamo", done.stdout, re.MULTILINE), done.stdout
+
+
 EXECUTES = {"eval", "exec", "compile", "__import__"}
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "yaml"}
 # The campaign makes hostile files, breaks the reader on purpose, and takes a list from its own child.

@@ -30,18 +30,19 @@ class Family:
         what: "a language model", for messages.
         builders: our own networks by name.
         example: facts of some data set, with which options are checked before there is one.
-        probe: from the facts, inputs on the meta device with which a fresh network is tried; None: not tried.
         more_names: further names, found when needed.
         more: the builder of a further name.
+        probe: from the facts, inputs on the meta device with which a network of `more` is tried; None where it is known
+            to take them. Our own take images of any size.
         in_channels: colour channels that a network takes, by name; None: any number.
     """
 
     what: str
     builders: Mapping[str, Builder]
     example: Mapping[str, Any]
-    probe: Callable[..., tuple[Tensor, ...]] | None = None
     more_names: Callable[[], Iterable[str]] | None = None
     more: Callable[[str], Builder] | None = None
+    probe: Callable[..., tuple[Tensor, ...] | None] = lambda **facts: None
     in_channels: Callable[[str], int | None] = lambda name: None
 
     def names(self) -> list[str]:
@@ -113,11 +114,13 @@ def build_model(name: str, family: Family, *, options: Mapping[str, Any], **fact
     if shape is not None and needed not in (None, shape[0]):
         raise ConfigError(f"model.name={name}: takes images with {needed} channels; these have {shape[0]}")
     builder = family.builder(name)
-    if family.probe is not None:
+    # A trial imports torch's compiler, which takes as long as importing torch.
+    inputs = None if name in family.builders else family.probe(**facts)
+    if inputs is not None:
         try:
             with torch.device("meta"):
                 shadow = builder(**facts, **options)
-            shadow.eval()(*family.probe(**facts))
+            shadow.eval()(*inputs)
         except NotImplementedError:
             pass
         except Exception as error:

@@ -106,7 +106,9 @@ def _torchvision(name: str) -> Callable[..., nn.Module]:
     return build
 
 
-def _probe(*, image_shape: ImageShape, **_: Any) -> tuple[Tensor, ...]:
+def _probe(*, image_shape: ImageShape, **_: Any) -> tuple[Tensor, ...] | None:
+    if image_shape[1:] == (224, 224):  # what all of torchvision's were made for
+        return None
     return (torch.empty(2, *image_shape, device="meta"),)
 
 

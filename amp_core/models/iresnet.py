@@ -112,10 +112,6 @@ def _named(*blocks: int) -> Callable[..., nn.Module]:
     return build
 
 
-def _probe(*, image_shape: ImageShape, embedding: int) -> tuple[Tensor, ...]:
-    return (torch.empty(2, *image_shape, device="meta"),)
-
-
 EMBEDDERS = Family(
     what="a face recognition backbone",
     builders={
@@ -126,5 +122,4 @@ EMBEDDERS = Family(
         "iresnet100": _named(3, 13, 30, 3),
     },
     example={"image_shape": (3, 112, 112), "embedding": 512},
-    probe=_probe,
 )

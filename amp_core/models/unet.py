@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -64,13 +62,8 @@ def _block(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def _probe(*, image_shape: ImageShape, **_: Any) -> tuple[Tensor, ...]:
-    return (torch.empty(2, *image_shape, device="meta"),)
-
-
 SEGMENTERS = Family(
     what="a segmentation network",
     builders={"unet": unet},
     example={"num_masks": 1, "image_shape": (3, 64, 64)},
-    probe=_probe,
 )

@@ -60,14 +60,14 @@ def _write_without_fsync(path: Path, *data: bytes | memoryview) -> None:
         os.close(descriptor)
 
 
-def _rename_first(self: Checkpoint, target: Path, files: Mapping[str, bytes | memoryview]) -> None:
+def _rename_first(self: Checkpoint, target: Path, files: Mapping[str, checkpoint.Data]) -> None:
     """The name is there before the contents are on the disk."""
     os = checkpoint.os
     temporary = checkpoint._temporary(target)
     checkpoint._make_folder(self.folder)
     os.mkdir(temporary)
     for name, data in files.items():
-        _write_without_fsync(temporary / name, data)
+        _write_without_fsync(temporary / name, *data)
     os.rename(temporary, target)
     for name in files:
         descriptor = os.open(target / name, os.O_RDONLY)
@@ -103,16 +103,16 @@ def _read_without_digest(original: Callable[..., Any]) -> Callable[..., Any]:
     return stream
 
 
-def _in_place(self: Checkpoint, target: Path, files: Mapping[str, bytes | memoryview]) -> None:
+def _in_place(self: Checkpoint, target: Path, files: Mapping[str, checkpoint.Data]) -> None:
     checkpoint._make_folder(target)
     for name, data in files.items():
-        checkpoint._write_file(target / name, data)
+        checkpoint._write_file(target / name, *data)
 
 
 def _prune_before(original: Callable[..., Any]) -> Callable[..., Any]:
     """What is older goes before the new one is there."""
 
-    def write(self: Checkpoint, target: Path, files: Mapping[str, bytes | memoryview]) -> None:
+    def write(self: Checkpoint, target: Path, files: Mapping[str, checkpoint.Data]) -> None:
         for path in list(checkpoint._step_folders(self.folder).values())[:-1]:
             checkpoint._remove(path)
         original(self, target, files)
