@@ -49,7 +49,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
-def _write_without_fsync(path: Path, *data: bytes | memoryview) -> None:
+def _write_without_fsync(path: Path, *data: bytes | bytearray | memoryview) -> None:
     os = checkpoint.os
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
