@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("amp_recipes")
 
 Step = Callable[[list[Micro]], Any]
-Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
-"""Records what a function without arguments does, without doing it; gives what it returned, and what does it."""
 
 NUM_WARM_UPS = 3
 """Steps before the recording, of the same run: libraries choose their kernels, optimizers make their state."""
@@ -61,7 +59,12 @@ def obstacle(loop: Loop) -> str | None:
         return f"layout={layout.name} computes on several devices from threads"
     if layout.shard_optimizer and env.world_size > 1:
         return "layout.shard_optimizer cuts weights anew in each step"
-    return unfit(loop.optimizers)
+    return unfit(_optimizers(loop))
+
+
+def _optimizers(loop: Loop) -> list[torch.optim.Optimizer]:
+    """Also those whose state is saved as a part of something else."""
+    return list(dict.fromkeys([*loop.optimizers, *(schedule.optimizer for schedule in loop.schedules.values())]))
 
 
 def unfit(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
@@ -77,19 +80,16 @@ class WholeStep:
 
     Args:
         loop: whose steps they are; `obstacle` is None.
-        record: how to record.
     """
 
-    def __init__(self, loop: Loop, record: Record | None = None) -> None:
+    def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._record = record or record_on_cuda
+        self._optimizers = _optimizers(loop)
         replicated = any(isinstance(net, DistributedDataParallel) for net in loop.nets)
         self._num_warm_ups = NUM_WARM_UPS_DDP if replicated else NUM_WARM_UPS
         self._refused: str | None = None
-        self.num_played = 0
-        """Steps that were played."""
         self.is_recording = False
-        for optimizer in loop.optimizers:
+        for optimizer in self._optimizers:
             # Moments that were loaded lie elsewhere than those in the graph.
             optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
         self.forget()
@@ -114,7 +114,7 @@ class WholeStep:
         if self._refused is not None:
             return step(window)
         tensors, key = _split(window)
-        if self._step is not step:  # of another network, in a recipe that trains one after the other
+        if self._step != step:  # of another network, in a recipe that trains one after the other
             self.forget()
             self._step, self._key = step, key
         if key != self._key:  # a window of another shape
@@ -131,7 +131,6 @@ class WholeStep:
             buffer.copy_(tensor, non_blocking=True)
         assert self._play is not None
         self._play()
-        self.num_played += 1
         # The one thing that Python remembers of a step.
         for schedule, moved in zip(self._loop.schedules.values(), self._moved, strict=True):
             schedule.moved = moved
@@ -146,8 +145,8 @@ class WholeStep:
         torch.clear_autocast_cache()  # a copy of a weight made outside would be a constant inside
         self.is_recording = True
         try:
-            with _capturable(loop.optimizers):
-                self._returned, self._play = self._record(lambda: step(fixed))
+            with _capturable(self._optimizers):
+                self._returned, self._play = record_on_cuda(lambda: step(fixed))
         except RuntimeError as problem:
             return next(iter(str(problem).strip().splitlines()), type(problem).__name__)
         finally:
@@ -157,13 +156,14 @@ class WholeStep:
         if changed:
             return f"a step puts another tensor into the place of {changed[0]}"
         self._moved = [schedule.moved for schedule in loop.schedules.values()]
+        logger.info("step %d: recorded, and played from here on (perf.graph)", loop.step + 1)
         return None
 
     def _give_up(self, problem: str) -> None:
         """Leave no trace of the recording, of which nothing was computed."""
         self.forget()
         self._refused = problem
-        for optimizer in self._loop.optimizers:
+        for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
         self._loop.amp.forget_window()
         self._loop.env.seed_step(self._loop.step + 1)
@@ -171,9 +171,13 @@ class WholeStep:
 
 
 def record_on_cuda(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """A `Record`: one CUDA graph on the present stream, which is not the default one (`Environment` sees to it).
+    """Record what `call` does as one CUDA graph, without doing it.
 
-    Nodes of autograd remember the stream on which they were made, and a graph may use no other.
+    On the present stream, which is not the default one (`Environment` sees to it): nodes of autograd remember the
+    stream on which they were made, and a graph may use no other.
+
+    Returns:
+        What `call` returned, whose tensors hold numbers only when they were computed; and what computes them.
 
     Raises:
         RuntimeError: what `call` does cannot be recorded, such as reading a number back.

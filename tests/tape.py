@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense, aten.equal, aten.nonzero}
@@ -22,6 +22,10 @@ WAITS = {aten._local_scalar_dense, aten.equal, aten.nonzero}
 
 def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def _memory(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 class Tape(TorchDispatchMode):
@@ -47,7 +51,8 @@ class Tape(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self.foreign:
                 self.own[storage.data_ptr()] = storage  # kept, so that no other tensor gets its address
-        self.entries.append((func, args, kwargs, returned))
+        # Memory, as a graph knows it: a Parameter may get other memory later (`param.data = ...`).
+        self.entries.append((func, *tree_map(_memory, (args, kwargs, returned))))
         return returned
 
     @torch.no_grad()
