@@ -70,13 +70,8 @@ class Compiler:
             raise  # torch asks itself to trace once more, or not at all
         except Exception as problem:  # whatever a compiler raises
             if not self.num_failed:
-                reason = next(iter(str(problem).strip().splitlines()), "")
-                logger.warning(
-                    "perf.backend=%s: cannot compile a part, which runs eagerly: %s: %s",
-                    self.backend,
-                    type(problem).__name__,
-                    reason,
-                )
+                reason = _sentence(problem)
+                logger.warning("perf.backend=%s: cannot compile a part, which runs eagerly: %s", self.backend, reason)
             self.num_failed += 1
             return graph.forward
         self.num_graphs += 1
@@ -114,15 +109,45 @@ def compile_parts(net: nn.Module, compiler: Compiler, *, whole: bool = False) ->
     return len(parts)
 
 
+class _Brief(logging.Filter):
+    """What torch's tracer could not trace, as one sentence instead of pages for each frame."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        problem = record.exc_info[1] if record.exc_info else None
+        if record.levelno < logging.WARNING or problem is None:
+            return True
+        if not self._said:
+            self._said = True
+            logger.warning("torch.compile cannot trace a part, which runs eagerly: %s", _sentence(problem))
+        return False
+
+
+def _sentence(problem: BaseException) -> str:
+    return f"{type(problem).__name__}: {next(iter(str(problem).strip().splitlines()), '')}"
+
+
 @contextlib.contextmanager
 def allow_graphs() -> Iterator[None]:
-    """As many graphs per function as networks have kinds of blocks. For the whole process, put back afterwards."""
+    """As many graphs per function as networks have kinds of blocks. For the whole process, put back afterwards.
+
+    At the end what was compiled is dropped: jobs of a sweep share the functions and would reach any limit.
+    """
     with torch._dynamo.config.patch(
         recompile_limit=MOST_GRAPHS,
         accumulated_recompile_limit=max(MOST_GRAPHS, torch._dynamo.config.accumulated_recompile_limit),
         suppress_errors=True,  # where tracing itself fails, as where compiling does
     ):
-        yield
+        tracer, brief = logging.getLogger("torch._dynamo.convert_frame"), _Brief()
+        tracer.addFilter(brief)
+        try:
+            yield
+        finally:
+            tracer.removeFilter(brief)
+            torch._dynamo.reset()
 
 
 def eagerly() -> contextlib.AbstractContextManager[None]:
