@@ -55,6 +55,7 @@ class Compiler:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Pass:
         """Called by torch.compile for each graph that it has traced."""
+        from torch._dynamo import exc
         from torch._functorch import config as functorch
         from torch._inductor import config as inductor
 
@@ -66,7 +67,7 @@ class Compiler:
         try:
             with backward, random:
                 compiled = self._compile(graph, inputs)
-        except (torch._dynamo.exc.RestartAnalysis, torch._dynamo.exc.SkipFrame):
+        except (exc.RestartAnalysis, exc.SkipFrame):
             raise  # torch asks itself to trace once more, or not at all
         except Exception as problem:  # whatever a compiler raises
             if not self.num_failed:
@@ -90,10 +91,15 @@ class Compiler:
 
 
 def compile_parts(net: nn.Module, compiler: Compiler, *, whole: bool = False) -> int:
-    """Let each block of `net` compute compiled code, in place; `whole`: the network as one, also where it has no blocks.
+    """Let each block of `net` compute compiled code, in place; a network without blocks does as one.
 
     Blocks are those that layout=fsdp gathers by themselves, see `amp_core.shards.blocks`. What lies between them stays
     eager. Compiling happens at the first forward pass of each kind.
+
+    Args:
+        net: on the device.
+        compiler: what compiles.
+        whole: the network as one, though it has blocks.
 
     Returns:
         The number of parts.

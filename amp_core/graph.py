@@ -2,8 +2,8 @@
 
     report, loss = loop.run(train_step, window)      # with perf=graph
 
-In the graph is all that `train_step` does: the micro-batches, the loss scale, the finite check, clipping, the optimizer,
-the new scale, the schedule, the average, the guard of statistics. What makes that possible is the core's habit of
+In the graph is all that `train_step` does: micro-batches, loss scale, finite check, clipping, optimizer, the new scale,
+the schedule, the average, the guard of statistics. What makes that possible is the core's habit of
 deciding on the device (a skipped step is a tensor, the learning rate is one, counters are), and of ending a window
 without gradients: `zero_grad(set_to_none=True)` inside of the recording leaves them in the graph's own memory, and
 nothing outside has their addresses.

@@ -88,8 +88,8 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
         )
     if cfg.perf.compile is not None:
         problems.append(
-            f"perf.compile={cfg.perf.compile}: recipe=gan differentiates a gradient, and keeps graphs for a second loss, "
-            f"which compiled code does not; use perf=default"
+            f"perf.compile={cfg.perf.compile}: recipe=gan differentiates a gradient and keeps graphs for a second "
+            f"loss, which compiled code does not; use perf=default"
         )
     if knobs.num_critic_steps < 1:
         problems.append(f"recipe.num_critic_steps={knobs.num_critic_steps}: expected at least 1")

@@ -262,7 +262,7 @@ def test_a_compiled_run_is_the_run_and_continues_bit_exactly(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key"),
+    "overrides, key",
     [
         (["perf=compile", "perf.backend=indctor"], "perf.backend=indctor"),
         (["perf.dynamic=true"], "perf.dynamic=true"),
@@ -279,5 +279,3 @@ def test_a_machine_without_a_compiler_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         refused_before_the_start(["perf=compile"], "there is none of no-such-compiler", capsys)
-
-
