@@ -252,7 +252,9 @@ RUN += ["doctor.statistics_every=4"]
 def compared(folder, *overrides):
     assert train.main(arguments("language_model", f"run_dir={folder}", *RUN, *overrides)) == 0
     train_lines = [line for line in lines(folder) if line["split"] == "train"]
-    return [{k: v for k, v in line.items() if k != "samples_per_second"} for line in train_lines], state(folder)
+    return [
+        {k: v for k, v in line.items() if k not in ("samples_per_second", "data_wait")} for line in train_lines
+    ], state(folder)
 
 
 def test_a_compiled_run_is_the_run_and_continues_bit_exactly(tmp_path, monkeypatch):
