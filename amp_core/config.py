@@ -213,6 +213,14 @@ class PerfConfig:
     """Keep the inputs of blocks alone for the backward pass, and compute each block once more there: less memory."""
     recast_weights: bool
     """Cast weights once more in the backward pass instead of keeping 16-bit copies: 2 bytes per weight less memory."""
+    compile: Literal["blocks", "network"] | None
+    """torch.compile for each kind of block (the whole network if it has none), or for the network as one."""
+    backend: str
+    """Of torch.compile: inductor; aot_eager and eager only trace, for looking into what goes wrong."""
+    dynamic: bool
+    """With compile: training for any shapes; false compiles for each shape that occurs."""
+    graph: bool
+    """Record a whole step as one CUDA graph and play it again, where nothing in it depends on the host."""
 
 
 @dataclass(frozen=True)
@@ -585,6 +593,11 @@ def _check_layout(cfg: Config, problems: list[str]) -> None:
         problems.append(
             f"layout.shard_size={layout.shard_size}: has no effect with layout={layout.name}; use layout=hsdp"
         )
+    if cfg.perf is not None and cfg.perf.compile is not None and layout.name in ("model_parallel", "data_parallel"):
+        problems.append(
+            f"perf.compile={cfg.perf.compile}: layout={layout.name} computes in threads, which share what was compiled "
+            f"for one of them; use null, or layout=ddp"
+        )
     _check_ddp(cfg, problems)
     if layout.name in SHARDED:
         _check_sharded(cfg, problems)
@@ -670,6 +683,12 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
     _positive(problems, {"doctor.statistics_every": doctor.statistics_every}, least=1)
     if cfg.seed is not None and cfg.seed >= 2**63:
         problems.append(f"seed={cfg.seed}: expected less than 2^63")
+    if cfg.perf is not None and cfg.perf.recast_weights and (cfg.perf.compile is not None or cfg.perf.graph):
+        other = "graph=true" if cfg.perf.graph else f"compile={cfg.perf.compile}"
+        problems.append(f"perf.recast_weights=true: looks at what eager code saves, and does not go with perf.{other}")
+    if cfg.perf is not None and cfg.perf.compile is None and (cfg.perf.dynamic or cfg.perf.backend != "inductor"):
+        key = "dynamic=true" if cfg.perf.dynamic else f"backend={cfg.perf.backend}"
+        problems.append(f"perf.{key}: has no effect with perf.compile=null; use perf=compile")
     _positive(problems, {"optimizer.lr": cfg.optimizer.lr})
     _positive(problems, {"optimizer.weight_decay": cfg.optimizer.weight_decay}, least=0)
     _positive(problems, {"schedule.horizon": cfg.schedule.horizon}, least=1)

@@ -286,6 +286,8 @@ class Environment:
 
         split = self.cfg.layout.name == "model_parallel"
         amp.prepare(net)
+        if self.cfg.perf.compile is not None:
+            self._compile(net)
         if self.cfg.perf.checkpoint_activations:
             self._recompute(net)
         if self.cfg.layout.name == "data_parallel":
@@ -308,6 +310,30 @@ class Environment:
             share_state(net)
         amp.guard(net)
         return net
+
+    @functools.cached_property
+    def compiler(self) -> Any:
+        """Of perf.compile, made at its first use."""
+        from amp_core.compiled import Compiler
+
+        return Compiler(self.cfg.perf.backend, any_shape=self.cfg.perf.dynamic)
+
+    def eagerly(self) -> contextlib.AbstractContextManager[None]:
+        """Inside of it nothing runs as compiled code, so that hooks and dispatch modes see every operation."""
+        if self.cfg.perf.compile is None:
+            return contextlib.nullcontext()
+        from amp_core.compiled import eagerly
+
+        return eagerly()
+
+    def _compile(self, net: nn.Module) -> None:
+        from amp_core.compiled import cache_folder, compile_parts
+
+        num_parts = compile_parts(net, self.compiler, whole=self.cfg.perf.compile == "network")
+        kept = f", kept for other runs in {cache_folder()} (TORCHINDUCTOR_CACHE_DIR)"
+        backend = self.cfg.perf.backend
+        where = kept if backend == "inductor" else ""
+        self.job.notes.append(f"{num_parts} part(s) of {type(net).__name__} are compiled by {backend}{where}")
 
     def _recompute(self, net: nn.Module) -> None:
         from amp_core.recompute import recompute_blocks
@@ -470,10 +496,17 @@ def environment(job: Job) -> Iterator[Environment]:
         from amp_core.op_policy import kept_policy  # other runs need none of it
 
         undo.enter_context(kept_policy())
+    if cfg.perf.compile is not None:
+        from amp_core.compiled import allow_graphs  # other runs need no compiler
+
+        undo.enter_context(allow_graphs())
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             torch.cuda.reset_peak_memory_stats(device)
+            if cfg.perf.graph:
+                # Nodes of autograd belong to the stream on which they are made, and the default one cannot be recorded.
+                undo.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
         if cfg.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)

@@ -38,6 +38,7 @@ from amp_core.ema import Ema
 from amp_core.environment import TIME_LIMIT, Environment, exit_code_of, outcome_of, peak_memory
 from amp_core.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
 from amp_core.footprint import Memory, memory_of, saved_for_backward, traffic, weights_of
+from amp_core.graph import Step, WholeStep, obstacle
 from amp_core.islands import island_names, keep_fp32
 from amp_core.layout import unwrap
 from amp_core.log import Log, say
@@ -109,6 +110,8 @@ class Loop:
         self.watch = Watch(self) if self.cfg.doctor.name != "off" else None
         sampled = self.cfg.doctor.statistics_every is not None and env.is_main
         self.statistics = Statistics(self) if sampled else None
+        self._graph = self._whole_step()
+        self._is_looked_into = False
         self._floor_said = self._skip_said = False
         self._clock = _Clock()
         recasts = self.cfg.perf.recast_weights
@@ -152,7 +155,8 @@ class Loop:
         self._count = count
         if self.env.course is not None:
             self._resume()
-            yield from self.env.course(self, count)
+            with self.env.eagerly():
+                yield from self.env.course(self, count)
             return
         if self.cfg.dry_run:
             if self.env.is_main:
@@ -239,7 +243,32 @@ class Loop:
                         yield window
                 if self.step == begin + 1:
                     self.checkpoint.prepare()
+                if self._graph is not None and not self._graph.is_used and not (dropped or self._is_looked_into):
+                    self._graph = None
+                    name = self.cfg.recipe["name"]
+                    logger.info("perf.graph=true: recipe=%s computes its steps without Loop.run: as ever", name)
                 yield from self._after_step(end)
+
+    def run(self, step: Step, window: list[Micro]) -> Any:
+        """`step(window)`; with perf.graph played from a CUDA graph, where it can be.
+
+        Args:
+            step: the computation of a whole step, the same function each time. What it returns, tensors and reports in
+                any nesting, may be overwritten by the next call.
+            window: what `windows` gave.
+        """
+        if self._graph is None or self._is_replay or self._is_looked_into:
+            return step(window)
+        return self._graph(step, window)
+
+    def _whole_step(self) -> WholeStep | None:
+        if not self.cfg.perf.graph:
+            return None
+        problem = obstacle(self)
+        if problem is not None:
+            self.env.job.notes.append(f"perf.graph=true: the steps are computed as ever: {problem}")
+            return None
+        return WholeStep(self)
 
     @contextlib.contextmanager
     def step_of(self, window: list[Micro]) -> Iterator[bool]:
@@ -247,10 +276,17 @@ class Loop:
         self.env.seed_step(self.step + 1)
         for net in self.nets:
             net.train()
-        with self._fault(window) as dropped, self._sharing_casts():
+        self._is_looked_into = self._looks_into(self.step + 1)
+        eagerly = self.env.eagerly() if self._is_looked_into else contextlib.nullcontext()
+        with self._fault(window) as dropped, self._sharing_casts(), eagerly:
             yield dropped
         self.step += 1
         self.samples += self.samples_per_step
+
+    def _looks_into(self, step: int) -> bool:
+        """Whether hooks are put into a step, which neither a compiled part nor a recorded step would call."""
+        inject, statistics = self.cfg.debug.inject, self.statistics
+        return (inject is not None and inject.step == step) or (statistics is not None and step % statistics.every == 0)
 
     @contextlib.contextmanager
     def _measuring(self) -> Iterator[None]:
@@ -339,6 +375,8 @@ class Loop:
             *shape: of one sample.
             stream: another number gives other numbers in the same step.
         """
+        if self._graph is not None and self._graph.is_recording:
+            raise RuntimeError("it draws numbers by the step's number, which a recording would repeat (Loop.draw)")
         entropy = np.random.SeedSequence([self.cfg.seed, self.step, stream]).generate_state(1, np.uint64)
         generator = torch.Generator(self.env.device).manual_seed(int(entropy[0]))
         split = (self.accumulation, self.env.world_size, self.cfg.batch_size)
@@ -376,7 +414,7 @@ class Loop:
         self.step = step - 1
         self._is_replay = True
         try:
-            with self.amp.rehearse() as rehearsal, self.step_of(window):
+            with self.amp.rehearse() as rehearsal, self.env.eagerly(), self.step_of(window):
                 yield rehearsal, window
         finally:
             self.step, self.samples = here
@@ -411,6 +449,8 @@ class Loop:
             assert loaded is not None
             progress = loaded.progress
         self._set_progress(progress)
+        if self._graph is not None:
+            self._graph.forget()
 
     def make_islands(self, names: list[str]) -> None:
         """Keep modules in fp32 from here on, in the networks and in their average."""
@@ -420,6 +460,8 @@ class Loop:
             modules += Doctor(self.amp, self.ema.model).modules(names)
         for module in modules:
             keep_fp32(module)
+        if self._graph is not None:
+            self._graph.forget()
         self.islands += [name for name in names if name not in self.islands]
         self.env.summary["islands"] = self.islands
 

@@ -536,6 +536,13 @@ class Amp:
                 for param in group["params"]:
                     param.grad = None
 
+    def forget_window(self) -> None:
+        """Drop what is known of the present window, of which nothing was computed: its recording failed."""
+        self._ledgers.clear()
+        self._in_window = False
+        for guard in self._guards:
+            guard.settle(None)
+
     @contextlib.contextmanager
     def rehearse(self) -> Iterator[Rehearsal]:
         """Inside of it no step is taken: all of them are skipped, and neither the scale nor the counters move.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from amp_core.checks import DECODED, check_data
-from amp_core.config import ONE_PROCESS, Config, node_range, structure
+from amp_core.config import ONE_PROCESS, Config, nearest, node_range, structure
 from amp_core.environment import launched
 from amp_core.float8 import float8_is_emulated
 from amp_core.islands import keep_fp32
@@ -50,6 +50,8 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
         )
     if sound("device", "layout", "amp", "debug"):
         _check_devices(cfg, problems, warnings)
+    if sound("device", "perf") and cfg.perf.compile is not None:
+        _check_compiler(cfg, problems)
     if sound("optimizer"):
         problems += check_optimizer(cfg.optimizer)
     if sound("schedule"):
@@ -177,6 +179,23 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
             )
         if cfg.amp.dtype == "float16" and capability < (7, 0):
             warnings.append(f"amp={cfg.amp.name}: {name} has no Tensor Cores (compute capability 7.0 and later)")
+
+
+def _check_compiler(cfg: Config, problems: list[str]) -> None:
+    from amp_core.compiled import missing_compiler  # other runs need no compiler
+
+    backends = torch._dynamo.list_backends(exclude_tags=None)
+    if cfg.perf.backend not in backends:
+        known = torch._dynamo.list_backends(exclude_tags=("debug", "experimental"))
+        problems.append(
+            f"perf.backend={cfg.perf.backend}: there is no such backend of torch.compile. "
+            f"{nearest(cfg.perf.backend, [*known, 'aot_eager', 'eager'])}"
+        )
+        return
+    on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    reason = missing_compiler(cfg.perf.backend, "cuda" if on_cuda else "cpu")
+    if reason is not None:
+        problems.append(f"perf.compile={cfg.perf.compile}: {reason}; install one, or use perf=default")
 
 
 def num_processes(cfg: Config) -> int:

@@ -75,7 +75,8 @@ def _class_of(base: Any) -> Any:
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     # `islands` looks at `computes` to tell whether a block is one.
-    body = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward, "computes": base.forward}
+    body = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward}
+    body["computes"] = getattr(base, "computes", base.forward)
     if hasattr(base, "__deepcopy__"):  # may build its result from the class by name
         body["__deepcopy__"] = lambda self, memo: _to_recomputed(base.__deepcopy__(self, memo))
     # Under its own name, which is what messages and reports show.

@@ -65,7 +65,8 @@ class Schedule:
         for i in self._tables:
             self._rates.setdefault(i, torch.zeros(1, device=device))
         self._last = num_steps - 1
-        self._moved: Tensor | None = None
+        self.moved: Tensor | None = None
+        """`taken` of the last step, 0-d; for `last_rate`."""
         self._link()
 
     def _link(self) -> None:
@@ -77,7 +78,7 @@ class Schedule:
 
     def advance(self, report: StepReport) -> None:
         """Move on if the step was taken. Does not wait for the device."""
-        self._moved = report.taken
+        self.moved = report.taken
         if not self._on_device:
             assert report.taken_on_host is not None
             if report.taken_on_host:
@@ -106,7 +107,7 @@ class Schedule:
 
     def last_rate(self) -> Tensor:
         """The first group's learning rate in the last step, taken or skipped: 0-d. Does not wait for the device."""
-        moved = 0 if self._moved is None else self._moved.to(self.num_taken)
+        moved = 0 if self.moved is None else self.moved.to(self.num_taken)
         index = (self.num_taken - moved).clamp(min=0, max=self._last)
         return self._tables[self._owner[0]].index_select(0, index)[0]
 

@@ -220,10 +220,10 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     )
     for window in loop.windows():
         if loop.step < teacher_steps:
-            report, loss = teacher_step(window)
+            report, loss = loop.run(teacher_step, window)
             loop.log(report, of="teacher", loss=loss)
         else:
-            report, soft, hard = student_step(window)
+            report, soft, hard = loop.run(student_step, window)
             loop.log(report, loss=knobs.soft * soft + (1 - knobs.soft) * hard, soft=soft, hard=hard)
     return loop.eval
 

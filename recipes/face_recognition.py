@@ -157,7 +157,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         head_schedule=head_schedule,
     )
     for window in loop.windows():
-        report, loss = train_step(window)
+        report, loss = loop.run(train_step, window)
         loop.log(report, loss=loss)
     return loop.eval
 

@@ -86,6 +86,11 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
             "layout.static_graph=true: recipe=gan goes through its networks in another way from window to window, and "
             "DDP would leave gradients out; leave it out"
         )
+    if cfg.perf.compile is not None:
+        problems.append(
+            f"perf.compile={cfg.perf.compile}: recipe=gan differentiates a gradient and keeps graphs for a second "
+            f"loss, which compiled code does not; use perf=default"
+        )
     if knobs.num_critic_steps < 1:
         problems.append(f"recipe.num_critic_steps={knobs.num_critic_steps}: expected at least 1")
     if knobs.penalty == "none" and weight is not None:

@@ -135,7 +135,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     loop = Loop(env, data, amp=amp, evaluate=evaluate, model=model, optimizer=optimizer, schedule=schedule, ema=ema)
     for window in loop.windows(count=num_valid):
-        report, loss = train_step(window)
+        report, loss = loop.run(train_step, window)
         loop.log(report, loss=loss)
     if env.run_dir is not None and knobs.sample_bytes:
         text = sample(unwrap(model), amp, knobs, length=data.facts["length"], seed=cfg.seed)

@@ -130,7 +130,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     loop = Loop(env, data, amp=amp, model=model, optimizer=optimizer, schedule=schedule, ema=ema, evaluate=evaluate)
     for window in loop.windows():
-        report, loss = train_step(window)
+        report, loss = loop.run(train_step, window)
         loop.log(report, loss=loss)
     return loop.eval
 

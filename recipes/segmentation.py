@@ -143,7 +143,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     loop = Loop(env, data, amp=amp, model=model, optimizer=optimizer, schedule=schedule, ema=ema, evaluate=evaluate)
     for window in loop.windows(count=lambda batch: pixel_weights(batch[1], knobs.mask_weight).sum()):
-        report, loss = train_step(window)
+        report, loss = loop.run(train_step, window)
         loop.log(report, loss=loss)
     return loop.eval
 

@@ -88,6 +88,9 @@ if [ -z "${TINY:-}" ]; then
         run "${recipe}_bf16" recipe=$recipe amp=bf16
         run "${recipe}_fp16" recipe=$recipe amp=fp16
     done
+    for recipe in segmentation language_model face_recognition custom_function distillation contrastive; do
+        run "graph_$recipe" recipe=$recipe perf=graph
+    done
     for mode in tf32 fp16_capped o1 o2 o3 bf16_pure fp8; do
         run "classification_$mode" amp=$mode
     done

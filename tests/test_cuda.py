@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from running import same_but
+from test_graph import Training, computed
 from torch import nn
 
 import train
-from amp_core import Amp, Checkpoint, Clip, Doctor, Ema, Schedule, windows
+from amp_core import Amp, Checkpoint, Clip, Doctor, Ema, Micro, Schedule, windows
 from amp_core.config import amp_config
+from amp_core.graph import WholeStep
+from amp_core.layout import wrap_ddp
 from amp_core.weights import trainable
 
 pytestmark = [
@@ -172,3 +177,88 @@ def test_a_save_in_the_background_holds_what_was_there(format, tmp_path):
         assert loaded is not None and loaded.step == step
         assert all(torch.equal(a, b) for a, b in zip(expected, net.parameters(), strict=True))
     assert all(buffer.is_pinned() for buffer in checkpoint._copies._buffers if buffer.numel())
+
+
+# --- perf=graph and perf=compile --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def side_stream():
+    """As `environment` sets it up: nothing of a run happens on the default stream."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_played_graph_is_the_step(mode, side_stream):
+    """Twenty steps of four micro-batches: dropout, clipping, an average, an overflow, one window of another shape."""
+    plain, recorded = Training(mode, "cuda"), Training(mode, "cuda")
+    expected, whole = plain.run(computed), WholeStep(recorded)
+    assert not same_but(expected, recorded.run(whole))
+    assert whole._play is not None and expected["skipped"] == 1
+
+
+def test_a_played_graph_never_waits(side_stream):
+    training = Training("fp16", "cuda")
+    whole = WholeStep(training)
+    training.run(whole, 6)
+    window = [Micro(batch, 0.25, i == 3) for i, batch in enumerate(training.data[0])]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            whole(training.train_step, window)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_step_that_reads_back_is_computed_as_ever(side_stream):
+    def trained(run):
+        training = Training("fp16", "cuda")
+        training.extra = lambda loss: loss * (2.0 if loss.item() > 1e9 else 1.0)
+        whole = None if run is computed else WholeStep(training)
+        return training.run(whole or run, 12), whole
+
+    (expected, _), (found, whole) = trained(computed), trained(None)
+    assert whole is not None and whole._refused and not same_but(expected, found)
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_a_played_graph_of_replicas_is_the_step(mode, side_stream, tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        trainings = [Training(mode, "cuda", lambda net: wrap_ddp(net, torch.device("cuda", 0))) for _ in range(2)]
+        whole = WholeStep(trainings[1])
+        assert not same_but(trainings[0].run(computed), trainings[1].run(whole))
+        assert whole._play is not None and whole._num_warm_ups == 11
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_a_run_as_a_graph_is_the_run(mode, tmp_path, monkeypatch):
+    """With loaders that pin memory in a thread, evaluation, statistics and a resume in between."""
+    monkeypatch.chdir(tmp_path)
+    more = [f"amp={mode}", "schedule.horizon=20", "amp.growth_interval=2", "doctor.statistics_every=7", "eval_every=6"]
+    more += ["data.num_workers=2"]
+    states = []
+    for folder, steps, perf in (("plain", [20], []), ("graph", [9, 20], ["perf=graph"])):
+        for step in steps:
+            assert train.main([*SMALL, *more, *perf, f"steps={step}", f"run_dir={folder}"]) == 0
+        states.append(torch.load(Path(folder, "checkpoints/step_00000020/state.pt"), weights_only=True))
+    assert not same_but(*states)
+    assert Path("graph/train.log").read_text().count("recorded, and played from here on") == 2
+
+
+@pytest.mark.parametrize("graph", ["false", "true"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "o2"])
+def test_a_compiled_run_learns_what_the_eager_one_does(mode, graph, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    more = ["model=resnet18", f"amp={mode}", "steps=12", "optimizer.lr=1e-3"]
+    for folder, perf in (("plain", []), ("compiled", ["perf=compile", f"perf.graph={graph}"])):
+        assert train.main([*SMALL, *more, *perf, f"run_dir={folder}"]) == 0
+    losses = [json.loads(Path(folder, "summary.json").read_text())["eval"]["loss"] for folder in ("plain", "compiled")]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    text = Path("compiled/train.log").read_text()
+    assert "are compiled by inductor" in text and "runs eagerly" not in text
+    assert ("recorded, and played" in text) == (graph == "true")

@@ -1,0 +1,245 @@
+"""A step that is recorded and played is the step, bit for bit; what cannot be recorded is computed as ever, and said."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tape
+import torch
+from running import lines, same_but, state
+from test_recipes import arguments
+from torch import Tensor, nn
+
+import amp_core.graph
+import amp_core.loop
+import train
+from amp_core import Amp, Clip, Ema, Micro, Schedule, sync_grads
+from amp_core.graph import WholeStep, obstacle, unfit
+from amp_core.weights import trainable
+
+
+@pytest.fixture
+def on_tape(monkeypatch):
+    """Steps are recorded on a tape instead of a CUDA graph. Gives the recordings: how often each was played."""
+    played: list[int] = []
+
+    def record(call: Any) -> Any:
+        returned, play = tape.record(call)
+        number = len(played)
+        played.append(0)
+
+        def count() -> None:
+            played[number] += 1
+            play()
+
+        return returned, count
+
+    monkeypatch.setattr(amp_core.graph, "record_on_cuda", record)
+    return played
+
+
+class Training:
+    """What a recipe and its loop have: accumulation 4, dropout, statistics, clipping, a schedule, an average.
+
+    Args:
+        mode: the mode.
+        device: where.
+        wrap: what is put around the network.
+    """
+
+    def __init__(self, mode: str, device: str = "cpu", wrap: Any = lambda net: net) -> None:
+        torch.manual_seed(0)
+        body = (nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 16))
+        self.net = nn.Sequential(*body).to(device)
+        self.amp = Amp.named(mode, device, samples=16)
+        self.amp.prepare(self.net)
+        self.wrapped = wrap(self.net)
+        self.amp.guard(self.wrapped)
+        self.optimizer = torch.optim.AdamW(trainable(self.net), lr=1e-2, fused=True)
+        schedule = Schedule(self.optimizer, lambda o, n: torch.optim.lr_scheduler.CosineAnnealingLR(o, n), 30)
+        self.ema = Ema(self.wrapped, 0.9)
+        generator = torch.Generator().manual_seed(1)
+        self.data = torch.randn(20, 4, 16, 16, generator=generator).to(device)
+        # In the shape of a Loop, as far as a WholeStep looks at one.
+        self.nets, self.optimizers, self.schedules = [self.wrapped], [self.optimizer], {"schedule": schedule}
+        self.env, self.step = SimpleNamespace(seed_step=lambda step: torch.manual_seed(step)), 0
+        self.extra: Any = lambda loss: loss
+
+    def train_step(self, window: list[Micro]) -> tuple[Any, Tensor]:
+        total = torch.zeros((), device=self.data.device)
+        for micro in window:
+            with sync_grads(self.wrapped, when=micro.is_last):
+                with self.amp.autocast():
+                    loss = self.extra(self.wrapped(micro.batch).float().square().mean())
+                self.amp.backward(loss * micro.weight)
+            total += loss.detach() * micro.weight
+        report = self.amp.step(self.optimizer, Clip.norm(0.5))
+        self.amp.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.schedules["schedule"].advance(report)
+        self.ema.update(report)
+        return report, total
+
+    def run(self, run: Any, num_steps: int = 20) -> dict[str, Any]:
+        """All that the steps leave behind, and what they reported. An overflow at step 11, a short window at 8."""
+        reported = []
+        for self.step in range(num_steps):
+            torch.manual_seed(self.step + 1)
+            batches = self.data[self.step]
+            if self.step == 11:
+                batches = torch.where(torch.arange(16, device=batches.device) == 3, torch.inf, batches)
+            if self.step == 8:
+                batches = batches[:, :7]
+            weights = [0.25, torch.full((), 0.25, device=batches.device), 0.25, 0.25]
+            window = [Micro(b, w, i == 3) for i, (b, w) in enumerate(zip(batches, weights, strict=True))]
+            with self.amp.share_casts(self.wrapped):
+                report, loss = run(self.train_step, window)
+            rate = self.schedules["schedule"].last_rate()
+            reported.append(torch.stack([report.taken.float(), report.grad_norm, loss, rate.to(loss.device)]).clone())
+        return {
+            "net": self.net.state_dict(),
+            "ema": self.ema.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scale": self.amp.state_dict(),
+            "skipped": self.amp.num_skipped,
+            "schedule": self.schedules["schedule"].state_dict(),
+            "reported": torch.stack(reported),
+        }
+
+
+def computed(step, window):
+    return step(window)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "o2", "bf16_pure", "fp8"])
+def test_a_played_step_is_the_step(mode, on_tape):
+    """Twenty of them; one overflows, and one has another shape, which is computed between two that are played."""
+    plain, recorded = Training(mode), Training(mode)
+    expected = plain.run(computed)
+    assert not same_but(expected, recorded.run(WholeStep(recorded)))
+    assert on_tape == [20 - 3 - 1]
+    assert expected["skipped"] == 1 and not expected["reported"][11, 0]
+
+
+def test_what_python_keeps_is_not_played(on_tape):
+    """The tape is no stand-in that calls the step: a learning rate that Python counts stands still, as in a graph."""
+
+    def trained(run):
+        training, calls = Training("fp32"), []
+
+        def extra(loss):
+            calls.append(1)
+            return loss * len(calls)
+
+        training.extra = extra
+        return training.run(WholeStep(training) if run is None else run, 10), len(calls)
+
+    (expected, num_calls), (found, num_recorded) = trained(computed), trained(None)
+    assert num_calls == 40 and num_recorded == 4 * (3 + 1 + 1)  # warm-up, recording, the short window
+    assert same_but(expected, found)
+
+
+@pytest.mark.parametrize("kind", ["reads back", "replaces a buffer"])
+def test_what_cannot_be_recorded_is_computed_and_said_once(kind, on_tape, caplog):
+    def trained(run):
+        training = Training("fp16")
+
+        def extra(loss):
+            if kind == "reads back":
+                return loss * (2.0 if loss.item() > 1e9 else 1.0)
+            training.net[1].running_mean = training.net[1].running_mean * 0.5
+            return loss
+
+        training.extra = extra
+        return training.run(WholeStep(training) if run is None else run, 12)
+
+    with caplog.at_level(logging.INFO, logger="amp_recipes"):
+        assert not same_but(trained(computed), trained(None))
+    said = [record.message for record in caplog.records if "perf.graph" in record.message]
+    why = "not permitted" if kind == "reads back" else "the buffer 1.running_mean of network 0"
+    assert len(said) == 1 and why in said[0] and sum(on_tape) == 0
+
+
+def test_a_state_that_is_loaded_is_recorded_anew(on_tape):
+    """A loaded optimizer has its moments elsewhere. Without `forget` the old ones would go on."""
+    plain, recorded = Training("bf16"), Training("bf16")
+    whole = WholeStep(recorded)
+    for training, run in ((plain, computed), (recorded, whole)):
+        training.run(run, 6)
+        training.optimizer.load_state_dict(training.optimizer.state_dict())
+        training.step = 0
+    assert not same_but(plain.run(computed, 6), recorded.run(whole, 6))
+    assert on_tape == [3, 3]
+
+
+def test_which_optimizers_ask_the_host():
+    weights = [nn.Parameter(torch.zeros(2))]
+    assert unfit([torch.optim.AdamW(weights, fused=True), torch.optim.SGD(weights, lr=0.1, fused=True)]) is None
+    assert "NAdam is not fused" in (unfit([torch.optim.AdamW(weights, fused=True), torch.optim.NAdam(weights)]) or "")
+    dampened = torch.optim.SGD(weights, lr=0.1, momentum=0.9, dampening=0.1, fused=True)
+    assert "SGD" in (unfit([dampened]) or "")
+
+
+@pytest.mark.parametrize(
+    "env, layout, why",
+    [
+        ({"device": torch.device("cuda", 0)}, {}, None),
+        ({}, {}, "this is a cpu"),
+        ({"device": torch.device("cuda", 0), "world_size": 2}, {"name": "fsdp"}, "layout=fsdp"),
+        ({"device": torch.device("cuda", 0), "world_size": 2}, {"shard_optimizer": True}, "layout.shard_optimizer"),
+        ({"device": torch.device("cuda", 0), "devices": [0, 1]}, {"name": "data_parallel"}, "several devices"),
+    ],
+)
+def test_which_runs_cannot_be_a_graph(env, layout, why):
+    defaults = {"device": torch.device("cpu"), "world_size": 1, "devices": [0]}
+    names = {"name": "single", "shard_optimizer": False}
+    loop: Any = SimpleNamespace(
+        env=SimpleNamespace(**defaults | env),
+        cfg=SimpleNamespace(layout=SimpleNamespace(**names | layout)),
+        optimizers=[],
+        schedules={},
+    )
+    found = obstacle(loop)
+    assert found is None if why is None else why in (found or "")
+
+
+SMALL = ["amp=fp16", "amp.growth_interval=1", "accumulation=2", "clip=norm", "ema.decay=0.9", "steps=8"]
+
+
+def compared(recipe, folder, *overrides):
+    """The metrics without their times, and the last checkpoint."""
+    assert train.main(arguments(recipe, f"run_dir={folder}", *SMALL, *overrides)) == 0
+    return [
+        {k: v for k, v in line.items() if k not in ("samples_per_second", "data_wait")} for line in lines(folder)
+    ], state(folder)
+
+
+@pytest.mark.parametrize("recipe", ["face_recognition", "language_model"])
+def test_a_recipe_that_is_played_is_the_recipe(recipe, on_tape, tmp_path, monkeypatch):
+    """The scale doubles with every step until it overflows. Statistics are sampled in between, by hooks."""
+    monkeypatch.chdir(tmp_path)
+    expected = compared(recipe, "plain", "doctor.statistics_every=6")
+    monkeypatch.setattr(amp_core.loop, "obstacle", lambda loop: None)
+    found = compared(recipe, "played", "doctor.statistics_every=6", "perf=graph")
+    assert found[0] == expected[0] and not same_but(found[1], expected[1])
+    assert on_tape == [4]
+    sampled = [(tmp_path / folder / "doctor/statistics.jsonl").read_text() for folder in ("plain", "played")]
+    assert sampled[0] == sampled[1] != ""
+
+
+def test_on_a_cpu_it_is_computed_and_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = compared("custom_function", "plain")
+    assert not same_but(compared("custom_function", "graph", "perf=graph")[1], expected[1])
+    assert (tmp_path / "graph/train.log").read_text().count("CUDA graphs are for GPUs, this is a cpu") == 1
+
+
+def test_a_recipe_with_steps_of_its_own_says_so(on_tape, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(amp_core.loop, "obstacle", lambda loop: None)
+    compared("gan", "gan", "perf=graph", "steps=2")
+    assert (tmp_path / "gan/train.log").read_text().count("recipe=gan computes its steps without Loop.run") == 1
+    assert not on_tape
