@@ -14,7 +14,7 @@ BUSY := $(VENV)/.installing
 EXTRAS := wandb,tensorboard,data,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check format bench faults sweep results report clean distclean
+.PHONY: help setup train test check format bench docs faults sweep results report clean distclean
 
 # An environment cannot be moved or copied, and does not survive the removal of its Python: then set it up again.
 ifneq ($(shell test -x $(PY) && cat $(STAMP) 2>/dev/null),$(CURDIR))
@@ -57,8 +57,13 @@ results: setup ## run what is missing of the published experiments, long, and wr
 report: setup ## compare runs with pictures: make report ARGS="multirun/modes --out report.html"
 	$(PY) scripts/report.py $(ARGS)
 
+docs: setup ## build the documentation into site/; installs mkdocs when it is missing
+	@$(PY) -c 'import material, mkdocstrings' 2>/dev/null || \
+		$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 clean: ## remove build products and caches; runs stay
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . \( -path ./.venv -o -path ./.git -o -path ./outputs -o -path ./multirun \) -prune \
 		-o -type d -name __pycache__ -exec rm -rf {} +
 

@@ -24,8 +24,10 @@ KINDS = {
     "identity_folder": "identities",
     "records": "identities",
     "synthetic_identities": "identities",
+    "own": "own",
 }
-"""What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images."""
+"""What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images;
+`own` is what a recipe brings itself."""
 
 _MAY_BE_NULL = ("path", "eval_path", "image_size", "num_samples", "num_classes", "length")
 NEEDS = {

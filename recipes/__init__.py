@@ -1,8 +1,8 @@
 """The recipes by name: one file, one lesson.
 
 The module of a recipe has `Knobs`, the dataclass of the keys that belong to it alone; `run(cfg, env)`; `DATA`, the kind
-of data sets it takes; and `MODELS`, the family of networks. Where its keys have rules, `check(knobs, cfg)` lists the
-problems; `LAYOUTS` names the layouts that it runs in, if not the usual ones.
+of data sets it takes, or `own` if it brings its data itself; and `MODELS`, the family of networks. Where its keys have
+rules, `check(knobs, cfg)` lists the problems; `LAYOUTS` names the layouts that it runs in, if not the usual ones.
 """
 
 from __future__ import annotations

@@ -1,0 +1,91 @@
+"""docs/YOUR_OWN_MODEL.md, followed to the letter: its files and edits are made in a copy, its commands are run there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "YOUR_OWN_MODEL.md"
+NOT_RUN = ["make setup", "source .venv/bin/activate"]  # what the tests stand on
+SHORTER = {
+    "-k terrain": "-k 'terrain and resume and fp16' -W 'ignore:Module already imported'",
+    "amp=fp32,bf16,fp16 seed=1,2,3": "amp=bf16,fp16 seed=1,2 steps=3",
+    "recipe=terrain": "recipe=terrain log.progress=false",
+}
+"""The page's commands are for people, who have minutes. Runs that do not say how long take three steps."""
+
+# All in one process: importing torch for each of them would be most of the time.
+DRIVER = """
+import json, runpy, shlex, sys
+sys.path[0] = "."
+for command in json.loads(sys.argv[1]):
+    words = shlex.split(command)[1:]
+    print("$", command, flush=True)
+    run = runpy.run_module if words[0] == "-m" else runpy.run_path
+    sys.argv = words[words[0] == "-m":]
+    try:
+        run(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
+
+
+def parts(page: str) -> tuple[list[tuple[str, str | None, str]], list[str], list[str]]:
+    """(file, line to insert below or None, content) of each block that makes or edits a file; commands; outputs."""
+    edits, commands, outputs = [], [], []
+    *texts, last = re.findall(r"(.*?)^```(\w*)\n(.*?)^```\n|(.+)", page, re.MULTILINE | re.DOTALL)
+    for text, language, content, _ in texts:
+        commands += re.findall(r"^    (\S.*)$", text, re.MULTILINE)
+        before = text.rstrip().split("\n\n")[-1]
+        new = re.search(r"[Tt]his(?: one)? is `(\S+)`", before)
+        edited = re.search(r"^In `(\S+)`, below `([^`]+)`", before)
+        if new or edited:
+            edits.append((new[1], None, content) if new else (edited[1], edited[2], content))
+        else:
+            assert not language, f"a block that nothing tests, after: {before}"
+            outputs.append(content)
+    return edits, commands + re.findall(r"^    (\S.*)$", last[3], re.MULTILINE), outputs
+
+
+def test_whoever_follows_the_page_has_a_recipe_that_keeps_all_promises(tmp_path):
+    edits, commands, (report,) = parts(PAGE.read_text())
+    assert len(edits) == 5 and commands[:2] == NOT_RUN and len(commands) == 10
+    for folder in ("amp_core", "conf", "recipes", "scripts", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("train.py", "pyproject.toml"):
+        shutil.copy(ROOT / file, tmp_path)
+    for name, anchor, content in edits:
+        file = tmp_path / name
+        if anchor is None:
+            assert not file.exists(), f"{name} is there already"
+            file.write_text(content)
+        else:
+            text = file.read_text()
+            assert text.count(f"{anchor}\n") == 1
+            file.write_text(text.replace(f"{anchor}\n", f"{anchor}\n{content}"))
+    short = []
+    for command in commands[2:]:
+        for long, shorter in SHORTER.items():
+            command = command.replace(long, shorter)
+        short.append(command + " steps=3" * (command.startswith("python train.py") and "steps=" not in command))
+    environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, "-c", DRIVER, json.dumps(short)]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=200)
+    said = re.split(r"^\$ .*\n", done.stdout, flags=re.MULTILINE)[1:]
+    assert done.returncode == 0 and len(said) == len(short), f"{done.stdout}\n{done.stderr}"
+    first, fp16, contract, lost, forecast, _, table, loop = said
+    assert "amp=bf16" in first and "amp=fp16" in fp16 and all("finished 3 steps" in text for text in (first, fp16))
+    assert "1 passed" in contract and re.search(r"-> amp=fp16 .*amp.init_scale=", forecast)
+    # The page shows what the doctor says: the same operation at the same line of the recipe.
+    title, _, operation, _, source, *_ = report.splitlines()
+    for line in (title.split(": ")[1], operation, source):
+        assert line in lost + done.stderr, f"{line}\n{lost}\n{done.stderr}"
+    assert all(f"| `{mode}` |" in table for mode in ("bf16", "fp16")) and "rmse_metres" in table
+    assert "held out" in loop and list(tmp_path.glob("runs/mine/step_*/state.pt"))
