@@ -171,10 +171,13 @@ def take_step(
     elif own is not None and not own.fits(params):
         own = None
     optimizer.__dict__["_amp_core_step"] = own  # not part of its state: neither saved nor copied with it
-    if own is not None:
-        own.take(grads, taken, found_inf, divisor)
-    else:
+    if own is None:
         theirs(optimizer, found_inf, divisor)
+    elif torch.autograd.profiler._is_profiler_enabled:
+        with _scope(optimizer):  # what is profiled is what happens without a profiler
+            own.take(grads, taken, found_inf, divisor)
+    else:
+        own.take(grads, taken, found_inf, divisor)
 
 
 def theirs(optimizer: torch.optim.Optimizer, found_inf: Tensor, divisor: Tensor | None) -> None:
@@ -206,12 +209,20 @@ def bare_step(optimizer: torch.optim.Optimizer) -> None:
         or "torch._dynamo" in sys.modules
     ):
         optimizer.step()
+    elif torch.autograd.profiler._is_profiler_enabled:
+        with _scope(optimizer):
+            step.__wrapped__(optimizer)
     else:
         step.__wrapped__(optimizer)
 
 
+def _scope(optimizer: torch.optim.Optimizer) -> torch.autograd.profiler.record_function:
+    """The profiler's, as torch names it."""
+    return torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step")
+
+
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody would notice that `optimizer.step()` was not called: hooks, a scheduler, a profiler."""
+    """Whether somebody would notice that `optimizer.step()` was not called: hooks, a scheduler."""
     return bool(
         "step" in optimizer.__dict__  # a learning rate scheduler or a tracker has put its own there
         or not getattr(type(optimizer).step, "hooked", False)
@@ -219,7 +230,6 @@ def is_watched(optimizer: torch.optim.Optimizer) -> bool:
         or optimizer._optimizer_step_post_hooks
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
-        or torch.autograd.profiler._is_profiler_enabled
     )
 
 

@@ -172,6 +172,8 @@ class Amp:
         self._rehearsal: Rehearsal | None = None
         self.observers: list[Observer] = []
         """Called by `step` for each optimizer, before it changes anything."""
+        self.beginnings: list[Callable[[Tensor], None]] = []
+        """Called by `backward` with what the backward pass begins with: the loss's weight times the loss scale."""
         self._zero = torch.zeros((), device=self.device)
         # float64 counts exactly, and adds `found_inf` without a cast.
         self._skips = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -262,6 +264,8 @@ class Amp:
         elif not isinstance(gradient, Tensor):
             gradient = torch.full((), gradient, device=loss.device)
         seed = gradient.to(loss)
+        for tell in self.beginnings:
+            tell(seed)
         if torch.is_autocast_enabled(self.device.type):
             with self._autocast_off():
                 _backward(loss, seed, retain_graph, inputs)
@@ -525,8 +529,7 @@ class Amp:
         self._skips.add_(found_inf)
         self.num_consecutive_skips.mul_(found_inf)
 
-    @staticmethod
-    def zero_grad(*optimizers: torch.optim.Optimizer) -> None:
+    def zero_grad(self, *optimizers: torch.optim.Optimizer) -> None:
         """`optimizer.zero_grad(set_to_none=True)`, without its profiler scope, which takes longer than all the rest."""
         for optimizer in optimizers:
             if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in vars(optimizer):

@@ -156,11 +156,11 @@ def test_the_state_is_where_torch_has_it() -> None:
 
 
 def test_gradients_are_dropped_as_by_the_optimizer() -> None:
-    net = nn.Linear(2, 2)
+    net, amp = nn.Linear(2, 2), Amp.named("fp32")
     own, seen = SGD(net.parameters(), lr=0.1), []
     own.zero_grad = lambda set_to_none: seen.append(set_to_none)  # type: ignore[method-assign, assignment]
     net(torch.ones(1, 2)).sum().backward()
-    Amp.zero_grad(own)
+    amp.zero_grad(own)
     assert seen == [True] and net.weight.grad is not None
-    Amp.zero_grad(SGD(net.parameters(), lr=0.1))
+    amp.zero_grad(SGD(net.parameters(), lr=0.1))
     assert net.weight.grad is None and net.bias.grad is None

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ from amp_core.recompute import recomputed
 
 if TYPE_CHECKING:
     from amp_core.loop import Loop
+    from amp_core.precision import Amp
 
 LARGEST = 65504.0
 SMALLEST = 2.0**-24
@@ -169,6 +170,20 @@ class Census(Trace):
         self._cast_back: dict[int, _Look] = {}
         self._gradients: set[int] = set()
 
+    @contextmanager
+    def counting(self, amp: Amp) -> Iterator[None]:
+        """`with census:`, and hears from `amp` which tensor is the first gradient."""
+
+        def first(seed: Tensor) -> None:
+            self._gradients.add(_key(seed))
+
+        amp.beginnings.append(first)
+        try:
+            with self:
+                yield
+        finally:
+            amp.beginnings.remove(first)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -195,7 +210,7 @@ class Census(Trace):
                 self._cast_back.pop(_key(tensor)).culprit = place.module
         is_after = any(_key(tensor) in self._beyond for tensor in inputs if tensor.dtype in HALF)
         # What a backward pass recomputes is no gradient: a loss scale does not make it larger.
-        is_seed = name == "ones_like" and node is None and inputs[0].numel() == 1  # what autograd begins with
+        is_seed = name == "ones_like" and node is None and inputs[0].numel() == 1  # what `autograd.grad` begins with
         is_gradient = is_seed or any(_key(tensor) in self._gradients for tensor in inputs)
         result = func(*args, **kwargs)
         if _is_view(func):
@@ -542,7 +557,7 @@ def _train(loop: Loop, doctor: Doctor, tally: _Tally, *, imitate: float | None =
     """Take the next step, and count."""
     census = Census(doctor.names, imitate=imitate)
     # What the optimizer computes is fp32, and no business of the census.
-    with loop.training_again() as window, census:
+    with loop.training_again() as window, census.counting(loop.amp):
         yield window
     tally.add(census)
 
@@ -551,7 +566,7 @@ def _look_at(loop: Loop, doctor: Doctor, step: int) -> Generator[Any, None, Cens
     with loop.replay(step) as (rehearsal, window):
         census = Census(doctor.names)
         rehearsal.watcher = census
-        with census:
+        with census.counting(loop.amp):
             yield window
     return census
 
