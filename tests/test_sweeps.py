@@ -203,7 +203,7 @@ def test_a_search_that_was_cut_off_tries_what_an_undisturbed_one_tries(capsys):
 
     whole = told(search("a", 6))
     assert {state for _, state, _, _ in whole} == {"COMPLETE", "PRUNED"}  # some learning rates diverge
-    # What a kill leaves: a trial with values and half a run, one that got no values yet, half a line, a lock.
+    # What a kill leaves: a trial with values and half a run, half a line, a lock.
     study = search("b", 4)
     journal = Path("b/optuna.journal").read_bytes()
     last = journal.rindex(b'"state"')  # the result of the last trial
