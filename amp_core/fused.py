@@ -165,7 +165,7 @@ def take_step(
         found_inf: 0-d float32, 1 where it is not taken.
         divisor: 0-d float32, what the gradients are divided by first, or None.
     """
-    own = own_step(optimizer)
+    own: FusedStep | None = optimizer.__dict__.get("_amp_core_step")
     if own is None and not is_watched(optimizer):
         own = FusedStep.of(optimizer, params, found_inf.device)
     elif own is not None and not own.fits(params):
@@ -180,9 +180,10 @@ def take_step(
         own.take(grads, taken, found_inf, divisor)
 
 
-def own_step(optimizer: torch.optim.Optimizer) -> FusedStep | None:
-    """What its last step was taken by, if that was not torch's own. Another one has its counts in other memory."""
-    return optimizer.__dict__.get("_amp_core_step")
+def counts_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """The memory in which its steps are counted, if there is one for all of them."""
+    own: FusedStep | None = optimizer.__dict__.get("_amp_core_step")
+    return None if own is None else own._counts
 
 
 def theirs(optimizer: torch.optim.Optimizer, found_inf: Tensor, divisor: Tensor | None) -> None:

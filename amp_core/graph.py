@@ -24,6 +24,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amp_core.config import SHARDED
-from amp_core.fused import FusedStep, own_step
+from amp_core.fused import counts_of
 from amp_core.precision import decides_on_device
 from amp_core.window import Micro
 
@@ -109,7 +110,7 @@ class WholeStep:
         self._returned: Any = None
         self._static: list[Tensor] = []
         self._moved: list[Tensor | None] = []
-        self._own_steps: list[FusedStep | None] = []
+        self._counts: list[Tensor | None] = []
 
     def __call__(self, step: Step, window: list[Micro]) -> Any:
         """`step(window)`. What is returned is overwritten by the next step."""
@@ -121,7 +122,7 @@ class WholeStep:
             self._step, self._key = step, key
         if key != self._key:  # a window of another shape
             return step(window)
-        if self._play is not None and self._own_steps != list(map(own_step, self._optimizers)):
+        if self._play is not None and not all(map(is_, self._counts, map(counts_of, self._optimizers))):
             # A step that was computed in between has put the counts of steps elsewhere.
             self.forget()
             self._step, self._key = step, key
@@ -164,7 +165,7 @@ class WholeStep:
             put_back()
             return f"a step puts another tensor into the place of {changed[0]}"
         self._moved = [schedule.moved for schedule in loop.schedules.values()]
-        self._own_steps = list(map(own_step, self._optimizers))
+        self._counts = list(map(counts_of, self._optimizers))
         logger.info("step %d: recorded, and played from here on (perf.graph)", loop.step + 1)
         return None
 
@@ -174,7 +175,8 @@ class WholeStep:
         for i, net in enumerate(self._loop.nets):
             for kind, named in (("weight", net.named_parameters()), ("buffer", net.named_buffers())):
                 found |= {f"the {kind} {name} of network {i}": tensor.data_ptr() for name, tensor in named}
-        for i, optimizer in enumerate(self._optimizers):
+        # Of those that are no part of the run the state is a part of something else, which may gather it in each step.
+        for i, optimizer in enumerate(self._loop.optimizers):
             for j, state in enumerate(optimizer.state.values()):
                 values = {name: value for name, value in state.items() if isinstance(value, Tensor)}
                 found |= {f"{name} of weight {j} in optimizer {i}": value.data_ptr() for name, value in values.items()}
