@@ -374,7 +374,9 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
             ) as taken:
                 record.devices = taken.devices
                 environ = {"CUDA_VISIBLE_DEVICES": ",".join(taken.devices)} if taken.devices else {}
-                record.exit_code, record.error = sweep.run_apart(command, sweep_dir, environ=environ, files=taken.files)
+                record.exit_code, record.error = sweep.run_apart(
+                    command, sweep_dir, environ=environ, files=taken.files, in_worker=apart
+                )
             return 0
         cfg, warnings = _checked_values(values, record.overrides, [])
         compose.check_run_dir(run_dir, values, cfg)

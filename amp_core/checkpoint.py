@@ -1309,7 +1309,8 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
     states = slices_of(optimizer, dict(state["state"]), numbers)
     for number, parameter in _parameters(optimizer, saved):
         if number in states:
-            states[number] = {key: part_like(value, parameter) for key, value in states[number].items()}
+            laid_out = {key: _laid_out(value, parameter) for key, value in states[number].items()}
+            states[number] = {key: part_like(value, parameter) for key, value in laid_out.items()}
     optimizer.load_state_dict({"state": states, "param_groups": saved})
     optimizer.param_groups = groups
     # torch casts all but `step` to the parameter's dtype: NAdam's fp32 product of momenta to bf16, for example.
@@ -1319,6 +1320,19 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
             was_cast = key != "step" and isinstance(value, Tensor) and live[key].dtype != value.dtype
             if was_cast and (exact or value.dim() == 0):
                 live[key] = value.to(live[key].device)
+
+
+def _laid_out(value: Any, parameter: Tensor) -> Any:
+    """A state of an optimizer with the strides of its parameter.
+
+    Fused kernels on a CPU pair the numbers by their place in memory: perf.channels_last, switched at a resume, would
+    give each weight the moments of another one. Those on a GPU refuse.
+    """
+    if not isinstance(value, Tensor) or is_part(parameter) or value.shape != parameter.shape:
+        return value
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _parameters(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> Iterator[tuple[Any, Tensor]]:

@@ -180,6 +180,12 @@ def take_step(
         own.take(grads, taken, found_inf, divisor)
 
 
+def counts_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """The memory in which its steps are counted, if there is one for all of them."""
+    own: FusedStep | None = optimizer.__dict__.get("_amp_core_step")
+    return None if own is None else own._counts
+
+
 def theirs(optimizer: torch.optim.Optimizer, found_inf: Tensor, divisor: Tensor | None) -> None:
     """`optimizer.step()` of a fused optimizer, told as `torch.amp.GradScaler` tells it."""
     _fill_momentum(optimizer)

@@ -24,6 +24,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amp_core.config import SHARDED
+from amp_core.fused import counts_of
 from amp_core.precision import decides_on_device
 from amp_core.window import Micro
 
@@ -108,6 +110,7 @@ class WholeStep:
         self._returned: Any = None
         self._static: list[Tensor] = []
         self._moved: list[Tensor | None] = []
+        self._counts: list[Tensor | None] = []
 
     def __call__(self, step: Step, window: list[Micro]) -> Any:
         """`step(window)`. What is returned is overwritten by the next step."""
@@ -119,6 +122,10 @@ class WholeStep:
             self._step, self._key = step, key
         if key != self._key:  # a window of another shape
             return step(window)
+        if self._play is not None and not all(map(is_, self._counts, map(counts_of, self._optimizers))):
+            # A step that was computed in between has put the counts of steps elsewhere.
+            self.forget()
+            self._step, self._key = step, key
         if self._play is None:
             if self._num_computed < self._num_warm_ups:
                 self._num_computed += 1
@@ -141,23 +148,54 @@ class WholeStep:
         loop = self._loop
         self._static = [tensor.clone() for tensor in tensors]
         fixed = _join(window, self._static)
-        before = _addresses(loop)
+        before, put_back = self._addresses(), self._places()
         torch.clear_autocast_cache()  # a copy of a weight made outside would be a constant inside
         self.is_recording = True
         try:
             with _capturable(self._optimizers):
                 self._returned, self._play = record_on_cuda(lambda: step(fixed))
         except RuntimeError as problem:
+            put_back()
             return next(iter(str(problem).strip().splitlines()), type(problem).__name__)
         finally:
             self.is_recording = False
             torch.clear_autocast_cache()
-        changed = [name for name, address in _addresses(loop).items() if before.get(name) != address]
+        changed = [name for name, address in self._addresses().items() if before.get(name) != address]
         if changed:
+            put_back()
             return f"a step puts another tensor into the place of {changed[0]}"
         self._moved = [schedule.moved for schedule in loop.schedules.values()]
+        self._counts = list(map(counts_of, self._optimizers))
         logger.info("step %d: recorded, and played from here on (perf.graph)", loop.step + 1)
         return None
+
+    def _addresses(self) -> dict[str, int]:
+        """Where the state of a run lies."""
+        found: dict[str, int] = {}
+        for i, net in enumerate(self._loop.nets):
+            for kind, named in (("weight", net.named_parameters()), ("buffer", net.named_buffers())):
+                found |= {f"the {kind} {name} of network {i}": tensor.data_ptr() for name, tensor in named}
+        # Of those that are no part of the run the state is a part of something else, which may gather it in each step.
+        for i, optimizer in enumerate(self._loop.optimizers):
+            for j, state in enumerate(optimizer.state.values()):
+                values = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+                found |= {f"{name} of weight {j} in optimizer {i}": value.data_ptr() for name, value in values.items()}
+        return found
+
+    def _places(self) -> Callable[[], None]:
+        """A function that puts the state of the run back into its places: what a recording put there has no numbers."""
+        modules = [module for net in self._loop.nets for module in net.modules()]
+        tables: list[Any] = [table for module in modules for table in (module._parameters, module._buffers)]
+        for optimizer in self._optimizers:
+            tables += [optimizer.state, *optimizer.state.values()]
+        before = [dict(table) for table in tables]
+
+        def put_back() -> None:
+            for table, entries in zip(tables, before, strict=True):
+                table.clear()
+                table.update(entries)
+
+        return put_back
 
     def _give_up(self, problem: str) -> None:
         """Leave no trace of the recording, of which nothing was computed."""
@@ -206,19 +244,6 @@ def _join(window: list[Micro], tensors: list[Tensor]) -> list[Micro]:
     leaves = [next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     pairs = tree_unflatten(leaves, tree)
     return [replace(micro, batch=b, weight=w) for micro, (b, w) in zip(window, pairs, strict=True)]
-
-
-def _addresses(loop: Loop) -> dict[str, int]:
-    """Where the state of a run lies."""
-    found: dict[str, int] = {}
-    for i, net in enumerate(loop.nets):
-        for kind, named in (("weight", net.named_parameters()), ("buffer", net.named_buffers())):
-            found |= {f"the {kind} {name} of network {i}": tensor.data_ptr() for name, tensor in named}
-    for i, optimizer in enumerate(loop.optimizers):
-        for j, state in enumerate(optimizer.state.values()):
-            values = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-            found |= {f"{name} of weight {j} in optimizer {i}": value.data_ptr() for name, value in values.items()}
-    return found
 
 
 @contextlib.contextmanager

@@ -55,6 +55,7 @@ def lease(
     Raises:
         ValueError: there are fewer devices than that.
         InterruptedError: given up.
+        OSError: the folder cannot hold locks.
     """
     if count > len(devices):
         raise ValueError(f"{count} devices asked for, and there are {len(devices)}: {', '.join(devices)}")
@@ -70,9 +71,12 @@ def lease(
             file = os.open(folder / re.sub(r"[^\w.-]", "_", name), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 os.close(file)
                 return None
+            except OSError:  # no lock to be had here, ever
+                os.close(file)
+                raise
             stack.callback(os.close, file)
             return file
 

@@ -119,12 +119,12 @@ class Adam16(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of any optimizer; moments of other dtypes are rounded to bfloat16."""
+        """As of any optimizer; moments get bfloat16 and the strides of their weights."""
         super().load_state_dict(state_dict)  # casts all that is floating point to the dtype of the weights
-        for state in self.state.values():
+        for param, state in self.state.items():
             for key in _MOMENTS:
                 if key in state:
-                    state[key] = state[key].to(torch.bfloat16)
+                    state[key] = torch.empty_like(param, dtype=torch.bfloat16).copy_(state[key])
 
 
 def _buckets(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -263,6 +263,8 @@ class Amp:
             gradient = self.scaler.scale * gradient
         elif not isinstance(gradient, Tensor):
             gradient = torch.full((), gradient, device=loss.device)
+        elif gradient.ndim == 0:
+            gradient = gradient.clone()
         seed = gradient.to(loss)
         for tell in self.beginnings:
             tell(seed)

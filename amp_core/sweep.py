@@ -140,23 +140,30 @@ def stopping(sweep_dir: Path) -> Iterator[None]:
 
 
 def run_apart(
-    command: Sequence[str], sweep_dir: Path, *, environ: Mapping[str, str], files: Sequence[int] = ()
+    command: Sequence[str],
+    sweep_dir: Path,
+    *,
+    environ: Mapping[str, str],
+    files: Sequence[int] = (),
+    in_worker: bool = False,
 ) -> tuple[int, str | None]:
     """Run a job as a process, which a crash, a kill or a broken GPU ends without touching the sweep.
 
-    What it prints passes through. When the sweep is asked to stop, or its process is gone, the job gets the signal and
-    is waited for: it writes a checkpoint first.
+    What it prints passes through. When the sweep is asked to stop, the job gets the signal and is waited for: it writes
+    a checkpoint first.
 
     Args:
         command: of the job.
         sweep_dir: of the sweep.
         environ: added to this process's.
         files: descriptors that the job inherits.
+        in_worker: this is not the sweep's own process but one that a launcher started: when that one is gone, the job
+            gets a signal, too. Who started a sweep, such as a shell, may go before it.
 
     Returns:
         Its exit code (1 when it was killed), and its error in one line.
     """
-    parent = os.getppid()
+    parent = os.getppid() if in_worker else None
     process = subprocess.Popen(
         list(command),
         env={**os.environ, **environ, PARENT: str(os.getpid())},
@@ -170,7 +177,7 @@ def run_apart(
     told = False
     try:
         while process.poll() is None:
-            code = asked_to_stop(sweep_dir) or (143 if os.getppid() != parent else 0)
+            code = asked_to_stop(sweep_dir) or (143 if parent not in (None, os.getppid()) else 0)
             if code and not told:
                 process.send_signal(next(number for number, ends in SIGNALS.items() if ends == code))
                 told = True

@@ -1,9 +1,9 @@
 """What a CUDA graph does, on a CPU: the operators of a function written down, and computed again without the function.
 
 As a capture does, recording computes nothing that stays: memory that was there before and the random state are put
-back. Playing runs the same operators on the same tensors in the same order; no Python of the step runs, so whatever
-the step kept in Python, or asked Python for, is what it was when it was recorded. As in a capture, what hands a number
-to the host is an error.
+back, and what was allocated holds no numbers. Playing runs the same operators on the same tensors in the same order; no
+Python of the step runs, so whatever the step kept in Python, or asked Python for, is what it was when it was recorded.
+As in a capture, what hands a number to the host is an error.
 """
 
 from __future__ import annotations
@@ -74,5 +74,7 @@ def record(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
     finally:
         for storage, before in tape.foreign.values():
             storage.copy_(before)
+        for storage in tape.own.values():  # NaN, where a capture leaves what happens to be there
+            storage.fill_(255)
         torch.set_rng_state(state)
     return returned, tape.play

@@ -24,6 +24,7 @@ import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from amp_core import checkpoint as module
 from amp_core.checkpoint import Checkpoint, Loaded, read
 from amp_core.errors import CheckpointError, SaveError
+from amp_core.moments import Adam16
 
 ROOT = Path(__file__).parents[1]
 
@@ -299,6 +301,37 @@ def test_memory_format_is_kept(tmp_path: Path) -> None:
     loaded = read(Checkpoint(tmp_path).save(1, progress={"image": image}))["progress"]["image"]
     assert loaded.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(loaded, image)
+
+
+@pytest.mark.parametrize("make", [Adam16, partial(torch.optim.Adam, fused=True), torch.optim.SGD])
+def test_moments_follow_weights_into_another_memory_format(tmp_path: Path, make: Any) -> None:
+    """A fused step pairs numbers by their place in memory: in the old strides weights would get others' moments."""
+    grads = torch.randn(3, 4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+
+    def begin(memory_format: torch.memory_format) -> tuple[Checkpoint, nn.Module, Any]:
+        net = nn.Conv2d(3, 4, 2, bias=False).to(memory_format=memory_format)
+        optimizer = make(net.parameters(), lr=0.1) if make is not torch.optim.SGD else make(net.parameters(), 0.1, 0.9)
+        return Checkpoint(tmp_path, model=net, optimizer=optimizer), net, optimizer
+
+    def train(net: nn.Module, optimizer: Any, grads: Tensor) -> None:
+        for grad in grads:
+            net.weight.grad = torch.empty_like(net.weight).copy_(grad)
+            optimizer.step()
+
+    checkpoint, net, optimizer = begin(torch.contiguous_format)
+    train(net, optimizer, grads[:2])
+    checkpoint.save(2)
+    train(net, optimizer, grads[2:])
+    checkpoint, moved, optimizer = begin(torch.channels_last)
+    checkpoint.load()
+    train(moved, optimizer, grads[2:])
+    # Adam16 rounds by the place in memory.
+    torch.testing.assert_close(moved.weight, net.weight, rtol=0, atol=1e-3 if make is Adam16 else 1e-7)
+    # What torch itself loads, too.
+    saved = optimizer.state_dict()
+    _, net, optimizer = begin(torch.contiguous_format)
+    optimizer.load_state_dict(saved)
+    assert make is not Adam16 or optimizer.state[net.weight]["exp_avg"].stride() == net.weight.stride()
 
 
 def test_crc_setting_of_torch_is_restored(tmp_path: Path) -> None:

@@ -142,14 +142,18 @@ def test_what_python_keeps_is_not_played(on_tape):
     assert same_but(expected, found)
 
 
-@pytest.mark.parametrize("kind", ["reads back", "replaces a buffer"])
+@pytest.mark.parametrize("kind", ["reads back", "replaces a buffer", "makes a state"])
 def test_what_cannot_be_recorded_is_computed_and_said_once(kind, on_tape, caplog):
     def trained(run):
         training = Training("fp16")
+        late = nn.Parameter(torch.ones(3))
+        training.optimizer.param_groups[0]["params"].append(late)
 
         def extra(loss):
             if kind == "reads back":
                 return loss * (2.0 if loss.item() > 1e9 else 1.0)
+            if kind == "makes a state":
+                return loss + late.square().sum() if training.step >= 3 else loss
             training.net[1].running_mean = training.net[1].running_mean * 0.5
             return loss
 
@@ -159,8 +163,12 @@ def test_what_cannot_be_recorded_is_computed_and_said_once(kind, on_tape, caplog
     with caplog.at_level(logging.INFO, logger="amp_recipes"):
         assert not same_but(trained(computed), trained(None))
     said = [record.message for record in caplog.records if "perf.graph" in record.message]
-    why = "not permitted" if kind == "reads back" else "the buffer 1.running_mean of network 0"
-    assert len(said) == 1 and why in said[0] and sum(on_tape) == 0
+    why = {
+        "reads back": "not permitted",
+        "replaces a buffer": "the buffer 1.running_mean of network 0",
+        "makes a state": "of weight 6 in optimizer 0",
+    }
+    assert len(said) == 1 and why[kind] in said[0] and sum(on_tape) == 0
 
 
 def test_a_state_that_is_loaded_is_recorded_anew(on_tape):
@@ -173,6 +181,24 @@ def test_a_state_that_is_loaded_is_recorded_anew(on_tape):
         training.step = 0
     assert not same_but(plain.run(computed, 6), recorded.run(whole, 6))
     assert on_tape == [3, 3]
+
+
+def test_counts_that_a_computed_step_puts_elsewhere_are_recorded_anew(on_tape):
+    """One step by torch's own `step`, for a hook; the next counts in new memory. The graph would go on in the old."""
+    plain, recorded = Training("bf16"), Training("bf16")
+    whole = WholeStep(recorded)
+
+    def mixed(step, window):
+        if recorded.step == 6:
+            handle = recorded.optimizer.register_step_post_hook(lambda *_: None)
+            try:
+                return step(window)
+            finally:
+                handle.remove()
+        return step(window) if recorded.step == 7 else whole(step, window)
+
+    assert not same_but(plain.run(computed), recorded.run(mixed))
+    assert on_tape == [3, 8]
 
 
 def test_which_optimizers_ask_the_host():

@@ -100,6 +100,18 @@ def test_backward_runs_outside_of_autocast_even_when_called_inside(mode: str) ->
         assert torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+def test_a_gradient_is_never_a_view_of_the_weight_of_its_micro_batch(mode: str) -> None:
+    """The gradient of a single number may be a view of what the backward pass began with, and is written to later."""
+    amp = Amp.named(mode, samples=1)
+    number, share = nn.Parameter(torch.zeros(1)), torch.tensor(0.25)
+    for _ in range(2):
+        amp.backward(number.reshape(()), share)
+    assert number.grad is not None and share == 0.25
+    number.grad.zero_()
+    assert share == 0.25 and amp.scale > 0
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_step_inside_a_region_leaves_no_stale_weights_in_its_cache(fused: bool) -> None:
     net, x = nn.Linear(1, 1, bias=False), torch.ones(1, 1)

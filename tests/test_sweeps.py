@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -105,6 +106,15 @@ def test_a_lease_asks_for_no_more_than_there_is_and_can_be_given_up(tmp_path):
         pass
 
 
+def test_a_folder_without_locks_is_an_error_and_nothing_to_wait_for(tmp_path, monkeypatch):
+    def refuse(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(OSError, match="No locks"), lease(1, ["0"], tmp_path, given_up=lambda: True):
+        pass
+
+
 def test_a_present_choice_of_gpus_is_respected(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,GPU-1234, 3")
     assert visible_devices(3) == ["6", "GPU-1234", "3"]
@@ -145,6 +155,24 @@ def test_a_killed_job_fails_alone_and_a_signal_saves_the_others():
     assert "0 of 2 jobs finished; the report: python scripts/report.py s" in said and "killed by SIGKILL" in said
 
 
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_a_job_goes_on_without_the_shell_that_started_the_sweep_and_not_without_the_sweep(in_worker):
+    job = "import pathlib, time; pathlib.Path('began').touch(); time.sleep(1)"
+    run = f"""
+import sys
+from pathlib import Path
+from amp_core.sweep import run_apart
+ended = run_apart([sys.executable, "-c", {job!r}], Path("s"), environ={{}}, in_worker={in_worker})
+Path("new").write_text(str(ended[0]))
+Path("new").rename("code")
+"""
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "RUN": run}
+    shell = f'"{sys.executable}" -c "$RUN" & while [ ! -e began ] && kill -0 $!; do sleep 0.05; done'  # and is gone
+    subprocess.run(["sh", "-c", shell], env=environ, check=True, timeout=60)
+    until(Path("code").exists)
+    assert Path("code").read_text() == ("1" if in_worker else "0")  # 1: the job does nothing about SIGTERM
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_jobs_side_by_side_have_a_gpu_each_or_take_turns():
@@ -175,7 +203,7 @@ def test_a_search_that_was_cut_off_tries_what_an_undisturbed_one_tries(capsys):
 
     whole = told(search("a", 6))
     assert {state for _, state, _, _ in whole} == {"COMPLETE", "PRUNED"}  # some learning rates diverge
-    # What a kill leaves: a trial with values and half a run, one that got no values yet, half a line, a lock.
+    # What a kill leaves: a trial with values and half a run, half a line, a lock.
     study = search("b", 4)
     journal = Path("b/optuna.journal").read_bytes()
     last = journal.rindex(b'"state"')  # the result of the last trial
