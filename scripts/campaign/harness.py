@@ -60,7 +60,7 @@ def arguments(*overrides: str, recipe: str = "classification") -> list[str]:
 def warm_up(work: Path) -> None:
     """Pay here for what every run would pay for: imports, and what torch sets up at the first step."""
     import torch._dynamo  # what DistributedDataParallel imports
-    import torch.distributed.fsdp  # noqa: F401
+    import torch.distributed.fsdp
 
     torch.set_num_threads(1)
     for name in RECIPES:
