@@ -48,7 +48,7 @@ def elastic(plan: Plan) -> Result:
     folder = plan.inside("elastic")
     torn = folder / "torn"
     furthest = 0.0
-    for case, rng in plan.cases("elastic", short=2, long=24):
+    for case, rng in plan.cases("elastic", short=1, long=24):
         accumulation = 1 + case % 2  # 2 machines of 3 make 3 micro-batches each, or cannot share them out evenly
         command = [item for item in arguments(*KIND, f"accumulation={accumulation}") if "width" not in item]
         planned = 4 * accumulation * MACHINES

@@ -146,7 +146,7 @@ def _damaged(plan: Plan, folder: Path, result: Result) -> None:
             shutil.rmtree(path, ignore_errors=True)
             shutil.copytree(copy / "checkpoints" / path.name, path)
 
-    loop, short, long = ("damage of shards", 60, 1000) if is_sharded else ("damage", 150, 1000)
+    loop, short, long = ("damage of shards", 40, 1000) if is_sharded else ("damage", 90, 1000)
     for case, rng in plan.cases(loop, short=short, long=long):
         broken = rng.choice([[2], [2], [2], [1, 2], [1], [0, 1, 2]])
         others = [copy / "checkpoints" / path.name for path in steps]
@@ -184,7 +184,7 @@ def _whole_runs(plan: Plan, folder: Path, steps: list[Path], is_sharded: bool, r
     shutil.copytree(folder, whole)
     assert run(whole, command, num_ranks=num_ranks) == [0] * num_ranks
     expected = outcome(whole)
-    loop, short, long = ("damage of runs in shards", 1, 20) if is_sharded else ("damage of runs", 4, 40)
+    loop, short, long = ("damage of runs in shards", 1, 20) if is_sharded else ("damage of runs", 3, 40)
     for case, rng in plan.cases(loop, short=short, long=long):
         again = folder.with_name("again")
         shutil.copytree(folder, again)
@@ -236,7 +236,7 @@ def _other_files(plan: Plan, folder: Path, copy: Path, result: Result) -> None:
         b'{"status": "finished", "eval": 3}',
     ]
     pairs = [(name, text) for name in names for text in texts]
-    for case, rng in plan.cases("other files", short=12, long=2 * len(pairs)):
+    for case, rng in plan.cases("other files", short=8, long=2 * len(pairs)):
         name, text = pairs[case % len(pairs)] if plan.long else rng.choice(pairs)
         steps = (6, 8)[case // len(pairs) % 2] if plan.long else rng.choice([6, 8])
         again = shutil.copytree(copy, folder.with_name("again"))

@@ -114,7 +114,7 @@ def fuzz(plan: Plan) -> Result:
     """Random command lines, with `dry_run=true`."""
     result = Result()
     folder = plan.inside("fuzz")
-    todo = list(plan.cases("fuzz", short=120, long=1000))
+    todo = list(plan.cases("fuzz", short=80, long=1000))
     report = folder / "report"
     while todo:
         place = folder / "here"

@@ -155,7 +155,7 @@ def kills(plan: Plan) -> Result:
     alone, torn = Alone(folder), folder / "torn"
     kinds = KINDS if plan.long else KINDS[:NUM_SHORT]
     longest = 0.0
-    for case, rng in plan.cases("kills", short=12, long=200):
+    for case, rng in plan.cases("kills", short=6, long=200):
         kind = kinds[case // 2 % len(kinds)]
         expected, seconds = alone.of(kind)
         what = [kind.name]
@@ -226,7 +226,7 @@ def signals(plan: Plan) -> Result:
     alone, torn = Alone(folder), folder / "torn"
     settings = (*TELLING, "steps=60", "save_every=1000", "eval_every=17", BAD)
     most, longest = 0, 0.0
-    for case, rng in plan.cases("signals", short=8, long=60):
+    for case, rng in plan.cases("signals", short=5, long=60):
         num_ranks = [1, 2, 3, 4][case % 4] if plan.long else [1, 2, 1, 3][case % 4]
         number = SIGNALS[case % 3]
         expected_code = exit_code_of(128 + number)

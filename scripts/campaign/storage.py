@@ -94,7 +94,7 @@ def _sound(run_dir: Path, result: Result, case: object, what: str) -> None:
 
 
 def _full(plan: Plan, disk: Path, expected: dict, result: Result) -> None:
-    for case, rng in plan.cases("full", short=3, long=30):
+    for case, rng in plan.cases("full", short=2, long=30):
         size = rng.choice([16, 64, 128, 256, 384, 512]) * 1024 + 4096 * rng.randrange(32)
         with mounted(disk, size):
             torn = disk / "torn"
@@ -129,7 +129,7 @@ def _read_only(plan: Plan, disk: Path, expected: dict, result: Result) -> None:
 
 
 def _limited(plan: Plan, folder: Path, expected: dict, result: Result) -> None:
-    for case, rng in plan.cases("limited", short=3, long=30):
+    for case, rng in plan.cases("limited", short=2, long=30):
         limit = rng.choice([rng.randrange(100, 5000), rng.randrange(5000, 400_000)])
 
         def before(rank: int, limit: int = limit) -> None:
@@ -151,7 +151,7 @@ def _limited(plan: Plan, folder: Path, expected: dict, result: Result) -> None:
 
 def _vanished(plan: Plan, folder: Path, seconds: float, result: Result) -> None:
     """Somebody deletes or moves folders of a run that is going on."""
-    for case, rng in plan.cases("vanished", short=3, long=30):
+    for case, rng in plan.cases("vanished", short=2, long=30):
         torn = folder / "vanished"
         (child,) = start(torn, KIND.command, before=slow_steps)
         wait_until(lambda torn=torn: last_step(torn) > 0, child)

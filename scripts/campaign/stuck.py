@@ -45,7 +45,7 @@ def _two_launchers(plan: Plan, folder: Path, alone: Alone, result: Result) -> No
     kind = Kind(SETTINGS)
     expected, _ = alone.of(kind)
     torn = folder / "torn"
-    for case, rng in plan.cases("launchers", short=3, long=12):
+    for case, rng in plan.cases("launchers", short=2, long=12):
         many = [start(torn, kind.command, before=slow_steps, output=folder / "torn.0")]
         time.sleep(rng.choice([0.0, 0.0, rng.uniform(0, 0.5), rng.uniform(0, 1.5)]))
         many += [start(torn, kind.command, before=slow_steps, output=folder / f"torn.{n}") for n in (1, 2)]
