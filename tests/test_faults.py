@@ -17,10 +17,11 @@ GROUPS = {
     "files": ["saves", "damage", "pickles", "storage"],
     "command lines": ["fuzz"],
     "runs": ["kills", "signals", "ranks"],
-    "processes": ["restarts", "elastic", "stuck", "trackers", "leaks"],
+    "processes": ["restarts", "stuck", "trackers", "leaks"],
     "breaks": ["breaks"],
 }
-LONG_ONLY = ["network"]
+# Whether a partner of a lost machine notices is up to gloo: 1 of 50 did not within a minute, on a busy machine.
+LONG_ONLY = ["network", "elastic"]
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and forks what macOS would not let fork")
 

@@ -48,7 +48,7 @@ def elastic(plan: Plan) -> Result:
     folder = plan.inside("elastic")
     torn = folder / "torn"
     furthest = 0.0
-    for case, rng in plan.cases("elastic", short=1, long=24):
+    for case, rng in plan.cases("elastic", short=2, long=24):
         accumulation = 1 + case % 2  # 2 machines of 3 make 3 micro-batches each, or cannot share them out evenly
         command = [item for item in arguments(*KIND, f"accumulation={accumulation}") if "width" not in item]
         planned = 4 * accumulation * MACHINES
@@ -108,4 +108,6 @@ def _lose_one(children: list[Child], rng: random.Random, result: Result, case: i
     end = time.monotonic() + 60
     for child in children:
         code = child.wait(max(end - time.monotonic(), 1))
-        result.expect(code not in (None, 0), case, f"a partner of a lost machine ends with {code}: {child.text[-700:]}")
+        result.expect(
+            code not in (None, 0), case, f"a partner of a lost machine ends with {code}: {child.text[-3000:]}"
+        )

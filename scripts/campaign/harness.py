@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import io
 import json
@@ -106,6 +107,7 @@ class Child:
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # says where it hangs, see `wait`
             os.environ.update(environ)
             code = act() or 0
         except SystemExit as end:
@@ -138,6 +140,8 @@ class Child:
             time.sleep(0.002)
         if not self._is_gone:
             self.hung = True
+            self.signal(signal.SIGUSR2)
+            time.sleep(0.2)
             self.kill()
         return None if self.hung else self.code
 
