@@ -11,7 +11,7 @@ The cure that is often shown, sigmoid under autocast and only the loss in fp32, 
 before it was cast. In fp16 it is exactly 1 from a logit of 8.3 on. Where such a pixel belongs to the background, its
 loss is 100, where torch clamps it, instead of 8.3, and its gradient NaN (infinity from the loss times p (1 - p) = 0).
 In bf16 it is 1 from a logit of 6.25 on: the gradient of the pixels that are most wrong is 0. Even the fp32 form goes
-blind at 16.7, where fp32 rounds to 1, so `logits` is the default. tests/test_segmentation.py shows each number.
+blind at 16.7, where fp32 rounds to 1, so `logits` is the default. tests/recipes/test_segmentation.py shows each number.
 
 `reduction="none"` changes nothing about that, and here it is needed: pixels have weights (void ones 0, those of a mask
 `mask_weight`), and the loss of a window is the sum of weighted losses over the sum of weights, over all micro-batches

@@ -22,7 +22,8 @@ INTRODUCTION = """\
 # What autocast casts, by device
 
 Made by `python scripts/op_policy.py --write` with torch {version}, by calling each operator under autocast to fp16;
-`tests/test_op_policy.py` holds it. CUDA's column needs no GPU: tensors without data pass through CUDA's own dispatch.
+`tests/unit/test_op_policy.py` holds it. CUDA's column needs no GPU:
+tensors without data pass through CUDA's own dispatch.
 
 Tutorials show CUDA's list. On a CPU autocast follows another one, so the same network meets other numbers there:
 {differ} of {ops} operators differ. `amp.op_policy=cuda` gives CPU autocast the decisions of CUDA, with real arithmetic

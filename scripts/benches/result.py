@@ -319,8 +319,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
 INTRODUCTION = """\
 # Benchmarks
 
-Made by `python scripts/bench.py table` out of the files beside it: no number is typed, and `tests/test_bench.py` holds
-the page to the files. [docs/SPEED.md](../docs/SPEED.md#benchmarks) says what is measured, and how.
+Made by `python scripts/bench.py table` out of the files beside it: no number is typed, and `tests/runs/test_bench.py`
+holds the page to the files. [docs/SPEED.md](../docs/SPEED.md#benchmarks) says what is measured, and how.
 
     python scripts/bench.py all --out benchmarks/NAME    # all files of a machine, about ten minutes on two quiet cores
     python scripts/bench.py table                        # this page

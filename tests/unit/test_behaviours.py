@@ -31,7 +31,7 @@ from amp_core.config import OptimizerConfig
 from amp_core.environment import Job, environment
 from amp_core.optimizers import check_optimizer
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 INF, NAN = float("inf"), float("nan")
 FP16, FP32 = torch.float16, torch.float32
 

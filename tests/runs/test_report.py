@@ -24,7 +24,7 @@ from amp_core.report.page import as_dict, html_page, left_out, markdown
 from amp_core.report.significance import compare, holm, judge, t_quantile, t_two_sided
 from amp_core.report.table import table
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SEED = 918273
 CONFIGS: dict[tuple[str, ...], str] = {}
 

@@ -24,7 +24,7 @@ from amp_core import log as log_module
 from amp_core.config import LogConfig
 from amp_core.log import Log, check_log, write_json
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 PREAMBLE = f"""

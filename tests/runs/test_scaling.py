@@ -13,7 +13,7 @@ import pytest
 from amp_core.config import amp_config
 from amp_core.footprint import Weight, lay_out, memory, traffic
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OnRanks = Callable[..., list[Any]]
 
 

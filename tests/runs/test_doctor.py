@@ -15,7 +15,7 @@ import recipes.classification
 import train
 from amp_core import Amp, Doctor, windows
 from amp_core.islands import island_names
-from tests.running import checkpoints, lines, same_but, state, summary
+from running import checkpoints, lines, same_but, state, summary
 
 TINY = ["model=cnn_small", "data=synthetic", "data.num_samples=256", "batch_size=8", "log_every=5", "eval_every=1000"]
 
@@ -88,7 +88,7 @@ def test_a_plain_loop_is_diagnosed_and_left_as_it_was():
     diagnosis = Doctor(amp, net).locate(step, window)
     assert diagnosis is not None
     assert (diagnosis.op, diagnosis.module, diagnosis.cause) == ("aten.addmm", "0", "overflow in a product")
-    assert diagnosis.source.startswith("tests/test_doctor.py:")
+    assert diagnosis.source.startswith("tests/runs/test_doctor.py:")
     assert diagnosis.fixes[0].override == "'amp.keep_fp32=[\"0\"]'" and diagnosis.fixes[0].verified
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
     assert amp.scale == 1024.0 and int(amp.num_skipped) == 0 and not optimizer.state and not island_names(net)

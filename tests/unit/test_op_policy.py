@@ -22,7 +22,7 @@ from amp_core import op_policy as policy
 from amp_core.config import amp_config
 from amp_core.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "OP_POLICY.md").read_text()
 MODULE = runpy.run_path(str(ROOT / "scripts" / "op_policy.py"))
 FP16, FP32, FP64 = torch.float16, torch.float32, torch.float64

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # Parts of one group share a process, which imports torch once; groups are run side by side.
 GROUPS = {
     "files": ["saves", "damage", "pickles", "storage"],

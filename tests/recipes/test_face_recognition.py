@@ -31,7 +31,7 @@ from amp_core.islands import island_names
 from amp_core.models import EMBEDDERS, build_model, check_model
 from amp_core.verification import choose_pairs, verify
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MAGIC = struct.pack("<I", 0xCED7230A)
 
 

@@ -37,7 +37,7 @@ from amp_core.checkpoint import Checkpoint, Loaded, read
 from amp_core.errors import CheckpointError, SaveError
 from amp_core.moments import Adam16
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def bits(value: Any) -> Any:

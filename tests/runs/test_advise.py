@@ -29,7 +29,7 @@ from amp_core.doctor.advise import FINDERS, Report, advise, advise_run, examine,
 from amp_core.doctor.profile import Op, Operand, OptimizerFacts, Profile, Units
 from amp_core.doctor.trace import Place
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 doctor = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "doctor.py")))
 SMALL_RUN = ["recipe=classification", *COMMON, *SMALL["classification"]]
 
@@ -37,7 +37,7 @@ SMALL_RUN = ["recipe=classification", *COMMON, *SMALL["classification"]]
 def line_of(mark):
     """file:line of the line of this file that ends with a comment."""
     number = next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.endswith(f"# {mark}"))
-    return f"tests/test_advise.py:{number}"
+    return f"tests/runs/test_advise.py:{number}"
 
 
 def look_at(net, batch, *, mode="fp32", fused=True, loss_of=None, windows=2, after=lambda loss: None) -> Report:

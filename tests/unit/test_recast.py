@@ -17,7 +17,7 @@ from amp_core import Amp
 from amp_core.footprint import saved_for_backward
 from amp_core.recast import Recast
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from benches import activations
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
 SMALL += ["device=cpu", "log=default", "log.progress=false", "batch_size=8", "save_every=1000", "eval_every=1000"]
 EVERYTHING = ["accumulation=4", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9", "model.options.dropout=0.2"]

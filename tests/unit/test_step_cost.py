@@ -19,7 +19,7 @@ from torch.optim import SGD
 from amp_core import Amp
 from amp_core.models import CLASSIFIERS, build_model
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 Batches = list[tuple[Tensor, Tensor]]
 
 

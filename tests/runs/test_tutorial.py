@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "YOUR_OWN_MODEL.md"
 NOT_RUN = ["make setup", "source .venv/bin/activate"]  # what the tests stand on
 SHORTER = {

@@ -29,7 +29,7 @@ from amp_core.doctor.forecast import (
 from amp_core.errors import ConfigError
 from recipes import classification, find
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("doctor_script", ROOT / "scripts" / "doctor.py")
 assert spec is not None and spec.loader is not None
 script = importlib.util.module_from_spec(spec)

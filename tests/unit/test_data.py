@@ -41,7 +41,7 @@ from amp_core.datasets.images import (
 from amp_core.errors import ConfigError, RunError
 from amp_core.vision import import_torchvision
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 START_METHODS = [m for m in ("fork", "spawn") if m in multiprocessing.get_all_start_methods()]
 
 
@@ -641,7 +641,7 @@ def test_workers_end_when_nobody_holds_their_loader_any_more() -> None:
 def test_a_program_that_forgets_to_close_still_ends(ending: str) -> None:
     code = f"""
 import sys
-sys.path.insert(0, "tests")
+sys.path.insert(0, "tests/unit")
 from test_data import Sampler, Slow, train_loader
 batches = train_loader(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=1)
 next(batches)

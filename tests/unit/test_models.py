@@ -16,7 +16,7 @@ from amp_core.models.images import OWN, in_channels
 from amp_core.vision import import_torchvision
 from recipes import RECIPES, find
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GRAY, COLOUR = (1, 28, 28), (3, 64, 64)
 
 

@@ -13,7 +13,7 @@ import pytest
 import amp_core
 from recipes import RECIPES
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CORE = sorted((ROOT / "amp_core").rglob("*.py"))
 RECIPE_FILES = sorted((ROOT / "recipes").glob("*.py"))
 

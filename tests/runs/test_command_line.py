@@ -14,7 +14,7 @@ import train
 from amp_core import compose
 from amp_core.config import build, choices, nearest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def values_of(*overrides):

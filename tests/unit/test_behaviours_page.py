@@ -10,7 +10,7 @@ import pytest
 
 from recipes import RECIPES
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "BEHAVIOURS.md").read_text()
 ROWS = re.findall(r"^\| (\d+|5\.\d+) \| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
 NUMBERS = [str(number) for number in range(1, 76)] + [f"5.{number}" for number in range(1, 50)]
@@ -21,7 +21,7 @@ def names_in(path: Path) -> set[str]:
     return {node.name for node in functions if node.name.startswith("test_")}
 
 
-TESTS = {path.name: names_in(path) for path in (ROOT / "tests").glob("test_*.py")}
+TESTS = {path.name: names_in(path) for path in (ROOT / "tests").glob("*/test_*.py")}
 MODES = {path.stem for path in (ROOT / "conf" / "amp").glob("*.yaml")}
 
 

@@ -43,7 +43,7 @@ from amp_core.precision import Amp
 from recipes import RECIPES, find
 from train import checked
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SCORE: dict[str, set] = {what: set() for what in ("ran", "located", "classified", "cured", "silent")}
 SAYS = {
     "overflow in a cast": "cast to float32",
