@@ -220,8 +220,8 @@ def recipe(name: str) -> str:
 | --- | --- | --- |
 {chr(10).join(rows)}
 
-It takes {kind} as data (`data=`: {data}) and runs in these layouts: {layouts}. `tests/recipes/test_recipes.py` trains it
-in `fp32`, `bf16` and `fp16`; [Modes](../modes.md) has the others.
+It takes {kind} as data (`data=`: {data}) and runs in these layouts: {layouts}. `tests/recipes/test_recipes.py` trains
+it in `fp32`, `bf16` and `fp16`; [Modes](../modes.md) has the others.
 
 ## Its defaults
 
