@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from running import lines, same_but, state, summary
 from test_recipes import on_two_ranks, weights
 from test_recipes import run as run_recipe
+from tiers import rows
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -226,6 +227,7 @@ def run(folder: str, *overrides: str, code: int = 0) -> Path:
     return Path(run_recipe("contrastive", folder, *overrides, code=code))
 
 
+@pytest.mark.slow
 def test_the_window_may_be_split_in_any_way() -> None:
     """No statistics and no dropout. The loss that is logged is the same number, not a mean of smaller ones."""
     settings = ["steps=4", "amp=fp32", "model=mlp", "model.options.width=16"]
@@ -240,7 +242,7 @@ def test_the_window_may_be_split_in_any_way() -> None:
         assert summary(one)["eval"] == pytest.approx(summary(other)["eval"], abs=1.01 / 24)  # one image of 24
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+@pytest.mark.parametrize("mode", rows(["bf16", "fp16"], "fp16"))
 def test_resume_is_bit_exact_with_dropout_and_statistics(mode: str) -> None:
     settings = [f"amp={mode}", "schedule.horizon=6", "accumulation=2", "model.options.dropout=0.3", "ema.decay=0.9"]
     whole = run("whole", "steps=6", *settings)
@@ -249,7 +251,9 @@ def test_resume_is_bit_exact_with_dropout_and_statistics(mode: str) -> None:
     assert not same_but(state(whole), state(parts)) and summary(whole)["eval"] == summary(parts)["eval"]
 
 
-@pytest.mark.parametrize("fault", ["{where: batch, step: 2}", "{where: activation, step: 2, value: nan}"])
+@pytest.mark.parametrize(
+    "fault", rows(["{where: batch, step: 2}", "{where: activation, step: 2, value: nan}"], "{where: batch, step: 2}")
+)
 def test_an_overflow_in_either_pass_leaves_no_trace(fault: str) -> None:
     settings = ["steps=4", "amp=fp16", "amp.dynamic=false", "amp.init_scale=256", "accumulation=2"]
     bad = state(run("bad", f"debug.inject={fault}", *settings))

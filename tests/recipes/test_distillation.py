@@ -179,6 +179,7 @@ def run(folder: str, *overrides: str, code: int = 0) -> str:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_folder")
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
 def test_a_run_goes_on_bit_exactly_in_both_phases_and_between_them(mode: str) -> None:
@@ -230,6 +231,7 @@ def test_a_run_that_ends_before_the_student_begins_says_so(capsys: Any) -> None:
     assert "this run ends before the student begins" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_folder")
 def test_the_student_learns_from_answers_alone_and_the_modes_agree() -> None:
     settings = ["steps=90", "recipe.teacher_steps=30", "recipe.soft=1", "seed=3", "optimizer.lr=0.01", "log_every=30"]
@@ -259,6 +261,7 @@ def on_two_ranks(folder: str, *overrides: str) -> str:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_folder")
 def test_two_processes_stop_at_the_switch_and_go_on_bit_exactly() -> None:
     """Their running statistics differ; a teacher frozen by each rank alone would, after a resume, be another one."""
@@ -277,6 +280,7 @@ def classify(folder: str, *overrides: str) -> str:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_folder")
 @pytest.mark.parametrize("averaged", [[], ["ema.decay=0.9"]], ids=["weights", "averaged weights"])
 def test_the_network_of_another_run_teaches_as_it_was_saved(averaged: list[str]) -> None:

@@ -56,6 +56,7 @@ def test_no_two_identities_of_the_glyphs_look_alike():
     assert max(shared.values()) < 4
 
 
+@pytest.mark.slow
 def test_glyphs_that_are_compared_were_not_trained_on():
     data = build_data(config("glyphs"), seed=0)
     assert data.facts == {"num_classes": data.train.num_classes, "image_shape": (1, 32, 32)}
@@ -319,6 +320,7 @@ def run(*overrides, code=0, settings=SMALL):
     assert train.main([*settings, *overrides]) == code
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_folder")
 def test_it_learns_to_tell_identities_apart_that_it_never_saw():
     more = ["data.num_samples=8000", "data.num_classes=400", "batch_size=64", "recipe.embedding=32", "optimizer=adamw"]
@@ -337,6 +339,7 @@ def test_a_log_line_has_loss_speed_and_scale_and_the_scale_is_capped():
         assert line["loss_scale"] == 8 * 128
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_folder")
 def test_a_sampled_run_on_two_ranks_skips_together_and_goes_on_on_one():
     settings = ["run_dir=a", "recipe.sample_rate=0.5", "accumulation=2", "schedule.horizon=6", "amp=fp16"]

@@ -14,6 +14,7 @@ from PIL import Image
 from running import checkpoints, lines, same_but, state, summary
 from test_recipes import on_two_ranks, weights
 from test_recipes import run as run_recipe
+from tiers import rows
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Adam, Optimizer
@@ -351,10 +352,12 @@ def test_the_generator_steps_in_every_third_window() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        ["amp=fp16", "recipe.num_critic_steps=2", "model.options.norm=batch"],
-        ["amp=bf16", "recipe.share_graph=true", "recipe.penalty=r1", *BOTH],
-    ],
+    rows(
+        [
+            ["amp=fp16", "recipe.num_critic_steps=2", "model.options.norm=batch"],
+            ["amp=bf16", "recipe.share_graph=true", "recipe.penalty=r1", *BOTH],
+        ],
+    ),
 )
 def test_resume_is_bit_exact(settings: list[str]) -> None:
     settings = [*settings, "accumulation=2", "schedule.horizon=6"]
@@ -364,6 +367,7 @@ def test_resume_is_bit_exact(settings: list[str]) -> None:
     assert not same_but(state(whole), state(parts)) and summary(whole)["eval"] == summary(parts)["eval"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [False, True])
 def test_accumulation_and_ranks_do_not_change_the_run(share: bool) -> None:
     """Both networks under DDP, three passes through one of them, and a penalty that is differentiated twice."""

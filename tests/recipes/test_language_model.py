@@ -215,6 +215,7 @@ def copying(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
+@pytest.mark.slow
 def test_a_model_that_copies_perfectly_fails_where_16_bit_ids_collide() -> None:
     generator = torch.Generator().manual_seed(0)
     net = GPT(vocab_size=16, length=64, width=64, depth=2, heads=1)
@@ -432,6 +433,7 @@ def run(folder: str, *overrides: str, code: int = 0) -> dict[str, float]:
     return summary(folder)["eval"] if code == 0 else {}
 
 
+@pytest.mark.slow
 def test_the_modes_agree_and_learn() -> None:
     found = {mode: run(mode, f"amp={mode}", "steps=60") for mode in ("fp32", "bf16", "fp16")}
     for metrics in found.values():
@@ -453,6 +455,7 @@ def test_accumulation_changes_nothing_where_samples_differ_in_tokens(folder: Pat
         torch.testing.assert_close(one, many, rtol=0, atol=1e-4)  # sums in another order, 6 steps of AdamW
 
 
+@pytest.mark.slow
 def test_far_down_a_text_16_bit_positions_cost_and_fp32_ones_do_not(capsys: pytest.CaptureFixture[str]) -> None:
     train_on = ["steps=150", "schedule.horizon=150", "data=text", f"data.path={Path('copies.txt').absolute()}"]
     # Lines that are said twice: to say one again is to know how far back it began.

@@ -6,6 +6,7 @@ import pytest
 import torch
 from running import lines, same_but, state, summary
 from test_recipes import on_two_ranks, run, weights
+from tiers import rows
 
 from amp_core.precision import Amp
 from amp_core.weights import trainable
@@ -28,7 +29,11 @@ NETS = {
 }
 WINDOW = ["accumulation=2", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9"]
 CASES = pytest.mark.parametrize(
-    "net, mode", [(net, mode) for net in NETS for mode in MODES if net != "classification/mlp" or mode == "fp8"]
+    "net, mode",
+    rows(
+        [(net, mode) for net in NETS for mode in MODES if net != "classification/mlp" or mode == "fp8"],
+        *[("classification", "o2"), ("classification", "bf16_pure"), ("classification/mlp", "fp8")],
+    ),
 )
 
 
@@ -63,7 +68,7 @@ def test_a_bad_window_leaves_no_trace(net, mode):
         assert not same_but(state(clean), state(bad), "progress.skipped")
 
 
-@pytest.mark.parametrize("mode", ["o2", "bf16_pure", "bf16_pure/kahan", "fp8"])
+@pytest.mark.parametrize("mode", rows(["o2", "bf16_pure", "bf16_pure/kahan", "fp8"], "bf16_pure"))
 def test_two_ranks_agree_with_one(mode):
     # No BatchNorm: its statistics belong to the micro-batch.
     common = ["steps=3", "model=mlp", "model.options.width=32", f"amp={mode.split('/')[0]}", *MODES[mode]]

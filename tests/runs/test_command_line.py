@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import rows
 
 import train
 from amp_core import compose
@@ -196,13 +197,13 @@ def test_malformed_command_lines_exit_with_2_and_one_message_and_create_nothing(
         refuse(arguments, capsys, tmp_path)
 
 
-@pytest.mark.parametrize("text", [*UNKNOWN[::10], *WRONG_TYPE[::5], *OUT_OF_RANGE[::3]])
+@pytest.mark.parametrize("text", rows([*UNKNOWN[::10], *WRONG_TYPE[::5], *OUT_OF_RANGE[::3]], every=5))
 def test_the_message_names_the_full_key(text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert text.split("=")[0] in refuse([text], capsys, tmp_path)
 
 
-@pytest.mark.parametrize("key", PAIRS)
+@pytest.mark.parametrize("key", rows(PAIRS, every=5))
 def test_settings_that_contradict_each_other_are_refused_by_name(key, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert key in refuse(PAIRS[key], capsys, tmp_path)
@@ -240,7 +241,7 @@ def test_every_problem_stands_in_one_message(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["stepz=1"], ["amp=fp16", "steps=\udcff"], ["layout=ddp", "steps=0"], ["-m", "amp=fp32,x"], ["--foo"]]
+    "arguments", rows([["stepz=1"], ["amp=fp16", "steps=\udcff"], ["layout=ddp", "steps=0"], ["-m", "amp=fp32,x"], ["--foo"]], ["stepz=1"])
 )
 def test_a_real_process_exits_with_2_and_creates_nothing(arguments, tmp_path):
     encoded = [os.fsencode(argument) for argument in arguments]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tiers import rows
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -188,7 +189,7 @@ def test_healing_that_cannot_be_is_said(tmp_path, capsys):
 # --- it leaves no trace ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp32"])
+@pytest.mark.parametrize("mode", rows(["bf16", "fp32"], "bf16"))
 def test_a_watched_run_ends_with_the_bits_of_one_that_is_not(tmp_path, mode):
     common = ["steps=20", f"amp={mode}", "ema.decay=0.9", "debug.inject={where: activation, step: 8, value: inf}"]
     assert start(tmp_path / "watched", *common) == 0
@@ -200,6 +201,7 @@ def test_a_watched_run_ends_with_the_bits_of_one_that_is_not(tmp_path, mode):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save_every", [1000, 4])
 def test_a_fault_that_is_gone_is_found_from_the_start_or_the_last_checkpoint(tmp_path, monkeypatch, save_every):
     build, fatal = recipes.classification.build_model, []
@@ -222,6 +224,7 @@ def test_a_fault_that_is_gone_is_found_from_the_start_or_the_last_checkpoint(tmp
 # --- healing -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_healed_run_goes_on_and_its_checkpoint_remembers(tmp_path, monkeypatch):
     monkeypatch.setattr(recipes.classification, "build_model", scaled(2e5))
     common = ["amp=fp16", "doctor.after_skips=4", "ema.decay=0.9"]

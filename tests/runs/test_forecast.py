@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import rows
 import torch
 from test_recipes import COMMON, SMALL
 from torch import Tensor, nn
@@ -166,7 +167,7 @@ def test_imitation_loses_what_fp16_loses() -> None:
 # --- forecasts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["classification", "language_model", "segmentation"])
+@pytest.mark.parametrize("recipe", rows(["classification", "language_model", "segmentation"], "language_model"))
 def test_healthy_networks_need_no_islands(recipe: str) -> None:
     forecast = told(recipe, SMALL[recipe])
     assert not forecast.islands

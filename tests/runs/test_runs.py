@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tiers import rows
 import torch
 from running import checkpoints, differing, lines, same_but, state, summary
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,7 +63,7 @@ def finish(process, code=0, timeout=100):
 # --- the course of a run ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", rows(MODES, "bf16", "fp16_capped"))
 def test_a_run_leaves_the_promised_folder(mode):
     folder = run("run_dir=a", f"amp={mode}", "steps=6", "log_every=2", "save_every=2", "eval_every=3", *EVERYTHING)
     assert {p.name for p in folder.iterdir()} >= {
@@ -141,9 +142,10 @@ FAULTS += ["{where: gradient, step: %d, value: -inf}"]
 
 
 @pytest.mark.parametrize(
-    "optimizer", [["optimizer=sgd"], ["optimizer=adamw"], ["optimizer=sgd", "optimizer.fused=false"]]
+    "optimizer",
+    rows([["optimizer=sgd"], ["optimizer=adamw"], ["optimizer=sgd", "optimizer.fused=false"]], ["optimizer=adamw"]),
 )
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", rows(MODES, "fp16"))
 def test_a_bad_window_leaves_the_state_of_the_run_that_never_saw_it(mode, optimizer):
     # A static scale: a backed-off one may round what follows differently, which is not what is asked here.
     fixed = ["amp.dynamic=false", "amp.init_scale=256"] if mode.startswith("fp16") else []
@@ -296,7 +298,7 @@ def test_another_run_can_be_the_start_of_a_new_one():
     assert not same_but(state(run("run_dir=c", "steps=5", "schedule.horizon=3")), state(second))
 
 
-@pytest.mark.parametrize("mode, workers", [("bf16", 0), ("fp16", 2)])
+@pytest.mark.parametrize("mode, workers", rows([("bf16", 0), ("fp16", 2)], ("bf16", 0)))
 def test_a_killed_run_continues_bit_exactly(mode, workers, capsys):
     """As a user would see it; the fault campaign kills more, of more kinds, in forked processes."""
     settings = ["steps=150", "save_every=7", "log_every=5", f"amp={mode}", f"data.num_workers={workers}", *EVERYTHING]
@@ -310,6 +312,7 @@ def test_a_killed_run_continues_bit_exactly(mode, workers, capsys):
     kill_and_compare(settings, here)
 
 
+@pytest.mark.slow
 def test_a_killed_run_on_two_processes_continues_bit_exactly():
     settings = ["steps=150", "save_every=7", "log_every=5", "amp=bf16", *EVERYTHING]
     settings += ["layout=ddp", "layout.nproc_per_node=2", "debug.inject={where: gradient, step: 5, rank: 1}"]
@@ -359,7 +362,7 @@ def kill_all(process):
 TWO = ["layout=ddp", "layout.nproc_per_node=2"]
 
 
-@pytest.mark.parametrize("number, layout", [(signal.SIGTERM, []), (signal.SIGINT, TWO), (signal.SIGUSR1, TWO)])
+@pytest.mark.parametrize("number, layout", rows([(signal.SIGTERM, []), (signal.SIGINT, TWO), (signal.SIGUSR1, TWO)], (signal.SIGTERM, [])))
 def test_a_signal_finishes_the_step_and_writes_a_checkpoint(number, layout):
     settings = ["steps=1000000", "run_dir=a", "save_every=1000000", "eval_every=1000000", *layout]
     process = start(*settings)
@@ -382,6 +385,7 @@ def weights(folder):
     return torch.cat([t.flatten() for t in state(folder)["model"].values()])
 
 
+@pytest.mark.slow
 def test_accumulation_and_ranks_do_not_change_the_run():
     # No BatchNorm and no dropout: their statistics and masks belong to the micro-batch.
     settings = ["steps=12", "model=mlp", "amp=fp32", "clip=norm", "model.options.depth=1"]
@@ -406,6 +410,7 @@ def test_a_run_moves_to_another_number_of_ranks_with_the_same_samples_per_step()
     assert state("a")["progress"]["samples"] == 8 * 32
 
 
+@pytest.mark.slow
 def test_ranks_evaluate_the_model_that_is_saved(capsys):
     settings = ["steps=6", "ema.decay=0.5", "amp=fp32", "optimizer.lr=0.05"]
     finish(start("run_dir=a", *settings, "layout=ddp", "layout.nproc_per_node=2"))
@@ -417,6 +422,7 @@ def test_ranks_evaluate_the_model_that_is_saved(capsys):
         assert f"{name} {value:.4f}" in printed
 
 
+@pytest.mark.slow
 def test_workers_do_not_outlive_a_killed_launcher():
     settings = ["run_dir=a", "layout=ddp", "layout.nproc_per_node=2"]
     process = start(*settings, "steps=1000000")
@@ -462,6 +468,7 @@ def test_a_sweep_goes_on_past_a_failed_job_and_completes_what_is_missing(capsys)
     assert capsys.readouterr().out.count("already finished") == 2
 
 
+@pytest.mark.slow
 def test_torchrun_makes_one_folder_and_refuses_a_sweep():
     torchrun = [
         sys.executable,
@@ -500,7 +507,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(capsys):
     assert len(checkpoints(folder)) >= 2
 
 
-@pytest.mark.parametrize("text", ["null", "[]", "{}", '{"status": "finished", "eval": 3}', "[" * 100_000])
+@pytest.mark.parametrize("text", rows(["null", "[]", "{}", '{"status": "finished", "eval": 3}', "[" * 100_000], "[]"))
 def test_damaged_reports_of_a_run_do_not_keep_it_from_going_on(text):
     folder = run("run_dir=a", "steps=4")
     expected = summary(folder)["eval"]
@@ -514,6 +521,7 @@ def test_damaged_reports_of_a_run_do_not_keep_it_from_going_on(text):
     assert summary(folder)["status"] == "finished" and [line["step"] for line in lines(folder)] == [6, 6]
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_beside_a_damaged_summary():
     sweep = [*SMALL, "-m", "hydra.sweep.dir=s", "seed=1,2", "steps=2"]
     assert train.main(sweep) == 0
@@ -572,7 +580,7 @@ class CountWaits(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", rows(MODES, "fp16"))
 def test_thirty_more_steps_wait_zero_times_more(mode):
     counts = []
     for steps in (10, 40):

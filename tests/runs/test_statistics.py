@@ -212,6 +212,7 @@ def test_a_resumed_run_goes_on_in_the_same_file() -> None:
     assert [line["step"] for line in sampled(parts)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gan", "face_recognition", "language_model", "segmentation"])
 def test_other_recipes(recipe: str) -> None:
     folder = run(recipe, "a", "steps=3", "amp=bf16", "accumulation=2", "doctor.statistics_every=3")
@@ -223,6 +224,7 @@ def test_other_recipes(recipe: str) -> None:
         assert found == {"generator", "discriminator"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["bf16", "bf16_pure"])
 def test_ranks(mode: str) -> None:
     """Rank 0 alone measures: no rank waits for another one, and the weights stay the same."""

@@ -127,6 +127,7 @@ def in_case(rank: int, *, shares: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_16bit_weights_channels_last_whole_matrices_and_weights_of_one_rank(on_ranks: OnRanks) -> None:
     plain, shared = zip(*on_ranks(by_case), strict=True)
     for case in CASES:
@@ -168,6 +169,7 @@ def cost(rank: int) -> dict[str, Any]:
     return {"waits": waits.num, "gathered": sent.bytes["allgather_base"]}
 
 
+@pytest.mark.slow
 def test_no_wait_and_one_gather_of_the_weights(on_ranks: OnRanks) -> None:
     size = 4 * sum(p.numel() for p in gpt().parameters())
     for found in on_ranks(cost):
@@ -225,6 +227,7 @@ def elsewhere(rank: int, layout: str, folder: str) -> list[Any]:
     return [go_on(layout, "zero", kind, folder)[0] for kind in KINDS]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_whole_and_goes_on_in_any_layout(tmp_path: Path, on_ranks: OnRanks) -> None:
     folder = str(tmp_path / "checkpoints")
     expected = on_ranks(written, folder)[0]
