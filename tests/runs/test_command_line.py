@@ -241,7 +241,11 @@ def test_every_problem_stands_in_one_message(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", rows([["stepz=1"], ["amp=fp16", "steps=\udcff"], ["layout=ddp", "steps=0"], ["-m", "amp=fp32,x"], ["--foo"]], ["stepz=1"])
+    "arguments",
+    rows(
+        [["stepz=1"], ["amp=fp16", "steps=\udcff"], ["layout=ddp", "steps=0"], ["-m", "amp=fp32,x"], ["--foo"]],
+        ["stepz=1"],
+    ),
 )
 def test_a_real_process_exits_with_2_and_creates_nothing(arguments, tmp_path):
     encoded = [os.fsencode(argument) for argument in arguments]

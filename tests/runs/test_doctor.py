@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tiers import rows
 import torch
 import torch.nn.functional as F
+from running import checkpoints, lines, same_but, state, summary
+from tiers import rows
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +17,6 @@ import recipes.classification
 import train
 from amp_core import Amp, Doctor, windows
 from amp_core.islands import island_names
-from running import checkpoints, lines, same_but, state, summary
 
 TINY = ["model=cnn_small", "data=synthetic", "data.num_samples=256", "batch_size=8", "log_every=5", "eval_every=1000"]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiers import rows
 import torch
 from PIL import Image
 from running import refused_before_the_start, same_but, state, summary
+from tiers import rows
 
 import train
 from amp_core.checks import check_data

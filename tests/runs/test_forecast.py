@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiers import rows
 import torch
 from test_recipes import COMMON, SMALL
+from tiers import rows
 from torch import Tensor, nn
 
 from amp_core.doctor.forecast import (

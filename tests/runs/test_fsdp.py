@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from tiers import rows
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from running import refused_before_the_start, same_but, state
 from test_recipes import on_two_ranks, run
 from test_waits import Waits
+from tiers import rows
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.overrides import TorchFunctionMode

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tiers import rows
 import torch
 from running import checkpoints, differing, lines, same_but, state, summary
+from tiers import rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
@@ -362,7 +362,9 @@ def kill_all(process):
 TWO = ["layout=ddp", "layout.nproc_per_node=2"]
 
 
-@pytest.mark.parametrize("number, layout", rows([(signal.SIGTERM, []), (signal.SIGINT, TWO), (signal.SIGUSR1, TWO)], (signal.SIGTERM, [])))
+@pytest.mark.parametrize(
+    "number, layout", rows([(signal.SIGTERM, []), (signal.SIGINT, TWO), (signal.SIGUSR1, TWO)], (signal.SIGTERM, []))
+)
 def test_a_signal_finishes_the_step_and_writes_a_checkpoint(number, layout):
     settings = ["steps=1000000", "run_dir=a", "save_every=1000000", "eval_every=1000000", *layout]
     process = start(*settings)

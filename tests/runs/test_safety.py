@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from tiers import rows
 from running import checkpoints, state
+from tiers import rows
 
 import train
 from amp_core.checkpoint import Checkpoint
@@ -54,7 +54,9 @@ def test_a_place_that_is_no_folder_for_runs_is_refused(key, place, capsys, monke
     assert key in refused(capsys, *sweep, f"{key}='{place}'")
 
 
-@pytest.mark.parametrize("name", rows(["train.log", "checkpoints/model.pt", ".hydra/config.yaml", ".lock", "summary.json"], "train.log"))
+@pytest.mark.parametrize(
+    "name", rows(["train.log", "checkpoints/model.pt", ".hydra/config.yaml", ".lock", "summary.json"], "train.log")
+)
 def test_files_of_somebody_else_are_not_changed(name, capsys):
     path = Path("theirs", name)
     path.parent.mkdir(parents=True)
@@ -69,7 +71,9 @@ def test_files_that_a_run_does_not_touch_do_not_matter():
     assert Path("mixed/notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", rows([".hydra", ".lock", "doctor", "metrics.jsonl", "samples", "summary.json", "train.log"], "summary.json"))
+@pytest.mark.parametrize(
+    "name", rows([".hydra", ".lock", "doctor", "metrics.jsonl", "samples", "summary.json", "train.log"], "summary.json")
+)
 def test_nothing_is_written_through_a_link(name, capsys, tmp_path):
     Path("run").mkdir()
     (tmp_path / "theirs").write_text("theirs")

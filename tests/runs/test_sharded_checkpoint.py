@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiers import rows
 import torch
 import torch.distributed as dist
 from running import differing
 from test_checkpoint import Evil
 from test_fsdp import MODES, Training
 from test_recipes import on_two_ranks, run
+from tiers import rows
 from torch import nn
 from torch.optim import AdamW
 
