@@ -60,9 +60,7 @@ SAYS = {
 """What the fix asks for, where it is one of code or data: that is what `mended` does."""
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def examine(recipe, settings, step=1):

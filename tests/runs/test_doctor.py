@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from running import checkpoints, lines, same_but, state, summary
 from tiers import rows
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from waits import Waits
 
 import recipes.classification
 import train
@@ -157,20 +157,12 @@ def test_watching_never_waits_between_log_lines(tmp_path):
     """A longer run reads back as often more with a doctor as without."""
     counts = {}
     for doctor in ("off", "watch"):
-        for steps in (20, 60):
-            with CountWaits() as counter:
+        for steps in (10, 20):
+            with Waits() as waits:
                 run = [f"doctor={doctor}", "amp=fp16", f"steps={steps}", "ema.decay=0.9"]
                 assert start(tmp_path / f"{doctor}{steps}", *run) == 0
-            counts[doctor, steps] = counter.count
-    assert counts["watch", 60] - counts["watch", 20] == counts["off", 60] - counts["off", 20]
-
-
-class CountWaits(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
+            counts[doctor, steps] = waits.num
+    assert counts["watch", 20] - counts["watch", 10] == counts["off", 20] - counts["off", 10]
 
 
 @pytest.mark.parametrize(

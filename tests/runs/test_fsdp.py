@@ -16,12 +16,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from running import refused_before_the_start, same_but, state
 from test_recipes import on_two_ranks, run
-from test_waits import Waits
 from tiers import rows
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from waits import Waits
 
 from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, keep_fp32, precision, sync_grads
 from amp_core.checkpoint import read

@@ -16,7 +16,6 @@ import pytest
 import torch
 from running import checkpoints, differing, lines, same_but, state, summary
 from tiers import rows
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 
@@ -27,10 +26,7 @@ EVERYTHING = ["accumulation=4", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9
 MODES = ["fp32", "tf32", "bf16", "fp16", "fp16_capped"]
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def run(*overrides, code=0):
@@ -139,36 +135,6 @@ def test_samples_and_epochs_are_turned_into_steps(capsys):
 
 FAULTS = ["{where: batch, step: %d, value: inf}", "{where: activation, step: %d, value: nan}"]
 FAULTS += ["{where: gradient, step: %d, value: -inf}"]
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    rows([["optimizer=sgd"], ["optimizer=adamw"], ["optimizer=sgd", "optimizer.fused=false"]], ["optimizer=adamw"]),
-)
-@pytest.mark.parametrize("mode", rows(MODES, "fp16"))
-def test_a_bad_window_leaves_the_state_of_the_run_that_never_saw_it(mode, optimizer):
-    # A static scale: a backed-off one may round what follows differently, which is not what is asked here.
-    fixed = ["amp.dynamic=false", "amp.init_scale=256"] if mode.startswith("fp16") else []
-    common = [
-        "steps=5",
-        "log_every=1",
-        "accumulation=2",
-        "clip=norm",
-        "ema.decay=0.9",
-        *optimizer,
-        *fixed,
-        f"amp={mode}",
-    ]
-    for step in (1, 3):
-        clean = state(run(f"run_dir=drop{step}", f"debug.inject={{where: drop, step: {step}}}", *common))
-        for number, fault in enumerate(FAULTS):
-            folder = run(f"run_dir=bad{step}{number}", f"debug.inject={fault % step}", *common)
-            assert not same_but(clean, state(folder), "progress.skipped")
-            assert summary(folder)["skipped"] == 1
-            bad, good = (next(li for li in lines(f) if li["step"] == 5) for f in (folder, f"drop{step}"))
-            assert (bad["loss"], bad["lr"]) == (good["loss"], good["lr"])
-            at_fault = next(line for line in lines(folder) if line["step"] == step)
-            assert at_fault["loss"] is None and at_fault["grad_norm"] is None
 
 
 def test_a_dynamic_scale_backs_off_once_and_the_rest_is_the_run_that_never_saw_it():
@@ -568,25 +534,3 @@ def test_a_file_system_that_is_full_ends_with_4_and_keeps_the_last_checkpoint():
 
 
 # --- speed ----------------------------------------------------------------------------------------------------------------
-
-
-class CountWaits(TorchDispatchMode):
-    """Counts `aten::_local_scalar_dense`: each is one wait for the device."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mode", rows(MODES, "fp16"))
-def test_thirty_more_steps_wait_zero_times_more(mode):
-    counts = []
-    for steps in (10, 40):
-        with CountWaits() as waits:
-            run(f"run_dir={steps}", f"steps={steps}", f"amp={mode}", "log_every=1000", "schedule=constant", *EVERYTHING)
-        counts.append(waits.count)
-    assert counts[1] == counts[0]

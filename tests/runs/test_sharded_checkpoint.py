@@ -156,8 +156,8 @@ def test_a_head_in_slices_moves_to_other_numbers_of_ranks(num_ranks: int, tmp_pa
     assert not differing(whole, shards)
     assert whole["head"]["weight"].shape == whole["rows"]["rows"]["momentum_buffer"].shape == (7, 4)
     assert len(list(Path(folder, "sharded", "step_00000001").glob("parts_*"))) == 2
-    for head, rows in on_ranks(load_head, folder, num_ranks=num_ranks)[0]:
-        assert not differing([whole["head"], whole["rows"]], [head, rows])
+    for head, sampled in on_ranks(load_head, folder, num_ranks=num_ranks)[0]:
+        assert not differing([whole["head"], whole["rows"]], [head, sampled])
 
 
 # --- ranks agree

@@ -13,16 +13,13 @@ import torch
 from running import same_but, state
 from test_log import make_log
 from test_recipes import on_two_ranks, run
-from test_waits import waits
 from torch import Tensor, nn
+from waits import waits
 
 from amp_core import Amp, trainable
 from amp_core.doctor.statistics import KINDS, Statistics, spread
 
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def sampled(folder):

@@ -25,9 +25,7 @@ SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num
 SMALL += ["device=cpu", "log.progress=false", "batch_size=8", "save_every=1000000", "eval_every=1000000", "log_every=1"]
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def until(condition, seconds=60.0):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from tiers import rows
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from waits import Waits
 
 from amp_core import Amp, Checkpoint, Clip, Ema, StepReport, keep_fp32
 from amp_core.footprint import memory_of
@@ -374,20 +374,6 @@ def test_adaptive_clipping_sees_the_weights(mode: str) -> None:
     units = before.weight.norm(dim=1)
     moved = (run.net.state_dict()["4.weight"] - before.weight).norm(dim=1)
     assert moved.tolist() == pytest.approx((0.1 * 0.05 * units).tolist(), rel=0.3)  # lr times factor times norm
-
-
-class Waits(TorchDispatchMode):
-    """Counts what makes the host wait."""
-
-    num = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num += func.overloadpacket in (
-            torch.ops.aten._local_scalar_dense,
-            torch.ops.aten.equal,
-            torch.ops.aten.nonzero,
-        )
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("mode", SIXTEEN)

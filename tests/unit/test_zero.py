@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from running import same_but
 from test_fsdp import CPU, Training, gpt, same
-from test_waits import Waits
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from waits import Waits
 
 from amp_core import Amp, Checkpoint, Clip
 from amp_core.layout import wrap_ddp
