@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from running import lines, same_but, state, summary
+from running import PRELOAD, lines, same_but, state, summary
 from tiers import rows
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -237,8 +237,7 @@ def on_two_ranks(recipe, folder, *overrides, layout="ddp", statistics=False):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    preload = ["torch._dynamo", "torch.distributed.fsdp", "amp_core.preflight"]
-    mp.get_context("forkserver").set_forkserver_preload(preload)
+    mp.get_context("forkserver").set_forkserver_preload(PRELOAD)
     layout = "model_parallel" if recipe == "model_parallel" else layout
     argv = arguments(recipe, f"run_dir={folder}", f"layout={layout}", *overrides)
     context = mp.start_processes(_rank, (port, statistics, argv), 2, join=False, start_method="forkserver")

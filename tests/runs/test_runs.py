@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import checkpoints, differing, lines, same_but, state, summary
+from running import Forked, checkpoints, differing, lines, same_but, state, summary
+from test_recipes import on_two_ranks
+from test_recipes import run as run_recipe
 from tiers import rows
 
 import train
@@ -48,6 +51,11 @@ def start(*overrides):
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
+
+
+def fork(*overrides):
+    """The same without the seconds of imports."""
+    return Forked(train.main, [*SMALL, *overrides])
 
 
 def finish(process, code=0, timeout=100):
@@ -266,8 +274,8 @@ def test_another_run_can_be_the_start_of_a_new_one():
 
 @pytest.mark.parametrize("mode, workers", rows([("bf16", 0), ("fp16", 2)], ("bf16", 0)))
 def test_a_killed_run_continues_bit_exactly(mode, workers, capsys):
-    """As a user would see it; the fault campaign kills more, of more kinds, in forked processes."""
-    settings = ["steps=150", "save_every=7", "log_every=5", f"amp={mode}", f"data.num_workers={workers}", *EVERYTHING]
+    """The fault campaign kills more, of more kinds."""
+    settings = ["steps=100", "save_every=7", "log_every=5", f"amp={mode}", f"data.num_workers={workers}", *EVERYTHING]
     settings += ["amp.init_scale=16777216"] if mode == "fp16" else []  # overflows at first
     settings += ["debug.inject={where: batch, step: 5}"]
 
@@ -275,21 +283,21 @@ def test_a_killed_run_continues_bit_exactly(mode, workers, capsys):
         run(*overrides)
         return capsys.readouterr().out
 
-    kill_and_compare(settings, here)
+    kill_and_compare(settings, fork, here)
 
 
 @pytest.mark.slow
 def test_a_killed_run_on_two_processes_continues_bit_exactly():
     settings = ["steps=150", "save_every=7", "log_every=5", "amp=bf16", *EVERYTHING]
     settings += ["layout=ddp", "layout.nproc_per_node=2", "debug.inject={where: gradient, step: 5, rank: 1}"]
-    kill_and_compare(settings, lambda *overrides: finish(start(*overrides)))
+    kill_and_compare(settings, start, lambda *overrides: finish(start(*overrides)))
 
 
-def kill_and_compare(settings, complete):
+def kill_and_compare(settings, begin, complete):
     """Kill a process that trains; what is compared is trained by `complete`, which returns what it printed."""
-    broken = start("run_dir=broken", *settings)
+    broken = begin("run_dir=broken", *settings)
     wait_for(lambda: len(checkpoints("broken")) >= 2, broken)
-    time.sleep(random.uniform(0.0, 0.6))
+    time.sleep(random.uniform(0.0, 0.4))
     kill_all(broken)
     complete("run_dir=whole", *settings)
     unfinished = summary("broken")["status"] == "running"
@@ -333,7 +341,7 @@ TWO = ["layout=ddp", "layout.nproc_per_node=2"]
 )
 def test_a_signal_finishes_the_step_and_writes_a_checkpoint(number, layout):
     settings = ["steps=1000000", "run_dir=a", "save_every=1000000", "eval_every=1000000", *layout]
-    process = start(*settings)
+    process = (start if layout else fork)(*settings)
     wait_for(lambda: Path("a/metrics.jsonl").exists() and len(lines("a")) > 1, process)
     everyone = descendants(process.pid)
     process.send_signal(number)
@@ -349,42 +357,20 @@ def test_a_signal_finishes_the_step_and_writes_a_checkpoint(number, layout):
 # --- many processes -----------------------------------------------------------------------------------------------------
 
 
-def weights(folder):
-    return torch.cat([t.flatten() for t in state(folder)["model"].values()])
-
-
-@pytest.mark.slow
-def test_accumulation_and_ranks_do_not_change_the_run():
-    # No BatchNorm and no dropout: their statistics and masks belong to the micro-batch.
-    settings = ["steps=12", "model=mlp", "amp=fp32", "clip=norm", "model.options.depth=1"]
-    plain = [s for s in settings if "width" not in s]
-    two = start("run_dir=c", *plain, "accumulation=2", "layout=ddp", "layout.nproc_per_node=2")
-    run("run_dir=a", *plain, "batch_size=32")
-    run("run_dir=b", *plain, "accumulation=4")
-    finish(two)
-    for other in ("b", "c"):
-        difference = (weights("a") - weights(other)).abs().max().item()
-        assert difference < 1e-5, (other, difference)  # fp32 sums in another order, over 12 steps of AdamW
-    losses = [[line["loss"] for line in lines(f) if line["split"] == "train"] for f in "abc"]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert losses[0] == pytest.approx(losses[2], rel=1e-5)
-
-
-def test_a_run_moves_to_another_number_of_ranks_with_the_same_samples_per_step():
-    settings = ["model=mlp", "amp=bf16", "accumulation=2"]
-    finish(start("run_dir=a", *settings, "steps=4", "layout=ddp", "layout.nproc_per_node=2"))
-    out = finish(start("run_dir=a", *settings, "steps=8"))
-    assert "accumulation=4 instead of 2" in out
+def test_a_run_moves_to_another_number_of_ranks_with_the_same_samples_per_step(capsys):
+    settings = ["amp=bf16", "batch_size=8", "accumulation=2"]
+    on_two_ranks("classification", "a", *settings, "steps=4")
+    run_recipe("classification", "a", *settings, "steps=8")
+    assert "accumulation=4 instead of 2" in capsys.readouterr().out
     assert state("a")["progress"]["samples"] == 8 * 32
 
 
-@pytest.mark.slow
 def test_ranks_evaluate_the_model_that_is_saved(capsys):
     settings = ["steps=6", "ema.decay=0.5", "amp=fp32", "optimizer.lr=0.05"]
-    finish(start("run_dir=a", *settings, "layout=ddp", "layout.nproc_per_node=2"))
+    on_two_ranks("classification", "a", *settings, statistics=True)
     expected = summary("a")["eval"]
     capsys.readouterr()
-    run("run_dir=a", "task=evaluate", *settings)
+    run_recipe("classification", "a", "task=evaluate", *settings)
     printed = capsys.readouterr().out
     for name, value in expected.items():
         assert f"{name} {value:.4f}" in printed
@@ -424,7 +410,7 @@ def test_a_failing_rank_is_named_once_with_its_traceback():
 def test_a_sweep_goes_on_past_a_failed_job_and_completes_what_is_missing(capsys):
     sweep = ["-m", "hydra.sweep.dir=s", "amp=fp32,bf16", "steps=3"]
     # lr=1e30 diverges within the job: the other jobs run all the same.
-    bad = [*sweep, "optimizer=sgd", "optimizer.lr=1e30,0.01", "amp.max_consecutive_skips=1", "steps=40"]
+    bad = [*sweep, "optimizer=sgd", "optimizer.lr=1e30,0.01", "amp.max_consecutive_skips=1", "steps=8"]
     assert train.main([*SMALL, *bad]) == 1
     states = [summary(p.parent)["status"] for p in sorted(Path("s").glob("*/summary.json"))]
     assert sorted(states) == ["diverged", "diverged", "finished", "finished"]
@@ -508,7 +494,7 @@ def test_a_foreign_checkpoint_is_refused_and_nothing_is_lost(capsys):
 
 
 def test_two_runs_cannot_write_to_one_folder(capsys):
-    process = start("run_dir=a", "steps=1000000")
+    process = fork("run_dir=a", "steps=1000000")
     wait_for(lambda: Path("a/metrics.jsonl").exists(), process)
     run("run_dir=a", "steps=3", code=2)
     assert "another process is writing there" in capsys.readouterr().err
@@ -516,19 +502,16 @@ def test_two_runs_cannot_write_to_one_folder(capsys):
     assert train.main([*SMALL, "run_dir=a", "steps=3"]) == 0  # the lock died with its owner
 
 
+def on_a_full_disk(argv):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+    return train.main(argv)
+
+
 def test_a_file_system_that_is_full_ends_with_4_and_keeps_the_last_checkpoint():
-    script = (
-        "import resource, signal, sys; sys.path.insert(0, sys.argv[1])\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "import train\n"
-        f"settings = {SMALL!r} + ['run_dir=a', 'save_every=2']\n"
-        "assert train.main(settings + ['steps=4']) == 0\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
-        "sys.exit(train.main(settings + ['steps=8']))"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(ROOT)], capture_output=True, text=True)
-    assert done.returncode == 4, done.stderr
-    assert "error: cannot save" in done.stderr and "Traceback" not in done.stderr
+    run("run_dir=a", "save_every=2", "steps=4")
+    out = finish(Forked(on_a_full_disk, [*SMALL, "run_dir=a", "save_every=2", "steps=8"]), code=4)
+    assert "error: cannot save" in out and "Traceback" not in out
     assert [p.name for p in checkpoints("a")] == ["step_00000002", "step_00000004"]
     assert not math.isnan(state("a")["progress"]["samples"])
 
