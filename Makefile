@@ -24,7 +24,7 @@ endif
 
 help: ## show this list
 	@echo 'usage: make TARGET [ARGS="overrides or options"] [PYTHON=python3.12] [PYTEST_ARGS="-n 4 -k clip"]'
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## make .venv with everything installed; at once when nothing changed
 
