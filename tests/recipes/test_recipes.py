@@ -218,7 +218,13 @@ def _no_statistics():
         _BatchNorm.train = kept
 
 
-def _rank(rank, port, statistics, argv):
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def as_rank(rank, port, statistics, argv):
     """One rank of a run that was started as by torchrun."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -234,13 +240,11 @@ def on_two_ranks(recipe, folder, *overrides, layout="ddp", statistics=False):
     Args:
         statistics: those of the micro-batch, as usual; otherwise BatchNorm is as in evaluation.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     mp.get_context("forkserver").set_forkserver_preload(PRELOAD)
     layout = "model_parallel" if recipe == "model_parallel" else layout
     argv = arguments(recipe, f"run_dir={folder}", f"layout={layout}", *overrides)
-    context = mp.start_processes(_rank, (port, statistics, argv), 2, join=False, start_method="forkserver")
+    context = mp.start_processes(as_rank, (port, statistics, argv), 2, join=False, start_method="forkserver")
     while not context.join(timeout=60):
         pass
     assert all(process.exitcode == 0 for process in context.processes)

@@ -190,10 +190,11 @@ def test_there_are_at_least_300_malformed_command_lines():
     assert len({tuple(arguments) for arguments in MALFORMED}) >= 300
 
 
-def test_malformed_command_lines_exit_with_2_and_one_message_and_create_nothing(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("first", rows([0, 5, 10, 15], 0))
+def test_malformed_command_lines_exit_with_2_and_one_message_and_create_nothing(first, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     # Every fifth, since composing takes a tenth of a second; by name and message more of them are held below.
-    for arguments in MALFORMED[::5]:
+    for arguments in MALFORMED[first::20]:
         refuse(arguments, capsys, tmp_path)
 
 

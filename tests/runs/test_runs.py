@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from running import Forked, checkpoints, differing, lines, same_but, state, summary
-from test_recipes import on_two_ranks
+from test_recipes import as_rank, free_port, on_two_ranks
 from test_recipes import run as run_recipe
 from tiers import rows
 
@@ -352,6 +352,18 @@ def test_a_signal_finishes_the_step_and_writes_a_checkpoint(number, layout):
     assert state("a")["progress"]["step"] == summary("a")["step"]
     assert not [pid for pid in everyone if Path(f"/proc/{pid}").exists()]
     assert [line["step"] for line in lines("a")] == sorted({line["step"] for line in lines("a")})
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step():
+    settings = [*SMALL, "steps=1000000", "run_dir=a", "save_every=1000000", "layout=ddp"]
+    port = free_port()
+    ranks = [Forked(as_rank, rank, port, True, settings) for rank in range(2)]
+    wait_for(lambda: Path("a/metrics.jsonl").exists() and len(lines("a")) > 1, ranks[0])
+    ranks[1].send_signal(signal.SIGINT)
+    for rank in ranks:
+        assert "Traceback" not in finish(rank, code=130, timeout=40)
+    assert summary("a")["status"] == "preempted" and summary("a")["exit_code"] == 130
+    assert state("a")["progress"]["step"] == summary("a")["step"]
 
 
 # --- many processes -----------------------------------------------------------------------------------------------------

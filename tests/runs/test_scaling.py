@@ -54,7 +54,6 @@ def measured(rank: int, cases: list[int]) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
 def test_the_model_is_what_is_measured(on_ranks: OnRanks) -> None:
     """On 1 and 2 processes; the page has 4, too. And what a run says of itself is the model."""
     for num_ranks in (1, 2):
