@@ -29,6 +29,13 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, which is the present one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 def _rank_main(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], num_ranks: int, folder: str) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)

@@ -32,6 +32,7 @@ from faults import (
 )
 from running import lines, state, summary
 from test_recipes import arguments
+from tiers import rows
 
 import train
 from amp_core.doctor.trace import Range
@@ -59,9 +60,7 @@ SAYS = {
 """What the fix asks for, where it is one of code or data: that is what `mended` does."""
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def examine(recipe, settings, step=1):
@@ -103,7 +102,7 @@ def examine_planted(fault, mended, settings):
         return examine(fault.recipe, settings, fault.step)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", rows(FAULTS, every=12), ids=lambda fault: fault.name)
 def test_a_planted_fault_is_located_classified_and_cured(fault: Fault):
     SCORE["ran"].add(fault.name)
     finite, diagnosis = examine_planted(fault, False, fault.settings)
@@ -187,14 +186,17 @@ def check_report(fault, report):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "a row of attention with no key left",
-        "a static loss scale that is too large",
-        "a forbidden class under label smoothing",
-        "numbers beyond fp32",
+    rows(
+        [
+            "a row of attention with no key left",
+            "a static loss scale that is too large",
+            "a forbidden class under label smoothing",
+            "numbers beyond fp32",
+            "a poisoned buffer",
+            "a convolution before BatchNorm",
+        ],
         "a poisoned buffer",
-        "a convolution before BatchNorm",
-    ],
+    ),
 )
 def test_a_watched_run_reports_the_fault_and_goes_on(name, monkeypatch):
     fault = next(fault for fault in FAULTS if fault.name == name)
@@ -220,16 +222,19 @@ def test_a_watched_run_names_the_sample_that_was_bad_once(monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "a convolution before BatchNorm",
-        "two convolutions at once",
-        "a linear layer, and the next one that is given its numbers",
-        "an outer product of features",
+    rows(
+        [
+            "a convolution before BatchNorm",
+            "two convolutions at once",
+            "a linear layer, and the next one that is given its numbers",
+            "an outer product of features",
+            "a custom function",
+            "a factor in the discriminator",
+            "a layer of the second stage",
+            "a sum of many numbers",
+        ],
         "a custom function",
-        "a factor in the discriminator",
-        "a layer of the second stage",
-        "a sum of many numbers",
-    ],
+    ),
 )
 def test_a_healed_run_goes_on_training_with_its_islands(name, monkeypatch):
     fault = next(fault for fault in FAULTS if fault.name == name)
@@ -253,6 +258,7 @@ def test_a_healed_run_goes_on_training_with_its_islands(name, monkeypatch):
 # --- one rank of two --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_fault_on_one_rank_is_found_there():
     on_two_ranks(loud_on_rank_1, "a", *QUIET, "doctor=heal", "doctor.after_skips=2")
     (report,) = reports("a")
@@ -263,6 +269,7 @@ def test_a_fault_on_one_rank_is_found_there():
     assert [loss is None for loss in losses("a")] == [True, False, False, False]
 
 
+@pytest.mark.slow
 def test_a_bad_sample_on_one_rank_is_named():
     on_two_ranks(bad_on_rank_1, "a", "amp=bf16")
     (report,) = reports("a")
@@ -323,7 +330,7 @@ HEALTHY = [
 ]
 
 
-@pytest.mark.parametrize("case", HEALTHY, ids=" ".join)
+@pytest.mark.parametrize("case", rows(HEALTHY, ("classification", "amp=o2"), single=True), ids=" ".join)
 def test_the_doctor_is_silent_in_a_healthy_run(case):
     recipe, *settings = case
     run(recipe, "a", *settings, "steps=4")

@@ -26,6 +26,7 @@ LONG_ONLY = ["network", "elastic"]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and forks what macOS would not let fork")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_promise_is_broken(group, tmp_path):
     report = tmp_path / "report.json"

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from running import lines, same_but, state, summary
+from running import lines, summary
 from test_recipes import on_two_ranks, weights
 from test_recipes import run as run_recipe
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_core import Amp
 from amp_core.datasets.base import uniforms, unpack
@@ -25,9 +24,7 @@ ALONE: Any = SimpleNamespace(rank=0, world_size=1, sum_over_ranks=lambda tensor:
 TEMPERATURE = 0.1
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def network(*more: nn.Module) -> nn.Module:
@@ -226,6 +223,7 @@ def run(folder: str, *overrides: str, code: int = 0) -> Path:
     return Path(run_recipe("contrastive", folder, *overrides, code=code))
 
 
+@pytest.mark.slow
 def test_the_window_may_be_split_in_any_way() -> None:
     """No statistics and no dropout. The loss that is logged is the same number, not a mean of smaller ones."""
     settings = ["steps=4", "amp=fp32", "model=mlp", "model.options.width=16"]
@@ -238,41 +236,6 @@ def test_the_window_may_be_split_in_any_way() -> None:
         a, b = ([line["loss"] for line in lines(f) if line["split"] == "train"] for f in (one, other))
         assert a == pytest.approx(b, rel=1e-5)
         assert summary(one)["eval"] == pytest.approx(summary(other)["eval"], abs=1.01 / 24)  # one image of 24
-
-
-@pytest.mark.parametrize("mode", ["bf16", "fp16"])
-def test_resume_is_bit_exact_with_dropout_and_statistics(mode: str) -> None:
-    settings = [f"amp={mode}", "schedule.horizon=6", "accumulation=2", "model.options.dropout=0.3", "ema.decay=0.9"]
-    whole = run("whole", "steps=6", *settings)
-    run("parts", "steps=3", *settings)
-    parts = run("parts", "steps=6", *settings)
-    assert not same_but(state(whole), state(parts)) and summary(whole)["eval"] == summary(parts)["eval"]
-
-
-@pytest.mark.parametrize("fault", ["{where: batch, step: 2}", "{where: activation, step: 2, value: nan}"])
-def test_an_overflow_in_either_pass_leaves_no_trace(fault: str) -> None:
-    settings = ["steps=4", "amp=fp16", "amp.dynamic=false", "amp.init_scale=256", "accumulation=2"]
-    bad = state(run("bad", f"debug.inject={fault}", *settings))
-    clean = state(run("clean", "debug.inject={where: drop, step: 2}", *settings))
-    assert not same_but(clean, bad, "progress.skipped")
-    assert lines("bad")[1]["loss"] is None
-
-
-class Waits(TorchDispatchMode):
-    num = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_more_steps_wait_no_more_often() -> None:
-    counts = []
-    for steps in (4, 12):
-        with Waits() as waits:
-            run(f"{steps}", f"steps={steps}", "log_every=1000", "amp=fp16", "accumulation=2", "clip=norm")
-        counts.append(waits.num)
-    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import os
-import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from running import lines, same_but, state, summary
+from test_recipes import on_two_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -169,29 +166,12 @@ EVERYTHING = ["accumulation=2", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9
 KEEP = "keep its last learning rate"
 
 
-@pytest.fixture
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def run(folder: str, *overrides: str, code: int = 0) -> str:
     assert train.main([*SMALL, f"run_dir={folder}", *overrides]) == code
     return folder
 
 
-@pytest.mark.usefixtures("_folder")
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
-def test_a_run_goes_on_bit_exactly_in_both_phases_and_between_them(mode: str) -> None:
-    settings = [f"amp={mode}", "schedule.horizon=8", *EVERYTHING]
-    settings += ["amp.init_scale=16777216"] if mode == "fp16" else []  # overflows at first, in the teacher's phase
-    whole = state(run("whole", "steps=8", *settings))
-    for stop in (2, 4, 6):
-        run(f"stop{stop}", f"steps={stop}", *settings)
-        assert not same_but(whole, state(run(f"stop{stop}", "steps=8", *settings))), stop
-    assert (whole["progress"]["skipped"] > 0) == (mode == "fp16")
-
-
-@pytest.mark.usefixtures("_folder")
+@pytest.mark.usefixtures("own_folder")
 def test_the_teacher_is_saved_in_fp32_and_stands_still_while_the_student_learns() -> None:
     first = state(run("a", "steps=4", "amp=bf16", "schedule.horizon=8", *EVERYTHING))
     last = state(run("a", "steps=8", "amp=bf16", "schedule.horizon=8", *EVERYTHING))
@@ -203,7 +183,7 @@ def test_the_teacher_is_saved_in_fp32_and_stands_still_while_the_student_learns(
     assert not same_but({"model": first["model"]}, {"model": fresh["model"]})
 
 
-@pytest.mark.usefixtures("_folder")
+@pytest.mark.usefixtures("own_folder")
 def test_each_phase_logs_its_own_numbers_and_has_a_schedule_of_its_own() -> None:
     settings = ["steps=12", "schedule=warmup_linear", "schedule.options.warmup=0", "optimizer.lr=0.008"]
     found = [line for line in lines(run("a", *settings)) if line["split"] == "train"]
@@ -215,7 +195,7 @@ def test_each_phase_logs_its_own_numbers_and_has_a_schedule_of_its_own() -> None
     assert [line["loss"] for line in found[4:]] == pytest.approx(weighted, rel=1e-5)
 
 
-@pytest.mark.usefixtures("_folder")
+@pytest.mark.usefixtures("own_folder")
 def test_a_resume_warns_of_the_end_of_the_schedule_only_when_the_run_became_longer(capsys: Any) -> None:
     run("a", "steps=8", "max_minutes=0.000001", code=75)
     run("a", "steps=8")
@@ -224,13 +204,14 @@ def test_a_resume_warns_of_the_end_of_the_schedule_only_when_the_run_became_long
     assert KEEP in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("_folder")
+@pytest.mark.usefixtures("own_folder")
 def test_a_run_that_ends_before_the_student_begins_says_so(capsys: Any) -> None:
     run("a", "steps=4", "schedule.horizon=8")
     assert "this run ends before the student begins" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("_folder")
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_folder")
 def test_the_student_learns_from_answers_alone_and_the_modes_agree() -> None:
     settings = ["steps=90", "recipe.teacher_steps=30", "recipe.soft=1", "seed=3", "optimizer.lr=0.01", "log_every=30"]
     found = {mode: summary(run(mode, f"amp={mode}", *settings))["eval"] for mode in ("fp32", "bf16", "fp16")}
@@ -238,34 +219,18 @@ def test_the_student_learns_from_answers_alone_and_the_modes_agree() -> None:
         assert min(each[metric] for each in found.values()) > 0.9, found
 
 
-def _rank(rank: int, port: int, argv: list[str]) -> None:
-    """One rank of a run that was started as by torchrun."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
-    sys.exit(train.main(argv))
-
-
-def on_two_ranks(folder: str, *overrides: str) -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "amp_core.preflight"])
-    argv = [*SMALL, f"run_dir={folder}", "layout=ddp", *overrides]
-    context = mp.start_processes(_rank, (port, argv), 2, join=False, start_method="forkserver")
-    while not context.join(timeout=60):
-        pass
-    assert all(process.exitcode == 0 for process in context.processes)
-    return folder
-
-
-@pytest.mark.usefixtures("_folder")
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_folder")
 def test_two_processes_stop_at_the_switch_and_go_on_bit_exactly() -> None:
     """Their running statistics differ; a teacher frozen by each rank alone would, after a resume, be another one."""
-    settings = ["schedule.horizon=6", *EVERYTHING]
-    whole = on_two_ranks("whole", "steps=6", *settings)
-    on_two_ranks("parts", "steps=4", *settings)
-    assert not same_but(state(whole), state(on_two_ranks("parts", "steps=6", *settings)))
+    settings = ["schedule.horizon=6", "recipe.teacher_steps=4", *EVERYTHING]
+
+    def on_ranks(folder: str, steps: int) -> Any:
+        return state(on_two_ranks("distillation", folder, f"steps={steps}", *settings, statistics=True))
+
+    whole = on_ranks("whole", 6)
+    on_ranks("parts", 4)
+    assert not same_but(whole, on_ranks("parts", 6))
     assert summary("whole")["eval"] == summary("parts")["eval"]
 
 
@@ -277,7 +242,8 @@ def classify(folder: str, *overrides: str) -> str:
     return folder
 
 
-@pytest.mark.usefixtures("_folder")
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize("averaged", [[], ["ema.decay=0.9"]], ids=["weights", "averaged weights"])
 def test_the_network_of_another_run_teaches_as_it_was_saved(averaged: list[str]) -> None:
     classify("other", "amp=fp32", "optimizer.lr=0.01", *averaged)
@@ -294,7 +260,7 @@ def test_the_network_of_another_run_teaches_as_it_was_saved(averaged: list[str])
     )
 
 
-@pytest.mark.usefixtures("_folder")
+@pytest.mark.usefixtures("own_folder")
 def test_a_teacher_that_cannot_teach_is_refused_before_anything_is_written(capsys: Any) -> None:
     classify("other", "data.num_classes=5")
     torch.save({"weights": torch.zeros(3)}, "foreign.pt")
@@ -312,7 +278,7 @@ def test_a_teacher_that_cannot_teach_is_refused_before_anything_is_written(capsy
         assert code == 3 or not Path("a").exists()
 
 
-@pytest.mark.usefixtures("_folder")
+@pytest.mark.usefixtures("own_folder")
 def test_settings_that_cannot_work_are_refused(capsys: Any) -> None:
     run("a", "recipe.temperature=0", "recipe.soft=1.5", "recipe.teacher_steps=0", "recipe.teacher_model=cnnn", code=2)
     err = capsys.readouterr().err

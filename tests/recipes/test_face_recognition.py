@@ -56,6 +56,7 @@ def test_no_two_identities_of_the_glyphs_look_alike():
     assert max(shared.values()) < 4
 
 
+@pytest.mark.slow
 def test_glyphs_that_are_compared_were_not_trained_on():
     data = build_data(config("glyphs"), seed=0)
     assert data.facts == {"num_classes": data.train.num_classes, "image_shape": (1, 32, 32)}
@@ -310,16 +311,12 @@ SMALL = [*COMMON, "data=synthetic_identities", "data.num_samples=160", "data.num
 SMALL += ["batch_size=8", "recipe.embedding=16", "optimizer=sgd_face", "log_every=1"]
 
 
-@pytest.fixture
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def run(*overrides, code=0, settings=SMALL):
     assert train.main([*settings, *overrides]) == code
 
 
-@pytest.mark.usefixtures("_folder")
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_folder")
 def test_it_learns_to_tell_identities_apart_that_it_never_saw():
     more = ["data.num_samples=8000", "data.num_classes=400", "batch_size=64", "recipe.embedding=32", "optimizer=adamw"]
     run("run_dir=before", *more, "steps=1", "optimizer.lr=1e-9")
@@ -329,7 +326,7 @@ def test_it_learns_to_tell_identities_apart_that_it_never_saw():
     assert before["accuracy"] < 0.96 and after["accuracy"] > 0.99
 
 
-@pytest.mark.usefixtures("_folder")
+@pytest.mark.usefixtures("own_folder")
 def test_a_log_line_has_loss_speed_and_scale_and_the_scale_is_capped():
     run("run_dir=a", "steps=3", "amp=fp16_capped", "clip=norm", "clip.max_norm=5")
     for line in lines("a")[:3]:
@@ -337,7 +334,8 @@ def test_a_log_line_has_loss_speed_and_scale_and_the_scale_is_capped():
         assert line["loss_scale"] == 8 * 128
 
 
-@pytest.mark.usefixtures("_folder")
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_folder")
 def test_a_sampled_run_on_two_ranks_skips_together_and_goes_on_on_one():
     settings = ["run_dir=a", "recipe.sample_rate=0.5", "accumulation=2", "schedule.horizon=6", "amp=fp16"]
     settings += ["amp.dynamic=false", "amp.init_scale=256"]
@@ -360,7 +358,7 @@ def test_a_sampled_run_on_two_ranks_skips_together_and_goes_on_on_one():
     assert not torch.equal(saved["head"]["weight"], state("a")["head"]["weight"])
 
 
-@pytest.mark.usefixtures("_folder")
+@pytest.mark.usefixtures("own_folder")
 def test_knobs_out_of_range_are_refused(capsys):
     run("recipe.sample_rate=0", code=2)
     run("recipe.loss=sphereface", code=2)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from running import lines, same_but, state, summary
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from waits import Waits
 
 import train
 from amp_core import Amp, windows
@@ -215,6 +215,7 @@ def copying(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
+@pytest.mark.slow
 def test_a_model_that_copies_perfectly_fails_where_16_bit_ids_collide() -> None:
     generator = torch.Generator().manual_seed(0)
     net = GPT(vocab_size=16, length=64, width=64, depth=2, heads=1)
@@ -393,37 +394,25 @@ def test_a_sum_over_many_tokens_does_not_overflow_in_fp16() -> None:
 
 
 def test_a_step_does_not_wait_for_the_device() -> None:
-    waits = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.equal}
-
-    class Count(TorchDispatchMode):
-        num = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.num += func.overloadpacket in waits
-            return func(*args, **(kwargs or {}))
-
     amp = Amp.named("fp16")
     for positions in POSITIONS:
         net = small(positions=positions)
         batch = torch.randint(32, (2, 2, 16)).unbind()
-        with Count() as count:
+        with Waits() as waits:
             (window,) = windows([batch], count=num_valid)
             with amp.autocast():
                 loss = token_loss(net(batch[0]), batch[1]) / num_valid(batch).clamp(min=1)
             amp.backward(loss * window[0].weight)
-        assert count.num == 0
+        assert waits.num == 0
 
 
 # --- the recipe -------------------------------------------------------------------------------------------------------
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 SMALL = ["recipe=language_model", "device=cpu", "log.progress=false", "save_every=1000", "eval_every=1000"]
 SMALL += ["data.num_samples=1024", "data.length=64", "batch_size=8", "recipe.sample_bytes=8"]
 SMALL += ["model.options.depth=1", "model.options.width=32", "model.options.heads=1"]
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def run(folder: str, *overrides: str, code: int = 0) -> dict[str, float]:
@@ -432,6 +421,7 @@ def run(folder: str, *overrides: str, code: int = 0) -> dict[str, float]:
     return summary(folder)["eval"] if code == 0 else {}
 
 
+@pytest.mark.slow
 def test_the_modes_agree_and_learn() -> None:
     found = {mode: run(mode, f"amp={mode}", "steps=60") for mode in ("fp32", "bf16", "fp16")}
     for metrics in found.values():
@@ -453,6 +443,7 @@ def test_accumulation_changes_nothing_where_samples_differ_in_tokens(folder: Pat
         torch.testing.assert_close(one, many, rtol=0, atol=1e-4)  # sums in another order, 6 steps of AdamW
 
 
+@pytest.mark.slow
 def test_far_down_a_text_16_bit_positions_cost_and_fp32_ones_do_not(capsys: pytest.CaptureFixture[str]) -> None:
     train_on = ["steps=150", "schedule.horizon=150", "data=text", f"data.path={Path('copies.txt').absolute()}"]
     # Lines that are said twice: to say one again is to know how far back it began.

@@ -4,69 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from running import lines, same_but, state, summary
-from test_recipes import on_two_ranks, run, weights
+from running import lines, state
+from test_recipes import MLP, STATIC, on_two_ranks, run, weights
+from tiers import rows
 
 from amp_core.precision import Amp
 from amp_core.weights import trainable
 
-MODES = {
-    "o0": [],
-    "o1": ["amp.dynamic=false", "amp.init_scale=256"],
-    "o2": ["amp.dynamic=false", "amp.init_scale=256"],
-    "o3": [],
-    "bf16_pure": [],
-    "bf16_pure/kahan": ["amp.update=kahan"],
-    "bf16_pure/nearest": ["amp.update=nearest"],
-    "fp8": [],
-}
-# Sizes that float8 takes, for both recipes.
-NETS = {
-    "classification": ["model=cnn", "model.options.width=8"],
-    "classification/mlp": ["model=mlp", "model.options.width=32"],
-    "language_model": [],
-}
-WINDOW = ["accumulation=2", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9"]
-CASES = pytest.mark.parametrize(
-    "net, mode", [(net, mode) for net in NETS for mode in MODES if net != "classification/mlp" or mode == "fp8"]
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+@pytest.mark.parametrize(
+    "mode",
+    rows([["o2", *STATIC], ["bf16_pure"], ["bf16_pure", "amp.update=kahan"], ["fp8"]], ["bf16_pure"]),
+    ids=" ".join,
 )
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def settings(net, mode):
-    return [*NETS[net], f"amp={mode.split('/')[0]}", *MODES[mode]]
-
-
-@CASES
-def test_it_resumes_bit_by_bit(net, mode):
-    recipe, common = net.split("/")[0], [*settings(net, mode), "schedule.horizon=6", *WINDOW]
-    whole = run(recipe, "whole", "steps=6", *common)
-    run(recipe, "parts", "steps=3", *common)
-    parts = run(recipe, "parts", "steps=6", *common)
-    assert not same_but(state(whole), state(parts))
-    assert summary(whole)["eval"] == summary(parts)["eval"]
-    saved = state(whole)["model"]
-    assert all(t.dtype is torch.float32 for t in saved.values() if t.is_floating_point())
-
-
-@CASES
-def test_a_bad_window_leaves_no_trace(net, mode):
-    recipe, common = net.split("/")[0], ["steps=4", *settings(net, mode), *WINDOW]
-    clean = run(recipe, "clean", "debug.inject={where: drop, step: 2}", *common)
-    for where in ("gradient", "activation"):
-        bad = run(recipe, where, f"debug.inject={{where: {where}, step: 2}}", *common)
-        assert summary(bad)["skipped"] == 1
-        assert not same_but(state(clean), state(bad), "progress.skipped")
-
-
-@pytest.mark.parametrize("mode", ["o2", "bf16_pure", "bf16_pure/kahan", "fp8"])
 def test_two_ranks_agree_with_one(mode):
     # No BatchNorm: its statistics belong to the micro-batch.
-    common = ["steps=3", "model=mlp", "model.options.width=32", f"amp={mode.split('/')[0]}", *MODES[mode]]
+    common = ["steps=3", *MLP, f"amp={mode[0]}", *mode[1:]]
     one = run("classification", "one", "batch_size=8", *common)
     two = on_two_ranks("classification", "two", *common)
     # Half of each gradient is rounded before it is summed; Adam's first steps have the size of the learning rate.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from waits import Waits
 
 from amp_core import Amp, Clip
 from amp_core.layout import wrap_ddp
@@ -219,19 +220,11 @@ def test_sampling_for_each_micro_batch_would_lose_its_gradient():
 
 
 def test_a_step_waits_for_the_device_zero_times():
-    class CountWaits(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            waits = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
-            self.count += function in waits
-            return function(*args, **(kwargs or {}))
-
     amp = Amp.named("fp16")
     net = nn.Linear(8, DIM)
     head = PartialFC(100, DIM, sample_rate=0.3)
     optimizer, state = torch.optim.SGD(net.parameters(), lr=0.1, fused=True), head.carry(sgd(head))
-    with CountWaits() as waits:
+    with Waits() as waits:
         for step in range(3):
             labels = batch(step, classes=100)[1]
             head.sample(labels)
@@ -243,7 +236,7 @@ def test_a_step_waits_for_the_device_zero_times():
             amp.update()
             head.write_back()
             state.optimizer.zero_grad()
-    assert waits.count == 0
+    assert waits.num == 0
 
 
 def test_a_skipped_batch_leaves_the_centres_alone_and_the_usual_loop_leaves_nan():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from running import lines, same_but, state, summary
+from running import PRELOAD, lines, same_but, state, summary
+from tiers import rows
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from waits import Waits
 
 import train
 from amp_core.preflight import LAYOUTS
@@ -50,20 +53,109 @@ NO_DROPOUT = {
 }
 """Settings without randomness that belongs to the micro-batch, for recipes that have some."""
 
+WINDOW = ["accumulation=2", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9"]
+SIX = [*WINDOW, "schedule.horizon=6"]
+RECIPE = pytest.mark.parametrize("recipe", sorted(RECIPES))
+
+# --- settings: the rows of the tables of promises ---------------------------------------------------------------------
+
+Row = tuple[str, list[str]]  # a recipe and its settings
+STATIC = ["amp.dynamic=false", "amp.init_scale=256"]
+"""A scale that backs off may round differently what follows."""
+SCALED = ("fp16", "fp16_capped", "o1", "o2")
+PLAIN: dict[str, Row] = {
+    f"{recipe} {mode}": (recipe, [f"amp={mode}"]) for recipe in sorted(RECIPES) for mode in ("fp32", "bf16", "fp16")
+}
+CNN, MLP = ["model=cnn", "model.options.width=8"], ["model=mlp", "model.options.width=32"]  # sizes that float8 takes
+BEYOND: dict[str, Row] = {
+    f"{name} {' '.join(mode)}": (name.split(",")[0], [*net, f"amp={mode[0]}", *mode[1:]])
+    for name, net in {"classification": CNN, "language_model": []}.items()
+    for mode in (
+        *(["o0"], ["o1"], ["o2"], ["o3"], ["fp8"]),
+        *(["bf16_pure"], ["bf16_pure", "amp.update=kahan"], ["bf16_pure", "amp.update=nearest"]),
+    )
+} | {"classification, mlp fp8": ("classification", [*MLP, "amp=fp8"])}
+"""Modes that are more than autocast."""
+THREADS = ["recipe.chunks=2", "recipe.pipeline=threads"]
+
+RESUMES = {
+    **{name: row for name, row in (PLAIN | BEYOND).items() if not name.endswith("fp32")},
+    # Stopped before and at the end of the teacher's phase, and otherwise after it.
+    **{
+        f"distillation, {steps} steps of the teacher, {mode}": (
+            "distillation",
+            [f"recipe.teacher_steps={steps}", f"amp={mode}", *(["amp.init_scale=16777216"] if mode == "fp16" else [])],
+        )
+        for steps in (3, 4)
+        for mode in ("fp32", "bf16", "fp16")
+    },
+    "gan, two steps of the critic": (
+        "gan",
+        ["amp=fp16", "recipe.num_critic_steps=2", "model.options.norm=batch"],
+    ),
+    "gan, a graph that is shared": (
+        "gan",
+        ["amp=bf16", "recipe.share_graph=true", "recipe.penalty=r1", "recipe.num_critic_steps=1"],
+    ),
+    "model_parallel, threads, bf16": ("model_parallel", ["amp=bf16", *THREADS]),
+    "model_parallel, threads, fp16": ("model_parallel", ["amp=fp16", *THREADS]),
+    "classification, 16-bit moments": (
+        "classification",
+        [
+            *("amp=fp16", *MLP, "optimizer=adamw", "optimizer.state_dtype=bfloat16"),
+            "debug.inject={where: batch, step: 4}",
+        ],
+    ),
+}
+
 FAULT = {
     "distillation": "batch",  # the teacher steps in this window, the student is the first of the networks
     "gan": "batch",  # the discriminator steps, the generator is the first
 }
 """Where a fault hits whatever steps in window 2, if that is not the gradient of the first network."""
+EVERYWHERE = [
+    "{where: batch, step: 1, value: inf}",
+    "{where: activation, step: 3, value: nan}",
+    "{where: gradient, step: 3, value: -inf}",
+]
 
-WINDOW = ["accumulation=2", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9"]
-STATIC = {"fp16": ["amp.dynamic=false", "amp.init_scale=256"]}
-RECIPE = pytest.mark.parametrize("recipe", sorted(RECIPES))
+TRACES: dict[str, tuple[Row, list[str]]] = {
+    **{
+        name: (row, [f"{{where: {FAULT.get(row[0], 'gradient')}, step: 2}}"])
+        for name, row in PLAIN.items()
+        if not name.endswith("fp32")
+    },
+    **{name: (row, ["{where: gradient, step: 2}", "{where: activation, step: 2}"]) for name, row in BEYOND.items()},
+    **{
+        f"classification {mode} {' '.join(optimizer)}": (
+            ("classification", [f"amp={mode}", *optimizer]),
+            EVERYWHERE,
+        )
+        for mode in ("fp32", "tf32", "bf16", "fp16", "fp16_capped")
+        for optimizer in (["optimizer=sgd"], ["optimizer=adamw"], ["optimizer=sgd", "optimizer.fused=false"])
+    },
+    "contrastive, either pass": (
+        ("contrastive", ["amp=fp16"]),
+        ["{where: batch, step: 2}", "{where: activation, step: 2, value: nan}"],
+    ),
+    "model_parallel, threads": (("model_parallel", THREADS), ["{where: batch, step: 2}"]),
+}
+
+WAITS: dict[str, Row] = {
+    **{name: row for name, row in PLAIN.items() if name.endswith("fp16")},
+    **{
+        f"classification {mode}": ("classification", [f"amp={mode}"])
+        for mode in ("fp32", "tf32", "bf16", "fp16_capped", "o2", "bf16_pure", "fp8")
+    },
+    "classification, statistics": ("classification", ["amp=fp16", "doctor.statistics_every=2"]),
+    "gan, two steps of the critic": ("gan", ["amp=fp16", "recipe.num_critic_steps=2"]),
+}
+
+ALL_IN_FP16 = [f"{recipe} fp16" for recipe in sorted(RECIPES)]
+FEW_BEYOND = ["classification o2", "classification bf16_pure", "classification, mlp fp8"]
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def arguments(recipe, *overrides):
@@ -75,25 +167,40 @@ def run(recipe, folder, *overrides, code=0):
     return folder
 
 
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """`whole(recipe, *settings)`: a run of six steps, made once and then only read."""
+    made = {}
+
+    def of(recipe, *settings):
+        if (recipe, *settings) not in made:
+            folder = tmp_path_factory.mktemp("whole") / "run"
+            made[recipe, *settings] = run(recipe, folder, "steps=6", *SIX, *settings)
+        return made[recipe, *settings]
+
+    return of
+
+
 def losses(folder):
     return [line["loss"] for line in lines(folder) if line["split"] == "train"]
 
 
+def tensors(part):
+    """All tensors of a part of a state, in order."""
+    if isinstance(part, torch.Tensor):
+        return [part]
+    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else ()
+    return [tensor for value in inner for tensor in tensors(value)]
+
+
 def weights(folder):
     """All floating-point numbers of the networks, in order."""
-    found = []
-
-    def walk(value):
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            found.append(value.double().flatten())
-        elif isinstance(value, dict):
-            for inner in value.values():
-                walk(inner)
-
-    for name, part in state(folder).items():
-        if name != "config" and not name.endswith(("optimizer", "schedule")):
-            walk(part)
-    return torch.cat(found)
+    kept = [
+        part
+        for name, part in state(folder).items()
+        if name != "config" and not name.endswith(("optimizer", "schedule"))
+    ]
+    return torch.cat([t.double().flatten() for part in kept for t in tensors(part) if t.is_floating_point()])
 
 
 def without_statistics():
@@ -111,25 +218,33 @@ def _no_statistics():
         _BatchNorm.train = kept
 
 
-def _rank(rank, port, argv):
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def as_rank(rank, port, statistics, argv):
     """One rank of a run that was started as by torchrun."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
-    without_statistics()
+    if not statistics:
+        without_statistics()
     sys.exit(train.main(argv))
 
 
-def on_two_ranks(recipe, folder, *overrides, layout="ddp"):
-    """The same run on two gloo processes, forked from a server that has imported torch and run nothing."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    preload = ["torch._dynamo", "torch.distributed.fsdp", "amp_core.preflight"]
-    mp.get_context("forkserver").set_forkserver_preload(preload)
+def on_two_ranks(recipe, folder, *overrides, layout="ddp", statistics=False):
+    """The same run on two gloo processes, forked from a server that has imported torch and run nothing.
+
+    Args:
+        statistics: those of the micro-batch, as usual; otherwise BatchNorm is as in evaluation.
+    """
+    port = free_port()
+    mp.get_context("forkserver").set_forkserver_preload(PRELOAD)
     layout = "model_parallel" if recipe == "model_parallel" else layout
     argv = arguments(recipe, f"run_dir={folder}", f"layout={layout}", *overrides)
-    context = mp.start_processes(_rank, (port, argv), 2, join=False, start_method="forkserver")
+    context = mp.start_processes(as_rank, (port, statistics, argv), 2, join=False, start_method="forkserver")
     while not context.join(timeout=60):
         pass
     assert all(process.exitcode == 0 for process in context.processes)
@@ -145,10 +260,13 @@ def test_it_says_what_it_needs_to_be_found(recipe):
     assert {"name", "length", "best", "best_is"} <= fields.keys()
 
 
+# --- promises ---------------------------------------------------------------------------------------------------------
+
+
 @RECIPE
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
-def test_it_runs_and_learns_finite_weights(recipe, mode):
-    folder = run(recipe, "a", "steps=6", f"amp={mode}", *WINDOW)
+@pytest.mark.parametrize("mode", rows(["fp32", "bf16", "fp16"], "fp16"))
+def test_it_runs_and_learns_finite_weights(recipe, mode, whole):
+    folder = whole(recipe, f"amp={mode}")
     assert summary(folder)["status"] == "finished"
     assert torch.isfinite(weights(folder)).all()
     assert find(recipe).Knobs(**state(folder)["config"]["recipe"]).best in summary(folder)["eval"]
@@ -160,49 +278,82 @@ def test_it_runs_and_learns_finite_weights(recipe, mode):
 
 
 @RECIPE
-@pytest.mark.parametrize("mode", ["bf16", "fp16"])
-def test_resume_is_bit_exact(recipe, mode):
-    settings = [f"amp={mode}", "schedule.horizon=6", *WINDOW]
-    whole = run(recipe, "whole", "steps=6", *settings)
-    run(recipe, "parts", "steps=3", *settings)
-    parts = run(recipe, "parts", "steps=6", *settings)
-    assert not same_but(state(whole), state(parts))
-    assert summary(whole)["eval"] == summary(parts)["eval"]
+def test_a_checkpoint_is_evaluated_alone(recipe, whole, capsys):
+    folder = whole(recipe, "amp=fp16")
+    before = sorted(p.stat().st_mtime_ns for p in folder.rglob("*"))
+    capsys.readouterr()
+    run(recipe, folder, "amp=fp16", *SIX, "task=evaluate")
+    printed = capsys.readouterr().out
+    assert all(f"{name} {value:.4f}" in printed for name, value in summary(folder)["eval"].items())
+    assert sorted(p.stat().st_mtime_ns for p in folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("row", rows(RESUMES, "classification bf16", *ALL_IN_FP16, *FEW_BEYOND))
+def test_resume_is_bit_exact(row, whole):
+    recipe, settings = RESUMES[row]
+    expected = whole(recipe, *settings)
+    run(recipe, "parts", "steps=3", *SIX, *settings)
+    parts = run(recipe, "parts", "steps=6", *SIX, *settings)
+    assert not same_but(state(expected), state(parts))
+    assert summary(expected)["eval"] == summary(parts)["eval"]
+    networks = [t for name, part in state(parts).items() if name != "config" for t in tensors(part)]
+    assert all(t.dtype is torch.float32 for t in networks if t.is_floating_point() and t.dim())
+
+
+@pytest.mark.parametrize("row", rows(TRACES, "classification bf16", *ALL_IN_FP16, *FEW_BEYOND))
+def test_a_bad_window_leaves_no_trace(row):
+    """The state and the lines after it are those of the run that never saw the window."""
+    (recipe, settings), faults = TRACES[row]
+    settings = ["steps=4", *settings, *WINDOW]
+    settings += STATIC if any(f"amp={mode}" in settings for mode in SCALED) else []
+    for number, fault in enumerate(faults):
+        step = int(re.search(r"step: (\d+)", fault)[1])
+        clean = f"clean{step}"
+        if not Path(clean).exists():
+            run(recipe, clean, f"debug.inject={{where: drop, step: {step}}}", *settings)
+        bad = run(recipe, f"bad{number}", f"debug.inject={fault}", *settings)
+        assert not same_but(state(clean), state(bad), "progress.skipped")
+        assert summary(bad)["skipped"] == 1
+        at_fault, last, never = lines(bad)[step - 1], lines(bad)[3], lines(clean)[3]
+        assert at_fault["loss"] is None and at_fault["grad_norm"] is None
+        assert (last["step"], last["loss"], last["lr"]) == (4, never["loss"], never["lr"])
+
+
+@pytest.mark.parametrize("row", rows(WAITS, *ALL_IN_FP16, "classification, statistics"))
+def test_more_steps_wait_no_more_often(row):
+    recipe, settings = WAITS[row]
+    counts = []
+    for steps in (3, 6):
+        with Waits() as waits:
+            run(recipe, f"{steps}", f"steps={steps}", *settings, *WINDOW, "log_every=1000", "schedule=constant")
+        counts.append(waits.num)
+    assert counts[0] == counts[1] > 0
 
 
 @RECIPE
 @pytest.mark.usefixtures("_no_statistics")
-def test_accumulation_and_ranks_do_not_change_the_run(recipe):
-    settings = ["steps=3", "amp=fp32", "clip=norm", "ema.decay=0.9", *NO_DROPOUT.get(recipe, [])]
+def test_accumulation_does_not_change_the_run(recipe):
+    settings = [*ALIKE, *NO_DROPOUT.get(recipe, [])]
     one = run(recipe, "one", "batch_size=16", "accumulation=1", *settings)
-    accumulated = run(recipe, "accumulated", "accumulation=4", *settings)
-    others = [accumulated, on_two_ranks(recipe, "ranks", "accumulation=2", *settings)]
+    same_up_to_the_order_of_sums(one, run(recipe, "accumulated", "accumulation=4", *settings))
+
+
+@pytest.mark.parametrize("recipe", rows(sorted(RECIPES), "classification"))
+@pytest.mark.usefixtures("_no_statistics")
+def test_ranks_do_not_change_the_run(recipe):
+    settings = [*ALIKE, *NO_DROPOUT.get(recipe, [])]
+    one = run(recipe, "one", "batch_size=16", "accumulation=1", *settings)
+    same_up_to_the_order_of_sums(one, on_two_ranks(recipe, "ranks", "accumulation=2", *settings))
     if "fsdp" in getattr(find(recipe), "LAYOUTS", LAYOUTS):
-        others.append(on_two_ranks(recipe, "sharded", "accumulation=2", *settings, layout="fsdp"))
-    for other in others:
-        # Sums in fp32 in another order, over three steps.
-        assert losses(one) == pytest.approx(losses(other), rel=2e-4), other
-        difference = (weights(one) - weights(other)).abs().max().item()
-        assert difference < 1e-3 * weights(one).abs().max().item(), (other, difference)
+        sharded = on_two_ranks(recipe, "sharded", "accumulation=2", *settings, layout="fsdp")
+        same_up_to_the_order_of_sums(one, sharded)
 
 
-@RECIPE
-@pytest.mark.parametrize("mode", ["bf16", "fp16"])
-def test_a_bad_window_leaves_no_trace(recipe, mode):
-    settings = ["steps=4", f"amp={mode}", *STATIC.get(mode, []), *WINDOW]
-    clean = run(recipe, "clean", "debug.inject={where: drop, step: 2}", *settings)
-    bad = run(recipe, "bad", f"debug.inject={{where: {FAULT.get(recipe, 'gradient')}, step: 2}}", *settings)
-    assert not same_but(state(clean), state(bad), "progress.skipped")
-    assert summary(bad)["skipped"] == 1
+ALIKE = ["steps=3", "amp=fp32", "clip=norm", "ema.decay=0.9"]
 
 
-@RECIPE
-def test_a_checkpoint_is_evaluated_alone(recipe, capsys):
-    folder = run(recipe, "a", "steps=2")
-    expected = summary(folder)["eval"]
-    before = sorted(p.stat().st_mtime_ns for p in Path().rglob("*"))
-    capsys.readouterr()
-    run(recipe, "a", "task=evaluate")
-    printed = capsys.readouterr().out
-    assert all(f"{name} {value:.4f}" in printed for name, value in expected.items())
-    assert sorted(p.stat().st_mtime_ns for p in Path().rglob("*")) == before
+def same_up_to_the_order_of_sums(one, other):
+    """In fp32, over three steps."""
+    assert losses(one) == pytest.approx(losses(other), rel=2e-4), other
+    difference = (weights(one) - weights(other)).abs().max().item()
+    assert difference < 1e-3 * weights(one).abs().max().item(), (other, difference)

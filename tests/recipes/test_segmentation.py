@@ -490,6 +490,7 @@ def run(folder: Path, *overrides: str, code: int = 0) -> dict[str, float]:
     return summary(folder)["eval"] if code == 0 else {}
 
 
+@pytest.mark.slow
 def test_it_learns_and_the_modes_and_forms_agree(tmp_path: Path) -> None:
     found = {
         (mode, form): run(tmp_path / f"{mode}_{form}", f"amp={mode}", f"recipe.loss={form}")

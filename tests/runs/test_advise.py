@@ -429,6 +429,7 @@ def test_every_finder_keeps_quiet_about_an_empty_profile():
 # --- of recipes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_script_reports_on_the_default_recipe(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert doctor.main(["advise", "--windows", "3", "--compare", "--json", "report.json", *SMALL_RUN]) == 0
@@ -441,6 +442,7 @@ def test_the_script_reports_on_the_default_recipe(tmp_path, monkeypatch, capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]  # no run folder
 
 
+@pytest.mark.slow
 def test_an_unfused_optimizer_of_a_run_is_found(capsys):
     assert doctor.main(["advise", "--compare", "--windows", "2", *SMALL_RUN, "optimizer.fused=false"]) == 0
     text = capsys.readouterr().out
@@ -483,6 +485,7 @@ class Slow:
         return self.data.__getitems__(keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_slow", [True, False])
 def test_slow_data_are_found(is_slow):
     profiles = []
@@ -500,6 +503,7 @@ def test_slow_data_are_found(is_slow):
     assert profile.cadences.keys() == {"eval_every", "save_every"} and profile.batch_size == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gan", "language_model", "segmentation"])
 def test_the_operations_of_recipes_are_matched_with_their_times(recipe):
     profiles = []

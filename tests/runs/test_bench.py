@@ -84,6 +84,7 @@ def test_loops_are_compared_only_if_they_train_the_same_network(mode: str, monke
         step.distance(mlp, ["by hand", "careless"], batches, mode, "cpu")
 
 
+@pytest.mark.slow
 def test_waits_of_whole_runs_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """None per step, one per log line; an optimizer that is not fused is seen."""
     monkeypatch.chdir(tmp_path)

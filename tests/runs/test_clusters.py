@@ -33,6 +33,7 @@ def test_the_scripts_are_sound_bash(script):
     subprocess.run(["bash", "-n", script], check=True)
 
 
+@pytest.mark.slow
 def test_a_job_writes_a_checkpoint_before_its_time_is_over_queues_again_and_finishes(tmp_path):
     """`srun` runs its command here; `scontrol` notes what it was asked for. All else is real."""
     commands, asked, run_dir = tmp_path / "bin", tmp_path / "asked", tmp_path / "run"

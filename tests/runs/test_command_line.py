@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import rows
 
 import train
 from amp_core import compose
@@ -189,20 +190,21 @@ def test_there_are_at_least_300_malformed_command_lines():
     assert len({tuple(arguments) for arguments in MALFORMED}) >= 300
 
 
-def test_malformed_command_lines_exit_with_2_and_one_message_and_create_nothing(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("first", rows([0, 5, 10, 15], 0))
+def test_malformed_command_lines_exit_with_2_and_one_message_and_create_nothing(first, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     # Every fifth, since composing takes a tenth of a second; by name and message more of them are held below.
-    for arguments in MALFORMED[::5]:
+    for arguments in MALFORMED[first::20]:
         refuse(arguments, capsys, tmp_path)
 
 
-@pytest.mark.parametrize("text", [*UNKNOWN[::10], *WRONG_TYPE[::5], *OUT_OF_RANGE[::3]])
+@pytest.mark.parametrize("text", rows([*UNKNOWN[::10], *WRONG_TYPE[::5], *OUT_OF_RANGE[::3]], every=5))
 def test_the_message_names_the_full_key(text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert text.split("=")[0] in refuse([text], capsys, tmp_path)
 
 
-@pytest.mark.parametrize("key", PAIRS)
+@pytest.mark.parametrize("key", rows(PAIRS, every=5))
 def test_settings_that_contradict_each_other_are_refused_by_name(key, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert key in refuse(PAIRS[key], capsys, tmp_path)
@@ -240,7 +242,11 @@ def test_every_problem_stands_in_one_message(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["stepz=1"], ["amp=fp16", "steps=\udcff"], ["layout=ddp", "steps=0"], ["-m", "amp=fp32,x"], ["--foo"]]
+    "arguments",
+    rows(
+        [["stepz=1"], ["amp=fp16", "steps=\udcff"], ["layout=ddp", "steps=0"], ["-m", "amp=fp32,x"], ["--foo"]],
+        ["stepz=1"],
+    ),
 )
 def test_a_real_process_exits_with_2_and_creates_nothing(arguments, tmp_path):
     encoded = [os.fsencode(argument) for argument in arguments]

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from running import checkpoints, lines, same_but, state, summary
+from tiers import rows
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from waits import Waits
 
 import recipes.classification
 import train
 from amp_core import Amp, Doctor, windows
 from amp_core.islands import island_names
-from running import checkpoints, lines, same_but, state, summary
 
 TINY = ["model=cnn_small", "data=synthetic", "data.num_samples=256", "batch_size=8", "log_every=5", "eval_every=1000"]
 
@@ -156,20 +157,12 @@ def test_watching_never_waits_between_log_lines(tmp_path):
     """A longer run reads back as often more with a doctor as without."""
     counts = {}
     for doctor in ("off", "watch"):
-        for steps in (20, 60):
-            with CountWaits() as counter:
+        for steps in (10, 20):
+            with Waits() as waits:
                 run = [f"doctor={doctor}", "amp=fp16", f"steps={steps}", "ema.decay=0.9"]
                 assert start(tmp_path / f"{doctor}{steps}", *run) == 0
-            counts[doctor, steps] = counter.count
-    assert counts["watch", 60] - counts["watch", 20] == counts["off", 60] - counts["off", 20]
-
-
-class CountWaits(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
+            counts[doctor, steps] = waits.num
+    assert counts["watch", 20] - counts["watch", 10] == counts["off", 20] - counts["off", 10]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +181,7 @@ def test_healing_that_cannot_be_is_said(tmp_path, capsys):
 # --- it leaves no trace ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp32"])
+@pytest.mark.parametrize("mode", rows(["bf16", "fp32"], "bf16"))
 def test_a_watched_run_ends_with_the_bits_of_one_that_is_not(tmp_path, mode):
     common = ["steps=20", f"amp={mode}", "ema.decay=0.9", "debug.inject={where: activation, step: 8, value: inf}"]
     assert start(tmp_path / "watched", *common) == 0
@@ -200,6 +193,7 @@ def test_a_watched_run_ends_with_the_bits_of_one_that_is_not(tmp_path, mode):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save_every", [1000, 4])
 def test_a_fault_that_is_gone_is_found_from_the_start_or_the_last_checkpoint(tmp_path, monkeypatch, save_every):
     build, fatal = recipes.classification.build_model, []
@@ -222,6 +216,7 @@ def test_a_fault_that_is_gone_is_found_from_the_start_or_the_last_checkpoint(tmp
 # --- healing -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_healed_run_goes_on_and_its_checkpoint_remembers(tmp_path, monkeypatch):
     monkeypatch.setattr(recipes.classification, "build_model", scaled(2e5))
     common = ["amp=fp16", "doctor.after_skips=4", "ema.decay=0.9"]

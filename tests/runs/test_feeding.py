@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from running import refused_before_the_start, same_but, state, summary
+from tiers import rows
 
 import train
 from amp_core.checks import check_data
@@ -52,7 +53,7 @@ def test_crops_and_flips_move_bits_of_any_dtype() -> None:
     assert not torch.equal(crop_flip.apply(pixels, drawn), pixels)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", rows([0, 2], 0))
 def test_a_run_is_the_same_bits_wherever_images_are_prepared(tmp_path: Path, num_workers: int) -> None:
     common = ["device=cpu", "amp=bf16", "data=mnist_subset", "model=mlp", "batch_size=8", "accumulation=2", "steps=3"]
     common += ["log.progress=false", "perf.channels_last=true", f"data.num_workers={num_workers}"]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from test_recipes import COMMON, SMALL
+from tiers import rows
 from torch import Tensor, nn
 
 from amp_core.doctor.forecast import (
@@ -38,9 +39,7 @@ spec.loader.exec_module(script)
 MLP = [*(one for one in SMALL["classification"] if not one.startswith("model")), "model=mlp", "model.options.width=16"]
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def told(recipe: str, settings: list[str], windows: int = 2) -> Forecast:
@@ -166,7 +165,7 @@ def test_imitation_loses_what_fp16_loses() -> None:
 # --- forecasts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["classification", "language_model", "segmentation"])
+@pytest.mark.parametrize("recipe", rows(["classification", "language_model", "segmentation"], "language_model"))
 def test_healthy_networks_need_no_islands(recipe: str) -> None:
     forecast = told(recipe, SMALL[recipe])
     assert not forecast.islands

@@ -16,11 +16,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from running import refused_before_the_start, same_but, state
 from test_recipes import on_two_ranks, run
-from test_waits import Waits
+from tiers import rows
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from waits import Waits
 
 from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, keep_fp32, precision, sync_grads
 from amp_core.checkpoint import read
@@ -140,7 +141,7 @@ def trained(rank: int, layout: str, clips: list[Clip | None]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("layout", rows(["fsdp", "hsdp"], "fsdp"))
 def test_ranks_with_parts_equal_one_process(layout: str, on_ranks: OnRanks) -> None:
     """In every mode, with accumulation, clipping by norm, a schedule and averages."""
     (single,) = on_ranks(trained, "single", [Clip.norm(0.5)], num_ranks=1)
@@ -154,6 +155,7 @@ def test_ranks_with_parts_equal_one_process(layout: str, on_ranks: OnRanks) -> N
             assert a == pytest.approx(b, rel=TOLERANCE[mode])
 
 
+@pytest.mark.slow
 def test_without_a_norm_parts_are_replicas_bit_by_bit(on_ranks: OnRanks) -> None:
     """Weights gathered in 16 bits are those that autocast makes, and gradients are summed in fp32."""
     clips = [None, Clip.value(1e-3), Clip.adaptive(0.02)]
@@ -206,6 +208,7 @@ def by_name(rank: int, layout: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_every_optimizer_of_single_elements_steps_on_parts(on_ranks: OnRanks) -> None:
     """Ranks with an empty part included: the last layer has one row."""
     (single,) = on_ranks(by_name, "single", num_ranks=1)
@@ -256,7 +259,7 @@ def with_a_bad_gradient(rank: int, bad_rank: int | None, mode: str, agree: bool 
     return found
 
 
-@pytest.mark.parametrize("mode, bad_rank", [("fp16", 0), ("fp16", 1), ("bf16", 1)])
+@pytest.mark.parametrize("mode, bad_rank", rows([("fp16", 0), ("fp16", 1), ("bf16", 1)], ("fp16", 1)))
 def test_a_bad_gradient_in_one_part_is_skipped_by_all(mode: str, bad_rank: int, on_ranks: OnRanks) -> None:
     never = on_ranks(with_a_bad_gradient, None, mode)[0]
     for seen in on_ranks(with_a_bad_gradient, bad_rank, mode):
@@ -298,7 +301,7 @@ def with_statistics(rank: int, bad_rank: int | None) -> Any:
     return gathered(net.state_dict()), gathered(ema.state_dict())
 
 
-@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("bad_rank", rows([0, 1], 1))
 def test_statistics_are_put_back_on_all_ranks(bad_rank: int, on_ranks: OnRanks) -> None:
     assert same(on_ranks(with_statistics, bad_rank), on_ranks(with_statistics, None))
 
@@ -431,6 +434,7 @@ def resumed(rank: int, layout: str, folder: str) -> dict[str, list[list[float]]]
     return found
 
 
+@pytest.mark.slow
 def test_every_layout_continues_every_other_one(tmp_path: Path, on_ranks: OnRanks) -> None:
     folder = str(tmp_path / "checkpoints")
     expected = {layout: on_ranks(saved, layout, folder, num_ranks=n)[0] for layout, n in LAYOUTS.items()}
@@ -550,6 +554,7 @@ def test_evaluation_sees_the_weights_of_the_last_step(on_ranks: OnRanks) -> None
 # --- whole runs
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_exactly_and_goes_on_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = ["amp=fp16", "schedule.horizon=6", "clip=norm", "ema.decay=0.9", "optimizer=sgd"]
@@ -567,6 +572,7 @@ def test_a_run_resumes_bit_exactly_and_goes_on_alone(tmp_path: Path, monkeypatch
     close(a["ema"], b["ema"], TOLERANCE["fp16"])
 
 
+@pytest.mark.slow
 def test_the_doctor_finds_the_fault_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sharded = functools.partial(on_two_ranks, "language_model", layout="fsdp")

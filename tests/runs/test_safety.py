@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from running import checkpoints, state
+from tiers import rows
 
 import train
 from amp_core.checkpoint import Checkpoint
@@ -43,7 +44,7 @@ def refused(capsys, *overrides):
 # --- folders ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["", " ", "~", "~/run", "/", "//", "/usr/..", "$HOME"])
+@pytest.mark.parametrize("place", rows(["", " ", "~", "~/run", "/", "//", "/usr/..", "$HOME"], "~/run", "/usr/.."))
 @pytest.mark.parametrize("key", ["run_dir", "hydra.sweep.dir"])
 def test_a_place_that_is_no_folder_for_runs_is_refused(key, place, capsys, monkeypatch, tmp_path):
     (tmp_path / "home").mkdir()
@@ -53,7 +54,9 @@ def test_a_place_that_is_no_folder_for_runs_is_refused(key, place, capsys, monke
     assert key in refused(capsys, *sweep, f"{key}='{place}'")
 
 
-@pytest.mark.parametrize("name", ["train.log", "checkpoints/model.pt", ".hydra/config.yaml", ".lock", "summary.json"])
+@pytest.mark.parametrize(
+    "name", rows(["train.log", "checkpoints/model.pt", ".hydra/config.yaml", ".lock", "summary.json"], "train.log")
+)
 def test_files_of_somebody_else_are_not_changed(name, capsys):
     path = Path("theirs", name)
     path.parent.mkdir(parents=True)
@@ -68,7 +71,9 @@ def test_files_that_a_run_does_not_touch_do_not_matter():
     assert Path("mixed/notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", [".hydra", ".lock", "doctor", "metrics.jsonl", "samples", "summary.json", "train.log"])
+@pytest.mark.parametrize(
+    "name", rows([".hydra", ".lock", "doctor", "metrics.jsonl", "samples", "summary.json", "train.log"], "summary.json")
+)
 def test_nothing_is_written_through_a_link(name, capsys, tmp_path):
     Path("run").mkdir()
     (tmp_path / "theirs").write_text("theirs")
@@ -84,6 +89,7 @@ def test_a_lock_is_not_opened_through_a_link(tmp_path):
     assert (tmp_path / "theirs").read_text() == "theirs"
 
 
+@pytest.mark.slow
 def test_pruning_removes_links_and_not_what_they_lead_to(tmp_path):
     theirs = tmp_path / "theirs"
     theirs.mkdir()

@@ -13,16 +13,13 @@ import torch
 from running import same_but, state
 from test_log import make_log
 from test_recipes import on_two_ranks, run
-from test_waits import waits
 from torch import Tensor, nn
+from waits import waits
 
 from amp_core import Amp, trainable
 from amp_core.doctor.statistics import KINDS, Statistics, spread
 
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def sampled(folder):
@@ -212,6 +209,7 @@ def test_a_resumed_run_goes_on_in_the_same_file() -> None:
     assert [line["step"] for line in sampled(parts)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gan", "face_recognition", "language_model", "segmentation"])
 def test_other_recipes(recipe: str) -> None:
     folder = run(recipe, "a", "steps=3", "amp=bf16", "accumulation=2", "doctor.statistics_every=3")
@@ -223,6 +221,7 @@ def test_other_recipes(recipe: str) -> None:
         assert found == {"generator", "discriminator"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["bf16", "bf16_pure"])
 def test_ranks(mode: str) -> None:
     """Rank 0 alone measures: no rank waits for another one, and the weights stay the same."""

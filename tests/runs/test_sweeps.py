@@ -25,9 +25,7 @@ SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num
 SMALL += ["device=cpu", "log.progress=false", "batch_size=8", "save_every=1000000", "eval_every=1000000", "log_every=1"]
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def until(condition, seconds=60.0):
@@ -125,6 +123,7 @@ def test_a_present_choice_of_gpus_is_respected(monkeypatch):
 # --- jobs side by side ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_job_fails_alone_and_a_signal_saves_the_others():
     settings = [*SMALL, "-m", "hydra.sweep.dir=s", "seed=1,2", "steps=1000000", "schedule=constant"]
     launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
@@ -155,6 +154,7 @@ def test_a_killed_job_fails_alone_and_a_signal_saves_the_others():
     assert "0 of 2 jobs finished; the report: python scripts/report.py s" in said and "killed by SIGKILL" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_worker", [False, True])
 def test_a_job_goes_on_without_the_shell_that_started_the_sweep_and_not_without_the_sweep(in_worker):
     job = "import pathlib, time; pathlib.Path('began').touch(); time.sleep(1)"
@@ -187,6 +187,7 @@ def test_jobs_side_by_side_have_a_gpu_each_or_take_turns():
 # --- searches ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_search_that_was_cut_off_tries_what_an_undisturbed_one_tries(capsys):
     optuna = pytest.importorskip("optuna")
     space = ["optimizer=sgd", "optimizer.lr=tag(log,interval(1e-3,1e15))", "accumulation=1,2", "steps=3"]
@@ -240,6 +241,7 @@ def test_pages_show_the_numbers_of_the_record():
     )
 
 
+@pytest.mark.slow
 def test_an_experiment_names_its_command_and_composes():
     for path in (ROOT / "conf" / "experiment").glob("*.yaml"):
         assert f"python train.py -m experiment={path.stem}" in path.read_text()

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "YOUR_OWN_MODEL.md"
 NOT_RUN = ["make setup", "source .venv/bin/activate"]  # what the tests stand on
@@ -54,6 +56,7 @@ def parts(page: str) -> tuple[list[tuple[str, str | None, str]], list[str], list
     return edits, commands + re.findall(r"^    (\S.*)$", last[3], re.MULTILINE), outputs
 
 
+@pytest.mark.slow
 def test_whoever_follows_the_page_has_a_recipe_that_keeps_all_promises(tmp_path):
     edits, commands, (report,) = parts(PAGE.read_text())
     assert len(edits) == 5 and commands[:2] == NOT_RUN and len(commands) == 10

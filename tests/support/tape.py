@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+from waits import WAITS
 
 aten = torch.ops.aten
-WAITS = {aten._local_scalar_dense, aten.equal, aten.nonzero}
 
 
 def tensors(value: Any) -> list[Tensor]:

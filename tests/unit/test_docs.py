@@ -22,6 +22,11 @@ def hooks():
     return module
 
 
+@pytest.fixture(scope="module")
+def made(hooks):
+    return hooks.pages()
+
+
 def links(text):
     return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
 
@@ -35,8 +40,7 @@ def anchors(text):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_links_lead_somewhere_in_the_repository_and_on_the_site(hooks, page):
-    made = hooks.pages()
+def test_links_lead_somewhere_in_the_repository_and_on_the_site(hooks, made, page):
     for link in links(page.read_text()):
         target, _, anchor = link.partition("#")
         if "://" in target:
@@ -55,8 +59,8 @@ def test_every_page_is_in_the_navigation(hooks):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_page_of_a_recipe_has_its_lesson_its_keys_and_its_file(hooks, recipe):
-    page, module = hooks.pages()[f"recipes/{recipe}.md"], find(recipe)
+def test_the_page_of_a_recipe_has_its_lesson_its_keys_and_its_file(made, recipe):
+    page, module = made[f"recipes/{recipe}.md"], find(recipe)
     for key in module.Knobs.__dataclass_fields__.keys() - {"name"}:
         (row,) = re.findall(rf"^\| `recipe.{key}` \| `[^`]+` \| \S.* \|$", page, re.MULTILINE)
         assert row

@@ -11,6 +11,7 @@ import tape
 import torch
 from running import lines, same_but, state
 from test_recipes import arguments
+from tiers import rows
 from torch import Tensor, nn
 
 import amp_core.graph
@@ -243,7 +244,7 @@ def compared(recipe, folder, *overrides):
     ], state(folder)
 
 
-@pytest.mark.parametrize("recipe", ["face_recognition", "language_model"])
+@pytest.mark.parametrize("recipe", rows(["face_recognition", "language_model"], "language_model"))
 def test_a_recipe_that_is_played_is_the_recipe(recipe, on_tape, tmp_path, monkeypatch):
     """The scale doubles with every step until it overflows. Statistics are sampled in between, by hooks."""
     monkeypatch.chdir(tmp_path)

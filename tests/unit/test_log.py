@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiers import rows
 
 from amp_core import log as log_module
 from amp_core.config import LogConfig
@@ -377,7 +378,7 @@ TERMINAL_RUN = """
 """
 
 
-@pytest.mark.parametrize("columns", [0, 80, 120])  # 0: as terminals without a size say
+@pytest.mark.parametrize("columns", rows([0, 80, 120], 80))  # 0: as terminals without a size say
 def test_a_bar_on_a_terminal_is_whole_and_messages_do_not_tear_it(tmp_path, columns):
     output = on_terminal(TERMINAL_RUN, tmp_path, columns)
     assert "50/100" in output
@@ -428,6 +429,7 @@ def test_a_tensorboard_that_cannot_start_is_one_warning(tmp_path, capsys):
     assert len(lines_of(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_a_tensorboard_that_fails_is_switched_off_with_one_warning(tmp_path):
     pytest.importorskip("tensorboard")
     code = """
@@ -457,6 +459,7 @@ def offline_files(run_dir: Path) -> list[Path]:
     return sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
 
 
+@pytest.mark.slow
 def test_an_offline_run_is_continued_under_its_id(tmp_path, offline, capsys):
     for start_step in (0, 20):
         log = make_log(tmp_path, wandb=True, start_step=start_step)

@@ -35,6 +35,7 @@ def run_python(code: str) -> str:
 # --- torchvision ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_torchvision_is_imported_twice_in_a_fresh_interpreter_without_a_warning() -> None:
     code = """
 from amp_core.vision import import_torchvision
@@ -47,6 +48,7 @@ print(first.models.resnet18().fc.out_features)
     assert run_python(code) == "1000\n"
 
 
+@pytest.mark.slow
 def test_torchvision_is_imported_after_somebody_else_failed_to() -> None:
     code = """
 try:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from running import differing, refused_before_the_start, state
+from running import differing, refused_before_the_start
 from test_fsdp import Training as Parts
-from test_waits import Training, waits
+from test_waits import Training
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW
+from waits import waits
 
-import train
 from amp_core import Amp, Clip
 from amp_core.config import OptimizerConfig, read_option
 from amp_core.footprint import memory_of, state_ratio
@@ -101,18 +101,6 @@ def sharded(rank: int) -> tuple[list[float], bool]:
 def test_parts_of_weights_have_parts_of_16_bit_moments(on_ranks: Any) -> None:
     for errors, are_16bit in on_ranks(sharded):
         assert are_16bit and max(errors) < 0.02, errors
-
-
-def test_a_run_resumes_bit_exactly(tmp_path: Path) -> None:
-    common = ["recipe=classification", "device=cpu", "amp=fp16", "optimizer=adamw", "optimizer.state_dtype=bfloat16"]
-    common += ["data=synthetic", "data.num_samples=64", "data.image_size=8", "model=mlp", "batch_size=8", "clip=norm"]
-    common += ["log.progress=false", "data.num_workers=0", "ema.decay=0.9", "debug.inject={where: batch, step: 4}"]
-    assert train.main([*common, "steps=6", "schedule.horizon=6", f"run_dir={tmp_path / 'whole'}"]) == 0
-    assert train.main([*common, "steps=3", "schedule.horizon=6", f"run_dir={tmp_path / 'halves'}"]) == 0
-    assert train.main([*common, "steps=6", "schedule.horizon=6", f"run_dir={tmp_path / 'halves'}"]) == 0
-    whole, halves = state(tmp_path / "whole"), state(tmp_path / "halves")
-    assert not differing(whole["optimizer"], halves["optimizer"]) and not differing(whole["model"], halves["model"])
-    assert whole["optimizer"]["state"][0]["exp_avg_sq"].dtype is torch.bfloat16
 
 
 def test_what_it_does_not_work_with_is_refused(

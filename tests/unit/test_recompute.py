@@ -210,6 +210,7 @@ def in_layouts(rank: int, cases: list[tuple[str, str, float]]) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_ranks, cases",
     [
@@ -227,6 +228,7 @@ def test_every_layout_computes_the_same_bits(num_ranks: int, cases: list[Any], o
 # --- whole runs
 
 
+@pytest.mark.slow
 def test_the_doctor_says_the_same_of_blocks_that_are_computed_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

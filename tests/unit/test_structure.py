@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -18,13 +19,12 @@ CORE = sorted((ROOT / "amp_core").rglob("*.py"))
 RECIPE_FILES = sorted((ROOT / "recipes").glob("*.py"))
 
 
+@functools.cache
 def imports(path):
     """Top-level packages (and amp_core or recipes modules in full) that a file imports anywhere."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    found = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return found + [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
 
 
 def importers_of(package):

@@ -14,31 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import rows
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils._python_dispatch import TorchDispatchMode
+from waits import waits
 
 from amp_core import Amp, Clip, Ema, Schedule, sync_grads, windows
-
-aten = torch.ops.aten
-# Whatever hands the host a number, or a size that depends on one.
-WAITS = {aten._local_scalar_dense, aten.equal, aten.nonzero}
-
-
-class Waits(TorchDispatchMode):
-    """Counts what makes the host wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num += func.overloadpacket in WAITS
-        return func(*args, **(kwargs or {}))
 
 
 class Training:
@@ -67,12 +52,6 @@ class Training:
         self.ema.update(report)
 
 
-def waits(run: Callable[[], Any]) -> int:
-    with Waits() as mode:
-        run()
-    return mode.num
-
-
 FUSED: list[Callable[..., Optimizer]] = [
     lambda p: SGD(p, lr=0.1, momentum=0.9, fused=True),
     lambda p: Adam(p, fused=True),
@@ -84,7 +63,7 @@ clips = pytest.mark.parametrize("clip", CLIPS, ids=["none", "norm", "value", "ad
 
 
 @clips
-@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "fp16", "fp16_capped"])
+@pytest.mark.parametrize("mode", rows(["fp32", "tf32", "bf16", "fp16", "fp16_capped"], "fp16"))
 def test_a_fused_step_waits_never(mode: str, clip: Any) -> None:
     """The first, a taken and a skipped one."""
     for make in FUSED:

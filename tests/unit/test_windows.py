@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tiers import rows
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -172,8 +173,8 @@ def train_on_a_rank(rank: int, plain: bool, num_batches: tuple[int, ...], sync: 
     return [p.detach() for p in net.parameters()], num_windows, num_reductions
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["ours", "plain"])
-@pytest.mark.parametrize("num_batches", [(5, 3), (1, 4), (3, 3)], ids=str)
+@pytest.mark.parametrize("plain", rows([False, True], False), ids=["ours", "plain"])
+@pytest.mark.parametrize("num_batches", rows([(5, 3), (1, 4), (3, 3)], (5, 3), single=True), ids=str)
 def test_uneven_ranks_end_together_and_equal_one_process(
     num_batches: tuple[int, int], plain: bool, on_ranks: Callable[..., Any]
 ) -> None:
@@ -195,6 +196,7 @@ def test_uneven_ranks_end_together_and_equal_one_process(
     assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))
 
 
+@pytest.mark.slow
 def test_without_sync_grads_every_micro_batch_is_reduced(on_ranks: Callable[..., Any]) -> None:
     """4 micro-batches in windows of 2: 2 reductions, or 4 the usual way."""
     assert [on_ranks(train_on_a_rank, True, (4, 4), sync)[0][2] for sync in (True, False)] == [2, 4]
@@ -231,7 +233,7 @@ def means_of_tokens(rank: int, plain: bool) -> tuple[float, float]:
     return tuple(grads)
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["ours", "plain"])
+@pytest.mark.parametrize("plain", rows([False, True], False), ids=["ours", "plain"])
 def test_ranks_with_1_and_3_tokens_give_the_mean_of_all_and_not_the_mean_of_means(
     plain: bool, on_ranks: Callable[..., Any]
 ) -> None:

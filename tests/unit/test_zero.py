@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from running import same_but
 from test_fsdp import CPU, Training, gpt, same
-from test_waits import Waits
+from tiers import rows
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from waits import Waits
 
 from amp_core import Amp, Checkpoint, Clip
 from amp_core.layout import wrap_ddp
@@ -127,6 +128,7 @@ def in_case(rank: int, *, shares: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_16bit_weights_channels_last_whole_matrices_and_weights_of_one_rank(on_ranks: OnRanks) -> None:
     plain, shared = zip(*on_ranks(by_case), strict=True)
     for case in CASES:
@@ -168,6 +170,7 @@ def cost(rank: int) -> dict[str, Any]:
     return {"waits": waits.num, "gathered": sent.bytes["allgather_base"]}
 
 
+@pytest.mark.slow
 def test_no_wait_and_one_gather_of_the_weights(on_ranks: OnRanks) -> None:
     size = 4 * sum(p.numel() for p in gpt().parameters())
     for found in on_ranks(cost):
@@ -180,35 +183,32 @@ def test_no_wait_and_one_gather_of_the_weights(on_ranks: OnRanks) -> None:
 KINDS = ("sgd", "adamw_fused")
 
 
-def written(rank: int, folder: str) -> list[Any]:
+def written(rank: int, folder: str, kind: str) -> list[Any]:
     """Two steps, a checkpoint and a step more in slices; what follows from it in slices and replicas, and vice versa."""
-    found = []
-    for kind in KINDS:
-        for layout in ("zero", "ddp"):
-            t = training(layout, "fp16", kind)
-            t.window()
-            t.window()
-            checkpoint = Checkpoint(f"{folder}/{layout}/{kind}", writer=rank == 0, **t.parts())
-            checkpoint.save(2)
-            if layout == "zero":
-                shards = {"format": "sharded", "group": dist.group.WORLD}
-                Checkpoint(f"{folder}/shards/{kind}", writer=rank == 0, **shards, **t.parts()).save(2)
-            snapshot = checkpoint.snapshot()
-            following = [t.window(), values(t)]
-            checkpoint.restore(snapshot)
-            t.step, t.ema.num_taken[...] = 2, 2
-            assert same(following, [t.window(), values(t)])
-        dist.barrier()
-        for layout, source in (
-            ("zero", "zero"),
-            ("ddp", "zero"),
-            ("zero", "ddp"),
-            ("zero", "shards"),
-            ("ddp", "shards"),
-        ):
-            assert same(following, go_on(layout, source, kind, folder)), (layout, source)
-        found.append(following[0])
-    return found
+    for layout in ("zero", "ddp"):
+        t = training(layout, "fp16", kind)
+        t.window()
+        t.window()
+        checkpoint = Checkpoint(f"{folder}/{layout}/{kind}", writer=rank == 0, **t.parts())
+        checkpoint.save(2)
+        if layout == "zero":
+            shards = {"format": "sharded", "group": dist.group.WORLD}
+            Checkpoint(f"{folder}/shards/{kind}", writer=rank == 0, **shards, **t.parts()).save(2)
+        snapshot = checkpoint.snapshot()
+        following = [t.window(), values(t)]
+        checkpoint.restore(snapshot)
+        t.step, t.ema.num_taken[...] = 2, 2
+        assert same(following, [t.window(), values(t)])
+    dist.barrier()
+    for layout, source in (
+        ("zero", "zero"),
+        ("ddp", "zero"),
+        ("zero", "ddp"),
+        ("zero", "shards"),
+        ("ddp", "shards"),
+    ):
+        assert same(following, go_on(layout, source, kind, folder)), (layout, source)
+    return following[0]
 
 
 def go_on(layout: str, source: str, kind: str, folder: str) -> list[Any]:
@@ -221,18 +221,21 @@ def go_on(layout: str, source: str, kind: str, folder: str) -> list[Any]:
     return [t.window(), values(t)]
 
 
-def elsewhere(rank: int, layout: str, folder: str) -> list[Any]:
-    return [go_on(layout, "zero", kind, folder)[0] for kind in KINDS]
+def elsewhere(rank: int, layout: str, kind: str, folder: str) -> list[Any]:
+    return go_on(layout, "zero", kind, folder)[0]
 
 
-def test_a_checkpoint_is_whole_and_goes_on_in_any_layout(tmp_path: Path, on_ranks: OnRanks) -> None:
-    folder = str(tmp_path / "checkpoints")
-    expected = on_ranks(written, folder)[0]
-    for kind in KINDS:
-        a, b = (torch.load(f"{folder}/{x}/{kind}/step_00000002/state.pt", weights_only=True) for x in ("ddp", "zero"))
-        assert not same_but(a, b)
-    # Alone, and in four slices of the same file.
+@pytest.mark.parametrize("kind", rows(KINDS, "adamw_fused"))
+def test_a_checkpoint_is_whole(kind: str, tmp_path: Path, on_ranks: OnRanks) -> None:
+    on_ranks(written, str(tmp_path), kind)
+    states = (tmp_path / layout / kind / "step_00000002/state.pt" for layout in ("ddp", "zero"))
+    assert not same_but(*(torch.load(state, weights_only=True) for state in states))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_goes_on_alone_and_in_four_slices(kind: str, tmp_path: Path, on_ranks: OnRanks) -> None:
+    expected = on_ranks(written, str(tmp_path), kind)[0]
     for layout, num_ranks in (("single", 1), ("zero", 4)):
-        for found in on_ranks(elsewhere, layout, folder, num_ranks=num_ranks):
-            for a, b in zip(found, expected, strict=True):
-                assert a == pytest.approx(b, rel=3e-3)
+        for found in on_ranks(elsewhere, layout, kind, str(tmp_path), num_ranks=num_ranks):
+            assert found == pytest.approx(expected, rel=3e-3)
