@@ -523,9 +523,10 @@ def observed(
         given`, or of several inputs the `widest`; `as given, not mixed` where 16-bit and fp32 inputs do not go
         together; `raises`; otherwise the results for 16-bit and fp32 inputs, with a slash.
     """
-    no_data = (
-        contextlib.nullcontext() if device_type == "cpu" else find("torch._subclasses.fake_tensor.FakeTensorMode")()
-    )
+    fakes = "torch._subclasses.fake_tensor.FakeTensorMode"  # only the table needs it
+    if device_type != "cpu":
+        need("CUDA's table of operators", fakes)
+    no_data = contextlib.nullcontext() if device_type == "cpu" else find(fakes)()
     before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     with warnings.catch_warnings(), torch.no_grad(), no_data:
         warnings.simplefilter("ignore")  # some operators are deprecated

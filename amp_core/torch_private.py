@@ -56,7 +56,11 @@ _ROWS = (
         "perf.recast_weights has no effect, 16-bit networks round the outputs of islands, and a backward pass into "
         "unscaled gradients goes unnoticed",
     ),
-    ("torch.Tensor._base", "the tensor of a view", "perf.recast_weights keeps copies that are used through a view"),
+    (
+        "torch.Tensor._base",
+        "the tensor of a view",
+        "perf.recast_weights keeps copies that are used through a view, and estimates count them as activations",
+    ),
     # Parts of a network.
     ("torch.nn.Module._buffers", "running statistics of a skipped step", "named_buffers and setattr, with more Python"),
     ("torch.nn.Module._non_persistent_buffers_set", "which buffers are state", "the keys of state_dict()"),
@@ -181,7 +185,8 @@ def _look_up(name: str) -> tuple[bool, Any]:
     except (ImportError, AttributeError):
         pass
     try:
-        if last in pkgutil.resolve_name(owner).__annotations__:  # of the instances
+        cls = pkgutil.resolve_name(owner)
+        if isinstance(cls, type) and last in cls.__annotations__:  # of its instances
             return True, None
     except (ImportError, AttributeError):
         pass

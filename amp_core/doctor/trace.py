@@ -213,6 +213,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
     """
 
     def __init__(self, names: Mapping[nn.Module, str], tensors: Mapping[str, Tensor]) -> None:
+        need("the doctor", *NEEDED)
         super().__init__()
         self.births: list[Birth] = []
         self.constants: list[Birth] = []

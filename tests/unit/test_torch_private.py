@@ -6,12 +6,15 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from without_name import without
 
-from amp_core.torch_private import NAMES
+from amp_core.errors import ConfigError
+from amp_core.torch_private import NAMES, _each, _update_scale_, find, need
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = [
@@ -160,3 +163,52 @@ def test_the_table_names_nothing_that_is_not_used() -> None:
 def test_the_scanner_sees_a_new_name(code: str, name: str) -> None:
     assert [found for _, found in uses(ast.parse(code))] == [name]
     assert not is_named(name)
+
+
+STEPS = [name for name in NAMES if name.startswith(("torch._foreach_", "torch._amp_", "torch._fused_", "torch.optim."))]
+STEPS += ["torch.autograd.graph._engine_run_backward", "torch.autograd.profiler._is_profiler_enabled"]
+STEPS += ["torch.nn.Module._buffers", "torch.nn.Module._non_persistent_buffers_set"]
+
+
+def test_a_step_without_any_of_them_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    """All at once; tests/campaign/test_without_names.py removes each name by itself."""
+    together = " ".join(STEPS)
+    found = without(together, folder=tmp_path)
+    assert found[together]["found"] == found[""]["found"]
+    assert [line.split()[4] for line in found[together]["said"]] == STEPS
+    assert not found[""]["said"]
+
+
+@pytest.mark.parametrize("growth, backoff", [(2.0, 0.5), (1.7, 0.3)])
+def test_the_scale_moves_as_torch_moves_it(growth: float, backoff: float) -> None:
+    """In every bit, also where it overflows, underflows, and where `found_inf` is no 0 or 1."""
+    for scale in (65536.0, 3e38, 1e-45, 1.1, float("inf")):
+        for tracker in (0, 1, 2, 7):
+            for found_inf in (0.0, 1.0, 2.0, float("inf")):
+                theirs, ours = ((torch.tensor(scale), torch.tensor(tracker, dtype=torch.int32)) for _ in range(2))
+                torch._amp_update_scale_(*theirs, torch.tensor(found_inf), growth, backoff, 3)
+                _update_scale_(*ours, torch.tensor(found_inf), growth, backoff, 3)
+                assert all(map(torch.equal, theirs, ours)), (scale, tracker, found_inf)
+
+
+def test_a_loop_does_what_the_operators_for_lists_do() -> None:
+    torch.manual_seed(0)
+    left, right = ([torch.randn(3, size) for size in (1, 5)] for _ in range(2))
+    for name in (name.rpartition(".")[2] for name in NAMES if name.startswith("torch._foreach_")):
+        other: Any = right if name in ("_foreach_add_", "_foreach_copy_", "_foreach_sub") else torch.tensor(0.3)
+        other = 0.1 if "clamp" in name else other
+        args = () if name == "_foreach_norm" else (other,)
+        method = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_sub": torch.sub}.get(name)
+        method = method or getattr(torch.Tensor, name.removeprefix("_foreach_"))
+        first, second = ([tensor.clone() for tensor in left] for _ in range(2))
+        theirs, ours = getattr(torch, name)(first, *args), _each(method)(second, *args)
+        if name.endswith("_"):
+            theirs, ours = first, second
+        assert all(map(torch.equal, theirs, ours)), name
+
+
+def test_a_name_that_is_not_in_the_table_is_refused() -> None:
+    with pytest.raises(KeyError):
+        find("torch._foreach_new_")
+    with pytest.raises(ConfigError, match=r"perf\.x: torch .* has no __dynamo_disable"):
+        need("perf.x", "__dynamo_disable")  # which torch has nowhere: it is an attribute of functions
