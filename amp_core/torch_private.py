@@ -170,7 +170,7 @@ def log_missing() -> None:
     """Log what was missing so far, and from now on at once. Called when the log is open."""
     global _told
     _told = set() if _told is None else _told
-    for name in _missing.keys() - _told:
+    for name in [name for name in _missing if name not in _told]:
         _told.add(name)
         logger.info("torch %s has no %s (%s): %s", torch.__version__, name, *NAMES[name])
 

@@ -28,7 +28,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from amp_core.recompute import recomputed
 from amp_core.shards import is_part, local
-from amp_core.torch_private import find, storage_of
+from amp_core.torch_private import find, need, storage_of
 
 HALF = (torch.float16, torch.bfloat16)
 NEEDED = (

@@ -392,7 +392,7 @@ def compute(name: str, features: dict[str, Callable[[], Any]], lines: list[str])
 
     for each in names:
         assert torch_private.is_missing(each), f"{each} is still there"
-        if not each.startswith(STAYS):
+        if len(names) > 1 or not each.startswith(STAYS):
             put_back.pop(each)()
     spare_compiler()  # as in a run: optimizers of torch import it otherwise, and it needs these names
     found = {}
