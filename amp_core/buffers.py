@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_core.torch_private import buffers_of, foreach_copy_, passing_buffers_of
 from amp_core.weights import trainable
 
 
@@ -30,7 +31,7 @@ class BufferGuard:
         self._owners: list[tuple[nn.Module, str, Tensor]] = []
         self._groups: list[_Group] = []
         self._armed = False
-        self._modules = [m for m in net.modules() if m._buffers.keys() - m._non_persistent_buffers_set]
+        self._modules = [m for m in net.modules() if buffers_of(m).keys() - passing_buffers_of(m)]
         self.has_buffers = bool(self._modules)
         if self.has_buffers:
             net.register_forward_pre_hook(self._before_forward)
@@ -44,8 +45,8 @@ class BufferGuard:
             (module, name, buffer)
             for module in self._modules
             if module.training
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
+            for name, buffer in buffers_of(module).items()
+            if buffer is not None and name not in passing_buffers_of(module)
         ]
         if not found:  # evaluation, or a network without statistics
             return
@@ -73,19 +74,21 @@ class BufferGuard:
     @torch.no_grad()
     def _choose(self, taken: Tensor) -> None:
         # What a forward pass replaced by another tensor is chosen by itself; the replaced one does not matter.
-        replaced = [i for i, (module, name, buffer) in enumerate(self._owners) if module._buffers[name] is not buffer]
+        replaced = [
+            i for i, (module, name, buffer) in enumerate(self._owners) if buffers_of(module)[name] is not buffer
+        ]
         before = {i: kept for group in self._groups for i, kept in group.kept_of(replaced)} if replaced else {}
         for group in self._groups:
             moves = taken.to(group.kept.device, non_blocking=True)
             # where, not lerp: 0 * NaN is NaN.
             chosen = torch.where(moves, torch.cat(group.parts), group.kept)
-            torch._foreach_copy_(group.parts, list(chosen.split(group.sizes)))
+            foreach_copy_(group.parts, list(chosen.split(group.sizes)))
         for i, kept in before.items():
             module, name, buffer = self._owners[i]
-            now = module._buffers[name]
+            now = buffers_of(module)[name]
             if now is not None:
                 moves = taken.to(now.device, non_blocking=True)
-                module._buffers[name] = torch.where(moves, now, kept.view(buffer.shape))
+                buffers_of(module)[name] = torch.where(moves, now, kept.view(buffer.shape))
 
 
 class _Group:

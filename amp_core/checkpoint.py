@@ -1090,7 +1090,7 @@ def _plain_names(net: nn.Module, names: Iterable[str]) -> dict[str, str]:
         inner = None
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             inner = "module"
-        elif "_orig_mod" in module._modules:  # torch.compile; importing its class would cost 2 s
+        elif "_orig_mod" in dict(module.named_children()):  # torch.compile; importing its class would cost 2 s
             inner = "_orig_mod"
         if inner:
             prefix = f"{path}." if path else ""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from amp_core.config import ClipConfig
 from amp_core.shards import is_part, local, shard_group
+from amp_core.torch_private import foreach_clamp_max_, foreach_clamp_min_, foreach_copy_
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class Clip:
         """
         if self.kind == "value":
             grads = local(grads)
-            torch._foreach_clamp_min_(grads, -self.threshold)
-            torch._foreach_clamp_max_(grads, self.threshold)
+            foreach_clamp_min_(grads, -self.threshold)
+            foreach_clamp_max_(grads, self.threshold)
             return
         if self.kind != "adaptive":
             raise ValueError(f"Clip.{self.kind} is applied through its divisor")
@@ -107,4 +108,4 @@ def _join_vectors(tensors: list[Tensor], norms: list[Tensor]) -> None:
     for group, parts in groups.items():
         squares = torch.cat(parts).square()
         dist.all_reduce(squares, group=group)
-        torch._foreach_copy_(parts, list(squares.sqrt().split(1)))
+        foreach_copy_(parts, list(squares.sqrt().split(1)))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import shutil
 import types
@@ -26,11 +27,13 @@ import torch
 from torch import nn
 
 from amp_core.shards import blocks
+from amp_core.torch_private import find, need
 
 logger = logging.getLogger("amp_recipes")
 
 Pass = Callable[..., Any]
 
+NEEDED = ("torch._dynamo", "torch._functorch.config", "torch._inductor.config")
 MOST_GRAPHS = 64
 """Of one forward function. torch's 8 are too few: those of a ResNet-50's blocks are 8 in training alone, and beyond the
 limit it runs eagerly without saying so loudly."""
@@ -51,23 +54,23 @@ class Compiler:
     def __init__(self, backend: str = "inductor", *, any_shape: bool = False) -> None:
         self.backend, self.any_shape = backend, any_shape
         self.num_graphs = self.num_failed = 0
-        self._compile = torch._dynamo.lookup_backend(backend)
+        need("perf.compile", *NEEDED)
+        dynamo = find("torch._dynamo")
+        self._compile, self._again = dynamo.lookup_backend(backend), dynamo.exc
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Pass:
         """Called by torch.compile for each graph that it has traced."""
-        from torch._dynamo import exc
-        from torch._functorch import config as functorch
-        from torch._inductor import config as inductor
-
         # Backward passes are compiled now, too, or their failure would come in the middle of one; and outside of
         # autocast, where `Amp.backward` runs them: by default the products of fp32 islands would be 16-bit in them.
-        backward = functorch.patch(force_non_lazy_backward_lowering=True, backward_pass_autocast="off")
+        backward = find("torch._functorch.config").patch(
+            force_non_lazy_backward_lowering=True, backward_pass_autocast="off"
+        )
         # Random numbers as eager code draws them: the doctor replays a window eagerly.
-        random = inductor.patch(fallback_random=True)
+        random = find("torch._inductor.config").patch(fallback_random=True)
         try:
             with backward, random:
                 compiled = self._compile(graph, inputs)
-        except (exc.RestartAnalysis, exc.SkipFrame):
+        except (self._again.RestartAnalysis, self._again.SkipFrame):
             raise  # torch asks itself to trace once more, or not at all
         except Exception as problem:  # whatever a compiler raises
             if not self.num_failed:
@@ -142,9 +145,10 @@ def allow_graphs() -> Iterator[None]:
 
     At the end what was compiled is dropped: jobs of a sweep share the functions and would reach any limit.
     """
-    with torch._dynamo.config.patch(
+    limits = find("torch._dynamo").config
+    with limits.patch(
         recompile_limit=MOST_GRAPHS,
-        accumulated_recompile_limit=max(MOST_GRAPHS, torch._dynamo.config.accumulated_recompile_limit),
+        accumulated_recompile_limit=max(MOST_GRAPHS, limits.accumulated_recompile_limit),
         suppress_errors=True,  # where tracing itself fails, as where compiling does
     ):
         tracer, brief = logging.getLogger("torch._dynamo.convert_frame"), _Brief()
@@ -153,7 +157,7 @@ def allow_graphs() -> Iterator[None]:
             yield
         finally:
             tracer.removeFilter(brief)
-            torch._dynamo.reset()
+            torch.compiler.reset()
 
 
 def eagerly() -> contextlib.AbstractContextManager[None]:
@@ -163,9 +167,7 @@ def eagerly() -> contextlib.AbstractContextManager[None]:
 
 def cache_folder() -> str:
     """Where inductor keeps what it compiled, for this run and others."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return cache_dir()
+    return find("torch._inductor.runtime.cache_dir_utils.cache_dir", lambda: "torch's own folder")()
 
 
 def missing_compiler(backend: str, device_type: str) -> str | None:
@@ -173,16 +175,16 @@ def missing_compiler(backend: str, device_type: str) -> str | None:
     if backend != "inductor":
         return None
     if device_type == "cuda":
-        from torch.utils._triton import has_triton_package
-
-        return None if has_triton_package() else "inductor needs the package triton for a GPU"
-    from torch._inductor import config, exc
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    candidates = (config.cpp.cxx,) if not isinstance(config.cpp.cxx, list | tuple) else config.cpp.cxx
+        return None if importlib.util.find_spec("triton") else "inductor needs the package triton for a GPU"
+    get_cpp_compiler = find("torch._inductor.cpp_builder.get_cpp_compiler")
+    none_found = find("torch._inductor.exc.InvalidCxxCompiler")
+    if get_cpp_compiler is None or none_found is None:
+        return None
+    known = find("torch._inductor.config").cpp.cxx
+    candidates = known if isinstance(known, list | tuple) else (known,)
     try:
         found = get_cpp_compiler()
-    except exc.InvalidCxxCompiler:
+    except none_found:
         found = None
     if found is None or shutil.which(found) is None:
         return f"inductor needs a C++ compiler for a CPU, and there is none of {', '.join(filter(None, candidates))}"

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from amp_core.datasets import Data, Dataset, Key, build_data
 from amp_core.errors import RunError
+from amp_core.torch_private import find
 
 __all__ = [
     "Batches",
@@ -40,6 +41,9 @@ __all__ = [
     "to_device",
     "train_loader",
 ]
+
+_end_workers = find("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers")
+
 
 # --- order ------------------------------------------------------------------------------------------------------------
 
@@ -329,8 +333,8 @@ def _shut_down(iterator: Any) -> None:
     workers = getattr(iterator, "_workers", [])
     for worker in workers:
         worker.terminate = worker.kill  # what torch does to a worker that is stuck, and these ignore SIGTERM
-    if workers:
-        iterator._shutdown_workers()  # torch has no public name for it
+    if workers and _end_workers:
+        _end_workers(iterator)
 
 
 # --- to the device ----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from amp_core.config import EmaConfig
 from amp_core.layout import multiply_, unwrap
 from amp_core.precision import StepReport
 from amp_core.shards import is_sharded, load_state, local, sharded_copy
+from amp_core.torch_private import foreach_add_, foreach_sub
 from amp_core.weights import fp32_copy, fp32_values
 
 
@@ -53,9 +54,9 @@ class Ema:
         weight = (1.0 - keep) * taken
         # average += weight * (value - average): with weight 0 nothing changes by a bit, since weights stay finite.
         averages = local(self._averages)
-        steps = torch._foreach_sub(fp32_values(local(self._weights)), averages)
+        steps = foreach_sub(fp32_values(local(self._weights)), averages)
         multiply_(steps, weight)
-        torch._foreach_add_(averages, steps)
+        foreach_add_(averages, steps)
         for average, value in self._buffers:
             # Unguarded statistics may be NaN after a skipped step, and 0 * NaN is NaN.
             share, moves = (t.to(average.device, non_blocking=True) for t in (weight, taken))

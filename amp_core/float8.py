@@ -25,7 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_core.islands import island_names
+from amp_core.torch_private import find
 
+_scaled_mm = find("torch._scaled_mm")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of both sizes of a layer, for the float8 units
 
@@ -79,7 +81,7 @@ def _obstacle(name: str, layer: nn.Linear, islands: list[str]) -> str | None:
 def float8_is_emulated(device: str | torch.device) -> bool:
     """Whether `device` has no float8 units, so that this module computes their results in fp32."""
     device = torch.device(device)
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)
+    return device.type != "cuda" or _scaled_mm is None or torch.cuda.get_device_capability(device) < (8, 9)
 
 
 class Float8Linear(nn.Linear):
@@ -151,4 +153,4 @@ def multiply(
     if float8_is_emulated(a.device):
         # TF32 units would do, for a float8 has fewer digits.
         return (a.float() @ b.float().t() * (a_factor * b_factor)).to(dtype)
-    return torch._scaled_mm(a, b.t(), scale_a=a_factor, scale_b=b_factor, out_dtype=dtype, use_fast_accum=fast)
+    return _scaled_mm(a, b.t(), scale_a=a_factor, scale_b=b_factor, out_dtype=dtype, use_fast_accum=fast)

@@ -26,6 +26,7 @@ from amp_core.fused import bare_step
 from amp_core.layout import unwrap
 from amp_core.recast import Recast, cast_weight
 from amp_core.shards import blocks, cast_whole, is_sharded, outline, shard_group
+from amp_core.torch_private import base_of, storage_of
 from amp_core.weights import is_low, trainable
 from amp_core.zero import bucket_size, is_shared
 
@@ -250,7 +251,7 @@ class Saved:
 
     def _is_copy(self, tensor: Tensor) -> bool:
         """Whether it is a weight that autocast has cast."""
-        weight = cast_weight(tensor if tensor._base is None else tensor._base)
+        weight = cast_weight(tensor if base_of(tensor) is None else base_of(tensor))
         return weight is not None and _memory(weight) in self._weights
 
     @property
@@ -288,7 +289,7 @@ class _Kept:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_of(tensor)
 
 
 @contextlib.contextmanager

@@ -14,13 +14,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-_MOMENTS = {
-    torch.optim.SGD: ("momentum_buffer",),
-    torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
-    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+from amp_core.torch_private import find, is_missing, reader
+
+_fused_sgd_, _fused_adam_ = find("torch._fused_sgd_"), find("torch._fused_adam_")
+_fused_adamw_ = find("torch._fused_adamw_")
+_MOMENTS: dict[Any, tuple[str, ...]] = {
+    cls: moments
+    for cls, moments, kernels in (
+        (torch.optim.SGD, ("momentum_buffer",), [_fused_sgd_]),
+        (torch.optim.Adam, ("exp_avg", "exp_avg_sq"), [_fused_adam_, _fused_adamw_]),
+        (torch.optim.AdamW, ("exp_avg", "exp_avg_sq"), [_fused_adam_, _fused_adamw_]),
+    )
+    if None not in kernels
 }
+# Where torch does not say whether there are hooks, there may be.
+_all_before = find("torch.optim.optimizer._global_optimizer_pre_hooks", True)
+_all_after = find("torch.optim.optimizer._global_optimizer_post_hooks", True)
+_before = reader("torch.optim.Optimizer._optimizer_step_pre_hooks", lambda optimizer: True)
+_after = reader("torch.optim.Optimizer._optimizer_step_post_hooks", lambda optimizer: True)
+_TORCHS = getattr(find("torch.optim.Optimizer.profile_hook_step"), "__globals__", {})
+is_missing("torch.autograd.profiler._is_profiler_enabled")  # for the log: it changes, and is read in each step
 
 
 class FusedStep:
@@ -111,7 +125,7 @@ class FusedStep:
                 continue
             members = self._members[i]
             if self._counts is None:
-                torch._fused_sgd_(
+                _fused_sgd_(
                     self.params[start:end],
                     grads[start:end],
                     [entry["momentum_buffer"] for entry in members] if group["momentum"] else [],
@@ -127,7 +141,7 @@ class FusedStep:
                 )
                 continue
             beta1, beta2 = group["betas"]
-            kernel: Any = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+            kernel: Any = _fused_adamw_ if group["decoupled_weight_decay"] else _fused_adam_
             kernel(
                 self.params[start:end],
                 grads[start:end],
@@ -173,7 +187,7 @@ def take_step(
     optimizer.__dict__["_amp_core_step"] = own  # not part of its state: neither saved nor copied with it
     if own is None:
         theirs(optimizer, found_inf, divisor)
-    elif torch.autograd.profiler._is_profiler_enabled:
+    elif getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
         with _scope(optimizer):  # what is profiled is what happens without a profiler
             own.take(grads, taken, found_inf, divisor)
     else:
@@ -196,9 +210,6 @@ def theirs(optimizer: torch.optim.Optimizer, found_inf: Tensor, divisor: Tensor 
         del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
 
 
-_TORCHS = torch.optim.Optimizer.profile_hook_step.__globals__
-
-
 def bare_step(optimizer: torch.optim.Optimizer) -> None:
     """`optimizer.step()` without importing torch's compiler, which takes as long as importing torch. Without gradients.
 
@@ -215,7 +226,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> None:
         or "torch._dynamo" in sys.modules
     ):
         optimizer.step()
-    elif torch.autograd.profiler._is_profiler_enabled:
+    elif getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
         with _scope(optimizer):
             step.__wrapped__(optimizer)
     else:
@@ -232,10 +243,10 @@ def is_watched(optimizer: torch.optim.Optimizer) -> bool:
     return bool(
         "step" in optimizer.__dict__  # a learning rate scheduler or a tracker has put its own there
         or not getattr(type(optimizer).step, "hooked", False)
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
+        or _before(optimizer)
+        or _after(optimizer)
+        or _all_before
+        or _all_after
     )
 
 

@@ -30,16 +30,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amp_core.config import SHARDED
 from amp_core.fused import counts_of
 from amp_core.precision import decides_on_device
+from amp_core.torch_private import find
 from amp_core.window import Micro
 
 if TYPE_CHECKING:
     from amp_core.loop import Loop
 
+_pytree = find("torch.utils._pytree")
 logger = logging.getLogger("amp_recipes")
 
 Step = Callable[[list[Micro]], Any]
@@ -55,6 +56,8 @@ def obstacle(loop: Loop) -> str | None:
     env, layout = loop.env, loop.cfg.layout
     if env.device.type != "cuda":
         return f"CUDA graphs are for GPUs, this is a {env.device.type}"
+    if _pytree is None:
+        return "this torch has no torch.utils._pytree"
     if layout.name in SHARDED and env.world_size > 1:
         return f"layout={layout.name} gathers and frees weights from Python"
     if len(env.devices) > 1:
@@ -185,7 +188,7 @@ class WholeStep:
     def _places(self) -> Callable[[], None]:
         """A function that puts the state of the run back into its places: what a recording put there has no numbers."""
         modules = [module for net in self._loop.nets for module in net.modules()]
-        tables: list[Any] = [table for module in modules for table in (module._parameters, module._buffers)]
+        tables: list[Any] = [table for module in modules for table in vars(module).values() if isinstance(table, dict)]
         for optimizer in self._optimizers:
             tables += [optimizer.state, *optimizer.state.values()]
         before = [dict(table) for table in tables]
@@ -229,7 +232,7 @@ def record_on_cuda(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
 
 def _split(window: list[Micro]) -> tuple[list[Tensor], Any]:
     """The tensors of a window, and all the rest: two windows of an equal rest differ in numbers alone."""
-    leaves, tree = tree_flatten([(micro.batch, micro.weight) for micro in window])
+    leaves, tree = _pytree.tree_flatten([(micro.batch, micro.weight) for micro in window])
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     rest = [
         (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves
@@ -239,10 +242,10 @@ def _split(window: list[Micro]) -> tuple[list[Tensor], Any]:
 
 def _join(window: list[Micro], tensors: list[Tensor]) -> list[Micro]:
     """`window` with other tensors."""
-    leaves, tree = tree_flatten([(micro.batch, micro.weight) for micro in window])
+    leaves, tree = _pytree.tree_flatten([(micro.batch, micro.weight) for micro in window])
     fresh = iter(tensors)
     leaves = [next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    pairs = tree_unflatten(leaves, tree)
+    pairs = _pytree.tree_unflatten(leaves, tree)
     return [replace(micro, batch=b, weight=w) for micro, (b, w) in zip(window, pairs, strict=True)]
 
 

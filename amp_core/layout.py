@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from amp_core.errors import ConfigError
 from amp_core.islands import carry_autocast
 from amp_core.shards import local
+from amp_core.torch_private import find, foreach_mul_
 
 # The same function: torch 2.13 gave it the first name, and warns of the second.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -79,8 +80,11 @@ def wrap_ddp(
     ddp = _Ddp(net, reduction, device_ids=[device] if on_one_gpu else None, static_graph=static_graph, **options)
     if exact:
         # Arranges them now, in the order of the parameters; it does so only once. torch has no public name for it.
-        ddp.reducer._push_all_rebuilt_params()
-        ddp.reducer._rebuild_buckets()
+        push = find("torch.distributed.Reducer._push_all_rebuilt_params")
+        rebuild = find("torch.distributed.Reducer._rebuild_buckets")
+        if push and rebuild:
+            push(ddp.reducer)
+            rebuild(ddp.reducer)
     return ddp
 
 
@@ -158,7 +162,7 @@ def multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     tensors = local(tensors)
     for device in {tensor.device for tensor in tensors}:
         here = [tensor for tensor in tensors if tensor.device == device]
-        torch._foreach_mul_(here, factor.to(device, non_blocking=True))
+        foreach_mul_(here, factor.to(device, non_blocking=True))
 
 
 def share_buffers(*nets: nn.Module) -> None:

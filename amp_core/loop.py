@@ -33,6 +33,7 @@ from amp_core.config import SHARDED, differences, is_elastic, num_steps, scale_c
 from amp_core.data import Data, Sampler, interruptible, to_device, train_loader
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.statistics import Statistics
+from amp_core.doctor.trace import NEEDED
 from amp_core.doctor.watch import Symptoms, Watch
 from amp_core.ema import Ema
 from amp_core.environment import TIME_LIMIT, Environment, exit_code_of, outcome_of, peak_memory
@@ -46,6 +47,7 @@ from amp_core.precision import Amp, Rehearsal, StepReport
 from amp_core.recast import Recast
 from amp_core.schedule import Schedule
 from amp_core.shards import is_part, is_sharded, local
+from amp_core.torch_private import is_missing
 from amp_core.window import Micro, shares
 
 logger = logging.getLogger("amp_recipes")
@@ -107,7 +109,7 @@ class Loop:
         self._count: Callable[[Any], Tensor] | None = None
         self.islands: list[str] = []
         """What the doctor keeps in fp32, besides what amp.keep_fp32 names."""
-        self.watch = Watch(self) if self.cfg.doctor.name != "off" else None
+        self.watch = None if self.cfg.doctor.name == "off" or is_missing(*NEEDED) else Watch(self)
         sampled = self.cfg.doctor.statistics_every is not None and env.is_main
         self.statistics = Statistics(self) if sampled else None
         self._graph = self._whole_step()

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from amp_core.rounding import noise_16bit, round_stochastically
+from amp_core.torch_private import foreach_copy_
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _BUCKET = 1 << 23
@@ -105,7 +106,7 @@ class Adam16(torch.optim.Optimizer):
             maximize=False,
         )
         noise = noise_16bit(whole.numel(), steps[0].to(torch.int64) * 4096 + number)
-        torch._foreach_copy_(lows, list(round_stochastically(whole, noise).split(sizes)))
+        foreach_copy_(lows, list(round_stochastically(whole, noise).split(sizes)))
 
     def _begin(self, param: Tensor) -> dict[str, Any]:
         if not torch.ops.aten.is_non_overlapping_and_dense(param):

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_core.torch_private import base_of, find, need
+
 # --- what CUDA decides ------------------------------------------------------------------------------------------------
 
 # The lists are those of `ATen/autocast_mode.h`, which torch installs, without what torch's own CPU kernels do alike,
@@ -82,6 +84,17 @@ KEPT = {
 _library: torch.library.Library | None = None
 _switching = threading.Lock()
 
+_NEEDED = (
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
+    "torch._C._dispatch_get_all_op_names",
+    "torch._C._are_functorch_transforms_active",
+    "torch._C._ExcludeDispatchKeyGuard",
+    "torch._C.DispatchKeySet",
+    "torch._C.DispatchKey",
+    "torch.library.Library._destroy",
+)
+_has_kernel, _all_names, _transforms_active, _excluded, _key_set, _key, _end = map(find, _NEEDED)
+
 
 def use_cuda_policy() -> None:
     """Let CPU autocast decide as CUDA's does, in the whole process and all its threads. Twice is once.
@@ -92,6 +105,7 @@ def use_cuda_policy() -> None:
     with _switching:
         if _library is not None:
             return
+        need("amp.op_policy=cuda", *_NEEDED, "torch.ops.aten.add.Tensor._schema")
         kernels = dict(_kernels())
         library = torch.library.Library("aten", "IMPL")
         try:
@@ -100,7 +114,7 @@ def use_cuda_policy() -> None:
                 for name, kernel in kernels.items():
                     library.impl(name, kernel, "AutocastCPU")
         except BaseException:
-            library._destroy()
+            _end(library)
             raise
         _library = library
         torch.clear_autocast_cache = _clear_cache
@@ -111,7 +125,7 @@ def restore_policy() -> None:
     global _library
     with _switching:
         if _library is not None:
-            _library._destroy()
+            _end(_library)
             torch.clear_autocast_cache = _clear_cache_of_torch
             _copies.clear()
         _library = None
@@ -142,9 +156,8 @@ def cuda_policy() -> Iterator[None]:
 
 def kernels_of(key: Literal["AutocastCPU", "AutocastCUDA"]) -> set[str]:
     """The operators of the installed torch, such as `softmax.int`, that have an autocast kernel for a device."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
-    return {name.removeprefix("aten::") for name in names if has_kernel(name, key)}
+    names = (name for name in _all_names() if name.startswith("aten::"))
+    return {name.removeprefix("aten::") for name in names if _has_kernel(name, key)}
 
 
 def _kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -179,7 +192,7 @@ def aten(name: str) -> Any:
 
 
 def _beneath_autocast() -> contextlib.AbstractContextManager[Any]:
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+    return _excluded(_key_set(_key.AutocastCPU))
 
 
 def _lower(op: Any) -> Callable[..., Any]:
@@ -252,7 +265,7 @@ def _through_fp32(op: Any) -> Callable[..., Any]:
 
 
 def _as_cuda_answers(op: Any) -> Callable[..., Any]:
-    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    cuda = _key_set(_key.AutocastCUDA)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return op.redispatch(cuda, *args, **kwargs)  # raises before it looks at a tensor
@@ -297,9 +310,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return type(value)(_cast(each, dtype) for each in value)
     if not _is_eligible(value) or value.dtype is dtype:
         return value
-    is_weight = value.dtype is torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
+    is_weight = value.dtype is torch.float32 and value.requires_grad and value.is_leaf and base_of(value) is None
     is_kept = dtype is torch.get_autocast_dtype("cpu") and torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
-    if not (is_weight and is_kept) or torch._C._are_functorch_transforms_active():
+    if not (is_weight and is_kept) or _transforms_active():
         return value.to(dtype)
     _, copy = _copies.get((id(value), dtype)) or (value, value.to(dtype))
     _copies[id(value), dtype] = (value, copy)
@@ -510,9 +523,10 @@ def observed(
         given`, or of several inputs the `widest`; `as given, not mixed` where 16-bit and fp32 inputs do not go
         together; `raises`; otherwise the results for 16-bit and fp32 inputs, with a slash.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # only the table needs it
-
-    no_data = contextlib.nullcontext() if device_type == "cpu" else FakeTensorMode()
+    fakes = "torch._subclasses.fake_tensor.FakeTensorMode"  # only the table needs it
+    if device_type != "cpu":
+        need("CUDA's table of operators", fakes)
+    no_data = contextlib.nullcontext() if device_type == "cpu" else find(fakes)()
     before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     with warnings.catch_warnings(), torch.no_grad(), no_data:
         warnings.simplefilter("ignore")  # some operators are deprecated

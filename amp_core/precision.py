@@ -25,7 +25,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 
 from amp_core.buffers import BufferGuard
 from amp_core.clip import Clip
@@ -37,9 +36,11 @@ from amp_core.layout import multiply_, several_ranks
 from amp_core.lint import find_slow, find_unsafe
 from amp_core.scaler import LossScale, ScalePolicy
 from amp_core.shards import is_part, is_sharded, joint_norm, on_parts
+from amp_core.torch_private import find, foreach_norm, log_missing, version_of
 from amp_core.weights import LowPrecisionWeights
 from amp_core.zero import is_cut, on_slices
 
+_run_backward = find("torch.autograd.graph._engine_run_backward")
 logger = logging.getLogger("amp_recipes")
 
 
@@ -144,6 +145,7 @@ class Amp:
     """
 
     def __init__(self, config: AmpConfig, device: str | torch.device = "cpu", *, samples: int | None = None) -> None:
+        log_missing()
         self.config = config
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
@@ -636,7 +638,7 @@ class Amp:
             return self._zero.clone()
         if in_parts:
             return joint_norm(grads, self.device)
-        norms = torch._foreach_norm(grads)
+        norms = foreach_norm(grads)
         if {norm.device for norm in norms} != {self._zero.device}:
             norms = [norm.to(self.device, non_blocking=True) for norm in norms]
         return torch.linalg.vector_norm(torch.stack(norms)).float()
@@ -719,17 +721,22 @@ def _backward(loss: Tensor, seed: Tensor, retain_graph: bool, inputs: Sequence[T
 
     That one, given a gradient, imports sympy for the comparison of two shapes: half a second before the first step.
     """
-    if type(loss) is not Tensor or loss.shape != seed.shape or (inputs is not None and not inputs):
+    if (
+        _run_backward is None
+        or type(loss) is not Tensor
+        or loss.shape != seed.shape
+        or (inputs is not None and not inputs)
+    ):
         torch.autograd.backward(loss, seed, retain_graph, inputs=inputs)
         return
-    _engine_run_backward(
+    _run_backward(
         (loss,), (seed,), retain_graph, False, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True
     )
 
 
 def _grad_versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
     """Changes whenever a gradient of this optimizer is made or written."""
-    return [(id(grad), grad._version) for grad in _with_grads(optimizer)[1]]
+    return [(id(grad), version_of(grad)) for grad in _with_grads(optimizer)[1]]
 
 
 def _not_finite(norm: Tensor) -> Tensor:

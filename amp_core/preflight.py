@@ -11,6 +11,7 @@ import torch
 from amp_core.checks import DECODED, check_data
 from amp_core.config import ONE_PROCESS, Config, nearest, node_range, structure
 from amp_core.environment import launched
+from amp_core.errors import ConfigError
 from amp_core.float8 import float8_is_emulated
 from amp_core.islands import keep_fp32
 from amp_core.log import check_log
@@ -18,6 +19,7 @@ from amp_core.models import Family, build_model, check_model
 from amp_core.optimizers import check_optimizer
 from amp_core.schedule import check_schedule
 from amp_core.shards import blocks
+from amp_core.torch_private import cpu_has, need
 
 LAYOUTS = ("single", "data_parallel", "ddp", "fsdp", "hsdp")
 """Layouts of a recipe whose module does not name its own in a constant of this name."""
@@ -151,17 +153,12 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
         warnings.append(f"layout=data_parallel on {where} is layout=single: nn.DataParallel passes everything through")
     if cfg.amp.matmul_precision == "high" and not on_cuda:
         warnings.append("amp=tf32 on a CPU is plain fp32: TF32 units are in CUDA GPUs")
-    if not on_cuda and torch.backends.mkldnn.is_available():
-        # The same question that torch's own convolutions ask.
-        fast = {
-            "float16": torch.ops.mkldnn._is_mkldnn_fp16_supported,
-            "bfloat16": torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        }
-        if cfg.amp.dtype in fast and not fast[cfg.amp.dtype]():
-            warnings.append(
-                f"amp={cfg.amp.name}: this CPU has no fast {cfg.amp.dtype} units; results are right, and convolutions "
-                f"many times slower than in amp=fp32"
-            )
+    is_low = cfg.amp.dtype != "float32"
+    if is_low and not on_cuda and torch.backends.mkldnn.is_available() and not cpu_has(cfg.amp.dtype):
+        warnings.append(
+            f"amp={cfg.amp.name}: this CPU has no fast {cfg.amp.dtype} units; results are right, and convolutions "
+            f"many times slower than in amp=fp32"
+        )
     if cfg.amp.float8 and float8_is_emulated(torch.device("cuda" if on_cuda else "cpu")):
         warnings.append(
             f"amp={cfg.amp.name}: no float8 units here (compute capability 8.9 and later has them): emulated, with the "
@@ -182,11 +179,16 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
 
 
 def _check_compiler(cfg: Config, problems: list[str]) -> None:
-    from amp_core.compiled import missing_compiler  # other runs need no compiler
+    from amp_core.compiled import NEEDED, missing_compiler  # other runs need no compiler
 
-    backends = torch._dynamo.list_backends(exclude_tags=None)
+    try:
+        need(f"perf.compile={cfg.perf.compile}", *NEEDED)
+    except ConfigError as problem:
+        problems += problem.problems
+        return
+    backends = torch.compiler.list_backends(exclude_tags=None)
     if cfg.perf.backend not in backends:
-        known = torch._dynamo.list_backends(exclude_tags=("debug", "experimental"))
+        known = torch.compiler.list_backends(exclude_tags=("debug", "experimental"))
         problems.append(
             f"perf.backend={cfg.perf.backend}: there is no such backend of torch.compile. "
             f"{nearest(cfg.perf.backend, [*known, 'aot_eager', 'eager'])}"

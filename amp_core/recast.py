@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_core.torch_private import base_of, is_missing, version_of
+
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
@@ -42,18 +44,21 @@ class Recast:
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        self._weights = set(weights)
+        # Whether one was written into cannot be told without its version.
+        self._weights = set() if is_missing("torch.Tensor._version") else set(weights)
 
     def pack(self, tensor: Tensor) -> Any:
         """What to keep in place of `tensor`; often itself."""
         if tensor.dtype not in (torch.bfloat16, torch.float16):
             return tensor
-        copy = tensor if tensor._base is None else tensor._base
+        copy = tensor if base_of(tensor) is None else base_of(tensor)
         weight = cast_weight(copy)
         # A weight that is cast twice has another graph in between, and a copy with other strides is another tensor.
         if weight is None or weight not in self._weights or weight.stride() != copy.stride():
             return tensor
-        return _Copy(weight, weight._version, copy.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return _Copy(
+            weight, version_of(weight), copy.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        )
 
     def unpack(self, kept: Any) -> Tensor:
         """The tensor again.
@@ -63,7 +68,7 @@ class Recast:
         """
         if not isinstance(kept, _Copy):
             return kept
-        if kept.weight._version != kept.version:
+        if version_of(kept.weight) != kept.version:
             raise RuntimeError(
                 f"a weight of {tuple(kept.weight.shape)} was changed between the forward and the backward pass that "
                 f"casts it again; step afterwards, or use perf.recast_weights=false"

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_core.shards import blocks
+from amp_core.torch_private import buffers_of, passing_buffers_of
 
 _here = threading.local()
 
@@ -105,19 +106,19 @@ class _Again:
             (module, name, buffer.detach().clone())
             for module in block.modules()
             if module.training
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
+            for name, buffer in buffers_of(module).items()
+            if buffer is not None and name not in passing_buffers_of(module)
         ]
         self._now: list[Tensor | None] = []
 
     def __enter__(self) -> None:
         self._outer, _here.block = recomputed(), self._block
-        self._now = [module._buffers[name] for module, name, _ in self._before]
+        self._now = [buffers_of(module)[name] for module, name, _ in self._before]
         for module, name, before in self._before:
-            module._buffers[name] = before.clone()
+            buffers_of(module)[name] = before.clone()
 
     def __exit__(self, *problem: Any) -> None:
         for (module, name, _), now in zip(self._before, self._now, strict=True):
-            module._buffers[name] = now
+            buffers_of(module)[name] = now
         self._now = []
         _here.block = self._outer

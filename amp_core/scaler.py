@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_core.torch_private import update_scale_
+
 logger = logging.getLogger("amp_recipes")
 
 
@@ -61,7 +63,7 @@ class LossScale:
         policy = self.policy
         if policy is None or not policy.dynamic:
             return
-        torch._amp_update_scale_(
+        update_scale_(
             self.scale, self._tracker, found_inf, policy.growth_factor, policy.backoff_factor, policy.growth_interval
         )
         # Clamped here and not at use, so that no step ever sees a scale beyond its bounds and none is ever saved.

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from amp_core.config import WHOLE_MATRICES
 from amp_core.errors import ConfigError
 from amp_core.islands import island_names
+from amp_core.torch_private import find, foreach_norm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -128,12 +129,17 @@ def _close_groups(net: nn.Module, inputs: Any, output: Any) -> None:
     Before torch 2.13 the next backward pass does that, and an evaluation has none: its weights would stay, and a later
     step or average would not reach them.
     """
+    from torch.distributed.fsdp import FSDPModule
+
+    state_of = find("torch.distributed.fsdp.FSDPModule._get_fsdp_state", lambda module: None)
     for module in () if torch.is_grad_enabled() else net.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            state = module._get_fsdp_state()  # type: ignore[operator]
-            if state._modules_to_run_forward:
-                state._modules_to_run_forward.clear()
-                module.reshard()  # type: ignore[operator]
+        if isinstance(module, FSDPModule):
+            state = state_of(module)
+            pending = getattr(state, "_modules_to_run_forward", None)
+            if pending:
+                pending.clear()
+            if pending is None or pending:
+                module.reshard()
 
 
 def blocks(net: nn.Module) -> Iterator[nn.Module]:
@@ -386,7 +392,7 @@ def joint_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         groups.setdefault(shard_group(tensor), []).append(mine)
     total = torch.zeros((), device=device)
     for group, mine in groups.items():
-        norms = [norm.to(device, non_blocking=True) for norm in torch._foreach_norm(mine)]
+        norms = [norm.to(device, non_blocking=True) for norm in foreach_norm(mine)]
         square = torch.linalg.vector_norm(torch.stack(norms)).float().square()
         if group is not None:
             dist.all_reduce(square, group=group)

@@ -16,11 +16,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_core.islands import island_names
 from amp_core.precision import Amp
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class Stages(nn.Module):
@@ -182,6 +183,6 @@ def _costs(net: nn.Module, layers: dict[str, nn.Module], image_shape: Sequence[i
 def _draws(layer: nn.Module) -> bool:
     """Whether a layer draws random numbers in training."""
     return any(
-        (isinstance(module, _DropoutNd) and module.p > 0) or type(module).__name__ in ("RReLU", "StochasticDepth")
+        (isinstance(module, _DROPOUTS) and module.p > 0) or type(module).__name__ in ("RReLU", "StochasticDepth")
         for module in layer.modules()
     )

@@ -34,16 +34,17 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_core.islands import island_names
 from amp_core.layout import several_ranks
 from amp_core.rounding import noise_16bit, round_stochastically, split
 from amp_core.shards import is_sharded, whole_copy
+from amp_core.torch_private import NormBase, foreach_copy_, is_missing, version_of
 
 Update = Literal["master", "stochastic", "kahan", "nearest"]
 
+_SEES_WRITES = not is_missing("torch.Tensor._version")
 _HALF = (torch.float16, torch.bfloat16)
 _BUCKET = 1 << 23  # elements that are reduced over ranks at a time: 32 MiB
 
@@ -102,12 +103,7 @@ def fp32_copy(net: nn.Module) -> nn.Module:
         return whole_copy(net)
     twin = copy.deepcopy(net)
     for module in twin.modules():
-        for hooks in (
-            module._forward_pre_hooks,
-            module._forward_hooks,
-            module._state_dict_hooks,
-            module._load_state_dict_pre_hooks,
-        ):
+        for hooks in (table for table in vars(module).values() if isinstance(table, dict)):
             for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
                 del hooks[key]
     for p, low in zip(twin.parameters(), net.parameters(), strict=True):
@@ -153,7 +149,7 @@ class LowPrecisionWeights:
         if any(p.dtype in _HALF for p in net.parameters()):
             raise ValueError("the weights are 16-bit already, their fp32 values are lost; pass a network in fp32")
         islands = {net.get_submodule(name) for name in island_names(net)}
-        kept = {m for m in net.modules() if m in islands or isinstance(m, _NormBase)}
+        kept = {m for m in net.modules() if m in islands or isinstance(m, NormBase)}
         stay = {p for module in kept for p in module.parameters()}
         lows = [p for p in net.parameters() if p.dtype is torch.float32 and p not in stay]
         if not lows:
@@ -226,7 +222,7 @@ class LowPrecisionWeights:
             bucket, grads = grads[: len(sizes)], grads[len(sizes) :]
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             dist.all_reduce(flat)
-            torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(flat.split(sizes), bucket, strict=True)])
+            foreach_copy_(bucket, [p.view_as(g) for p, g in zip(flat.split(sizes), bucket, strict=True)])
 
     @torch.no_grad()
     def begin_step(self, params: Iterable[Tensor]) -> None:
@@ -274,8 +270,8 @@ def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) 
 
 def _cast_island(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
     low = _cast(output, dtype)
-    if isinstance(low, Tensor) and low is not output and not low.is_inference():
-        low.whole = output, low._version  # type: ignore[attr-defined]
+    if isinstance(low, Tensor) and low is not output and not low.is_inference() and _SEES_WRITES:
+        low.whole = output, version_of(low)  # type: ignore[attr-defined]
     return low
 
 
@@ -290,7 +286,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
             return value
         # What an island at the end computed is returned unrounded, unless it was written into since.
         whole, version = getattr(value, "whole", (None, None))
-        return (value if whole is None or version != value._version else whole).to(dtype)
+        return (value if whole is None or version != version_of(value) else whole).to(dtype)
     if isinstance(value, dict):
         parts = dict(value)
     elif isinstance(value, tuple | list):

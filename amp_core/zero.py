@@ -30,6 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_core.config import WHOLE_MATRICES
 from amp_core.layout import all_gather, several_ranks
+from amp_core.torch_private import foreach_copy_
 from amp_core.weights import trainable
 
 _ALIGN = 64  # elements
@@ -193,13 +194,13 @@ def _gather(params: Sequence[Tensor | None], slices: Sequence[Sequence[_Slice]])
         width = max(sum(part.numel() for part in parts) for parts in pieces)
         sent = torch.zeros(width, device=device)
         sizes = [part.numel() for part in pieces[rank]]
-        torch._foreach_copy_(list(sent[: sum(sizes)].split(sizes)), pieces[rank]) if sizes else None
+        foreach_copy_(list(sent[: sum(sizes)].split(sizes)), pieces[rank]) if sizes else None
         received = sent.new_empty(num_ranks * width)
         all_gather(received, sent)
         for other, parts in enumerate(pieces):
             sizes = [part.numel() for part in parts]
             if other != rank and sizes:
-                torch._foreach_copy_(parts, list(received[other * width :][: sum(sizes)].split(sizes)))
+                foreach_copy_(parts, list(received[other * width :][: sum(sizes)].split(sizes)))
 
 
 def _window(stream: Sequence[Tensor], start: int, end: int) -> Iterator[Tensor]:

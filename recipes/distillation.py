@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from amp_core.checkpoint import read
 from amp_core.clip import Clip
@@ -44,6 +43,7 @@ from amp_core.models import CLASSIFIERS, build_model, check_model
 from amp_core.optimizers import build_optimizer
 from amp_core.precision import Amp, StepReport
 from amp_core.schedule import build_schedule
+from amp_core.torch_private import NormBase
 from amp_core.weights import fp32_copy
 from amp_core.window import Micro, sync_grads
 
@@ -246,7 +246,7 @@ def frozen(net: nn.Module, dtype: torch.dtype) -> nn.Module:
     twin = fp32_copy(net).eval().requires_grad_(False)
     for module in twin.modules():
         tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        for tensor in () if isinstance(module, _NormBase) else tensors:
+        for tensor in () if isinstance(module, NormBase) else tensors:
             tensor.data = tensor.data.to(dtype) if tensor.is_floating_point() else tensor.data
     return twin
 

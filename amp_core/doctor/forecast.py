@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from amp_core.doctor.diagnosis import keep_fp32_override
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.statistics import KINDS, LOST
-from amp_core.doctor.trace import _UNWRITTEN, HALF, Place, Trace, _is_view, _key, _last_node, _tensors
+from amp_core.doctor.trace import _UNWRITTEN, HALF, Place, Trace, _is_view, _key, _last_node, _tensors, current_node
 from amp_core.doctor.watch import doctor_of
 from amp_core.errors import ConfigError
 from amp_core.recompute import recomputed
@@ -191,7 +191,7 @@ class Census(Trace):
         if self._pauses or "c10d" in func.namespace:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        node = torch._C._current_autograd_node()
+        node = current_node()
         place = self._place_of(node, name)
         inputs = list(_tensors((args, kwargs)))
         is_cast, owner = name == "_to_copy", None

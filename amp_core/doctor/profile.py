@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from amp_core.doctor.locate import Doctor
-from amp_core.doctor.trace import Place, Trace, _is_view, _key, _tensors, named_tensors
+from amp_core.doctor.trace import Place, Trace, _is_view, _key, _tensors, current_node, named_tensors
 from amp_core.float8 import float8_is_emulated
 from amp_core.lint import find_unsafe
 from amp_core.precision import Amp
+from amp_core.torch_private import cpu_has
 
 if TYPE_CHECKING:
     from amp_core.loop import Loop
@@ -322,7 +323,7 @@ class Listing(Trace):
         kwargs = kwargs or {}
         if func.namespace == "profiler":
             return func(*args, **kwargs)
-        node = torch._C._current_autograd_node()
+        node = current_node()
         place = self._place_of(node, func.overloadpacket.__name__)
         inputs = [self._operand(tensor) for tensor in _tensors((args, kwargs))]
         result = func(*args, **kwargs)
@@ -642,16 +643,6 @@ def _race(functions: Sequence[Callable[[], Any]], device: torch.device) -> list[
 
 
 # --- the device -------------------------------------------------------------------------------------------------------
-
-
-def cpu_has(dtype: str) -> bool:
-    if not torch.backends.mkldnn.is_available():
-        return False
-    supported = {
-        "float16": torch.ops.mkldnn._is_mkldnn_fp16_supported,
-        "bfloat16": torch.ops.mkldnn._is_mkldnn_bf16_supported,
-    }
-    return bool(supported[dtype]())
 
 
 @torch.no_grad()

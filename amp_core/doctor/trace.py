@@ -25,12 +25,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_core.recompute import recomputed
 from amp_core.shards import is_part, local
+from amp_core.torch_private import find, need, storage_of
 
 HALF = (torch.float16, torch.bfloat16)
+NEEDED = (
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch._C._current_autograd_node",
+    "torch._C._autograd._get_sequence_nr",
+    "torch.autograd.graph.Node._sequence_nr",
+    "torch.ops.aten.add.Tensor._schema",
+)
+"""Private names of torch without which nothing can be traced."""
+current_node, _sequence_number = find("torch._C._current_autograd_node"), find("torch._C._autograd._get_sequence_nr")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _NOT_SHOWN = tuple(
@@ -193,7 +202,7 @@ class _Call:
     inputs: list[_Input]
 
 
-class Trace(TorchDispatchMode):
+class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
     """Watches what is computed inside of `with trace:`; waits for the device at each operation.
 
     Operations in other threads are not seen: dispatch modes are thread-local. Those of autograd are, on every device.
@@ -204,6 +213,7 @@ class Trace(TorchDispatchMode):
     """
 
     def __init__(self, names: Mapping[nn.Module, str], tensors: Mapping[str, Tensor]) -> None:
+        need("the doctor", *NEEDED)
         super().__init__()
         self.births: list[Birth] = []
         self.constants: list[Birth] = []
@@ -308,7 +318,7 @@ class Trace(TorchDispatchMode):
             return func(*args, **kwargs)
         self.num_operations += 1
         name = func.overloadpacket.__name__
-        node = torch._C._current_autograd_node()
+        node = current_node()
         place = self._place_of(node, name)
         written = {_key(tensor) for tensor in _written(func, args, kwargs)}
         inputs = [_Input(n, tensor, _key(tensor)) for n, tensor in _named(func, args, kwargs)]
@@ -523,7 +533,7 @@ class Trace(TorchDispatchMode):
 
 
 def _last_node() -> int:
-    return torch._C._autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+    return _sequence_number() - 1
 
 
 def _source() -> tuple[str, str]:
@@ -550,7 +560,7 @@ def _dtype_name(tensor: Tensor) -> str:
 
 def _key(tensor: Tensor) -> int:
     try:
-        return tensor.untyped_storage()._cdata
+        return storage_of(tensor)
     except (NotImplementedError, RuntimeError):  # no storage of its own: sparse, or a wrapper
         return id(tensor)
 
@@ -681,7 +691,7 @@ def _functional(func: Any) -> Callable[..., Any] | None:
     """The operation that returns what this one writes in place."""
     name = func.overloadpacket.__name__.rstrip("_")
     packet = getattr(torch.ops.aten, name, None)
-    return getattr(packet, func._overloadname, None) if packet is not None else None
+    return getattr(packet, func.name().rpartition(".")[2], None) if packet is not None else None
 
 
 def named_tensors(nets: Iterable[tuple[str, nn.Module]], batch: Any) -> dict[str, Tensor]:
