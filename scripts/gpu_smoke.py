@@ -20,9 +20,11 @@ import contextlib
 import copy
 import faulthandler
 import functools
-import importlib
+import importlib.metadata
+import importlib.util
 import json
 import os
+import platform
 import queue
 import signal
 import subprocess
@@ -67,6 +69,13 @@ ROUNDING = {
     "fp8": (_E4M3, _E5M2),
 }
 """In the forward and in the backward pass."""
+PACKAGES = {
+    name: name for name in ("torchvision", "omegaconf", "pytest", "hypothesis", "mlxtend", "matplotlib", "tqdm")
+}
+PACKAGES |= {"hydra-core": "hydra", "hydra-joblib-launcher": "hydra_plugins.hydra_joblib_launcher"}
+PACKAGES |= {"scikit-learn": "sklearn", "pytest-timeout": "pytest_timeout", "pytest-xdist": "xdist"}
+PACKAGES |= {name: name for name in ("accelerate", "lightning", "timm", "tensorboard", "triton")}
+"""What the stages use, and how it is imported."""
 STORED = {"o3": _FP16, "bf16_pure": 2 * _BF16}
 """What a weight is off after each step. Stochastic rounding errs by up to a whole distance."""
 SIZES = (64, 128, 16)  # multiples of 16, for float8
@@ -348,6 +357,24 @@ def work(device: str, names: list[str]) -> int:
     return 0
 
 
+def versions() -> int:
+    """Print what is installed and which GPU is there. Exit code 1: a package is missing."""
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPU cores")
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        print(f"{torch.cuda.device_count()} x {gpu.name}, {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.1f} GiB")
+        print(f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL {torch.cuda.nccl.version()}")
+    else:
+        print("no GPU")
+    found = {name: importlib.util.find_spec(module) is not None for name, module in PACKAGES.items()}
+    print(", ".join(f"{name} {importlib.metadata.version(name)}" for name, is_there in found.items() if is_there))
+    importlib.import_module("train")
+    missing = [name for name, is_there in found.items() if not is_there]
+    if missing:
+        print(f"missing: {', '.join(missing)}. scripts/pack_wheels.py collects what tests and runs need")
+    return int(bool(missing))
+
+
 def show(state: str, name: str, seconds: float, found: str) -> None:
     print(f"{state:6} {name:23} {seconds:5.1f} s  {' '.join(found.split())[:120]}", flush=True)
 
@@ -401,7 +428,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="beginnings of names, with commas")
     parser.add_argument("--log", type=Path, help="where tracebacks go; default: stderr")
     parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--versions", action="store_true", help="only say what is installed")
     flags = parser.parse_args(arguments)
+    if flags.versions:
+        return versions()
     if flags.work:
         return work(flags.device, flags.work.split(","))
     names = [name for name in items(flags.device) if name.startswith(tuple(flags.only.split(",")))]
