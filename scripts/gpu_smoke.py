@@ -41,6 +41,7 @@ from typing import Any, TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.cuda.nccl
 import torch.nn.functional as F
 from torch import nn
 
@@ -380,8 +381,9 @@ def show(state: str, name: str, seconds: float, found: str) -> None:
 
 
 def _read(stream: TextIO, lines: queue.Queue[str | None]) -> None:
-    for line in stream:
-        lines.put(line)
+    with stream:
+        for line in stream:
+            lines.put(line)
     lines.put(None)
 
 
@@ -393,8 +395,9 @@ def watch(device: str, names: list[str], log: TextIO | None, limit: float = LIMI
         # A group of its own, so that what an item has started ends with it.
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, process_group=0)
         lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
-        began, patience, problem = time.monotonic(), START, None
+        reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
+        reader.start()
+        began, patience, problem, has_begun = time.monotonic(), START, None, False
         try:
             while (line := lines.get(timeout=max(began + patience - time.monotonic(), 0.01))) is not None:
                 if line.startswith('{"state"'):
@@ -404,7 +407,7 @@ def watch(device: str, names: list[str], log: TextIO | None, limit: float = LIMI
                     show(**told)
                 elif not line.startswith(BEGUN):
                     continue  # what a library has to say
-                began, patience = time.monotonic(), limit
+                began, patience, has_begun = time.monotonic(), limit, True
         except queue.Empty:
             problem = f"hung for {patience:g} s"
             process.send_signal(signal.SIGABRT)  # faulthandler writes where
@@ -414,8 +417,12 @@ def watch(device: str, names: list[str], log: TextIO | None, limit: float = LIMI
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
+            reader.join(5)
         if problem is None and code:
             problem = f"the process ended with {code}"
+        if not has_begun:
+            show("FAILED", "start", time.monotonic() - began, f"{problem}; the log says why. Nothing more was tried")
+            return failed + len(names)
         if problem and names:
             failed += 1
             show("FAILED", names.pop(0), time.monotonic() - began, f"{problem}; the log says where")
