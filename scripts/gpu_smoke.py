@@ -30,6 +30,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import traceback
@@ -369,7 +370,8 @@ def versions() -> int:
     else:
         print("no GPU")
     found = {name: importlib.util.find_spec(module) is not None for name, module in PACKAGES.items()}
-    print(", ".join(f"{name} {importlib.metadata.version(name)}" for name, is_there in found.items() if is_there))
+    there = ", ".join(f"{name} {importlib.metadata.version(name)}" for name, is_there in found.items() if is_there)
+    print(textwrap.fill(there, 120))
     importlib.import_module("train")
     missing = [name for name, is_there in found.items() if not is_there]
     if missing:
