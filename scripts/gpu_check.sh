@@ -49,7 +49,8 @@ step() {
         *) said="FAILED with $code" status=1 ;;
     esac
     echo "### $name: $said, $((SECONDS - began)) s" | tee -a "$work/summary.txt"
-    grep -vE '^(\[gw[0-9]+\]|tests/)' "$work/$name.txt" | tail -n "$lines" | cut -c 1-150 # without the progress of pytest
+    # Without the progress of pytest.
+    grep -vE '^(\[gw[0-9]+\]|tests/)' "$work/$name.txt" | tail -n "$lines" | cut -c 1-150
     keep
 }
 # All that was found so far, without the weights of the runs. A rename is whole or not at all.
@@ -69,7 +70,8 @@ run() {
     local limit=$1 name=$2
     shift 2
     [ -n "$tiny" ] && set -- "$@" steps=2
-    [ -n "$tiny" ] && [[ $name = classification* ]] && set -- "$@" model=mlp # some CPUs take minutes for convolutions in fp16
+    # Some CPUs take minutes for convolutions in fp16.
+    [ -n "$tiny" ] && [[ $name = classification* ]] && set -- "$@" model=mlp
     step "$limit" 3 "run_$name" "$PYTHON" train.py device="$device" log.progress=false run_dir="$work/runs/$name" "$@"
 }
 if [ -n "$tiny" ]; then
