@@ -108,6 +108,7 @@ def test_a_stage_leaves_one_archive_of_all_its_steps(stage: str, machine: Machin
     assert all(0 < int(limit) <= MOST_SECONDS for limit in machine.told("limits"))
 
 
+@pytest.mark.slow
 def test_the_stages_of_one_folder_are_few_files(machine: Machine) -> None:
     for stage in STAGES:
         machine.run(stage)
@@ -181,12 +182,14 @@ def graphs_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphs_are_put_back")
 @pytest.mark.parametrize("name", gpu_smoke.items("cpu"))
 def test_every_item_of_the_smoke_test_passes_on_a_cpu(name: str) -> None:
     assert gpu_smoke.items("cpu")[name]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("mode", gpu_smoke.ROUNDING)
 def test_the_bound_of_twenty_steps_sees_that_steps_are_lost(
@@ -207,6 +210,7 @@ def test_the_bound_of_twenty_steps_sees_that_steps_are_lost(
         gpu_smoke.steps("cpu", mode, optimizer)
 
 
+@pytest.mark.slow
 def test_an_item_that_fails_hangs_or_dies_costs_its_own_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
