@@ -27,6 +27,7 @@ from torch import nn
 
 from amp_core.config import ONE_PROCESS, SHARDED, Config, build, is_elastic, node_range, num_steps
 from amp_core.errors import ConfigError, RunError, SaveError
+from amp_core.fp16_convolutions import in_use, kept_convolutions, note
 from amp_core.log import write_json, write_text
 from amp_core.machine import describe_cpu, describe_device, describe_versions
 from amp_core.precision import Amp
@@ -287,6 +288,8 @@ class Environment:
 
         split = self.cfg.layout.name == "model_parallel"
         amp.prepare(net)
+        if (said := note(net)) and said not in self.job.notes:
+            self.job.notes.append(said)
         if self.cfg.perf.compile is not None:
             self._compile(net)
         if self.cfg.perf.checkpoint_activations:
@@ -493,6 +496,7 @@ def environment(job: Job) -> Iterator[Environment]:
     deterministic = (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic)
     handlers: dict[int, Any] = {}
     undo = contextlib.ExitStack()
+    undo.enter_context(kept_convolutions())
     if cfg.amp.op_policy == "cuda":
         from amp_core.op_policy import kept_policy  # other runs need none of it
 
@@ -611,6 +615,7 @@ def describe(env: Environment) -> dict[str, Any]:
         "versions": describe_versions(),
         "device": describe_device(env.device),
         **describe_cpu(),
+        "fp16_convolutions": "fp32, rounded" if in_use() else None,
         "world_size": env.world_size,
         "git_commit": git("rev-parse", "HEAD"),
         "git_dirty": bool(git("status", "--porcelain")),
