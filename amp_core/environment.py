@@ -27,7 +27,9 @@ from torch import nn
 
 from amp_core.config import ONE_PROCESS, SHARDED, Config, build, is_elastic, node_range, num_steps
 from amp_core.errors import ConfigError, RunError, SaveError
+from amp_core.fp16_convolutions import in_use, kept_convolutions, note
 from amp_core.log import write_json, write_text
+from amp_core.machine import describe_cpu, describe_device, describe_versions
 from amp_core.precision import Amp
 
 logger = logging.getLogger("amp_recipes")
@@ -286,6 +288,8 @@ class Environment:
 
         split = self.cfg.layout.name == "model_parallel"
         amp.prepare(net)
+        if (said := note(net)) and said not in self.job.notes:
+            self.job.notes.append(said)
         if self.cfg.perf.compile is not None:
             self._compile(net)
         if self.cfg.perf.checkpoint_activations:
@@ -492,6 +496,7 @@ def environment(job: Job) -> Iterator[Environment]:
     deterministic = (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic)
     handlers: dict[int, Any] = {}
     undo = contextlib.ExitStack()
+    undo.enter_context(kept_convolutions())
     if cfg.amp.op_policy == "cuda":
         from amp_core.op_policy import kept_policy  # other runs need none of it
 
@@ -594,12 +599,6 @@ def peak_memory(device: torch.device) -> int:
 
 def describe(env: Environment) -> dict[str, Any]:
     """Versions, device, git commit and command line."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    versions = {}
-    for package in ("torch", "torchvision", "hydra-core", "omegaconf", "numpy"):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
     root = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str | None:
@@ -609,23 +608,14 @@ def describe(env: Environment) -> dict[str, Any]:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    device: dict[str, Any] = {"type": env.device.type, "name": platform.processor() or platform.machine()}
-    if env.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(env.device)
-        device |= {
-            "name": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "memory_bytes": properties.total_memory,
-            "cuda": torch.version.cuda,
-        }
     return {
         "command": env.job.command,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": versions,
-        "device": device,
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
+        "versions": describe_versions(),
+        "device": describe_device(env.device),
+        **describe_cpu(),
+        "fp16_convolutions": "fp32, rounded" if in_use() else None,
         "world_size": env.world_size,
         "git_commit": git("rev-parse", "HEAD"),
         "git_dirty": bool(git("status", "--porcelain")),

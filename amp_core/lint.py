@@ -46,7 +46,7 @@ def find_unsafe(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tu
         (name as in `named_modules()`, reason with what to do), in the order of the modules.
     """
     found = []
-    for name, module in _in_16_bits(model, dtype):
+    for name, module in in_16_bits(model, dtype):
         if isinstance(module, nn.BCELoss):
             found.append(
                 (name, "BCELoss is unsafe under autocast; use BCEWithLogitsLoss, or an island with the sigmoid in it")
@@ -75,7 +75,7 @@ def find_slow(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tupl
         (name as in `named_modules()`, reason with what to do), in the order of the modules.
     """
     found = []
-    for name, module in _in_16_bits(model, dtype):
+    for name, module in in_16_bits(model, dtype):
         if isinstance(module, nn.Linear):
             sizes = {"in_features": module.in_features, "out_features": module.out_features}
         elif isinstance(module, _CONVOLUTIONS):
@@ -93,7 +93,7 @@ def find_slow(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tupl
     return found
 
 
-def _in_16_bits(model: nn.Module, dtype: torch.dtype) -> list[tuple[str, nn.Module]]:
+def in_16_bits(model: nn.Module, dtype: torch.dtype) -> list[tuple[str, nn.Module]]:
     """The modules with their names, without islands and their insides."""
     if dtype not in (torch.float16, torch.bfloat16):
         return []

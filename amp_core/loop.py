@@ -43,6 +43,7 @@ from amp_core.graph import Step, WholeStep, obstacle
 from amp_core.islands import island_names, keep_fp32
 from amp_core.layout import unwrap
 from amp_core.log import Log, say
+from amp_core.machine import moved
 from amp_core.precision import Amp, Rehearsal, StepReport
 from amp_core.recast import Recast
 from amp_core.schedule import Schedule
@@ -523,6 +524,8 @@ class Loop:
             self._notes.append(f"the checkpoint was made with amp={old_mode}, going on with amp={cfg.amp.name}")
         verb = "continuing from" if cfg.task == "train" else "evaluating"
         self._notes.append(f"{verb} step {self.step}: {loaded.path}")
+        if cfg.task == "train" and (elsewhere := moved(loaded.path, env.device)):
+            self._notes.append(elsewhere)
         if cfg.task == "train" and any(s.num_steps < planned[name] for name, s in self.schedules.items()):
             self._notes.append(f"steps beyond the schedule's {self.schedule.num_steps} keep its last learning rate")
         return loaded

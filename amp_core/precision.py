@@ -31,6 +31,7 @@ from amp_core.clip import Clip
 from amp_core.config import AmpConfig, amp_config, scale_cap
 from amp_core.errors import ConfigError
 from amp_core.float8 import use_float8
+from amp_core.fp16_convolutions import use_fp32_convolutions
 from amp_core.fused import bare_step, take_step, theirs
 from amp_core.layout import multiply_, several_ranks
 from amp_core.lint import find_slow, find_unsafe
@@ -137,7 +138,8 @@ class Amp:
     Args:
         config: the mode and its loss-scale policy, for example from `Amp.named`.
         device: where the model lives. TF32 is set for the whole process on CUDA, as `config.matmul_precision` says;
-            on a CPU so is `config.op_policy=cuda`, until `amp_core.op_policy.restore_policy()`.
+            on a CPU so are `config.op_policy=cuda`, until `amp_core.op_policy.restore_policy()`, and fp32 sums in fp16
+            convolutions, until `amp_core.fp16_convolutions.restore_convolutions()`.
         samples: samples of a micro-batch; needed by a policy with `max_scale_per_sample`.
 
     Raises:
@@ -164,6 +166,8 @@ class Amp:
             from amp_core.op_policy import use_cuda_policy  # other runs need none of it
 
             use_cuda_policy()
+        if self._low is torch.float16 and self.device.type == "cpu":
+            use_fp32_convolutions()
         self._ledgers: dict[torch.optim.Optimizer, _Ledger] = {}
         self._guards: list[BufferGuard] = []
         self.weights: list[LowPrecisionWeights] = []

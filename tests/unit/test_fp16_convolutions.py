@@ -1,0 +1,291 @@
+"""fp16 convolutions on a CPU: sums in fp32, rounded once, by no kernel of torch for fp16."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from running import state
+from torch import nn
+
+import train
+from amp_core import Amp, keep_fp32
+from amp_core import fp16_convolutions as ours
+from amp_core.config import amp_config
+
+FP16, FP32, FP64 = torch.float16, torch.float32, torch.float64
+
+
+@pytest.fixture(autouse=True)
+def _torchs_own_kernels():
+    ours.restore_convolutions()
+    torch.manual_seed(0)
+    yield
+    ours.restore_convolutions()
+
+
+def conv(name, **options):
+    return lambda x, w, b=None: getattr(F, name)(x, w, b, **options)
+
+
+# name: (function, shape of the input, shape of the weight, channels of the result)
+CASES = {
+    "1d": (conv("conv1d", padding=1), (3, 5, 11), (7, 5, 3), 7),
+    "2d": (conv("conv2d", padding=1), (3, 5, 9, 8), (6, 5, 3, 3), 6),
+    "3d": (conv("conv3d", padding=1), (2, 3, 5, 4, 6), (4, 3, 3, 3, 3), 4),
+    "1x1": (conv("conv2d"), (3, 16, 6, 6), (8, 16, 1, 1), 8),
+    "strided": (conv("conv2d", stride=2, padding=1), (3, 5, 9, 8), (6, 5, 4, 4), 6),
+    "dilated": (conv("conv2d", dilation=2, padding=2), (3, 5, 9, 8), (6, 5, 3, 3), 6),
+    "same": (conv("conv2d", padding="same"), (3, 5, 9, 8), (6, 5, 3, 3), 6),
+    "groups": (conv("conv2d", groups=2, padding=1), (3, 4, 9, 8), (6, 2, 3, 3), 6),
+    "depthwise": (conv("conv2d", groups=8, padding=1), (3, 8, 9, 8), (8, 1, 3, 3), 8),
+    "transposed": (conv("conv_transpose2d", stride=2, padding=1), (3, 5, 5, 6), (5, 4, 4, 4), 4),
+    "transposed groups": (conv("conv_transpose2d", groups=2), (3, 4, 5, 6), (4, 3, 3, 3), 6),
+    "unbatched": (conv("conv2d"), (5, 9, 8), (6, 5, 3, 3), 6),
+}
+
+
+def products(case, make=torch.randn):
+    """Input, weight and bias in fp16, and the gradient of the result."""
+    f, x, w, channels = CASES[case]
+    x, w, b = (make(shape).to(FP16) for shape in (x, w, (channels,)))
+    return x, w, b, make(f(x.double(), w.double(), b.double()).shape).to(FP16)
+
+
+def computed(f, x, w, b, g, dtype=None):
+    """The result and the gradients of input, weight and bias."""
+    x, w, b = (each.detach().to(dtype or each.dtype).requires_grad_() for each in (x, w, b))
+    y = f(x, w, b)
+    return y.detach(), *torch.autograd.grad(y, (x, w, b), g.to(y.dtype))
+
+
+def bounds(f, x, w, b, g):
+    """How far from the true result each of `computed` may be.
+
+    A sum of n products that are exact in fp32 errs by n u / (1 - n u) times the sum of their absolute values, in any
+    order, with u = 2^-24. Rounding to fp16 adds 2^-11 of the result, or 2^-25 where it is subnormal.
+    """
+    exact = computed(f, x, w, b, g, FP64)
+    sizes = computed(f, *(each.abs() for each in (x, w, b, g)), FP64)
+    counts = computed(f, *(torch.ones_like(each) for each in (x, w, b, g)), FP64)
+    for value, size, n in zip(exact, sizes, counts, strict=True):
+        of_sum = n * 2**-24 / (1 - n * 2**-24) * size
+        yield value, of_sum + torch.clamp((value.abs() + of_sum) * 2**-11, min=2**-25)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("case", CASES)
+def test_results_and_gradients_are_true_but_for_an_fp32_sum_and_one_rounding(case, layout):
+    f, *given = CASES[case][0], *products(case)
+    if given[0].ndim == 4:
+        given[0] = given[0].contiguous(memory_format=layout)
+    torchs = computed(f, *given)
+    ours.use_fp32_convolutions()
+    for result, plain, (exact, bound) in zip(computed(f, *given), torchs, bounds(f, *given), strict=True):
+        assert result.dtype is plain.dtype is FP16
+        assert result.shape == plain.shape and result.is_contiguous() == plain.is_contiguous()
+        assert ((result.double() - exact).abs() <= bound).all()
+    rough = (each.bfloat16().double() for each in computed(f, *given))  # what the bound is there to tell apart
+    assert all(((r - exact).abs() > bound).any() for r, (exact, bound) in zip(rough, bounds(f, *given), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_they_are_the_bits_of_fp32_rounded_once(case):
+    f, *given = CASES[case][0], *products(case)
+    fp32 = computed(f, *given, FP32)
+    ours.use_fp32_convolutions()
+    assert all(torch.equal(a, b.half()) for a, b in zip(computed(f, *given), fp32, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(computed(f, *given, FP32), fp32, strict=True))  # fp32 stays torch's
+
+
+def test_no_kernel_for_fp16_computes_a_convolution(capfd):
+    """oneDNN tells which kernels it runs."""
+
+    def kernels():
+        with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+            for case in ("2d", "depthwise", "transposed"):
+                computed(CASES[case][0], *products(case))
+        lines = [line for line in capfd.readouterr().out.splitlines() if ",convolution," in line or ",deconv" in line]
+        return [line for line in lines if "f16:" in line.replace("bf16", "")], len(lines)
+
+    plain, _ = kernels()
+    ours.use_fp32_convolutions()
+    half, num = kernels()
+    if not torch.backends.mkldnn.is_available() or not num:
+        pytest.skip("oneDNN computes no convolutions here")
+    assert not half
+    if torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        assert any("backward_weights" in line for line in plain)
+
+
+def test_a_result_above_65504_is_infinite_and_a_sum_on_the_way_is_not():
+    ours.use_fp32_convolutions()
+    x, w = torch.full((1, 2, 1, 1), 256.0).half(), torch.full((3, 2, 1, 1), 128.0).half()
+    w[1, 1] = -128.0
+    w[2] = -128.0
+    assert F.conv2d(x, w).flatten().tolist() == [torch.inf, 0.0, -torch.inf]  # 65536, 32768 - 32768, -65536
+    x = torch.tensor([60000.0, 60000.0, -60000.0]).half().view(1, 3, 1, 1)
+    assert F.conv2d(x, torch.ones(1, 3, 1, 1).half()).item() == torch.tensor(60000.0).half().item()
+    edge = torch.tensor([65504.0, 15.0]).half().view(1, 2, 1, 1)  # 65519 rounds down, 65520 is half-way to 65536
+    assert F.conv2d(edge, torch.ones(1, 2, 1, 1).half()).item() == 65504.0
+    edge[0, 1] = 16.0
+    assert F.conv2d(edge, torch.ones(1, 2, 1, 1).half()).item() == torch.inf
+
+
+def test_gradients_overflow_and_underflow_as_fp16_does():
+    def grads(x, w, g, dtype=FP16):
+        x, w, g = (torch.full((1, 1, 1, 1), value).to(dtype) for value in (x, w, g))
+        return [each.item() for each in computed(lambda x, w, b: F.conv2d(x, w, b), x, w, torch.zeros(1).to(dtype), g)]
+
+    ours.use_fp32_convolutions()
+    assert grads(300.0, 0.5, 300.0)[1:3] == [150.0, torch.inf]
+    assert grads(2.0**-10, 2.0**-9, 2.0**-16)[1:3] == [0.0, 0.0]  # half of the smallest: rounds to even, 0
+    assert grads(2.0**-8, 2.0**-9, 2.0**-15)[1:3] == [2.0**-24, 2.0**-23]
+    assert grads(2.0**-10, 2.0**-9, 2.0**-16, FP32)[1:3] == [2.0**-25, 2.0**-26]
+
+
+def test_autocast_gives_the_dtypes_of_plain_autocast():
+    def dtypes():
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 3, 3))
+        seen = []
+        for layer in net:
+            layer.register_forward_hook(lambda _, given, result: seen.append((given[0].dtype, result.dtype)))
+            layer.register_full_backward_hook(
+                lambda _, to, of: seen.append((of[0].dtype, to[0] is None or to[0].dtype))
+            )
+        x = torch.randn(2, 3, 8, 8, requires_grad=True)
+        with torch.autocast("cpu", FP16):
+            loss = net(x).float().sum()
+        loss.backward()
+        return seen, [param.grad.dtype for param in net.parameters() if param.grad is not None], x.grad is None
+
+    plain = dtypes()
+    ours.use_fp32_convolutions()
+    assert dtypes() == plain and FP16 in {dtype for pair in plain[0] for dtype in pair}
+
+
+def test_islands_and_other_dtypes_keep_their_bits():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3))
+    keep_fp32(net, ["1"])
+    x, w, b, g = products("2d")
+
+    def results():
+        others = [
+            each for dtype in (FP32, FP64, torch.bfloat16) for each in computed(CASES["2d"][0], x, w, b, g, dtype)
+        ]
+        return others
+
+    inner = []
+    net[1].register_forward_hook(lambda _, given, result: inner.append((given[0], result)))
+    before = results()
+    ours.use_fp32_convolutions()
+    assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(results(), before, strict=True))
+    with torch.autocast("cpu", FP16):
+        net(torch.randn(2, 3, 8, 8))
+    ours.restore_convolutions()
+    (given, result), *_ = inner
+    assert result.dtype is FP32 and torch.equal(result, F.conv2d(given.float(), net[1].weight, net[1].bias))
+
+
+def test_what_torch_refuses_is_refused():
+    x, w, *_ = products("2d")
+
+    def refusals():
+        said = []
+        for args in ((x, w.float()), (x.float(), w), (x, w[:, :2]), (x, w.long())):
+            with pytest.raises(RuntimeError) as refused:
+                F.conv2d(*args)
+            said.append(str(refused.value))
+        return said
+
+    before = refusals()
+    ours.use_fp32_convolutions()
+    assert refusals() == before
+
+
+def test_double_backward_is_rounded_once_per_operator():
+    """A penalty on the gradient: d/dw of <dy/dx(w), v> is a gradient of weights with v for the input."""
+    x, w, _, g = products("2d")
+    v = torch.randn(x.shape).half()
+    f = CASES["2d"][0]
+
+    def penalty(dtype):
+        weight, given = w.to(dtype).requires_grad_(), x.to(dtype).requires_grad_()
+        (grad,) = torch.autograd.grad(f(given, weight), given, g.to(dtype), create_graph=True)
+        return torch.autograd.grad(grad, weight, v.to(dtype))[0]
+
+    ours.use_fp32_convolutions()
+    exact, bound = list(bounds(f, v, w, torch.zeros(6).half(), g))[2]
+    assert torch.equal(penalty(FP64), exact)
+    result = penalty(FP16)
+    assert result.dtype is FP16 and ((result.double() - exact).abs() <= bound).all()
+
+
+def test_compiled_code_computes_the_same_bits():
+    f, x, w, b, g = CASES["2d"][0], *products("2d")
+    ours.use_fp32_convolutions()
+    eager = computed(f, x, w, b, g)
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    assert all(torch.equal(a, c) for a, c in zip(eager, computed(compiled, x, w, b, g), strict=True))
+
+
+def test_transforms_and_inference_see_it():
+    x, w, *_ = products("2d")
+    ours.use_fp32_convolutions()
+    with torch.inference_mode():
+        whole = F.conv2d(x, w)
+    assert torch.equal(whole, F.conv2d(x.float(), w.float()).half())
+    each = torch.func.vmap(lambda one: F.conv2d(one[None], w)[0])(x)
+    assert torch.equal(each, torch.cat([F.conv2d(one[None], w) for one in x]))
+
+
+# --- when -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mode", ["fp32", "tf32", "bf16", "fp16", "fp16_capped", "o0", "o1", "o2", "o3", "bf16_pure", "fp8"]
+)
+def test_modes_with_fp16_use_it_and_no_others(mode):
+    Amp.named(mode, samples=1)
+    config = amp_config(mode)
+    assert ours.in_use() is ("float16" in (config.dtype, config.weights))
+
+
+def test_it_goes_as_it_came():
+    given = CASES["2d"][0], *products("2d")
+    before = computed(*given)
+    ours.use_fp32_convolutions()
+    ours.use_fp32_convolutions()
+    with ours.kept_convolutions():
+        ours.restore_convolutions()
+    assert ours.in_use()
+    ours.restore_convolutions()
+    ours.restore_convolutions()
+    assert not ours.in_use()
+    assert all(torch.equal(a, b) for a, b in zip(computed(*given), before, strict=True))
+
+
+SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
+SMALL += ["device=cpu", "log.progress=false", "batch_size=8"]
+
+
+@pytest.mark.parametrize("mode", ["fp16", "o2", "bf16"])
+def test_a_run_says_it_once_and_puts_torchs_kernels_back(mode, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train.main([*SMALL, f"amp={mode}", "steps=2", "run_dir=a"]) == 0
+    assert not ours.in_use()
+    noted = Path("a/train.log").read_text().count("fp16 convolutions compute in fp32")
+    recorded = json.loads(Path("a/environment.json").read_text())["fp16_convolutions"]
+    assert (noted, recorded) == ((0, None) if mode == "bf16" else (1, "fp32, rounded"))
+    assert state("a")["progress"]["step"] == 2
+
+
+def test_networks_without_fp16_convolutions_are_not_told_of(tmp_path):
+    ours.use_fp32_convolutions()
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 2))
+    assert ours.note(net) and not ours.note(net[1:])
+    keep_fp32(net, ["0"])
+    assert not ours.note(net)
