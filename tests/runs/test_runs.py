@@ -405,15 +405,31 @@ def test_workers_do_not_outlive_a_killed_launcher():
     assert summary("a")["step"] == reached + 2
 
 
-def test_a_failing_rank_is_named_once_with_its_traceback():
-    process = start("run_dir=a", "layout=ddp", "layout.nproc_per_node=2", "steps=1000000", "data.num_workers=0")
-    wait_for(lambda: Path("a/metrics.jsonl").exists() and len(lines("a")) > 1, process)
-    workers = [pid for pid in descendants(process.pid)[1:] if b"recipes" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(workers[-1], signal.SIGKILL)
+def test_a_failing_rank_is_started_again_as_often_as_allowed_and_then_named_once():
+    settings = ["layout=ddp", "layout.nproc_per_node=2", "layout.max_restarts=1", "data.num_workers=0"]
+    process = start("run_dir=a", *settings, "steps=1000000", "save_every=5")
+    killed, reached = set(), ""
+
+    def is_rank(pid):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            return pid not in killed and b"recipes" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return False
+
+    def trained_on():
+        """The ranks, if they have written a checkpoint since the last of them was killed."""
+        ranks = [pid for pid in descendants(process.pid)[1:] if is_rank(pid)]
+        return len(ranks) == 2 and checkpoints("a") and checkpoints("a")[-1].name > reached and ranks
+
+    for _ in range(2):
+        wait_for(trained_on, process)
+        ranks = trained_on()
+        reached = checkpoints("a")[-1].name
+        killed |= set(ranks)
+        os.kill(ranks[-1], signal.SIGKILL)
     out = finish(process, code=1)
     assert "was killed by SIGKILL" in out and out.count("error:") == 1
     assert summary("a")["status"] == "failed" and summary("a")["exit_code"] == 1
-    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    assert not [pid for pid in killed if Path(f"/proc/{pid}").exists()]
 
 
 # --- sweeps -------------------------------------------------------------------------------------------------------------
