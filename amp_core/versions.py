@@ -31,12 +31,12 @@ def untested(torch: str | None = None, python: str | None = None) -> str | None:
         try:
             torch = version("torch")
         except PackageNotFoundError:
-            torch = "missing"
+            torch = "(not installed)"
     python = python or "{}.{}.{}".format(*sys.version_info[:3])
     known = [{_minor(row[0]) for row in TESTED}, {row[2] for row in TESTED}]
     if _minor(torch) in known[0] and _minor(python) in known[1]:
         return None
-    seen = ["{} with Python {}".format(row[0], row[2]) for row in TESTED]  # noqa: UP032
+    seen = [f"{row[0]} with Python {row[2]}" for row in TESTED]
     return (
         f"torch {torch} with Python {python} is not supported; seen to work: torch {', '.join(seen)}. "
         f"Install one of these, or set {ANYWAY}=1 to try."

@@ -118,7 +118,8 @@ def run(interpreter: Path, flags: argparse.Namespace) -> dict:
         raise SystemExit(f"error: pytest ended with {done.returncode} and wrote no report")
     suite = ElementTree.parse(report).getroot()[0]
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
-    ask = "import torch, torchvision as v, platform as p; print(torch.__version__, v.__version__, p.python_version())"
+    ask = "from importlib.metadata import version as v; from platform import python_version as p"
+    ask += "; print(v('torch'), v('torchvision'), p())"
     versions = subprocess.run([interpreter, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
     return {
         **dict(zip(("torch", "torchvision", "python"), versions, strict=True)),
