@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -11,7 +12,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.torch_version import TorchVersion
 
+from amp_core.config import OptimizerConfig
+from amp_core.optimizers import build_optimizer, check_optimizer
 from amp_core.versions import ANYWAY, TESTED, untested
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,3 +151,33 @@ def test_failed_tests_fail_a_row_and_are_counted(tmp_path, monkeypatch, capfd):
     assert matrix.main() == 1
     assert "1 passed, 1 failed, 1 skipped" in capfd.readouterr().out
     assert matrix.PAGE.read_text() == page, "arguments for pytest are no result for the table"
+
+
+# --- what differs between versions of torch ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.0", None])
+@pytest.mark.parametrize("name", ["Adagrad", "AdamW"])
+def test_the_fused_adagrad_is_left_on_cuda_where_torch_refuses_it(name, version, monkeypatch):
+    """None: the installed torch, whose own answer on fake tensors is then compared."""
+    if version is not None:
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    is_fused = name != "Adagrad" or torch.__version__ >= (2, 12)
+    cfg = OptimizerConfig(name, 0.1, 0.0, None, "float32", {})
+    with FakeTensorMode():
+        nets = {device: nn.ParameterList([torch.empty(3, device=device)]) for device in ("cpu", "cuda")}
+        built = {device: build_optimizer(cfg, net) for device, net in nets.items()}
+        assert built["cpu"].defaults["fused"] and bool(built["cuda"].defaults["fused"]) == is_fused
+        if version is None:
+            weight = nets["cuda"][0]
+            weight.grad = torch.empty(3, device="cuda")
+            said = ""
+            try:
+                build_optimizer(dataclasses.replace(cfg, fused=True), nets["cuda"]).step()
+            except Exception as problem:  # of the fake tensors or of the missing GPU, where torch does not refuse it
+                said = str(problem)
+            assert ("requires all the params" in said) == (not is_fused)
+    asked = dataclasses.replace(cfg, fused=True)
+    assert check_optimizer(asked) == []
+    found = check_optimizer(asked, on_cuda=True)
+    assert found == [] if is_fused else "Adagrad has no fused form on CUDA in torch 2.11.0+cu130" in found[0]
