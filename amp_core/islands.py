@@ -280,7 +280,7 @@ def _forget_compiled(*, methods_changed: bool) -> None:
 
     No torch guards the methods of a class, and 2.11 not the class of a module: it would go on in 16 bits.
     """
-    if (methods_changed or torch.__version__ < (2, 12)) and "torch._dynamo" in sys.modules:
+    if (methods_changed or torch.__version__ < "2.12") and "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
 

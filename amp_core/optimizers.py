@@ -32,7 +32,7 @@ def _available() -> dict[str, type[torch.optim.Optimizer]]:
 
 
 def _has_fused(cls: type[torch.optim.Optimizer], *, on_cuda: bool = False) -> bool:
-    if on_cuda and cls is torch.optim.Adagrad and torch.__version__ < (2, 12):
+    if on_cuda and cls is torch.optim.Adagrad and torch.__version__ < "2.12":
         return False  # its first step would raise
     return "fused" in inspect.signature(cls).parameters
 

@@ -135,7 +135,7 @@ def test_what_is_not_finite_ends_in_a_skipped_step(bad: float, where: str) -> No
     assert weight.detach().equal(before) or where == "weight"
 
 
-SATURATES = torch.__version__ >= (2, 13)
+SATURATES = torch.__version__ >= "2.13"
 """Whether a plain cast to float8 makes the largest number of what is larger; before, it made a NaN of it."""
 
 

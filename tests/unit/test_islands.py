@@ -515,7 +515,7 @@ class Tour(nn.Module):
         return y, self.island(y, (y, 1), pair=Pair(y, y), table={"y": [y]}, **more)
 
 
-READS_DICT = torch.__version__ >= (2, 12)
+READS_DICT = torch.__version__ >= "2.12"
 """Whether torch.compile can trace `__dict__` of an object; if not, an island that is given a dataclass runs eagerly."""
 
 
