@@ -109,7 +109,8 @@ def run(interpreter: Path, flags: argparse.Namespace) -> dict:
     report = interpreter.parent.parent / "junit.xml"
     report.unlink(missing_ok=True)
     marks = [] if flags.all else ["-m", "not slow"]
-    command = [interpreter, "-m", "pytest", "-q", "-n", flags.workers, *marks, f"--junitxml={report}", *flags.pytest]
+    command = [interpreter, "-m", "pytest", "-q", "-n", flags.workers, "--dist", "worksteal", f"--junitxml={report}"]
+    command += [*marks, *flags.pytest]
     began = time.monotonic()
     # The environment's programs come first, as if it were activated: tests start `torchrun` and `train.py` by name.
     path = os.pathsep.join([str(interpreter.parent), os.environ["PATH"]])

@@ -63,6 +63,7 @@ def test_tested_versions_are_accepted_with_any_patch_and_build(torch, torchvisio
 
 @pytest.mark.parametrize("torch, python", [("2.10.1", "3.12.1"), ("2.14.0a0", "3.12.1"), ("2.13.0", "3.10.4")])
 def test_other_versions_are_refused_unless_asked_for(torch, python, monkeypatch):
+    monkeypatch.delenv(ANYWAY, raising=False)
     problem = untested(torch, python)
     assert f"torch {torch} with Python {python} is not supported" in problem
     assert all(f"{row[0]} with Python {row[2]}" in problem for row in TESTED)
@@ -70,7 +71,8 @@ def test_other_versions_are_refused_unless_asked_for(torch, python, monkeypatch)
     assert untested(torch, python) is None
 
 
-def test_a_run_under_another_torch_ends_with_2_and_one_line_before_torch_is_imported(tmp_path):
+def test_a_run_under_another_torch_ends_with_2_and_one_line_before_torch_is_imported(tmp_path, monkeypatch):
+    monkeypatch.delenv(ANYWAY, raising=False)
     info = tmp_path / "torch-2.10.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.10.1\n")
