@@ -15,7 +15,7 @@ BUSY := $(VENV)/.installing
 EXTRAS := wandb,tensorboard,data,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all check format bench docs faults sweep results report clean distclean
+.PHONY: help setup train test test-all matrix check format bench docs faults sweep results report clean distclean
 
 # An environment cannot be moved or copied, and does not survive the removal of its Python: then set it up again.
 ifneq ($(shell test -x $(PY) && cat $(STAMP) 2>/dev/null),$(CURDIR))
@@ -36,6 +36,9 @@ test: setup ## every promise once, under four minutes: pytest -m "not slow" $(PY
 
 test-all: setup ## all tests, under half an hour: pytest $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+
+matrix: ## run the tests in other versions of torch and Python, long: python scripts/matrix.py $(ARGS)
+	$(PYTHON) scripts/matrix.py $(ARGS)
 
 check: setup ## lint, formatting and types, the same as CI
 	$(PY) -m ruff check .
@@ -68,11 +71,11 @@ docs: setup ## build the documentation into site/; installs mkdocs when it is mi
 
 clean: ## remove build products and caches; runs stay
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
-	find . \( -path ./.venv -o -path ./.git -o -path ./outputs -o -path ./multirun \) -prune \
+	find . \( -path ./.venv -o -path ./.matrix -o -path ./.git -o -path ./outputs -o -path ./multirun \) -prune \
 		-o -type d -name __pycache__ -exec rm -rf {} +
 
-distclean: clean ## remove .venv too
-	rm -rf $(VENV)
+distclean: clean ## remove .venv too, and the environments of make matrix
+	rm -rf $(VENV) .matrix
 
 # A killed installation, or one made in another folder, is thrown away. One that failed in an orderly way goes on where
 # it stopped, and an environment that somebody made by hand is completed.

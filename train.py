@@ -16,6 +16,12 @@ import signal
 import sys
 
 if __name__ == "__main__":
+    from amp_core.versions import untested
+
+    if _problem := untested():  # before an import that fails for it
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {_problem}", file=sys.stderr)
+        sys.exit(2)
     # Collections look again and again at all that was imported so far: a sixth of the time to import torch.
     gc.disable()
     # Until a run is set up there is nothing to save, and a traceback out of an import tells nobody anything.

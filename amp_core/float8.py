@@ -10,8 +10,9 @@ with a scale of its own that puts its largest element at the end of the range. P
 On a GPU of compute capability 8.9 and higher (Ada, Hopper) the products are those of its float8 units; elsewhere they
 are emulated: the same numbers, multiplied in fp32, which is slower than bfloat16 and shows the accuracy alone.
 
-A cast to e4m3 saturates: inf becomes 448, and an overflow would look finite to whoever checks the gradients. Here the
-scale of a tensor that holds inf or NaN is not finite either, so that the product is NaN and the step is skipped.
+A cast to e4m3 saturates (since torch 2.13; before, it makes NaN): inf becomes 448, and an overflow would look finite to
+whoever checks the gradients. Here the scale of a tensor that holds inf or NaN is not finite either, so that the product
+is NaN and the step is skipped.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ import difflib
 import fnmatch
 import functools
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -74,12 +75,14 @@ def keep_fp32(target: Target, patterns: Pattern | Iterable[Pattern] = "") -> Tar
     if isinstance(target, nn.Module):
         for module in _choose(target, [patterns] if isinstance(patterns, str | type) else list(patterns)):
             _to_island(module)
+        _forget_compiled(methods_changed=False)
         return target
     if patterns != "":
         raise TypeError(f"patterns choose parts of a module, and {target!r} is none")
     if isinstance(target, type) and issubclass(target, nn.Module) and target.forward is not nn.Module.forward:
         if not _is_island(target):
             target.forward = _in_fp32(target.forward)
+            _forget_compiled(methods_changed=True)
         return cast(Target, target)
     if isinstance(target, type) or not callable(target):
         raise TypeError(f"keep_fp32 takes a module, a function or a module class with a forward; not {target!r}")
@@ -100,10 +103,12 @@ def as_islands(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
             if _has_forward(module) and not _is_island(type(module)):
                 _require_plain_forward("", module)
                 made.append(_to_island(module))
+        _forget_compiled(methods_changed=False)
         yield made
     finally:
         for module in made:
             module.__class__ = type(module)._of  # type: ignore[attr-defined]
+        _forget_compiled(methods_changed=False)
 
 
 def carry_autocast(fn: Callable[P, R]) -> Callable[P, R]:
@@ -268,6 +273,15 @@ def _to_island(module: nn.Module) -> nn.Module:
     if not _is_island(type(module)):
         module.__class__ = _island_class(type(module))
     return module
+
+
+def _forget_compiled(*, methods_changed: bool) -> None:
+    """Lets compiled code that was traced before follow, where torch does not guard what changed.
+
+    No torch guards the methods of a class, and 2.11 not the class of a module: it would go on in 16 bits.
+    """
+    if (methods_changed or torch.__version__ < "2.12") and "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def _rebuild(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:

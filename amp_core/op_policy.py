@@ -65,7 +65,7 @@ GPU_ONLY = """
 """
 """Decided by CUDA about kernels that a CPU does not have."""
 
-THROUGH_FP32 = "avg_pool3d"
+THROUGH_FP32 = "avg_pool3d" if torch.__version__ >= "2.13" else "avg_pool3d trace"
 """Left alone by CUDA, and without a 16-bit kernel on a CPU: computed in fp32, and the result rounded."""
 
 KEPT = {

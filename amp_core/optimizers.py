@@ -31,12 +31,14 @@ def _available() -> dict[str, type[torch.optim.Optimizer]]:
     return {name: cls for name, cls in sorted(found.items()) if name not in REFUSED}
 
 
-def _has_fused(cls: type[torch.optim.Optimizer]) -> bool:
+def _has_fused(cls: type[torch.optim.Optimizer], *, on_cuda: bool = False) -> bool:
+    if on_cuda and cls is torch.optim.Adagrad and torch.__version__ < "2.12":
+        return False  # its first step would raise
     return "fused" in inspect.signature(cls).parameters
 
 
-def check_optimizer(cfg: OptimizerConfig) -> list[str]:
-    """Problems of the `optimizer` group, found by building one on a single weight."""
+def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]:
+    """Problems of the `optimizer` group on such a device, found by building one on a single weight of the CPU."""
     if cfg.name in REFUSED:
         return [f"optimizer.name={cfg.name}: {REFUSED[cfg.name]}. {nearest('', _available())}"]
     if cfg.name not in _available():
@@ -48,10 +50,11 @@ def check_optimizer(cfg: OptimizerConfig) -> list[str]:
         for key in cfg.options
         if key not in parameters
     ]
-    if cfg.fused and not _has_fused(cls):
-        fused = [name for name, other in _available().items() if _has_fused(other)]
+    if cfg.fused and not _has_fused(cls, on_cuda=on_cuda):
+        fused = [name for name, other in _available().items() if _has_fused(other, on_cuda=on_cuda)]
+        where = f" on CUDA in torch {torch.__version__}" if _has_fused(cls) else ""
         problems.append(
-            f"optimizer.fused=true: {cfg.name} has no fused form; use fused=null, or one of {', '.join(fused)}"
+            f"optimizer.fused=true: {cfg.name} has no fused form{where}; use fused=null, or one of {', '.join(fused)}"
         )
     if cfg.state_dtype == "bfloat16":
         problems += _check_16bit(cfg)
@@ -98,8 +101,10 @@ def _build(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Op
     options = dict(cfg.options)
     # A differentiable step excludes fused; it is rare, and wins unless both were asked for. So do weights on several
     # devices in SGD, whose fused form takes its learning rate from one of them.
-    spread = cls is torch.optim.SGD and len({p.device for group in groups for p in group["params"]}) > 1
-    if _has_fused(cls) and (cfg.fused or (cfg.fused is None and not options.get("differentiable") and not spread)):
+    devices = {p.device for group in groups for p in group["params"]}
+    spread = cls is torch.optim.SGD and len(devices) > 1
+    has_fused = _has_fused(cls, on_cuda=any(device.type == "cuda" for device in devices))
+    if cfg.fused or (cfg.fused is None and has_fused and not options.get("differentiable") and not spread):
         options["fused"] = True
     for key, value in options.items():
         if isinstance(value, list):  # torch expects betas as a tuple

@@ -55,7 +55,8 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
     if sound("device", "perf") and cfg.perf.compile is not None:
         _check_compiler(cfg, problems)
     if sound("optimizer"):
-        problems += check_optimizer(cfg.optimizer)
+        on_cuda = sound("device") and cfg.device != "cpu" and torch.cuda.is_available()
+        problems += check_optimizer(cfg.optimizer, on_cuda=on_cuda)
     if sound("schedule"):
         problems += check_schedule(cfg.schedule)
     if sound("model"):

@@ -198,6 +198,7 @@ def dtypes(device: str) -> dict[str, torch.dtype]:
 def expected_dtypes(*, on_cpu: bool) -> dict[str, torch.dtype]:
     table = dict.fromkeys(OUT_OF_FP32, FP16) | dict.fromkeys(IN_FP32_EVERYWHERE, FP32) | dict.fromkeys(UNTOUCHED, FP16)
     table |= dict.fromkeys(STAYS_16_BIT_ON_CPU, FP16 if on_cpu else FP32) | dict.fromkeys(OUT_OF_BOTH, FP32)
+    table["rms_norm"] = FP16 if on_cpu or torch.__version__ < "2.12" else FP32  # 2.12 put it into CUDA's list
     return table | {"avg_pool3d": FP32 if on_cpu else FP16}
 
 

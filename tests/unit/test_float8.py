@@ -135,11 +135,17 @@ def test_what_is_not_finite_ends_in_a_skipped_step(bad: float, where: str) -> No
     assert weight.detach().equal(before) or where == "weight"
 
 
+SATURATES = torch.__version__ >= "2.13"
+"""Whether a plain cast to float8 makes the largest number of what is larger; before, it made a NaN of it."""
+
+
 def test_the_wrong_way_a_plain_cast_hides_an_overflow() -> None:
     overflow = torch.tensor([[1e4, float("inf")] * 16])
-    assert overflow.to(E4M3).float().unique().tolist() == [448.0]
+    plain = overflow.to(E4M3).float()
+    assert plain.eq(448.0).all() if SATURATES else plain.isnan().all()
     weight = torch.randn(16, 32)
-    assert (overflow.to(E4M3).float() @ weight.t()).isfinite().all()  # with a fixed scale, or that of the last step
+    # With a fixed scale, or that of the last step, it is the cast that decides whether an overflow is seen.
+    assert (plain @ weight.t()).isfinite().all() == SATURATES
     low, factor = quantise(overflow, E4M3)
     assert multiply(low, factor, *quantise(weight, E4M3), torch.float32).isnan().all()
 

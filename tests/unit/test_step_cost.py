@@ -152,7 +152,7 @@ def test_hooks_of_an_optimizer_are_called_and_its_scope_is_seen_by_a_profiler() 
     handle = optimizer.register_step_post_hook(lambda *_: seen.append("post"))
     step()
     handle.remove()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         step()
     assert seen == ["post"]
     assert any(event.key == "Optimizer.step#SGD.step" for event in profile.key_averages())

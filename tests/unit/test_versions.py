@@ -1,0 +1,185 @@
+"""Versions of torch and Python: what is refused, what the files promise, and the script that runs the tests in each."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.torch_version import TorchVersion
+
+from amp_core.config import OptimizerConfig
+from amp_core.optimizers import build_optimizer, check_optimizer
+from amp_core.versions import ANYWAY, TESTED, untested
+
+ROOT = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("matrix_script", ROOT / "scripts" / "matrix.py")
+assert spec and spec.loader
+matrix = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(matrix)
+
+
+def minors(texts):
+    return sorted({tuple(int(number) for number in text.split(".")[:2]) for text in texts})
+
+
+def test_every_promise_of_versions_is_the_range_that_is_tested():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ranges = dict(re.match(r"(\w+)(.*)", text).groups() for text in project["dependencies"])
+    for found, texts in (
+        (project["requires-python"], [row[2] for row in TESTED]),
+        (ranges["torch"], [row[0] for row in TESTED]),
+        (ranges["torchvision"], [row[1] for row in TESTED]),
+    ):
+        all_minors = minors(texts)
+        (major, first), (_, last) = all_minors[0], all_minors[-1]
+        assert all_minors == [(major, minor) for minor in range(first, last + 1)]
+        assert found == f">={major}.{first},<{major}.{last + 1}"
+    pythons = [f"{major}.{minor}" for major, minor in minors(row[2] for row in TESTED)]
+    assert [text for text in project["classifiers"] if "Python ::" in text] == [
+        f"Programming Language :: Python :: {python}" for python in pythons
+    ]
+    torches = [f"{major}.{minor}" for major, minor in minors(row[0] for row in TESTED)]
+    assert (
+        f"Python {pythons[0]} to {pythons[-1]}, torch {torches[0]} to {torches[-1]}" in (ROOT / "README.md").read_text()
+    )
+    assert f"Python {', '.join(pythons[:-1])} or {pythons[-1]} is needed" in (ROOT / "Makefile").read_text()
+
+
+@pytest.mark.parametrize("torch, torchvision, python", TESTED)
+def test_tested_versions_are_accepted_with_any_patch_and_build(torch, torchvision, python):
+    assert untested(torch, python) is None
+    assert untested(f"{torch[:-1]}9+cu130", f"{python}.9") is None
+
+
+@pytest.mark.parametrize("torch, python", [("2.10.1", "3.12.1"), ("2.14.0a0", "3.12.1"), ("2.13.0", "3.10.4")])
+def test_other_versions_are_refused_unless_asked_for(torch, python, monkeypatch):
+    monkeypatch.delenv(ANYWAY, raising=False)
+    problem = untested(torch, python)
+    assert f"torch {torch} with Python {python} is not supported" in problem
+    assert all(f"{row[0]} with Python {row[2]}" in problem for row in TESTED)
+    monkeypatch.setenv(ANYWAY, "1")
+    assert untested(torch, python) is None
+
+
+def test_a_run_under_another_torch_ends_with_2_and_one_line_before_torch_is_imported(tmp_path, monkeypatch):
+    monkeypatch.delenv(ANYWAY, raising=False)
+    info = tmp_path / "torch-2.10.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.10.1\n")
+    (tmp_path / "torch.py").write_text("raise AssertionError('imported')\n")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for rank in ("0", "1"):  # one of several ranks is enough to tell it
+        environ = {**os.environ, "PYTHONPATH": str(tmp_path), "RANK": rank}
+        command = [sys.executable, ROOT / "train.py", "steps=1"]
+        done = subprocess.run(command, cwd=empty, env=environ, capture_output=True, text=True)
+        assert done.returncode == 2
+        lines = [f"error: {untested('2.10.1')}"] if rank == "0" else []
+        assert done.stderr.splitlines() == lines and not done.stdout and not list(empty.iterdir())
+
+
+# --- scripts/matrix.py ------------------------------------------------------------------------------------------------
+
+
+def test_a_row_without_its_interpreter_is_said_to_be_not_run_and_is_no_success(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(matrix, "TESTED", [("2.13.0", "0.28.0", "3.99")])
+    monkeypatch.setattr(sys, "argv", ["matrix.py", "--folder", str(tmp_path / "envs")])
+    page = matrix.PAGE.read_text()
+    assert matrix.main() == 1
+    said = capsys.readouterr().out
+    assert "not run: torch 2.13.0, Python 3.99: there is no python3.99" in said and "0 of 1 rows run" in said
+    assert matrix.PAGE.read_text() == page
+
+
+def test_a_result_replaces_the_row_of_its_versions_and_no_other(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{matrix.BEGIN}\n{matrix.END}\nafter\n")
+    monkeypatch.setattr(matrix, "PAGE", page)
+    monkeypatch.setattr(matrix, "TESTED", [("2.11.0", "0.26.0", "3.12"), ("2.13.0", "0.28.0", "3.13")])
+    row = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "python": "3.13.0", "tests": "all", "passed": 7}
+    row |= {"failed": 0, "skipped": 1, "minutes": 2, "date": "2030-01-02", "ended": 0}
+    matrix.write(row)
+    matrix.write({**row, "torch": "2.11.0", "python": "3.12.1", "failed": 3, "ended": 1})
+    matrix.write({**row, "passed": 8, "python": "3.13.1"})
+    assert page.read_text().splitlines() == [
+        "before",
+        matrix.BEGIN,
+        matrix.HEAD,
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| 2.11.0 | 0.28.0 | 3.12.1 | all | 7 | 3 | 1 | 2 | 2030-01-02 |",
+        "| 2.13.0+cpu | 0.28.0 | 3.13.1 | all | 8 | 0 | 1 | 2 | 2030-01-02 |",
+        matrix.END,
+        "after",
+    ]
+
+
+def test_an_interpreter_that_does_not_start_is_passed_over(tmp_path, monkeypatch):
+    """As pyenv's shims of versions that are not chosen."""
+    python = ".".join(map(str, sys.version_info[:2]))
+    shim, chosen = tmp_path / "bin" / f"python{python}", tmp_path / f"versions/{python}.7/bin/python{python}"
+    for path, text in ((shim, "exit 127"), (chosen, f'exec {sys.executable} "$@"')):
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    monkeypatch.setenv("PATH", str(shim.parent))
+    assert Path(matrix.find_python(python)).samefile(sys.executable)
+    chosen.unlink()
+    with pytest.raises(matrix.NotRun, match=f"no python{python} with venv"):
+        matrix.find_python(python)
+
+
+def test_failed_tests_fail_a_row_and_are_counted(tmp_path, monkeypatch, capfd):
+    tests = "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\n@pytest.mark.skip\ndef test_c(): pass\n"
+    (tmp_path / "test_some.py").write_text(tests)
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    python = tmp_path / "env" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(matrix, "TESTED", TESTED[:1])
+    monkeypatch.setattr(matrix, "environment", lambda *row: python)
+    monkeypatch.setattr(sys, "argv", ["matrix.py", "--workers", "0", "--", str(tmp_path), "-p", "no:cacheprovider"])
+    page = matrix.PAGE.read_text()
+    assert matrix.main() == 1
+    assert "1 passed, 1 failed, 1 skipped" in capfd.readouterr().out
+    assert matrix.PAGE.read_text() == page, "arguments for pytest are no result for the table"
+
+
+# --- what differs between versions of torch ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.0", None])
+@pytest.mark.parametrize("name", ["Adagrad", "AdamW"])
+def test_the_fused_adagrad_is_left_on_cuda_where_torch_refuses_it(name, version, monkeypatch):
+    """None: the installed torch, whose own answer on fake tensors is then compared."""
+    if version is not None:
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    is_fused = name != "Adagrad" or torch.__version__ >= "2.12"
+    cfg = OptimizerConfig(name, 0.1, 0.0, None, "float32", {})
+    with FakeTensorMode():
+        nets = {device: nn.ParameterList([torch.empty(3, device=device)]) for device in ("cpu", "cuda")}
+        built = {device: build_optimizer(cfg, net) for device, net in nets.items()}
+        assert built["cpu"].defaults["fused"] and bool(built["cuda"].defaults["fused"]) == is_fused
+        if version is None:
+            weight = nets["cuda"][0]
+            weight.grad = torch.empty(3, device="cuda")
+            said = ""
+            try:
+                build_optimizer(dataclasses.replace(cfg, fused=True), nets["cuda"]).step()
+            except Exception as problem:  # of the fake tensors or of the missing GPU, where torch does not refuse it
+                said = str(problem)
+            assert ("requires all the params" in said) == (not is_fused)
+    asked = dataclasses.replace(cfg, fused=True)
+    assert check_optimizer(asked) == []
+    found = check_optimizer(asked, on_cuda=True)
+    assert found == [] if is_fused else "Adagrad has no fused form on CUDA in torch 2.11.0+cu130" in found[0]
