@@ -46,11 +46,9 @@ WIDTHS = {"default": "SSE4_2", "avx2": "AVX2", "avx512": "AVX512"}
 MACHINES = {"SSE41": "default", "AVX2": "avx2"}
 """The widest vectors of a CPU that ends at this level; the others have AVX-512."""
 
-UNIT = (
-    "behaviours clip ddp float8 fused islands losses moments op_policy precision right_and_wrong schedule_ema weights"
-)
+UNIT = "behaviours clip ddp float8 fused islands losses moments op_policy precision right_and_wrong schedule_ema"
 RECIPES = "contrastive custom_function gan language_model model_parallel partial_fc"
-TESTS = [f"tests/unit/test_{name}.py" for name in UNIT.split()]
+TESTS = [f"tests/unit/test_{name}.py" for name in [*UNIT.split(), "weights"]]
 TESTS += [f"tests/recipes/test_{name}.py" for name in RECIPES.split()]
 
 
