@@ -174,6 +174,8 @@ def test_resume_is_bit_exact(recipe, mode):
 @pytest.mark.usefixtures("_no_statistics")
 def test_accumulation_and_ranks_do_not_change_the_run(recipe):
     settings = ["steps=3", "amp=fp32", "clip=norm", "ema.decay=0.9", *NO_DROPOUT.get(recipe, [])]
+    if recipe != "face_recognition":  # which uses SGD; Adam turns the rounding of a gradient near 0 into whole steps
+        settings.append("optimizer.options.eps=1e-2")
     one = run(recipe, "one", "batch_size=16", "accumulation=1", *settings)
     accumulated = run(recipe, "accumulated", "accumulation=4", *settings)
     others = [accumulated, on_two_ranks(recipe, "ranks", "accumulation=2", *settings)]
