@@ -65,7 +65,9 @@ def errors(found: list[Tensor]) -> list[float]:
 
 def test_the_loss_and_its_gradients_are_those_without_chunks() -> None:
     assert max(errors(results(chunked, dtype=FP64))) < 1e-12
-    assert max(errors(results(chunked))) < 1e-6
+    assert (
+        max(errors(results(chunked))) < 32 * 2.0**-24
+    )  # sums of up to 1,000 terms, typically off by its root of units
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
