@@ -15,7 +15,7 @@ BUSY := $(VENV)/.installing
 EXTRAS := wandb,tensorboard,data,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all matrix check format bench docs faults sweep results report clean distclean
+.PHONY: help setup train test test-all matrix check format bench docs faults isa sweep results report clean distclean
 
 # An environment cannot be moved or copied, and does not survive the removal of its Python: then set it up again.
 ifneq ($(shell test -x $(PY) && cat $(STAMP) 2>/dev/null),$(CURDIR))
@@ -54,6 +54,9 @@ bench: setup ## measure speed, about three minutes: python scripts/bench.py $(AR
 
 faults: setup ## break things on purpose, long: python scripts/faults.py $(ARGS)
 	OMP_NUM_THREADS=1 $(PY) scripts/faults.py $(ARGS)
+
+isa: setup ## the numeric tests once for each instruction set of this CPU, long: python scripts/isa_check.py $(ARGS)
+	$(PY) scripts/isa_check.py $(ARGS)
 
 sweep: setup ## the default recipe in three modes with five seeds each: python train.py -m ... $(ARGS)
 	$(PY) train.py -m experiment=parity_classification $(ARGS)

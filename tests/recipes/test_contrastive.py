@@ -50,10 +50,16 @@ def big_batch(net: nn.Module, window: list[Micro]) -> tuple[float, Tensor]:
 
 
 def cached(
-    mode: str, net: nn.Module, window: list[Micro], *, scaled: bool = True, share: float = 1.0
+    mode: str,
+    net: nn.Module,
+    window: list[Micro],
+    *,
+    scaled: bool = True,
+    share: float = 1.0,
+    init_scale: float = 2.0**12,
 ) -> tuple[float, Tensor]:
     """The recipe's step up to the unscaled gradients, and back from a `share` of the loss."""
-    amp = Amp.named(mode, init_scale=2.0**12) if mode == "fp16" else Amp.named(mode)
+    amp = Amp.named(mode, init_scale=init_scale, max_scale=2.0**38) if mode == "fp16" else Amp.named(mode)
     loss, gradients = cached_gradients(ALONE, embed_window(amp, net, window), TEMPERATURE)
     for micro, gradient in zip(window, gradients * share, strict=True):
         with amp.autocast():
@@ -79,13 +85,18 @@ def relative(a: Tensor, b: Tensor) -> float:
 # --- right --------------------------------------------------------------------------------------------------------------
 
 
+CLOSE = {"fp32": 64 * 2.0**-24, "fp16": 16 * 2.0**-11, "bf16": 16 * 2.0**-8}
+"""Some 16 roundings one after another: inputs, weights and products of two layers and an activation, there and back.
+16-bit products are summed in fp32; in fp32 the sums round as well, of up to 2,304 terms typically by 48 units."""
+
+
 @pytest.mark.parametrize("split", [1, 4, 16])
-@pytest.mark.parametrize("mode, close", [("fp32", 1e-6), ("fp16", 1e-3), ("bf16", 1e-2)])
-def test_cached_gradients_are_those_of_one_graph_over_the_whole_window(mode: str, close: float, split: int) -> None:
+@pytest.mark.parametrize("mode", CLOSE)
+def test_cached_gradients_are_those_of_one_graph_over_the_whole_window(mode: str, split: int) -> None:
     loss, gradient = big_batch(network().double(), views())
     ours, our_gradient = cached(mode, network(), views(split=split))
-    assert ours == pytest.approx(loss, rel=close)
-    assert relative(our_gradient, gradient) < close
+    assert ours == pytest.approx(loss, rel=CLOSE[mode])
+    assert relative(our_gradient, gradient) < CLOSE[mode]
 
 
 def test_info_nce_is_the_formula() -> None:
@@ -144,12 +155,13 @@ def test_a_loss_per_micro_batch_is_another_loss() -> None:
 
 
 def test_an_unscaled_cached_gradient_underflows() -> None:
-    """64 images whose loss is a 65,536th of the whole: a large window, or a small weight beside other losses."""
+    """A loss whose share of the whole is 2^-26: a large window, or a small weight beside other losses. Gradients of
+    embeddings are below 1 here, so the pass begins with less than half of fp16's smallest number: 0 in any kernel."""
     _, gradient = big_batch(network().double(), views())
-    _, scaled = cached("fp16", network(), views(), share=2.0**-16)
-    assert relative(scaled, gradient) < 1e-3
-    _, unscaled = cached("fp16", network(), views(), share=2.0**-16, scaled=False)
-    assert relative(unscaled, gradient) > 0.05
+    _, scaled = cached("fp16", network(), views(), share=2.0**-26, init_scale=2.0**38)
+    assert relative(scaled, gradient) < CLOSE["fp16"]
+    _, unscaled = cached("fp16", network(), views(), share=2.0**-26, scaled=False)
+    assert not unscaled.any()
 
 
 def in_training(net: nn.Module, window: list[Micro], *, guarded: bool) -> tuple[Tensor, list[Tensor]]:
@@ -177,7 +189,7 @@ def test_without_a_rehearsal_masks_differ_and_statistics_move_twice() -> None:
     info_nce(embeddings.unflatten(1, (2, -1)).movedim(1, 0).flatten(1, 2), TEMPERATURE).backward()
     right, right_buffers = in_training(net(), window, guarded=True)
     wrong, wrong_buffers = in_training(net(), window, guarded=False)
-    assert relative(right, flat(reference)) < 1e-6 and relative(wrong, flat(reference)) > 0.5
+    assert relative(right, flat(reference)) < CLOSE["fp32"] and relative(wrong, flat(reference)) > 0.5
     for a, b, c in zip(reference.buffers(), right_buffers, wrong_buffers, strict=True):
         assert torch.equal(a, b) and not torch.equal(a, c)
     assert [int(buffers[-1]) for buffers in (right_buffers, wrong_buffers)] == [4, 8]  # num_batches_tracked

@@ -43,18 +43,16 @@ def per_sample(logits: Tensor, answers: Tensor) -> Tensor:
     return 16 * F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1)
 
 
-@pytest.mark.parametrize("dtype, times_too_large, negative", [(BF16, 15, 0.4), (FP16, 2, 0.3)], ids=str)
-def test_from_16_bit_log_probabilities_a_divergence_is_rounding(
-    dtype: Any, times_too_large: int, negative: float
-) -> None:
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_from_16_bit_log_probabilities_a_divergence_is_rounding(dtype: Any) -> None:
     answers = (3 * torch.randn(256, 100)).to(dtype)
     logits = (answers.float() + 0.1 * torch.randn(256, 100)).to(dtype)
     right = per_sample(logits.double(), answers.double())
     with torch.autocast("cpu", dtype=dtype):
         usual, ours = per_sample(logits, answers), divergence(logits, answers, 4.0)
     assert usual.dtype is ours.dtype is FP32  # kl_div itself is; on a CPU log_softmax stays 16-bit under autocast
-    assert (usual - right).abs().mean() > times_too_large * right.mean()
-    assert (usual < 0).double().mean() > negative
+    assert (usual - right).abs().mean() > right.mean()  # wrong by more than all of it,
+    assert (usual < 0).any()  # and below what a divergence can be
     assert ours == pytest.approx(right.mean().item(), rel=1e-3)
 
 

@@ -434,7 +434,8 @@ def test_the_modes_agree_and_learn() -> None:
 
 def test_accumulation_changes_nothing_where_samples_differ_in_tokens(folder: Path) -> None:
     text = [f"data.path={folder}", "data=text", "data.num_samples=null", "data.length=8", "amp=fp32", "steps=6"]
-    overrides = [*text, "log_every=1"]
+    # A large eps: with a small one AdamW turns the rounding of a gradient near 0 into a step of the size of lr.
+    overrides = [*text, "log_every=1", "optimizer.options.eps=1e-2"]
     run("one", *overrides, "batch_size=8")
     run("many", *overrides, "batch_size=1", "accumulation=8")
     losses = [[line["loss"] for line in lines(f) if line["split"] == "train"] for f in ("one", "many")]

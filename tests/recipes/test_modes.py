@@ -12,6 +12,8 @@ from amp_core.precision import Amp
 from amp_core.weights import trainable
 
 pytestmark = pytest.mark.usefixtures("own_folder")
+GRADIENT_UNIT = {"o2": 2.0**-11, "bf16_pure": 2.0**-8, "fp8": 2.0**-3}
+"""The most that one rounding of a gradient changes, relative; e5m2 in fp8, with a scale of each half's own."""
 
 
 @pytest.mark.parametrize(
@@ -20,13 +22,18 @@ pytestmark = pytest.mark.usefixtures("own_folder")
     ids=" ".join,
 )
 def test_two_ranks_agree_with_one(mode):
-    # No BatchNorm: its statistics belong to the micro-batch.
-    common = ["steps=3", *MLP, f"amp={mode[0]}", *mode[1:]]
+    # No BatchNorm: its statistics belong to the micro-batch. SGD: what AdamW makes of a gradient near 0 is its rounding.
+    # One step: after it, weights that differ by a rounding may lie on two sides of a ReLU's kink.
+    common = ["steps=1", *MLP, f"amp={mode[0]}", *mode[1:]]
+    common += ["optimizer=sgd", "optimizer.lr=0.1", "optimizer.options.momentum=0", "optimizer.options.nesterov=false"]
+    start = run("classification", "start", "debug.inject={where: drop, step: 1}", *common)
     one = run("classification", "one", "batch_size=8", *common)
     two = on_two_ranks("classification", "two", *common)
-    # Half of each gradient is rounded before it is summed; Adam's first steps have the size of the learning rate.
-    assert (weights(one) - weights(two)).abs().mean() < 2e-4
-    assert lines(one)[0]["loss"] == pytest.approx(lines(two)[0]["loss"], rel=2e-3)
+    # Half of each gradient is rounded before it is summed. 16-bit weights may end at the other neighbour.
+    unit, moved = GRADIENT_UNIT[mode[0]], (weights(one) - weights(start)).abs().mean()
+    assert (weights(one) - weights(two)).abs().mean() < unit * moved
+    for a, b in zip(lines(one), lines(two), strict=True):  # of the step, and of the evaluation after it
+        assert a["loss"] == pytest.approx(b["loss"], rel=unit)
 
 
 def test_every_mode_goes_on_from_every_other(capsys):

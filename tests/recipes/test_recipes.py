@@ -333,7 +333,7 @@ def test_more_steps_wait_no_more_often(row):
 @RECIPE
 @pytest.mark.usefixtures("_no_statistics")
 def test_accumulation_does_not_change_the_run(recipe):
-    settings = [*ALIKE, *NO_DROPOUT.get(recipe, [])]
+    settings = alike(recipe)
     one = run(recipe, "one", "batch_size=16", "accumulation=1", *settings)
     same_up_to_the_order_of_sums(one, run(recipe, "accumulated", "accumulation=4", *settings))
 
@@ -341,7 +341,7 @@ def test_accumulation_does_not_change_the_run(recipe):
 @pytest.mark.parametrize("recipe", rows(sorted(RECIPES), "classification"))
 @pytest.mark.usefixtures("_no_statistics")
 def test_ranks_do_not_change_the_run(recipe):
-    settings = [*ALIKE, *NO_DROPOUT.get(recipe, [])]
+    settings = alike(recipe)
     one = run(recipe, "one", "batch_size=16", "accumulation=1", *settings)
     same_up_to_the_order_of_sums(one, on_two_ranks(recipe, "ranks", "accumulation=2", *settings))
     if "fsdp" in getattr(find(recipe), "LAYOUTS", LAYOUTS):
@@ -349,7 +349,11 @@ def test_ranks_do_not_change_the_run(recipe):
         same_up_to_the_order_of_sums(one, sharded)
 
 
-ALIKE = ["steps=3", "amp=fp32", "clip=norm", "ema.decay=0.9"]
+def alike(recipe):
+    """Settings with which a run depends on the order of its sums by their rounding alone."""
+    # Adam turns the rounding of a gradient near 0 into whole steps. Faces use SGD.
+    eps = [] if recipe == "face_recognition" else ["optimizer.options.eps=1e-2"]
+    return ["steps=3", "amp=fp32", "clip=norm", "ema.decay=0.9", *eps, *NO_DROPOUT.get(recipe, [])]
 
 
 def same_up_to_the_order_of_sums(one, other):

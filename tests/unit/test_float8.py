@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 
 import pytest
 import torch
@@ -46,13 +47,30 @@ def test_a_product_is_4_percent_off_and_its_gradients_6_percent() -> None:
     assert error(linear.weight.grad, g64.t() @ x64) == pytest.approx(0.058, abs=0.003)
 
 
+def whole_numbers(*shape: int) -> Tensor:
+    """Integers of 3 bits: float8 holds them, and their products sum up without rounding in any order, so in any kernel."""
+    return torch.randint(-8, 9, shape).float()
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")  # by `flags`, whatever it sets
+@pytest.mark.parametrize("onednn", [False, True])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("rows", [32, 7])
-def test_the_emulation_computes_what_scaled_mm_computes(dtype: torch.dtype, rows: int) -> None:
-    (a, a_factor), (b, b_factor) = quantise(torch.randn(rows, 64), dtype), quantise(torch.randn(48, 64), E4M3)
+def test_the_emulation_computes_what_scaled_mm_computes(dtype: torch.dtype, rows: int, onednn: bool) -> None:
+    """Bit for bit, where a kernel is. torch asks the CPU for AMX and then trusts oneDNN, whose float8 kernels need
+    AVX512-FP16 as well. Real CPUs have both or neither; ONEDNN_MAX_CPU_ISA hides one, and then `_scaled_mm` raises. Ours
+    does not call it on a CPU."""
+    known = ("DEFAULT", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX10_1_512", "AVX10_1_512_AMX")
+    if onednn and os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper() not in known:
+        pytest.skip("oneDNN may not use the instructions that its float8 kernels need")
+    a, b = whole_numbers(rows, 64), whole_numbers(48, 64)
+    a[0, 0], b[0, 1] = torch.finfo(dtype).max, 448  # the largest of each range: the factors are powers of two
+    (a, a_factor), (b, b_factor) = quantise(a / 8, dtype), quantise(b / 4, E4M3)
+    assert (a_factor, b_factor) == (1 / 8, 1 / 4)
     ours = multiply(a, a_factor, b, b_factor, torch.float32)
-    torchs = torch._scaled_mm(a, b.t(), scale_a=a_factor, scale_b=b_factor, out_dtype=torch.float32)
-    assert error(ours, torchs.double()) < 2e-7
+    with torch.backends.mkldnn.flags(enabled=onednn):
+        torchs = torch._scaled_mm(a, b.t(), scale_a=a_factor, scale_b=b_factor, out_dtype=torch.float32)
+    assert ours.equal(torchs) and ours.double().equal(a.double() @ b.double().t() / 32)
 
 
 @pytest.mark.cuda
