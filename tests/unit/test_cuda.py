@@ -17,6 +17,7 @@ from amp_core import Amp, Checkpoint, Clip, Doctor, Ema, Micro, Schedule, window
 from amp_core.config import amp_config
 from amp_core.graph import WholeStep
 from amp_core.layout import wrap_ddp
+from amp_core.sync_debug import noted_waits, set_sync_debug, sync_debug
 from amp_core.weights import trainable
 
 pytestmark = [
@@ -34,6 +35,24 @@ SMALL = [
     "batch_size=16",
 ]
 SMALL += ["log.progress=false", "deterministic=true", "clip=norm", "ema.decay=0.9", "accumulation=2"]
+
+
+@pytest.fixture(autouse=True)
+def _no_sync_debug():
+    """A test that fails leaves the mode of none to the next."""
+    yield
+    set_sync_debug("default")
+
+
+def test_a_wait_is_an_error_inside_and_none_outside():
+    """Run first, its first line is the first call in the process, which warns; filterwarnings=error."""
+    number = torch.ones((), device="cuda")
+    with sync_debug("error"), pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+        number.item()
+    with noted_waits() as waits:
+        assert number.item() == 1
+    assert len(waits) == 1 and waits[0].startswith("test_cuda.py:")
+    assert torch.cuda.get_sync_debug_mode() == 0
 
 
 def net_and_data():
@@ -67,12 +86,9 @@ def test_two_hundred_steps_never_wait_for_the_device(mode, cls):
         return report
 
     steps()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug("error"):
         for _ in range(100):
             report = steps()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert report.taken.item()
     assert all(torch.isfinite(p).all() for p in net.parameters())
 
@@ -203,12 +219,9 @@ def test_a_played_graph_never_waits(side_stream):
     whole = WholeStep(training)
     training.run(whole, 6)
     window = [Micro(batch, 0.25, i == 3) for i, batch in enumerate(training.data[0])]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug("error"):
         for _ in range(20):
             whole(training.train_step, window)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_step_that_reads_back_is_computed_as_ever(side_stream):
