@@ -1,8 +1,8 @@
 """torch.cuda.set_sync_debug_mode for a region: which operations make the host wait for the GPU.
 
-The first call in a process warns that the mode is a prototype. Where warnings are errors (`python -W error`, pytest with
-filterwarnings=error) that warning is raised after the mode was set, and everything that follows runs in it. So the mode
-is set here and nowhere else.
+The first call in a process warns that the mode is a prototype. Where warnings are errors (`python -W error`, pytest
+with filterwarnings=error) that warning is raised after the mode was set, and everything that follows runs in it. So the
+mode is set here and nowhere else.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -232,7 +235,37 @@ def test_a_step_that_reads_back_is_computed_as_ever(side_stream):
         return training.run(whole or run, 12), whole
 
     (expected, _), (found, whole) = trained(computed), trained(None)
-    assert whole is not None and whole._refused and not same_but(expected, found)
+    assert whole is not None and not same_but(expected, found)
+    assert "a step waits for the device at test_cuda.py:" in (whole._refused or "")
+
+
+def refused_capture():
+    """In a process of its own: torch cannot leave such a capture. What waits here is not seen before."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        training = Training("fp16", "cuda")
+        whole = WholeStep(training)
+
+        def extra(loss):
+            if whole.is_recording:
+                torch.cuda.synchronize()
+            return loss
+
+        training.extra = extra
+        training.run(whole, 12)
+
+
+def test_a_refused_capture_ends_the_run_and_names_the_operation():
+    done = subprocess.run(
+        [sys.executable, "-W", "default", "-c", "import test_cuda; test_cuda.refused_capture()"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1
+    assert (
+        "RunError: perf.graph=true" in done.stderr and "torch.cuda.synchronize()). Use perf.graph=false" in done.stderr
+    )
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
