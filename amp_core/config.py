@@ -209,6 +209,8 @@ class PerfConfig:
     """Keep images and convolutions in NHWC memory order."""
     prefetch: bool
     """Copy the next window to the device while this one is computed."""
+    cudnn_benchmark: bool
+    """On a GPU: cuDNN times its algorithms for each shape and uses the fastest; off with deterministic=true."""
     checkpoint_activations: bool
     """Keep the inputs of blocks alone for the backward pass, and compute each block once more there: less memory."""
     recast_weights: bool

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from running import same_but
 from test_graph import Training, computed
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import train
 from amp_core import Amp, Checkpoint, Clip, Doctor, Ema, Micro, Schedule, windows
@@ -150,6 +151,19 @@ def test_a_run_continues_bit_exactly_on_the_device(mode, tmp_path, monkeypatch):
     for name in ("model", "ema"):
         assert all(torch.equal(whole[name][key], parts[name][key]) for key in whole[name])
     assert json.loads(Path("parts/summary.json").read_text())["device"] == "cuda"
+
+
+@pytest.mark.parametrize("deterministic", ["false", "true"])
+def test_cudnn_times_its_algorithms_unless_bits_must_repeat(deterministic, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen = set()
+    handle = register_module_forward_hook(lambda *_: seen.add(torch.backends.cudnn.benchmark))
+    more = [setting for setting in SMALL if "deterministic" not in setting]
+    try:
+        assert train.main([*more, f"deterministic={deterministic}", "steps=3", "run_dir=run"]) == 0
+    finally:
+        handle.remove()
+    assert seen == {deterministic == "false"}
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])

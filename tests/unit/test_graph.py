@@ -229,7 +229,7 @@ def test_what_a_step_raises_by_itself_is_passed_on(no_cuda):
     def call():
         raise RuntimeError("not here")
 
-    with pytest.raises(RuntimeError, match="^not here$"):
+    with pytest.raises(RuntimeError, match=r"^not here$"):
         amp_core.graph.record_on_cuda(call)
 
 
