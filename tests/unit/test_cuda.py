@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_schedule_ema
 import torch
 import torch.distributed as dist
 from running import same_but
@@ -164,6 +165,10 @@ def test_cudnn_times_its_algorithms_unless_bits_must_repeat(deterministic, tmp_p
     finally:
         handle.remove()
     assert seen == {deterministic == "false"}
+
+
+def test_buffers_of_an_average_taken_together_are_those_taken_one_by_one():
+    test_schedule_ema.test_buffers_taken_together_are_those_taken_one_by_one("cuda")
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
