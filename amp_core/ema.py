@@ -101,7 +101,8 @@ def _grouped(averages: list[Tensor], values: list[Tensor | None]) -> list[tuple[
         kind = (*((tensor.device, tensor.dtype) for tensor in pair), None if flat else i)
         parts, into, sizes = found.setdefault(kind, ([], [], []))
         pair = [tensor.view(-1) for tensor in pair] if flat else pair
-        parts.append(pair[0]), into.append(pair[1]), sizes.append(len(pair[0]))
+        for group, entry in zip((parts, into, sizes), (*pair, len(pair[0])), strict=True):
+            group.append(entry)  # type: ignore[arg-type]
     return list(found.values())
 
 
