@@ -137,7 +137,8 @@ class DataConfig:
     augment: bool
     """Random augmentation of training images, keyed on (seed, sample index, pass)."""
     prepare_on: Literal["loader", "device"]
-    """Where training images are decoded, augmented and normalised: by the loader on CPU cores, or on the device."""
+    """Where training images are decoded, augmented and normalised: by the loader on CPU cores, or on the device. There
+    decoding JPEG waits once per batch."""
     num_samples: int | None
     """Number of training samples: of synthetic data, or at most so many of a large data set."""
     num_classes: int | None

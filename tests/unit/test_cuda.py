@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_feeding
 import test_schedule_ema
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import train
 from amp_core import Amp, Checkpoint, Clip, Doctor, Ema, Micro, Schedule, windows
 from amp_core.config import amp_config
+from amp_core.errors import RunError
 from amp_core.graph import WholeStep
 from amp_core.layout import wrap_ddp
 from amp_core.sync_debug import noted_waits, set_sync_debug, sync_debug
@@ -165,6 +167,26 @@ def test_cudnn_times_its_algorithms_unless_bits_must_repeat(deterministic, tmp_p
     finally:
         handle.remove()
     assert seen == {deterministic == "false"}
+
+
+def test_images_are_decoded_right_while_the_device_is_busy(tmp_path):
+    """Into memory that was freed under work that is still waiting."""
+    _, files, keys = test_feeding.file_parts(tmp_path)
+    batch, labels = files.__getitems__(keys)
+    labels = labels.cuda()
+    try:
+        expected, _ = files.finish((batch, labels))
+    except RunError as why:
+        pytest.skip(str(why))
+    torch.cuda.synchronize()
+    matrix = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        for _ in range(20):  # some ms of work, and as many blocks of the sizes of decoded images as it takes
+            matrix = matrix @ matrix * 1e-3
+        for _ in range(50):
+            torch.full((3, 74, 90), 255, dtype=torch.uint8, device="cuda")
+        found, _ = files.finish((batch, labels))
+        assert torch.equal(found, expected)
 
 
 def test_buffers_of_an_average_taken_together_are_those_taken_one_by_one():
