@@ -20,6 +20,7 @@ import importlib.util
 import logging
 import shutil
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,9 +89,25 @@ class Compiler:
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return (with_grad if torch.is_grad_enabled() else without)(*args, **kwargs)
+            with _warnings_shown():
+                return (with_grad if torch.is_grad_enabled() else without)(*args, **kwargs)
 
         return run
+
+
+def _warnings_shown() -> contextlib.AbstractContextManager[Any]:
+    """Inside of it warnings that are errors (`python -W error`, pytest) are shown instead.
+
+    torch warns of itself while it traces and compiles. Raised, such a warning would count as a failure to compile, and
+    the part would run eagerly.
+    """
+    filters: list[Any] = list(warnings.filters)
+    if all(action != "error" for action, *_ in filters):
+        return contextlib.nullcontext()
+    region = contextlib.ExitStack()
+    region.enter_context(warnings.catch_warnings())
+    warnings.filters[:] = [("default" if action == "error" else action, *rest) for action, *rest in filters]  # type: ignore[index]
+    return region
 
 
 def compile_parts(net: nn.Module, compiler: Compiler, *, whole: bool = False) -> int:

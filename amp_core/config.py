@@ -137,7 +137,8 @@ class DataConfig:
     augment: bool
     """Random augmentation of training images, keyed on (seed, sample index, pass)."""
     prepare_on: Literal["loader", "device"]
-    """Where training images are decoded, augmented and normalised: by the loader on CPU cores, or on the device."""
+    """Where training images are decoded, augmented and normalised: by the loader on CPU cores, or on the device. There
+    decoding JPEG waits once per batch."""
     num_samples: int | None
     """Number of training samples: of synthetic data, or at most so many of a large data set."""
     num_classes: int | None
@@ -209,6 +210,8 @@ class PerfConfig:
     """Keep images and convolutions in NHWC memory order."""
     prefetch: bool
     """Copy the next window to the device while this one is computed."""
+    cudnn_benchmark: bool
+    """On a GPU: cuDNN times its algorithms for each shape and uses the fastest; off with deterministic=true."""
     checkpoint_activations: bool
     """Keep the inputs of blocks alone for the backward pass, and compute each block once more there: less memory."""
     recast_weights: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from amp_core.config import EmaConfig
 from amp_core.layout import multiply_, unwrap
 from amp_core.precision import StepReport
 from amp_core.shards import is_sharded, load_state, local, sharded_copy
-from amp_core.torch_private import foreach_add_, foreach_sub
+from amp_core.torch_private import buffers_of, foreach_add_, foreach_copy_, foreach_sub
 from amp_core.weights import fp32_copy, fp32_values
 
 
@@ -39,7 +40,10 @@ class Ema:
         self.warmup = warmup
         self._averages: list[Tensor] = list(self.model.parameters())
         self._weights = list(self.source.parameters())
-        self._buffers = list(zip(self.model.buffers(), self.source.buffers(), strict=True))
+        names = (name.rpartition(".") for name, _ in self.source.named_buffers())
+        self._owners = [(self.source.get_submodule(path), name) for path, _, name in names]
+        self._present: list[Tensor | None] = []
+        self._groups: list[tuple[list[Tensor], list[Tensor], list[int]]] = []
         device = self._averages[0].device
         self.num_taken = torch.zeros((), dtype=torch.int64, device=device)
         self._decay = torch.tensor(decay, device=device)
@@ -57,11 +61,15 @@ class Ema:
         steps = foreach_sub(fp32_values(local(self._weights)), averages)
         multiply_(steps, weight)
         foreach_add_(averages, steps)
-        for average, value in self._buffers:
+        present = [buffers_of(module)[name] for module, name in self._owners]
+        if len(present) != len(self._present) or not all(map(is_, present, self._present)):  # the first, or replaced
+            self._present, self._groups = present, _grouped(list(self.model.buffers()), present)
+        for parts, values, sizes in self._groups:
+            before, value = torch.cat(parts), torch.cat(values)
+            share, moves = (t.to(before.device, non_blocking=True) for t in (weight, taken))
+            moved = before + share * (value - before) if before.is_floating_point() else value
             # Unguarded statistics may be NaN after a skipped step, and 0 * NaN is NaN.
-            share, moves = (t.to(average.device, non_blocking=True) for t in (weight, taken))
-            moved = average + share * (value - average) if average.is_floating_point() else value
-            torch.where(moves, moved, average, out=average)
+            foreach_copy_(parts, list(torch.where(moves, moved, before).split(sizes)))
         self.num_taken += taken
 
     def reset(self) -> None:
@@ -76,6 +84,27 @@ class Ema:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from averaged weights. `num_taken` is not part of them: set it for an exact continuation."""
         load_state(self.model, state)
+
+
+def _grouped(averages: list[Tensor], values: list[Tensor | None]) -> list[tuple[list[Tensor], list[Tensor], list[int]]]:
+    """Buffers of one kind, taken as one: a ResNet-50 has 159, and each by itself would cost up to four kernels.
+
+    Returns:
+        For each kind: flat views of the averages and of the values, and their sizes. Those with gaps in their memory
+        are alone, in their shape.
+    """
+    found: dict[Any, tuple[list[Tensor], list[Tensor], list[int]]] = {}
+    for i, (average, value) in enumerate(zip(averages, values, strict=True)):
+        if value is None:
+            continue
+        pair = [average.detach(), value.detach()]
+        flat = all(tensor.is_contiguous() for tensor in pair)
+        kind = (*((tensor.device, tensor.dtype) for tensor in pair), None if flat else i)
+        parts, into, sizes = found.setdefault(kind, ([], [], []))
+        pair = [tensor.view(-1) for tensor in pair] if flat else pair
+        for group, entry in zip((parts, into, sizes), (*pair, len(pair[0])), strict=True):
+            group.append(entry)  # type: ignore[arg-type]
+    return list(found.values())
 
 
 def build_ema(cfg: EmaConfig, net: nn.Module) -> Ema | None:

@@ -495,8 +495,8 @@ def lock_folder(run_dir: Path) -> IO[str]:
 def environment(job: Job) -> Iterator[Environment]:
     """Set the process up for one run and put everything back afterwards.
 
-    Sets: device, process group, random seeds, deterministic algorithms, signal handlers. Only the last two, the matmul
-    precision and autocast's policy are process-wide and outlive a run; they are restored.
+    Sets: device, process group, random seeds, deterministic algorithms, cuDNN's choice of them, signal handlers. The
+    last three, the matmul precision and autocast's policy are process-wide and outlive a run; they are restored.
     """
     cfg = build(job.config)
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
@@ -529,6 +529,8 @@ def environment(job: Job) -> Iterator[Environment]:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.deterministic = True
+        undo.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        torch.backends.cudnn.benchmark = cfg.perf.cudnn_benchmark and not cfg.deterministic
         if cfg.layout.name == "ddp" or world_size > 1:
             _join(cfg, device, rank, world_size)
             env.host_group = env.new_host_group()

@@ -14,6 +14,10 @@ torch hands seed and offset of the default generator to a graph when it is playe
 step happens once, in the recording; hence the steps that are computed as ever: those that somebody looks into (replays
 of the doctor, sampled statistics, faults on purpose), and windows of another shape.
 
+A capture that CUDA refuses half-way cannot be undone: torch's allocators and, before 2.13, its generator of random
+numbers stay in it, so that later steps fail or leak memory. So the last step before it is watched, and one that waits
+for the device is never captured. Should CUDA refuse a capture all the same, the run ends.
+
 Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs, and NVIDIA's
 https://docs.nvidia.com/dl-cuda-graph/ (streams of gradients, capture modes, pinned memory).
 """
@@ -22,9 +26,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import is_
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,8 +38,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_core.config import SHARDED
+from amp_core.errors import RunError
 from amp_core.fused import counts_of
 from amp_core.precision import decides_on_device
+from amp_core.sync_debug import noted_waits
 from amp_core.torch_private import find
 from amp_core.window import Micro
 
@@ -132,7 +140,13 @@ class WholeStep:
         if self._play is None:
             if self._num_computed < self._num_warm_ups:
                 self._num_computed += 1
-                return step(window)
+                if self._num_computed < self._num_warm_ups:
+                    return step(window)
+                with noted_waits() as waits:
+                    returned = step(window)
+                if waits:
+                    self._refuse(f"a step waits for the device at {waits[0]}, which is not permitted in a graph")
+                return returned
             problem = self._try(step, window, tensors)
             if problem is not None:
                 self._give_up(problem)
@@ -159,7 +173,7 @@ class WholeStep:
                 self._returned, self._play = record_on_cuda(lambda: step(fixed))
         except RuntimeError as problem:
             put_back()
-            return next(iter(str(problem).strip().splitlines()), type(problem).__name__)
+            return _told(problem)
         finally:
             self.is_recording = False
             torch.clear_autocast_cache()
@@ -202,12 +216,15 @@ class WholeStep:
 
     def _give_up(self, problem: str) -> None:
         """Leave no trace of the recording, of which nothing was computed."""
-        self.forget()
-        self._refused = problem
+        self._refuse(problem)
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
         self._loop.amp.forget_window()
         self._loop.env.seed_step(self._loop.step + 1)
+
+    def _refuse(self, problem: str) -> None:
+        self.forget()
+        self._refused = problem
         logger.warning("perf.graph=true: the steps cannot be recorded and are computed as ever: %s", problem)
 
 
@@ -221,13 +238,35 @@ def record_on_cuda(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         What `call` returned, whose tensors hold numbers only when they were computed; and what computes them.
 
     Raises:
-        RuntimeError: what `call` does cannot be recorded, such as reading a number back.
+        RuntimeError: what `call` raised; nothing is left of the capture.
+        RunError: CUDA refused the capture, which this process cannot leave.
     """
     graph = torch.cuda.CUDAGraph()
-    # thread_local: threads that pin memory and watch collectives go on meanwhile, and do nothing on this stream.
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        returned = call()
+    raised: Exception | None = None
+    try:
+        # thread_local: threads that pin memory and watch collectives go on meanwhile, and do nothing on this stream.
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            try:
+                returned = call()
+            except Exception as problem:
+                raised = problem
+                raise
+    except Exception as problem:
+        if problem is raised:  # the capture ended as it should
+            raise
+        raise RunError(
+            f"perf.graph=true: CUDA refused to record a step, and torch computes no further step in this process: "
+            f"{_told(raised or problem)}. Use perf.graph=false"
+        ) from problem
     return returned, graph.replay
+
+
+def _told(problem: Exception) -> str:
+    """The first line of an exception, and where it was raised, outside of torch's own files."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    outside = [frame for frame in frames if "/site-packages/" not in frame.filename] or frames
+    where = f" ({Path(outside[-1].filename).name}:{outside[-1].lineno}: {outside[-1].line})" if outside else ""
+    return next(iter(str(problem).strip().splitlines()), type(problem).__name__) + where
 
 
 def _split(window: list[Micro]) -> tuple[list[Tensor], Any]:

@@ -156,6 +156,11 @@ def per_channel(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 @functools.cache
+def _decoding_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@functools.cache
 def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
 
@@ -286,16 +291,28 @@ class ImageFiles:
     def finish(self, batch: tuple[list[tuple[bytes, tuple[int, int, int, int], bool]], Tensor]) -> Batch:
         """Images and labels of (files, labels), on the device of the labels."""
         files, labels = batch
+        if labels.device.type != "cuda":
+            return self._decoded(files, labels.device), labels
+        # torchvision takes memory of the present stream and writes it on a stream of its own, without waiting for what
+        # the present one still does there. So the present one is one that has nothing to do.
+        side, current = _decoding_stream(labels.device), torch.cuda.current_stream(labels.device)
+        side.synchronize()  # with the batch before
+        with torch.cuda.stream(side):
+            images = self._decoded(files, labels.device)
+        current.wait_stream(side)
+        images.record_stream(current)
+        return images, labels
+
+    def _decoded(self, files: Sequence[tuple[bytes, tuple[int, int, int, int], bool]], device: torch.device) -> Tensor:
         io_ = import_torchvision().io
         contents = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content, _, _ in files]
         try:
-            decoded = io_.decode_jpeg(contents, mode=io_.ImageReadMode.RGB, device=labels.device)
+            decoded = io_.decode_jpeg(contents, mode=io_.ImageReadMode.RGB, device=device)
         except (RuntimeError, AttributeError) as error:  # a build without the decoder lacks the operator
             raise RunError(
-                f"data.prepare_on=device: torchvision cannot decode on {labels.device}: {error}. Use "
-                f"data.prepare_on=loader"
+                f"data.prepare_on=device: torchvision cannot decode on {device}: {error}. Use data.prepare_on=loader"
             ) from error
-        return self.cut(decoded, files), labels
+        return self.cut(decoded, files)
 
     def cut(self, decoded: Sequence[Tensor], files: Sequence[tuple[bytes, tuple[int, int, int, int], bool]]) -> Tensor:
         """The wanted parts of decoded images, uint8 [3, H, W] each, resized, mirrored and normalised where they are."""

@@ -3,7 +3,7 @@
 Runs of train.py with clipping, accumulation, averaged weights, a schedule, the doctor watching, and log lines. A longer
 run is compared with a shorter one, one that logs with one that does not: what is read at the start and the end drops
 out. On a CPU reads are counted that would wait on a GPU (`aten::_local_scalar_dense` and its kin, lists of
-floating-point numbers); on a GPU those that did, by torch.cuda.set_sync_debug_mode, and waits for events. There a step
+floating-point numbers); on a GPU those that did, by amp_core.sync_debug, and waits for events. There a step
 of our loop also runs 200 times in the mode that makes a wait an error.
 """
 
@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_core.sync_debug import noted_waits, sync_debug
 from benches.loops import adamw, ours
 from benches.modes import QUIET, SMALL, RunFailed, go, runs
 from benches.result import Result
@@ -94,15 +94,9 @@ def counted(device: str) -> Iterator[list[int]]:
         with _Reads(found), _calls(torch.Tensor, "tolist", found, lambda tensor: tensor.is_floating_point()):
             yield found
         return
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with _calls(torch.cuda.Event, "synchronize", found, lambda event: True):
-                yield found
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    found[0] += sum("synchronizing CUDA operation" in str(warning.message) for warning in said)
+    with noted_waits() as waits, _calls(torch.cuda.Event, "synchronize", found, lambda event: True):
+        yield found
+    found[0] += len(waits)
 
 
 @contextlib.contextmanager
@@ -137,10 +131,7 @@ def strict(mode: str, steps: int = 200) -> str:
     step = ours(work.net("cuda"), work.batches(4, "cuda"), mode, "cuda", adamw)
     for _ in range(3):
         step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug("error"):
         for _ in range(steps):
             step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     return f"{steps} steps of our loop in {mode}, accumulation 4: no wait (each would have been an error)."

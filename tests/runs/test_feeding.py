@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,9 @@ import torch
 from PIL import Image
 from running import refused_before_the_start, same_but, state, summary
 from tiers import rows
+from torch import Tensor
 
+import amp_core.datasets.images as images_module
 import train
 from amp_core.checks import check_data
 from amp_core.config import DataConfig, read_option
@@ -92,6 +97,36 @@ def test_parts_cut_on_the_device_are_nearly_those_of_the_loader(tmp_path: Path) 
     pixels = (images - expected).abs() * 0.225 * 255
     assert pixels.mean() < 1 and pixels.amax() < 12, (pixels.mean(), pixels.amax())
     assert (images.flip(-1) - expected).abs().mean() > 10 * (images - expected).abs().mean()  # it would be seen
+
+
+def test_files_are_decoded_into_memory_that_no_stream_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision does not wait for the present stream: it is one that was waited for, and training waits for it."""
+    _, on_device, keys = file_parts(tmp_path)
+    files, labels = on_device.__getitems__(keys)
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def stream(side: Any) -> Iterator[None]:
+        told.append("begin")
+        yield
+        told.append("end")
+
+    def decode_jpeg(contents: list[Tensor], **_: Any) -> list[Tensor]:
+        told.append("decode")
+        return [torch.zeros(3, 100, 100, dtype=torch.uint8)] * len(contents)
+
+    torchvision = SimpleNamespace(io=SimpleNamespace(decode_jpeg=decode_jpeg, ImageReadMode=SimpleNamespace(RGB=1)))
+    monkeypatch.setattr(images_module, "import_torchvision", lambda: torchvision)
+    side = SimpleNamespace(synchronize=lambda: told.append("side is idle"))
+    training = SimpleNamespace(wait_stream=lambda other: told.append("training waits" if other is side else "?"))
+    monkeypatch.setattr(images_module, "_decoding_stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, user: told.append("kept for training"))
+    on_cuda: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    images, same = on_device.finish((files, on_cuda))
+    assert same is on_cuda and images.shape == (len(labels), 3, 32, 32)
+    assert told == ["side is idle", "begin", "decode", "end", "training waits", "kept for training"]
 
 
 def test_files_are_decoded_by_torchvision(tmp_path: Path) -> None:

@@ -317,6 +317,21 @@ def test_no_process_group_outlives_a_run() -> None:
         assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(
+    "overrides, is_on",
+    [([], True), (["perf=graph"], True), (["perf.cudnn_benchmark=false"], False), (["deterministic=true"], False)],
+)
+def test_cudnn_times_its_algorithms_unless_bits_must_repeat(overrides: list[str], is_on: bool) -> None:
+    """For the run alone: a job of a sweep leaves the setting as it found it, also when it fails."""
+    job = Job(compose.compose([*overrides, "device=cpu", "data=synthetic"]), run_dir=None)
+    for before in (False, True):
+        with torch.backends.cudnn.flags(benchmark=before):
+            with contextlib.suppress(ZeroDivisionError), environment(job):
+                assert torch.backends.cudnn.benchmark is is_on
+                assert 1 / before
+            assert torch.backends.cudnn.benchmark is before
+
+
 # --- the loss scale -------------------------------------------------------------------------------------------------------
 
 

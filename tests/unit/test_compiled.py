@@ -17,6 +17,7 @@ from running import lines, refused_before_the_start, same_but, state
 from test_recipes import arguments
 from tiers import rows
 from torch import Tensor, nn
+from torch._dynamo.comptime import comptime
 
 import train
 from amp_core import Amp, Clip, Ema, Schedule, keep_fp32, sync_grads
@@ -195,14 +196,51 @@ def test_what_cannot_be_compiled_runs_eagerly_and_says_so_once(caplog):
     assert compiler.num_failed > 1 and len(said) == 1 and "ReluCompileError" in said[0]
 
 
-def test_what_cannot_be_traced_runs_eagerly_and_says_so_once(caplog):
-    """Tracing fails here for a warning that is an error."""
+class Untraceable(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        comptime(lambda context: 1 / 0)  # called by the tracer alone
+        return super().forward(x)
+
+
+def test_what_cannot_be_traced_runs_eagerly_and_says_so_once(caplog, monkeypatch):
+    monkeypatch.setitem(globals(), "Block", Untraceable)
     expected, compiler = trained(prepared("bf16"), "bf16", 1), Compiler("aot_eager")
-    with caplog.at_level(logging.WARNING), warnings.catch_warnings():
-        warnings.filterwarnings("error", "The .grad attribute of a Tensor")
+    with caplog.at_level(logging.WARNING):
         assert not same_but(expected, trained(prepared("bf16", compiler), "bf16", 1))
     said = [record.message for record in caplog.records]
-    assert compiler.num_graphs == 0 and len(said) == 1 and "cannot trace a part, which runs eagerly" in said[0]
+    assert len(said) == 1 and "cannot trace a part, which runs eagerly" in said[0]
+
+
+class Warns(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        comptime(lambda context: warnings.warn("from the tracer", stacklevel=1))
+        return super().forward(x)
+
+
+def test_a_warning_that_is_an_error_lets_no_part_run_eagerly(caplog, monkeypatch):
+    """Of the tracer and of the compiler. They are shown; what is ignored is not, and later ones are errors as before."""
+    monkeypatch.setitem(globals(), "Block", Warns)
+    compiler = Compiler("aot_eager")
+    compile_graph = compiler._compile
+
+    def warn_and_compile(graph, inputs):
+        warnings.warn("from the compiler", stacklevel=1)
+        warnings.warn("ignored", stacklevel=1)
+        return compile_graph(graph, inputs)
+
+    compiler._compile = warn_and_compile
+    with warnings.catch_warnings(record=True) as shown, caplog.at_level(logging.WARNING):
+        warnings.resetwarnings()
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "ignored")
+        filters = list(warnings.filters)
+        trained(prepared("bf16", compiler), "bf16", 1, evaluates=False)
+        assert list(warnings.filters) == filters
+        with pytest.raises(UserWarning, match="after it"):
+            warnings.warn("after it", stacklevel=1)
+    assert compiler.num_graphs > 0 and compiler.num_failed == 0 and not caplog.records
+    said = {str(warning.message) for warning in shown}
+    assert {"from the compiler", "from the tracer"} <= said and "ignored" not in said
 
 
 def test_an_island_made_later_and_hooks_are_seen():

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import test_feeding
+import test_schedule_ema
 import torch
 import torch.distributed as dist
 from running import same_but
 from test_graph import Training, computed
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import train
 from amp_core import Amp, Checkpoint, Clip, Doctor, Ema, Micro, Schedule, windows
 from amp_core.config import amp_config
+from amp_core.errors import RunError
 from amp_core.graph import WholeStep
 from amp_core.layout import wrap_ddp
+from amp_core.sync_debug import noted_waits, set_sync_debug, sync_debug
 from amp_core.teardown import end_process_group
 from amp_core.weights import trainable
 
@@ -36,6 +44,24 @@ SMALL = [
     "batch_size=16",
 ]
 SMALL += ["log.progress=false", "deterministic=true", "clip=norm", "ema.decay=0.9", "accumulation=2"]
+
+
+@pytest.fixture(autouse=True)
+def _no_sync_debug():
+    """A test that fails leaves the mode of none to the next."""
+    yield
+    set_sync_debug("default")
+
+
+def test_a_wait_is_an_error_inside_and_none_outside():
+    """Run first, its first line is the first call in the process, which warns; filterwarnings=error."""
+    number = torch.ones((), device="cuda")
+    with sync_debug("error"), pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+        number.item()
+    with noted_waits() as waits:
+        assert number.item() == 1
+    assert len(waits) == 1 and waits[0].startswith("test_cuda.py:")
+    assert torch.cuda.get_sync_debug_mode() == 0
 
 
 def net_and_data():
@@ -69,12 +95,9 @@ def test_two_hundred_steps_never_wait_for_the_device(mode, cls):
         return report
 
     steps()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug("error"):
         for _ in range(100):
             report = steps()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert report.taken.item()
     assert all(torch.isfinite(p).all() for p in net.parameters())
 
@@ -133,6 +156,43 @@ def test_a_run_continues_bit_exactly_on_the_device(mode, tmp_path, monkeypatch):
     for name in ("model", "ema"):
         assert all(torch.equal(whole[name][key], parts[name][key]) for key in whole[name])
     assert json.loads(Path("parts/summary.json").read_text())["device"] == "cuda"
+
+
+@pytest.mark.parametrize("deterministic", ["false", "true"])
+def test_cudnn_times_its_algorithms_unless_bits_must_repeat(deterministic, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen = set()
+    handle = register_module_forward_hook(lambda *_: seen.add(torch.backends.cudnn.benchmark))
+    more = [setting for setting in SMALL if "deterministic" not in setting]
+    try:
+        assert train.main([*more, f"deterministic={deterministic}", "steps=3", "run_dir=run"]) == 0
+    finally:
+        handle.remove()
+    assert seen == {deterministic == "false"}
+
+
+def test_images_are_decoded_right_while_the_device_is_busy(tmp_path):
+    """Into memory that was freed under work that is still waiting."""
+    _, files, keys = test_feeding.file_parts(tmp_path)
+    batch, labels = files.__getitems__(keys)
+    labels = labels.cuda()
+    try:
+        expected, _ = files.finish((batch, labels))
+    except RunError as why:
+        pytest.skip(str(why))
+    torch.cuda.synchronize()
+    matrix = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        for _ in range(20):  # some ms of work, and as many blocks of the sizes of decoded images as it takes
+            matrix = matrix @ matrix * 1e-3
+        for _ in range(50):
+            torch.full((3, 74, 90), 255, dtype=torch.uint8, device="cuda")
+        found, _ = files.finish((batch, labels))
+        assert torch.equal(found, expected)
+
+
+def test_buffers_of_an_average_taken_together_are_those_taken_one_by_one():
+    test_schedule_ema.test_buffers_taken_together_are_those_taken_one_by_one("cuda")
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
@@ -205,12 +265,9 @@ def test_a_played_graph_never_waits(side_stream):
     whole = WholeStep(training)
     training.run(whole, 6)
     window = [Micro(batch, 0.25, i == 3) for i, batch in enumerate(training.data[0])]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug("error"):
         for _ in range(20):
             whole(training.train_step, window)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_step_that_reads_back_is_computed_as_ever(side_stream):
@@ -221,7 +278,37 @@ def test_a_step_that_reads_back_is_computed_as_ever(side_stream):
         return training.run(whole or run, 12), whole
 
     (expected, _), (found, whole) = trained(computed), trained(None)
-    assert whole is not None and whole._refused and not same_but(expected, found)
+    assert whole is not None and not same_but(expected, found)
+    assert "a step waits for the device at test_cuda.py:" in (whole._refused or "")
+
+
+def refused_capture():
+    """In a process of its own: torch cannot leave such a capture. What waits here is not seen before."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        training = Training("fp16", "cuda")
+        whole = WholeStep(training)
+
+        def extra(loss):
+            if whole.is_recording:
+                torch.cuda.synchronize()
+            return loss
+
+        training.extra = extra
+        training.run(whole, 12)
+
+
+def test_a_refused_capture_ends_the_run_and_names_the_operation():
+    done = subprocess.run(
+        [sys.executable, "-W", "default", "-c", "import test_cuda; test_cuda.refused_capture()"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1
+    assert (
+        "RunError: perf.graph=true" in done.stderr and "torch.cuda.synchronize()). Use perf.graph=false" in done.stderr
+    )
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])

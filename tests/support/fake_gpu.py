@@ -1,0 +1,111 @@
+"""A GPU without memory or arithmetic, on any machine: torch's fake tensors with device="cuda".
+
+    with fake_gpu() as gpu:
+        net = build().cuda()         # fake tensors: shapes, dtypes and devices, no numbers
+        with gpu.step():
+            ...                      # AssertionError where the host would wait, or tensors of two devices meet
+
+Reading a number back is an error of torch's fake tensors, too. What they let pass, as real ones do, is a 0-d tensor on the CPU
+beside tensors on the GPU: that is an error here, and so is a copy from one to the other, which waits unless the memory
+is pinned. Kernels that have no fake form (fused optimizers, the loss scale) do nothing.
+
+A CPU build of torch cannot index a fake tensor of a GPU, nor compute what needs gradients: it ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from tape import WAITS
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+IN_PLACE = {
+    aten._fused_sgd_,
+    aten._fused_adam_,
+    aten._fused_adamw_,
+    aten._fused_adagrad_,
+}
+"""Return nothing, and change what they are given."""
+
+
+def _devices(value: Any) -> set[str]:
+    return {leaf.device.type for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
+
+
+class FakeGpu(TorchDispatchMode):
+    """Looks at each operator while a step is computed.
+
+    Attributes:
+        num: operators of steps, by name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num: dict[str, int] = {}
+        self._in_step = False
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket in WAITS:
+            assert not self._in_step, f"the host waits for the device: {func}"
+            if func.overloadpacket is aten._local_scalar_dense:  # counters, before the first step
+                return 0.0 if args[0].is_floating_point() else 0
+        if func.overloadpacket in IN_PLACE:
+            returned = None
+        elif func.overloadpacket is aten._amp_update_scale_:
+            returned = args[0]
+        else:
+            returned = func(*args, **kwargs)
+        if self._in_step:
+            self.num[str(func)] = self.num.get(str(func), 0) + 1
+            devices = _devices((args, kwargs, returned))
+            assert len(devices) < 2, f"tensors of {sorted(devices)} meet in {func}"
+        return returned
+
+
+class _Operators(TorchFunctionMode):
+    """Indexing by one number and copies, as operators: torch's methods enter the device first, or look at the memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and isinstance(args[1], int):
+            return args[0].select(0, args[1])
+        if func is Tensor.copy_:
+            return aten.copy_(*args, **(kwargs or {}))
+        if func is Tensor.__deepcopy__ and type(args[0]) is not torch.nn.Parameter:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), tensor.clone())
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def fake_gpu() -> Iterator[FakeGpu]:
+    gpu = FakeGpu()
+    with (
+        # torch would start the GPU that it is told of.
+        mock.patch.object(FakeTensorMode, "avoid_device_init", True),
+        mock.patch("torch._subclasses.fake_tensor.init_gpu_context"),
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
+        mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        gpu,
+        _Operators(),
+    ):
+        yield gpu

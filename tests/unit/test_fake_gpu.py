@@ -1,0 +1,119 @@
+"""On a GPU a step never reads anything back, and no tensor of the CPU gets into it: shown without a GPU, by fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import fake_gpu
+from torch import Tensor, nn
+
+from amp_core import Amp, Clip, Ema, Schedule, StepReport
+from amp_core.config import amp_config
+
+MODES = ["fp32", "tf32", "bf16", "fp16", "fp16_capped", "o0", "o1", "fp8"]
+OPTIMIZERS = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]
+CLIPS = {
+    "none": None,
+    "norm": Clip.norm(1.0),
+    "norm, not folded": Clip.norm(1.0, folded=False),
+    "value": Clip.value(0.1),
+    "adaptive": Clip.adaptive(0.01),
+}
+
+
+class Net(nn.Module):
+    """Weights and statistics. A CPU build of torch computes no product or batch norm of fake tensors on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(4, 3), (4,), (7,)]
+        # Gradients are put there by hand: autograd needs streams of a real device.
+        weights = [nn.Parameter(torch.empty(shape, device="cuda"), requires_grad=False) for shape in shapes]
+        self.weights = nn.ParameterList(weights)
+        self.register_buffer("mean", torch.zeros(4, device="cuda"))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64, device="cuda"))
+
+    def forward(self, x: Tensor) -> None:
+        self.mean.mul_(0.9).add_(x)
+        self.count += 1
+
+
+class Training:
+    """All that a step of a recipe has besides its forward and backward passes."""
+
+    def __init__(self, mode: str, cls: Any, clip: Clip | None) -> None:
+        self.net, self.clip = Net(), clip
+        self.amp = Amp.named(mode, "cuda", samples=8)
+        self.amp.guard(self.net)
+        options = {"momentum": 0.9} if cls is torch.optim.SGD else {}
+        params = list(self.net.parameters())
+        groups = [{"params": params[:1], "weight_decay": 0.1}, {"params": params[1:]}]
+        self.optimizer = cls(groups, lr=0.1, fused=True, **options)
+        self.schedule = Schedule(
+            self.optimizer, lambda o, n: torch.optim.lr_scheduler.CosineAnnealingLR(o, n), num_steps=9
+        )
+        self.ema = Ema(self.net, 0.9)
+
+    def step(self, fault: Callable[[StepReport], Any] | None = None) -> None:
+        with torch.no_grad():
+            self.net(torch.empty(4, device="cuda"))
+        for param in self.net.parameters():
+            param.grad = torch.empty_like(param)
+        report = self.amp.step(self.optimizer, self.clip)
+        self.amp.update()
+        self.amp.zero_grad(self.optimizer)
+        self.schedule.advance(report)
+        self.ema.update(report)
+        if fault is not None:
+            fault(report)
+
+
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+@pytest.mark.parametrize("cls", OPTIMIZERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_stays_on_the_gpu(mode: str, cls: Any, clip: Clip | None) -> None:
+    """The first by torch's own step, the next by lists that were made once."""
+    with fake_gpu() as gpu:
+        training = Training(mode, cls, clip)
+        for _ in range(3):
+            with gpu.step():
+                training.step()
+        assert {buffer.device.type for buffer in training.ema.model.buffers()} == {"cuda"}
+        assert {group["lr"].device.type for group in training.optimizer.param_groups} == {"cuda"}
+    # The kernels were asked, in each step and for each group.
+    kernel = f"aten._fused_{cls.__name__.lower()}_.tensor_lr"
+    assert gpu.num[kernel] == 6
+    assert gpu.num.get("aten._amp_update_scale_.default", 0) == (3 if amp_config(mode).scaling else 0)
+
+
+FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a number is read": (lambda report: report.grad_norm.item(), "waits for the device: aten._local_scalar_dense"),
+    "a condition": (lambda report: 1 if report.taken else 0, "waits for the device: aten._local_scalar_dense"),
+    "a 0-d tensor of the CPU": (lambda report: report.grad_norm * torch.ones(()), "['cpu', 'cuda'] meet in aten.mul"),
+    "a tensor of the CPU": (lambda report: report.grad_norm + torch.ones(2), "device"),
+    "a copy to the CPU": (lambda report: report.grad_norm.cpu(), "['cpu', 'cuda'] meet in aten._to_copy"),
+    "a copy from the CPU": (lambda report: torch.tensor(1.0, device="cuda"), "['cpu', 'cuda'] meet in aten._to_copy"),
+}
+
+
+@pytest.mark.parametrize("fault, message", FAULTS.values(), ids=FAULTS)
+def test_a_fault_in_a_step_is_found(fault: Callable[[StepReport], Any], message: str) -> None:
+    with fake_gpu() as gpu:
+        training = Training("fp16", torch.optim.AdamW, Clip.norm(1.0))
+        with gpu.step():
+            training.step()
+        with pytest.raises((AssertionError, RuntimeError)) as raised, gpu.step():
+            training.step(fault)
+    assert message in str(raised.value)
+
+
+def test_an_optimizer_that_is_not_fused_is_found() -> None:
+    """Its step asks the host, by design."""
+    with fake_gpu() as gpu:
+        training = Training("fp16", torch.optim.AdamW, None)
+        training.optimizer = torch.optim.AdamW(training.net.parameters(), lr=0.1, fused=False)
+        with pytest.raises(AssertionError, match="the host waits for the device"), gpu.step():
+            training.step()
