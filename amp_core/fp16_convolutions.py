@@ -27,6 +27,7 @@ from amp_core.lint import in_16_bits
 
 _library: torch.library.Library | None = None
 _switching = threading.Lock()
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def use_fp32_convolutions() -> None:
@@ -71,13 +72,13 @@ def kept_convolutions() -> Iterator[None]:
 
 def note(net: nn.Module) -> str | None:
     """What to log about a network when they are in use; None if it has no convolutions in fp16."""
-    if in_use() and any(isinstance(module, nn.modules.conv._ConvNd) for _, module in in_16_bits(net, torch.float16)):
+    if in_use() and any(isinstance(module, _CONVOLUTIONS) for _, module in in_16_bits(net, torch.float16)):
         return "fp16 convolutions compute in fp32 on this CPU and round to fp16: torch's own kernels are far slower"
     return None
 
 
 def _through_fp32(kernel: Any) -> Callable[..., Any]:
-    def rounded(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+    def rounded(keys: Any, *args: Any) -> Any:
         tensors = [value for value in args if isinstance(value, Tensor)]
         if any(tensor.dtype is not torch.float16 for tensor in tensors):  # or mixed, which is an error
             return kernel.call_boxed(keys, *args)

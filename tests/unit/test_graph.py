@@ -349,6 +349,7 @@ def test_a_recording_is_dropped_before_its_process_group_ends(ending, tmp_path, 
     monkeypatch.setattr(amp_core.loop, "obstacle", lambda loop: None)
     monkeypatch.setattr(amp_core.graph, "NUM_WARM_UPS_DDP", 3)
     monkeypatch.setattr(amp_core.graph, "record_on_cuda", record)
+    monkeypatch.setattr(amp_core.graph, "noted_waits", tape.noted_waits)
     monkeypatch.setattr(dist, "destroy_process_group", end)
     if ending == "failed":
         monkeypatch.setattr(Checkpoint, "save", save)
