@@ -63,11 +63,13 @@ def test_a_number_is_a_median_with_an_interval_that_holds_it() -> None:
     assert result.ratios(times, "a", "twin")["b"] == result.Number(3.0, 3.0, 3.0, pytest.approx(0.1))
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
-def test_loops_are_compared_only_if_they_train_the_same_network(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlp = work.WORKS["mlp"]
-    batches = mlp.batches(2, "cpu", 8)
-    assert step.distance(mlp, ["by hand", "textbook", "ours"], batches, mode, "cpu") < step.ALIKE[mode]
+@pytest.mark.parametrize("name, mode", [("mlp", "fp32"), ("mlp", "bf16"), ("mlp", "fp16"), ("resnet18", "bf16")])
+def test_loops_are_compared_only_if_they_train_the_same_network(
+    name: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = work.WORKS[name]
+    batches = net.batches(2, "cpu", 8)
+    assert step.distance(net, ["by hand", "textbook", "ours"], batches, mode, "cpu") < step.ALIKE[mode]
 
     def without_clipping(*arguments: Any) -> Any:
         made = loops.by_hand(*arguments)
@@ -81,7 +83,7 @@ def test_loops_are_compared_only_if_they_train_the_same_network(mode: str, monke
 
     monkeypatch.setitem(loops.STEPS, "careless", without_clipping)
     with pytest.raises(step.NotAlike, match="careless"):
-        step.distance(mlp, ["by hand", "careless"], batches, mode, "cpu")
+        step.distance(net, ["by hand", "careless"], batches, mode, "cpu")
 
 
 @pytest.mark.slow
