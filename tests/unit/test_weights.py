@@ -619,9 +619,8 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 def two_ranks(rank: int, mode: str) -> dict[str, Any]:
     torch.manual_seed(rank)  # begins differently on each
-    run = Run(
-        mode, net=nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), keep_fp32(nn.Linear(16, 16)), nn.Linear(16, 3))
-    )
+    net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), keep_fp32(nn.Linear(16, 16)), nn.Linear(16, 3))
+    run = Run(mode, net=net, optimizer="sgd")  # Adam makes whole steps of what is rounding in a gradient near 0
     start = [v.clone() for v in run.net.state_dict().values()]
     for i in range(5):
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(i))[4 * rank : 4 * rank + 4]
@@ -655,11 +654,10 @@ def test_two_ranks_stay_alike_and_equal_one(mode: str, on_ranks: OnRanks) -> Non
     first, second = on_ranks(two_ranks, mode)
     assert same(first["start"], second["start"]) and same(first["end"], second["end"])
     torch.manual_seed(0)
-    run = Run(
-        mode, net=nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), keep_fp32(nn.Linear(16, 16)), nn.Linear(16, 3))
-    )
+    net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), keep_fp32(nn.Linear(16, 16)), nn.Linear(16, 3))
+    run = Run(mode, net=net, optimizer="sgd")  # Adam makes whole steps of what is rounding in a gradient near 0
     for i in range(5):
         run.step(run.net(torch.randn(8, 8, generator=torch.Generator().manual_seed(i))).square().mean())
     for alone, together, start in zip(run.net.state_dict().values(), first["end"], first["start"], strict=True):
-        # Adam moves each weight by about 0.05 in 5 steps, and 16-bit gradients differ in their last digits.
-        assert (alone - together).abs().max() < 0.1 * (together - start).abs().max() + 2**-8
+        # 16-bit gradients of 5 steps, after some 4 roundings each, and weights of up to 1 at the other neighbour.
+        assert (alone - together).abs().max() < 20 * 2**-8 * (together - start).abs().max() + 2**-8
