@@ -31,6 +31,7 @@ from amp_core.fp16_convolutions import in_use, kept_convolutions, note
 from amp_core.log import write_json, write_text
 from amp_core.machine import describe_cpu, describe_device, describe_versions
 from amp_core.precision import Amp
+from amp_core.teardown import end_process_group
 
 logger = logging.getLogger("amp_recipes")
 
@@ -547,10 +548,8 @@ def environment(job: Job) -> Iterator[Environment]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         env.close_folder()
-        if dist.is_available() and dist.is_initialized():
-            # A failing teardown after complete work is no failure of the run.
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group()
+        env.nets.clear()
+        end_process_group()
         if cfg.deterministic:  # to ask for what is there already would import torch's compiler, for a second
             torch.use_deterministic_algorithms(deterministic[0])
             torch.backends.cudnn.deterministic = deterministic[1]

@@ -271,7 +271,9 @@ class Loop:
         if problem is not None:
             self.env.job.notes.append(f"perf.graph=true: the steps are computed as ever: {problem}")
             return None
-        return WholeStep(self)
+        whole = WholeStep(self)
+        self.env.closing.callback(whole.forget)  # NCCL waits at its end for graphs that use its communicator
+        return whole
 
     @contextlib.contextmanager
     def step_of(self, window: list[Micro]) -> Iterator[bool]:

@@ -43,6 +43,7 @@ from amp_core.layout import wrap_ddp
 from amp_core.models.gpt import GPT
 from amp_core.recompute import recompute_blocks
 from amp_core.shards import build_mesh, local, wrap_fsdp
+from amp_core.teardown import end_process_group
 from amp_core.weights import trainable
 from amp_core.zero import share_state
 
@@ -331,7 +332,7 @@ def _rank(rank: int, num_ranks: int, cases: list[Case], folder: str) -> None:
         found = [(vars(held), sent, vars(predicted)) for held, sent, predicted in map(measure, cases)]
         torch.save(found, f"{folder}/{num_ranks}_{rank}.pt")
     finally:
-        dist.destroy_process_group()
+        end_process_group()
 
 
 def measured(cases: list[Case]) -> list[tuple[Memory, dict[str, int], Memory]]:

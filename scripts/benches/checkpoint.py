@@ -31,6 +31,7 @@ from torch import nn
 from amp_core import Checkpoint
 from amp_core.models.gpt import GPT
 from amp_core.shards import build_mesh, wrap_fsdp
+from amp_core.teardown import end_process_group
 from benches.result import Number, Picture, Result, take_turns
 from benches.work import WORKS, loss_of
 
@@ -199,5 +200,4 @@ def measure_rank(rank: int, num_ranks: int, size: int, rounds: int, device: str,
                 one.steps(name, checkpoint)
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(one.found))
-    if num_ranks > 1:
-        dist.destroy_process_group()
+    end_process_group()

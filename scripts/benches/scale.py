@@ -23,6 +23,7 @@ from amp_core import Amp, Clip, Schedule, sync_grads
 from amp_core.config import amp_config
 from amp_core.footprint import lay_out, traffic, weights_of
 from amp_core.layout import wrap_ddp
+from amp_core.teardown import end_process_group
 from benches.loops import MAX_NORM, adamw
 from benches.result import Number, Picture, Result
 from benches.step import numbers, some_of
@@ -131,7 +132,7 @@ def rank_main(rank: int, num_ranks: int, cases: list[Case], flags: argparse.Name
         if rank == 0:
             torch.save(found, f"{folder}/times.pt")
     finally:
-        dist.destroy_process_group()
+        end_process_group()
 
 
 def step_of(work: str, case: Case, device: torch.device, rank: int, num_ranks: int) -> Any:

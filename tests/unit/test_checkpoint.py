@@ -36,6 +36,7 @@ from amp_core import checkpoint as module
 from amp_core.checkpoint import Checkpoint, Loaded, read
 from amp_core.errors import CheckpointError, SaveError
 from amp_core.moments import Adam16
+from amp_core.teardown import end_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -371,7 +372,7 @@ def test_nets_are_stored_unwrapped_and_load_into_any_wrapping(tmp_path: Path) ->
                 must_load(Checkpoint(folder, model=plain))
                 assert bits(plain.state_dict()) == bits(expected), label
     finally:
-        torch.distributed.destroy_process_group()
+        end_process_group()
 
 
 # Which parts.

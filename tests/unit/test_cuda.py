@@ -17,6 +17,7 @@ from amp_core import Amp, Checkpoint, Clip, Doctor, Ema, Micro, Schedule, window
 from amp_core.config import amp_config
 from amp_core.graph import WholeStep
 from amp_core.layout import wrap_ddp
+from amp_core.teardown import end_process_group
 from amp_core.weights import trainable
 
 pytestmark = [
@@ -232,7 +233,8 @@ def test_a_played_graph_of_replicas_is_the_step(mode, side_stream, tmp_path):
         assert not same_but(trainings[0].run(computed), trainings[1].run(whole))
         assert whole._play is not None and whole._num_warm_ups == 11
     finally:
-        dist.destroy_process_group()
+        whole.forget()
+        end_process_group()
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tape
 import torch
+import torch.distributed as dist
 from running import lines, same_but, state
 from test_recipes import arguments
 from tiers import rows
@@ -17,9 +20,13 @@ from torch import Tensor, nn
 import amp_core.graph
 import amp_core.loop
 import train
-from amp_core import Amp, Clip, Ema, Micro, Schedule, sync_grads
+from amp_core import Amp, Checkpoint, Clip, Ema, Micro, Schedule, sync_grads
+from amp_core.compose import check_overrides, compose
+from amp_core.environment import Job
 from amp_core.graph import WholeStep, obstacle, unfit
+from amp_core.launch import in_process
 from amp_core.weights import trainable
+from recipes import find
 
 
 @pytest.fixture
@@ -255,6 +262,45 @@ def test_a_recipe_that_is_played_is_the_recipe(recipe, on_tape, tmp_path, monkey
     assert on_tape == [4]
     sampled = [(tmp_path / folder / "doctor/statistics.jsonl").read_text() for folder in ("plain", "played")]
     assert sampled[0] == sampled[1] != ""
+
+
+@pytest.mark.parametrize("ending", ["done", "failed"])
+def test_a_recording_is_dropped_before_its_process_group_ends(ending, tmp_path, monkeypatch):
+    """NCCL's end waits for graphs that captured its communicator, and the loop and its graph refer to each other."""
+    recordings: list[Any] = []
+    alive: list[int] = []
+    destroy = dist.destroy_process_group
+
+    def record(call: Any) -> Any:
+        returned, play = tape.record(call)
+        recordings.append(weakref.WeakMethod(play))
+        return returned, play
+
+    def end() -> None:
+        alive.append(sum(recording() is not None for recording in recordings))
+        destroy()
+
+    def save(self: Any, step: int, **_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(amp_core.loop, "obstacle", lambda loop: None)
+    monkeypatch.setattr(amp_core.graph, "NUM_WARM_UPS_DDP", 3)
+    monkeypatch.setattr(amp_core.graph, "record_on_cuda", record)
+    monkeypatch.setattr(dist, "destroy_process_group", end)
+    if ending == "failed":
+        monkeypatch.setattr(Checkpoint, "save", save)
+    command = arguments("custom_function", "layout=ddp", "layout.nproc_per_node=1", "perf=graph", "steps=6")
+    gc.disable()  # no collection happens to help
+    try:
+        ended = in_process(
+            Job(compose(check_overrides(command, multirun=False)[0]), str(tmp_path / "run")),
+            find("custom_function").run,
+        )
+    finally:
+        gc.enable()
+    assert (ended.exit_code, "on purpose" in (ended.error or "")) == ((1, True) if ending == "failed" else (0, False))
+    assert recordings and alive == [0]
 
 
 def test_on_a_cpu_it_is_computed_and_said(tmp_path, monkeypatch):

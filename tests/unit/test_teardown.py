@@ -1,0 +1,99 @@
+"""What uses a process group is freed before the group ends, whoever still refers to it."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_core.teardown import end_process_group
+
+
+@pytest.fixture
+def alive_at_the_end(tmp_path, monkeypatch):
+    """A group of one rank, and modules; filled with whether they have a reducer at the moment when the group ends."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    modules: list[weakref.ref[DistributedDataParallel]] = []
+    alive: list[bool] = []
+    destroy = dist.destroy_process_group
+
+    def end() -> None:
+        alive.extend("reducer" in vars(module) for ref in modules if (module := ref()) is not None)
+        destroy()
+
+    monkeypatch.setattr(dist, "destroy_process_group", end)
+    yield modules, alive
+    assert not dist.is_initialized()
+
+
+def train(modules) -> DistributedDataParallel:
+    net = DistributedDataParallel(nn.Linear(2, 2))
+    modules.append(weakref.ref(net))
+    net(torch.ones(1, 2)).sum().backward()
+    return net
+
+
+def test_a_module_in_a_running_function_loses_its_reducer(alive_at_the_end):
+    modules, alive = alive_at_the_end
+    net = train(modules)
+    end_process_group()
+    assert alive == [False]
+    assert net.module.weight.grad is not None
+
+
+def test_destroyed_directly_it_keeps_the_reducer(alive_at_the_end):
+    """What the helper is for: from here on freeing the module may hang."""
+    modules, alive = alive_at_the_end
+    net = train(modules)
+    dist.destroy_process_group()
+    assert alive == [True]
+    vars(net).clear()
+
+
+def test_modules_of_cycles_and_of_failed_calls_are_freed(alive_at_the_end):
+    modules, alive = alive_at_the_end
+
+    class Loop:
+        pass
+
+    def fail(depth: int) -> None:
+        loop = Loop()
+        loop.net, loop.itself = train(modules), loop  # type: ignore[attr-defined]
+        try:
+            if depth:
+                fail(depth - 1)
+            raise ValueError("on purpose")
+        except ValueError as problem:
+            raise RuntimeError("on purpose, too") from problem
+
+    try:
+        fail(2)
+    except RuntimeError:
+        end_process_group()
+    assert len(modules) == 3
+    assert not alive  # freed, and so not asked
+    assert not [ref for ref in modules if ref() is not None]
+
+
+def test_without_a_group_nothing_happens():
+    assert not dist.is_initialized()
+    end_process_group()
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_nccl_is_aborted_after_an_error_that_its_ranks_do_not_share(interrupted, alive_at_the_end, monkeypatch):
+    from amp_core.errors import Interrupted
+
+    aborted = []
+    abort = dist.distributed_c10d._abort_process_group
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: (aborted.append(True), abort()))
+    try:
+        raise (Interrupted("at step 1", 143, True) if interrupted else RuntimeError("a partner is lost"))
+    except Exception:
+        end_process_group()
+    assert aborted == [True] * (not interrupted)
