@@ -5,10 +5,8 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
-import signal
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from amp_core.teardown import end_process_group
+
+_stderr = 2
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -36,6 +38,29 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    global _stderr
+    with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        _stderr = os.dup(2)  # what the watchdog writes is not captured: it would be lost
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End the process of a test that pytest-timeout cannot interrupt, since it holds the GIL in C++.
+
+    The watchdog is a thread that needs no GIL. It prints all stacks first. Under xdist the test is reported as crashed,
+    by its name, and the others run on in a new worker.
+    """
+    mark = item.get_closest_marker("timeout")
+    seconds = mark.args[0] if mark else item.config.getoption("timeout") or float(item.config.getini("timeout") or 0)
+    if seconds:
+        faulthandler.dump_traceback_later(1.1 * seconds, exit=True, file=_stderr)  # after pytest-timeout
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def _rank_main(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], num_ranks: int, folder: str) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
@@ -46,7 +71,7 @@ def _rank_main(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], num_ran
         torch.save(fn(rank, *args), f"{folder}/{rank}.tmp")
         os.rename(f"{folder}/{rank}.tmp", f"{folder}/{rank}.pt")
     finally:
-        dist.destroy_process_group()
+        end_process_group()
 
 
 @pytest.fixture
@@ -60,23 +85,9 @@ def on_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     def run(fn: Callable[..., Any], *args: Any, num_ranks: int = 2, seconds: float = 60) -> list[Any]:
         preload = ["torch._dynamo", "torch.distributed.fsdp", "amp_core.precision"]
         multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
-        for is_last in (False, True):
-            folder = tmp_path / f"ranks{len(list(tmp_path.iterdir()))}"
-            folder.mkdir()
-            try:
-                _run_ranks(fn, args, num_ranks, folder, seconds)
-            except mp.ProcessExitedException as death:
-                # Process groups of torch crash now and then (1 in some hundred): not the test's business when it was
-                # at their end, and once more otherwise. Both are told in the summary.
-                if death.exit_code not in (-signal.SIGSEGV, -signal.SIGABRT):
-                    raise
-                files = [folder / f"{rank}.pt" for rank in range(num_ranks)]
-                if is_last and not all(file.exists() for file in files):
-                    raise
-                warnings.warn(f"a rank crashed in {fn.__name__}: {death}", stacklevel=2)
-                if not all(file.exists() for file in files):
-                    continue
-            break
+        folder = tmp_path / f"ranks{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        _run_ranks(fn, args, num_ranks, folder, seconds)
         return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(num_ranks)]
 
     return run

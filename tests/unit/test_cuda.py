@@ -225,15 +225,17 @@ def test_a_step_that_reads_back_is_computed_as_ever(side_stream):
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
 def test_a_played_graph_of_replicas_is_the_step(mode, side_stream, tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    try:
+    def is_the_step() -> bool:  # a function, so that nothing refers to its graph at the end
         trainings = [Training(mode, "cuda", lambda net: wrap_ddp(net, torch.device("cuda", 0))) for _ in range(2)]
         whole = WholeStep(trainings[1])
         assert not same_but(trainings[0].run(computed), trainings[1].run(whole))
-        assert whole._play is not None and whole._num_warm_ups == 11
+        return whole._play is not None and whole._num_warm_ups == 11
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        assert is_the_step()
     finally:
-        whole.forget()
         end_process_group()
 
 
