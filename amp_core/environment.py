@@ -68,13 +68,14 @@ class WorkerStore:
     """Text shared by the workers of an agent. Keys of earlier attempts stay in the agent's store, and would confuse a
     new process group; so all but `first` are kept apart by attempt."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_minutes: float | None) -> None:
+        self._seconds = meeting_seconds(timeout_minutes)
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._all = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=not agent_hosts and os.environ["RANK"] == "0",
-            timeout=datetime.timedelta(seconds=MEETING_SECONDS),
+            timeout=datetime.timedelta(seconds=self._seconds),
         )
         self._attempt = dist.PrefixStore(f"amp_recipes/{self._meet()}", self._all)
 
@@ -92,7 +93,7 @@ class WorkerStore:
             store.set(f"{name}/{rank}", "")
             return name
         missing, heard = set(range(1, int(os.environ["WORLD_SIZE"]))), {}
-        end = time.monotonic() + MEETING_SECONDS
+        end = time.monotonic() + self._seconds
         while missing:
             for other in sorted(missing):
                 if store.check([f"{own}/{other}"]):
@@ -101,7 +102,7 @@ class WorkerStore:
                     heard[other] = number  # of this attempt, or left by one that is over
                     store.set(number, own)
             if time.monotonic() > end:
-                raise TimeoutError(f"ranks {sorted(missing)} did not come within {MEETING_SECONDS} s")
+                raise TimeoutError(f"ranks {sorted(missing)} did not come within {self._seconds:g} s")
             time.sleep(0.01)
         return own
 
@@ -120,16 +121,27 @@ class WorkerStore:
         return dist.PrefixStore("process_group", self._attempt)
 
 
-MEETING_SECONDS = 300
-"""How long the workers of an attempt wait for each other."""
+MEETING_SECONDS = (60.0, 300.0)
+"""The least and most time for which the workers of an attempt wait for each other: some import from a slow disk. The
+loss of a whole machine is noticed earlier, by the launchers (heartbeat.py)."""
 _store: WorkerStore | None = None
 
 
-def worker_store() -> WorkerStore:
-    """The store of this worker's agent, connected once."""
+def meeting_seconds(timeout_minutes: float | None) -> float:
+    """How long workers wait for each other: as long as a collective does, within bounds."""
+    least, most = MEETING_SECONDS
+    return most if timeout_minutes is None else min(max(least, 60.0 * timeout_minutes), most)
+
+
+def worker_store(timeout_minutes: float | None = None) -> WorkerStore:
+    """The store of this worker's agent, connected once.
+
+    Args:
+        timeout_minutes: `layout.timeout_minutes`; None where the run is not known yet, as under torchrun.
+    """
     global _store
     if _store is None:
-        _store = WorkerStore()
+        _store = WorkerStore(timeout_minutes)
     return _store
 
 

@@ -102,6 +102,8 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from amp_core import heartbeat
+
     # The agent's account of each worker's end would stand around the one message that matters.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
@@ -124,7 +126,8 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
             nproc_per_node=nproc,
             run_id=layout.rdzv_id or uuid.uuid4().hex,
             role="rank",
-            rdzv_backend="c10d",
+            rdzv_backend=heartbeat.BACKEND if several else "c10d",
+            rdzv_configs=heartbeat.configs(layout.max_restarts, layout.timeout_minutes) if several else {},
             rdzv_endpoint=layout.rdzv_endpoint or "127.0.0.1:0",
             local_addr=None if several else "127.0.0.1",
             max_restarts=layout.max_restarts,
@@ -152,6 +155,8 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
         except (RendezvousError, DistError) as lost:
             text = " ".join(str(lost).split()) or type(lost).__name__
             return _failed(job, 1, "failed", f"the machines do not reach each other at {config.rdzv_endpoint}: {text}")
+        finally:
+            heartbeat.leave()
         outcome = _read_result(result_file)
         return outcome or _failed(job, 1, "failed", "the workers ended without a result")
 
@@ -272,7 +277,9 @@ def work(job_file: Path, run_of: Callable[[str], Run]) -> int:
     result = job_file.with_name("result.json")
     if int(os.environ["LOCAL_RANK"]) == 0:
         result.unlink(missing_ok=True)  # of workers that were stopped because a machine came or went
-    job = share(Job.loads(job_file.read_text()))
+    job = Job.loads(job_file.read_text())
+    worker_store(job.config["layout"]["timeout_minutes"])
+    job = share(job)
     assert job is not None
     outcome = in_process(job, run_of(job.config["recipe"]["name"]))
     if outcome.exit_code == 1:
