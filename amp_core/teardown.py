@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from amp_core.errors import Interrupted
+from amp_core.torch_private import find
 
 
 def end_process_group() -> None:
@@ -37,14 +38,13 @@ def end_process_group() -> None:
         chain += [other for other in others if other is not None and all(other is not one for one in chain)]
     gc.collect()  # a loop and its graph refer to each other
     _drop_reducers()
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     in_order = problem is None or isinstance(problem, Interrupted)  # which all ranks have agreed on
     # A failing teardown after complete work is no failure of the run.
     with contextlib.suppress(Exception):
-        if not in_order and abort is not None and "nccl" in dist.get_backend_config():
-            abort()
-        else:
+        if in_order or "nccl" not in dist.get_backend_config():
             dist.destroy_process_group()
+        else:
+            find("torch.distributed.distributed_c10d._abort_process_group", dist.destroy_process_group)()
 
 
 def _drop_reducers() -> None:

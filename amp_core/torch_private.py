@@ -73,6 +73,11 @@ _ROWS = (
         "with three or more ranks a resumed run may differ by rounding",
     ),
     (
+        "torch.distributed.distributed_c10d._abort_process_group",
+        "ends NCCL after an error",
+        "destroy_process_group, which may wait for a lost rank until layout.timeout_minutes",
+    ),
+    (
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state torch.distributed.fsdp.FSDPState._modules_to_run_forward",
         "frees weights after an evaluation",
         "reshard() of all modules",
