@@ -292,10 +292,12 @@ def alone(work: Callable[[], Any]) -> Any:
     """In a process group of one."""
     import torch.distributed as dist
 
+    from amp_core.teardown import end_process_group
+
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         found = work()
-        dist.destroy_process_group()
+        end_process_group()
         return found
 
 
