@@ -51,6 +51,7 @@ CHANGES: dict[str, dict[str, str]] = {
 """Name -> what differs without it. Everything else is compared bit for bit."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0].rpartition(".")[2])
 def test_everything_else_stays_as_it_is_and_the_log_says_it_once(names: list[str], tmp_path: Path) -> None:
     answers = without(*names, folder=tmp_path)
