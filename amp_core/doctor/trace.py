@@ -691,7 +691,7 @@ def _functional(func: Any) -> Callable[..., Any] | None:
     """The operation that returns what this one writes in place."""
     name = func.overloadpacket.__name__.rstrip("_")
     packet = getattr(torch.ops.aten, name, None)
-    return getattr(packet, func.name().rpartition(".")[2], None) if packet is not None else None
+    return getattr(packet, func._schema.overload_name or "default", None) if packet is not None else None
 
 
 def named_tensors(nets: Iterable[tuple[str, nn.Module]], batch: Any) -> dict[str, Tensor]:

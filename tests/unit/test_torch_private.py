@@ -14,6 +14,7 @@ from torch import nn
 from without_name import without
 
 from amp_core import torch_private
+from amp_core.doctor.trace import _functional
 from amp_core.errors import ConfigError
 from amp_core.torch_private import NAMES, _each, _update_scale_, find, need
 
@@ -215,3 +216,11 @@ def test_a_name_that_is_not_in_the_table_is_refused(monkeypatch: pytest.MonkeyPa
     gone = "torch.distributed.fsdp.FSDPParam._unsharded_param"  # of a class that this module does not export
     with pytest.raises(ConfigError, match=f"perf.x: torch .* has no {gone}; use another torch"):
         need("perf.x", "torch.Tensor._version", gone)
+
+
+@pytest.mark.parametrize("name", ["relu_.default", "add_.Tensor", "clamp_.default", "pow_.Scalar"])
+def test_the_doctor_finds_what_an_operation_in_place_would_return(name: str) -> None:
+    """A default overload has no name in `OpOverload.name()`, and none in its schema."""
+    packet, overload = name.split(".")
+    written = getattr(getattr(torch.ops.aten, packet), overload)
+    assert _functional(written) is getattr(getattr(torch.ops.aten, packet.rstrip("_")), overload)
