@@ -23,18 +23,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.lint import in_16_bits
+from amp_core.lint import CONVOLUTIONS, in_16_bits
+from amp_core.torch_private import find
 
 _library: torch.library.Library | None = None
 _switching = threading.Lock()
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_end = find("torch.library.Library._destroy")
 
 
 def use_fp32_convolutions() -> None:
-    """Compute fp16 convolutions on CPUs in fp32, in the whole process and all its threads. Twice is once."""
+    """Compute fp16 convolutions on CPUs in fp32, in the whole process and all its threads. Twice is once.
+
+    Does nothing with a torch that could not give its own kernels back.
+    """
     global _library
     with _switching:
-        if _library is not None:
+        if _library is not None or _end is None:
             return
         library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
@@ -51,7 +55,7 @@ def restore_convolutions() -> None:
     global _library
     with _switching:
         if _library is not None:
-            _library._destroy()
+            _end(_library)
         _library = None
 
 
@@ -72,7 +76,7 @@ def kept_convolutions() -> Iterator[None]:
 
 def note(net: nn.Module) -> str | None:
     """What to log about a network when they are in use; None if it has no convolutions in fp16."""
-    if in_use() and any(isinstance(module, _CONVOLUTIONS) for _, module in in_16_bits(net, torch.float16)):
+    if in_use() and any(isinstance(module, CONVOLUTIONS) for _, module in in_16_bits(net, torch.float16)):
         return "fp16 convolutions compute in fp32 on this CPU and round to fp16: torch's own kernels are far slower"
     return None
 

@@ -24,7 +24,7 @@ _NATIVE_NORMS = {
     )
 }
 """Their kernels add eps in fp32, whatever the dtype of the input."""
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _SMALLEST = 64
 """Narrower products are bound by memory traffic, which Tensor Cores do not speed up."""
 
@@ -78,7 +78,7 @@ def find_slow(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tupl
     for name, module in in_16_bits(model, dtype):
         if isinstance(module, nn.Linear):
             sizes = {"in_features": module.in_features, "out_features": module.out_features}
-        elif isinstance(module, _CONVOLUTIONS):
+        elif isinstance(module, CONVOLUTIONS):
             # Per group: that is the size of the product.
             sizes = {
                 "in_channels": module.in_channels // module.groups,

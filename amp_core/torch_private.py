@@ -108,7 +108,11 @@ _ROWS = (
         _NO_POLICY,
     ),
     ("torch._C._are_functorch_transforms_active", "whether a cast may be kept", _NO_POLICY),
-    ("torch.library.Library._destroy", "gives torch's kernels back", _NO_POLICY),
+    (
+        "torch.library.Library._destroy",
+        "gives torch's kernels back",
+        f"{_NO_POLICY}, and fp16 convolutions on a CPU run by torch's own kernels",
+    ),
     ("torch._subclasses.fake_tensor.FakeTensorMode", "what CUDA casts, without a GPU", "no table of operators"),
     # 16 and 8 bits.
     ("torch._scaled_mm", "float8 products", "emulated"),

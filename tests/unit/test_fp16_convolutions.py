@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -266,6 +268,19 @@ def test_it_goes_as_it_came():
     ours.restore_convolutions()
     assert not ours.in_use()
     assert all(torch.equal(a, b) for a, b in zip(computed(*given), before, strict=True))
+
+
+def test_a_torch_that_cannot_take_kernels_back_keeps_its_own():
+    code = """
+import torch
+del torch.library.Library._destroy
+from amp_core import Amp, fp16_convolutions as ours
+with Amp.named("fp16").autocast():
+    torch.nn.Conv2d(1, 1, 1)(torch.ones(1, 1, 2, 2))
+ours.restore_convolutions()
+assert not ours.in_use()
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
 
 
 SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
