@@ -13,8 +13,8 @@ import argparse
 import functools
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from amp_core.torch_private import NormBase
 from benches.loops import LOOPS, STEPS, Make, Timed, TimedTrainer, adamw, by_hand, final, sgd, takes_part
 from benches.result import Number, Picture, Result, ratios, take_turns
 from benches.work import MODES, WORKS, Batch, Work, loss_of
@@ -177,7 +177,7 @@ def distance(work: Work, names: list[str], batches: list[Batch], mode: str, devi
     few = [(inputs[:8], targets[:8]) for inputs, targets in batches]
     net = work.net(device)
     first = torch.cat([p.detach().double().flatten().cpu() for p in net.parameters()])
-    num_steps = 1 if any(isinstance(module, _BatchNorm) for module in net.modules()) else STEPS_ALIKE
+    num_steps = 1 if any(isinstance(module, NormBase) for module in net.modules()) else STEPS_ALIKE
     most = 0.0
     for optimize in (adamw, sgd):
         ends, losses = {}, {}
