@@ -101,7 +101,8 @@ def check(level: str, width: str, tests: list[str]) -> Result:
         kinds = {child.tag: child for child in case}
         bad = kinds.get("failure", kinds.get("error"))
         if bad is not None:
-            result.failures.append(f"{case.get('classname')}::{case.get('name')}: {bad.get('message', '')[:300]}")
+            reason = " ".join(bad.get("message", "").split())[-300:]  # of a rank's exception the end tells most
+            result.failures.append(f"{case.get('classname')}::{case.get('name')}: {reason}")
         elif "skipped" in kinds:
             result.skipped += 1
         else:
