@@ -65,8 +65,11 @@ class FakeGpu(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.overloadpacket in WAITS:
             assert not self._in_step, f"the host waits for the device: {func}"
-            if func.overloadpacket is aten._local_scalar_dense:  # counters, before the first step
+            # Before the first step: counters are 0, and a network is what it was taken for.
+            if func.overloadpacket is aten._local_scalar_dense:
                 return 0.0 if args[0].is_floating_point() else 0
+            if func.overloadpacket is aten.equal:
+                return True
         if func.overloadpacket in IN_PLACE:
             returned = None
         elif func.overloadpacket is aten._amp_update_scale_:
@@ -88,9 +91,13 @@ class _Operators(TorchFunctionMode):
             return args[0].select(0, args[1])
         if func is Tensor.copy_:
             return aten.copy_(*args, **(kwargs or {}))
-        if func is Tensor.__deepcopy__ and type(args[0]) is not torch.nn.Parameter:
+        if func is Tensor.__deepcopy__:
             tensor, memo = args
-            return memo.setdefault(id(tensor), tensor.clone())
+            if id(tensor) not in memo:
+                twin = tensor.detach().clone()
+                is_weight = isinstance(tensor, torch.nn.Parameter)  # which fake ones are not by their type
+                memo[id(tensor)] = torch.nn.Parameter(twin, tensor.requires_grad) if is_weight else twin
+            return memo[id(tensor)]
         return func(*args, **(kwargs or {}))
 
 
@@ -103,6 +110,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
         mock.patch("torch._subclasses.fake_tensor.init_gpu_context"),
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
+        mock.patch("torch.cuda.is_bf16_supported", return_value=True),
         mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
         FakeTensorMode(allow_non_fake_inputs=True),
         gpu,

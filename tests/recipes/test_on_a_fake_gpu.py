@@ -1,0 +1,148 @@
+"""The training step of each recipe on a fake GPU: forward passes, loss, step, schedule, average. No backward pass.
+
+torch's fake tensors on a GPU need a build with CUDA for convolutions and whatever takes gradients, though no GPU; their
+backward pass needs one, and is replaced by gradients without numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from fake_gpu import fake_gpu
+from test_recipes import WINDOW, arguments
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from amp_core import Micro, compose
+from amp_core.environment import Job, environment
+from amp_core.loop import Loop
+from recipes import RECIPES, find
+
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is None or torch.cuda.is_available(),
+    reason="needs a build of torch with CUDA, and no GPU: a CPU build cannot compute with fake tensors of a GPU",
+)
+
+
+def _moved(value: Any) -> Any:
+    return tree_map(lambda leaf: leaf.to("cuda") if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _to(net: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """`net.to` of fake weights: torch's own swaps their memory, which fails for those that somebody else holds."""
+    twins: dict[nn.Parameter, nn.Parameter] = {}
+    for module in net.modules():
+        for name, param in module._parameters.items():
+            if param is not None and param not in twins:
+                twins[param] = nn.Parameter(param.detach().to(*args, **kwargs), param.requires_grad)
+            module._parameters[name] = None if param is None else twins[param]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(*args, **kwargs)
+    return net
+
+
+def _leaves(outputs: list[Tensor]) -> Iterator[Tensor]:
+    todo, seen = [output.grad_fn for output in outputs], set()
+    while todo:
+        node: Any = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                yield node.variable
+
+
+def _backward(outputs: Any, *_: Any, **__: Any) -> None:
+    for leaf in _leaves([outputs] if isinstance(outputs, Tensor) else outputs):
+        leaf.grad = torch.empty_like(leaf)
+
+
+def _grad(outputs: Any, inputs: Any, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    return tuple(map(torch.empty_like, [inputs] if isinstance(inputs, Tensor) else inputs))
+
+
+def _drawn(loop: Loop, random: Callable[..., Tensor], *shape: int, stream: int = 0) -> list[Tensor]:
+    return [random(loop.cfg.batch_size, *shape, device="cuda") for _ in range(loop.accumulation)]
+
+
+def steps(recipe: str, mode: str, num: int = 3) -> int:
+    """Operators that so many steps took, all looked at."""
+    overrides = [*WINDOW, f"amp={mode}", "schedule=warmup_cosine", "steps=3", "doctor=off", "data.num_workers=0"]
+    sound, problems = compose.check_overrides(arguments(recipe, *overrides), multirun=False)
+    assert not problems
+    job = Job(compose.compose(sound), run_dir=None)
+    module = importlib.import_module(f"recipes.{recipe}")
+    build_data = module.build_data
+
+    def real_data(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return build_data(*args, **kwargs)
+
+    done = []
+    with environment(job) as env, fake_gpu() as gpu, contextlib.ExitStack() as stubs:
+
+        def windows(loop: Loop, count: Any = None) -> Iterator[list[Micro]]:
+            loop._count = count
+            with _disable_current_modes():
+                env.device = torch.device("cpu")
+                with loop.loading() as loaded:
+                    real = [next(loaded) for _ in range(num)]
+            env.device = torch.device("cuda", 0)
+            for window in real:
+                fake = [replace(micro, batch=_moved(micro.batch), weight=_moved(micro.weight)) for micro in window]
+                with loop.step_of(fake), gpu.step():
+                    yield fake
+                done.append(fake)
+            raise StopAsyncIteration  # what comes after training
+
+        env.device = torch.device("cuda", 0)
+        for where, name, stub in (
+            (module, "build_data", real_data),
+            (nn.Module, "to", _to),
+            (Loop, "windows", windows),
+            (Loop, "log", mock.DEFAULT),
+            (Loop, "draw", _drawn),
+            (type(env), "seed_step", mock.DEFAULT),
+            (torch.random, "fork_rng", contextlib.nullcontext),
+            (torch.autograd, "backward", _backward),
+            (torch.autograd, "grad", _grad),
+            (importlib.import_module("amp_core.precision"), "_backward", _backward),
+        ):
+            stubs.enter_context(mock.patch.object(where, name, mock.Mock() if stub is mock.DEFAULT else stub))
+        if hasattr(module, "shared_positions"):  # counts numbers, before training
+            stubs.enter_context(mock.patch.object(module, "shared_positions", return_value=[]))
+        with pytest.raises(StopAsyncIteration):
+            find(recipe).run(env.cfg, env)
+    assert len(done) == num
+    return sum(gpu.num.values())
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_a_training_step_stays_on_the_gpu(recipe: str, mode: str) -> None:
+    assert steps(recipe, mode) > 100
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        (lambda loss: loss * loss.item(), "the host waits for the device"),
+        (lambda loss: loss * torch.ones(()), r"\['cpu', 'cuda'\] meet in aten.mul"),
+    ],
+    ids=["a number is read", "a tensor of the CPU"],
+)
+def test_a_fault_in_a_loss_is_found(fault: Callable[[Tensor], Tensor], message: str) -> None:
+    import recipes.classification as module
+
+    loss = module.F.cross_entropy
+    with mock.patch.object(module.F, "cross_entropy", lambda *args, **kwargs: fault(loss(*args, **kwargs))):
+        with pytest.raises(AssertionError, match=message):
+            steps("classification", "fp16")
