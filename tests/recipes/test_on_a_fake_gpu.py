@@ -1,7 +1,8 @@
-"""The training step of each recipe on a fake GPU: forward passes, loss, step, schedule, average. No backward pass.
+"""The training step of each recipe without a GPU: it never waits for one, and no tensor of the CPU gets into it.
 
-torch's fake tensors on a GPU need a build with CUDA for convolutions and whatever takes gradients, though no GPU; their
-backward pass needs one, and is replaced by gradients without numbers.
+On a fake GPU: forward passes under autocast, loss, step, schedule, average. torch's fake tensors on a GPU need a build with
+CUDA for convolutions and whatever takes gradients, though no GPU; their backward pass needs one, and is replaced by
+gradients without numbers. On the meta device: the same with the backward passes, in every build, but without autocast.
 """
 
 from __future__ import annotations
@@ -15,25 +16,26 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_gpu import fake_gpu
+from fake_gpu import fake_gpu, meta_device
 from test_recipes import WINDOW, arguments
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from amp_core import Micro, compose
+from amp_core import Amp, Micro, compose
 from amp_core.environment import Job, environment
 from amp_core.loop import Loop
+from amp_core.scaler import LossScale
 from recipes import RECIPES, find
 
-pytestmark = pytest.mark.skipif(
+needs_cuda_build = pytest.mark.skipif(
     torch.version.cuda is None or torch.cuda.is_available(),
     reason="needs a build of torch with CUDA, and no GPU: a CPU build cannot compute with fake tensors of a GPU",
 )
 
 
-def _moved(value: Any) -> Any:
-    return tree_map(lambda leaf: leaf.to("cuda") if isinstance(leaf, Tensor) else leaf, value)
+def _moved(value: Any, device: torch.device) -> Any:
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _to(net: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -70,11 +72,24 @@ def _grad(outputs: Any, inputs: Any, *_: Any, **__: Any) -> tuple[Tensor, ...]:
 
 
 def _drawn(loop: Loop, random: Callable[..., Tensor], *shape: int, stream: int = 0) -> list[Tensor]:
-    return [random(loop.cfg.batch_size, *shape, device="cuda") for _ in range(loop.accumulation)]
+    return [random(loop.cfg.batch_size, *shape, device=loop.env.device) for _ in range(loop.accumulation)]
 
 
-def steps(recipe: str, mode: str, num: int = 3) -> int:
+_init = Amp.__init__
+
+
+def _amp_on_meta(amp: Amp, config: Any, device: torch.device, **options: Any) -> None:
+    """It knows the CPU and GPUs. The mode's scale, without its autocast."""
+    _init(amp, replace(config, dtype="float32"), "cpu", **options)
+    amp.device = device
+    amp.scaler = LossScale(amp.scaler.policy, device)
+    amp._zero, amp._skips = amp._zero.to(device), amp._skips.to(device)
+    amp.num_skipped, amp.num_consecutive_skips = amp._skips.unbind()
+
+
+def steps(recipe: str, mode: str, device: torch.device, num: int = 3) -> int:
     """Operators that so many steps took, all looked at."""
+    on_fake_gpu = device.type == "cuda"
     overrides = [*WINDOW, f"amp={mode}", "schedule=warmup_cosine", "steps=3", "doctor=off", "data.num_workers=0"]
     sound, problems = compose.check_overrides(arguments(recipe, *overrides), multirun=False)
     assert not problems
@@ -87,7 +102,7 @@ def steps(recipe: str, mode: str, num: int = 3) -> int:
             return build_data(*args, **kwargs)
 
     done = []
-    with environment(job) as env, fake_gpu() as gpu, contextlib.ExitStack() as stubs:
+    with environment(job) as env, (fake_gpu if on_fake_gpu else meta_device)() as gpu, contextlib.ExitStack() as stubs:
 
         def windows(loop: Loop, count: Any = None) -> Iterator[list[Micro]]:
             loop._count = count
@@ -95,28 +110,38 @@ def steps(recipe: str, mode: str, num: int = 3) -> int:
                 env.device = torch.device("cpu")
                 with loop.loading() as loaded:
                     real = [next(loaded) for _ in range(num)]
-            env.device = torch.device("cuda", 0)
+            env.device = device
             for window in real:
-                fake = [replace(micro, batch=_moved(micro.batch), weight=_moved(micro.weight)) for micro in window]
+                fake = [
+                    replace(micro, batch=_moved(micro.batch, device), weight=_moved(micro.weight, device))
+                    for micro in window
+                ]
                 with loop.step_of(fake), gpu.step():
                     yield fake
                 done.append(fake)
             raise StopAsyncIteration  # what comes after training
 
-        env.device = torch.device("cuda", 0)
-        for where, name, stub in (
+        env.device = device
+        stub: Any
+        replaced = [
             (module, "build_data", real_data),
             (nn.Module, "to", _to),
             (Loop, "windows", windows),
-            (Loop, "log", mock.DEFAULT),
+            (Loop, "log", mock.Mock()),
             (Loop, "draw", _drawn),
-            (type(env), "seed_step", mock.DEFAULT),
+            (type(env), "seed_step", mock.Mock()),
             (torch.random, "fork_rng", contextlib.nullcontext),
-            (torch.autograd, "backward", _backward),
-            (torch.autograd, "grad", _grad),
-            (importlib.import_module("amp_core.precision"), "_backward", _backward),
-        ):
-            stubs.enter_context(mock.patch.object(where, name, mock.Mock() if stub is mock.DEFAULT else stub))
+        ]
+        if on_fake_gpu:
+            replaced += [
+                (torch.autograd, "backward", _backward),
+                (torch.autograd, "grad", _grad),
+                (importlib.import_module("amp_core.precision"), "_backward", _backward),
+            ]
+        else:
+            replaced += [(Amp, "__init__", _amp_on_meta)]
+        for where, name, stub in replaced:
+            stubs.enter_context(mock.patch.object(where, name, stub))
         if hasattr(module, "shared_positions"):  # counts numbers, before training
             stubs.enter_context(mock.patch.object(module, "shared_positions", return_value=[]))
         with pytest.raises(StopAsyncIteration):
@@ -125,24 +150,35 @@ def steps(recipe: str, mode: str, num: int = 3) -> int:
     return sum(gpu.num.values())
 
 
+CUDA, META = torch.device("cuda", 0), torch.device("meta")
+
+
+@needs_cuda_build
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
-def test_a_training_step_stays_on_the_gpu(recipe: str, mode: str) -> None:
-    assert steps(recipe, mode) > 100
+def test_a_training_step_stays_on_a_fake_gpu(recipe: str, mode: str) -> None:
+    assert steps(recipe, mode, CUDA) > 100
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16"])
+@pytest.mark.parametrize("recipe", sorted(RECIPES.keys() - {"custom_function"}))  # written for a CPU and for CUDA
+def test_a_training_step_with_its_backward_passes_stays_on_meta(recipe: str, mode: str) -> None:
+    assert steps(recipe, mode, META) > 100
 
 
 @pytest.mark.parametrize(
     "fault, message",
     [
         (lambda loss: loss * loss.item(), "the host waits for the device"),
-        (lambda loss: loss * torch.ones(()), r"\['cpu', 'cuda'\] meet in aten.mul"),
+        (lambda loss: loss * torch.ones(()), r"\['cpu', '(cuda|meta)'\] meet in aten.mul"),
     ],
     ids=["a number is read", "a tensor of the CPU"],
 )
-def test_a_fault_in_a_loss_is_found(fault: Callable[[Tensor], Tensor], message: str) -> None:
+@pytest.mark.parametrize("device", [pytest.param(CUDA, marks=needs_cuda_build), META], ids=["fake GPU", "meta"])
+def test_a_fault_in_a_loss_is_found(fault: Callable[[Tensor], Tensor], message: str, device: torch.device) -> None:
     import recipes.classification as module
 
     loss = module.F.cross_entropy
     with mock.patch.object(module.F, "cross_entropy", lambda *args, **kwargs: fault(loss(*args, **kwargs))):
         with pytest.raises(AssertionError, match=message):
-            steps("classification", "fp16")
+            steps("classification", "fp16", device)

@@ -117,3 +117,16 @@ def fake_gpu() -> Iterator[FakeGpu]:
         _Operators(),
     ):
         yield gpu
+
+
+@contextlib.contextmanager
+def meta_device() -> Iterator[FakeGpu]:
+    """Tensors with device="meta" in the place of a GPU's: with gradients, in every build, and without autocast."""
+    gpu = FakeGpu()
+    with (
+        mock.patch("torch.autocast", side_effect=lambda *_, **__: contextlib.nullcontext()),
+        mock.patch("torch.optim.optimizer._get_fused_kernels_supported_devices", return_value=["meta"]),
+        mock.patch("torch.is_autocast_enabled", return_value=False),
+        gpu,
+    ):
+        yield gpu
