@@ -34,7 +34,6 @@ import textwrap
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -50,6 +49,7 @@ import amp_core.graph
 from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, windows
 from amp_core.data import to_device
 from amp_core.float8 import float8_is_emulated, use_float8
+from amp_core.sync_debug import sync_debug
 from amp_core.weights import fp32_values, trainable
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,13 +181,8 @@ def no_waits(device: str) -> Iterator[None]:
     if device == "cpu":
         yield
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mode is a prototype, says torch once
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug("error"):
         yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def waits(device: str, mode: str, optimizer: str) -> str:
