@@ -25,7 +25,7 @@ device=${DEVICE:-cuda} tiny=${TINY:-}
 deadline=$(($(date +%s) + ${SECONDS_LEFT:-540}))
 out=$(realpath -m "${OUT:-gpu_check}")
 scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
+trap '[ -n "${!:-}" ] && kill -KILL -- -$! 2> /dev/null; rm -rf "$scratch"' EXIT
 work=$scratch/stage$stage
 mkdir -p "$out" "$work"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
@@ -42,7 +42,9 @@ step() {
         return
     fi
     [ "$left" -lt "$limit" ] && limit=$left cut=yes
-    timeout -k 10 "$limit" "$@" > "$work/$name.txt" 2>&1 < /dev/null || code=$?
+    timeout -k 10 "$limit" "$@" > "$work/$name.txt" 2>&1 < /dev/null &
+    wait $! || code=$?
+    kill -KILL -- -$! 2> /dev/null # what a step that was stopped has left would hold memory of the GPU
     case $code in
         0) ;;
         124 | 137) said="stopped after $limit s" && [ -z "$cut" ] && status=1 ;;
@@ -78,12 +80,12 @@ if [ -n "$tiny" ]; then
     # Inductor takes minutes for a CPU.
     resnet=cnn images=8 pixels=32 gpt=gpt texts=2 length=64 width=32 depth=1 heads=2 identities=1000,2000
     steps=4 warm=4 workers=2 modes=fp32,bf16 short=(--rounds 2 --slice 0.05) recipes=(classification)
-    both=default all=default,graph compile=
+    both=default all=default,graph compile= loaders=0
 else
     resnet=resnet50 images=256 pixels=224 gpt=gpt2 texts=16 length=1024 width=768 depth=12 heads=12
     identities=1000000,10000000 steps=48 warm=16 workers=6 modes=fp32,tf32,bf16,fp16,o2,bf16_pure,fp8
     short=(--rounds 5 --slice 1.0 --longest 10) recipes=(classification language_model segmentation gan face_recognition)
-    both=default,compile all=default,compile,graph compile=--compile
+    both=default,compile all=default,compile,graph compile=--compile loaders=8
 fi
 
 stage_1() {
@@ -103,9 +105,9 @@ stage_2() {
     bench 120 resnet step --work $resnet --batch-size $images --modes bf16 --accumulation 1 --channels-last "${short[@]}"
     bench 120 gpt step --work $gpt --batch-size $texts --modes bf16 --accumulation 1 "${short[@]}"
     # The same in whole runs of train.py, data included.
-    bench 90 resnet_run modes --recipes classification --size full --modes bf16 --set model=$resnet \
-        --set data=synthetic --set data.image_size=$pixels --set data.num_workers=8 --batch-size $images \
-        --set perf.channels_last=true --vary perf=$both --steps $steps --warm $warm --longest 80
+    bench 110 resnet_run modes --recipes classification --size full --modes bf16 --set model=$resnet \
+        --set data=synthetic --set data.image_size=$pixels --set data.num_workers=$loaders --batch-size $images \
+        --set perf.channels_last=true --vary perf=$both --steps $steps --warm $warm --longest 100
     # A step that consists of starting kernels.
     bench 80 graph_run modes --recipes classification --size full --modes fp32,bf16 --set model=mlp \
         --set data=synthetic --set data.image_size=8 --batch-size 16 --vary perf=$all \

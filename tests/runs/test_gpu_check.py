@@ -43,7 +43,15 @@ class Machine:
         self._told.mkdir()
         self._write(
             "python",
-            f'echo "$@" >> {self._told}/calls\ncase "$*" in *"$SLOW"*) echo $$ >> {self._told}/asleep; exec sleep 60;; *"$BAD"*) exit 3;; esac\necho done: "$2"',
+            f"""
+echo "$@" >> {self._told}/calls
+case "$*" in
+    *"$SLOW"*) echo $$ >> {self._told}/asleep; exec sleep 60;;
+    *"$STUBBORN"*) (trap "" TERM; echo $BASHPID >> {self._told}/left; exec sleep 60) & sleep 60;;
+    *"$BAD"*) exit 3;;
+esac
+echo done: "$2"
+""",
         )
         real = shutil.which("timeout")
         self._write(
@@ -56,7 +64,7 @@ class Machine:
         (self._bin / name).chmod(0o755)
 
     def start(self, stage: str, **environ: str) -> subprocess.Popen[str]:
-        """A stage in a process group of its own. `SLOW` and `BAD`: parts of the command lines that hang and fail."""
+        """A stage in a process group of its own. `SLOW`, `BAD`, `STUBBORN`: of the command lines that hang, fail, leave a process."""
         path = f"{self._bin}:{os.environ['PATH']}"
         names = {
             "PATH": path,
@@ -64,6 +72,7 @@ class Machine:
             "OUT": str(self.out),
             "SLOW": "nothing",
             "BAD": "nothing",
+            "STUBBORN": "nothing",
             "HASTE": "",
         }
         command = ["bash", str(ROOT / "scripts/gpu_check.sh"), stage]
@@ -140,6 +149,15 @@ def test_a_step_that_fails_or_hangs_is_a_failure_and_the_others_run(machine: Mac
     assert code == 1 and "### run_classification_fp16: FAILED with 3" in shown and "### tail: ok" in shown
     code, shown = machine.run("1", SLOW="amp=bf16", HASTE="yes")
     assert code == 1 and "### run_classification_bf16: stopped after 40 s" in shown and "### tail: ok" in shown
+
+
+def test_what_a_step_has_started_ends_with_it(machine: Machine) -> None:
+    """Also a process that outlives a SIGTERM, such as a server that forks workers: it would hold memory of the GPU."""
+    code, shown = machine.run("1", STUBBORN="amp=bf16", HASTE="yes")
+    assert code == 1 and "### run_classification_bf16: stopped after 40 s" in shown
+    (left,) = machine.told("left")
+    state = subprocess.run(["ps", "-o", "stat=", "-p", left], capture_output=True, text=True).stdout
+    assert not state or state.startswith("Z")
 
 
 def test_a_stage_that_does_not_exist_is_refused(machine: Machine) -> None:
