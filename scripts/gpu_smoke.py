@@ -196,7 +196,8 @@ def _graphs(device: str) -> Any:
     """The harness of the tests of graphs: dropout, BatchNorm, an overflow, a window of another shape."""
     sys.path[:0] = [str(ROOT / "tests" / name) for name in ("support", "unit", "recipes", "runs")]
     if device == "cpu":
-        amp_core.graph.record_on_cuda = importlib.import_module("tape").record
+        tape = importlib.import_module("tape")
+        amp_core.graph.record_on_cuda, amp_core.graph.noted_waits = tape.record, tape.noted_waits
     return importlib.import_module("test_graph")
 
 

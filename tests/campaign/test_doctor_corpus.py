@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from faults import (
+from planted_faults import (
     FAULTS,
     INF,
     NAN,
