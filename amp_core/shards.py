@@ -136,9 +136,10 @@ def _close_groups(net: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(module, FSDPModule):
             state = state_of(module)
             pending = getattr(state, "_modules_to_run_forward", None)
-            if pending:
+            if pending is None:  # it cannot be told
+                module.reshard()
+            elif pending:
                 pending.clear()
-            if pending is None or pending:
                 module.reshard()
 
 
