@@ -24,6 +24,7 @@ import functools
 import inspect
 import sys
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, ParamSpec, TypeVar, cast
@@ -281,7 +282,9 @@ def _forget_compiled(*, methods_changed: bool) -> None:
     No torch guards the methods of a class, and 2.11 not the class of a module: it would go on in 16 bits.
     """
     if (methods_changed or torch.__version__ < "2.12") and "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # where there is a GPU, it imports inductor, of which torch warns
+            torch.compiler.reset()
 
 
 def _rebuild(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
