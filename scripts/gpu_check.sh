@@ -125,7 +125,7 @@ stage_3() {
         --set recipe.sample_rate=0.1 --vary data.num_classes=$identities --steps $steps --warm $warm --longest 140 \
         --no-flops
     for recipe in "${recipes[@]}"; do
-        step 40 15 profile_$recipe "$PYTHON" scripts/doctor.py advise recipe=$recipe device="$device" amp=bf16 \
+        step 60 15 profile_$recipe "$PYTHON" scripts/doctor.py advise recipe=$recipe device="$device" amp=bf16 \
             --json "$work/profile_$recipe.json"
     done
     for recipe in "${recipes[@]}"; do
