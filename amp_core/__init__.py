@@ -11,17 +11,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from amp_core.checkpoint import Checkpoint, Loaded
-    from amp_core.clip import Clip
-    from amp_core.config import AmpConfig
+    from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
+    from amp_core.config.schema import AmpConfig
     from amp_core.doctor.diagnosis import Diagnosis
     from amp_core.doctor.locate import Doctor
-    from amp_core.ema import Ema
-    from amp_core.islands import carry_autocast, keep_fp32
-    from amp_core.precision import Amp, StepReport
-    from amp_core.schedule import Schedule
-    from amp_core.weights import trainable
-    from amp_core.window import Micro, sync_grads, windows
+    from amp_core.lowp.islands import carry_autocast, keep_fp32
+    from amp_core.lowp.weights import trainable
+    from amp_core.step.amp import Amp
+    from amp_core.step.clip import Clip
+    from amp_core.step.ema import Ema
+    from amp_core.step.report import StepReport
+    from amp_core.step.schedule import Schedule
+    from amp_core.step.window import Micro, sync_grads, windows
 
 _HOME = {
     "Amp": "precision",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.errors import ConfigError
+from amp_core.config.errors import ConfigError
 
 logger = logging.getLogger("amp_recipes")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 if __name__ == "__main__":
     gc.disable()  # collections look again and again at all that was imported so far
 
-from amp_core.launch import work
+from amp_core.run.launch import work
 from recipes import find
 
 

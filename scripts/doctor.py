@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from amp_core.errors import ConfigError
+from amp_core.config.errors import ConfigError
 from train import checked
 
 _OF_MANY_RANKS = ("layout=ddp", "layout=data", "layout=fsdp", "layout=hsdp", "layout.shard_size", "layout.nproc")
@@ -29,8 +29,8 @@ _OF_MANY_RANKS += ("layout.compress", "layout.shard_optimizer")
 
 def visit(overrides: list[str], course: Any) -> int:
     """Build a recipe and let `course(loop, count)` yield the windows that it computes. Returns an exit code."""
-    from amp_core.environment import Job
-    from amp_core.launch import in_process
+    from amp_core.run.environment import Job
+    from amp_core.run.launch import in_process
     from recipes import find
 
     overrides = [text for text in overrides if not text.startswith(_OF_MANY_RANKS)]
@@ -66,8 +66,8 @@ def locate(args: argparse.Namespace) -> int:
 
 def forecast(args: argparse.Namespace) -> int:
     """Say what fp16 is going to do to a run, from a few windows of it in bf16."""
-    from amp_core.doctor.forecast import Check, Forecast, check_course, draw, forecast_course
-    from amp_core.log import write_json
+    from amp_core.run.lines import write_json
+    from amp_tools.forecast import Check, Forecast, check_course, draw, forecast_course
 
     if args.windows < 1:
         raise ConfigError(f"--windows {args.windows}: expected at least 1")
@@ -92,7 +92,7 @@ def forecast(args: argparse.Namespace) -> int:
 
 def advise(args: argparse.Namespace) -> int:
     """Say what the steps of a recipe spend their time on, and what would give some of it back."""
-    from amp_core.doctor.advise import Profile, advise_run, examine, time_run, try_out
+    from amp_tools.advise import Profile, advise_run, examine, time_run, try_out
 
     if args.windows < 1:
         raise ConfigError(f"--windows {args.windows}: expected at least 1")
@@ -127,7 +127,7 @@ def advise(args: argparse.Namespace) -> int:
 
 def cost(args: argparse.Namespace) -> int:
     """What watching costs, and sampling statistics, as ratios of step times in one run."""
-    from amp_core.doctor.cost import Cost
+    from amp_tools.cost import Cost
 
     costs = Cost(args.steps)
     code = visit([*args.overrides, "doctor.statistics_every=1"], costs)

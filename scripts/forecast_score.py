@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from doctor import visit
 
-from amp_core.doctor.forecast import Check, Forecast, check_course, forecast_course
+from amp_tools.forecast import Check, Forecast, check_course, forecast_course
 from recipes import find
 
 COMMON = ["device=cpu", "batch_size=4", "doctor=off"]

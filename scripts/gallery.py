@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from amp_core.config import examine
+from amp_core.config.rules import examine
 from amp_core.data import build_data
 from amp_core.models import SEGMENTERS, build_model
 

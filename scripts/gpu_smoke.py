@@ -45,12 +45,12 @@ import torch.cuda.nccl
 import torch.nn.functional as F
 from torch import nn
 
-import amp_core.graph
+import amp_core.memory.graph
 from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, windows
-from amp_core.data import to_device
-from amp_core.float8 import float8_is_emulated, use_float8
-from amp_core.sync_debug import sync_debug
-from amp_core.weights import fp32_values, trainable
+from amp_core.data.loading import to_device
+from amp_core.lowp.float8 import float8_is_emulated, use_float8
+from amp_core.lowp.weights import fp32_values, trainable
+from amp_core.memory.sync_debug import sync_debug
 
 ROOT = Path(__file__).resolve().parents[1]
 START, LIMIT = 60.0, 45.0
@@ -197,7 +197,7 @@ def _graphs(device: str) -> Any:
     sys.path[:0] = [str(ROOT / "tests" / name) for name in ("support", "unit", "recipes", "runs")]
     if device == "cpu":
         tape = importlib.import_module("tape")
-        amp_core.graph.record_on_cuda, amp_core.graph.noted_waits = tape.record, tape.noted_waits
+        amp_core.memory.graph.record_on_cuda, amp_core.memory.graph.noted_waits = tape.record, tape.noted_waits
     return importlib.import_module("test_graph")
 
 

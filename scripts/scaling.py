@@ -5,7 +5,7 @@
 
 Really trains a small language model in every layout on 1, 2 and 4 processes, on CPUs, and counts bytes: of the storages
 that a rank holds, and of the tensors that it hands to collectives. About half a minute. The model is
-`amp_core/footprint.py`; the tables for many GPUs are computed from it, for networks without memory.
+`amp_core/layouts/memory_model.py`; the tables for many GPUs are computed from it, for networks without memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_core import Amp, Ema, sync_grads
-from amp_core.config import SHARDED, amp_config
-from amp_core.footprint import (
+from amp_core.config.rules import SHARDED, amp_config
+from amp_core.layouts.ddp import wrap_ddp
+from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
+from amp_core.layouts.memory_model import (
     Collective,
     Memory,
     Weight,
@@ -39,13 +41,12 @@ from amp_core.footprint import (
     traffic,
     weights_of,
 )
-from amp_core.layout import wrap_ddp
+from amp_core.layouts.zero import share_state
+from amp_core.lowp.weights import trainable
+from amp_core.memory.recompute import recompute_blocks
 from amp_core.models.gpt import GPT
-from amp_core.recompute import recompute_blocks
-from amp_core.shards import build_mesh, local, wrap_fsdp
-from amp_core.teardown import end_process_group
-from amp_core.weights import trainable
-from amp_core.zero import share_state
+from amp_core.run.teardown import end_process_group
+from amp_core.tensors import local
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "SCALING.md"
 CPU = torch.device("cpu")
@@ -112,7 +113,7 @@ CASES = [
 PAGE_TEXT = """\
 # Scaling: what a layout holds and what it sends
 
-Made by `python scripts/scaling.py --write` with torch {version}. The model is `amp_core/footprint.py`, which also tells
+Made by `python scripts/scaling.py --write` with torch {version}. The model is `amp_core/layouts/memory_model.py`, which also tells
 `dry_run=true` the memory of a run; the script really trains a small language model in each layout on 1, 2 and 4
 processes, counts bytes, and puts them beside the model. `tests/runs/test_scaling.py` holds both.
 

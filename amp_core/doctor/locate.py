@@ -30,11 +30,12 @@ from amp_core.doctor.diagnosis import (
     place_of,
 )
 from amp_core.doctor.trace import REMOTE, Birth, Trace, named_tensors
-from amp_core.islands import as_islands, island_names
-from amp_core.layout import unwrap
-from amp_core.precision import Amp, Rehearsal
-from amp_core.shards import gathers_16bit
-from amp_core.stages import Stages
+from amp_core.layouts.fsdp import gathers_16bit
+from amp_core.layouts.stages import Stages
+from amp_core.lowp.islands import as_islands, island_names
+from amp_core.step.amp import Amp
+from amp_core.step.report import Rehearsal
+from amp_core.tensors import unwrap
 
 Replay = Callable[[], contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Agree = Callable[[Any], list[Any]]

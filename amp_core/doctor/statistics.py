@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.doctor.watch import doctor_of
-from amp_core.recompute import recomputed
-from amp_core.weights import trainable
+from amp_core.lowp.weights import trainable
+from amp_core.memory.recompute import recomputed
 
 if TYPE_CHECKING:
-    from amp_core.log import Log
-    from amp_core.loop import Loop
+    from amp_core.run.log import Log
+    from amp_core.run.loop import Loop
 
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients")
 LOST = 2.0**-25

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from amp_core.recompute import recomputed
-from amp_core.shards import is_part, local
+from amp_core.memory.recompute import recomputed
+from amp_core.tensors import is_part, local
 from amp_core.torch_private import find, need, storage_of
 
 HALF = (torch.float16, torch.bfloat16)

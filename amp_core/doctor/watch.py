@@ -27,16 +27,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amp_core.checkpoint import Checkpoint
+from amp_core.checkpoints.checkpoint import Checkpoint
+from amp_core.config.errors import ConfigError
 from amp_core.doctor.diagnosis import Diagnosis
 from amp_core.doctor.locate import Doctor
-from amp_core.errors import ConfigError
-from amp_core.log import write_json
-from amp_core.precision import StepReport
-from amp_core.window import Micro
+from amp_core.run.lines import write_json
+from amp_core.step.report import StepReport
+from amp_core.step.window import Micro
 
 if TYPE_CHECKING:
-    from amp_core.loop import Loop
+    from amp_core.run.loop import Loop
 
 logger = logging.getLogger("amp_recipes")
 
@@ -265,7 +265,7 @@ def overrides_before(run_dir: str, step: int) -> list[str]:
     Raises:
         ConfigError: the folder holds no run.
     """
-    from amp_core.compose import overrides_of, stored_config
+    from amp_core.cli.compose import overrides_of, stored_config
 
     overrides, config = overrides_of(run_dir), stored_config(run_dir)
     if config is None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.config import nearest
-from amp_core.errors import ConfigError
+from amp_core.config.errors import ConfigError
+from amp_core.config.schema import nearest
 
 ImageShape = tuple[int, int, int]
 """(channels, height, width)"""

@@ -22,8 +22,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from amp_core import Amp, Clip, Schedule
+from amp_core.step.window import Micro
 from amp_core.vision import import_torchvision
-from amp_core.window import Micro
 from benches.work import MODES, Batch, loss_of
 
 Step = Callable[[], None]

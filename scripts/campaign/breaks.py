@@ -14,8 +14,13 @@ from typing import Any
 
 import torch
 
-from amp_core import buffers, checkpoint, environment, layout, log, loop, pieces, precision, redact, schedule
-from amp_core.checkpoint import Checkpoint
+from amp_core.checkpoints import checkpoint, folders, part_state, pieces, plain_state, reading, sharing
+from amp_core.checkpoints.checkpoint import Checkpoint
+from amp_core.config import redact
+from amp_core.layouts import ddp as layout
+from amp_core.run import environment, log, loop, stop
+from amp_core.step import amp as precision
+from amp_core.step import buffers, schedule
 from campaign import Noticed, Plan, Result, harness
 from campaign.files import damaged, damaged_shards, pickles
 from campaign.harness import Child, kill_all
@@ -55,16 +60,16 @@ def _write_without_fsync(path: Path, *data: bytes | bytearray | memoryview) -> N
     try:
         for rest in map(memoryview, data):
             while rest:
-                rest = rest[os.write(descriptor, rest[: checkpoint._CHUNK]) :]
+                rest = rest[os.write(descriptor, rest[: folders._CHUNK]) :]
     finally:
         os.close(descriptor)
 
 
-def _rename_first(self: Checkpoint, target: Path, files: Mapping[str, checkpoint.Data]) -> None:
+def _rename_first(self: Checkpoint, target: Path, files: Mapping[str, plain_state.Data]) -> None:
     """The name is there before the contents are on the disk."""
     os = checkpoint.os
-    temporary = checkpoint._temporary(target)
-    checkpoint._make_folder(self.folder)
+    temporary = folders.temporary_folder(target)
+    folders.make_folder(self.folder)
     os.mkdir(temporary)
     for name, data in files.items():
         _write_without_fsync(temporary / name, *data)
@@ -73,19 +78,19 @@ def _rename_first(self: Checkpoint, target: Path, files: Mapping[str, checkpoint
         descriptor = os.open(target / name, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    checkpoint._sync_folder(target)
-    checkpoint._sync_folder(self.folder)
+    folders.sync_folder(target)
+    folders.sync_folder(self.folder)
 
 
 def _unsafe_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     """The manifest is there before the shards are on the disk."""
 
     def write(*args: Any) -> Any:
-        write_file, checkpoint._write_file = checkpoint._write_file, _write_without_fsync
+        write_file, folders.write_file = folders.write_file, _write_without_fsync
         try:
             return original(*args)
         finally:
-            checkpoint._write_file = write_file
+            folders.write_file = write_file
 
     return write
 
@@ -103,18 +108,18 @@ def _read_without_digest(original: Callable[..., Any]) -> Callable[..., Any]:
     return stream
 
 
-def _in_place(self: Checkpoint, target: Path, files: Mapping[str, checkpoint.Data]) -> None:
-    checkpoint._make_folder(target)
+def _in_place(self: Checkpoint, target: Path, files: Mapping[str, plain_state.Data]) -> None:
+    folders.make_folder(target)
     for name, data in files.items():
-        checkpoint._write_file(target / name, *data)
+        folders.write_file(target / name, *data)
 
 
 def _prune_before(original: Callable[..., Any]) -> Callable[..., Any]:
     """What is older goes before the new one is there."""
 
-    def write(self: Checkpoint, target: Path, files: Mapping[str, checkpoint.Data]) -> None:
-        for path in list(checkpoint._step_folders(self.folder).values())[:-1]:
-            checkpoint._remove(path)
+    def write(self: Checkpoint, target: Path, files: Mapping[str, plain_state.Data]) -> None:
+        for path in list(reading.step_folders(self.folder).values())[:-1]:
+            folders.remove(path)
         original(self, target, files)
 
     return write
@@ -129,7 +134,7 @@ def _verify_nothing(folder: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _no_digest_of_the_state(folder: Path) -> tuple[dict[str, Any], bytes]:
-    return checkpoint._inspect(folder), checkpoint._read_file(folder / "state.pt")
+    return reading.inspect(folder), reading._read_file(folder / "state.pt")
 
 
 def _unpickle_everything(data: bytes, path: Path) -> dict[str, Any]:
@@ -155,7 +160,7 @@ def _fresh_when_damaged(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _without(part: str) -> None:
     """One part of the checkpoint is not put back."""
-    original = checkpoint._load_part
+    original = part_state.load_part
     setattr(checkpoint, "_load_part", functools.partial(_load_but, original, part))  # noqa: B010
 
 
@@ -188,11 +193,11 @@ def _seed_of_the_start(original: Callable[..., Any]) -> Callable[..., Any]:
     return seed_step
 
 
-def _deaf(self: environment.Stop, number: int, frame: object) -> None:
+def _deaf(self: stop.Stop, number: int, frame: object) -> None:
     """The signal is noted and forgotten."""
 
 
-def _each_for_itself(self: environment.Stop) -> int:
+def _each_for_itself(self: stop.Stop) -> int:
     return self.code
 
 
@@ -200,7 +205,7 @@ def _late(original: Callable[..., int]) -> Callable[..., int]:
     """The stop is acted upon some steps later."""
     waited = 0
 
-    def poll(self: environment.Stop) -> int:
+    def poll(self: stop.Stop) -> int:
         nonlocal waited
         agreed = original(self)
         waited += bool(self.code)
@@ -240,7 +245,7 @@ BREAKS = [
     Break("shards are not brought to disk", _wrap(Checkpoint, "_write_pieces", _unsafe_shards), saves, case=6),
     Break(
         "no copy for the background",
-        _replace(checkpoint._Copies, "copy", lambda self, tensor: tensor.detach()),
+        _replace(sharing.Copies, "copy", lambda self, tensor: tensor.detach()),
         saves,
         case=7,
     ),
@@ -260,9 +265,9 @@ BREAKS = [
         kills,
     ),
     Break("lines after the checkpoint stay", _replace(log, "_cut", _keep_all_lines), kills),
-    Break("signals are ignored", _replace(environment.Stop, "on_signal", _deaf), signals, 1),
-    Break("each rank stops by itself", _replace(environment.Stop, "poll", _each_for_itself), signals, 8, is_slow=True),
-    Break("a signal is acted upon late", _wrap(environment.Stop, "poll", _late), signals, 4),
+    Break("signals are ignored", _replace(stop.Stop, "on_signal", _deaf), signals, 1),
+    Break("each rank stops by itself", _replace(stop.Stop, "poll", _each_for_itself), signals, 8, is_slow=True),
+    Break("a signal is acted upon late", _wrap(stop.Stop, "poll", _late), signals, 4),
     Break(
         "evaluations go on to their end",
         _replace(loop, "interruptible", lambda check: contextlib.nullcontext()),

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import train
-from amp_core.compose import compose
-from amp_core.environment import Job
-from amp_core.launch import work
+from amp_core.cli.compose import compose
+from amp_core.run.environment import Job
+from amp_core.run.launch import work
 from campaign import Plan, Result
 from campaign.harness import Child, arguments, checkpoints, last_step, lines, run, slow_steps, start, state, wait_until
 from campaign.runs import clear

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch._utils import _rebuild_tensor_v2
 
-from amp_core import pieces
-from amp_core.checkpoint import read
-from amp_core.errors import CheckpointError
+from amp_core.checkpoints import pieces
+from amp_core.checkpoints.reading import read
+from amp_core.config.errors import CheckpointError
 from campaign import ROOT, Plan, Result
 from campaign.harness import TELLING, Child, arguments, checkpoints, first, outcome, run, start, unequal
 

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import train
-from amp_core import compose
-from amp_core.config import choices
+from amp_core.cli import compose
+from amp_core.config.schema import choices
 from campaign import Plan, Result
 from campaign.harness import Child
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import train
-from amp_core.checkpoint import read
-from amp_core.environment import Stop
+from amp_core.checkpoints.reading import read
+from amp_core.run.stop import Stop
 from recipes import RECIPES, find
 
 COMMON = ["device=cpu", "log.progress=false", "save_every=1000", "eval_every=1000", "log_every=1", "batch_size=4"]

@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from amp_core.loop import Loop
+from amp_core.run.loop import Loop
 from campaign import Plan, Result
 from campaign.harness import arguments, free_port, start
 from campaign.runs import clear

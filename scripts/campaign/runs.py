@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import train
-from amp_core import checkpoint, data
-from amp_core.environment import SIGNALS, Stop, exit_code_of
-from amp_core.layout import unwrap
-from amp_core.loop import Loop
-from amp_core.precision import Amp
-from amp_core.shards import gathered
+from amp_core.checkpoints import checkpoint
+from amp_core.data import loading
+from amp_core.data import loading as data
+from amp_core.layouts.fsdp import gathered
+from amp_core.run.environment import exit_code_of
+from amp_core.run.loop import Loop
+from amp_core.run.stop import SIGNALS, Stop
+from amp_core.step.amp import Amp
+from amp_core.tensors import unwrap
 from campaign import Plan, Result
 from campaign.harness import (
     TELLING,
@@ -268,14 +271,14 @@ def signals(plan: Plan) -> Result:
 
 def _signal_in_evaluation(rank: int, *, folder: Path, at: tuple[int, int, int]) -> None:
     """Evaluate one sample after the other; note each; at (rank, evaluation, batch) this process gets a signal."""
-    keys, batches = data.eval_keys, data.EvalLoader.__iter__
+    keys, batches = loading.eval_keys, loading.EvalLoader.__iter__
     file = os.open(folder.with_name(f"{folder.name}.{rank}.evaluated"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     evaluation = 0
 
     def one_by_one(num_samples: int, *, batch_size: int, **ranks: int) -> Any:
         return keys(num_samples, batch_size=1, **ranks)
 
-    def observed(self: data.EvalLoader) -> Any:
+    def observed(self: loading.EvalLoader) -> Any:
         nonlocal evaluation
         evaluation += 1
         here = evaluation
@@ -286,7 +289,7 @@ def _signal_in_evaluation(rank: int, *, folder: Path, at: tuple[int, int, int]) 
             yield batch
 
     setattr(data, "eval_keys", one_by_one)  # noqa: B010 - an observer
-    setattr(data.EvalLoader, "__iter__", observed)  # noqa: B010
+    setattr(loading.EvalLoader, "__iter__", observed)  # noqa: B010
 
 
 def _evaluations(plan: Plan, folder: Path, result: Result) -> None:

@@ -19,9 +19,10 @@ from typing import Any
 
 from torch import nn
 
-from amp_core import checkpoint as module
-from amp_core.checkpoint import Checkpoint
-from amp_core.errors import CheckpointError, SaveError
+from amp_core.checkpoints import checkpoint as module
+from amp_core.checkpoints import reading
+from amp_core.checkpoints.checkpoint import Checkpoint
+from amp_core.config.errors import CheckpointError, SaveError
 from campaign import Plan, Result
 from campaign.harness import Child
 
@@ -165,10 +166,10 @@ def wrong_with(folder: Path, scene: Scene, acknowledged: bool) -> Iterator[str]:
             yield f"step {newest} was acknowledged, and nothing is found"
     elif loaded.step not in (newest, scene.step) or loaded.step < newest or net.weight.mean().item() != loaded.step:
         yield f"step {loaded.step} with weights of {net.weight.mean().item():g} was loaded instead of {newest}"
-    folders = module._step_folders(folder)
+    folders = reading.step_folders(folder)
     yield from (f"acknowledged step {step} is gone" for step in sorted(kept - set(folders)))
     for step, path in folders.items():
-        if step not in scene.damaged and not module._is_sound(path):
+        if step not in scene.damaged and not reading.is_sound(path):
             yield f"{path.name} is damaged"
     save(folder, 8, **scene.way)
     left = sorted(entry.name for entry in folder.iterdir())

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from amp_core.checkpoint import read
-from amp_core.errors import CheckpointError
+from amp_core.checkpoints.reading import read
+from amp_core.config.errors import CheckpointError
 from campaign import Plan, Result
 from campaign.harness import (
     Child,

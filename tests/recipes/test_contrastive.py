@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from amp_core import Amp
-from amp_core.datasets.base import uniforms, unpack
-from amp_core.window import Micro
+from amp_core.data.base import uniforms, unpack
+from amp_core.step.window import Micro
 from recipes.contrastive import TwoViews, cached_gradients, embed_window, info_nce, nearest_neighbours, rehearsal
 
 ALONE: Any = SimpleNamespace(rank=0, world_size=1, sum_over_ranks=lambda tensor: tensor)

@@ -8,8 +8,8 @@ from running import lines, state
 from test_recipes import MLP, STATIC, on_two_ranks, run, weights
 from tiers import rows
 
-from amp_core.precision import Amp
-from amp_core.weights import trainable
+from amp_core.lowp.weights import trainable
+from amp_core.step.amp import Amp
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 GRADIENT_UNIT = {"o2": 2.0**-11, "bf16_pure": 2.0**-8, "fp8": 2.0**-3}

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from amp_core import Amp, Micro, compose
-from amp_core.environment import Job, environment
-from amp_core.loop import Loop
-from amp_core.scaler import LossScale
+from amp_core import Amp, Micro
+from amp_core.cli import compose
+from amp_core.run.environment import Job, environment
+from amp_core.run.loop import Loop
+from amp_core.step.scaler import LossScale
 from recipes import RECIPES, find
 
 needs_cuda_build = pytest.mark.skipif(
@@ -136,7 +137,7 @@ def steps(recipe: str, mode: str, device: torch.device, num: int = 3) -> int:
             replaced += [
                 (torch.autograd, "backward", _backward),
                 (torch.autograd, "grad", _grad),
-                (importlib.import_module("amp_core.precision"), "_backward", _backward),
+                (importlib.import_module("amp_core.step.amp"), "_backward", _backward),
             ]
         else:
             replaced += [(Amp, "__init__", _amp_on_meta)]

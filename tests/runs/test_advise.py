@@ -23,11 +23,11 @@ from torch import nn
 
 import recipes
 from amp_core import Amp
-from amp_core.doctor import advise as advising
-from amp_core.doctor import profile as profiles
-from amp_core.doctor.advise import FINDERS, Report, advise, advise_run, examine, try_out, waits
-from amp_core.doctor.profile import Op, Operand, OptimizerFacts, Profile, Units
 from amp_core.doctor.trace import Place
+from amp_tools import advise as advising
+from amp_tools import profile as profiles
+from amp_tools.advise import FINDERS, Report, advise, advise_run, examine, try_out, waits
+from amp_tools.profile import Op, Operand, OptimizerFacts, Profile, Units
 
 ROOT = Path(__file__).resolve().parents[2]
 doctor = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "doctor.py")))

@@ -12,8 +12,9 @@ import pytest
 from tiers import rows
 
 import train
-from amp_core import compose
-from amp_core.config import build, choices, nearest
+from amp_core.cli import compose
+from amp_core.config.rules import build
+from amp_core.config.schema import choices, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
 

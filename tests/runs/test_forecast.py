@@ -15,7 +15,8 @@ from test_recipes import COMMON, SMALL
 from tiers import rows
 from torch import Tensor, nn
 
-from amp_core.doctor.forecast import (
+from amp_core.config.errors import ConfigError
+from amp_tools.forecast import (
     KINDS,
     LARGEST,
     Census,
@@ -27,7 +28,6 @@ from amp_core.doctor.forecast import (
     draw,
     forecast_course,
 )
-from amp_core.errors import ConfigError
 from recipes import classification, find
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +96,7 @@ def test_shares_are_those_of_a_cast() -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_float8_loses_what_its_casts_lose(backward: bool) -> None:
-    from amp_core.float8 import E4M3, E5M2, quantise
+    from amp_core.lowp.float8 import E4M3, E5M2, quantise
 
     values = torch.randn(5000) * 2.0 ** torch.randint(-30, 1, (5000,))
     numbers = Numbers.of(values, backward=backward)

@@ -23,12 +23,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from waits import Waits
 
-from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, keep_fp32, precision, sync_grads
-from amp_core.checkpoint import read
-from amp_core.errors import ConfigError
-from amp_core.layout import wrap_ddp
+from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, keep_fp32, sync_grads
+from amp_core.checkpoints.reading import read
+from amp_core.config.errors import ConfigError
+from amp_core.layouts.ddp import wrap_ddp
+from amp_core.layouts.fsdp import build_mesh, gathered, wrap_fsdp
 from amp_core.models.gpt import GPT
-from amp_core.shards import build_mesh, gathered, local, whole_copy, wrap_fsdp
+from amp_core.step import amp as precision
+from amp_core.tensors import local, whole_copy
 
 CPU = torch.device("cpu")
 OnRanks = Callable[..., list[Any]]

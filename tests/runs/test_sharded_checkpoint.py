@@ -27,14 +27,15 @@ from tiers import rows
 from torch import nn
 from torch.optim import AdamW
 
-from amp_core import Checkpoint, Clip, pieces
-from amp_core import checkpoint as module
-from amp_core.checkpoint import read
-from amp_core.errors import CheckpointError, SaveError
-from amp_core.export import export
+from amp_core import Checkpoint, Clip
+from amp_core.checkpoints import checkpoint as module
+from amp_core.checkpoints import pieces, plain_state, sharing
+from amp_core.checkpoints.export import export
+from amp_core.checkpoints.reading import read
+from amp_core.config.errors import CheckpointError, SaveError
+from amp_core.heads.partial_fc import PartialFC, RowState
 from amp_core.models.gpt import GPT
-from amp_core.partial_fc import PartialFC, RowState
-from amp_core.shards import local
+from amp_core.tensors import local
 
 ROOT = Path(__file__).resolve().parents[2]
 OnRanks = Callable[..., list[Any]]
@@ -552,7 +553,7 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.began = threading.Event(), threading.Event()
-        serialise = module._serialise
+        serialise = plain_state.serialise
 
         def held(contents: dict[str, Any]) -> memoryview:
             self.began.set()
@@ -569,7 +570,7 @@ def test_what_is_saved_is_what_was_there_when_save_returned(
 ) -> None:
     held, parts = Held(monkeypatch), Parts(1.0)
     if not is_copied:
-        monkeypatch.setattr(module._Copies, "copy", lambda self, tensor: tensor)
+        monkeypatch.setattr(sharing.Copies, "copy", lambda self, tensor: tensor)
     if format == "sharded":  # its weights are written before its state
         write_pieces = Checkpoint._write_pieces
         monkeypatch.setattr(

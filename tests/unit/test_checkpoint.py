@@ -32,11 +32,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_core import checkpoint as module
-from amp_core.checkpoint import Checkpoint, Loaded, read
-from amp_core.errors import CheckpointError, SaveError
-from amp_core.moments import Adam16
-from amp_core.teardown import end_process_group
+from amp_core.checkpoints import checkpoint as module
+from amp_core.checkpoints import folders, plain_state, reading
+from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
+from amp_core.checkpoints.reading import read
+from amp_core.config.errors import CheckpointError, SaveError
+from amp_core.lowp.moments import Adam16
+from amp_core.run.teardown import end_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -1109,9 +1111,9 @@ def violations_after_death(folder: Path, acknowledged: set[int], step: int, was_
             yield "nothing was found"
     elif loaded.step not in (newest, step) or net.weight.mean().item() != loaded.step:
         yield f"step {loaded.step} was loaded"
-    folders = module._step_folders(folder)
+    folders = reading.step_folders(folder)
     yield from [f"step {number} is lost" for number in acknowledged - set(folders)]
-    yield from [f"{path} is damaged" for path in folders.values() if not (module._is_sound(path) or was_damaged)]
+    yield from [f"{path} is damaged" for path in folders.values() if not (reading.is_sound(path) or was_damaged)]
     save(folder, 8)
     if read(folder)["progress"]["step"] != 8 or any(name.startswith(".tmp") for name in names(folder)):
         yield f"the next process could not go on: {names(folder)}"
@@ -1156,9 +1158,9 @@ def delete_in_place(self: Checkpoint, folder: Path) -> Path:
 
 def write_in_place(self: Checkpoint, target: Path, files: dict[str, Any]) -> None:
     """The tempting way to write."""
-    module._make_folder(target)
+    folders.make_folder(target)
     for name, data in files.items():
-        module._write_file(target / name, *data)
+        folders.write_file(target / name, *data)
 
 
 def torch_save_in_place(work: Path) -> str | None:
@@ -1185,7 +1187,7 @@ def torch_save_in_place(work: Path) -> str | None:
 def harness(work: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks where a library has threads
-    module._CHUNK = 1000  # several writes for one file
+    folders._CHUNK = 1000  # several writes for one file
     results: dict[str, Any] = {name: die_everywhere(work / name, name) for name in SCENARIOS}
     right = Checkpoint._set_aside, Checkpoint._write
     Checkpoint._set_aside = delete_in_place
@@ -1227,8 +1229,10 @@ if __name__ == "__main__":
 
 def test_a_file_is_made_without_a_copy_of_its_large_tensors_and_is_the_one_of_torch_save() -> None:
     weight = torch.randn(200, 300)
-    contents = module._plain({"a": weight, "tied": weight, "t": torch.randn(300, 200).t(), "b": torch.ones(3)}, "", {})
-    data = module._serialise(contents)
+    contents = plain_state.to_plain(
+        {"a": weight, "tied": weight, "t": torch.randn(300, 200).t(), "b": torch.ones(3)}, "", {}
+    )
+    data = plain_state.serialise(contents)
     views = [torch.frombuffer(part, dtype=torch.uint8).data_ptr() for part in data if isinstance(part, memoryview)]
     assert views == [weight.data_ptr(), contents["t"].data_ptr()]
     buffer, crc = io.BytesIO(), torch.serialization.get_crc32_options()

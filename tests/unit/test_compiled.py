@@ -21,11 +21,11 @@ from torch._dynamo.comptime import comptime
 
 import train
 from amp_core import Amp, Clip, Ema, Schedule, keep_fp32, sync_grads
-from amp_core.compiled import Compiler, allow_graphs, compile_parts, eagerly
-from amp_core.layout import wrap_ddp
-from amp_core.recompute import recompute_blocks
-from amp_core.shards import build_mesh, gathered, wrap_fsdp
-from amp_core.weights import trainable
+from amp_core.layouts.ddp import wrap_ddp
+from amp_core.layouts.fsdp import build_mesh, gathered, wrap_fsdp
+from amp_core.lowp.weights import trainable
+from amp_core.memory.compiled import Compiler, allow_graphs, compile_parts, eagerly
+from amp_core.memory.recompute import recompute_blocks
 
 
 @pytest.fixture(autouse=True)

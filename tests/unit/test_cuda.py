@@ -20,13 +20,13 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import train
 from amp_core import Amp, Checkpoint, Clip, Doctor, Ema, Micro, Schedule, windows
-from amp_core.config import amp_config
-from amp_core.errors import RunError
-from amp_core.graph import WholeStep
-from amp_core.layout import wrap_ddp
-from amp_core.sync_debug import noted_waits, set_sync_debug, sync_debug
-from amp_core.teardown import end_process_group
-from amp_core.weights import trainable
+from amp_core.config.errors import RunError
+from amp_core.config.rules import amp_config
+from amp_core.layouts.ddp import wrap_ddp
+from amp_core.lowp.weights import trainable
+from amp_core.memory.graph import WholeStep
+from amp_core.memory.sync_debug import noted_waits, set_sync_debug, sync_debug
+from amp_core.run.teardown import end_process_group
 
 pytestmark = [
     pytest.mark.cuda,

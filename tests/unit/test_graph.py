@@ -17,16 +17,16 @@ from test_recipes import arguments
 from tiers import rows
 from torch import Tensor, nn
 
-import amp_core.graph
 import amp_core.loop
+import amp_core.memory.graph
 import train
 from amp_core import Amp, Checkpoint, Clip, Ema, Micro, Schedule, sync_grads
-from amp_core.compose import check_overrides, compose
-from amp_core.environment import Job
-from amp_core.errors import RunError
-from amp_core.graph import WholeStep, obstacle, unfit
-from amp_core.launch import in_process
-from amp_core.weights import trainable
+from amp_core.cli.compose import check_overrides, compose
+from amp_core.config.errors import RunError
+from amp_core.lowp.weights import trainable
+from amp_core.memory.graph import WholeStep, obstacle, unfit
+from amp_core.run.environment import Job
+from amp_core.run.launch import in_process
 from recipes import find
 
 
@@ -49,8 +49,8 @@ def on_tape(monkeypatch):
 
         return returned, count
 
-    monkeypatch.setattr(amp_core.graph, "record_on_cuda", record)
-    monkeypatch.setattr(amp_core.graph, "noted_waits", tape.noted_waits)
+    monkeypatch.setattr(amp_core.memory.graph, "record_on_cuda", record)
+    monkeypatch.setattr(amp_core.memory.graph, "noted_waits", tape.noted_waits)
     return played
 
 
@@ -219,7 +219,7 @@ def no_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", Capture)
-    monkeypatch.setattr(amp_core.graph, "noted_waits", tape.noted_waits)
+    monkeypatch.setattr(amp_core.memory.graph, "noted_waits", tape.noted_waits)
 
 
 def test_a_capture_that_cuda_refuses_ends_the_run_and_names_the_operation(no_cuda):
@@ -238,7 +238,7 @@ def test_what_a_step_raises_by_itself_is_passed_on(no_cuda):
         raise RuntimeError("not here")
 
     with pytest.raises(RuntimeError, match=r"^not here$"):
-        amp_core.graph.record_on_cuda(call)
+        amp_core.memory.graph.record_on_cuda(call)
 
 
 def test_a_state_that_is_loaded_is_recorded_anew(on_tape):
@@ -347,9 +347,9 @@ def test_a_recording_is_dropped_before_its_process_group_ends(ending, tmp_path, 
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(amp_core.loop, "obstacle", lambda loop: None)
-    monkeypatch.setattr(amp_core.graph, "NUM_WARM_UPS_DDP", 3)
-    monkeypatch.setattr(amp_core.graph, "record_on_cuda", record)
-    monkeypatch.setattr(amp_core.graph, "noted_waits", tape.noted_waits)
+    monkeypatch.setattr(amp_core.memory.graph, "NUM_WARM_UPS_DDP", 3)
+    monkeypatch.setattr(amp_core.memory.graph, "record_on_cuda", record)
+    monkeypatch.setattr(amp_core.memory.graph, "noted_waits", tape.noted_waits)
     monkeypatch.setattr(dist, "destroy_process_group", end)
     if ending == "failed":
         monkeypatch.setattr(Checkpoint, "save", save)

@@ -21,9 +21,11 @@ from typing import Any
 import pytest
 from tiers import rows
 
-from amp_core import log as log_module
-from amp_core.config import LogConfig
-from amp_core.log import Log, check_log, write_json
+from amp_core.config.schema import LogConfig
+from amp_core.run import log as log_module
+from amp_core.run import trackers
+from amp_core.run.lines import write_json
+from amp_core.run.log import Log, check_log
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -516,7 +518,7 @@ def test_a_dead_process_is_one_warning(tmp_path, offline, capsys):
 
 def test_a_process_that_hangs_costs_lines_there_and_a_bounded_wait_at_the_end(tmp_path, offline, capsys, monkeypatch):
     monkeypatch.setattr(log_module, "MAX_PENDING_BYTES", 20_000)
-    usual = log_module.CLOSE_SECONDS
+    usual = trackers.CLOSE_SECONDS
     monkeypatch.setattr(log_module, "CLOSE_SECONDS", 0.5)
     log = make_log(tmp_path, wandb=True)
     assert log._wandb is not None
@@ -563,7 +565,7 @@ def test_the_mode_is_online_only_with_an_account(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
 
     def mode(wandb_mode: str = "auto") -> str:
-        return log_module._wandb_mode(SimpleNamespace(wandb_mode=wandb_mode))  # pyright: ignore[reportArgumentType]
+        return trackers._wandb_mode(SimpleNamespace(wandb_mode=wandb_mode))  # pyright: ignore[reportArgumentType]
 
     assert mode() == "offline"
     assert (mode("online"), mode("offline")) == ("online", "offline")
@@ -586,10 +588,10 @@ def test_the_mode_is_online_only_with_an_account(tmp_path, monkeypatch):
 
 
 def test_the_id_is_made_once(tmp_path):
-    first = log_module._wandb_id(tmp_path / "wandb_id")
-    assert log_module._wandb_id(tmp_path / "wandb_id") == first
+    first = trackers._wandb_id(tmp_path / "wandb_id")
+    assert trackers._wandb_id(tmp_path / "wandb_id") == first
     (tmp_path / "wandb_id").write_text("../../etc")
-    assert re.fullmatch(r"\w+", log_module._wandb_id(tmp_path / "wandb_id"))
+    assert re.fullmatch(r"\w+", trackers._wandb_id(tmp_path / "wandb_id"))
 
 
 # --- the rest

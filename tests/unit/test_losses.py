@@ -14,11 +14,11 @@ from torch.optim import SGD
 
 import train
 from amp_core import Amp, keep_fp32
-from amp_core.footprint import saved_bytes
-from amp_core.losses import LossHead, give_loss, linear_cross_entropy
+from amp_core.heads.losses import LossHead, give_loss, linear_cross_entropy
+from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
+from amp_core.layouts.memory_model import saved_bytes
+from amp_core.lowp.weights import trainable
 from amp_core.models import LANGUAGE_MODELS, build_model
-from amp_core.shards import build_mesh, wrap_fsdp
-from amp_core.weights import trainable
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 N, D, V = 300, 48, 1000

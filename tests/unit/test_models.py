@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from amp_core.config import choices, read_option
-from amp_core.errors import ConfigError
+from amp_core.config.errors import ConfigError
+from amp_core.config.schema import choices, read_option
 from amp_core.models import CLASSIFIERS, build_model, check_model
 from amp_core.models.images import OWN, in_channels
 from amp_core.vision import import_torchvision

@@ -18,12 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 import train
 from amp_core import Amp, Ema, keep_fp32
-from amp_core.doctor.forecast import Census
 from amp_core.doctor.trace import Trace
-from amp_core.footprint import saved_bytes
-from amp_core.islands import island_names
-from amp_core.recompute import recompute_blocks, recomputed
-from amp_core.weights import trainable
+from amp_core.layouts.memory_model import saved_bytes
+from amp_core.lowp.islands import island_names
+from amp_core.lowp.weights import trainable
+from amp_core.memory.recompute import recompute_blocks, recomputed
+from amp_tools.forecast import Census
 
 OnRanks = Callable[..., list[Any]]
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_core import teardown
-from amp_core.errors import Interrupted
-from amp_core.teardown import end_process_group
+from amp_core.config.errors import Interrupted
+from amp_core.run import teardown
+from amp_core.run.teardown import end_process_group
 from amp_core.torch_private import find
 
 

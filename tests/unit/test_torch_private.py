@@ -14,8 +14,8 @@ from torch import nn
 from without_name import without
 
 from amp_core import torch_private
+from amp_core.config.errors import ConfigError
 from amp_core.doctor.trace import _functional
-from amp_core.errors import ConfigError
 from amp_core.torch_private import NAMES, _each, _update_scale_, find, need
 
 ROOT = Path(__file__).resolve().parents[2]

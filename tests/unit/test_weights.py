@@ -20,9 +20,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from waits import Waits
 
 from amp_core import Amp, Checkpoint, Clip, Ema, StepReport, keep_fp32
-from amp_core.footprint import memory_of
-from amp_core.rounding import noise_16bit, round_stochastically, split
-from amp_core.weights import LowPrecisionWeights, fp32_copy, fp32_values, trainable
+from amp_core.layouts.memory_model import memory_of
+from amp_core.lowp.rounding import noise_16bit, round_stochastically, split
+from amp_core.lowp.weights import LowPrecisionWeights, fp32_copy, fp32_values, trainable
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INF = float("inf")
@@ -629,9 +629,9 @@ def two_ranks(rank: int, mode: str) -> dict[str, Any]:
 
 
 def sum_of_buckets(rank: int) -> list[Tensor]:
-    import amp_core.weights
+    import amp_core.lowp.weights
 
-    amp_core.weights._BUCKET = 50
+    amp_core.lowp.weights._BUCKET = 50
     net = nn.Sequential(nn.Linear(4, 10), nn.Linear(10, 4), nn.BatchNorm1d(4))
     weights = LowPrecisionWeights(net, BF16, "master")
     params = trainable(net)

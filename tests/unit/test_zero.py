@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from waits import Waits
 
 from amp_core import Amp, Checkpoint, Clip
-from amp_core.layout import wrap_ddp
-from amp_core.weights import trainable
-from amp_core.zero import share_state, whole_state
+from amp_core.layouts.ddp import wrap_ddp
+from amp_core.layouts.zero import share_state, whole_state
+from amp_core.lowp.weights import trainable
 
 OnRanks = Callable[..., list[Any]]
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {

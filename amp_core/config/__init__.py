@@ -1,0 +1,1 @@
+"""The configuration; imports no torch."""
