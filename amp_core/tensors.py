@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_core.config.rules import WHOLE_MATRICES
-from amp_core.tensors import local
 from amp_core.torch_private import foreach_mul_, foreach_norm
 
 if TYPE_CHECKING:

@@ -173,7 +173,7 @@ def find_slow_units(p: Profile) -> list[Finding]:
 
 
 def find_odd_sizes(p: Profile) -> list[Finding]:
-    """Sizes of 16-bit products that are no multiples of what the units take. Source as in `amp_core.lowp.lint.find_slow`."""
+    """Sizes of 16-bit products that are no multiples of what the units take. Source as in `lint.find_slow`."""
     products = [op for op in p.ops if op.is_product]
     total = sum(op.seconds for op in products)
     operations = sum(flops(op) for op in products)

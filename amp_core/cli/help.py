@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from amp_core.config import schema
-from amp_core.config import schema as config
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import Config, choices, conf_dir, nearest
 
@@ -150,9 +149,9 @@ def _keys(kind: Any, prefix: str) -> list[tuple[str, str, str]]:
 
 @functools.cache
 def _documentation() -> dict[str, dict[str, str]]:
-    """By class and field: the text below each field of the dataclasses in config.py."""
+    """By class and field: the text below each field of the dataclasses in config/schema.py."""
     found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(Path(config.__file__).read_text()).body:
+    for node in ast.parse(Path(schema.__file__).read_text()).body:
         if not isinstance(node, ast.ClassDef):
             continue
         for field, text in zip(node.body, node.body[1:], strict=False):

@@ -328,8 +328,8 @@ def examine(values: Mapping[str, Any]) -> tuple[Config, list[str], set[str]]:
         problems.append(f"recipe={show_value(cfg.recipe)}: {nearest(str(cfg.recipe), choices('recipe'))}")
     elif "length" in cfg.recipe and not is_length(cfg.recipe["length"]):
         problems.append(
-            f"recipe.length={show_value(cfg.recipe['length'])}: expected a number above 0 and steps, epochs or samples, "
-            f"such as '12 epochs'; use steps=, epochs= or samples= for one run"
+            f"recipe.length={show_value(cfg.recipe['length'])}: expected a number above 0 and steps, epochs or "
+            f"samples, such as '12 epochs'; use steps=, epochs= or samples= for one run"
         )
     # A value of the wrong type is null by now: it was reported, and a rule must not report it again.
     reported = {_key(problem) for problem in problems}

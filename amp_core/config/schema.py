@@ -324,7 +324,7 @@ class Config:
 
 def conf_dir() -> Path:
     """The folder of YAML files: beside the package in a checkout, inside it in an installed wheel."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     for folder in (package / "conf", package.parent / "conf"):
         if (folder / "config.yaml").is_file():
             return folder

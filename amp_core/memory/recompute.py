@@ -36,7 +36,7 @@ def recomputed() -> nn.Module | None:
 def recompute_blocks(net: nn.Module) -> int:
     """Let each block of `net` recompute its activations in the backward pass, in place. Never waits for the device.
 
-    Blocks are those that layout=fsdp gathers by themselves, see `amp_core.tensors.blocks`. Gradients, random numbers and
+    Blocks are those that layout=fsdp gathers by themselves, see `tensors.blocks`. Gradients, random numbers and
     buffers are bit for bit those without it. In evaluation nothing changes. Buffers that are no part of the state dict
     are taken for constants.
 

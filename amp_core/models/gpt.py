@@ -159,7 +159,7 @@ class GPT(nn.Module):
             self.embed.weight = self.head.weight
 
     def forward(self, tokens: Tensor, offset: int = 0, targets: Tensor | None = None) -> Tensor:
-        """Logits; or the summed loss, given targets [B, L] and a head of `amp_core.heads.losses`. Never waits for the device.
+        """Logits; or the summed loss, given targets [B, L] and a head of `heads.losses`. Never waits for the device.
 
         Args:
             tokens: int64 [B, L].

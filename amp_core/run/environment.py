@@ -475,7 +475,7 @@ def peak_memory(device: torch.device) -> int:
 
 def describe(env: Environment) -> dict[str, Any]:
     """Versions, device, git commit and command line."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str | None:
         try:

@@ -2,7 +2,7 @@
 
 Every process trains on samples of its own (gloo on CPUs, NCCL on GPUs), with our loop. Efficiency is the throughput
 to that of one process times the number of processes; on a CPU it cannot exceed cores by processes. `sent MB` is what a
-rank sends in a step, by the formulas of amp_core/layouts/memory_model.py that docs/SCALING.md compares with measurements.
+rank sends in a step, by the formulas of layouts/memory_model.py that docs/SCALING.md compares with measurements.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def test_evaluation_data_are_left_to_the_loader() -> None:
 
 def test_the_clock_tells_waiting_from_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("amp_core.loop.time.monotonic", lambda: now)
+    monkeypatch.setattr("amp_core.run.meters.time.monotonic", lambda: now)
 
     def loader() -> Any:
         nonlocal now

@@ -560,7 +560,7 @@ class Held:
             assert self.go.wait(30)
             return serialise(contents)
 
-        monkeypatch.setattr(module, "_serialise", held)
+        monkeypatch.setattr(module, "serialise", held)
 
 
 @pytest.mark.parametrize("format", FORMATS)

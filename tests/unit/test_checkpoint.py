@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import system_calls
 import torch
 from torch import Tensor, nn
 
-from amp_core.checkpoints import checkpoint as module
 from amp_core.checkpoints import folders, plain_state, reading
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
 from amp_core.checkpoints.reading import read
@@ -977,12 +977,14 @@ class Calls:
         return result
 
 
-def changes_of_save(writer: Checkpoint, step: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def changes_of_save(writer: Checkpoint, step: int) -> list[tuple[str, str]]:
     """The calls of a save with the path that each was about, C being the folder of checkpoints."""
     calls = Calls()
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "os", calls)
+    system_calls.use(calls)
+    try:
         writer.save(step)
+    finally:
+        system_calls.use()
     opened: dict[int, str] = {}
     changes = []
     for name, args, result in calls.trace:
@@ -1005,12 +1007,10 @@ def durable_write(folder: str) -> list[tuple[str, str]]:
     ]
 
 
-def test_nothing_is_renamed_before_it_is_on_disk_nor_deleted_before_the_new_one_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_renamed_before_it_is_on_disk_nor_deleted_before_the_new_one_is(tmp_path: Path) -> None:
     writer = Checkpoint(tmp_path / "checkpoints", keep=1, model=tiny())
     writer.save(1)
-    changes = changes_of_save(writer, 2, monkeypatch)
+    changes = changes_of_save(writer, 2)
     new, old = "C/.tmp-step_00000002-PID", "C/.tmp-old-step_00000001-PID"
     publish = [("rename", new), ("fsync", "C")]
     assert changes[:10] == [*durable_write(new), *publish, ("rename", "C/step_00000001"), ("fsync", "C")]
@@ -1018,16 +1018,19 @@ def test_nothing_is_renamed_before_it_is_on_disk_nor_deleted_before_the_new_one_
     assert changes[12:] == [("rmdir", old)]
 
     (tmp_path / "checkpoints" / "step_00000002" / "state.pt").unlink()
-    changes = changes_of_save(writer, 2, monkeypatch)
+    changes = changes_of_save(writer, 2)
     old = "C/.tmp-old-step_00000002-PID"
     assert changes[:10] == [*durable_write(new), ("rename", "C/step_00000002"), ("fsync", "C"), *publish]
     assert changes[10:] == [("unlink", f"{old}/manifest.json"), ("rmdir", old)]
 
 
-def test_new_folders_are_made_durable_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_folders_are_made_durable_too(tmp_path: Path) -> None:
     calls = Calls()
-    monkeypatch.setattr(module, "os", calls)
-    Checkpoint(tmp_path / "run" / "checkpoints").save(1)
+    system_calls.use(calls)
+    try:
+        Checkpoint(tmp_path / "run" / "checkpoints").save(1)
+    finally:
+        system_calls.use()
     changes = [(name, args[0]) for name, args, _ in calls.trace if name in ("mkdir", "open")]
     assert changes[:4] == [
         ("mkdir", tmp_path / "run"),
@@ -1128,7 +1131,7 @@ def die_everywhere(work: Path, scenario: str) -> tuple[int, list[str]]:
     before(template)
 
     def act(calls: Calls) -> None:
-        module.os = calls
+        system_calls.use(calls)
         save(folder, step, way, best=best)
 
     def start_again() -> None:
@@ -1138,7 +1141,7 @@ def die_everywhere(work: Path, scenario: str) -> tuple[int, list[str]]:
     start_again()
     alive = Calls()
     act(alive)
-    module.os = os
+    system_calls.use()
     wrong = list(violations_after_death(folder, survivors | {step}, step, was_damaged=False))
     points = [(point, when) for point in range(len(alive.trace)) for when in ("before", "after")]
     points += [(point, "half") for point, (name, *_) in enumerate(alive.trace) if name == "write"]
@@ -1205,7 +1208,9 @@ def test_death_at_any_call_of_a_save_loses_nothing_acknowledged_and_careless_sav
         work = Path(tempfile.mkdtemp(dir="/dev/shm"))
     try:
         command = [sys.executable, __file__, str(work)]
-        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/support"}, capture_output=True, text=True
+        )
     finally:
         shutil.rmtree(work)
     assert done.returncode == 0, done.stderr

@@ -17,8 +17,8 @@ from test_recipes import arguments
 from tiers import rows
 from torch import Tensor, nn
 
-import amp_core.loop
 import amp_core.memory.graph
+import amp_core.run.loop
 import train
 from amp_core import Amp, Checkpoint, Clip, Ema, Micro, Schedule, sync_grads
 from amp_core.cli.compose import check_overrides, compose
@@ -318,7 +318,7 @@ def test_a_recipe_that_is_played_is_the_recipe(recipe, on_tape, tmp_path, monkey
     """The scale doubles with every step until it overflows. Statistics are sampled in between, by hooks."""
     monkeypatch.chdir(tmp_path)
     expected = compared(recipe, "plain", "doctor.statistics_every=6")
-    monkeypatch.setattr(amp_core.loop, "obstacle", lambda loop: None)
+    monkeypatch.setattr(amp_core.run.loop, "obstacle", lambda loop: None)
     found = compared(recipe, "played", "doctor.statistics_every=6", "perf=graph")
     assert found[0] == expected[0] and not same_but(found[1], expected[1])
     assert on_tape == [4]
@@ -375,7 +375,7 @@ def test_on_a_cpu_it_is_computed_and_said(tmp_path, monkeypatch):
 
 def test_a_recipe_with_steps_of_its_own_says_so(on_tape, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(amp_core.loop, "obstacle", lambda loop: None)
+    monkeypatch.setattr(amp_core.run.loop, "obstacle", lambda loop: None)
     compared("gan", "gan", "perf=graph", "steps=2")
     assert (tmp_path / "gan/train.log").read_text().count("recipe=gan computes its steps without Loop.run") == 1
     assert not on_tape

@@ -32,7 +32,7 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 
 PREAMBLE = f"""
 import importlib.util, json, os, resource, signal, subprocess, sys, time, types
-spec = importlib.util.spec_from_file_location("amp_log", {str(ROOT / "amp_core" / "log.py")!r})
+spec = importlib.util.spec_from_file_location("amp_log", {str(ROOT / "amp_core" / "run" / "log.py")!r})
 amp_log = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(amp_log)
 def make(run_dir, **changes):

@@ -96,8 +96,8 @@ def test_a_run_imports_what_it_uses_and_no_compiler(tmp_path):
 EXECUTES = {"eval", "exec", "compile", "__import__"}
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "yaml"}
 # The campaign makes hostile files, breaks the reader on purpose, and takes a list from its own child.
-MAKES_PICKLES = {"scripts/campaign/files.py", "scripts/campaign/saves.py"}
-LOADS_ANYTHING = {"scripts/campaign/breaks.py"}
+MAKES_PICKLES = {"tests/support/campaign/files.py", "tests/support/campaign/saves.py"}
+LOADS_ANYTHING = {"tests/support/campaign/breaks.py"}
 
 
 def executing(path):

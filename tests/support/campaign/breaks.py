@@ -17,6 +17,7 @@ import torch
 from amp_core.checkpoints import checkpoint, folders, part_state, pieces, plain_state, reading, sharing
 from amp_core.checkpoints.checkpoint import Checkpoint
 from amp_core.config import redact
+from amp_core.config.errors import CheckpointError
 from amp_core.layouts import ddp as layout
 from amp_core.run import environment, log, loop, stop
 from amp_core.step import amp as precision
@@ -55,7 +56,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _write_without_fsync(path: Path, *data: bytes | bytearray | memoryview) -> None:
-    os = checkpoint.os
+    os = folders.os
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for rest in map(memoryview, data):
@@ -67,7 +68,7 @@ def _write_without_fsync(path: Path, *data: bytes | bytearray | memoryview) -> N
 
 def _rename_first(self: Checkpoint, target: Path, files: Mapping[str, plain_state.Data]) -> None:
     """The name is there before the contents are on the disk."""
-    os = checkpoint.os
+    os = folders.os
     temporary = folders.temporary_folder(target)
     folders.make_folder(self.folder)
     os.mkdir(temporary)
@@ -86,11 +87,11 @@ def _unsafe_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     """The manifest is there before the shards are on the disk."""
 
     def write(*args: Any) -> Any:
-        write_file, folders.write_file = folders.write_file, _write_without_fsync
+        write_file, checkpoint.write_file = checkpoint.write_file, _write_without_fsync
         try:
             return original(*args)
         finally:
-            folders.write_file = write_file
+            checkpoint.write_file = write_file
 
     return write
 
@@ -149,7 +150,7 @@ def _fresh_when_damaged(original: Callable[..., Any]) -> Callable[..., Any]:
     def find(path: Path, *args: Any) -> Any:
         try:
             return original(path, *args)
-        except checkpoint.CheckpointError:
+        except CheckpointError:
             return None
 
     return find
@@ -161,7 +162,7 @@ def _fresh_when_damaged(original: Callable[..., Any]) -> Callable[..., Any]:
 def _without(part: str) -> None:
     """One part of the checkpoint is not put back."""
     original = part_state.load_part
-    setattr(checkpoint, "_load_part", functools.partial(_load_but, original, part))  # noqa: B010
+    setattr(checkpoint, "load_part", functools.partial(_load_but, original, part))  # noqa: B010
 
 
 def _load_but(original: Callable[..., None], kind: str, part: Any, state: Any, exact: bool) -> None:
@@ -235,13 +236,13 @@ def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 BREAKS = [
-    Break("files are not brought to disk", _replace(checkpoint, "_write_file", _write_without_fsync), saves, case=1),
-    Break("folders are not brought to disk", _replace(checkpoint, "_sync_folder", _nothing), saves, case=1),
+    Break("files are not brought to disk", _replace(checkpoint, "write_file", _write_without_fsync), saves, case=1),
+    Break("folders are not brought to disk", _replace(checkpoint, "sync_folder", _nothing), saves, case=1),
     Break("renamed before it is on disk", _replace(Checkpoint, "_write", _rename_first), saves, case=1),
     Break("written in place", _replace(Checkpoint, "_write", _in_place), saves, case=1),
     Break("the old ones go first", _wrap(Checkpoint, "_write", _prune_before), saves, case=4),
     Break("pruned in place", _replace(Checkpoint, "_set_aside", lambda self, folder: folder), saves, case=4),
-    Break("leftovers stay", _replace(checkpoint, "_remove_leftovers", _nothing), saves, case=5),
+    Break("leftovers stay", _replace(checkpoint, "remove_leftovers", _nothing), saves, case=5),
     Break("shards are not brought to disk", _wrap(Checkpoint, "_write_pieces", _unsafe_shards), saves, case=6),
     Break(
         "no copy for the background",
@@ -250,10 +251,10 @@ BREAKS = [
         case=7,
     ),
     Break("no digest of a shard is checked", _wrap(pieces, "_stream", _read_without_digest), damaged_shards, 20),
-    Break("no digest is checked", _replace(checkpoint, "_verify", _verify_nothing), damaged, 40),
-    Break("the state's digest is not checked", _replace(checkpoint, "_verify", _no_digest_of_the_state), damaged, 40),
-    Break("none sound: begin afresh", _wrap(checkpoint, "_find", _fresh_when_damaged), damaged, 20),
-    Break("unpickled with code execution", _replace(checkpoint, "_unpickle", _unpickle_everything), pickles, 1),
+    Break("no digest is checked", _replace(reading, "_verify", _verify_nothing), damaged, 40),
+    Break("the state's digest is not checked", _replace(reading, "_verify", _no_digest_of_the_state), damaged, 40),
+    Break("none sound: begin afresh", _wrap(checkpoint, "find", _fresh_when_damaged), damaged, 20),
+    Break("unpickled with code execution", _replace(reading, "unpickle", _unpickle_everything), pickles, 1),
     Break("the loss scale is not put back", lambda: _without("Amp"), kills),
     Break("the optimizer is not put back", lambda: _without("AdamW"), kills),
     Break("the schedule is not put back", lambda: _without("Schedule"), kills),
@@ -264,7 +265,7 @@ BREAKS = [
         _wrap(environment.Environment, "seed_step", _seed_of_the_start),
         kills,
     ),
-    Break("lines after the checkpoint stay", _replace(log, "_cut", _keep_all_lines), kills),
+    Break("lines after the checkpoint stay", _replace(log, "cut_lines", _keep_all_lines), kills),
     Break("signals are ignored", _replace(stop.Stop, "on_signal", _deaf), signals, 1),
     Break("each rank stops by itself", _replace(stop.Stop, "poll", _each_for_itself), signals, 8, is_slow=True),
     Break("a signal is acted upon late", _wrap(stop.Stop, "poll", _late), signals, 4),

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import system_calls
 from torch import nn
 
-from amp_core.checkpoints import checkpoint as module
-from amp_core.checkpoints import reading
+from amp_core.checkpoints import folders, reading
 from amp_core.checkpoints.checkpoint import Checkpoint
 from amp_core.config.errors import CheckpointError, SaveError
 from campaign import Plan, Result
@@ -146,8 +146,8 @@ class Calls:
 
 
 def _patched_save(folder: Path, scene: Scene, calls: Calls) -> None:
-    setattr(module, "os", calls)  # noqa: B010 - the type checker knows that it is no module
-    setattr(module, "_CHUNK", 1000)  # noqa: B010 - several writes for one file
+    system_calls.use(calls)
+    setattr(folders, "_CHUNK", 1000)  # noqa: B010 - several writes for one file
     save(folder, scene.step, 0.0, **scene.way)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import ClassVar
 
 # The project of this very folder, whatever is installed; also in the workers that runs start.
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy starts threads, which a fork would lose
