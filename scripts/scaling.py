@@ -114,8 +114,9 @@ PAGE_TEXT = """\
 # Scaling: what a layout holds and what it sends
 
 Made by `python scripts/scaling.py --write` with torch {version}. The model is
-`amp_core/layouts/memory_model.py`, which also tells `dry_run=true` the memory of a run; the script really trains a small
-language model in each layout on 1, 2 and 4 processes, counts bytes, and puts them beside the model. `tests/runs/test_scaling.py` holds both.
+`amp_core/layouts/memory_model.py`, which also tells `dry_run=true` the memory of a run; the script trains a small
+language model in each layout on 1, 2 and 4 processes, counts bytes, and puts them beside the model.
+`tests/runs/test_scaling.py` holds both.
 
 Counted is what grows with the number of weights. Activations grow with the batch and come on top.
 
