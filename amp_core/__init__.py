@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from amp_core.step.window import Micro, sync_grads, windows
 
 _HOME = {
-    "Amp": "precision",
-    "AmpConfig": "config",
-    "Checkpoint": "checkpoint",
-    "Clip": "clip",
+    "Amp": "step.amp",
+    "AmpConfig": "config.schema",
+    "Checkpoint": "checkpoints.checkpoint",
+    "Clip": "step.clip",
     "Diagnosis": "doctor.diagnosis",
     "Doctor": "doctor.locate",
-    "Ema": "ema",
-    "Loaded": "checkpoint",
-    "Micro": "window",
-    "Schedule": "schedule",
-    "StepReport": "precision",
-    "carry_autocast": "islands",
-    "keep_fp32": "islands",
-    "sync_grads": "window",
-    "trainable": "weights",
-    "windows": "window",
+    "Ema": "step.ema",
+    "Loaded": "checkpoints.checkpoint",
+    "Micro": "step.window",
+    "Schedule": "step.schedule",
+    "StepReport": "step.report",
+    "carry_autocast": "lowp.islands",
+    "keep_fp32": "lowp.islands",
+    "sync_grads": "step.window",
+    "trainable": "lowp.weights",
+    "windows": "step.window",
 }
 
 __all__ = [

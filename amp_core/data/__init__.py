@@ -8,10 +8,11 @@ from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Dataset, Key
 from amp_core.data.identities import BUILDERS as IDENTITIES
 from amp_core.data.images import BUILDERS as IMAGES
+from amp_core.data.loading import eval_loader, to_device, train_loader
 from amp_core.data.masks import BUILDERS as MASKS
 from amp_core.data.text import BUILDERS as TEXT
 
-__all__ = ["Data", "Dataset", "Key", "build_data"]
+__all__ = ["Data", "Dataset", "Key", "build_data", "eval_loader", "to_device", "train_loader"]
 
 BUILDERS = IMAGES | TEXT | MASKS | IDENTITIES
 

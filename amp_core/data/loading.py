@@ -26,21 +26,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from amp_core.config.errors import RunError
-from amp_core.data import Data, Dataset, Key, build_data
+from amp_core.data.base import Dataset, Key
 from amp_core.torch_private import find
-
-__all__ = [
-    "Batches",
-    "Data",
-    "Dataset",
-    "EvalLoader",
-    "Sampler",
-    "build_data",
-    "eval_loader",
-    "interruptible",
-    "to_device",
-    "train_loader",
-]
 
 _end_workers = find("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers")
 

@@ -331,7 +331,7 @@ def test_the_setting_is_checked():
 
 
 def test_a_run_without_it_does_not_even_import_it():
-    code = "import sys, amp_core.environment; from amp_core import Amp; Amp.named('fp16').prepare"
+    code = "import sys, amp_core.run.environment; from amp_core import Amp; Amp.named('fp16').prepare"
     subprocess.run(
         [sys.executable, "-c", f"{code}; assert 'amp_core.lowp.op_policy' not in sys.modules"], cwd=ROOT, check=True
     )
