@@ -46,12 +46,8 @@ _NOT_SHOWN = tuple(
     _CORE + name
     for name in (
         "doctor" + os.sep,
-        "islands.py",
-        "precision.py",
-        "op_policy.py",
-        "shards.py",
-        "stages.py",
-        "recompute.py",
+        *("lowp/islands.py", "lowp/op_policy.py", "step/amp.py", "memory/recompute.py"),
+        *("layouts/fsdp.py", "layouts/stages.py", "tensors.py"),
     )
 )
 """Frames of these say nothing about where in a network an operation stands."""

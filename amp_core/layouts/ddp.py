@@ -1,7 +1,5 @@
 """How a model lies over processes: wrapped once at the start, unwrapped for checkpoints and averages."""
 
-from __future__ import annotations
-
 # No postponed annotations here: DistributedDataParallel looks at those of its communication hooks.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
