@@ -1,230 +1,173 @@
-# Architecture
+"""Runs in a terminal: conditions that pick them, values by name, a table that fits.
 
-The core owns what must be right; the recipe owns the order of events; the config owns the numbers.
+A name is one of `COLUMNS`, a result such as `eval.accuracy`, or a setting by its full key such as `optimizer.lr`; of a
+group, such as `model`, its option's name.
+"""
 
-    train.py            the front door: compose, check, launch (one run, a sweep, a rank of torchrun)
-    conf/               config.yaml and the groups; every default stands here once
-    hydra_plugins/      a Hydra sweeper that searches with Optuna
-    recipes/            one file, one lesson; a table of names; __main__.py is a worker
-    amp_core/
-      config/checks.py            data sets: what can be checked without torch
-      config/errors.py            errors with exit codes
-      config/lengths.py           how long a run is: steps, epochs or samples, turned into steps in one place
-      config/redact.py            keys and passwords: refused in settings, masked in whatever is written
-      config/rules.py             what settings may say together: ranges, pairs that contradict each other, warnings, what a resume may change
-      config/schema.py            types, documentation and rules of the configuration; no torch, no hydra
-      tensors.py                  what several floors need of tensors: DTensors and their local shards, ranks, wrappers
-      vision.py                   importing torchvision beside a CPU-only torch
-      lowp/float8.py              linear layers that multiply in float8
-      lowp/islands.py             parts of a model kept in fp32; autocast carried into threads
-      lowp/lint.py                parts of a network that are unsafe or slow in 16 bits, by their settings
-      lowp/moments.py             Adam whose moments are bfloat16, rounded by chance
-      lowp/op_policy.py           CUDA's autocast decisions on a CPU
-      lowp/rounding.py            fp32 numbers in 16 bits without a bias
-      lowp/weights.py             16-bit weights, and how much of a step they keep
-      step/amp.py                 Amp: autocast, backward, grad, step, update, state
-      step/buffers.py             running statistics that a skipped step leaves untouched
-      step/clip.py                by norm, by value, adaptive
-      step/ema.py                 averaged weights that ignore skipped steps
-      step/fused.py               the step of torch's fused optimizers, their lists made once
-      step/optimizers.py          optimizers by name, weight decay where it belongs, fused where torch has it; no compiler imported
-      step/report.py              what a step reports, and the state of an optimizer within a window
-      step/scaler.py              the loss scale as a policy
-      step/schedule.py            learning rates as a table on the device, indexed by taken steps
-      step/window.py              the micro-batches of one step and their weights; one gradient reduction per window
-      memory/compiled.py          blocks compiled by torch.compile, each kind once; what cannot be runs eagerly
-      memory/graph.py             a whole step as one CUDA graph, and when it is none
-      memory/recast.py            16-bit copies of weights, made once more in the backward pass
-      memory/recompute.py         blocks that keep their inputs alone, and are computed once more in the backward pass
-      layouts/ddp.py              wrapping for processes, unwrapping for files; gradients of replicas, also sent in bfloat16
-      layouts/fsdp.py             fsdp and hsdp: weights in parts over ranks, and whatever has to look at whole ones
-      layouts/memory_model.py     what a layout holds and sends, as formulas; docs/SCALING.md is made of them
-      layouts/stages.py           a network cut into stages on several devices, one after the other or in threads
-      layouts/zero.py             optimizer state in slices over replicas
-      checkpoints/agreement.py    what one rank finds out and all act upon
-      checkpoints/checkpoint.py   named parts, in one file or in shards; atomic, checked, rotated, in the background
-      checkpoints/export.py       a checkpoint as one plain file
-      checkpoints/folders.py      files and folders that are whole on disk or not there
-      checkpoints/part_state.py   the state of a part, compared with what was saved and loaded into it
-      checkpoints/pieces.py       tensors in pieces over safetensors files: the table, the files, what a rank reads of them
-      checkpoints/plain_state.py  state as plain data: what is written, and that nothing read can run code
-      checkpoints/reading.py      reading checkpoints: the newest sound one, verified before it is used
-      checkpoints/sharing.py      who writes what of a sharded checkpoint, and copies to host memory
-      models/dcgan.py             a generator and a discriminator of images
-      models/family.py            networks by name, in families that share what they are built from
-      models/gpt.py               a language model, its positions in an fp32 island
-      models/images.py            classification networks
-      models/iresnet.py           face recognition backbones, their last layer an fp32 island
-      models/unet.py              segmentation networks
-      data/base.py                what a data set is; randomness as a function of (seed, sample, pass)
-      data/identities.py          identities to train on, and others to compare: letters, folders, records, made up
-      data/images.py              images with labels, and their augmentation
-      data/loading.py             the endless sampler, loaders, copies to the device ahead of time
-      data/masks.py               images with binary masks: brain slices, digits on photographs, folders
-      data/records.py             insightface's train.rec, read and written without mxnet
-      data/text.py                files as bytes, in pieces with their valid tokens
-      heads/losses.py             cross entropy of large vocabularies, some tokens at a time
-      heads/partial_fc.py         margin softmax over class centres that lie on all ranks, in fp32
-      heads/verification.py       accuracy and accept rates of embeddings on pairs of images
-      run/environment.py          what a recipe runs in: device, ranks, run folder, signals; always torn down
-      run/launch.py               this process, or N workers through torch's elastic agent
-      run/lines.py                files of lines, the terminal and the progress bar
-      run/log.py                  metrics.jsonl always; progress; tensorboard and wandb when asked
-      run/loop.py                 the course of a run around its steps: data, resume, cadences, metrics, stopping
-      run/meters.py               sums on the device between two log lines, read back without blocking, and the clock of a run
-      run/preflight.py            what can be checked before the start with torch: devices, names, files
-      run/rendezvous.py           the store through which the workers of a run meet, once for each attempt
-      run/stop.py                 when a run ends early: signals and the time limit, agreed between all ranks without a wait
-      run/trackers.py             tensorBoard and wandb: imported late, on rank 0, and never able to stop a run
-      doctor/diagnosis.py         what was found: the cause, the sentence, the fix, as text and as JSON
-      doctor/locate.py            doctor: replays of a window until it is known what mends it
-      doctor/statistics.py        ranges of every layer's numbers, sampled in training without a wait
-      doctor/trace.py             a dispatch mode that finds where the first inf or NaN is born, forward and backward
-      doctor/watch.py             the doctor of a run: when it is called, what is replayed, reports, healing
-      cli/compose.py              the command line through Hydra, every problem of it; the plan of a sweep; choice of the run folder
-      cli/help.py                 --help and --help TOPIC, made of the configuration
-      cli/lease.py                GPUs and cores shared out to jobs side by side
-      cli/sweep.py                records of a sweep's jobs, processes of their own for them, signals, the table
-    amp_tools/          programs about runs; nothing of amp_core imports them
-      advise.py                   why a run is not faster: its steps measured, what takes their time, what to change
-      cost.py                     what the doctor itself costs
-      forecast.py                 what fp16 would do, told from bf16: islands, loss scale, underflow; picture, check
-      profile.py                  operations of a step with their times, modules and source lines
-      report/charts.py            the pictures of a report: lines over steps, and rows of numbers; as SVG that follows the page's colours, and as PNG
-      report/folders.py           run folders as they are found: finished, running, half-written, damaged. Reading one never fails and never hangs
-      report/groups.py            runs put into groups that are compared, and what the comparison says, in words
-      report/page.py              A study as a page, as Markdown and as JSON
-      report/prune.py             removing runs, or the checkpoints of runs, that nobody needs
-      report/significance.py      whether two groups of runs differ, are equal, or cannot be told apart, over seeds
-      report/table.py             runs in a terminal: conditions that pick them, values by name, a table that fits
-    tests/
-    docs/               pages; hooks.py makes the others of the site (`make docs`) from README, recipes, conf and docstrings
+from __future__ import annotations
 
-## What a recipe is
+import dataclasses
+import difflib
+import fnmatch
+import math
+import operator
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-[YOUR_OWN_MODEL.md](YOUR_OWN_MODEL.md) makes one. A module in `recipes/` with four names: `Knobs`, a dataclass of the keys that
-are its own; `DATA`, the kind of data sets it takes, or `own`, with `data=own` and `model=own`, if it brings what it needs itself; `MODELS`, the family of networks (what they are built from and return); `run(cfg, env)`. Two more where they are
-needed: `check(knobs, cfg)`, problems that can be told before the start, and `LAYOUTS`. Its `conf/recipe/*.yaml` picks the
-options of the groups. `Loop` takes the parts of a run by name, and their types say what it does with them; the names are
-those in the checkpoint. `tests/recipes/test_recipes.py` holds every entry of the table to the same promises: it runs in fp32, bf16
-and fp16, resumes bit-exactly, micro-batches and ranks change nothing, a bad window leaves no trace.
+from amp_core.config.errors import ConfigError
+from amp_tools.report.folders import Run, age, visible
 
-## How a mode reaches the network
+COLUMNS: dict[str, Callable[[Run], Any]] = {
+    "status": lambda run: run.status,
+    "recipe": lambda run: run.recipe or None,
+    "amp": lambda run: run.amp or None,
+    "seed": lambda run: run.config.get("seed"),
+    "step": lambda run: run.count("step"),
+    "metric": lambda run: run.best,
+    "result": lambda run: run.result(),
+    "speed": lambda run: run.count("samples_per_second"),
+    "memory": lambda run: run.count("peak_memory_bytes"),
+    "skipped": lambda run: run.count("skipped"),
+    "seconds": lambda run: run.count("seconds"),
+    "exit_code": lambda run: run.count("exit_code"),
+    "age": lambda run: age(run) / 86400 if run.changed else None,
+    "folder": lambda run: str(run.path),
+}
+"""`speed` in samples per second, `memory` in bytes, `age` in days since the last change."""
+SHOWN = ("status", "recipe", "amp", "seed", "step", "metric", "result", "speed", "age", "folder")
+_OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
-`env.wrap(net, amp)` moves it to the device, makes islands, calls `amp.prepare(net)`, wraps it for the layout and guards its
-statistics. Autocast modes need nothing of `prepare`. In modes with 16-bit weights (`o2`, `o3`, `bf16_pure`) each weight gets
-an fp32 side that the optimizer owns (`trainable(net)`): gradients arrive there in fp32, the step happens there, and
-`amp.step` writes 16 bits back. `state_dict()` shows fp32 values, so every mode continues every other mode's checkpoint. In
-`fp8` linear layers change their class, nothing else.
 
-## How weights lie in parts
+def value_of(run: Run, name: str) -> Any:
+    """A value by name; None when the run has none of that name."""
+    if name in COLUMNS:
+        return COLUMNS[name](run)
+    if name.startswith("eval."):
+        return run.evaluation.get(name.removeprefix("eval."))
+    return run.config.get(name, run.config.get(f"{name}.name"))
 
-`wrap_fsdp` shards a network in place with `fully_shard`, in two groups of weights per block: what autocast casts whole is
-gathered in 16 bits, the rest in fp32 (the reasons stand at the top of `shards.py`). From there on weights, gradients, moments
-and averages are DTensors, and four functions are all that is needed: `local` (this rank's plain tensors: unscaling, clipping
-by value, averages), `joint_norm` (one reduction: the norm of the whole), `on_parts` (a step of any optimizer that computes
-element by element sees plain tensors) and `gathered` / `part_like` (a checkpoint in one file is whole; every rank reads the
-file and takes its part). A forward pass is collective, so evaluation gives every rank the same number of batches, and nothing
-stays whole after it.
 
-## How an optimizer's state lies in slices
+def check_names(names: Sequence[str], runs: Sequence[Run]) -> None:
+    """Raises:
+    ConfigError: no run has a value of such a name.
+    """
+    known = set(COLUMNS) | {key for run in runs for key in run.config}
+    known |= {f"eval.{key}" for run in runs for key in run.evaluation}
+    groups = {key.removesuffix(".name") for key in known if key.endswith(".name")}
+    problems = []
+    for name in names:
+        if name not in known | groups and runs:
+            near = difflib.get_close_matches(name, known | groups, 3)
+            hint = f"Did you mean {' or '.join(near)}?" if near else f"Such as: {', '.join(COLUMNS)}, or any setting."
+            problems.append(f"{name}: no run has a value of that name. {hint}")
+    if problems:
+        raise ConfigError(problems)
 
-With `layout.shard_optimizer` weights and gradients stay whole and `share_state` remembers whose state is shared. Around a
-step `on_slices` shows the optimizer this rank's slices of them (plain views, so fused kernels, `found_inf`, `grad_scale`
-and tensor learning rates work as they are), then all ranks gather the new fp32 weights, also after a step that was
-skipped, since no host knows. In memory an entry of `optimizer.state` has the length of the slice; `Checkpoint` writes and
-reads whole ones (`whole_state`, `slices_of`). Weights that a rank has alone, such as class centres, are not shared.
 
-## How a checkpoint lies in shards
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """Such as `eval.accuracy>0.98`, `status!=finished`, `amp=fp16*`."""
 
-`Checkpoint(format="sharded")` gathers nothing. A part says what this rank has of it: its state dict with DTensors, or
-`sharded_state_dict()` with a `Slice` (rows start to stop of a whole) where it lies over ranks in its own way, as the centres
-of `PartialFC` do. From that every rank works out the same table and who writes what: a part of a tensor is written by who
-holds it, copies of a part in turns, weights and moments that all ranks have are shared out by size, and the rest (buffers,
-counts, settings, small) is what rank 0 has and goes to `state.pt`, with None in the places of the tensors of the table.
+    name: str
+    sign: str
+    value: str
 
-Each rank writes one safetensors file of parts, and one of its share of whole tensors, brings them to disk and tells rank 0
-their SHA-256; then come `state.pt`, the manifest with the table, and the rename. Whoever fails says so, and all raise the same
-(`agreement.py`). `load` looks at table and shapes before it reads: what the manifest claims must be what the parts here have,
-what a file begins with must follow from the table byte for byte. Then each rank reads the files with pieces it needs, once,
-hashing as it goes; what one of them finds damaged all reject, and try the checkpoint before. Only then a part is changed.
+    @classmethod
+    def of(cls, text: str) -> Condition:
+        """Raises:
+        ConfigError: it is no condition.
+        """
+        found = re.fullmatch(r"([^=<>!\s]+)(>=|<=|!=|>|<|=)(.*)", text)
+        if not found:
+            hint = "; folders stand before --where" if Path(text).exists() else ""
+            raise ConfigError(f"--where {text}: expected NAME=VALUE, or another of = != > >= < <={hint}")
+        if found[2] in (">", ">=", "<", "<=") and _number(found[3]) is None:
+            raise ConfigError(f"--where {text}: expected a number behind {found[2]}")
+        return cls(*found.groups())
 
-In the background a save is a copy of all this to host memory (pinned for a GPU, made after the first step by `prepare`, kept
-for the next save) and a thread that does the rest. Its messages between ranks have a group of their own, since those of
-training go on meanwhile. A file is a list of pieces that look into the tensors: nothing is copied to be written.
+    def holds(self, run: Run) -> bool:
+        """A value that is missing, or is no number where numbers are compared, fulfils nothing but `!=`."""
+        value, wanted = value_of(run, self.name), _number(self.value)
+        if self.sign in ("=", "!="):
+            same = value is not None and (
+                float(value) == wanted
+                if wanted is not None and isinstance(value, int | float)
+                else fnmatch.fnmatchcase(_plain(value), self.value)
+            )
+            same = same or (value is None and self.value in ("null", "None", ""))
+            return same == (self.sign == "=")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and wanted is not None and bool(_OPERATORS[self.sign](value, wanted))
 
-## Dependencies point one way
 
-`train.py -> recipes -> amp_core -> torch`. Only `train.py`, `compose.py` and the plugin of Hydra import hydra; besides them only `config.py`
-and `environment.py` touch omegaconf, to read and write YAML; only `log.py` imports wandb or tensorboard, lazily. A recipe
-never imports a recipe. `amp_core/__init__.py` imports nothing until a name is used, so `--help`, `--cfg job`, reports and `scripts/runs.py` load no torch.
-`tests/unit/test_structure.py` holds all of this.
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
-## The invariants, and who owns each
 
-| Owner | Invariant |
-| --- | --- |
-| `Amp` | one path for every mode; unscale, check, clip, step in that order; one `update` per window; a non-finite gradient reaches no weight in any mode; all ranks skip together |
-| `LossScale` | never above its cap, never below its floor; its saved state is one of `torch.amp.GradScaler` |
-| `BufferGuard` | running statistics after a skipped step are those before it |
-| `windows` | weights sum to 1 over micro-batches and ranks, also in a ragged tail and for counted tokens |
-| `sync_grads`, `wrap_ddp`, `wrap_fsdp` | one reduction per window; it sums, since the weights already average |
-| `on_slices` | a step in slices keeps every bit of the whole one; what is saved is whole |
-| `recompute_blocks` | the second computation is the first one again (random numbers, autocast, buffers) and leaves no trace |
-| `footprint` | the one place of formulas for memory and traffic, measured by `scripts/scaling.py`, and of the count of what autograd keeps |
-| `linear_cross_entropy` | the loss and gradients of whole logits, in every dtype and under every loss scale |
-| `Adam16` | a step happens in fp32; rounding its moments adds no bias, and a skipped step leaves their bits |
-| `Recast` | the copies made for the backward pass are those of the forward pass, bit for bit, or it raises |
-| `compile_parts` | compiled code computes what eager code does, with the backward pass outside of autocast; names, islands, hooks and copies stay |
-| `WholeStep` | a step that is played is the step in every bit; what cannot be recorded is computed, and said |
-| `Schedule`, `Ema` | move with taken steps, on the device |
-| `PartialFC` | loss and gradients of the full softmax over any number of ranks; every positive is sampled; what is not sampled keeps its bits |
-| `LowPrecisionWeights` | a step happens in fp32 and gradients are summed in fp32, whatever the weights are stored in |
-| `PartialFC` | class centres in slices over ranks, in fp32; rows that were not sampled keep every bit |
-| `Checkpoint` | what is named is saved and nothing else is needed; written whole or not at all; verified before use |
-| `Sampler`, `Environment.seed_step` | the samples and the randomness of a step are functions of (seed, rank, step) |
-| `Loop`, `Stop` | all ranks stop at the same step, after a checkpoint |
-| `Amp.rehearse`, `Loop.replay` | a window that is computed again takes no step and leaves no trace, on all ranks |
-| `Trace` | the first operation whose inputs are finite and whose output is not, by what became of it |
-| `report.folders` | reading a run folder never fails, hangs or follows a link to a folder; what is wrong is said |
-| `report.significance` | at most one report in twenty claims a difference, or an equality, that is not there |
-| `report.prune` | only what a run wrote, and nothing of a run that is going on |
-| `lease` | a GPU has one job, until the last process of that job is gone |
-| `sweep` | each job ends with a record; a job side by side with others ends without touching them |
-| `OptunaSweeper` | a trial is told once; what it tries is a function of (seed, number, results before it) |
-| `launch` | one configuration and one run folder for all ranks; the first failing rank is shown, once |
-| `compose`, `config`, `preflight` | nothing is started, and nothing created, with a bad configuration |
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
-## A step is one device program
 
-Between two log lines the host reads nothing back. Fused optimizers take `found_inf` and `grad_scale` as tensors: a bad
-step is skipped inside the kernel. The finite check is the gradient norm that clipping and the metrics need anyway: one
-reading pass over the gradients. Unscaling and clipping by norm become one number that the fused optimizer divides by.
-The learning rate is a tensor in the optimizer's groups. Averages and statistics move through `taken`, a 0-d tensor.
-`tests/unit/test_waits.py` counts.
+def sort_runs(runs: Sequence[Run], name: str) -> list[Run]:
+    """By a value, rising; falling with a minus in front. Runs without one come last."""
+    falling, name = name.startswith("-"), name.removeprefix("-")
+    found = [(value_of(run, name), run) for run in runs]
+    have = [(value, run) for value, run in found if value is not None]
+    if any(not isinstance(value, int | float) for value, _ in have):
+        have = [(str(value), run) for value, run in have]
+    have.sort(key=lambda pair: pair[0], reverse=falling)
+    return [run for _, run in have] + [run for value, run in found if value is None]
 
-So a step can be recorded as one CUDA graph (`perf=graph`): `Loop.run` copies a window into buffers that stay and plays it.
-`tests/support/tape.py` does on a CPU what a graph does on a GPU, and `tests/unit/test_graph.py` compares the bits.
 
-The host's own work is counted, too (`python scripts/bench.py cost`, held by `tests/unit/test_step_cost.py`; all benchmarks:
-[SPEED.md](SPEED.md#benchmarks)): one region without gradients per step, no look at modules that have no buffers, no
-profiler scope where nobody would see it. Fused optimizers step through lists that `fused.py` makes once: kernels and
-state are torch's, and as soon as anything differs from what the lists were made of (weights, groups, state, hooks) the
-step is torch's own, too. The micro-batches of a window share the 16-bit copies of their weights (`Amp.share_casts`, entered by
-`Loop.step_of`): gradients are the same bits, and autocast casts each weight once per window.
+def cell(name: str, value: Any) -> str:
+    """A value as it stands in a table."""
+    if value is None:
+        return "-"
+    if name == "age":
+        return duration(value * 86400)
+    if name == "memory":
+        return f"{value / 2**20:,.0f} MiB"
+    if name in ("step", "speed", "skipped", "seconds", "exit_code"):
+        return f"{value:,.0f}"
+    if name == "result" or name.startswith("eval."):
+        return f"{value:.4f}"
+    return visible(f"{value:g}" if isinstance(value, float) else _plain(value)).replace("\n", " ").replace("\t", " ")
 
-## The course of a run
 
-1. `train.py` looks at every override by itself, composes, checks types and rules (`config.examine`), then what needs torch
-   (`preflight`). All problems leave in one message; nothing was created.
-2. It chooses the run folder and hands a `Job` (plain JSON) to `launch`: in this process, or to workers started by torch's
-   elastic agent. Under torchrun rank 0 does all this and shares its job through the agent's store.
-3. `environment` joins the process group, takes the folder's lock (held by the open file: a killed process leaves none),
-   writes `.hydra` and `environment.json`, installs signal handlers, and puts everything back at the end.
-4. The recipe builds its parts and iterates `loop.windows()`, which loads the newest sound checkpoint, positions the
-   sampler, and between two windows logs, evaluates, saves, and asks `Stop`, which agrees between ranks in the background.
-5. A worker that ends on purpose reports its exit code through a file and exits with 0, since the agent restarts the rest.
+def duration(seconds: float) -> str:
+    """Such as 40s, 5m, 3h, 12d."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{max(seconds, 0):.0f}s" if math.isfinite(seconds) else "-"
 
-Samples are numbered without end: number n is position n mod N of the permutation of pass n div N. A step takes the next S
-numbers; micro-batch m of rank r takes its share in an order that does not depend on how S is split. So a checkpoint needs
-one integer, and a run may go on with other ranks and the same samples per step.
+
+def table(names: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """Aligned lines.
+
+    Args:
+        names: of the columns.
+        rows: their cells.
+        width: what is wider is cut in the middle of the last column: names of jobs begin with what was varied, and end
+            with what tells them apart. None: nothing is cut.
+    """
+    columns = list(zip(names, *rows, strict=True))
+    sizes = [max(map(len, column)) for column in columns]
+    if width is not None:
+        sizes[-1] = max(12, width - sum(sizes[:-1]) - 2 * (len(sizes) - 1))
+    is_number = [all(re.fullmatch(r"[-+\d.,e%]*|-", text) for text in column[1:]) for column in columns]
+    lines = []
+    for row in [names, *rows]:
+        cells = [
+            text.rjust(n) if right else text.ljust(n) for text, n, right in zip(row, sizes, is_number, strict=True)
+        ]
+        if len(row[-1]) > sizes[-1]:
+            tail = min(9, sizes[-1] // 3)
+            cells[-1] = f"{row[-1][: sizes[-1] - tail - 1]}…{row[-1][-tail:]}"
+        lines.append("  ".join(cells).rstrip())
+    return lines if width is None else [line[:width] for line in lines]
