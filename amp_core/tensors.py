@@ -6,9 +6,9 @@ import contextlib
 import copy
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,17 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from amp_core.config.rules import WHOLE_MATRICES
 from amp_core.torch_private import foreach_mul_, foreach_norm
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 @dataclass(frozen=True)
 class Plan:
     """How a network was wrapped, and an unwrapped twin of it without memory, to make copies from."""
 
     outline: nn.Module
-    mesh: DeviceMesh
     dtype: torch.dtype | None
+    shard: Callable[[nn.Module], nn.Module]
+    """Shards an unwrapped network in the same way."""
 
 
 plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
@@ -86,6 +84,11 @@ def whole_copy(net: nn.Module, device: str | torch.device | None = None) -> nn.M
     plan = plans[net]
     values = [whole(tensor).to(device or tensor.device, copy=True) for tensor in tensors_of(net)]
     return copy_with(plan.outline, dict(zip(tensors_of(plan.outline), values, strict=True)))
+
+
+def sharded_copy(net: nn.Module) -> nn.Module:
+    """A copy of a sharded network that is sharded in the same way. Collective; whole for a moment, in host memory."""
+    return plans[net].shard(whole_copy(net, "cpu"))
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -200,8 +203,37 @@ def joint_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 # --- a step -----------------------------------------------------------------------------------------------------------
 
 
+OptimizerView = Callable[[torch.optim.Optimizer], contextlib.AbstractContextManager[None]]
+_views: list[tuple[Callable[[torch.optim.Optimizer], bool], OptimizerView]] = []
+
+
+def register_view(applies: Callable[[torch.optim.Optimizer], bool], view: OptimizerView) -> None:
+    """Have `step_on_local_shards` enter `view` for optimizers to which it `applies`. A layout's module calls it once."""
+    _views.append((applies, view))
+
+
+def is_state_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this rank holds a part of the optimizer's state only, while weights and gradients are replicated."""
+    return bool(_views) and any(applies(optimizer) for applies, _ in _views)
+
+
 @contextlib.contextmanager
-def on_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def step_on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Around a step: the optimizer sees what this rank holds of weights, gradients and state; collective if sharded.
+
+    Raises:
+        TypeError: the optimizer is known to look at whole matrices.
+    """
+    with contextlib.ExitStack() as views:
+        views.enter_context(_on_plain_tensors(optimizer))
+        for applies, view in _views:
+            if applies(optimizer):
+                views.enter_context(view(optimizer))
+        yield
+
+
+@contextlib.contextmanager
+def _on_plain_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Around a step: the optimizer sees the plain tensors of this rank in place of DTensors, its moments included.
 
     Most optimizers compute element by element, so that each rank can by itself. Torch's DTensors lack some of their

@@ -49,7 +49,8 @@ def visit(overrides: list[str], course: Any) -> int:
 
 def locate(args: argparse.Namespace) -> int:
     """Diagnose one step of a run, from its checkpoints or from its start."""
-    from amp_core.doctor.watch import diagnose_step, overrides_before
+    from amp_core.doctor.watch import diagnose_step
+    from amp_tools.again import overrides_before
 
     overrides = args.overrides
     if len(overrides) == 1 and Path(overrides[0]).is_dir():

@@ -15,19 +15,16 @@ trained again up to that step, examined there, and put forward again.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
 from collections.abc import Generator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amp_core.checkpoints.checkpoint import Checkpoint
 from amp_core.config.errors import ConfigError
 from amp_core.doctor.diagnosis import Diagnosis
 from amp_core.doctor.locate import Doctor
@@ -257,27 +254,6 @@ def diagnose_step(loop: Loop, step: int, found: list[Diagnosis | None]) -> Windo
         diagnosis.step, diagnosis.weights = step, "the weights of the step"
         add_samples(loop, diagnosis, step)
     found.append(diagnosis)
-
-
-def overrides_before(run_dir: str, step: int) -> list[str]:
-    """The settings that take up a run before one of its steps, in one process.
-
-    Raises:
-        ConfigError: the folder holds no run.
-    """
-    from amp_core.cli.compose import overrides_of, stored_config
-
-    overrides, config = overrides_of(run_dir), stored_config(run_dir)
-    if config is None:
-        raise ConfigError(f"{run_dir}: its .hydra/config.yaml is missing or damaged")
-    before = Checkpoint(Path(run_dir, "checkpoints"), writer=False).newest_before(step)
-    try:
-        summary = json.loads(Path(run_dir, "summary.json").read_text())
-        # One rank takes the samples of all.
-        accumulation = int(config["accumulation"]) * int(summary["world_size"])
-    except (OSError, KeyError, TypeError, ValueError, RecursionError) as problem:
-        raise ConfigError(f"{run_dir}: summary.json or .hydra/config.yaml is missing or damaged") from problem
-    return [*overrides, f"resume={before[1] if before else 'never'}", f"accumulation={accumulation}"]
 
 
 def doctor_of(loop: Loop) -> Doctor:

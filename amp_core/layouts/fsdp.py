@@ -33,7 +33,6 @@ from amp_core.tensors import (
     split_dimension,
     tensors_of,
     whole,
-    whole_copy,
 )
 from amp_core.torch_private import find
 
@@ -89,7 +88,7 @@ def wrap_fsdp(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
 def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Module:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    plan = Plan(_outline(net), mesh, dtype)
+    plan = Plan(_outline(net), dtype, functools.partial(_shard, mesh=mesh, dtype=dtype))
     whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     low = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Also the root, which torch would leave whole after a forward pass: an evaluation is not followed by a backward
@@ -179,12 +178,6 @@ def gathers_16bit(net: nn.Module) -> bool:
 
 def _outline(net: nn.Module) -> nn.Module:
     return copy_with(net, {tensor: torch.empty_like(tensor, device="meta") for tensor in tensors_of(net)})
-
-
-def sharded_copy(net: nn.Module) -> nn.Module:
-    """A copy of a sharded network that is sharded in the same way. Collective; whole for a moment, in host memory."""
-    plan = plans[net]
-    return _shard(whole_copy(net, "cpu"), plan.mesh, plan.dtype)
 
 
 def slice_of(part: Tensor) -> Slice:

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_core.config.rules import WHOLE_MATRICES
 from amp_core.layouts.ddp import all_gather
 from amp_core.lowp.weights import trainable
-from amp_core.tensors import several_ranks
+from amp_core.tensors import register_view, several_ranks
 from amp_core.torch_private import foreach_copy_
 
 _ALIGN = 64  # elements
@@ -304,3 +304,6 @@ class _Sent:
 
     shape: torch.Size
     dtype: torch.dtype
+
+
+register_view(is_cut, on_slices)

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from amp_core.config.errors import ConfigError
 from amp_core.config.rules import amp_config, scale_cap
 from amp_core.config.schema import AmpConfig
-from amp_core.layouts.zero import is_cut, on_slices
 from amp_core.lowp.float8 import use_float8
 from amp_core.lowp.fp16_convolutions import use_fp32_convolutions
 from amp_core.lowp.lint import find_slow, find_unsafe
@@ -38,7 +37,15 @@ from amp_core.step.clip import Clip
 from amp_core.step.fused import bare_step, take_step, theirs
 from amp_core.step.report import Due, Ledger, Observer, Rehearsal, StepReport
 from amp_core.step.scaler import LossScale, ScalePolicy
-from amp_core.tensors import is_part, is_sharded, joint_norm, multiply_, on_parts, several_ranks
+from amp_core.tensors import (
+    is_part,
+    is_sharded,
+    is_state_sharded,
+    joint_norm,
+    multiply_,
+    several_ranks,
+    step_on_local_shards,
+)
 from amp_core.torch_private import find, foreach_norm, log_missing, version_of
 
 _run_backward = find("torch.autograd.graph._engine_run_backward")
@@ -365,7 +372,7 @@ class Amp:
                 self._say_that_it_waits(each.optimizer)
                 on_host = found_inf.item() == 0
             if on_host:
-                with on_parts(each.optimizer), on_slices(each.optimizer):
+                with step_on_local_shards(each.optimizer):
                     bare_step(each.optimizer)
         for each in due:
             for weights in self.weights if each.grads else ():
@@ -629,8 +636,8 @@ def _are_parts(grads: Sequence[Tensor]) -> bool:
 
 
 def _take_on_device(due: Due, taken: Tensor, found_inf: Tensor) -> None:
-    if due.in_parts or is_cut(due.optimizer):
-        with on_parts(due.optimizer), on_slices(due.optimizer):
+    if due.in_parts or is_state_sharded(due.optimizer):
+        with step_on_local_shards(due.optimizer):
             theirs(due.optimizer, found_inf, due.divisor)
     else:
         take_step(due.optimizer, due.params, due.grads, taken, found_inf, due.divisor)

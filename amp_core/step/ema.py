@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.config.schema import EmaConfig
-from amp_core.layouts.fsdp import sharded_copy
 from amp_core.lowp.weights import fp32_copy, fp32_values
 from amp_core.step.report import StepReport
-from amp_core.tensors import is_sharded, load_state, local, multiply_, unwrap
+from amp_core.tensors import is_sharded, load_state, local, multiply_, sharded_copy, unwrap
 from amp_core.torch_private import buffers_of, foreach_add_, foreach_copy_, foreach_sub
 
 
