@@ -208,7 +208,7 @@ _views: list[tuple[Callable[[torch.optim.Optimizer], bool], OptimizerView]] = []
 
 
 def register_view(applies: Callable[[torch.optim.Optimizer], bool], view: OptimizerView) -> None:
-    """Have `step_on_local_shards` enter `view` for optimizers to which it `applies`. A layout's module calls it once."""
+    """Have `step_on_local_shards` enter `view` for optimizers to which it `applies`. A layout calls it once."""
     _views.append((applies, view))
 
 
