@@ -52,8 +52,8 @@ from amp_core.cli.help import help_text
 from amp_core.cli.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.redact import redact_typed
-from amp_core.config.rules import build, examine, warnings_of
-from amp_core.config.schema import Config, conf_dir, nearest
+from amp_core.config.rules import build, validate, warnings_of
+from amp_core.config.schema import Config, conf_dir, suggest
 from amp_core.run.log import say
 
 ROOT = str(Path(__file__).resolve().parent)
@@ -120,7 +120,7 @@ def checked(overrides: list[str]) -> tuple[dict[str, Any], Config, list[str]]:
 
 
 def _checked_values(values: dict[str, Any], overrides: list[str], problems: list[str]) -> tuple[Config, list[str]]:
-    cfg, found, broken = examine(values)
+    cfg, found, broken = validate(values)
     problems += found
     # torch is imported from here on: `--help` and `--cfg job` do not need it.
     from amp_core.run.preflight import preflight
@@ -129,7 +129,7 @@ def _checked_values(values: dict[str, Any], overrides: list[str], problems: list
     warnings = []
     name = None if "recipe" in broken else cfg.recipe["name"]
     if name is not None and name not in RECIPES:
-        problems.append(f"recipe.name={name}: there is no such recipe. {nearest(name, RECIPES)}")
+        problems.append(f"recipe.name={name}: there is no such recipe. {suggest(name, RECIPES)}")
     elif name is not None:
         found, warnings = preflight(cfg, find(name), broken)
         problems += found

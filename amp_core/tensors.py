@@ -79,22 +79,22 @@ def copy_with(net: nn.Module, tensors: dict[Tensor, Tensor]) -> nn.Module:
 
 
 @torch.no_grad()
-def whole_copy(net: nn.Module, device: str | torch.device | None = None) -> nn.Module:
+def full_copy(net: nn.Module, device: str | torch.device | None = None) -> nn.Module:
     """A copy of a sharded network that is whole on every rank, on `device` or that of the network. Collective."""
     plan = plans[net]
-    values = [whole(tensor).to(device or tensor.device, copy=True) for tensor in tensors_of(net)]
+    values = [full_tensor(tensor).to(device or tensor.device, copy=True) for tensor in tensors_of(net)]
     return copy_with(plan.outline, dict(zip(tensors_of(plan.outline), values, strict=True)))
 
 
 def sharded_copy(net: nn.Module) -> nn.Module:
     """A copy of a sharded network that is sharded in the same way. Collective; whole for a moment, in host memory."""
-    return plans[net].shard(whole_copy(net, "cpu"))
+    return plans[net].shard(full_copy(net, "cpu"))
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def is_part(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> bool:
     """Whether a tensor is this rank's part of one that lies over several, a DTensor."""
     # Where the module is not loaded nobody has made one, and loading it takes half a second.
     module = sys.modules.get("torch.distributed.tensor")
@@ -107,12 +107,12 @@ def local(tensors: Iterable[Tensor]) -> list[Tensor]:
     What is no tensor is left as it is.
     """
     with torch.no_grad():
-        return [tensor.to_local() if is_part(tensor) else tensor for tensor in tensors]  # type: ignore[operator]
+        return [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]  # type: ignore[operator]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The tensor of which this is a part, on the same device; anything else itself. Collective."""
-    return tensor.detach().full_tensor() if is_part(tensor) else tensor.detach()  # type: ignore[operator]
+    return tensor.detach().full_tensor() if is_dtensor(tensor) else tensor.detach()  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -136,20 +136,20 @@ class Slice:
         return self.start + self.tensor.shape[self.dim]
 
 
-def part_like(value: Any, live: Any) -> Any:
+def dtensor_like(value: Any, live: Any) -> Any:
     """This rank's part of `value`, which all ranks have, where `live` is such a part; else `value`. No collective.
 
     Args:
         value: a whole tensor, or the `Slice` that this rank holds; anything else stays what it is.
         live: what it is to be laid out like.
     """
-    if isinstance(value, Slice) and is_part(live) and value.shape == tuple(live.shape):
+    if isinstance(value, Slice) and is_dtensor(live) and value.shape == tuple(live.shape):
         from torch.distributed.tensor import DTensor
 
         layout = {"shape": live.shape, "stride": live.stride()}
         mine = value.tensor.detach().to(live.device)
         return DTensor.from_local(mine, live.device_mesh, live.placements, run_check=False, **layout)
-    if not is_part(live) or not isinstance(value, Tensor) or is_part(value) or value.shape != live.shape:
+    if not is_dtensor(live) or not isinstance(value, Tensor) or is_dtensor(value) or value.shape != live.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
 
@@ -161,7 +161,7 @@ def part_like(value: Any, live: Any) -> Any:
 def load_state(net: nn.Module, state: dict[str, Any]) -> None:
     """`net.load_state_dict(state)` of whole tensors, of which a sharded network takes its parts."""
     live = net.state_dict()
-    net.load_state_dict({name: part_like(value, live.get(name)) for name, value in state.items()})
+    net.load_state_dict({name: dtensor_like(value, live.get(name)) for name, value in state.items()})
 
 
 def shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
@@ -170,7 +170,7 @@ def shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
     Raises:
         TypeError: it is not only split over one dimension of its mesh, and copied over the others.
     """
-    split = split_dimension(tensor) if is_part(tensor) else None
+    split = split_dimension(tensor) if is_dtensor(tensor) else None
     return None if split is None else tensor.device_mesh.get_group(split)  # type: ignore[attr-defined]
 
 
@@ -185,7 +185,7 @@ def split_dimension(part: Tensor) -> int | None:
     return split[0]
 
 
-def joint_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+def global_grad_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """L2 norm of whole tensors of which these are parts, 0-d float32 on `device`, the same on all ranks of a mesh."""
     groups: dict[dist.ProcessGroup | None, list[Tensor]] = {}
     for tensor, mine in zip(tensors, local(tensors), strict=True):
@@ -242,7 +242,7 @@ def _on_plain_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     Raises:
         TypeError: the optimizer is known to look at whole matrices.
     """
-    owned = [p for group in optimizer.param_groups for p in group["params"] if is_part(p) and p.grad is not None]
+    owned = [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p) and p.grad is not None]
     if not owned:
         yield
         return
@@ -274,7 +274,7 @@ def _on_plain_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _as_part(value: Any, before: Any, param: Any) -> Any:
     """An optimizer's plain `value` as a part of a whole, like `param`; `before` if that is still what it stands for."""
-    if is_part(before) and before.to_local() is value:
+    if is_dtensor(before) and before.to_local() is value:
         return before
     if not isinstance(value, Tensor) or not value.ndim or value.shape != param.to_local().shape:
         return value

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from amp_core.doctor.locate import Doctor
-from amp_core.doctor.trace import Place
+from amp_core.doctor.trace import Location
 from amp_core.lowp.float8 import MULTIPLE
 from amp_core.step.amp import Amp
 from amp_tools.profile import (
@@ -500,7 +500,7 @@ def _shapes(op: Op) -> str:
     return f"{op.short} of " + " and ".join(str(list(each.shape)) for each in op.inputs[first : first + 2])
 
 
-def _name(place: Place) -> str:
+def _name(place: Location) -> str:
     return f"line {place.source}" if place.module is None else place.module or "the network itself"
 
 
@@ -591,14 +591,12 @@ def advise_run(loop: Loop, num_windows: int, found: list[Profile]) -> Generator[
     from amp_core.doctor.watch import doctor_of  # which needs the run's log, as plain loops do not
 
     doctor, cfg = doctor_of(loop), loop.cfg
-    yield from time_windows(loop.training_again, loop.amp, NUM_WARM_UPS)
+    yield from time_windows(loop.rerun_step, loop.amp, NUM_WARM_UPS)
     began = time.perf_counter()
-    position = loop.position()
+    snapshot = loop.snapshot()
     saving = time.perf_counter() - began
     timed = time_with_loader(loop, num_windows)
-    p = yield from measure(
-        doctor, loop.optimizers, loop.training_again, lambda: loop.go_to(position), num_windows, timed
-    )
+    p = yield from measure(doctor, loop.optimizers, loop.rerun_step, lambda: loop.restore(snapshot), num_windows, timed)
     p.num_workers, p.batch_size = cfg.data.num_workers, cfg.batch_size
     p.accumulation, p.channels_last = loop.accumulation, cfg.perf.channels_last
     with loop.loading(num_workers=0) as windows:
@@ -614,7 +612,7 @@ def time_run(loop: Loop, num_windows: int, found: list[tuple[float, float]]) -> 
 
     Appends to `found` the seconds that a step computes, and those that it takes with the wait for its data. Medians.
     """
-    yield from time_windows(loop.training_again, loop.amp, NUM_WARM_UPS)
+    yield from time_windows(loop.rerun_step, loop.amp, NUM_WARM_UPS)
     steps, loads = yield from time_with_loader(loop, num_windows)
     whole = [step + load for step, load in zip(steps, loads, strict=True)]
     found.append((statistics.median(steps), statistics.median(whole)))

@@ -34,7 +34,7 @@ from amp_core.config.errors import ConfigError
 from amp_core.doctor.diagnosis import keep_fp32_override
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.statistics import KINDS, LOST
-from amp_core.doctor.trace import _UNWRITTEN, HALF, Place, Trace, _is_view, _key, _last_node, _tensors, current_node
+from amp_core.doctor.trace import _UNWRITTEN, HALF, Location, Trace, _is_view, _key, _last_node, _tensors, current_node
 from amp_core.doctor.watch import doctor_of
 from amp_core.memory.recompute import recomputed
 
@@ -142,7 +142,7 @@ class _Look:
 
     kind: str
     module: str | None
-    place: Place
+    place: Location
     op: str
     numbers: Numbers
     is_birth: bool
@@ -227,7 +227,14 @@ class Census(Trace):
         return result
 
     def _measure(
-        self, name: str, place: Place, tensor: Tensor, exact: Tensor, owner: str | None, backward: bool, is_after: bool
+        self,
+        name: str,
+        place: Location,
+        tensor: Tensor,
+        exact: Tensor,
+        owner: str | None,
+        backward: bool,
+        is_after: bool,
     ) -> None:
         if self._imitate is not None:
             scaled = exact.detach().float() * (self._imitate if backward else 1.0)
@@ -475,7 +482,7 @@ def forecast_course(loop: Loop, num_windows: int, found: list[Forecast]) -> Wind
     """
     if loop.amp.dtype is not torch.bfloat16 or loop.amp.weights:
         raise ConfigError(f"amp={loop.cfg.amp.name}: a forecast looks at numbers in autocast to bfloat16; use amp=bf16")
-    doctor, start, first = doctor_of(loop), loop.position(), loop.step + 1
+    doctor, start, first = doctor_of(loop), loop.snapshot(), loop.step + 1
     kept = doctor.island_names()
     plain, islands, outside = _Tally(), list[str](), list[str]()
 
@@ -507,21 +514,21 @@ def forecast_course(loop: Loop, num_windows: int, found: list[Forecast]) -> Wind
 
     for _ in range(num_windows):
         yield from treat(loop.step + 1)
-        with loop.training_again() as window:
+        with loop.rerun_step() as window:
             yield window
     reference = _Tally() if islands else plain
     with doctor._islands(islands):
         if islands:
-            loop.go_to(start)
+            loop.restore(start)
             for _ in range(num_windows):
                 yield from _train(loop, doctor, reference)
         largest, scale = _scales(reference.largest_gradient)
         imitations = {one: _Tally() for one in (1.0, scale)}
         for one, tally in imitations.items():
-            loop.go_to(start)
+            loop.restore(start)
             for _ in range(num_windows):
                 yield from _train(loop, doctor, tally, imitate=one)
-    loop.go_to(start)
+    loop.restore(start)
     order = list(doctor.names.values())
     rows = sorted(plain.rows.values(), key=lambda row: (_rank(row.module, order), KINDS.index(row.kind)))
     operations = list(plain.operations.values())
@@ -557,7 +564,7 @@ def _train(loop: Loop, doctor: Doctor, tally: _Tally, *, imitate: float | None =
     """Take the next step, and count."""
     census = Census(doctor.names, imitate=imitate)
     # What the optimizer computes is fp32, and no business of the census.
-    with loop.training_again() as window, census.counting(loop.amp):
+    with loop.rerun_step() as window, census.counting(loop.amp):
         yield window
     tally.add(census)
 
@@ -670,7 +677,7 @@ def check_course(loop: Loop, told: Forecast, found: list[Check]) -> Windows:
     Islands that are needed are those that the doctor finds, by breaking operation after breaking operation, until the
     window is finite at a loss scale of 1. With them follow the largest scale and the zeros.
     """
-    doctor, start = doctor_of(loop), loop.position()
+    doctor, start = doctor_of(loop), loop.snapshot()
     needed, scales, tally = list[str](), list[float](), _Tally()
     with ExitStack() as islands:
         for _ in told.windows:
@@ -680,10 +687,10 @@ def check_course(loop: Loop, told: Forecast, found: list[Check]) -> Windows:
                     if diagnosis is None or not diagnosis.islands or diagnosis.cause == "position collision":
                         break
                     needed += islands.enter_context(doctor._islands(diagnosis.islands))
-                with loop.training_again() as window:
+                with loop.rerun_step() as window:
                     yield window
         # Once more, with what later windows needed from the start, as the forecast has it.
-        loop.go_to(start)
+        loop.restore(start)
         for _ in told.windows:
             scales.append((yield from _largest_finite(loop, loop.step + 1)))
             with loop.amp.scaler.held_at(told.init_scale):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from amp_core.doctor.locate import Doctor
-from amp_core.doctor.trace import Place, Trace, _is_view, _key, _tensors, current_node, named_tensors
+from amp_core.doctor.trace import Location, Trace, _is_view, _key, _tensors, current_node, named_tensors
 from amp_core.lowp.float8 import float8_is_emulated
 from amp_core.lowp.lint import find_unsafe
 from amp_core.step.amp import Amp
@@ -82,7 +82,7 @@ class Op:
 
     name: str
     """As in torch.ops, with its namespace: aten::addmm."""
-    place: Place
+    place: Location
     backward: bool = False
     inputs: list[Operand] = field(default_factory=list)
     outputs: list[Operand] = field(default_factory=list)
@@ -391,7 +391,7 @@ class _Hints(Trace):
             )
         return marks
 
-    def _hint(self, kind: str, place: Place, title: str, evidence: str, advice: str) -> None:
+    def _hint(self, kind: str, place: Location, title: str, evidence: str, advice: str) -> None:
         self.hints.setdefault((kind, place.source), Finding(title, None, evidence, str(place), advice))
 
     def findings(self, doctor: Doctor) -> list[Finding]:
@@ -466,7 +466,7 @@ def time_with_loader(loop: Loop, num_windows: int) -> Generator[Any, None, Times
             began = time.perf_counter()
             window = next(windows)
             loaded = time.perf_counter()
-            with loop.training_again(window):
+            with loop.rerun_step(window):
                 yield window
             if number >= NUM_WARM_UPS:
                 loads.append(loaded - began)
@@ -476,7 +476,7 @@ def time_with_loader(loop: Loop, num_windows: int) -> Generator[Any, None, Times
     if device.type != "cuda":
         return steps, loads
     # The host is ahead of a GPU: it waits for data when computing alone is faster than the whole.
-    steps, _ = yield from time_windows(loop.training_again, loop.amp, num_windows)
+    steps, _ = yield from time_windows(loop.rerun_step, loop.amp, num_windows)
     return steps, [max(total / num_windows - statistics.median(steps), 0.0)] * num_windows
 
 

@@ -43,7 +43,7 @@ from amp_core.step.ema import build_ema
 from amp_core.step.optimizers import build_optimizer
 from amp_core.step.report import StepReport
 from amp_core.step.schedule import build_schedule
-from amp_core.step.window import Micro, sync_grads
+from amp_core.step.window import MicroBatch, sync_grads
 from amp_core.tensors import unwrap
 
 DATA = "images"
@@ -99,7 +99,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     ema = build_ema(cfg.ema, model)
     clip = Clip.of(cfg.clip)
 
-    def train_step(window: list[Micro]) -> tuple[StepReport, Tensor]:
+    def train_step(window: list[MicroBatch]) -> tuple[StepReport, Tensor]:
         embeddings = embed_window(amp, model, window)
         loss, gradients = cached_gradients(env, embeddings, knobs.temperature)
         for micro, gradient in zip(window, gradients, strict=True):
@@ -166,7 +166,7 @@ class TwoViews:
 
 
 @torch.no_grad()
-def embed_window(amp: Amp, model: nn.Module, window: list[Micro]) -> Tensor:
+def embed_window(amp: Amp, model: nn.Module, window: list[MicroBatch]) -> Tensor:
     """Both views of this rank's window, as the training pass that follows will embed them: fp32 [M, 2 B, D].
 
     The unwrapped network: nothing is to be reduced, and running statistics are not to come from rank 0.

@@ -45,7 +45,7 @@ from amp_core.step.ema import build_ema
 from amp_core.step.optimizers import build_optimizer
 from amp_core.step.report import StepReport
 from amp_core.step.schedule import build_schedule
-from amp_core.step.window import Micro, sync_grads
+from amp_core.step.window import MicroBatch, sync_grads
 from amp_core.tensors import share_buffers, unwrap
 from amp_core.torch_private import NormBase
 
@@ -143,7 +143,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         answering = copy if loop.step >= teacher_steps else None
         return copy
 
-    def teacher_step(window: list[Micro]) -> tuple[StepReport, Tensor]:
+    def teacher_step(window: list[MicroBatch]) -> tuple[StepReport, Tensor]:
         assert teacher_optimizer is not None and teacher_schedule is not None
         total = torch.zeros((), device=env.device)
         for micro in window:
@@ -159,7 +159,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         teacher_schedule.advance(report)
         return report, total
 
-    def student_step(window: list[Micro]) -> tuple[StepReport, Tensor, Tensor]:
+    def student_step(window: list[MicroBatch]) -> tuple[StepReport, Tensor, Tensor]:
         teacher = frozen_teacher()
         totals = torch.zeros(2, device=env.device)  # soft, hard
         for micro in window:

@@ -43,7 +43,7 @@ from amp_core.step.ema import build_ema
 from amp_core.step.optimizers import build_optimizer
 from amp_core.step.report import StepReport
 from amp_core.step.schedule import build_schedule
-from amp_core.step.window import Micro, sync_grads
+from amp_core.step.window import MicroBatch, sync_grads
 from amp_core.tensors import unwrap
 from amp_core.vision import import_torchvision
 
@@ -120,7 +120,9 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     ema = build_ema(cfg.ema, G)
     clip = Clip.of(cfg.clip)
 
-    def train_step(window: list[Micro], with_generator: bool) -> tuple[StepReport, StepReport | None, list[Tensor]]:
+    def train_step(
+        window: list[MicroBatch], with_generator: bool
+    ) -> tuple[StepReport, StepReport | None, list[Tensor]]:
         shared = with_generator and knobs.share_graph
         loss_D, penalty, loss_G = totals = [torch.zeros((), device=env.device) for _ in range(3)]
         noise, mixes = loop.draw(torch.randn, latent), loop.draw(torch.rand, 1, 1, 1, stream=1)

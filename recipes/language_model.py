@@ -46,7 +46,7 @@ from amp_core.step.ema import build_ema
 from amp_core.step.optimizers import build_optimizer
 from amp_core.step.report import StepReport
 from amp_core.step.schedule import build_schedule
-from amp_core.step.window import Micro, sync_grads
+from amp_core.step.window import MicroBatch, sync_grads
 from amp_core.tensors import unwrap
 
 DATA = "text"
@@ -96,7 +96,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             return net(inputs, offset=offset, targets=targets)
         return token_loss(net(inputs, offset=offset), targets)
 
-    def train_step(window: list[Micro]) -> tuple[StepReport, Tensor]:
+    def train_step(window: list[MicroBatch]) -> tuple[StepReport, Tensor]:
         total = torch.zeros((), device=env.device)
         for micro in window:
             inputs, targets = micro.batch

@@ -42,7 +42,7 @@ from amp_core.step.ema import build_ema
 from amp_core.step.optimizers import build_optimizer
 from amp_core.step.report import StepReport
 from amp_core.step.schedule import build_schedule
-from amp_core.step.window import Micro, sync_grads
+from amp_core.step.window import MicroBatch, sync_grads
 
 DATA = "images"
 MODELS = CLASSIFIERS
@@ -93,7 +93,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     ema = build_ema(cfg.ema, model)
     clip = Clip.of(cfg.clip)
 
-    def train_step(window: list[Micro]) -> tuple[StepReport, Tensor]:
+    def train_step(window: list[MicroBatch]) -> tuple[StepReport, Tensor]:
         total = torch.zeros((), device=env.device)
         for micro in window:
             images, labels = micro.batch

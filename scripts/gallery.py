@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from amp_core.config.rules import examine
+from amp_core.config.rules import validate
 from amp_core.data import build_data
 from amp_core.models import SEGMENTERS, build_model
 
@@ -105,7 +105,7 @@ def masks() -> Figure:
     """Scenes that were held out, with the border of the predicted mask and that of the true one."""
     folder = train("segmentation", "recipe=segmentation", "amp=bf16")
     saved = checkpoint(folder)
-    cfg, *_ = examine(saved["config"])
+    cfg, *_ = validate(saved["config"])
     data = build_data(cfg.data, seed=cfg.seed)
     net = build_model(cfg.model.name, SEGMENTERS, options=cfg.model.options, **data.facts)
     net.load_state_dict(saved["model"])

@@ -42,7 +42,7 @@ from amp_core.layouts.memory_model import (
     weights_of,
 )
 from amp_core.layouts.zero import share_state
-from amp_core.lowp.weights import trainable
+from amp_core.lowp.weights import master_params
 from amp_core.memory.recompute import recompute_blocks
 from amp_core.models.gpt import GPT
 from amp_core.run.teardown import end_process_group
@@ -278,7 +278,7 @@ def measure(case: Case) -> tuple[Memory, dict[str, int], Memory]:
     """What one rank holds and sends in the second step; and what the model says of the very networks."""
     amp = Amp.named(case.mode, **({"init_scale": 1024.0} if case.mode == "o2" else {}))  # type: ignore[arg-type]
     net = build(case, amp)
-    optimizer = AdamW(trainable(net), fused=True)
+    optimizer = AdamW(master_params(net), fused=True)
     ema = Ema(net, 0.99)
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
@@ -296,10 +296,10 @@ def measure(case: Case) -> tuple[Memory, dict[str, int], Memory]:
                 unreduced = max(unreduced, _unreduced(net))
         report = amp.step(optimizer)
         counter.__exit__(None, None, None)
-        masters = trainable(net) if amp.config.update == "master" else []
+        masters = master_params(net) if amp.config.update == "master" else []
         held = Memory(
             weights=_storages([*local(net.parameters()), *masters]),
-            gradients=_storages(local(p.grad for p in trainable(net))),  # type: ignore[misc]
+            gradients=_storages(local(p.grad for p in master_params(net))),  # type: ignore[misc]
             moments=_storages(local(v for e in optimizer.state.values() for v in e.values() if v.ndim)),
             averages=_storages(local(ema.model.parameters())),
             copies=copies,
@@ -414,10 +414,10 @@ def projected(case: Case, net: nn.Module) -> dict[str, float]:
     held, exchanged = modelled(case, net)
     num_weights = sum(p.numel() for p in net.parameters())
     per_token = (8 if case.recompute else 6) * num_weights / FLOPS
-    alone = sum(seconds(each) for each in exchanged if each.what != "gradients" and not is_cut(case))
+    alone = sum(seconds(each) for each in exchanged if each.what != "gradients" and not is_state_sharded(case))
     beside = sum(seconds(each) for each in exchanged) - alone
     # Replicas reduce during the backward pass, two thirds of the computing; parts are gathered and reduced during all.
-    share = 1.0 if is_cut(case) else 2 / 3
+    share = 1.0 if is_state_sharded(case) else 2 / 3
     return {
         "held": held.total,
         "within": held.most - held.total,
@@ -429,7 +429,7 @@ def projected(case: Case, net: nn.Module) -> dict[str, float]:
     }
 
 
-def is_cut(case: Case) -> bool:
+def is_state_sharded(case: Case) -> bool:
     return case.layout in SHARDED
 
 

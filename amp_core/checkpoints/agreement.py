@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from amp_core.checkpoints.pieces import Damaged
+from amp_core.checkpoints.pieces import CorruptFile
 from amp_core.config.errors import CheckpointError, RunError, SaveError
 
 T = TypeVar("T")
-_SPOKEN = (SaveError, CheckpointError, Damaged, ValueError)
+_SPOKEN = (SaveError, CheckpointError, CorruptFile, ValueError)
 """Problems that other ranks raise as what they are."""
 
 

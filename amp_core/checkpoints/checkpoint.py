@@ -57,7 +57,7 @@ from amp_core.checkpoints.folders import (
     write_file,
 )
 from amp_core.checkpoints.part_state import compare_net, compare_optimizer, first_line, load_part, own_state, state_of
-from amp_core.checkpoints.pieces import Damaged, Entry, Piece
+from amp_core.checkpoints.pieces import CorruptFile, Entry, Shard
 from amp_core.checkpoints.plain_state import (
     Data,
     Part,
@@ -75,8 +75,8 @@ from amp_core.checkpoints.plain_state import (
 from amp_core.checkpoints.reading import Selection, find, inspect, is_sound, step_folders
 from amp_core.checkpoints.sharing import Copies, share_out
 from amp_core.config.errors import CheckpointError, SaveError
-from amp_core.layouts.zero import is_cut
-from amp_core.tensors import is_part
+from amp_core.layouts.zero import is_state_sharded
+from amp_core.tensors import is_dtensor
 
 _log = logging.getLogger("amp_recipes")
 
@@ -240,7 +240,7 @@ class Checkpoint:
             states = {"": [tensor for *_, tensor in mine]} | (rest if self.writer else {})
         wanted: dict[Any, Tensor] = {}
         for tensor in all_tensors(states):
-            if is_part(tensor):  # of which the whole is copied
+            if is_dtensor(tensor):  # of which the whole is copied
                 wanted[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             else:
                 wanted[is_same(tensor)] = tensor
@@ -249,7 +249,7 @@ class Checkpoint:
     def _gathers(self, part: Part) -> bool:
         """Whether the ranks must meet for the state of a part, other than for weights in parts."""
         if isinstance(part, Optimizer):
-            return is_cut(part)
+            return is_state_sharded(part)
         return self.format == "single" and hasattr(part, "sharded_state_dict")
 
     def wait(self) -> None:
@@ -347,7 +347,7 @@ class Checkpoint:
         for kind in ("parts", "whole"):
             name = f"{kind}_{self._ranks.rank:05d}.safetensors"
             own = [
-                (entries[i], Piece(start, stop, name), tensor)
+                (entries[i], Shard(start, stop, name), tensor)
                 for i, start, stop, where, tensor in mine
                 if where == kind
             ]
@@ -376,10 +376,10 @@ class Checkpoint:
             raise ValueError(
                 "the ranks have states of different names, shapes or dtypes, which are no parts of a whole"
             )
-        found: list[list[Piece]] = [[] for _ in entries]
+        found: list[list[Shard]] = [[] for _ in entries]
         for one in written:
             for i, *piece in one["pieces"]:
-                found[i].append(Piece(*piece))
+                found[i].append(Shard(*piece))
         entries = [replace(entry, pieces=tuple(sorted(own))) for entry, own in zip(entries, found, strict=True)]
         for entry in entries:
             pieces.check(entry)
@@ -542,7 +542,7 @@ class Checkpoint:
         metrics: dict[int, dict[str, Any]] = {}
         folders = step_folders(self.folder)
         for step, folder in folders.items():
-            with contextlib.suppress(Damaged, CheckpointError):
+            with contextlib.suppress(CorruptFile, CheckpointError):
                 metrics[step] = inspect(folder)["metrics"]
         kept = {current, *sorted(metrics)[-self.keep :]}
         if best is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from amp_core.checkpoints import checkpoint, folders, pieces, plain_state, reading
-from amp_core.checkpoints.pieces import Entry, Piece
+from amp_core.checkpoints.pieces import Entry, Shard
 from amp_core.config.errors import CheckpointError, ConfigError
 
 PARTS = ("model", "ema")
@@ -106,14 +106,14 @@ class _Choice:
         return tensor
 
     @property
-    def sink(self) -> Callable[[Entry, Piece, Tensor], None] | None:
+    def sink(self) -> Callable[[Entry, Shard, Tensor], None] | None:
         """Takes a piece in place of memory."""
         return None if self.path is None else self._write
 
     def _begin(self, state: dict[str, Tensor]) -> None:
         assert self.path is not None
         whole = [_entry(name, tensor) for name, tensor in state.items()]
-        begin = pieces.head((entry, Piece(0, entry.length, "")) for entry in whole)
+        begin = pieces.head((entry, Shard(0, entry.length, "")) for entry in whole)
         self.offsets, end = {}, len(begin)
         for name, entry in zip(state, whole, strict=True):
             self.offsets[name] = end
@@ -124,7 +124,7 @@ class _Choice:
         with checkpoint._saving(self.path, end):
             folders.write_file(self.path, begin, *zeros)
 
-    def _write(self, entry: Entry, piece: Piece, tensor: Tensor) -> None:
+    def _write(self, entry: Entry, piece: Shard, tensor: Tensor) -> None:
         """A piece of a tensor goes to its place, row by row if it was cut along another dimension than the first."""
         assert self.path is not None
         outer = 1
@@ -151,7 +151,7 @@ class _Choice:
         for name, tensor in contents[str(self.part)].items():
             if not tensor.is_meta and tensor.numel():
                 entry = _entry(name, tensor)
-                self._write(entry, Piece(0, entry.length, ""), tensor)
+                self._write(entry, Shard(0, entry.length, ""), tensor)
 
 
 def _fits(value: Any) -> bool:

@@ -11,23 +11,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_core.checkpoints.plain_state import LIKE_PARAMETER, Part, plain_names, type_name
-from amp_core.layouts.fsdp import gathered
-from amp_core.layouts.zero import is_cut, slices_of, whole_state
-from amp_core.tensors import is_part, load_state, part_like
+from amp_core.layouts.fsdp import gather_full_state
+from amp_core.layouts.zero import is_state_sharded, slices_of, whole_state
+from amp_core.tensors import dtensor_like, is_dtensor, load_state
 
 # From parts to bytes.
 
 
 def state_of(part: Part, *, keep: bool = True) -> Any:
     """Its state dict, whole where ranks hold parts; then collective."""
-    if isinstance(part, Optimizer) and is_cut(part):
+    if isinstance(part, Optimizer) and is_state_sharded(part):
         return whole_state(part, keep=keep)
-    return gathered(part.state_dict(), keep=keep)
+    return gather_full_state(part.state_dict(), keep=keep)
 
 
 def own_state(part: Part) -> Mapping[str, Any]:
     """What this rank has of a part; of an optimizer whose state lies in slices all of it. Collective for those only."""
-    if isinstance(part, Optimizer) and is_cut(part):
+    if isinstance(part, Optimizer) and is_state_sharded(part):
         return whole_state(part)
     own = getattr(part, "sharded_state_dict", None)
     return part.state_dict() if own is None else own()
@@ -119,7 +119,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
     for number, parameter in parameters_of(optimizer, saved):
         if number in states:
             laid_out = {key: _laid_out(value, parameter) for key, value in states[number].items()}
-            states[number] = {key: part_like(value, parameter) for key, value in laid_out.items()}
+            states[number] = {key: dtensor_like(value, parameter) for key, value in laid_out.items()}
     optimizer.load_state_dict({"state": states, "param_groups": saved})
     optimizer.param_groups = groups
     # torch casts all but `step` to the parameter's dtype: NAdam's fp32 product of momenta to bf16, for example.
@@ -137,7 +137,7 @@ def _laid_out(value: Any, parameter: Tensor) -> Any:
     Fused kernels on a CPU pair the numbers by their place in memory: perf.channels_last, switched at a resume, would
     give each weight the moments of another one. Those on a GPU refuse.
     """
-    if not isinstance(value, Tensor) or is_part(parameter) or value.shape != parameter.shape:
+    if not isinstance(value, Tensor) or is_dtensor(parameter) or value.shape != parameter.shape:
         return value
     if value.stride() == parameter.stride():
         return value

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Place = tuple[str | int, ...]
+StatePath = tuple[str | int, ...]
 """Keys of dictionaries and numbers in lists, from the top of a nested state down to a tensor."""
 NAMES = {
     torch.float64: "F64",
@@ -38,12 +38,12 @@ _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _CHUNK = 1 << 24
 
 
-class Damaged(Exception):
+class CorruptFile(Exception):
     """What a file holds is not what it should hold."""
 
 
 @dataclass(frozen=True, order=True)
-class Piece:
+class Shard:
     """Consecutive places along the dimension of its entry, in a file."""
 
     start: int
@@ -55,12 +55,12 @@ class Piece:
 class Entry:
     """A tensor of the table."""
 
-    places: tuple[Place, ...]
+    places: tuple[StatePath, ...]
     """Where it stands in the state: more than one if it is shared."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     dim: int
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[Shard, ...] = ()
 
     @property
     def length(self) -> int:
@@ -115,13 +115,13 @@ def decode(table: Any) -> list[Entry]:
                 _DTYPES[row["dtype"]],
                 tuple(_a(size, int) for size in _a(row["shape"], list)),
                 _a(row["dim"], int),
-                tuple(Piece(_a(a, int), _a(b, int), _a(file, str)) for a, b, file in _a(row["pieces"], list)),
+                tuple(Shard(_a(a, int), _a(b, int), _a(file, str)) for a, b, file in _a(row["pieces"], list)),
             )
             for row in _a(table, list)
         ]
     except (KeyError, TypeError) as error:
         raise ValueError("the table of tensors cannot be understood") from error
-    seen: set[Place] = set()
+    seen: set[StatePath] = set()
     for entry in entries:
         check(entry)
         for place in entry.places:
@@ -153,16 +153,16 @@ def check(entry: Entry) -> None:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def by_file(entries: Iterable[Entry]) -> dict[str, list[tuple[Entry, Piece]]]:
+def by_file(entries: Iterable[Entry]) -> dict[str, list[tuple[Entry, Shard]]]:
     """What each file holds, in order."""
-    found: dict[str, list[tuple[Entry, Piece]]] = {}
+    found: dict[str, list[tuple[Entry, Shard]]] = {}
     for entry in entries:
         for piece in entry.pieces:
             found.setdefault(piece.file, []).append((entry, piece))
     return found
 
 
-def head(contents: Iterable[tuple[Entry, Piece]]) -> bytes:
+def head(contents: Iterable[tuple[Entry, Shard]]) -> bytes:
     """The first bytes of a safetensors file that holds these one after the other."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -177,7 +177,7 @@ def head(contents: Iterable[tuple[Entry, Piece]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def size_of(contents: list[tuple[Entry, Piece]]) -> int:
+def size_of(contents: list[tuple[Entry, Shard]]) -> int:
     """Bytes of the whole file."""
     return len(head(contents)) + sum(entry.num_bytes(piece.start, piece.stop) for entry, piece in contents)
 
@@ -197,7 +197,7 @@ def read(
     entries: list[Entry],
     digests: Mapping[str, str],
     span: Callable[[Entry], Span | None],
-    sink: Callable[[Entry, Piece, Tensor], None] | None = None,
+    sink: Callable[[Entry, Shard, Tensor], None] | None = None,
 ) -> dict[int, Tensor]:
     """What this process needs of the tensors. Opens the files that hold some of it, and verifies each as it reads.
 
@@ -223,7 +223,7 @@ def read(
         if 0 in (shape := (*entry.shape[:dim], stop - start, *entry.shape[dim + 1 :])):
             found[i] = torch.empty(shape, dtype=entry.dtype)
 
-    def common(i: int, piece: Piece) -> tuple[int, int] | None:
+    def common(i: int, piece: Shard) -> tuple[int, int] | None:
         """The places along the cut dimension that a piece and what is wanted have in common."""
         if i not in wanted or (i in found and not found[i].numel()):
             return None
@@ -233,7 +233,7 @@ def read(
         first, last = max(piece.start, start), min(piece.stop, stop)
         return (first, last) if first < last else None
 
-    def put(i: int, piece: Piece, data: Tensor) -> None:
+    def put(i: int, piece: Shard, data: Tensor) -> None:
         entry, (dim, start, stop) = entries[i], wanted[i]
         if sink is not None:
             sink(entry, piece, data)
@@ -260,7 +260,7 @@ def read(
         for i, piece in items:
             entry = entries[i]
 
-            def take(data: memoryview, i: int = i, piece: Piece = piece, entry: Entry = entry) -> None:
+            def take(data: memoryview, i: int = i, piece: Shard = piece, entry: Entry = entry) -> None:
                 flat = torch.frombuffer(data, dtype=entry.dtype)
                 put(i, piece, flat.view(entry.shape_of(piece.start, piece.stop)))
 
@@ -280,17 +280,17 @@ def _stream(
         while reached < len(data):
             count = stream.readinto(data[reached : reached + _CHUNK])
             if not count:
-                raise Damaged(f"{path.name} ends too early")
+                raise CorruptFile(f"{path.name} ends too early")
             reached += count
         digest.update(data)
         return data
 
     try:
         if not path.is_file():  # reading a pipe or a device could last for ever
-            raise Damaged(f"{path.name} is missing, or not a file")
+            raise CorruptFile(f"{path.name} is missing, or not a file")
         with open(path, "rb", buffering=0) as stream:
             if fill(stream, memoryview(bytearray(len(begin)))) != begin:
-                raise Damaged(f"{path.name} does not begin as its table says")
+                raise CorruptFile(f"{path.name} does not begin as its table says")
             for num_bytes, take in parts:
                 if take is not None:
                     take(fill(stream, memoryview(bytearray(num_bytes))))
@@ -298,8 +298,8 @@ def _stream(
                 for rest in range(num_bytes, 0, -_CHUNK):
                     fill(stream, memoryview(bytearray(min(rest, _CHUNK))))
             if stream.read(1):
-                raise Damaged(f"{path.name} is too long")
+                raise CorruptFile(f"{path.name} is too long")
     except OSError as error:
-        raise Damaged(f"{path.name}: {error.strerror or error}") from error
+        raise CorruptFile(f"{path.name}: {error.strerror or error}") from error
     if digest.hexdigest() != sha256:
-        raise Damaged(f"{path.name} does not have the SHA-256 of the manifest")
+        raise CorruptFile(f"{path.name} does not have the SHA-256 of the manifest")

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from amp_core.checkpoints.folders import FORMAT
 from amp_core.config.errors import CheckpointError
 from amp_core.layouts.fsdp import slice_of
-from amp_core.tensors import Slice, is_part
+from amp_core.tensors import Slice, is_dtensor
 
 _SCALARS = (str, int, float, bool, type(None))
 _LARGE = 1 << 16  # bytes of a tensor from which on it is not copied to be written
@@ -229,7 +229,7 @@ def all_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def copied(value: Any) -> Any:
-    if is_part(value):
+    if is_dtensor(value):
         value = slice_of(value)
     if isinstance(value, Slice):
         return replace(value, tensor=copied(value.tensor))

@@ -19,11 +19,11 @@ from amp_core.checkpoints import pieces
 from amp_core.checkpoints.agreement import Ranks
 from amp_core.checkpoints.folders import FORMAT, MANIFEST, SHARD, STATE, STEP_FOLDER
 from amp_core.checkpoints.part_state import net_of, parameters_of
-from amp_core.checkpoints.pieces import Damaged, Entry, Place, Span
+from amp_core.checkpoints.pieces import CorruptFile, Entry, Span, StatePath
 from amp_core.checkpoints.plain_state import Part, encode, plain_names, unpickle
 from amp_core.config.errors import CheckpointError
 from amp_core.layouts.fsdp import slice_of
-from amp_core.tensors import Slice, is_part
+from amp_core.tensors import Slice, is_dtensor
 
 
 def read(path: str | os.PathLike[str], *, notes: list[str] | None = None) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Selection:
                 f"{self.path} is of another model: {entry.name} is {entry.shape} there and {here} here. "
                 f"Nothing was loaded."
             )
-        if not is_part(live):
+        if not is_dtensor(live):
             return entry.dim, 0, entry.length
         mine = slice_of(live)
         return mine.dim, mine.start, mine.stop
@@ -88,7 +88,7 @@ class Selection:
         """What was read, as the part wants it."""
         span = self.span(entry)
         assert span is not None
-        is_split = hasattr(self.parts[str(entry.places[0][0])], "span") or is_part(self._live(entry))
+        is_split = hasattr(self.parts[str(entry.places[0][0])], "span") or is_dtensor(self._live(entry))
         return Slice(tensor, span[1], entry.shape[span[0]], span[0]) if is_split else tensor
 
     def _live(self, entry: Entry) -> Tensor | None:
@@ -144,7 +144,7 @@ def find(path: Path, ranks: Ranks | None = None, select: _Select | None = None) 
 
         try:
             told = ranks.each(attempt)
-        except Damaged as rejected:
+        except CorruptFile as rejected:
             if is_named:
                 raise CheckpointError(f"{path} is damaged: {rejected}") from rejected
             notes.append(f"{candidate} is damaged and was not used: {rejected}")
@@ -197,7 +197,7 @@ def _open(folder: Path, select: _Select | None = None) -> _Found:
         return _Found(contents, manifest["step"], folder, digest, [], select(folder, contents) if select else None)
     entries = _table(manifest)
     if count != len(entries):
-        raise Damaged(f"{STATE} and {MANIFEST} do not belong together")
+        raise CorruptFile(f"{STATE} and {MANIFEST} do not belong together")
     for entry in entries:
         for place in entry.places:
             _put(contents, place, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
@@ -211,7 +211,7 @@ def _open(folder: Path, select: _Select | None = None) -> _Found:
     return _Found(contents, manifest["step"], folder, manifest["digest"], [], selection)
 
 
-def _put(contents: dict[str, Any], place: Place, value: Any) -> None:
+def _put(contents: dict[str, Any], place: StatePath, value: Any) -> None:
     """Puts a tensor where the state has None, or what was put there before."""
     inside: Any = contents
     try:
@@ -219,9 +219,9 @@ def _put(contents: dict[str, Any], place: Place, value: Any) -> None:
             inside = inside[key]
         before = inside[place[-1]]
     except (KeyError, IndexError, TypeError) as error:
-        raise Damaged(f"{STATE} has no place for {'.'.join(map(str, place))}") from error
+        raise CorruptFile(f"{STATE} has no place for {'.'.join(map(str, place))}") from error
     if type(inside) not in (dict, list) or not (before is None or (isinstance(before, Tensor) and before.is_meta)):
-        raise Damaged(f"{STATE} has something else in the place of {'.'.join(map(str, place))}")
+        raise CorruptFile(f"{STATE} has something else in the place of {'.'.join(map(str, place))}")
     inside[place[-1]] = value
 
 
@@ -230,7 +230,7 @@ def _verify(folder: Path) -> tuple[dict[str, Any], bytes]:
     manifest = inspect(folder)
     data = _read_file(folder / STATE)
     if hashlib.sha256(data).hexdigest() != manifest["files"][STATE]["sha256"]:
-        raise Damaged(f"{STATE} does not have the SHA-256 of the manifest")
+        raise CorruptFile(f"{STATE} does not have the SHA-256 of the manifest")
     return manifest, data
 
 
@@ -246,20 +246,20 @@ def inspect(folder: Path) -> dict[str, Any]:
         manifest = json.loads(raw)
         # Byte for byte, so that no change goes unnoticed, not even of white space.
         if raw != encode(manifest):
-            raise Damaged(f"{MANIFEST} does not have its own digest")
+            raise CorruptFile(f"{MANIFEST} does not have its own digest")
         if manifest["format"] > FORMAT:
             raise CheckpointError(f"{folder} has format {manifest['format']}, newer than {FORMAT}: update this project")
         step, files = manifest["step"], manifest["files"]
         if type(step) is not int or not isinstance(manifest["metrics"], dict) or STATE not in files:
             raise TypeError
         if STEP_FOLDER.fullmatch(folder.name) and folder.name != f"step_{step:08d}":
-            raise Damaged(f"it is of step {step}")
+            raise CorruptFile(f"it is of step {step}")
         for name, entry in files.items():
             if type(entry["sha256"]) is not str or (name != STATE and not SHARD.fullmatch(name)):
                 raise TypeError
             _require_size(folder / name, entry["bytes"])
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise Damaged(f"{MANIFEST} cannot be understood") from error
+        raise CorruptFile(f"{MANIFEST} cannot be understood") from error
     return manifest
 
 
@@ -267,11 +267,11 @@ def _require_size(path: Path, num_bytes: int) -> None:
     try:
         found = os.stat(path)
     except OSError as error:
-        raise Damaged(f"{path.name}: {error.strerror or error}") from error
+        raise CorruptFile(f"{path.name}: {error.strerror or error}") from error
     if found.st_size != num_bytes:
-        raise Damaged(f"{path.name} has {found.st_size} bytes, not {num_bytes}")
+        raise CorruptFile(f"{path.name} has {found.st_size} bytes, not {num_bytes}")
     if not stat.S_ISREG(found.st_mode):
-        raise Damaged(f"{path.name} is not a file")
+        raise CorruptFile(f"{path.name} is not a file")
 
 
 def _table(manifest: dict[str, Any]) -> list[Entry]:
@@ -279,11 +279,11 @@ def _table(manifest: dict[str, Any]) -> list[Entry]:
     try:
         entries = pieces.decode(manifest.get("tensors"))
     except ValueError as error:
-        raise Damaged(f"{MANIFEST}: {error}") from error
+        raise CorruptFile(f"{MANIFEST}: {error}") from error
     contents = pieces.by_file(entries)
     files = {name: entry["bytes"] for name, entry in manifest["files"].items() if name != STATE}
     if files != {name: pieces.size_of(items) for name, items in contents.items()}:
-        raise Damaged(f"{MANIFEST}: the files are not those that its table needs")
+        raise CorruptFile(f"{MANIFEST}: the files are not those that its table needs")
     return entries
 
 
@@ -296,7 +296,7 @@ def is_sound(folder: Path, share: int = 0, num_shares: int = 1) -> bool:
         shards = sorted(name for name in manifest["files"] if name != STATE)
         for name in shards[share::num_shares]:
             pieces.verify(folder / name, manifest["files"][name]["bytes"], manifest["files"][name]["sha256"])
-    except Damaged:
+    except CorruptFile:
         return False
     return True
 
@@ -304,10 +304,10 @@ def is_sound(folder: Path, share: int = 0, num_shares: int = 1) -> bool:
 def _read_file(path: Path) -> bytes:
     try:
         if path.exists() and not path.is_file():  # reading a pipe or a device could last for ever
-            raise Damaged(f"{path.name} is not a file")
+            raise CorruptFile(f"{path.name} is not a file")
         return path.read_bytes()
     except OSError as error:
-        raise Damaged(f"{path.name}: {error.strerror or error}") from error
+        raise CorruptFile(f"{path.name}: {error.strerror or error}") from error
 
 
 # The file system. Whatever changes it goes through `os`, call by call, so that a test can stop between any two.

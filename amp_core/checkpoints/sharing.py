@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from amp_core.checkpoints import pieces
 from amp_core.checkpoints.part_state import net_of, parameters_of
-from amp_core.checkpoints.pieces import Entry, Place
+from amp_core.checkpoints.pieces import Entry, StatePath
 from amp_core.checkpoints.plain_state import Part, plain_names
 from amp_core.layouts.fsdp import replicas, slice_of
-from amp_core.tensors import Slice, is_part
+from amp_core.tensors import Slice, is_dtensor
 
 
 def share_out(
@@ -36,16 +36,18 @@ def share_out(
     numbers: dict[Any, int] = {}
     num_bytes = [0] * num_ranks
 
-    def share(place: Place, value: Any, same_as: Any, is_replica: bool) -> bool:
+    def share(place: StatePath, value: Any, same_as: Any, is_replica: bool) -> bool:
         if not (
-            isinstance(value, Slice) or is_part(value) or (is_replica and value.ndim and value.dtype in pieces.NAMES)
+            isinstance(value, Slice) or is_dtensor(value) or (is_replica and value.ndim and value.dtype in pieces.NAMES)
         ):
             return False
         if same_as in numbers:
             i = numbers[same_as]
             entries[i] = replace(entries[i], places=(*entries[i].places, place))
             return True
-        own = value if isinstance(value, Slice) else slice_of(value) if is_part(value) else Slice(value, 0, len(value))
+        own = (
+            value if isinstance(value, Slice) else slice_of(value) if is_dtensor(value) else Slice(value, 0, len(value))
+        )
         if own.tensor.dtype not in pieces.NAMES:
             raise ValueError(
                 f"{'.'.join(map(str, place))} has the dtype {own.tensor.dtype}, which cannot be saved in pieces"
@@ -54,7 +56,7 @@ def share_out(
         entries.append(Entry((place,), own.tensor.dtype, own.shape, own.dim))
         if isinstance(value, Slice):
             writes = True
-        elif is_part(value):
+        elif is_dtensor(value):
             number, count = replicas(value)
             writes = i % count == number
         else:
@@ -62,8 +64,8 @@ def share_out(
             num_bytes[writer] += value.numel() * value.element_size()
             writes = writer == rank
         if writes and own.tensor.numel():
-            is_cut = isinstance(value, Slice) or own.stop - own.start < own.total
-            mine.append((i, own.start, own.stop, "parts" if is_cut else "whole", own.tensor))
+            is_partial = isinstance(value, Slice) or own.stop - own.start < own.total
+            mine.append((i, own.start, own.stop, "parts" if is_partial else "whole", own.tensor))
         return True
 
     rest = {}
@@ -73,7 +75,7 @@ def share_out(
         if isinstance(part, Optimizer):
             sizes = {number: parameter.shape for number, parameter in parameters_of(part, states[name]["param_groups"])}
 
-        def walk(value: Any, place: Place, shared: Any = shared, sizes: Any = sizes) -> Any:
+        def walk(value: Any, place: StatePath, shared: Any = shared, sizes: Any = sizes) -> Any:
             if isinstance(value, Tensor | Slice):
                 inside = place[1:]
                 is_moment = len(inside) == 3 and inside[0] == "state" and value.shape == sizes.get(inside[1])

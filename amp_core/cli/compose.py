@@ -33,7 +33,7 @@ from amp_core.cli.lease import num_cores
 from amp_core.config.errors import ConfigError
 from amp_core.config.redact import refuse_secret, secrets_in
 from amp_core.config.rules import differences, node_range
-from amp_core.config.schema import Config, choices, conf_dir, nearest
+from amp_core.config.schema import Config, choices, conf_dir, suggest
 
 # What Hydra's folders would do is done by run_dir.
 OWNED = {
@@ -140,14 +140,14 @@ def _check_override(override: Override, keys: list[str], group_names: list[str],
         if override.is_choice_sweep() and key in group_names:
             options = [str(v) for v in override.value().list]  # type: ignore[union-attr]
             bad = [option for option in options if option not in choices(key)]
-            return f"{key}={bad[0]}: there is no such option. {nearest(bad[0], choices(key))}" if bad else None
+            return f"{key}={bad[0]}: there is no such option. {suggest(bad[0], choices(key))}" if bad else None
     elif key in group_names:
         option = value.text if isinstance(value, QuotedString) else value
         if key == "experiment" and option is None:
             return None
         if not isinstance(option, str) or option not in choices(key):
             more = f" {key}.name= takes further names, see --help {key}." if key in FREE else ""
-            return f"{key}={option}: there is no such option. {nearest(str(option), choices(key))}{more}"
+            return f"{key}={option}: there is no such option. {suggest(str(option), choices(key))}{more}"
         return None
     elif isinstance(value, dict) and key in {k.split(".")[0] for k in keys if "." in k}:
         return None  # a whole group of keys as a dictionary: checked after composition
@@ -176,7 +176,7 @@ def _check_plugin(key: str, option: str) -> str | None:
         return None
     if option in ("joblib", "submitit_local", "submitit_slurm"):
         return f"{key}={option}: is not installed: pip install -c constraints.txt hydra-{option.split('_')[0]}-launcher"
-    return f"{key}={option}: there is no such option. {nearest(option, [v for v in valid if v != 'optuna_types'])}"
+    return f"{key}={option}: there is no such option. {suggest(option, [v for v in valid if v != 'optuna_types'])}"
 
 
 def _files(group: str) -> set[str]:
@@ -267,7 +267,7 @@ def sweep_of(overrides: list[str]) -> Sweep:
                 rest = [text for text in fixed if not text.startswith(f"{unknown[1]}.")]
                 valid = hydra_compose("config", rest, return_hydra_config=True).hydra[unknown[2]]
             known = [str(key) for key in valid if str(key) != "_target_"]
-            text = f"{unknown[1]}.{unknown[3]}: there is no such key. {nearest(unknown[3], known)}"
+            text = f"{unknown[1]}.{unknown[3]}: there is no such key. {suggest(unknown[3], known)}"
             raise ConfigError(text) from problem
         raise ConfigError(one_line(problem)) from problem
     assert isinstance(config, dict)

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from amp_core.config import schema
 from amp_core.config.errors import ConfigError
-from amp_core.config.schema import Config, choices, conf_dir, nearest
+from amp_core.config.schema import Config, choices, conf_dir, suggest
 
 HEADER = """amp-recipes: reference training recipes for mixed precision in PyTorch
 
@@ -92,7 +92,7 @@ def _topic(topic: str) -> str:
     group, _, option = topic.partition("=")
     if option and group in groups:
         if option not in choices(group):
-            raise ConfigError(f"--help {topic}: there is no such option. {nearest(option, choices(group))}")
+            raise ConfigError(f"--help {topic}: there is no such option. {suggest(option, choices(group))}")
         return f"{topic} sets\n\n{textwrap.indent(_file(group, option).read_text().rstrip(), '  ')}"
     if topic in groups:
         return _group(topic, groups[topic])
@@ -103,7 +103,7 @@ def _topic(topic: str) -> str:
     inside = [key for key in keys if key.startswith(f"{topic}.")]
     if inside:
         return "\n".join(map(_topic, inside))
-    raise ConfigError(f"--help {topic}: there is no such topic. {nearest(topic, [*groups, 'sweep', *keys])}")
+    raise ConfigError(f"--help {topic}: there is no such topic. {suggest(topic, [*groups, 'sweep', *keys])}")
 
 
 def _group(group: str, default: str) -> str:

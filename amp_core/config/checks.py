@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from amp_core.config.schema import DataConfig, nearest
+from amp_core.config.schema import DataConfig, suggest
 
 KINDS = {
     "mnist_subset": "images",
@@ -73,9 +73,9 @@ def check_data(cfg: DataConfig, kind: str | None = None) -> list[str]:
     """
     valid = [name for name in KINDS if kind in (None, KINDS[name])]
     if cfg.name not in KINDS:
-        return [f"data.name={cfg.name}: there is no such data set. {nearest(cfg.name, valid)}"]
+        return [f"data.name={cfg.name}: there is no such data set. {suggest(cfg.name, valid)}"]
     if cfg.name not in valid:
-        return [f"data={cfg.name}: holds {KINDS[cfg.name]}, the recipe takes {kind}. {nearest(cfg.name, valid)}"]
+        return [f"data={cfg.name}: holds {KINDS[cfg.name]}, the recipe takes {kind}. {suggest(cfg.name, valid)}"]
     problems = _check_use(cfg)
     if not any(problem.startswith("data.path") for problem in problems):
         problems += CHECKS.get(cfg.name, lambda cfg: [])(cfg)

@@ -10,7 +10,7 @@ from typing import Any
 
 from amp_core.config.errors import ConfigError
 from amp_core.config.lengths import is_length
-from amp_core.config.schema import AmpConfig, ClipConfig, Config, choices, nearest, read_option, show_value, structure
+from amp_core.config.schema import AmpConfig, ClipConfig, Config, choices, parse, read_option, show_value, suggest
 
 # --- rules ------------------------------------------------------------------------------------------------------------
 
@@ -317,15 +317,15 @@ def _key(problem: str) -> str:
     return re.split(r"[=:]", problem, maxsplit=1)[0]
 
 
-def examine(values: Mapping[str, Any]) -> tuple[Config, list[str], set[str]]:
+def validate(values: Mapping[str, Any]) -> tuple[Config, list[str], set[str]]:
     """The typed configuration, every problem with it, and the top-level keys that do not have their type.
 
     Where a value does not fit its type the configuration holds null.
     """
     problems: list[str] = []
-    cfg = structure(Config, _check_inject_value(dict(values)), "", problems)
+    cfg = parse(Config, _check_inject_value(dict(values)), "", problems)
     if not isinstance(cfg.recipe, dict) or not isinstance(cfg.recipe.get("name"), str):
-        problems.append(f"recipe={show_value(cfg.recipe)}: {nearest(str(cfg.recipe), choices('recipe'))}")
+        problems.append(f"recipe={show_value(cfg.recipe)}: {suggest(str(cfg.recipe), choices('recipe'))}")
     elif "length" in cfg.recipe and not is_length(cfg.recipe["length"]):
         problems.append(
             f"recipe.length={show_value(cfg.recipe['length'])}: expected a number above 0 and steps, epochs or "
@@ -355,7 +355,7 @@ def build(values: Mapping[str, Any]) -> Config:
         ConfigError: with every problem that was found: unknown and missing keys, wrong types, values out of range,
             pairs that contradict each other.
     """
-    cfg, problems, _ = examine(values)
+    cfg, problems, _ = validate(values)
     if problems:
         raise ConfigError(problems)
     return cfg
@@ -368,7 +368,7 @@ def amp_config(mode: str, **fields: Any) -> AmpConfig:
         ConfigError: with every problem that was found.
     """
     problems: list[str] = []
-    amp = structure(AmpConfig, read_option("amp", mode) | fields, "amp", problems)
+    amp = parse(AmpConfig, read_option("amp", mode) | fields, "amp", problems)
     if not problems:
         _check_amp(amp, problems)
     if problems:

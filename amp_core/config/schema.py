@@ -345,7 +345,7 @@ def read_option(group: str, option: str) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     if option not in choices(group):
-        raise ConfigError(f"{group}={option}: there is no such option. {nearest(option, choices(group))}")
+        raise ConfigError(f"{group}={option}: there is no such option. {suggest(option, choices(group))}")
     return OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{option}.yaml"))  # type: ignore[return-value]
 
 
@@ -356,7 +356,7 @@ def parse_yaml(text: str) -> Any:
     return OmegaConf.to_container(OmegaConf.create(text))
 
 
-def nearest(word: str, valid: Iterable[str]) -> str:
+def suggest(word: str, valid: Iterable[str]) -> str:
     """A sentence with the nearest valid choice first, then all of them (the first 12)."""
     valid = list(valid)
     word = {"gpu": "cuda", "on": "", "true": "", "yes": ""}.get(str(word).lower(), word)  # the nearest would be far off
@@ -405,7 +405,7 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def structure(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
+def parse(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
     """`values` as the dataclass `kind`; what does not fit is added to `problems` and left out."""
     if not isinstance(values, Mapping):
         names = " or ".join(f"{key}.{name}=..." for name in list(get_type_hints(kind))[:3])
@@ -416,7 +416,7 @@ def structure(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
     dot = f"{key}." if key else ""
     for name in values:
         if name not in fields:
-            problems.append(f"{dot}{name}: there is no such key. {nearest(name, [dot + f for f in fields])}")
+            problems.append(f"{dot}{name}: there is no such key. {suggest(name, [dot + f for f in fields])}")
     taken = {}
     for name, expected in fields.items():
         if name not in values:
@@ -426,7 +426,7 @@ def structure(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
         value = values[name]
         options = [k for k in (expected, *get_args(expected)) if dataclasses.is_dataclass(k)]
         if options and not (value is None and type(None) in get_args(expected)):
-            taken[name] = structure(options[0], value, f"{dot}{name}", problems)
+            taken[name] = parse(options[0], value, f"{dot}{name}", problems)
         elif _is_int(value) and expected in (str, str | None):
             taken[name] = str(value)  # YAML reads run_dir=7 or rdzv_id=42 as numbers; text is meant
         elif _fits(value, expected):
@@ -434,7 +434,7 @@ def structure(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
             taken[name] = float(value) if wants_float and value is not None else value
         else:
             literal = [a for k in (expected, *get_args(expected)) if get_origin(k) is Literal for a in get_args(k)]
-            hint = " " + nearest(show_value(value), literal) if literal else ""
+            hint = " " + suggest(show_value(value), literal) if literal else ""
             if isinstance(value, float) and value.is_integer() and _fits(int(value), expected):
                 hint = f" Write {dot}{name}={int(value)}."
             if name == "device" and str(value).startswith("cuda:"):

@@ -27,9 +27,9 @@ from amp_core.doctor.diagnosis import (
     explain,
     explain_collision,
     keep_fp32_override,
-    place_of,
+    location_of,
 )
-from amp_core.doctor.trace import REMOTE, Birth, Trace, named_tensors
+from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
 from amp_core.layouts.fsdp import gathers_16bit
 from amp_core.layouts.stages import Stages
 from amp_core.lowp.islands import as_islands, island_names
@@ -139,7 +139,7 @@ class Doctor:
                 num_ranks=len(everywhere),
             )
         rank = broken[0]
-        birth: Birth = everywhere[rank]["culprit"]
+        birth: FirstNonFinite = everywhere[rank]["culprit"]
         cause = cause_of(birth)
         diagnosis = self._describe(birth, cause, everywhere[rank])
         diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = rank, broken, len(everywhere)
@@ -187,7 +187,7 @@ class Doctor:
                     "position collision",
                     explain_collision(collision),
                     op=collision.op,
-                    **place_of(collision.place),
+                    **location_of(collision.place),
                     amp=self.amp.config.name,
                     loss_scale=self.amp.scale,
                     rank=rank,
@@ -206,13 +206,13 @@ class Doctor:
                 return diagnosis
         return None
 
-    def _describe(self, birth: Birth, cause: Cause, found: dict[str, Any]) -> Diagnosis:
+    def _describe(self, birth: FirstNonFinite, cause: Cause, found: dict[str, Any]) -> Diagnosis:
         others = [b for b in found["births"] if b.number != birth.number and b.op]
         return Diagnosis(
             cause,
             explain(birth, cause),
             op=birth.op,
-            **place_of(birth.place),
+            **location_of(birth.place),
             phase="backward" if birth.backward else "forward" if birth.op else "before",
             inputs=birth.inputs,
             output=birth.output,
@@ -258,7 +258,7 @@ class Doctor:
         diagnosis.fixes = [Fix("override", text, override, verified=True)]
         return diagnosis
 
-    def _prescribe(self, diagnosis: Diagnosis, birth: Birth, replay: Replay) -> Generator[Any, None, None]:
+    def _prescribe(self, diagnosis: Diagnosis, birth: FirstNonFinite, replay: Replay) -> Generator[Any, None, None]:
         cause = diagnosis.cause
         advice = _ADVICE.get(cause)
         if cause in _CURED_BY_ISLANDS and self.can_make_islands:
@@ -293,7 +293,7 @@ class Doctor:
             override += f" amp.init_scale={scale:g}"
         return Fix("override", text, override, verified=True)
 
-    def _casts_by_itself(self, replay: Replay, birth: Birth) -> Generator[Any, None, bool]:
+    def _casts_by_itself(self, replay: Replay, birth: FirstNonFinite) -> Generator[Any, None, bool]:
         """Whether an operation stays in 16 bits, and overflows, where its module is an island."""
         if birth.place.module is None:
             return False

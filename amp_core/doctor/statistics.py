@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.doctor.watch import doctor_of
-from amp_core.lowp.weights import trainable
+from amp_core.lowp.weights import master_params
 from amp_core.memory.recompute import recomputed
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Statistics:
         own = {p: name for module, name in names.items() for p in module.parameters(recurse=False)}
         self._weights = [(name, p) for p, name in own.items() if p.is_floating_point()]
         # With 16-bit weights gradients arrive on their fp32 sides.
-        pairs = [pair for _, net in doctor.nets for pair in zip(net.parameters(), trainable(net), strict=True)]
+        pairs = [pair for _, net in doctor.nets for pair in zip(net.parameters(), master_params(net), strict=True)]
         self._owners = {side: own[p] for p, side in pairs if p in own}
         self._found: dict[Key, list[_Measured]] = {}
         self._pending: list[_Sampled] = []

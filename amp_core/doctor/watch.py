@@ -30,7 +30,7 @@ from amp_core.doctor.diagnosis import Diagnosis
 from amp_core.doctor.locate import Doctor
 from amp_core.run.lines import write_json
 from amp_core.step.report import StepReport
-from amp_core.step.window import Micro
+from amp_core.step.window import MicroBatch
 
 if TYPE_CHECKING:
     from amp_core.run.loop import Loop
@@ -40,7 +40,7 @@ logger = logging.getLogger("amp_recipes")
 _NEVER = 2**52  # a float64 still holds it exactly
 _SMALL = 2**30
 """Bytes of state that are kept in host memory until there is a checkpoint."""
-Windows = Generator[list[Micro], None, Any]
+Windows = Generator[list[MicroBatch], None, Any]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Watch:
         """Remember where the run starts from, if that is small, for as long as there is no checkpoint."""
         weights = [p for net in self.loop.nets for p in net.parameters()]
         if sum(p.numel() * p.element_size() for p in weights) < _SMALL:
-            self._origin, self._origin_step = self.loop.position(), self.loop.step
+            self._origin, self._origin_step = self.loop.snapshot(), self.loop.step
         self._seen = int(self.loop.amp.num_skipped)
 
     def note(self, of: str, report: StepReport, loss: Tensor | None) -> None:
@@ -174,16 +174,16 @@ class Watch:
 
     def _from_checkpoint(self, start: tuple[int, Any], step: int) -> Generator[Any, None, Diagnosis | None]:
         loop = self.loop
-        present = loop.position()
+        present = loop.snapshot()
         logger.info("the doctor trains steps %d to %d again", start[0] + 1, step - 1)
         try:
-            loop.go_to(start[1])
+            loop.restore(start[1])
             while loop.step < step - 1:
-                with loop.training_again() as window:
+                with loop.rerun_step() as window:
                     yield window
             return (yield from self._diagnose(step))
         finally:
-            loop.go_to(present)
+            loop.restore(present)
 
     def _heal(self, diagnosis: Diagnosis, step: int, streak: int) -> Windows:
         loop, policy = self.loop, self.loop.amp.scaler.policy
@@ -247,7 +247,7 @@ def diagnose_step(loop: Loop, step: int, found: list[Diagnosis | None]) -> Windo
     if step <= loop.step:
         raise ConfigError(f"--step {step}: the checkpoint is at step {loop.step}; expected a later step")
     while loop.step < step - 1:
-        with loop.training_again() as window:
+        with loop.rerun_step() as window:
             yield window
     diagnosis = yield from doctor_of(loop).diagnose(lambda: loop.replay(step))
     if diagnosis is not None:

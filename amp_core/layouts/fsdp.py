@@ -28,11 +28,11 @@ from amp_core.tensors import (
     Slice,
     blocks,
     copy_with,
-    is_part,
+    full_tensor,
+    is_dtensor,
     plans,
     split_dimension,
     tensors_of,
-    whole,
 )
 from amp_core.torch_private import find
 
@@ -89,7 +89,7 @@ def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Mo
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     plan = Plan(_outline(net), dtype, functools.partial(_shard, mesh=mesh, dtype=dtype))
-    whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     low = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Also the root, which torch would leave whole after a forward pass: an evaluation is not followed by a backward
     # pass, and would leave weights that a later step, average or checkpoint does not reach.
@@ -102,7 +102,7 @@ def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Mo
             mine = [m for m in block.modules() if m in in_16bit and not isinstance(m, FSDPModule)]
             if mine and mine != [block]:
                 shard(mine if len(mine) > 1 else mine[0], mp_policy=low)
-            shard(block, mp_policy=low if mine == [block] else whole)
+            shard(block, mp_policy=low if mine == [block] else full)
     except (NotImplementedError, ValueError) as problem:
         raise ConfigError(f"layout: {type(net).__name__} cannot be sharded: {problem}; use layout=ddp") from problem
     for module in net.modules():
@@ -207,18 +207,18 @@ def replicas(part: Tensor) -> tuple[int, int]:
     return number, count
 
 
-def gathered(value: Any, *, keep: bool = True) -> Any:
+def gather_full_state(value: Any, *, keep: bool = True) -> Any:
     """A nested state with whole tensors in place of parts, these in host memory. Collective.
 
     Args:
         value: of the same structure on all ranks.
         keep: false on ranks that need it for nothing: they take part, and get None in place of each.
     """
-    if is_part(value):
-        full = whole(value)  # one after the other: the device holds a single whole tensor at a time
+    if is_dtensor(value):
+        full = full_tensor(value)  # one after the other: the device holds a single whole tensor at a time
         return full.cpu() if keep else None
     if isinstance(value, dict):
-        return {key: gathered(item, keep=keep) for key, item in value.items()}
+        return {key: gather_full_state(item, keep=keep) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(gathered(item, keep=keep) for item in value)
+        return type(value)(gather_full_state(item, keep=keep) for item in value)
     return value

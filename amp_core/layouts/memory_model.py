@@ -24,7 +24,7 @@ from amp_core.config.rules import SHARDED
 from amp_core.config.schema import AmpConfig
 from amp_core.layouts.fsdp import cast_whole, outline
 from amp_core.layouts.zero import bucket_size, is_shared
-from amp_core.lowp.weights import is_low, trainable
+from amp_core.lowp.weights import is_low, master_params
 from amp_core.memory.recast import Recast, cast_weight
 from amp_core.step.ema import Ema
 from amp_core.step.fused import bare_step
@@ -101,7 +101,7 @@ def weights_of(net: nn.Module, amp: AmpConfig) -> list[Weight]:
     whole = {p for module in cast_whole(shape_of) for p in module.parameters()} if casts else set()
     group_of = {p: number for number, block in enumerate(blocks(shape_of), 1) for p in block.parameters()}
     found = []
-    for live, side, param in zip(net.parameters(), trainable(net), shape_of.parameters(), strict=True):
+    for live, side, param in zip(net.parameters(), master_params(net), shape_of.parameters(), strict=True):
         group = shard_group(live)
         found.append(
             Weight(
@@ -333,7 +333,7 @@ def memory_of(
     averaged = None if ema is None else ema.source
     total, seen = Memory(), set()
     for net in map(unwrap, nets):
-        sides = trainable(net)
+        sides = master_params(net)
         found = [
             replace(weight, moments=state_of.get(side), averaged=net is averaged)
             for weight, side in zip(weights_of(net, amp), sides, strict=True)

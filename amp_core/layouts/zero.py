@@ -30,7 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_core.config.rules import WHOLE_MATRICES
 from amp_core.layouts.ddp import all_gather
-from amp_core.lowp.weights import trainable
+from amp_core.lowp.weights import master_params
 from amp_core.tensors import register_view, several_ranks
 from amp_core.torch_private import foreach_copy_
 
@@ -84,7 +84,7 @@ def share_state(net: nn.Module) -> None:
     `Amp.prepare`. A step of an optimizer is then collective, as are checkpoints (`Checkpoint` makes whole states).
     """
     # The fp32 side of a 16-bit weight may have no memory between steps.
-    for param, weight in zip(trainable(net), net.parameters(), strict=True):
+    for param, weight in zip(master_params(net), net.parameters(), strict=True):
         _shared[param] = weight.stride()
 
 
@@ -98,7 +98,7 @@ def is_shared(param: Tensor) -> bool:
     return param in _shared
 
 
-def is_cut(optimizer: torch.optim.Optimizer) -> bool:
+def is_state_sharded(optimizer: torch.optim.Optimizer) -> bool:
     """Whether this rank holds a part of the optimizer's state only."""
     return _cut_of(optimizer) is not None
 
@@ -306,4 +306,4 @@ class _Sent:
     dtype: torch.dtype
 
 
-register_view(is_cut, on_slices)
+register_view(is_state_sharded, on_slices)

@@ -38,7 +38,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_core.lowp.islands import island_names
 from amp_core.lowp.rounding import noise_16bit, round_stochastically, split
-from amp_core.tensors import is_sharded, several_ranks, whole_copy
+from amp_core.tensors import full_copy, is_sharded, several_ranks
 from amp_core.torch_private import NormBase, foreach_copy_, is_missing, version_of
 
 Update = Literal["master", "stochastic", "kahan", "nearest"]
@@ -78,7 +78,7 @@ _sides = WeakTensorKeyDictionary()
 """16-bit weight -> _Fp32."""
 
 
-def trainable(net: nn.Module) -> list[nn.Parameter]:
+def master_params(net: nn.Module) -> list[nn.Parameter]:
     """What an optimizer is to own: the fp32 side of each 16-bit weight, and all other weights, in the usual order.
 
     Shapes are those of the weights, gradients arrive here. For any network or part of one.
@@ -99,7 +99,7 @@ def fp32_values(params: Iterable[Tensor]) -> list[Tensor]:
 def fp32_copy(net: nn.Module) -> nn.Module:
     """A deep copy of `net` with its fp32 values, which computes in fp32. Of a sharded one it is whole; collective."""
     if is_sharded(net):
-        return whole_copy(net)
+        return full_copy(net)
     twin = copy.deepcopy(net)
     for module in twin.modules():
         for hooks in (table for table in vars(module).values() if isinstance(table, dict)):
@@ -165,7 +165,7 @@ class LowPrecisionWeights:
         for low in lows:
             side = self._store(low)
             self._weights[side.master] = (low, side)
-        self._owned: set[Tensor] = set(trainable(net))
+        self._owned: set[Tensor] = set(master_params(net))
 
         for module in net.modules():
             if not any(p in _sides for p in module.parameters(recurse=False)):

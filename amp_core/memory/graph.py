@@ -41,8 +41,8 @@ from amp_core.config.errors import RunError
 from amp_core.config.rules import SHARDED
 from amp_core.memory.sync_debug import noted_waits
 from amp_core.step.fused import counts_of
-from amp_core.step.report import decides_on_device
-from amp_core.step.window import Micro
+from amp_core.step.report import can_skip_on_device
+from amp_core.step.window import MicroBatch
 from amp_core.torch_private import find
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _pytree = find("torch.utils._pytree")
 logger = logging.getLogger("amp_recipes")
 
-Step = Callable[[list[Micro]], Any]
+Step = Callable[[list[MicroBatch]], Any]
 
 NUM_WARM_UPS = 3
 """Steps before the recording, of the same run: libraries choose their kernels, optimizers make their state."""
@@ -59,7 +59,7 @@ NUM_WARM_UPS_DDP = 11
 """DistributedDataParallel measures its first ten steps with events, which cannot be recorded."""
 
 
-def obstacle(loop: Loop) -> str | None:
+def why_not_capturable(loop: Loop) -> str | None:
     """Why the steps of a run cannot be a graph, as far as it can be told before one, or None."""
     env, layout = loop.env, loop.cfg.layout
     if env.device.type != "cuda":
@@ -83,16 +83,16 @@ def _optimizers(loop: Loop) -> list[torch.optim.Optimizer]:
 def unfit(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
     """Which of these optimizers asks the host whether to step, if any."""
     for optimizer in optimizers:
-        if not decides_on_device(optimizer):
+        if not can_skip_on_device(optimizer):
             return f"{type(optimizer).__name__} is not fused, so the host decides whether a step is taken"
     return None
 
 
-class WholeStep:
+class CudaGraphStep:
     """Records the step of a run and plays it.
 
     Args:
-        loop: whose steps they are; `obstacle` is None.
+        loop: whose steps they are; `why_not_capturable` is None.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -123,7 +123,7 @@ class WholeStep:
         self._moved: list[Tensor | None] = []
         self._counts: list[Tensor | None] = []
 
-    def __call__(self, step: Step, window: list[Micro]) -> Any:
+    def __call__(self, step: Step, window: list[MicroBatch]) -> Any:
         """`step(window)`. What is returned is overwritten by the next step."""
         if self._refused is not None:
             return step(window)
@@ -160,7 +160,7 @@ class WholeStep:
             schedule.moved = moved
         return self._returned
 
-    def _try(self, step: Step, window: list[Micro], tensors: list[Tensor]) -> str | None:
+    def _try(self, step: Step, window: list[MicroBatch], tensors: list[Tensor]) -> str | None:
         """Record; or what is in the way."""
         loop = self._loop
         self._static = [tensor.clone() for tensor in tensors]
@@ -269,7 +269,7 @@ def _told(problem: Exception) -> str:
     return next(iter(str(problem).strip().splitlines()), type(problem).__name__) + where
 
 
-def _split(window: list[Micro]) -> tuple[list[Tensor], Any]:
+def _split(window: list[MicroBatch]) -> tuple[list[Tensor], Any]:
     """The tensors of a window, and all the rest: two windows of an equal rest differ in numbers alone."""
     leaves, tree = _pytree.tree_flatten([(micro.batch, micro.weight) for micro in window])
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -279,7 +279,7 @@ def _split(window: list[Micro]) -> tuple[list[Tensor], Any]:
     return tensors, (tree, rest)
 
 
-def _join(window: list[Micro], tensors: list[Tensor]) -> list[Micro]:
+def _join(window: list[MicroBatch], tensors: list[Tensor]) -> list[MicroBatch]:
     """`window` with other tensors."""
     leaves, tree = _pytree.tree_flatten([(micro.batch, micro.weight) for micro in window])
     fresh = iter(tensors)

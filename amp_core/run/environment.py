@@ -31,7 +31,7 @@ from amp_core.config.schema import Config
 from amp_core.lowp.fp16_convolutions import in_use, kept_convolutions, note
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.machine import describe_cpu, describe_device, describe_versions
-from amp_core.run.rendezvous import MEETING_SECONDS, launched, worker_store
+from amp_core.run.rendezvous import launched, worker_store
 from amp_core.run.stop import SIGNALS, Stop
 from amp_core.run.teardown import end_process_group
 from amp_core.step.amp import Amp
@@ -60,12 +60,6 @@ class Job:
     @classmethod
     def loads(cls, text: str) -> Job:
         return cls(**json.loads(text))
-
-
-def meeting_seconds(timeout_minutes: float | None) -> float:
-    """How long workers wait for each other: as long as a collective does, within bounds."""
-    least, most = MEETING_SECONDS
-    return most if timeout_minutes is None else min(max(least, 60.0 * timeout_minutes), most)
 
 
 def exit_code_of(reason: int) -> int:

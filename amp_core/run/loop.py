@@ -40,7 +40,7 @@ from amp_core.doctor.trace import NEEDED
 from amp_core.doctor.watch import Symptoms, Watch
 from amp_core.layouts.memory_model import Memory, memory_of, saved_for_backward, traffic, weights_of
 from amp_core.lowp.islands import island_names, keep_fp32
-from amp_core.memory.graph import Step, WholeStep, obstacle
+from amp_core.memory.graph import CudaGraphStep, Step, why_not_capturable
 from amp_core.memory.recast import Recast
 from amp_core.run.environment import Environment, exit_code_of, outcome_of, peak_memory
 from amp_core.run.log import Log, say
@@ -51,8 +51,8 @@ from amp_core.step.amp import Amp
 from amp_core.step.ema import Ema
 from amp_core.step.report import Rehearsal, StepReport
 from amp_core.step.schedule import Schedule
-from amp_core.step.window import Micro, shares
-from amp_core.tensors import is_part, is_sharded, local, unwrap
+from amp_core.step.window import MicroBatch, microbatch_weights
+from amp_core.tensors import is_dtensor, is_sharded, local, unwrap
 from amp_core.torch_private import is_missing
 
 logger = logging.getLogger("amp_recipes")
@@ -144,7 +144,7 @@ class Loop:
 
     # --- the course -------------------------------------------------------------------------------------------------
 
-    def windows(self, count: Callable[[Any], Tensor] | None = None) -> Iterator[list[Micro]]:
+    def windows(self, count: Callable[[Any], Tensor] | None = None) -> Iterator[list[MicroBatch]]:
         """The windows from where the run stands to its end. Between them: log, evaluate, save, stop.
 
         Args:
@@ -205,17 +205,17 @@ class Loop:
             start_sample=start,
         )
 
-    def _window(self, batches: list[Any]) -> list[Micro]:
+    def _window(self, batches: list[Any]) -> list[MicroBatch]:
         weights: list[float | Tensor] = [self.cfg.batch_size / self.samples_per_step] * len(batches)
         if self._count is not None:
-            weights = shares([self._count(batch) for batch in batches])
+            weights = microbatch_weights([self._count(batch) for batch in batches])
         return [
-            Micro(batch, share, is_last=i == self.accumulation)
+            MicroBatch(batch, share, is_last=i == self.accumulation)
             for i, (batch, share) in enumerate(zip(batches, weights, strict=True), 1)
         ]
 
     @contextlib.contextmanager
-    def loading(self, *, num_workers: int | None = None) -> Iterator[Iterator[list[Micro]]]:
+    def loading(self, *, num_workers: int | None = None) -> Iterator[Iterator[list[MicroBatch]]]:
         """The windows from the next step on, without end, as training loads them: by workers, and copied ahead.
 
         Args:
@@ -237,7 +237,7 @@ class Loop:
             )
             yield (self._window(list(itertools.islice(batches, self.accumulation))) for _ in itertools.count())
 
-    def _steps(self) -> Generator[list[Micro], None, None]:
+    def _steps(self) -> Generator[list[MicroBatch], None, None]:
         begin, end = self.step, self.num_steps
         with self.loading() as windows:
             self._clock.start(self.samples)
@@ -256,7 +256,7 @@ class Loop:
                     logger.info("perf.graph=true: recipe=%s computes its steps without Loop.run: as ever", name)
                 yield from self._after_step(end)
 
-    def run(self, step: Step, window: list[Micro]) -> Any:
+    def run(self, step: Step, window: list[MicroBatch]) -> Any:
         """`step(window)`; with perf.graph played from a CUDA graph, where it can be.
 
         Args:
@@ -268,19 +268,19 @@ class Loop:
             return step(window)
         return self._graph(step, window)
 
-    def _whole_step(self) -> WholeStep | None:
+    def _whole_step(self) -> CudaGraphStep | None:
         if not self.cfg.perf.graph:
             return None
-        problem = obstacle(self)
+        problem = why_not_capturable(self)
         if problem is not None:
             self.env.job.notes.append(f"perf.graph=true: the steps are computed as ever: {problem}")
             return None
-        whole = WholeStep(self)
+        whole = CudaGraphStep(self)
         self.env.closing.callback(whole.forget)  # NCCL waits at its end for graphs that use its communicator
         return whole
 
     @contextlib.contextmanager
-    def step_of(self, window: list[Micro]) -> Iterator[bool]:
+    def step_of(self, window: list[MicroBatch]) -> Iterator[bool]:
         """Around the computation of the next step's window. Gives true when it is to be dropped."""
         self.env.seed_step(self.step + 1)
         for net in self.nets:
@@ -315,8 +315,8 @@ class Loop:
 
     def _sharing_casts(self) -> contextlib.AbstractContextManager[None]:
         # Shared copies would be kept in any case.
-        shares = self.accumulation > 1 and self._recast is None
-        return self.amp.share_casts(*self.nets) if shares else contextlib.nullcontext()
+        reuse = self.accumulation > 1 and self._recast is None
+        return self.amp.cache_weight_casts(*self.nets) if reuse else contextlib.nullcontext()
 
     def _memory_of_run(self) -> Memory:
         memory = memory_of(self.nets, self.optimizers, self.ema, self.cfg.amp, accumulation=self.accumulation)
@@ -326,7 +326,7 @@ class Loop:
         """Around the computation of the next step's window, inside of `step_of`: statistics, if it is their turn."""
         return contextlib.nullcontext() if self.statistics is None else self.statistics.sampling(self.step + 1)
 
-    def _after_step(self, end: int) -> Iterator[list[Micro]]:
+    def _after_step(self, end: int) -> Iterator[list[MicroBatch]]:
         cfg, at_end = self.cfg, self.step >= end
         stop = self.env.stop.poll()
         assert self._log is not None
@@ -403,7 +403,7 @@ class Loop:
         keys = itertools.islice(self._sampler(self._start_of(step), rank), self.accumulation)
         return [[index for index, _ in batch] for batch in keys]
 
-    def window_of(self, step: int) -> list[Micro]:
+    def window_of(self, step: int) -> list[MicroBatch]:
         """The window of a step, loaded anew. On every rank."""
         sampler = self._sampler(self._start_of(step))
         with contextlib.closing(train_loader(self.data.train, sampler, num_workers=0, pin_memory=False)) as loader:
@@ -412,7 +412,7 @@ class Loop:
             return self._window(list(itertools.islice(batches, self.accumulation)))
 
     @contextlib.contextmanager
-    def replay(self, step: int) -> Iterator[tuple[Rehearsal, list[Micro]]]:
+    def replay(self, step: int) -> Iterator[tuple[Rehearsal, list[MicroBatch]]]:
         """Around a computation of the window of `step` that leaves no trace: no step, no metrics. On every rank.
 
         To be used by what yields the window to the recipe.
@@ -430,7 +430,7 @@ class Loop:
             self._is_replay = False
 
     @contextlib.contextmanager
-    def training_again(self, window: list[Micro] | None = None) -> Iterator[list[Micro]]:
+    def rerun_step(self, window: list[MicroBatch] | None = None) -> Iterator[list[MicroBatch]]:
         """Around a computation of the next step's window that takes the step, without metrics.
 
         Args:
@@ -444,17 +444,17 @@ class Loop:
         finally:
             self._is_replay = False
 
-    def position(self) -> dict[str, Any]:
-        """All that makes up where the run stands, copied to host memory, for `go_to`. Waits for the device."""
+    def snapshot(self) -> dict[str, Any]:
+        """All that makes up where the run stands, copied to host memory, for `restore`. Waits for the device."""
         return {"parts": self.checkpoint.snapshot(), "progress": self._progress() | {"step": self.step}}
 
-    def go_to(self, position: dict[str, Any] | Path) -> None:
-        """Put everything back to a position, or to a checkpoint of this run."""
-        if isinstance(position, dict):
-            self.checkpoint.restore(position["parts"])
-            progress = position["progress"]
+    def restore(self, snapshot: dict[str, Any] | Path) -> None:
+        """Put everything back to a snapshot, or to a checkpoint of this run."""
+        if isinstance(snapshot, dict):
+            self.checkpoint.restore(snapshot["parts"])
+            progress = snapshot["progress"]
         else:
-            loaded = self.checkpoint.load(position)
+            loaded = self.checkpoint.load(snapshot)
             assert loaded is not None
             progress = loaded.progress
         self._set_progress(progress)
@@ -783,7 +783,7 @@ class Loop:
         else:
             self._symptoms = Symptoms(reading.step, 0, int(streak), scale, None, None)
 
-    def _consult(self, *, in_a_hurry: bool) -> Iterator[list[Micro]]:
+    def _consult(self, *, in_a_hurry: bool) -> Iterator[list[MicroBatch]]:
         """Ask the doctor about the last log line, unless the run is to stop; end a run that has diverged."""
         symptoms, self._symptoms = self._symptoms, None
         if symptoms is None:
@@ -929,7 +929,7 @@ class Loop:
     # --- faults on purpose --------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _fault(self, window: list[Micro]) -> Iterator[bool]:
+    def _fault(self, window: list[MicroBatch]) -> Iterator[bool]:
         """Put the fault of `debug.inject` into this window. Gives true when the window is to be dropped."""
         inject = self.cfg.debug.inject
         if inject is None or inject.step != self.step + 1:
@@ -946,7 +946,7 @@ class Loop:
             _first_float(window[0].batch).fill_(inject.value)
         elif inject.where == "gradient":
             weight = next(p for p in net.parameters() if p.requires_grad)
-            if is_part(weight):
+            if is_dtensor(weight):
                 with self._fault_in_parts(set(net.parameters()), inject.value):
                     yield False
                 return

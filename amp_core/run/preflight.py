@@ -11,7 +11,7 @@ import torch
 from amp_core.config.checks import DECODED, check_data
 from amp_core.config.errors import ConfigError
 from amp_core.config.rules import ONE_PROCESS, node_range
-from amp_core.config.schema import Config, nearest, structure
+from amp_core.config.schema import Config, parse, suggest
 from amp_core.lowp.float8 import float8_is_emulated
 from amp_core.lowp.islands import keep_fp32
 from amp_core.models import Family, build_model, check_model
@@ -43,7 +43,7 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
         return broken.isdisjoint(keys)
 
     if sound("recipe"):
-        knobs = structure(recipe.Knobs, cfg.recipe, "recipe", problems)
+        knobs = parse(recipe.Knobs, cfg.recipe, "recipe", problems)
         # Broken groups are null; a recipe's own rules may look at any of them.
         if not problems and not broken and hasattr(recipe, "check"):
             problems += recipe.check(knobs, cfg)
@@ -193,7 +193,7 @@ def _check_compiler(cfg: Config, problems: list[str]) -> None:
         known = torch.compiler.list_backends(exclude_tags=("debug", "experimental"))
         problems.append(
             f"perf.backend={cfg.perf.backend}: there is no such backend of torch.compile. "
-            f"{nearest(cfg.perf.backend, [*known, 'aot_eager', 'eager'])}"
+            f"{suggest(cfg.perf.backend, [*known, 'aot_eager', 'eager'])}"
         )
         return
     on_cuda = cfg.device != "cpu" and torch.cuda.is_available()

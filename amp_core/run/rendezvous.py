@@ -9,8 +9,6 @@ import uuid
 
 import torch.distributed as dist
 
-from amp_core.run.environment import meeting_seconds
-
 
 def launched() -> bool:
     """Whether this process is one of several started by torchrun or by torch's elastic agent."""
@@ -77,7 +75,14 @@ class WorkerStore:
 MEETING_SECONDS = (60.0, 300.0)
 """The least and most time for which the workers of an attempt wait for each other: some import from a slow disk. The
 loss of a whole machine is noticed earlier, by the launchers (heartbeat.py)."""
+
 _store: WorkerStore | None = None
+
+
+def meeting_seconds(timeout_minutes: float | None) -> float:
+    """How long workers wait for each other: as long as a collective does, within bounds."""
+    least, most = MEETING_SECONDS
+    return most if timeout_minutes is None else min(max(least, 60.0 * timeout_minutes), most)
 
 
 def worker_store(timeout_minutes: float | None = None) -> WorkerStore:

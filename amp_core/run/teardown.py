@@ -23,7 +23,7 @@ def end_process_group() -> None:
     """Destroy all process groups, also while an exception is handled. Without any, nothing happens. Never raises.
 
     `DistributedDataParallel` modules cannot be called afterwards. Captured CUDA graphs that the caller still refers to
-    must have been dropped (`WholeStep.forget`).
+    must have been dropped (`CudaGraphStep.forget`).
 
     After an exception the frames of its traceback are cleared, since their local variables keep modules alive, and NCCL
     is aborted: its collectives may wait for ranks that are gone.

@@ -34,14 +34,14 @@ from amp_core.lowp.lint import find_slow, find_unsafe
 from amp_core.lowp.weights import LowPrecisionWeights
 from amp_core.step.buffers import BufferGuard
 from amp_core.step.clip import Clip
-from amp_core.step.fused import bare_step, take_step, theirs
-from amp_core.step.report import Due, Ledger, Observer, Rehearsal, StepReport
+from amp_core.step.fused import bare_step, take_step, torch_step
+from amp_core.step.report import Observer, OptimizerState, PendingStep, Rehearsal, StepReport
 from amp_core.step.scaler import LossScale, ScalePolicy
 from amp_core.tensors import (
-    is_part,
+    global_grad_norm,
+    is_dtensor,
     is_sharded,
     is_state_sharded,
-    joint_norm,
     multiply_,
     several_ranks,
     step_on_local_shards,
@@ -91,7 +91,7 @@ class Amp:
             use_cuda_policy()
         if self._low is torch.float16 and self.device.type == "cpu":
             use_fp32_convolutions()
-        self._ledgers: dict[torch.optim.Optimizer, Ledger] = {}
+        self._optimizer_states: dict[torch.optim.Optimizer, OptimizerState] = {}
         self._guards: list[BufferGuard] = []
         self.weights: list[LowPrecisionWeights] = []
         """Of the networks that hold 16-bit weights, in the order of `prepare`."""
@@ -124,7 +124,7 @@ class Amp:
         """The context of the forward pass and the loss, in training and in evaluation. Not of the backward pass.
 
         Use one region per forward: inside a region 16-bit copies of the weights are cached, and go stale when the
-        weights change. `share_casts` keeps them for all micro-batches of a window.
+        weights change. `cache_weight_casts` keeps them for all micro-batches of a window.
 
         Args:
             cache: False casts weights anew at each use, for regions of several threads at a time: these share one
@@ -136,7 +136,7 @@ class Amp:
         return torch.autocast(self.device.type, dtype=dtype, enabled=self._casts, cache_enabled=cache)
 
     @contextlib.contextmanager
-    def share_casts(self, *nets: nn.Module) -> Iterator[None]:
+    def cache_weight_casts(self, *nets: nn.Module) -> Iterator[None]:
         """Around the micro-batches of a window: each weight is cast once for all of them, not once for each.
 
         Gradients are those without it, bit for bit. Weights may be changed inside by nothing but `step`. The copies
@@ -179,8 +179,8 @@ class Amp:
         """
         self._in_window = True
         unscaled = []
-        if self._ledgers:  # something was stepped or unscaled in this window
-            unscaled = [(o, _grad_versions(o)) for o, ledger in self._ledgers.items() if ledger.unscaled]
+        if self._optimizer_states:  # something was stepped or unscaled in this window
+            unscaled = [(o, _grad_versions(o)) for o, state in self._optimizer_states.items() if state.unscaled]
         if not isinstance(gradient, Tensor) or gradient.ndim == 0:
             # In fp16 a loss of 1 times a scale of 65536 is already infinite.
             loss = loss.float() if loss.ndim == 0 else loss.float().reshape(())
@@ -280,19 +280,19 @@ class Amp:
         Raises:
             RuntimeError: called twice in a window, or after the step.
         """
-        ledger = self._ledger(optimizer)
-        if ledger.unscaled or ledger.stepped:
+        state = self._state_of(optimizer)
+        if state.unscaled or state.stepped:
             raise RuntimeError(
                 "amp.unscale_ was already called for this optimizer in this window, or it was already stepped; call it "
                 "once, after the last backward and before amp.step"
             )
-        self._reduce(ledger, optimizer)
+        self._reduce(state, optimizer)
         _, grads = _with_grads(optimizer)
         if grads:
             inverse = self.scaler.inverse
-            ledger.found_inf = _not_finite(self._norm(grads, _are_parts(grads)) * inverse)
+            state.found_inf = _not_finite(self._norm(grads, _are_parts(grads)) * inverse)
             multiply_(grads, inverse)
-        ledger.unscaled = True
+        state.unscaled = True
 
     def step(
         self,
@@ -339,11 +339,11 @@ class Amp:
             watcher.pause()
         for observe in self.observers:
             for each in optimizers:
-                observe(*_with_grads(each), each not in unscaled and not self._ledger(each).unscaled)
+                observe(*_with_grads(each), each not in unscaled and not self._state_of(each).unscaled)
         agree = several_ranks()
-        due = [self._examine(o, clip, scaled=o not in unscaled, joined=agree and o in sharded) for o in optimizers]
-        found_inf = due[0].found_inf
-        for each in due[1:]:
+        pending = [self._examine(o, clip, scaled=o not in unscaled, joined=agree and o in sharded) for o in optimizers]
+        found_inf = pending[0].found_inf
+        for each in pending[1:]:
             found_inf = torch.maximum(found_inf, each.found_inf)
         if agree:
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
@@ -355,15 +355,15 @@ class Amp:
             self._rehearsal.add(found_inf)
             found_inf = torch.ones_like(found_inf)
             taken, on_host = found_inf == 0, False
-        elif not any(each.grads for each in due):
+        elif not any(each.grads for each in pending):
             taken = torch.zeros_like(taken)
-            on_host = None if all(each.ledger.on_device for each in due) else False
-        for each in due:
-            each.ledger.stepped = True
-            each.ledger.found_inf = found_inf if each.grads or agree else None
+            on_host = None if all(each.state.on_device for each in pending) else False
+        for each in pending:
+            each.state.stepped = True
+            each.state.found_inf = found_inf if each.grads or agree else None
             if not each.grads or self._rehearsal is not None:
                 continue
-            if each.ledger.on_device:
+            if each.state.on_device:
                 _take_on_device(each, taken, found_inf)
                 continue
             if each.divisor is not None:
@@ -374,21 +374,21 @@ class Amp:
             if on_host:
                 with step_on_local_shards(each.optimizer):
                     bare_step(each.optimizer)
-        for each in due:
+        for each in pending:
             for weights in self.weights if each.grads else ():
                 weights.end_step(each.params, taken)
             if self._guards:
                 self._settle(each.optimizer, taken)
         if watcher is not None:
             watcher.resume()
-        norm = due[0].norm
-        if len(due) > 1:
-            norm = torch.linalg.vector_norm(torch.stack([each.norm for each in due]))
+        norm = pending[0].norm
+        if len(pending) > 1:
+            norm = torch.linalg.vector_norm(torch.stack([each.norm for each in pending]))
         return StepReport(taken, norm, on_host)
 
     def _examine(
         self, optimizer: torch.optim.Optimizer, clip: Clip | Callable[..., None] | None, *, scaled: bool, joined: bool
-    ) -> Due:
+    ) -> PendingStep:
         """Norm, finiteness and clipping of one optimizer's gradients, before it is known whether the step is taken.
 
         Args:
@@ -397,16 +397,16 @@ class Amp:
             scaled: the gradients carry the loss scale, if they were not unscaled before.
             joined: the norm is that of all ranks' gradients together.
         """
-        ledger = self._ledger(optimizer)
-        if ledger.stepped:
+        state = self._state_of(optimizer)
+        if state.stepped:
             raise RuntimeError("amp.step was called twice for one optimizer; call amp.update() once per window")
-        self._reduce(ledger, optimizer)
+        self._reduce(state, optimizer)
         params, grads = _with_grads(optimizer)
         in_parts = self._check(grads)
         for weights in self.weights:
             weights.begin_step(params)
 
-        scale = None if ledger.unscaled or not scaled or self.scaler.policy is None else self.scaler.scale
+        scale = None if state.unscaled or not scaled or self.scaler.policy is None else self.scaler.scale
         norm = self._norm(grads, in_parts)
         if joined:
             squares = norm.square()
@@ -415,8 +415,8 @@ class Amp:
         if scale is not None:
             norm = norm / scale
         found_inf = _not_finite(norm)
-        if ledger.found_inf is not None:
-            found_inf = torch.maximum(found_inf, ledger.found_inf)
+        if state.found_inf is not None:
+            found_inf = torch.maximum(found_inf, state.found_inf)
 
         divisor = scale
         if isinstance(clip, Clip) and clip.kind == "norm" and not clip.folded:
@@ -436,7 +436,7 @@ class Amp:
             # Clamping keeps what is finite finite; anything else may divide zero by zero.
             if not isinstance(clip, Clip) or clip.kind != "value":
                 found_inf = torch.maximum(found_inf, _not_finite(self._norm(grads, in_parts)))
-        return Due(optimizer, ledger, params, grads, in_parts, norm, found_inf, divisor)
+        return PendingStep(optimizer, state, params, grads, in_parts, norm, found_inf, divisor)
 
     def update(self) -> None:
         """End the window: move the loss scale once, however many optimizers stepped. Does not wait for the device.
@@ -444,11 +444,11 @@ class Amp:
         Raises:
             RuntimeError: no optimizer was stepped since the last update.
         """
-        stepped = [ledger for ledger in self._ledgers.values() if ledger.stepped]
+        stepped = [state for state in self._optimizer_states.values() if state.stepped]
         if not stepped:
             raise RuntimeError("amp.update() without amp.step(optimizer) before it; step every optimizer, then update")
-        found = [ledger.found_inf for ledger in stepped if ledger.found_inf is not None]
-        self._ledgers.clear()
+        found = [state.found_inf for state in stepped if state.found_inf is not None]
+        self._optimizer_states.clear()
         self._in_window = False
         found_inf = None if not found else found[0] if len(found) == 1 else torch.stack(found).amax()
         # Nets that ran in this window without a step of their own, such as a generator under its critic's.
@@ -472,7 +472,7 @@ class Amp:
 
     def forget_window(self) -> None:
         """Drop what is known of the present window, of which nothing was computed: its recording failed."""
-        self._ledgers.clear()
+        self._optimizer_states.clear()
         self._in_window = False
         for guard in self._guards:
             guard.settle(None)
@@ -519,7 +519,7 @@ class Amp:
         Raises:
             RuntimeError: called between a step and its update, when the scale is not settled.
         """
-        if any(ledger.stepped for ledger in self._ledgers.values()):
+        if any(state.stepped for state in self._optimizer_states.values()):
             raise RuntimeError("amp.state_dict() between amp.step and amp.update; save after the update")
         return self.scaler.state_dict()
 
@@ -538,23 +538,23 @@ class Amp:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _ledger(self, optimizer: torch.optim.Optimizer) -> Ledger:
-        ledger = self._ledgers.get(optimizer)
-        if ledger is None:
+    def _state_of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
+        state = self._optimizer_states.get(optimizer)
+        if state is None:
             if self.weights and any(
                 p.dtype in (torch.float16, torch.bfloat16) for group in optimizer.param_groups for p in group["params"]
             ):
                 raise TypeError(
                     "the optimizer holds 16-bit weights, which get no gradients; build it on trainable(net)"
                 )
-            ledger = self._ledgers[optimizer] = Ledger(optimizer)
-        return ledger
+            state = self._optimizer_states[optimizer] = OptimizerState(optimizer)
+        return state
 
-    def _reduce(self, ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:
-        if self.weights and not ledger.reduced:
+    def _reduce(self, state: OptimizerState, optimizer: torch.optim.Optimizer) -> None:
+        if self.weights and not state.reduced:
             for weights in self.weights:
                 weights.reduce_(_with_grads(optimizer)[0])
-            ledger.reduced = True
+            state.reduced = True
 
     def _norm(self, grads: list[Tensor], in_parts: bool) -> Tensor:
         """Joint L2 norm, 0-d float32 on this device. Not finite exactly when a gradient is not, up to 1e19.
@@ -564,7 +564,7 @@ class Amp:
         if not grads:
             return self._zero.clone()
         if in_parts:
-            return joint_norm(grads, self.device)
+            return global_grad_norm(grads, self.device)
         norms = foreach_norm(grads)
         if {norm.device for norm in norms} != {self._zero.device}:
             norms = [norm.to(self.device, non_blocking=True) for norm in norms]
@@ -632,15 +632,15 @@ def _with_grads(optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Te
 
 def _are_parts(grads: Sequence[Tensor]) -> bool:
     """Whether any of them is a part of a whole, without a call for each in the usual case."""
-    return {type(grad) for grad in grads} != {Tensor} and any(map(is_part, grads))
+    return {type(grad) for grad in grads} != {Tensor} and any(map(is_dtensor, grads))
 
 
-def _take_on_device(due: Due, taken: Tensor, found_inf: Tensor) -> None:
-    if due.in_parts or is_state_sharded(due.optimizer):
-        with step_on_local_shards(due.optimizer):
-            theirs(due.optimizer, found_inf, due.divisor)
+def _take_on_device(pending: PendingStep, taken: Tensor, found_inf: Tensor) -> None:
+    if pending.in_parts or is_state_sharded(pending.optimizer):
+        with step_on_local_shards(pending.optimizer):
+            torch_step(pending.optimizer, found_inf, pending.divisor)
     else:
-        take_step(due.optimizer, due.params, due.grads, taken, found_inf, due.divisor)
+        take_step(pending.optimizer, pending.params, pending.grads, taken, found_inf, pending.divisor)
 
 
 def _backward(loss: Tensor, seed: Tensor, retain_graph: bool, inputs: Sequence[Tensor] | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.lowp.weights import trainable
+from amp_core.lowp.weights import master_params
 from amp_core.torch_private import buffers_of, foreach_copy_, passing_buffers_of
 
 
@@ -35,7 +35,7 @@ class BufferGuard:
         self.has_buffers = bool(self._modules)
         if self.has_buffers:
             net.register_forward_pre_hook(self._before_forward)
-        self.parameters = frozenset(trainable(net))
+        self.parameters = frozenset(master_params(net))
 
     def _before_forward(self, net: nn.Module, inputs: Any) -> None:
         # A deep copy of the network carries this hook along; it must not speak for the original.

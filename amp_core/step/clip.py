@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amp_core.config.schema import ClipConfig
-from amp_core.tensors import is_part, local, shard_group
+from amp_core.tensors import is_dtensor, local, shard_group
 from amp_core.torch_private import foreach_clamp_max_, foreach_clamp_min_, foreach_copy_
 
 
@@ -98,7 +98,7 @@ def _join_vectors(tensors: list[Tensor], norms: list[Tensor]) -> None:
     """
     groups: dict[dist.ProcessGroup, list[Tensor]] = {}
     for tensor, norm in zip(tensors, norms, strict=True):
-        if not is_part(tensor):
+        if not is_dtensor(tensor):
             continue
         if any(placement.is_shard() and placement.dim for placement in tensor.placements):  # type: ignore[attr-defined]
             raise TypeError(f"a weight is laid out as {tensor.placements}: adaptive clipping needs its rows whole")  # type: ignore[attr-defined]

@@ -186,7 +186,7 @@ def take_step(
         own = None
     optimizer.__dict__["_amp_core_step"] = own  # not part of its state: neither saved nor copied with it
     if own is None:
-        theirs(optimizer, found_inf, divisor)
+        torch_step(optimizer, found_inf, divisor)
     elif getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
         with _scope(optimizer):  # what is profiled is what happens without a profiler
             own.take(grads, taken, found_inf, divisor)
@@ -200,7 +200,7 @@ def counts_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
     return None if own is None else own._counts
 
 
-def theirs(optimizer: torch.optim.Optimizer, found_inf: Tensor, divisor: Tensor | None) -> None:
+def torch_step(optimizer: torch.optim.Optimizer, found_inf: Tensor, divisor: Tensor | None) -> None:
     """`optimizer.step()` of a fused optimizer, told as `torch.amp.GradScaler` tells it."""
     _fill_momentum(optimizer)
     optimizer.found_inf, optimizer.grad_scale = found_inf, divisor  # type: ignore[attr-defined]

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from amp_core.config.schema import OptimizerConfig, nearest
+from amp_core.config.schema import OptimizerConfig, suggest
 from amp_core.lowp.moments import Adam16
-from amp_core.lowp.weights import trainable
+from amp_core.lowp.weights import master_params
 
 REFUSED = {
     "LBFGS": "needs a closure, which evaluates the loss several times per step",
@@ -40,13 +40,13 @@ def _has_fused(cls: type[torch.optim.Optimizer], *, on_cuda: bool = False) -> bo
 def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]:
     """Problems of the `optimizer` group on such a device, found by building one on a single weight of the CPU."""
     if cfg.name in REFUSED:
-        return [f"optimizer.name={cfg.name}: {REFUSED[cfg.name]}. {nearest('', _available())}"]
+        return [f"optimizer.name={cfg.name}: {REFUSED[cfg.name]}. {suggest('', _available())}"]
     if cfg.name not in _available():
-        return [f"optimizer.name={cfg.name}: there is no such optimizer. {nearest(cfg.name, _available())}"]
+        return [f"optimizer.name={cfg.name}: there is no such optimizer. {suggest(cfg.name, _available())}"]
     cls = _available()[cfg.name]
     parameters = [p for p in inspect.signature(cls).parameters if p not in ("params", "lr", "weight_decay", "fused")]
     problems = [
-        f"optimizer.options.{key}: {cfg.name} has no such option. {nearest(key, parameters)}"
+        f"optimizer.options.{key}: {cfg.name} has no such option. {suggest(key, parameters)}"
         for key in cfg.options
         if key not in parameters
     ]
@@ -88,7 +88,7 @@ def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optim
     Weight decay applies to weights of two and more dimensions; norms and biases have none. A step waits for the device
     0 times when fused, else once.
     """
-    params = [p for net in nets for p in trainable(net) if p.requires_grad]
+    params = [p for net in nets for p in master_params(net) if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},

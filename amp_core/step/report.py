@@ -58,13 +58,13 @@ class Rehearsal:
         return not self._bad or not bool(torch.cat(self._bad).any())
 
 
-class Ledger:
+class OptimizerState:
     """What `Amp` knows about one optimizer within a window."""
 
     __slots__ = ("found_inf", "on_device", "reduced", "stepped", "unscaled")
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.on_device = decides_on_device(optimizer)
+        self.on_device = can_skip_on_device(optimizer)
         self.found_inf: Tensor | None = None
         self.reduced = False
         self.unscaled = False
@@ -72,11 +72,11 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class PendingStep:
     """An optimizer that is about to step."""
 
     optimizer: torch.optim.Optimizer
-    ledger: Ledger
+    state: OptimizerState
     params: list[Tensor]
     grads: list[Tensor]
     in_parts: bool
@@ -86,7 +86,7 @@ class Due:
     """What the gradients are still to be divided by, 0-d; None: nothing."""
 
 
-def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
+def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step of this optimizer can be skipped by a tensor: fused ones, but for SGD with dampening.
 
     Dampening applies to all steps except the first, and the host cannot know which one that was.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from amp_core.config.schema import ScheduleConfig, nearest
-from amp_core.step.report import StepReport, decides_on_device
+from amp_core.config.schema import ScheduleConfig, suggest
+from amp_core.step.report import StepReport, can_skip_on_device
 
 Make = Callable[[torch.optim.Optimizer, int], LRScheduler]
 
@@ -44,7 +44,7 @@ class Schedule:
         self._make = make
         self._fixed = fixed
         self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
-        self._on_device = decides_on_device(optimizer)
+        self._on_device = can_skip_on_device(optimizer)
         device = optimizer.param_groups[0]["params"][0].device if self._on_device else torch.device("cpu")
         self.num_taken = torch.zeros(1, dtype=torch.int64, device=device)
         """Taken steps, an int64 tensor of shape [1]."""
@@ -236,14 +236,14 @@ def _maker(cfg: ScheduleConfig) -> Make:
 def check_schedule(cfg: ScheduleConfig) -> list[str]:
     """Problems of the `schedule` group, found by building a short table."""
     if cfg.name in REFUSED:
-        return [f"schedule.name={cfg.name}: {REFUSED[cfg.name]}. {nearest('', sorted(_available()))}"]
+        return [f"schedule.name={cfg.name}: {REFUSED[cfg.name]}. {suggest('', sorted(_available()))}"]
     if cfg.name not in _available():
-        return [f"schedule.name={cfg.name}: there is no such schedule. {nearest(cfg.name, sorted(_available()))}"]
+        return [f"schedule.name={cfg.name}: there is no such schedule. {suggest(cfg.name, sorted(_available()))}"]
     parameters = list(inspect.signature(_available()[cfg.name]).parameters)
     unknown = [key for key in cfg.options if key not in parameters or key in ("optimizer", "num_steps", "last_epoch")]
     if unknown:
         valid = [p for p in parameters if p not in ("optimizer", "num_steps", "last_epoch")]
-        return [f"schedule.options.{key}: {cfg.name} has no such option. {nearest(key, valid)}" for key in unknown]
+        return [f"schedule.options.{key}: {cfg.name} has no such option. {suggest(key, valid)}" for key in unknown]
     try:
         table = rate_table(_maker(cfg), [0.1], 8)
     except Exception as problem:  # whatever a scheduler's constructor raises is the user's to know

@@ -21,7 +21,7 @@ from amp_core.tensors import several_ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Micro:
+class MicroBatch:
     """One forward and backward pass.
 
     Attributes:
@@ -52,7 +52,7 @@ def windows(
     *,
     count: Callable[[Any], int | Tensor] | None = None,
     world_size: int = 1,
-) -> Iterator[list[Micro]]:
+) -> Iterator[list[MicroBatch]]:
     """Group micro-batches into windows whose weights sum to 1, also in a ragged tail, over all ranks.
 
     In a process group every rank takes part: the weights are shares of the window over all ranks, and all ranks see the
@@ -70,7 +70,7 @@ def windows(
             project, which sum.
 
     Yields:
-        A list of `Micro`.
+        A list of `MicroBatch`.
 
     Raises:
         ValueError: `accumulation` below 1; or, on every rank, that one has no batch at all while others have some.
@@ -97,12 +97,12 @@ def windows(
             window += [filler] * (length - len(window))
         spare = window[-1]
         yield [
-            Micro(batch, share * world_size, is_last=i == length - 1)
-            for i, (batch, share) in enumerate(zip(window, shares(counts), strict=True))
+            MicroBatch(batch, share * world_size, is_last=i == length - 1)
+            for i, (batch, share) in enumerate(zip(window, microbatch_weights(counts), strict=True))
         ]
 
 
-def shares(counts: Sequence[int | Tensor]) -> list[float | Tensor]:
+def microbatch_weights(counts: Sequence[int | Tensor]) -> list[float | Tensor]:
     """What each micro-batch of a window weighs: its count over that of the whole window on all ranks.
 
     Args:

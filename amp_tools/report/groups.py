@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.schema import nearest
+from amp_core.config.schema import suggest
 from amp_tools.report.folders import Run, is_ours
 from amp_tools.report.significance import LEAST_SEEDS, MOST_SEEDS, Comparison, compare, judge
 
@@ -159,7 +159,7 @@ def make_study(
     ours, left_out = [run for run in runs if is_ours(run)], [run for run in runs if not is_ours(run)]
     results = sorted({name for run in ours for name in run.evaluation})
     if metric is not None and results and metric not in results:
-        raise ConfigError(f"--metric {metric}: no run has such a result. {nearest(metric, results)}")
+        raise ConfigError(f"--metric {metric}: no run has such a result. {suggest(metric, results)}")
     differing = differing_settings(ours)
     keys = _keys_of(by, ours) if by else ["amp.name"] if "amp.name" in differing else list(differing)
     names = keys + _belonging(keys, differing, ours)
@@ -177,7 +177,7 @@ def make_study(
         sections.append(_section(title, list(groups.values()), metric, reference, margin, names))
     labels = {group.label for section in sections for group in section.groups}
     if reference is not None and reference not in labels:
-        raise ConfigError(f"--reference {reference}: there is no such group. {nearest(reference, sorted(labels))}")
+        raise ConfigError(f"--reference {reference}: there is no such group. {suggest(reference, sorted(labels))}")
     for kind in ("differences", "ratios"):  # two families: what is claimed of the metric, and of the speed
         pairs = [(found, label) for section in sections for found in [getattr(section, kind)] for label in found]
         for (found, label), judged in zip(pairs, judge([found[label] for found, label in pairs]), strict=True):
@@ -205,7 +205,7 @@ def _keys_of(by: Sequence[str], runs: Sequence[Run]) -> list[str]:
     for key in by:
         full = key if key in known else f"{key}.name"
         if full not in known and runs:
-            raise ConfigError(f"--by {key}: there is no such setting. {nearest(key, sorted(known))}")
+            raise ConfigError(f"--by {key}: there is no such setting. {suggest(key, sorted(known))}")
         keys.append(full)
     return keys
 

@@ -71,7 +71,7 @@ def examine(recipe, settings, step=1):
 
     def course(loop, count):
         while loop.step < step - 1:
-            with loop.training_again() as window:
+            with loop.rerun_step() as window:
                 yield window
         with loop.replay(step) as (rehearsal, window):
             yield window

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from amp_core import Amp, Micro
+from amp_core import Amp, MicroBatch
 from amp_core.cli import compose
 from amp_core.run.environment import Job, environment
 from amp_core.run.loop import Loop
@@ -105,7 +105,7 @@ def steps(recipe: str, mode: str, device: torch.device, num: int = 3) -> int:
     done = []
     with environment(job) as env, (fake_gpu if on_fake_gpu else meta_device)() as gpu, contextlib.ExitStack() as stubs:
 
-        def windows(loop: Loop, count: Any = None) -> Iterator[list[Micro]]:
+        def windows(loop: Loop, count: Any = None) -> Iterator[list[MicroBatch]]:
             loop._count = count
             with _disable_current_modes():
                 env.device = torch.device("cpu")

@@ -23,7 +23,7 @@ from torch import nn
 
 import recipes
 from amp_core import Amp
-from amp_core.doctor.trace import Place
+from amp_core.doctor.trace import Location
 from amp_tools import advise as advising
 from amp_tools import profile as profiles
 from amp_tools.advise import FINDERS, Report, advise, advise_run, examine, try_out, waits
@@ -289,7 +289,7 @@ def test_hints_of_settings_are_given_once_and_fp32_gets_none():
 
 # --- profiles by hand -------------------------------------------------------------------------------------------------
 
-LAYER = Place("fc", "Linear", "net.py:1", "return self.fc(x)")
+LAYER = Location("fc", "Linear", "net.py:1", "return self.fc(x)")
 
 
 def product(rows, inner, columns, seconds, dtype="bfloat16", device="cpu", place=LAYER):
@@ -400,7 +400,7 @@ def test_more_workers_than_cores_are_not_advised():
 
 
 def test_on_a_gpu_kernels_count_and_copies_that_block_are_waits():
-    place = Place(None, "", "train.py:7", "x = x.cpu()")
+    place = Location(None, "", "train.py:7", "x = x.cpu()")
     copies = [
         Op("aten::_to_copy", place, inputs=[Operand((8, 8), "float32", a)], outputs=[Operand((8, 8), "float32", b)])
         for a, b in (("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda"))

@@ -494,7 +494,7 @@ def test_other_programs_read_the_files(tmp_path: Path) -> None:
     assert not differing({k: v.data for k, v in net.items()}, read(folder)["model"])
     # The other way round, byte for byte, for a file of the same order.
     save_file({"model.w": torch.ones(3, 2)}, tmp_path / "theirs", metadata={"format": "pt"})
-    entry = pieces.Entry((("model", "w"),), torch.float32, (3, 2), 0, (pieces.Piece(0, 3, "x"),))
+    entry = pieces.Entry((("model", "w"),), torch.float32, (3, 2), 0, (pieces.Shard(0, 3, "x"),))
     assert (tmp_path / "theirs").read_bytes().startswith(pieces.head([(entry, entry.pieces[0])]))
 
 
@@ -711,7 +711,7 @@ def cut_by_columns(folder: Path) -> None:
     weight = torch.arange(12.0).view(3, 4)
     halves = [weight[:, :1], weight[:, 1:]]
     places = (("model", "w"),)
-    rows = [pieces.Piece(0, 1, "parts_00000.safetensors"), pieces.Piece(1, 4, "parts_00001.safetensors")]
+    rows = [pieces.Shard(0, 1, "parts_00000.safetensors"), pieces.Shard(1, 4, "parts_00001.safetensors")]
     entry = pieces.Entry(places, torch.float32, (3, 4), 1, tuple(rows))
     state = {"model": {"w": None}, "scaler": {}, "progress": {"step": 1}, "config": {}, "format": 1, "sharded": 1}
     folder.mkdir(parents=True)

@@ -107,14 +107,14 @@ def batches(num: int = 7) -> Iterator[Tensor]:
 
 def train(build: Callable[[nn.Module], torch.optim.Optimizer], mode: Any = "fp16", clip: Any = None) -> Any:
     from amp_core import Amp
-    from amp_core.lowp.weights import trainable
+    from amp_core.lowp.weights import master_params
     from amp_core.step.ema import Ema
 
     fields = {"growth_interval": 2, "init_scale": 1024.0} if mode == "fp16" else {}
     net, amp = network(), Amp.named(mode, **fields)
     amp.prepare(net)
     amp.guard(net)
-    optimizer, ema = build(nn.ParameterList(trainable(net))), Ema(net, 0.9)
+    optimizer, ema = build(nn.ParameterList(master_params(net))), Ema(net, 0.9)
     seen = []
     for inputs in batches():
         with amp.autocast():
@@ -267,12 +267,12 @@ def loader() -> Any:
 
 
 def graph() -> Any:
-    from amp_core.memory.graph import obstacle
+    from amp_core.memory.graph import why_not_capturable
 
     layout = types.SimpleNamespace(name="single", shard_optimizer=False)
     env = types.SimpleNamespace(device=torch.device("cuda"), world_size=1, devices=[torch.device("cuda")])
     loop: Any = types.SimpleNamespace(env=env, cfg=types.SimpleNamespace(layout=layout), optimizers=[], schedules={})
-    return str(obstacle(loop))
+    return str(why_not_capturable(loop))
 
 
 def compiled() -> Any:

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 import amp_core.memory.graph
 import amp_core.run.loop
 import train
-from amp_core import Amp, Checkpoint, Clip, Ema, Micro, Schedule, sync_grads
+from amp_core import Amp, Checkpoint, Clip, Ema, MicroBatch, Schedule, sync_grads
 from amp_core.cli.compose import check_overrides, compose
 from amp_core.config.errors import RunError
-from amp_core.lowp.weights import trainable
-from amp_core.memory.graph import WholeStep, obstacle, unfit
+from amp_core.lowp.weights import master_params
+from amp_core.memory.graph import CudaGraphStep, unfit, why_not_capturable
 from amp_core.run.environment import Job
 from amp_core.run.launch import in_process
 from recipes import find
@@ -71,7 +71,7 @@ class Training:
         self.amp.prepare(self.net)
         self.wrapped = wrap(self.net)
         self.amp.guard(self.wrapped)
-        self.optimizer = torch.optim.AdamW(trainable(self.net), lr=1e-2, fused=True)
+        self.optimizer = torch.optim.AdamW(master_params(self.net), lr=1e-2, fused=True)
         schedule = Schedule(self.optimizer, lambda o, n: torch.optim.lr_scheduler.CosineAnnealingLR(o, n), 30)
         self.ema = Ema(self.wrapped, 0.9)
         generator = torch.Generator().manual_seed(1)
@@ -81,7 +81,7 @@ class Training:
         self.env, self.step = SimpleNamespace(seed_step=lambda step: torch.manual_seed(step)), 0
         self.extra: Any = lambda loss: loss
 
-    def train_step(self, window: list[Micro]) -> tuple[Any, Tensor]:
+    def train_step(self, window: list[MicroBatch]) -> tuple[Any, Tensor]:
         total = torch.zeros((), device=self.data.device)
         for micro in window:
             with sync_grads(self.wrapped, when=micro.is_last):
@@ -107,8 +107,8 @@ class Training:
             if self.step == 8:
                 batches = batches[:, :7]
             weights = [0.25, torch.full((), 0.25, device=batches.device), 0.25, 0.25]
-            window = [Micro(b, w, i == 3) for i, (b, w) in enumerate(zip(batches, weights, strict=True))]
-            with self.amp.share_casts(self.wrapped):
+            window = [MicroBatch(b, w, i == 3) for i, (b, w) in enumerate(zip(batches, weights, strict=True))]
+            with self.amp.cache_weight_casts(self.wrapped):
                 report, loss = run(self.train_step, window)
             rate = self.schedules["schedule"].last_rate()
             reported.append(torch.stack([report.taken.float(), report.grad_norm, loss, rate.to(loss.device)]).clone())
@@ -132,7 +132,7 @@ def test_a_played_step_is_the_step(mode, on_tape):
     """Twenty of them; one overflows, and one has another shape, which is computed between two that are played."""
     plain, recorded = Training(mode), Training(mode)
     expected = plain.run(computed)
-    assert not same_but(expected, recorded.run(WholeStep(recorded)))
+    assert not same_but(expected, recorded.run(CudaGraphStep(recorded)))
     assert on_tape == [20 - 3 - 1]
     assert expected["skipped"] == 1 and not expected["reported"][11, 0]
 
@@ -148,7 +148,7 @@ def test_what_python_keeps_is_not_played(on_tape):
             return loss * len(calls)
 
         training.extra = extra
-        return training.run(WholeStep(training) if run is None else run, 10), len(calls)
+        return training.run(CudaGraphStep(training) if run is None else run, 10), len(calls)
 
     (expected, num_calls), (found, num_recorded) = trained(computed), trained(None)
     assert num_calls == 40 and num_recorded == 4 * (3 + 1 + 1)  # warm-up, recording, the short window
@@ -170,7 +170,7 @@ def test_what_cannot_be_recorded_is_computed_and_said_once(kind, why, num_record
         training = Training("fp16")
         late = nn.Parameter(torch.ones(3))
         training.optimizer.param_groups[0]["params"].append(late)
-        whole = WholeStep(training) if run is None else run
+        whole = CudaGraphStep(training) if run is None else run
 
         def extra(loss):
             if kind == "reads back":
@@ -225,7 +225,7 @@ def no_cuda(monkeypatch):
 def test_a_capture_that_cuda_refuses_ends_the_run_and_names_the_operation(no_cuda):
     """By hand only the second error is seen, which names none; torch's allocator and generator stay in the capture."""
     training = Training("fp16")
-    whole = WholeStep(training)
+    whole = CudaGraphStep(training)
     training.extra = lambda loss: Capture.refuse() if whole.is_recording else loss
     with pytest.raises(RunError, match=r"not permitted when stream is capturing \(test_graph.py:\d+.*perf.graph=false"):
         training.run(whole, 12)
@@ -244,7 +244,7 @@ def test_what_a_step_raises_by_itself_is_passed_on(no_cuda):
 def test_a_state_that_is_loaded_is_recorded_anew(on_tape):
     """A loaded optimizer has its moments elsewhere. Without `forget` the old ones would go on."""
     plain, recorded = Training("bf16"), Training("bf16")
-    whole = WholeStep(recorded)
+    whole = CudaGraphStep(recorded)
     for training, run in ((plain, computed), (recorded, whole)):
         training.run(run, 6)
         training.optimizer.load_state_dict(training.optimizer.state_dict())
@@ -256,7 +256,7 @@ def test_a_state_that_is_loaded_is_recorded_anew(on_tape):
 def test_counts_that_a_computed_step_puts_elsewhere_are_recorded_anew(on_tape):
     """One step by torch's own `step`, for a hook; the next counts in new memory. The graph would go on in the old."""
     plain, recorded = Training("bf16"), Training("bf16")
-    whole = WholeStep(recorded)
+    whole = CudaGraphStep(recorded)
 
     def mixed(step, window):
         if recorded.step == 6:
@@ -298,7 +298,7 @@ def test_which_runs_cannot_be_a_graph(env, layout, why):
         optimizers=[],
         schedules={},
     )
-    found = obstacle(loop)
+    found = why_not_capturable(loop)
     assert found is None if why is None else why in (found or "")
 
 

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 
 from amp_core.run import heartbeat
-from amp_core.run.environment import meeting_seconds
+from amp_core.run.rendezvous import meeting_seconds
 
 PATIENCE = 1.0
 

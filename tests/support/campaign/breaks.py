@@ -102,7 +102,7 @@ def _read_without_digest(original: Callable[..., Any]) -> Callable[..., Any]:
     def stream(*args: Any) -> None:
         try:
             original(*args)
-        except pieces.Damaged as damaged:
+        except pieces.CorruptFile as damaged:
             if "SHA-256" not in str(damaged):
                 raise
 

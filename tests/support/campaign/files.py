@@ -328,7 +328,7 @@ def forge_shard(folder: Path, data: bytes) -> None:
         [{"places": place, "dtype": "U8", "shape": [len(data)], "dim": 0, "pieces": [[0, len(data), name]]}]
     )
     rest = max(1, len(data) - len(pieces.head(pieces.by_file(entries)[name])))
-    entries = [dataclasses.replace(entries[0], shape=(rest,), pieces=(pieces.Piece(0, rest, name),))]
+    entries = [dataclasses.replace(entries[0], shape=(rest,), pieces=(pieces.Shard(0, rest, name),))]
     data = data.ljust(pieces.size_of(pieces.by_file(entries)[name]), b"\0")
     whole = {"scaler": {}, "model": {"weight": None}, "progress": {"step": 1}, "config": {}, "format": 1, "sharded": 1}
     folder.mkdir(parents=True, exist_ok=True)

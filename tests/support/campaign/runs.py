@@ -19,7 +19,7 @@ import system_calls
 
 import train
 from amp_core.data import loading
-from amp_core.layouts.fsdp import gathered
+from amp_core.layouts.fsdp import gather_full_state
 from amp_core.run.environment import exit_code_of
 from amp_core.run.loop import Loop
 from amp_core.run.stop import SIGNALS, Stop
@@ -407,7 +407,7 @@ def _note_replicas(rank: int, *, folder: Path, poison: tuple[int, int] | None) -
         save(self, **how)
         digest = hashlib.sha256()
         for net in self.nets:
-            for value in gathered(dict(unwrap(net).named_parameters())).values():  # all parts, on every rank
+            for value in gather_full_state(dict(unwrap(net).named_parameters())).values():  # all parts, on every rank
                 digest.update(value.detach().float().contiguous().numpy().tobytes())
         facts = [self.step, int(self.amp.num_skipped), float(self.amp.scaler.scale), digest.hexdigest()]
         with open(folder.with_name(f"{folder.name}.{rank}.replicas"), "a") as file:
