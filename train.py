@@ -180,10 +180,10 @@ def _collect_again() -> None:
 def _launch(job: Any) -> Any:
     _collect_again()
     from amp_core.run.launch import launch
-    from recipes import find
+    from recipes import runner
 
     _add_to_path()
-    return launch(job, find(job.config["recipe"]["name"]).run, [sys.executable, "-m", "recipes"])
+    return launch(job, runner(job.config["recipe"]["name"]), [sys.executable, "-m", "recipes"])
 
 
 def _add_to_path() -> None:
@@ -194,7 +194,7 @@ def _add_to_path() -> None:
 
 def _under_torchrun(overrides: list[str]) -> int:
     from amp_core.run.launch import in_process, report_failure, share
-    from recipes import find
+    from recipes import runner
 
     job, refused = None, None
     if os.environ["RANK"] == "0":
@@ -211,7 +211,7 @@ def _under_torchrun(overrides: list[str]) -> int:
     if job is None:
         return 0
     _collect_again()
-    outcome = in_process(job, find(job.config["recipe"]["name"]).run)
+    outcome = in_process(job, runner(job.config["recipe"]["name"]))
     if outcome.exit_code == 1:
         report_failure(outcome.error or "")
     elif outcome.error and os.environ["RANK"] == "0":

@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from torch import nn
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.trace import Location
 from amp_core.lowp.float8 import MULTIPLE
+from amp_core.run.replay import rerun_step, restore, snapshot
 from amp_core.step.amp import Amp
 from amp_tools.profile import (
     HALF,
@@ -553,7 +555,7 @@ def _fused_bytes(chain: list[Op]) -> int:
     return sum(read.values()) + sum(each.num_bytes for each in chain[-1].outputs)
 
 
-# --- courses ------------------------------------------------------------------------------------------------------
+# --- drivers ------------------------------------------------------------------------------------------------------
 
 
 def advise(
@@ -577,42 +579,44 @@ def advise(
     """
     doctor = Doctor(amp, nets)
     timed = time_windows(contextlib.nullcontext, amp, num_windows)
-    course = measure(doctor, optimizers, contextlib.nullcontext, lambda: None, num_windows, timed)
+    steps = measure(doctor, optimizers, contextlib.nullcontext, lambda: None, num_windows, timed)
     try:
         while True:
-            next(course)
+            next(steps)
             step()
     except StopIteration as done:
         return examine(what, done.value)
 
 
 def advise_run(loop: Loop, num_windows: int, found: list[Profile]) -> Generator[Any, None, None]:
-    """A course (`env.course`) that measures a recipe from where it stands. Appends to `found`."""
+    """A driver (`env.driver`) that measures a recipe from where it stands. Appends to `found`."""
     from amp_core.doctor.watch import doctor_of  # which needs the run's log, as plain loops do not
 
     doctor, cfg = doctor_of(loop), loop.cfg
-    yield from time_windows(loop.rerun_step, loop.amp, NUM_WARM_UPS)
+    yield from time_windows(partial(rerun_step, loop), loop.amp, NUM_WARM_UPS)
     began = time.perf_counter()
-    snapshot = loop.snapshot()
+    saved = snapshot(loop)
     saving = time.perf_counter() - began
     timed = time_with_loader(loop, num_windows)
-    p = yield from measure(doctor, loop.optimizers, loop.rerun_step, lambda: loop.restore(snapshot), num_windows, timed)
+    p = yield from measure(
+        doctor, loop.optimizers, partial(rerun_step, loop), lambda: restore(loop, saved), num_windows, timed
+    )
     p.num_workers, p.batch_size = cfg.data.num_workers, cfg.batch_size
     p.accumulation, p.channels_last = loop.accumulation, cfg.perf.channels_last
-    with loop.loading(num_workers=0) as windows:
+    with loop.feed.loading(loop.samples, num_workers=0) as windows:
         p.loading = statistics.median([seconds_of(lambda: next(windows)) for _ in range(4)][1:])
     # The forward pass is about a third of a step, and needs no more than that for a sample of the evaluation.
-    evaluating = len(loop.data.eval) / loop.samples_per_step * p.compute / 3
+    evaluating = len(loop.data.eval) / loop.feed.samples_per_step * p.compute / 3
     p.cadences = {"eval_every": (cfg.eval_every, evaluating), "save_every": (cfg.save_every, saving)}
     found.append(p)
 
 
 def time_run(loop: Loop, num_windows: int, found: list[tuple[float, float]]) -> Generator[Any, None, None]:
-    """A course that only measures steps, for a comparison.
+    """A driver that only measures steps, for a comparison.
 
     Appends to `found` the seconds that a step computes, and those that it takes with the wait for its data. Medians.
     """
-    yield from time_windows(loop.rerun_step, loop.amp, NUM_WARM_UPS)
+    yield from time_windows(partial(rerun_step, loop), loop.amp, NUM_WARM_UPS)
     steps, loads = yield from time_with_loader(loop, num_windows)
     whole = [step + load for step, load in zip(steps, loads, strict=True)]
     found.append((statistics.median(steps), statistics.median(whole)))

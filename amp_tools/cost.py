@@ -1,6 +1,6 @@
 """What the doctor costs: steps with and without it take turns in one run of a recipe.
 
-A course for `Environment.course`. The ways take turns step by step and go through the same windows, so that what else
+A driver for `Environment.driver`. The ways take turns step by step and go through the same windows, so that what else
 the machine does falls on all of them alike.
 """
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_core.doctor.watch import Watch
+from amp_core.run.replay import window_of
 
 if TYPE_CHECKING:
     from amp_core.run.loop import Loop
@@ -36,8 +37,8 @@ class Cost:
 
     def __call__(self, loop: Loop, count: Any) -> Generator[Any, None, None]:
         device = loop.env.device
-        windows = [loop.window_of(loop.step + 1 + i) for i in range(_WINDOWS)]
-        watch, sampled = Watch(loop), loop.statistics
+        windows = [window_of(loop, loop.step + 1 + i) for i in range(_WINDOWS)]
+        watch, sampled = Watch(loop), loop.measurement
         ways: dict[str, tuple[Watch | None, Any]] = {
             "off": (None, None),
             "off, again": (None, None),
@@ -48,14 +49,14 @@ class Cost:
         for turn in range(self.num_steps):
             names = list(ways)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                loop.watch, loop.statistics = ways[name]
+                loop.monitor, loop.measurement = ways[name]
                 began = _now(device)
                 with loop.step_of(windows[turn % _WINDOWS]), loop.sampling():
                     yield windows[turn % _WINDOWS]
-                if loop.watch is not None and turn % _LINE == 0:
-                    torch.stack(list(loop.watch.facts().values())).tolist()
+                if loop.monitor is not None and turn % _LINE == 0:
+                    torch.stack(list(loop.monitor.facts().values())).tolist()
                 self.seconds[name].append(_now(device) - began)
-        loop.watch, loop.statistics = None, None
+        loop.monitor, loop.measurement = None, None
 
     def ratio(self, way: str) -> float:
         """Median step time against that without a doctor."""

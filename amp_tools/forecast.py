@@ -37,6 +37,7 @@ from amp_core.doctor.statistics import KINDS, LOST
 from amp_core.doctor.trace import _UNWRITTEN, HALF, Location, Trace, _is_view, _key, _last_node, _tensors, current_node
 from amp_core.doctor.watch import doctor_of
 from amp_core.memory.recompute import recomputed
+from amp_core.run.replay import replay, rerun_step, restore, snapshot
 
 if TYPE_CHECKING:
     from amp_core.run.loop import Loop
@@ -442,7 +443,7 @@ def _wrapped(head: str, text: str, width: int = 118) -> list[str]:
     return [*lines, line.rstrip()]
 
 
-# --- the course -------------------------------------------------------------------------------------------------------
+# --- the driver -------------------------------------------------------------------------------------------------------
 
 
 class _Tally:
@@ -471,8 +472,8 @@ class _Tally:
                 self.largest_gradient = max(self.largest_gradient, look.numbers.amax)
 
 
-def forecast_course(loop: Loop, num_windows: int, found: list[Forecast]) -> Windows:
-    """A course through the next windows of a run in bf16. Appends to `found`.
+def forecast_windows(loop: Loop, num_windows: int, found: list[Forecast]) -> Windows:
+    """A driver through the next windows of a run in bf16. Appends to `found`.
 
     Each window is looked at with the weights that the ones before it have left. Everything is computed several times:
     to look, with each new set of islands, and with the small numbers missing.
@@ -482,7 +483,7 @@ def forecast_course(loop: Loop, num_windows: int, found: list[Forecast]) -> Wind
     """
     if loop.amp.dtype is not torch.bfloat16 or loop.amp.weights:
         raise ConfigError(f"amp={loop.cfg.amp.name}: a forecast looks at numbers in autocast to bfloat16; use amp=bf16")
-    doctor, start, first = doctor_of(loop), loop.snapshot(), loop.step + 1
+    doctor, start, first = doctor_of(loop), snapshot(loop), loop.step + 1
     kept = doctor.island_names()
     plain, islands, outside = _Tally(), list[str](), list[str]()
 
@@ -514,21 +515,21 @@ def forecast_course(loop: Loop, num_windows: int, found: list[Forecast]) -> Wind
 
     for _ in range(num_windows):
         yield from treat(loop.step + 1)
-        with loop.rerun_step() as window:
+        with rerun_step(loop) as window:
             yield window
     reference = _Tally() if islands else plain
     with doctor._islands(islands):
         if islands:
-            loop.restore(start)
+            restore(loop, start)
             for _ in range(num_windows):
                 yield from _train(loop, doctor, reference)
         largest, scale = _scales(reference.largest_gradient)
         imitations = {one: _Tally() for one in (1.0, scale)}
         for one, tally in imitations.items():
-            loop.restore(start)
+            restore(loop, start)
             for _ in range(num_windows):
                 yield from _train(loop, doctor, tally, imitate=one)
-    loop.restore(start)
+    restore(loop, start)
     order = list(doctor.names.values())
     rows = sorted(plain.rows.values(), key=lambda row: (_rank(row.module, order), KINDS.index(row.kind)))
     operations = list(plain.operations.values())
@@ -564,13 +565,13 @@ def _train(loop: Loop, doctor: Doctor, tally: _Tally, *, imitate: float | None =
     """Take the next step, and count."""
     census = Census(doctor.names, imitate=imitate)
     # What the optimizer computes is fp32, and no business of the census.
-    with loop.rerun_step() as window, census.counting(loop.amp):
+    with rerun_step(loop) as window, census.counting(loop.amp):
         yield window
     tally.add(census)
 
 
 def _look_at(loop: Loop, doctor: Doctor, step: int) -> Generator[Any, None, Census]:
-    with loop.replay(step) as (rehearsal, window):
+    with replay(loop, step) as (rehearsal, window):
         census = Census(doctor.names)
         rehearsal.watcher = census
         with census.counting(loop.amp):
@@ -671,26 +672,26 @@ class Check:
         )
 
 
-def check_course(loop: Loop, told: Forecast, found: list[Check]) -> Windows:
-    """A course through the windows of a forecast in fp16. Appends to `found`.
+def check_windows(loop: Loop, told: Forecast, found: list[Check]) -> Windows:
+    """A driver through the windows of a forecast in fp16. Appends to `found`.
 
     Islands that are needed are those that the doctor finds, by breaking operation after breaking operation, until the
     window is finite at a loss scale of 1. With them follow the largest scale and the zeros.
     """
-    doctor, start = doctor_of(loop), loop.snapshot()
+    doctor, start = doctor_of(loop), snapshot(loop)
     needed, scales, tally = list[str](), list[float](), _Tally()
     with ExitStack() as islands:
         for _ in told.windows:
             with loop.amp.scaler.held_at(1.0):
                 for _ in range(_MOST_ROUNDS):
-                    diagnosis = yield from doctor.diagnose(lambda step=loop.step + 1: loop.replay(step))
+                    diagnosis = yield from doctor.diagnose(lambda step=loop.step + 1: replay(loop, step))
                     if diagnosis is None or not diagnosis.islands or diagnosis.cause == "position collision":
                         break
                     needed += islands.enter_context(doctor._islands(diagnosis.islands))
-                with loop.rerun_step() as window:
+                with rerun_step(loop) as window:
                     yield window
         # Once more, with what later windows needed from the start, as the forecast has it.
-        loop.restore(start)
+        restore(loop, start)
         for _ in told.windows:
             scales.append((yield from _largest_finite(loop, loop.step + 1)))
             with loop.amp.scaler.held_at(told.init_scale):
@@ -709,7 +710,7 @@ def _largest_finite(loop: Loop, step: int) -> Generator[Any, None, float]:
     low, high = -1, round(math.log2(MOST_SCALE)) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        with loop.amp.scaler.held_at(2.0**middle), loop.replay(step) as (rehearsal, window):
+        with loop.amp.scaler.held_at(2.0**middle), replay(loop, step) as (rehearsal, window):
             yield window
         if rehearsal.is_finite:
             low = middle

@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from amp_core.doctor.locate import Doctor
 from amp_core.doctor.trace import Location, Trace, _is_view, _key, _tensors, current_node, named_tensors
 from amp_core.lowp.float8 import float8_is_emulated
 from amp_core.lowp.lint import find_unsafe
+from amp_core.run.replay import rerun_step
 from amp_core.step.amp import Amp
 from amp_core.torch_private import cpu_has
 
@@ -458,7 +460,9 @@ def time_with_loader(loop: Loop, num_windows: int) -> Generator[Any, None, Times
     """The same with the data as training loads them."""
     device = loop.amp.device
     steps, loads = [], []
-    with loop.loading() as windows:
+    with loop.feed.loading(
+        loop.samples,
+    ) as windows:
         for number in range(NUM_WARM_UPS + num_windows):
             if number == NUM_WARM_UPS:
                 _wait_for(device)
@@ -466,7 +470,7 @@ def time_with_loader(loop: Loop, num_windows: int) -> Generator[Any, None, Times
             began = time.perf_counter()
             window = next(windows)
             loaded = time.perf_counter()
-            with loop.rerun_step(window):
+            with rerun_step(loop, window):
                 yield window
             if number >= NUM_WARM_UPS:
                 loads.append(loaded - began)
@@ -476,7 +480,7 @@ def time_with_loader(loop: Loop, num_windows: int) -> Generator[Any, None, Times
     if device.type != "cuda":
         return steps, loads
     # The host is ahead of a GPU: it waits for data when computing alone is faster than the whole.
-    steps, _ = yield from time_windows(loop.rerun_step, loop.amp, num_windows)
+    steps, _ = yield from time_windows(partial(rerun_step, loop), loop.amp, num_windows)
     return steps, [max(total / num_windows - statistics.median(steps), 0.0)] * num_windows
 
 

@@ -27,8 +27,8 @@ _OF_MANY_RANKS += ("layout.compress", "layout.shard_optimizer")
 """Left out: one process looks at a recipe."""
 
 
-def visit(overrides: list[str], course: Any) -> int:
-    """Build a recipe and let `course(loop, count)` yield the windows that it computes. Returns an exit code."""
+def visit(overrides: list[str], driver: Any) -> int:
+    """Build a recipe and let `driver(loop, count)` yield the windows that it computes. Returns an exit code."""
     from amp_core.run.environment import Job
     from amp_core.run.launch import in_process
     from recipes import find
@@ -38,7 +38,7 @@ def visit(overrides: list[str], course: Any) -> int:
     run = find(values["recipe"]["name"]).run
 
     def visited(cfg: Any, env: Any) -> Any:
-        env.course = course
+        env.driver = driver
         return run(cfg, env)
 
     outcome = in_process(Job(values, None, overrides, sys.argv, notes), visited)
@@ -68,7 +68,7 @@ def locate(args: argparse.Namespace) -> int:
 def forecast(args: argparse.Namespace) -> int:
     """Say what fp16 is going to do to a run, from a few windows of it in bf16."""
     from amp_core.run.lines import write_json
-    from amp_tools.forecast import Check, Forecast, check_course, draw, forecast_course
+    from amp_tools.forecast import Check, Forecast, check_windows, draw, forecast_windows
 
     if args.windows < 1:
         raise ConfigError(f"--windows {args.windows}: expected at least 1")
@@ -77,14 +77,14 @@ def forecast(args: argparse.Namespace) -> int:
     rest = [o for o in args.overrides if not o.lstrip("+~").startswith(("amp=", "amp.")) or o.startswith(of_any_mode)]
     told: list[Forecast] = []
     checks: list[Check] = []
-    code = visit([*rest, "amp=bf16"], lambda loop, count: forecast_course(loop, args.windows, told))
+    code = visit([*rest, "amp=bf16"], lambda loop, count: forecast_windows(loop, args.windows, told))
     if code or not told:
         return code
     print(told[0])
     if args.picture:
         draw(told[0], args.picture)
     if args.check:
-        code = visit([*rest, "amp=fp16"], lambda loop, count: check_course(loop, told[0], checks))
+        code = visit([*rest, "amp=fp16"], lambda loop, count: check_windows(loop, told[0], checks))
         print("", *checks, sep="\n")
     if args.json:
         write_json(args.json, told[0].to_dict() | ({"check": checks[0].to_dict()} if checks else {}))

@@ -197,7 +197,7 @@ def _graphs(device: str) -> Any:
     sys.path[:0] = [str(ROOT / "tests" / name) for name in ("support", "unit", "recipes", "runs")]
     if device == "cpu":
         tape = importlib.import_module("tape")
-        amp_core.memory.graph.record_on_cuda, amp_core.memory.graph.noted_waits = tape.record, tape.noted_waits
+        amp_core.memory.graph.capture_on_cuda, amp_core.memory.graph.noted_waits = tape.record, tape.noted_waits
     return importlib.import_module("test_graph")
 
 

@@ -30,9 +30,9 @@ from amp_core.doctor.diagnosis import (
     location_of,
 )
 from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
-from amp_core.layouts.fsdp import gathers_16bit
 from amp_core.layouts.stages import Stages
-from amp_core.lowp.islands import as_islands, island_names
+from amp_core.lowp.islands import as_islands, island_names, named_modules
+from amp_core.run.islands import can_make_islands
 from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
 from amp_core.tensors import unwrap
@@ -74,11 +74,7 @@ class Doctor:
     ) -> None:
         self.amp = amp
         self.nets = [(name, unwrap(net)) for name, net in ([("", nets)] if isinstance(nets, nn.Module) else nets)]
-        self.names: dict[nn.Module, str] = {}
-        """Of all modules; the first one counts where a module has several."""
-        for prefix, net in self.nets:
-            for name, module in net.named_modules():
-                self.names.setdefault(module, ".".join(filter(None, [prefix, name])))
+        self.names = named_modules(self.nets)
         self.rank = rank
         self.agree: Agree = agree or (lambda value: [value])
 
@@ -106,10 +102,10 @@ class Doctor:
                     with torch.no_grad():
                         buffer.copy_(kept)
 
-        course = self.diagnose(replay)
+        search = self.diagnose(replay)
         try:
             while True:
-                next(course)
+                next(search)
                 step()
         except StopIteration as done:
             return done.value
@@ -306,10 +302,8 @@ class Doctor:
 
     @property
     def can_make_islands(self) -> bool:
-        """Islands need autocast, and weights in fp32: also where these are gathered from other ranks."""
-        autocasts = self.amp.dtype in (torch.float16, torch.bfloat16)
-        in_16bit = self.amp.weights or self.amp.config.float8 or any(gathers_16bit(net) for _, net in self.nets)
-        return autocasts and not in_16bit
+        """Whether modules can be put into fp32."""
+        return can_make_islands(self.amp, self.nets)
 
     def _smallest_islands(self, replay: Replay, culprit: str | None) -> Generator[Any, None, list[str]]:
         """A smallest set of modules whose computing in fp32 makes the window finite; [] when there is none.

@@ -19,7 +19,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,8 @@ from torch import Tensor, nn
 from amp_core.doctor.watch import doctor_of
 from amp_core.lowp.weights import master_params
 from amp_core.memory.recompute import recomputed
-
-if TYPE_CHECKING:
-    from amp_core.run.log import Log
-    from amp_core.run.loop import Loop
+from amp_core.run.log import Log
+from amp_core.run.loop import Loop
 
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients")
 LOST = 2.0**-25

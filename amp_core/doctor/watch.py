@@ -18,8 +18,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Generator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,12 +27,13 @@ from torch import Tensor
 from amp_core.config.errors import ConfigError
 from amp_core.doctor.diagnosis import Diagnosis
 from amp_core.doctor.locate import Doctor
+from amp_core.run.islands import make_islands
 from amp_core.run.lines import write_json
+from amp_core.run.loop import Loop
+from amp_core.run.monitor import Symptoms
+from amp_core.run.replay import indices_of, replay, rerun_step, restore, snapshot
 from amp_core.step.report import StepReport
 from amp_core.step.window import MicroBatch
-
-if TYPE_CHECKING:
-    from amp_core.run.loop import Loop
 
 logger = logging.getLogger("amp_recipes")
 
@@ -41,20 +41,6 @@ _NEVER = 2**52  # a float64 still holds it exactly
 _SMALL = 2**30
 """Bytes of state that are kept in host memory until there is a checkpoint."""
 Windows = Generator[list[MicroBatch], None, Any]
-
-
-@dataclass(frozen=True)
-class Symptoms:
-    """What a log line says about the steps since the last one. All ranks have the same."""
-
-    step: int
-    """At which they were read."""
-    skipped: int
-    """Steps skipped since the last reading."""
-    streak: int
-    scale: float
-    first_skip: int | None
-    first_bad_loss: int | None
 
 
 class Watch:
@@ -83,7 +69,7 @@ class Watch:
         """Remember where the run starts from, if that is small, for as long as there is no checkpoint."""
         weights = [p for net in self.loop.nets for p in net.parameters()]
         if sum(p.numel() * p.element_size() for p in weights) < _SMALL:
-            self._origin, self._origin_step = self.loop.snapshot(), self.loop.step
+            self._origin, self._origin_step = snapshot(self.loop), self.loop.step
         self._seen = int(self.loop.amp.num_skipped)
 
     def note(self, of: str, report: StepReport, loss: Tensor | None) -> None:
@@ -164,7 +150,7 @@ class Watch:
         return diagnosis
 
     def _diagnose(self, step: int) -> Generator[Any, None, Diagnosis | None]:
-        return (yield from self.doctor.diagnose(lambda: self.loop.replay(step)))
+        return (yield from self.doctor.diagnose(lambda: replay(self.loop, step)))
 
     def _start_before(self, step: int) -> tuple[int, Any] | None:
         checkpoint = self.loop.checkpoint.newest_before(step)
@@ -174,20 +160,20 @@ class Watch:
 
     def _from_checkpoint(self, start: tuple[int, Any], step: int) -> Generator[Any, None, Diagnosis | None]:
         loop = self.loop
-        present = loop.snapshot()
+        present = snapshot(loop)
         logger.info("the doctor trains steps %d to %d again", start[0] + 1, step - 1)
         try:
-            loop.restore(start[1])
+            restore(loop, start[1])
             while loop.step < step - 1:
-                with loop.rerun_step() as window:
+                with rerun_step(loop) as window:
                     yield window
             return (yield from self._diagnose(step))
         finally:
-            loop.restore(present)
+            restore(loop, present)
 
     def _heal(self, diagnosis: Diagnosis, step: int, streak: int) -> Windows:
         loop, policy = self.loop, self.loop.amp.scaler.policy
-        loop.make_islands(diagnosis.islands)
+        make_islands(loop, diagnosis.islands)
         diagnosis.healed = True
         if policy is None or not policy.dynamic or not streak:
             return
@@ -196,7 +182,7 @@ class Watch:
         wanted = min(scale * policy.backoff_factor ** -min(streak, 126), policy.max_scale)
         while wanted > scale:
             loop.amp.scaler.set(wanted)
-            with loop.replay(step) as (rehearsal, window):
+            with replay(loop, step) as (rehearsal, window):
                 yield window
             if all(self.doctor.agree(rehearsal.is_finite)):
                 return
@@ -231,7 +217,7 @@ def _same(a: Diagnosis, b: Diagnosis) -> bool:
 
 def add_samples(loop: Loop, diagnosis: Diagnosis, step: int) -> None:
     """From rows of a micro-batch to indices of the data set."""
-    batches = loop.indices_of(step, diagnosis.rank)
+    batches = indices_of(loop, step, diagnosis.rank)
     diagnosis.window = [index for batch in batches for index in batch]
     rows, diagnosis.samples = diagnosis.samples, []
     # An entry of the window is called batch[micro-batch][...]; of an operation it is not known whose rows it has.
@@ -243,13 +229,13 @@ def add_samples(loop: Loop, diagnosis: Diagnosis, step: int) -> None:
 
 
 def diagnose_step(loop: Loop, step: int, found: list[Diagnosis | None]) -> Windows:
-    """A course that examines one step of a run, trained again from where the run was resumed. Fills `found`."""
+    """A driver (`env.driver`) that trains again up to a step of a run and examines it. Fills `found`."""
     if step <= loop.step:
         raise ConfigError(f"--step {step}: the checkpoint is at step {loop.step}; expected a later step")
     while loop.step < step - 1:
-        with loop.rerun_step() as window:
+        with rerun_step(loop) as window:
             yield window
-    diagnosis = yield from doctor_of(loop).diagnose(lambda: loop.replay(step))
+    diagnosis = yield from doctor_of(loop).diagnose(lambda: replay(loop, step))
     if diagnosis is not None:
         diagnosis.step, diagnosis.weights = step, "the weights of the step"
         add_samples(loop, diagnosis, step)

@@ -32,6 +32,8 @@ from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from amp_core.tensors import unwrap
+
 Target = TypeVar("Target")
 Pattern = str | type[nn.Module]
 P = ParamSpec("P")
@@ -93,6 +95,19 @@ def keep_fp32(target: Target, patterns: Pattern | Iterable[Pattern] = "") -> Tar
 def island_names(model: nn.Module) -> list[str]:
     """The names of the modules in `model` that are islands, as in `named_modules()`; "" is the model itself."""
     return [name for name, module in model.named_modules() if _is_island(type(module))]
+
+
+def named_modules(nets: Iterable[tuple[str, nn.Module]]) -> dict[nn.Module, str]:
+    """All modules of networks and their names, the first one where a module has several.
+
+    Args:
+        nets: networks, wrapped or not, each with what stands before the names of its modules, or "".
+    """
+    names: dict[nn.Module, str] = {}
+    for prefix, net in nets:
+        for name, module in unwrap(net).named_modules():
+            names.setdefault(module, ".".join(filter(None, [prefix, name])))
+    return names
 
 
 @contextlib.contextmanager

@@ -31,22 +31,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import is_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_core.config.errors import RunError
 from amp_core.config.rules import SHARDED
+from amp_core.config.schema import LayoutConfig
 from amp_core.memory.sync_debug import noted_waits
+from amp_core.step.amp import Amp
 from amp_core.step.fused import counts_of
 from amp_core.step.report import can_skip_on_device
+from amp_core.step.schedule import Schedule
 from amp_core.step.window import MicroBatch
 from amp_core.torch_private import find
-
-if TYPE_CHECKING:
-    from amp_core.run.loop import Loop
 
 _pytree = find("torch.utils._pytree")
 logger = logging.getLogger("amp_recipes")
@@ -59,25 +59,31 @@ NUM_WARM_UPS_DDP = 11
 """DistributedDataParallel measures its first ten steps with events, which cannot be recorded."""
 
 
-def why_not_capturable(loop: Loop) -> str | None:
-    """Why the steps of a run cannot be a graph, as far as it can be told before one, or None."""
-    env, layout = loop.env, loop.cfg.layout
-    if env.device.type != "cuda":
-        return f"CUDA graphs are for GPUs, this is a {env.device.type}"
+def why_not_capturable(
+    devices: Sequence[torch.device],
+    layout: LayoutConfig,
+    world_size: int,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> str | None:
+    """Why the steps of a run cannot be a graph, as far as it can be told before one, or None.
+
+    Args:
+        devices: of this process.
+        layout: over processes and devices.
+        world_size: number of ranks.
+        optimizers: all that a step steps.
+    """
+    if devices[0].type != "cuda":
+        return f"CUDA graphs are for GPUs, this is a {devices[0].type}"
     if _pytree is None:
         return "this torch has no torch.utils._pytree"
-    if layout.name in SHARDED and env.world_size > 1:
+    if layout.name in SHARDED and world_size > 1:
         return f"layout={layout.name} gathers and frees weights from Python"
-    if len(env.devices) > 1:
+    if len(devices) > 1:
         return f"layout={layout.name} computes on several devices from threads"
-    if layout.shard_optimizer and env.world_size > 1:
-        return "layout.shard_optimizer cuts weights anew in each step"
-    return unfit(_optimizers(loop))
-
-
-def _optimizers(loop: Loop) -> list[torch.optim.Optimizer]:
-    """Also those whose state is saved as a part of something else."""
-    return list(dict.fromkeys([*loop.optimizers, *(schedule.optimizer for schedule in loop.schedules.values())]))
+    if layout.shard_optimizer and world_size > 1:
+        return "layout.shard_optimizer shards weights anew in each step"
+    return unfit(optimizers)
 
 
 def unfit(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
@@ -89,19 +95,30 @@ def unfit(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
 
 
 class CudaGraphStep:
-    """Records the step of a run and plays it.
+    """Captures the step of a run and replays it; `why_not_capturable` is None.
 
     Args:
-        loop: whose steps they are; `why_not_capturable` is None.
+        nets: wrapped or not.
+        optimizers: those that are parts of the run. Optimizers that only a schedule knows are stepped, too.
+        schedules: which a step moves.
+        amp: whose window is left when a capture fails.
+        reseed: sets the random numbers of the present step.
     """
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-        self._optimizers = _optimizers(loop)
-        replicated = any(isinstance(net, DistributedDataParallel) for net in loop.nets)
+    def __init__(
+        self,
+        nets: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedules: Sequence[Schedule],
+        amp: Amp,
+        reseed: Callable[[], None],
+    ) -> None:
+        self._nets, self._owned, self._schedules, self._amp, self._reseed = nets, optimizers, schedules, amp, reseed
+        self._optimizers = list(dict.fromkeys([*optimizers, *(schedule.optimizer for schedule in schedules)]))
+        replicated = any(isinstance(net, DistributedDataParallel) for net in nets)
         self._num_warm_ups = NUM_WARM_UPS_DDP if replicated else NUM_WARM_UPS
         self._refused: str | None = None
-        self.is_recording = False
+        self.is_capturing = False
         for optimizer in self._optimizers:
             # Moments that were loaded lie elsewhere than those in the graph.
             optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
@@ -156,44 +173,43 @@ class CudaGraphStep:
         assert self._play is not None
         self._play()
         # The one thing that Python remembers of a step.
-        for schedule, moved in zip(self._loop.schedules.values(), self._moved, strict=True):
+        for schedule, moved in zip(self._schedules, self._moved, strict=True):
             schedule.moved = moved
         return self._returned
 
     def _try(self, step: Step, window: list[MicroBatch], tensors: list[Tensor]) -> str | None:
         """Record; or what is in the way."""
-        loop = self._loop
         self._static = [tensor.clone() for tensor in tensors]
         fixed = _join(window, self._static)
         before, put_back = self._addresses(), self._places()
         torch.clear_autocast_cache()  # a copy of a weight made outside would be a constant inside
-        self.is_recording = True
+        self.is_capturing = True
         try:
             with _capturable(self._optimizers):
-                self._returned, self._play = record_on_cuda(lambda: step(fixed))
+                self._returned, self._play = capture_on_cuda(lambda: step(fixed))
         except RuntimeError as problem:
             put_back()
             return _told(problem)
         finally:
-            self.is_recording = False
+            self.is_capturing = False
             torch.clear_autocast_cache()
         changed = [name for name, address in self._addresses().items() if before.get(name) != address]
         if changed:
             put_back()
             return f"a step puts another tensor into the place of {changed[0]}"
-        self._moved = [schedule.moved for schedule in loop.schedules.values()]
+        self._moved = [schedule.moved for schedule in self._schedules]
         self._counts = list(map(counts_of, self._optimizers))
-        logger.info("step %d: recorded, and played from here on (perf.graph)", loop.step + 1)
+        logger.info("perf.graph: step captured, and replayed from here on")
         return None
 
     def _addresses(self) -> dict[str, int]:
         """Where the state of a run lies."""
         found: dict[str, int] = {}
-        for i, net in enumerate(self._loop.nets):
+        for i, net in enumerate(self._nets):
             for kind, named in (("weight", net.named_parameters()), ("buffer", net.named_buffers())):
                 found |= {f"the {kind} {name} of network {i}": tensor.data_ptr() for name, tensor in named}
         # Of those that are no part of the run the state is a part of something else, which may gather it in each step.
-        for i, optimizer in enumerate(self._loop.optimizers):
+        for i, optimizer in enumerate(self._owned):
             for j, state in enumerate(optimizer.state.values()):
                 values = {name: value for name, value in state.items() if isinstance(value, Tensor)}
                 found |= {f"{name} of weight {j} in optimizer {i}": value.data_ptr() for name, value in values.items()}
@@ -201,7 +217,7 @@ class CudaGraphStep:
 
     def _places(self) -> Callable[[], None]:
         """A function that puts the state of the run back into its places: what a recording put there has no numbers."""
-        modules = [module for net in self._loop.nets for module in net.modules()]
+        modules = [module for net in self._nets for module in net.modules()]
         tables: list[Any] = [table for module in modules for table in vars(module).values() if isinstance(table, dict)]
         for optimizer in self._optimizers:
             tables += [optimizer.state, *optimizer.state.values()]
@@ -219,16 +235,16 @@ class CudaGraphStep:
         self._refuse(problem)
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
-        self._loop.amp.forget_window()
-        self._loop.env.seed_step(self._loop.step + 1)
+        self._amp.forget_window()
+        self._reseed()
 
     def _refuse(self, problem: str) -> None:
         self.forget()
         self._refused = problem
-        logger.warning("perf.graph=true: the steps cannot be recorded and are computed as ever: %s", problem)
+        logger.warning("perf.graph=true: the step cannot be captured, running eagerly instead: %s", problem)
 
 
-def record_on_cuda(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+def capture_on_cuda(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
     """Record what `call` does as one CUDA graph, without doing it.
 
     On the present stream, which is not the default one (`Environment` sees to it): nodes of autograd remember the

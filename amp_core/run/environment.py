@@ -31,6 +31,7 @@ from amp_core.config.schema import Config
 from amp_core.lowp.fp16_convolutions import in_use, kept_convolutions, note
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.machine import describe_cpu, describe_device, describe_versions
+from amp_core.run.monitor import Measurement, Monitor
 from amp_core.run.rendezvous import launched, worker_store
 from amp_core.run.stop import SIGNALS, Stop
 from amp_core.run.teardown import end_process_group
@@ -38,7 +39,7 @@ from amp_core.step.amp import Amp
 
 logger = logging.getLogger("amp_recipes")
 
-Course = Callable[[Any, Callable[[Any], torch.Tensor] | None], Iterator[Any]]
+Driver = Callable[[Any, Callable[[Any], torch.Tensor] | None], Iterator[Any]]
 """(loop, count) -> windows, for tools that look at a recipe instead of training it."""
 
 
@@ -88,8 +89,10 @@ class Environment:
         self.summary: dict[str, Any] = {}
         self.nets: list[tuple[str, nn.Module]] = []
         """What was wrapped, and what stands before its modules' names: that in the dictionary, or nothing."""
-        self.course: Course | None = None
-        """Takes the place of training in `Loop.windows`."""
+        self.driver: Driver | None = None
+        """Takes the place of training in `Loop.windows`: (loop, count) -> windows that the recipe computes."""
+        self.monitors: Callable[[Any], tuple[Monitor | None, Measurement | None]] = lambda loop: (None, None)
+        """Makes what watches a loop, and what measures some of its steps."""
         self.closing = contextlib.ExitStack()
         """What is done when the run ends, however it ends."""
         self.summary_before: dict[str, Any] = {}

@@ -96,10 +96,15 @@ def windows(
             counts += [counts[-1] * 0 if counts else count(filler) * 0] * (length - len(window))
             window += [filler] * (length - len(window))
         spare = window[-1]
-        yield [
-            MicroBatch(batch, share * world_size, is_last=i == length - 1)
-            for i, (batch, share) in enumerate(zip(window, microbatch_weights(counts), strict=True))
-        ]
+        yield window_of(window, [weight * world_size for weight in microbatch_weights(counts)])
+
+
+def window_of(batches: Sequence[Any], weights: Sequence[float | Tensor]) -> list[MicroBatch]:
+    """The micro-batches of one window from their batches and weights, in this order."""
+    return [
+        MicroBatch(batch, weight, is_last=i == len(batches))
+        for i, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1)
+    ]
 
 
 def microbatch_weights(counts: Sequence[int | Tensor]) -> list[float | Tensor]:

@@ -40,6 +40,7 @@ from amp_core.doctor.watch import diagnose_step
 from amp_core.models.gpt import position_ids
 from amp_core.run.environment import Job
 from amp_core.run.launch import in_process
+from amp_core.run.replay import replay, rerun_step
 from amp_core.step.amp import Amp
 from recipes import RECIPES, find
 from train import checked
@@ -71,15 +72,15 @@ def examine(recipe, settings, step=1):
 
     def course(loop, count):
         while loop.step < step - 1:
-            with loop.rerun_step() as window:
+            with rerun_step(loop) as window:
                 yield window
-        with loop.replay(step) as (rehearsal, window):
+        with replay(loop, step) as (rehearsal, window):
             yield window
         finite.append(rehearsal.is_finite)
         yield from diagnose_step(loop, step, found)
 
     def visited(cfg, env):
-        env.course = course
+        env.driver = course
         return find(recipe).run(cfg, env)
 
     outcome = in_process(Job(values, None, [], [], notes), visited)

@@ -196,7 +196,7 @@ def test_every_command_of_a_stage_is_one_that_its_program_takes(
 
 @pytest.fixture
 def graphs_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("record_on_cuda", "noted_waits"):  # which a rehearsal replaces
+    for name in ("capture_on_cuda", "noted_waits"):  # which a rehearsal replaces
         monkeypatch.setattr(amp_core.memory.graph, name, getattr(amp_core.memory.graph, name))
     monkeypatch.setattr(sys, "path", list(sys.path))
 

@@ -66,7 +66,7 @@ class Tape(TorchDispatchMode):
 
 
 def record(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """In the place of `amp_core.memory.graph.record_on_cuda`."""
+    """In the place of `amp_core.memory.graph.capture_on_cuda`."""
     state = torch.get_rng_state()
     tape = Tape()
     try:

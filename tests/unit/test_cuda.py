@@ -289,7 +289,7 @@ def refused_capture():
         whole = CudaGraphStep(training)
 
         def extra(loss):
-            if whole.is_recording:
+            if whole.is_capturing:
                 torch.cuda.synchronize()
             return loss
 
@@ -339,7 +339,7 @@ def test_a_run_as_a_graph_is_the_run(mode, tmp_path, monkeypatch):
             assert train.main([*SMALL, *more, *perf, f"steps={step}", f"run_dir={folder}"]) == 0
         states.append(torch.load(Path(folder, "checkpoints/step_00000020/state.pt"), weights_only=True))
     assert not same_but(*states)
-    assert Path("graph/train.log").read_text().count("recorded, and played from here on") == 2
+    assert Path("graph/train.log").read_text().count("captured, and replayed from here on") == 2
 
 
 @pytest.mark.parametrize("graph", ["false", "true"])
@@ -353,4 +353,4 @@ def test_a_compiled_run_learns_what_the_eager_one_does(mode, graph, tmp_path, mo
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
     text = Path("compiled/train.log").read_text()
     assert "are compiled by inductor" in text and "runs eagerly" not in text
-    assert ("recorded, and played" in text) == (graph == "true")
+    assert ("captured, and replayed" in text) == (graph == "true")

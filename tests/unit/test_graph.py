@@ -49,7 +49,7 @@ def on_tape(monkeypatch):
 
         return returned, count
 
-    monkeypatch.setattr(amp_core.memory.graph, "record_on_cuda", record)
+    monkeypatch.setattr(amp_core.memory.graph, "capture_on_cuda", record)
     monkeypatch.setattr(amp_core.memory.graph, "noted_waits", tape.noted_waits)
     return played
 
@@ -175,7 +175,7 @@ def test_what_cannot_be_recorded_is_computed_and_said_once(kind, why, num_record
         def extra(loss):
             if kind == "reads back":
                 return loss * (2.0 if loss.item() > 1e9 else 1.0)
-            if kind == "raises" and run is None and whole.is_recording:
+            if kind == "raises" and run is None and whole.is_capturing:
                 raise RuntimeError("not here")
             if kind == "makes a state":
                 return loss + late.square().sum() if training.step >= 3 else loss
@@ -226,7 +226,7 @@ def test_a_capture_that_cuda_refuses_ends_the_run_and_names_the_operation(no_cud
     """By hand only the second error is seen, which names none; torch's allocator and generator stay in the capture."""
     training = Training("fp16")
     whole = CudaGraphStep(training)
-    training.extra = lambda loss: Capture.refuse() if whole.is_recording else loss
+    training.extra = lambda loss: Capture.refuse() if whole.is_capturing else loss
     with pytest.raises(RunError, match=r"not permitted when stream is capturing \(test_graph.py:\d+.*perf.graph=false"):
         training.run(whole, 12)
 
@@ -238,7 +238,7 @@ def test_what_a_step_raises_by_itself_is_passed_on(no_cuda):
         raise RuntimeError("not here")
 
     with pytest.raises(RuntimeError, match=r"^not here$"):
-        amp_core.memory.graph.record_on_cuda(call)
+        amp_core.memory.graph.capture_on_cuda(call)
 
 
 def test_a_state_that_is_loaded_is_recorded_anew(on_tape):
@@ -348,7 +348,7 @@ def test_a_recording_is_dropped_before_its_process_group_ends(ending, tmp_path, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(amp_core.loop, "obstacle", lambda loop: None)
     monkeypatch.setattr(amp_core.memory.graph, "NUM_WARM_UPS_DDP", 3)
-    monkeypatch.setattr(amp_core.memory.graph, "record_on_cuda", record)
+    monkeypatch.setattr(amp_core.memory.graph, "capture_on_cuda", record)
     monkeypatch.setattr(amp_core.memory.graph, "noted_waits", tape.noted_waits)
     monkeypatch.setattr(dist, "destroy_process_group", end)
     if ending == "failed":

@@ -15,7 +15,7 @@ from amp_core.run.launch import work
 from campaign import Plan, Result
 from campaign.harness import Child, arguments, checkpoints, last_step, lines, run, slow_steps, start, state, wait_until
 from campaign.runs import clear
-from recipes import find
+from recipes import runner
 
 MACHINES = 3
 STEPS = 12
@@ -33,7 +33,7 @@ def _machine(command: list[str], *, folder: Path, num_machines: int) -> int:
     sound, problems = train.compose.check_overrides(command, multirun=False)
     assert not problems, problems
     (place / "job.json").write_text(Job(compose(sound), str(folder), command).dumps())
-    return work(place / "job.json", lambda name: find(name).run)
+    return work(place / "job.json", runner)
 
 
 def _start(folder: Path, command: list[str], num_machines: int) -> list[Child]:
