@@ -213,7 +213,7 @@ def replay(device: str, mode: str) -> str:
     graphs = _graphs(device)
     with _side_stream(device):
         plain, captured = graphs.Training(mode, device), graphs.Training(mode, device)
-        whole = graphs.CudaGraphStep(captured)
+        whole = captured.graph()
         differing = graphs.same_but(plain.run(graphs.computed), captured.run(whole))
     assert whole._play is not None, f"not captured: {whole._refused}"
     assert not differing, f"differ from the eager steps: {', '.join(differing[:4])}"
@@ -227,7 +227,7 @@ def failed_capture(device: str) -> str:
     def trained(as_graph: bool) -> tuple[dict[str, Any], Any]:
         training = graphs.Training("fp16", device)
         training.extra = lambda loss: loss * (2.0 if loss.item() > 1e9 else 1.0)
-        whole = graphs.CudaGraphStep(training) if as_graph else None
+        whole = training.graph() if as_graph else None
         return training.run(whole or graphs.computed, 12), whole
 
     with _side_stream(device):

@@ -24,9 +24,9 @@ from amp_tools.forecast import (
     Forecast,
     Numbers,
     Score,
-    check_course,
+    check_windows,
     draw,
-    forecast_course,
+    forecast_windows,
 )
 from recipes import classification, find
 
@@ -45,14 +45,14 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 def told(recipe: str, settings: list[str], windows: int = 2) -> Forecast:
     found: list[Forecast] = []
     overrides = [f"recipe={recipe}", *COMMON, *settings, "amp=bf16"]
-    assert script.visit(overrides, lambda loop, count: forecast_course(loop, windows, found)) == 0
+    assert script.visit(overrides, lambda loop, count: forecast_windows(loop, windows, found)) == 0
     return found[0]
 
 
 def checked(recipe: str, settings: list[str], forecast: Forecast) -> Check:
     found: list[Check] = []
     overrides = [f"recipe={recipe}", *COMMON, *settings, "amp=fp16"]
-    assert script.visit(overrides, lambda loop, count: check_course(loop, forecast, found)) == 0
+    assert script.visit(overrides, lambda loop, count: check_windows(loop, forecast, found)) == 0
     return found[0]
 
 
@@ -249,7 +249,7 @@ def test_recomputed_activations_are_no_gradients() -> None:
 
 def test_another_mode_than_bf16_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["recipe=classification", *COMMON, *SMALL["classification"], "amp=fp32"]
-    assert script.visit(overrides, lambda loop, count: forecast_course(loop, 1, [])) == 2
+    assert script.visit(overrides, lambda loop, count: forecast_windows(loop, 1, [])) == 2
     assert "use amp=bf16" in capsys.readouterr().err
 
 

@@ -24,7 +24,6 @@ from amp_core.config.errors import RunError
 from amp_core.config.rules import amp_config
 from amp_core.layouts.ddp import wrap_ddp
 from amp_core.lowp.weights import master_params
-from amp_core.memory.graph import CudaGraphStep
 from amp_core.memory.sync_debug import noted_waits, set_sync_debug, sync_debug
 from amp_core.run.teardown import end_process_group
 
@@ -255,14 +254,14 @@ def side_stream():
 def test_a_played_graph_is_the_step(mode, side_stream):
     """Twenty steps of four micro-batches: dropout, clipping, an average, an overflow, one window of another shape."""
     plain, recorded = Training(mode, "cuda"), Training(mode, "cuda")
-    expected, whole = plain.run(computed), CudaGraphStep(recorded)
+    expected, whole = plain.run(computed), recorded.graph()
     assert not same_but(expected, recorded.run(whole))
     assert whole._play is not None and expected["skipped"] == 1
 
 
 def test_a_played_graph_never_waits(side_stream):
     training = Training("fp16", "cuda")
-    whole = CudaGraphStep(training)
+    whole = training.graph()
     training.run(whole, 6)
     window = [MicroBatch(batch, 0.25, i == 3) for i, batch in enumerate(training.data[0])]
     with sync_debug("error"):
@@ -274,7 +273,7 @@ def test_a_step_that_reads_back_is_computed_as_ever(side_stream):
     def trained(run):
         training = Training("fp16", "cuda")
         training.extra = lambda loss: loss * (2.0 if loss.item() > 1e9 else 1.0)
-        whole = None if run is computed else CudaGraphStep(training)
+        whole = None if run is computed else training.graph()
         return training.run(whole or run, 12), whole
 
     (expected, _), (found, whole) = trained(computed), trained(None)
@@ -286,7 +285,7 @@ def refused_capture():
     """In a process of its own: torch cannot leave such a capture. What waits here is not seen before."""
     with torch.cuda.stream(torch.cuda.Stream()):
         training = Training("fp16", "cuda")
-        whole = CudaGraphStep(training)
+        whole = training.graph()
 
         def extra(loss):
             if whole.is_capturing:
@@ -315,7 +314,7 @@ def test_a_refused_capture_ends_the_run_and_names_the_operation():
 def test_a_played_graph_of_replicas_is_the_step(mode, side_stream, tmp_path):
     def is_the_step() -> bool:  # a function, so that nothing refers to its graph at the end
         trainings = [Training(mode, "cuda", lambda net: wrap_ddp(net, torch.device("cuda", 0))) for _ in range(2)]
-        whole = CudaGraphStep(trainings[1])
+        whole = trainings[1].graph()
         assert not same_but(trainings[0].run(computed), trainings[1].run(whole))
         return whole._play is not None and whole._num_warm_ups == 11
 
