@@ -49,7 +49,7 @@ _NOT_SHOWN = tuple(
         *("lowp/islands.py", "lowp/op_policy.py", "step/amp.py", "memory/recompute.py"),
         *("layouts/fsdp.py", "layouts/stages.py", "tensors.py"),
     )
-)
+) + (os.path.join(os.path.dirname(_CORE.rstrip(os.sep)), "amp_tools") + os.sep,)
 """Frames of these say nothing about where in a network an operation stands."""
 _ROOTS = (os.path.dirname(_CORE.rstrip(os.sep)) + os.sep, os.getcwd() + os.sep)
 

@@ -1,9 +1,9 @@
 """Networks whose weights are 16-bit numbers, and the four ways in which a step may change them.
 
     weights = LowPrecisionWeights(net, torch.bfloat16, "stochastic")
-    optimizer = Adam(trainable(net), fused=True)         # owns fp32 weights, and keeps fp32 moments
+    optimizer = Adam(master_params(net), fused=True)         # owns fp32 weights, and keeps fp32 moments
     ...                                                  # net(inputs), loss.backward(): without autocast
-    params = [p for p in trainable(net) if p.grad is not None]
+    params = [p for p in master_params(net) if p.grad is not None]
     weights.reduce_(params)                              # in place of DistributedDataParallel
     weights.begin_step(params)
     optimizer.step()

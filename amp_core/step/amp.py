@@ -238,7 +238,7 @@ class Amp:
     def prepare(self, net: nn.Module) -> None:
         """Give a network what the mode asks for beyond autocast, in place: float8 layers, 16-bit weights.
 
-        On the device, after `keep_fp32`, and before `guard`, optimizers (which own `trainable(net)`) and averages.
+        On the device, after `keep_fp32`, and before `guard`, optimizers (which own `master_params(net)`) and averages.
         Gradients of 16-bit weights are reduced over ranks by `step`: leave out DistributedDataParallel. Logs what is
         unsafe in 16 bits, and on a GPU what is slow.
         """
@@ -545,7 +545,7 @@ class Amp:
                 p.dtype in (torch.float16, torch.bfloat16) for group in optimizer.param_groups for p in group["params"]
             ):
                 raise TypeError(
-                    "the optimizer holds 16-bit weights, which get no gradients; build it on trainable(net)"
+                    "the optimizer holds 16-bit weights, which get no gradients; build it on master_params(net)"
                 )
             state = self._optimizer_states[optimizer] = OptimizerState(optimizer)
         return state

@@ -319,7 +319,7 @@ def drawn(step: int, accumulation: int, world_size: int, batch_size: int, stream
     for rank in range(world_size):
         env = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
         cfg = SimpleNamespace(seed=7, batch_size=batch_size)
-        loop: Any = SimpleNamespace(env=env, cfg=cfg, step=step, accumulation=accumulation, _graph=None)
+        loop: Any = SimpleNamespace(env=env, cfg=cfg, step=step, accumulation=accumulation, graph=None)
         pieces.append(torch.stack(Loop.draw(loop, torch.randn, 3, stream=stream)))
     return torch.stack(pieces, dim=1).flatten(0, 2)
 

@@ -73,7 +73,7 @@ def test_an_optimizer_of_the_16_bit_weights_themselves_is_refused():
     amp.prepare(net)
     wrong, right = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(master_params(net), lr=0.1)
     amp.backward(net(torch.ones(2, 4)).sum())
-    with pytest.raises(TypeError, match=r"trainable\(net\)"):
+    with pytest.raises(TypeError, match=r"master_params\(net\)"):
         amp.step(wrong)
     assert amp.step(right).taken
     amp.update()

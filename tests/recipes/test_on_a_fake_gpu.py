@@ -109,7 +109,7 @@ def steps(recipe: str, mode: str, device: torch.device, num: int = 3) -> int:
             loop._count = count
             with _disable_current_modes():
                 env.device = torch.device("cpu")
-                with loop.loading() as loaded:
+                with loop.feed.loading(loop.samples) as loaded:
                     real = [next(loaded) for _ in range(num)]
             env.device = device
             for window in real:

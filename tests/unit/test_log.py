@@ -22,7 +22,7 @@ import pytest
 from tiers import rows
 
 from amp_core.config.schema import LogConfig
-from amp_core.run import log as log_module
+from amp_core.run import lines as lines_module
 from amp_core.run import trackers
 from amp_core.run.lines import write_json
 from amp_core.run.log import Log, check_log
@@ -305,7 +305,7 @@ def test_a_run_that_stops_early_shows_its_last_line(tmp_path, capsys):
 
 
 def test_plain_lines_come_every_few_seconds(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(log_module, "LINE_SECONDS", 0.2)
+    monkeypatch.setattr(lines_module, "LINE_SECONDS", 0.2)
     log = make_log(tmp_path, progress=True)
     for step in range(1, 51):
         log.metrics(train_line(step))
@@ -517,9 +517,9 @@ def test_a_dead_process_is_one_warning(tmp_path, offline, capsys):
 
 
 def test_a_process_that_hangs_costs_lines_there_and_a_bounded_wait_at_the_end(tmp_path, offline, capsys, monkeypatch):
-    monkeypatch.setattr(log_module, "MAX_PENDING_BYTES", 20_000)
+    monkeypatch.setattr(trackers, "MAX_PENDING_BYTES", 20_000)
     usual = trackers.CLOSE_SECONDS
-    monkeypatch.setattr(log_module, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.5)
     log = make_log(tmp_path, wandb=True)
     assert log._wandb is not None
     assert log._wandb._process is not None
