@@ -36,7 +36,8 @@ from amp_core.config.schema import Config
 from amp_core.data import build_data
 from amp_core.data.loading import eval_loader, to_device
 from amp_core.lowp.weights import fp32_copy
-from amp_core.models import CLASSIFIERS, build_model, check_model
+from amp_core.models import build_model, check_model
+from amp_core.models.images import CLASSIFIERS
 from amp_core.run.environment import Environment
 from amp_core.run.loop import Loop
 from amp_core.step.amp import Amp

@@ -50,7 +50,8 @@ from amp_core.data import build_data
 from amp_core.data.loading import eval_loader, to_device
 from amp_core.heads.partial_fc import PartialFC
 from amp_core.heads.verification import verify
-from amp_core.models import EMBEDDERS, build_model
+from amp_core.models import build_model
+from amp_core.models.iresnet import EMBEDDERS
 from amp_core.run.environment import Environment
 from amp_core.run.loop import Loop
 from amp_core.step.amp import Amp

@@ -34,7 +34,8 @@ from torch import Tensor, nn
 
 from amp_core.config.schema import Config
 from amp_core.data import build_data
-from amp_core.models import GANS, build_model
+from amp_core.models import build_model
+from amp_core.models.dcgan import GANS
 from amp_core.run.environment import Environment
 from amp_core.run.loop import Loop
 from amp_core.step.amp import Amp

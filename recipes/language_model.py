@@ -36,8 +36,8 @@ from amp_core.data import build_data
 from amp_core.data.loading import eval_loader, to_device
 from amp_core.data.text import IGNORE, Batch
 from amp_core.heads.losses import give_loss
-from amp_core.models import LANGUAGE_MODELS, build_model
-from amp_core.models.gpt import num_shared_ids
+from amp_core.models import build_model
+from amp_core.models.gpt import LANGUAGE_MODELS, num_shared_ids
 from amp_core.run.environment import Environment
 from amp_core.run.loop import Loop
 from amp_core.step.amp import Amp

@@ -45,7 +45,8 @@ from amp_core.data import build_data
 from amp_core.data.loading import eval_loader, to_device
 from amp_core.data.masks import VOID
 from amp_core.lowp.islands import keep_fp32
-from amp_core.models import SEGMENTERS, build_model
+from amp_core.models import build_model
+from amp_core.models.unet import SEGMENTERS
 from amp_core.run.environment import Environment
 from amp_core.run.loop import Loop
 from amp_core.step.amp import Amp

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from amp_core.config.rules import validate
 from amp_core.data import build_data
-from amp_core.models import SEGMENTERS, build_model
+from amp_core.models import build_model
+from amp_core.models.unet import SEGMENTERS
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs" / "gallery"

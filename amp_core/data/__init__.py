@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from amp_core.config.checks import check_data
+import importlib
+
+from amp_core.config.checks import KINDS, check_data
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Dataset, Key
-from amp_core.data.identities import BUILDERS as IDENTITIES
-from amp_core.data.images import BUILDERS as IMAGES
 from amp_core.data.loading import eval_loader, to_device, train_loader
-from amp_core.data.masks import BUILDERS as MASKS
-from amp_core.data.text import BUILDERS as TEXT
 
 __all__ = ["Data", "Dataset", "Key", "build_data", "eval_loader", "to_device", "train_loader"]
-
-BUILDERS = IMAGES | TEXT | MASKS | IDENTITIES
 
 
 def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Data:
@@ -31,7 +27,8 @@ def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Da
     problems = check_data(cfg)
     if problems:
         raise ConfigError(problems)
-    data = BUILDERS[cfg.name](cfg, seed, channels)
+    builders = importlib.import_module(f"amp_core.data.{KINDS[cfg.name]}").BUILDERS
+    data: Data = builders[cfg.name](cfg, seed, channels)
     shape = data.facts.get("image_shape")
     if shape is not None and channels not in (None, shape[0]):
         raise ConfigError(

@@ -42,14 +42,9 @@ NEEDED = (
 current_node, _sequence_number = find("torch._C._current_autograd_node"), find("torch._C._autograd._get_sequence_nr")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_NOT_SHOWN = tuple(
-    _CORE + name
-    for name in (
-        "doctor" + os.sep,
-        *("lowp/islands.py", "lowp/op_policy.py", "step/amp.py", "memory/recompute.py"),
-        *("layouts/fsdp.py", "layouts/stages.py", "tensors.py"),
-    )
-) + (os.path.join(os.path.dirname(_CORE.rstrip(os.sep)), "amp_tools") + os.sep,)
+_WATCHING = ("doctor/", "lowp/islands.py", "lowp/op_policy.py", "step/amp.py", "memory/recompute.py")
+_WATCHING += ("layouts/fsdp.py", "layouts/stages.py", "tensors.py", "../amp_tools/")
+_NOT_SHOWN = tuple(os.path.normpath(_CORE + name) + ("" if name.endswith("py") else os.sep) for name in _WATCHING)
 """Frames of these say nothing about where in a network an operation stands."""
 _ROOTS = (os.path.dirname(_CORE.rstrip(os.sep)) + os.sep, os.getcwd() + os.sep)
 

@@ -32,7 +32,6 @@ from amp_core.checkpoints.checkpoint import Loaded
 from amp_core.config.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
 from amp_core.data import Data
 from amp_core.memory.graph import CudaGraphStep, Step, why_not_capturable
-from amp_core.memory.recast import Recast
 from amp_core.run.environment import Environment, exit_code_of, outcome_of, peak_memory
 from amp_core.run.evaluation import Evaluate, Evaluation, spell
 from amp_core.run.feed import Feed
@@ -98,6 +97,8 @@ class Loop:
         self.graph = _cuda_graph(self)
         self.recast = None
         if self.cfg.perf.recast_weights:
+            from amp_core.memory.recast import Recast
+
             self.recast = Recast(p for net in self.nets for p in net.parameters())
         self.monitor, self.measurement = env.monitors(self)
         self._log: Log | None = None

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from amp_core.config.errors import ConfigError
 from amp_core.config.rules import amp_config, scale_cap
 from amp_core.config.schema import AmpConfig
-from amp_core.lowp.float8 import use_float8
 from amp_core.lowp.fp16_convolutions import use_fp32_convolutions
 from amp_core.lowp.lint import find_slow, find_unsafe
 from amp_core.lowp.weights import LowPrecisionWeights
@@ -247,6 +246,8 @@ class Amp:
         for name, reason in find_slow(net, self._low) if self.device.type == "cuda" else ():
             logger.info("amp=%s: %s: %s", self.config.name, name or "the network", reason)
         if self.config.float8:
+            from amp_core.lowp.float8 import use_float8
+
             try:
                 left_alone = use_float8(net)
             except ValueError as nothing:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amp_core.config.schema import OptimizerConfig, suggest
-from amp_core.lowp.moments import Adam16
 from amp_core.lowp.weights import master_params
 
 REFUSED = {
@@ -115,6 +114,8 @@ def _build(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Op
     if cfg.state_dtype == "bfloat16":
         first = [{**group, "params": group["params"][:1]} for group in groups]
         cls(first, lr=cfg.lr, **options)  # type: ignore[arg-type]  # checks the values
+        from amp_core.lowp.moments import Adam16
+
         return Adam16(groups, cfg.lr, **options, decoupled_weight_decay=cfg.name == "AdamW")
     return cls(groups, lr=cfg.lr, **options)  # type: ignore[arg-type]
 

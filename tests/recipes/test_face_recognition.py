@@ -29,7 +29,8 @@ from amp_core.data.identities import draw_glyphs
 from amp_core.data.records import Records, write_faces, write_records
 from amp_core.heads.verification import choose_pairs, verify
 from amp_core.lowp.islands import island_names
-from amp_core.models import EMBEDDERS, build_model, check_model
+from amp_core.models import build_model, check_model
+from amp_core.models.iresnet import EMBEDDERS
 
 ROOT = Path(__file__).resolve().parents[2]
 MAGIC = struct.pack("<I", 0xCED7230A)

@@ -19,7 +19,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Adam, Optimizer
 
 from amp_core import Amp
-from amp_core.models import GANS, build_model
+from amp_core.models import build_model
+from amp_core.models.dcgan import GANS
 from amp_core.run.loop import Loop
 from recipes.gan import discriminator_loss, generator_loss, gradient_penalty, sliced_wasserstein
 

@@ -23,8 +23,18 @@ from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.schema import DataConfig, read_option
 from amp_core.data import Data, build_data
 from amp_core.data.text import IGNORE, TextPieces
-from amp_core.models import LANGUAGE_MODELS, build_model, check_model
-from amp_core.models.gpt import DTYPES, GPT, POSITIONS, alibi_bias, num_shared_ids, position_ids, rope_phases, rotate
+from amp_core.models import build_model, check_model
+from amp_core.models.gpt import (
+    DTYPES,
+    GPT,
+    LANGUAGE_MODELS,
+    POSITIONS,
+    alibi_bias,
+    num_shared_ids,
+    position_ids,
+    rope_phases,
+    rotate,
+)
 from recipes import language_model
 from recipes.language_model import num_valid, token_loss
 

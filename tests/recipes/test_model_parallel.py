@@ -25,7 +25,8 @@ from amp_core.cli.compose import compose
 from amp_core.config.rules import build
 from amp_core.layouts.ddp import ReplicaParallel, wrap_ddp
 from amp_core.layouts.stages import Stages, cuts
-from amp_core.models import CLASSIFIERS, build_model
+from amp_core.models import build_model
+from amp_core.models.images import CLASSIFIERS
 from amp_core.run.environment import Environment, Job
 from amp_core.tensors import unwrap
 

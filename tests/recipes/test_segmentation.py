@@ -26,7 +26,9 @@ from amp_core.data import build_data
 from amp_core.data.loading import train_loader
 from amp_core.data.masks import VOID, read_brain
 from amp_core.lowp.lint import find_slow, find_unsafe
-from amp_core.models import CLASSIFIERS, SEGMENTERS, build_model
+from amp_core.models import build_model
+from amp_core.models.images import CLASSIFIERS
+from amp_core.models.unet import SEGMENTERS
 from recipes.segmentation import LOSSES, overlap, pixel_weights, targets
 
 FP16, BF16 = torch.float16, torch.bfloat16

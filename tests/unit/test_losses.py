@@ -18,7 +18,8 @@ from amp_core.heads.losses import LossHead, give_loss, linear_cross_entropy
 from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
 from amp_core.layouts.memory_model import saved_bytes
 from amp_core.lowp.weights import master_params
-from amp_core.models import LANGUAGE_MODELS, build_model
+from amp_core.models import build_model
+from amp_core.models.gpt import LANGUAGE_MODELS
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 N, D, V = 300, 48, 1000

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from amp_core import Amp
-from amp_core.models import CLASSIFIERS, build_model
+from amp_core.models import build_model
+from amp_core.models.images import CLASSIFIERS
 
 ROOT = Path(__file__).resolve().parents[2]
 Batches = list[tuple[Tensor, Tensor]]

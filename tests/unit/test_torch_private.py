@@ -20,7 +20,11 @@ from amp_core.torch_private import NAMES, _each, _update_scale_, find, need
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = [
-    *(path for folder in ("amp_core", "amp_tools", "recipes", "hydra_plugins") for path in sorted((ROOT / folder).rglob("*.py"))),
+    *(
+        path
+        for folder in ("amp_core", "amp_tools", "recipes", "hydra_plugins")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ),
     ROOT / "train.py",
 ]
 TOOLS = [*sorted((ROOT / "scripts").rglob("*.py")), *sorted((ROOT / "tests/support/campaign").rglob("*.py"))]
