@@ -26,7 +26,7 @@ class Feed:
     """
 
     def __init__(self, env: Environment, data: Data, waiting: Callable[[Iterable[Any]], Iterator[Any]]) -> None:
-        self._env, self._cfg, self._data, self._waiting = env, env.cfg, data, waiting
+        self._env, self._cfg, self.data, self._waiting = env, env.cfg, data, waiting
         self.accumulation = self._cfg.accumulation
         """Micro-batches per window on each rank."""
         self.count: Callable[[Any], Tensor] | None = None
@@ -41,7 +41,7 @@ class Feed:
         """The step at which a run ends that has done so many steps and samples."""
         return num_steps(
             self._cfg,
-            num_samples=len(self._data.train),
+            num_samples=len(self.data.train),
             samples_per_step=self.samples_per_step,
             steps_done=step,
             samples_done=samples,
@@ -59,23 +59,23 @@ class Feed:
         num_workers = cfg.data.num_workers if num_workers is None else num_workers
         on_cuda = env.device.type == "cuda"
         with contextlib.closing(
-            train_loader(self._data.train, self._sampler(start), num_workers=num_workers, pin_memory=on_cuda)
+            train_loader(self.data.train, self._sampler(start), num_workers=num_workers, pin_memory=on_cuda)
         ) as loader:
             batches = to_device(
                 self._waiting(loader),
                 env.device,
                 ahead=self.accumulation if cfg.perf.prefetch and on_cuda else 0,  # the next window
-                finish=self._data.finish,
+                finish=self.data.finish,
                 channels_last=cfg.perf.channels_last,
             )
             yield (self._window(list(itertools.islice(batches, self.accumulation))) for _ in itertools.count())
 
     def window_at(self, start: int) -> list[MicroBatch]:
         """The window that begins with a sample, loaded by itself. On every rank."""
-        loader = train_loader(self._data.train, self._sampler(start), num_workers=0, pin_memory=False)
+        loader = train_loader(self.data.train, self._sampler(start), num_workers=0, pin_memory=False)
         with contextlib.closing(loader):
             channels_last = self._cfg.perf.channels_last
-            batches = to_device(loader, self._env.device, finish=self._data.finish, channels_last=channels_last)
+            batches = to_device(loader, self._env.device, finish=self.data.finish, channels_last=channels_last)
             return self._window(list(itertools.islice(batches, self.accumulation)))
 
     def indices_at(self, start: int, rank: int) -> list[list[int]]:
@@ -86,7 +86,7 @@ class Feed:
     def _sampler(self, start: int, rank: int | None = None) -> Sampler:
         env, cfg = self._env, self._cfg
         return Sampler(
-            len(self._data.train),
+            len(self.data.train),
             seed=cfg.seed,
             batch_size=cfg.batch_size,
             accumulation=self.accumulation,

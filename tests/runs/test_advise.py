@@ -490,12 +490,12 @@ class Slow:
 def test_slow_data_are_found(is_slow):
     profiles = []
 
-    def course(loop, count):
+    def driver(loop, count):
         if is_slow:
-            loop.data = dataclasses.replace(loop.data, train=Slow(loop.data.train))
+            loop.feed.data = dataclasses.replace(loop.data, train=Slow(loop.data.train))
         yield from advise_run(loop, 2, profiles)
 
-    assert doctor.visit(SMALL_RUN, course) == 0
+    assert doctor.visit(SMALL_RUN, driver) == 0
     (profile,) = profiles
     assert profile.loading is not None and (profile.loading > 0.1) is is_slow
     found = [finding for finding in advising.find_loading(profile) if (finding.share or 0) > 0.6]
