@@ -6,7 +6,7 @@ The configuration lies in `conf/`, where people edit it, and ships as `amp_core/
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["amp_core", "amp_core.*", "recipes", "recipes.*"]), "amp_core.conf"],
+    packages=[*find_packages(include=["amp_*", "amp_*.*", "recipes", "recipes.*"]), "amp_core.conf"],
     package_dir={"amp_core.conf": "conf"},
     package_data={"amp_core.conf": ["**/*.yaml"]},
 )

@@ -16,7 +16,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    from amp_core.versions import untested
+    from amp_core.config.versions import untested
 
     if _problem := untested():  # before an import that fails for it
         if os.environ.get("RANK", "0") == "0":
@@ -47,13 +47,14 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from amp_core import compose, sweep
-from amp_core.config import Config, build, conf_dir, examine, nearest, warnings_of
-from amp_core.errors import ConfigError, RunError
-from amp_core.help import help_text
-from amp_core.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
-from amp_core.log import say
-from amp_core.redact import redact_typed
+from amp_core.cli import compose, sweep
+from amp_core.cli.help import help_text
+from amp_core.cli.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
+from amp_core.config.errors import ConfigError, RunError
+from amp_core.config.redact import redact_typed
+from amp_core.config.rules import build, validate, warnings_of
+from amp_core.config.schema import Config, conf_dir, suggest
+from amp_core.run.log import say
 
 ROOT = str(Path(__file__).resolve().parent)
 
@@ -119,16 +120,16 @@ def checked(overrides: list[str]) -> tuple[dict[str, Any], Config, list[str]]:
 
 
 def _checked_values(values: dict[str, Any], overrides: list[str], problems: list[str]) -> tuple[Config, list[str]]:
-    cfg, found, broken = examine(values)
+    cfg, found, broken = validate(values)
     problems += found
     # torch is imported from here on: `--help` and `--cfg job` do not need it.
-    from amp_core.preflight import preflight
+    from amp_core.run.preflight import preflight
     from recipes import RECIPES, find
 
     warnings = []
     name = None if "recipe" in broken else cfg.recipe["name"]
     if name is not None and name not in RECIPES:
-        problems.append(f"recipe.name={name}: there is no such recipe. {nearest(name, RECIPES)}")
+        problems.append(f"recipe.name={name}: there is no such recipe. {suggest(name, RECIPES)}")
     elif name is not None:
         found, warnings = preflight(cfg, find(name), broken)
         problems += found
@@ -138,7 +139,7 @@ def _checked_values(values: dict[str, Any], overrides: list[str], problems: list
 
 
 def _single(overrides: list[str]) -> int:
-    from amp_core.environment import launched
+    from amp_core.run.rendezvous import launched
 
     sweep.end_with_parent()
     if launched():
@@ -149,7 +150,7 @@ def _single(overrides: list[str]) -> int:
 
 def _prepare(overrides: list[str]) -> Any:
     """The job of a single run, or None when its folder holds it finished."""
-    from amp_core.environment import Job
+    from amp_core.run.environment import Job
 
     for text in overrides:
         if text.lstrip("+~").startswith(("hydra.", "hydra/")):
@@ -178,11 +179,11 @@ def _collect_again() -> None:
 
 def _launch(job: Any) -> Any:
     _collect_again()
-    from amp_core.launch import launch
-    from recipes import find
+    from amp_core.run.launch import launch
+    from recipes import runner
 
     _add_to_path()
-    return launch(job, find(job.config["recipe"]["name"]).run, [sys.executable, "-m", "recipes"])
+    return launch(job, runner(job.config["recipe"]["name"]), [sys.executable, "-m", "recipes"])
 
 
 def _add_to_path() -> None:
@@ -192,8 +193,8 @@ def _add_to_path() -> None:
 
 
 def _under_torchrun(overrides: list[str]) -> int:
-    from amp_core.launch import in_process, report_failure, share
-    from recipes import find
+    from amp_core.run.launch import in_process, report_failure, share
+    from recipes import runner
 
     job, refused = None, None
     if os.environ["RANK"] == "0":
@@ -210,7 +211,7 @@ def _under_torchrun(overrides: list[str]) -> int:
     if job is None:
         return 0
     _collect_again()
-    outcome = in_process(job, find(job.config["recipe"]["name"]).run)
+    outcome = in_process(job, runner(job.config["recipe"]["name"]))
     if outcome.exit_code == 1:
         report_failure(outcome.error or "")
     elif outcome.error and os.environ["RANK"] == "0":
@@ -225,7 +226,7 @@ def _under_torchrun(overrides: list[str]) -> int:
 
 
 def _sweep(overrides: list[str]) -> int:
-    from amp_core.environment import launched
+    from amp_core.run.rendezvous import launched
 
     if launched():
         refused = ConfigError(
@@ -238,7 +239,7 @@ def _sweep(overrides: list[str]) -> int:
     sweep_dir = Path(planned.dir)
     _add_to_path()
     if planned.num_parallel and planned.num_parallel > 1:
-        from amp_core.preflight import num_processes
+        from amp_core.run.preflight import num_processes
 
         threads = num_cores() // (planned.num_parallel * num_processes(cfg))
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # or every job would use all cores
@@ -393,7 +394,7 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
     except InterruptedError:
         record.exit_code = sweep.asked_to_stop(sweep_dir)
         return 0
-    from amp_core.environment import Job
+    from amp_core.run.environment import Job
 
     job = Job(values, run_dir if writes else None, record.overrides, [sys.executable, *sys.argv], warnings)
     outcome = _launch(job)

@@ -10,36 +10,39 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from amp_core.moved import install, renamed
+
 if TYPE_CHECKING:
-    from amp_core.checkpoint import Checkpoint, Loaded
-    from amp_core.clip import Clip
-    from amp_core.config import AmpConfig
+    from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
+    from amp_core.config.schema import AmpConfig
     from amp_core.doctor.diagnosis import Diagnosis
     from amp_core.doctor.locate import Doctor
-    from amp_core.ema import Ema
-    from amp_core.islands import carry_autocast, keep_fp32
-    from amp_core.precision import Amp, StepReport
-    from amp_core.schedule import Schedule
-    from amp_core.weights import trainable
-    from amp_core.window import Micro, sync_grads, windows
+    from amp_core.lowp.islands import carry_autocast, keep_fp32
+    from amp_core.lowp.weights import master_params
+    from amp_core.step.amp import Amp
+    from amp_core.step.clip import Clip
+    from amp_core.step.ema import Ema
+    from amp_core.step.report import StepReport
+    from amp_core.step.schedule import Schedule
+    from amp_core.step.window import MicroBatch, sync_grads, windows
 
 _HOME = {
-    "Amp": "precision",
-    "AmpConfig": "config",
-    "Checkpoint": "checkpoint",
-    "Clip": "clip",
+    "Amp": "step.amp",
+    "AmpConfig": "config.schema",
+    "Checkpoint": "checkpoints.checkpoint",
+    "Clip": "step.clip",
     "Diagnosis": "doctor.diagnosis",
     "Doctor": "doctor.locate",
-    "Ema": "ema",
-    "Loaded": "checkpoint",
-    "Micro": "window",
-    "Schedule": "schedule",
-    "StepReport": "precision",
-    "carry_autocast": "islands",
-    "keep_fp32": "islands",
-    "sync_grads": "window",
-    "trainable": "weights",
-    "windows": "window",
+    "Ema": "step.ema",
+    "Loaded": "checkpoints.checkpoint",
+    "MicroBatch": "step.window",
+    "Schedule": "step.schedule",
+    "StepReport": "step.report",
+    "carry_autocast": "lowp.islands",
+    "keep_fp32": "lowp.islands",
+    "sync_grads": "step.window",
+    "master_params": "lowp.weights",
+    "windows": "step.window",
 }
 
 __all__ = [
@@ -51,18 +54,22 @@ __all__ = [
     "Doctor",
     "Ema",
     "Loaded",
-    "Micro",
+    "MicroBatch",
     "Schedule",
     "StepReport",
     "carry_autocast",
     "keep_fp32",
+    "master_params",
     "sync_grads",
-    "trainable",
     "windows",
 ]
 
 
+install()
+
+
 def __getattr__(name: str) -> Any:
+    name = renamed("amp_core", name) or name
     if name not in _HOME:
         raise AttributeError(f"module 'amp_core' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"amp_core.{_HOME[name]}"), name)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.errors import ConfigError
+from amp_core.config.errors import ConfigError
 
 logger = logging.getLogger("amp_recipes")
 
@@ -134,7 +134,7 @@ _ROWS = (
     ("torch._inductor.runtime.cache_dir_utils.cache_dir", "the folder of compiled code", "it is not named"),
     # Tools.
     ("torch.ops.aten._to_copy torch.ops.aten._local_scalar_dense", "scripts/bench.py counts", "scripts/bench.py fails"),
-    ("torch._utils._rebuild_tensor_v2", "scripts/faults.py", "scripts/faults.py fails"),
+    ("torch._utils._rebuild_tensor_v2", "tests/support/campaign", "the campaign fails"),
     (
         "torch.distributed.fsdp.FSDPState._fsdp_param_group torch.distributed.fsdp.FSDPParam._unsharded_param",
         "scripts/scaling.py",

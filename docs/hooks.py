@@ -29,8 +29,17 @@ ORIGIN = {
 APART = {"modes": "modes.md", "recipes": "recipes/index.md"}
 """Sections of the README that have pages of their own."""
 STEP = [
-    *("precision", "window", "clip", "islands", "weights", "schedule", "ema", "checkpoint"),
-    *("doctor.locate", "doctor.diagnosis", "config"),
+    *(
+        "step.amp",
+        "step.report",
+        "step.window",
+        "step.clip",
+        "lowp.islands",
+        "lowp.weights",
+        "step.schedule",
+        "step.ema",
+    ),
+    *("checkpoints.checkpoint", "doctor.locate", "doctor.diagnosis", "config.schema"),
 ]
 """The modules with public names, as a step and then a run meets them."""
 CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -206,9 +215,9 @@ def recipe(name: str) -> str:
         value, comment = defaults.get(key, ("", ""))
         rows.append(f"| `recipe.{key}` | `{value}` | {said or comment} |")
     kind = constant(tree, "DATA")
-    checks = ast.parse((ROOT / "amp_core" / "checks.py").read_text())
+    checks = ast.parse((ROOT / "amp_core" / "config" / "checks.py").read_text())
     data = ", ".join(f"`{option}`" for option, holds in constant(checks, "KINDS").items() if holds == kind)
-    usual = constant(ast.parse((ROOT / "amp_core" / "preflight.py").read_text()), "LAYOUTS")
+    usual = constant(ast.parse((ROOT / "amp_core" / "run" / "preflight.py").read_text()), "LAYOUTS")
     layouts = ", ".join(f"`{layout}`" for layout in constant(tree, "LAYOUTS") or usual)
     return f"""# {title.rstrip(".")}
 

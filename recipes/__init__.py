@@ -8,6 +8,7 @@ rules, `check(knobs, cfg)` lists the problems; `LAYOUTS` names the layouts that 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 RECIPES = {
@@ -26,3 +27,15 @@ RECIPES = {
 def find(name: str) -> Any:
     """The module of a recipe."""
     return importlib.import_module(RECIPES[name])
+
+
+def runner(name: str) -> Callable[[Any, Any], dict[str, float]]:
+    """The `run` of a recipe, with the doctor to watch it."""
+
+    def run(cfg: Any, env: Any) -> dict[str, float]:
+        from amp_core.doctor.monitors import monitors
+
+        env.monitors = monitors
+        return find(name).run(cfg, env)
+
+    return run

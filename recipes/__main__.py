@@ -10,14 +10,14 @@ from pathlib import Path
 if __name__ == "__main__":
     gc.disable()  # collections look again and again at all that was imported so far
 
-from amp_core.launch import work
-from recipes import find
+from amp_core.run.launch import work
+from recipes import runner
 
 
 def main() -> None:
     gc.freeze()
     gc.enable()
-    code = work(Path(sys.argv[1]), lambda name: find(name).run)
+    code = work(Path(sys.argv[1]), runner)
     sys.stdout.flush()
     sys.stderr.flush()
     # Teardown of gloo's threads aborts now and then; all work is done and written.

@@ -31,19 +31,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_core.clip import Clip
-from amp_core.config import Config
-from amp_core.data import Data, Dataset, build_data, eval_loader, to_device
-from amp_core.datasets import Key
-from amp_core.ema import build_ema
-from amp_core.environment import Environment
-from amp_core.layout import unwrap
-from amp_core.loop import Loop
-from amp_core.models import CLASSIFIERS, build_model
-from amp_core.optimizers import build_optimizer
-from amp_core.precision import Amp, StepReport
-from amp_core.schedule import build_schedule
-from amp_core.window import Micro, sync_grads
+from amp_core.config.schema import Config
+from amp_core.data import Data, Dataset, Key, build_data
+from amp_core.data.loading import eval_loader, to_device
+from amp_core.models import build_model
+from amp_core.models.images import CLASSIFIERS
+from amp_core.run.environment import Environment
+from amp_core.run.loop import Loop
+from amp_core.step.amp import Amp
+from amp_core.step.clip import Clip
+from amp_core.step.ema import build_ema
+from amp_core.step.optimizers import build_optimizer
+from amp_core.step.report import StepReport
+from amp_core.step.schedule import build_schedule
+from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.tensors import unwrap
 
 DATA = "images"
 MODELS = CLASSIFIERS
@@ -98,7 +100,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     ema = build_ema(cfg.ema, model)
     clip = Clip.of(cfg.clip)
 
-    def train_step(window: list[Micro]) -> tuple[StepReport, Tensor]:
+    def train_step(window: list[MicroBatch]) -> tuple[StepReport, Tensor]:
         embeddings = embed_window(amp, model, window)
         loss, gradients = cached_gradients(env, embeddings, knobs.temperature)
         for micro, gradient in zip(window, gradients, strict=True):
@@ -165,7 +167,7 @@ class TwoViews:
 
 
 @torch.no_grad()
-def embed_window(amp: Amp, model: nn.Module, window: list[Micro]) -> Tensor:
+def embed_window(amp: Amp, model: nn.Module, window: list[MicroBatch]) -> Tensor:
     """Both views of this rank's window, as the training pass that follows will embed them: fp32 [M, 2 B, D].
 
     The unwrapped network: nothing is to be reduced, and running statistics are not to come from rank 0.

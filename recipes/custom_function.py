@@ -37,19 +37,21 @@ from torch.amp.autocast_mode import custom_bwd, custom_fwd
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from amp_core.clip import Clip
-from amp_core.config import Config
-from amp_core.data import build_data, eval_loader, to_device
-from amp_core.ema import build_ema
-from amp_core.environment import Environment
-from amp_core.islands import keep_fp32
-from amp_core.loop import Loop
+from amp_core.config.schema import Config
+from amp_core.data import build_data
+from amp_core.data.loading import eval_loader, to_device
+from amp_core.lowp.islands import keep_fp32
 from amp_core.models import Family, build_model
 from amp_core.models.family import ImageShape, check_choice, check_count
-from amp_core.optimizers import build_optimizer
-from amp_core.precision import Amp, StepReport
-from amp_core.schedule import build_schedule
-from amp_core.window import Micro, sync_grads
+from amp_core.run.environment import Environment
+from amp_core.run.loop import Loop
+from amp_core.step.amp import Amp
+from amp_core.step.clip import Clip
+from amp_core.step.ema import build_ema
+from amp_core.step.optimizers import build_optimizer
+from amp_core.step.report import StepReport
+from amp_core.step.schedule import build_schedule
+from amp_core.step.window import MicroBatch, sync_grads
 
 DATA = "images"
 
@@ -77,7 +79,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     ema = build_ema(cfg.ema, model)
     clip = Clip.of(cfg.clip)
 
-    def train_step(window: list[Micro]) -> tuple[StepReport, Tensor]:
+    def train_step(window: list[MicroBatch]) -> tuple[StepReport, Tensor]:
         total = torch.zeros((), device=env.device)
         for micro in window:
             images, labels = micro.batch

@@ -30,22 +30,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_core.checkpoint import read
-from amp_core.clip import Clip
-from amp_core.config import Config
-from amp_core.data import build_data, eval_loader, to_device
-from amp_core.ema import build_ema
-from amp_core.environment import Environment
-from amp_core.errors import ConfigError
-from amp_core.layout import share_buffers, unwrap
-from amp_core.loop import Loop
-from amp_core.models import CLASSIFIERS, build_model, check_model
-from amp_core.optimizers import build_optimizer
-from amp_core.precision import Amp, StepReport
-from amp_core.schedule import build_schedule
+from amp_core.checkpoints.reading import read
+from amp_core.config.errors import ConfigError
+from amp_core.config.schema import Config
+from amp_core.data import build_data
+from amp_core.data.loading import eval_loader, to_device
+from amp_core.lowp.weights import fp32_copy
+from amp_core.models import build_model, check_model
+from amp_core.models.images import CLASSIFIERS
+from amp_core.run.environment import Environment
+from amp_core.run.loop import Loop
+from amp_core.step.amp import Amp
+from amp_core.step.clip import Clip
+from amp_core.step.ema import build_ema
+from amp_core.step.optimizers import build_optimizer
+from amp_core.step.report import StepReport
+from amp_core.step.schedule import build_schedule
+from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.tensors import share_buffers, unwrap
 from amp_core.torch_private import NormBase
-from amp_core.weights import fp32_copy
-from amp_core.window import Micro, sync_grads
 
 DATA = "images"
 MODELS = CLASSIFIERS
@@ -141,7 +144,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         answering = copy if loop.step >= teacher_steps else None
         return copy
 
-    def teacher_step(window: list[Micro]) -> tuple[StepReport, Tensor]:
+    def teacher_step(window: list[MicroBatch]) -> tuple[StepReport, Tensor]:
         assert teacher_optimizer is not None and teacher_schedule is not None
         total = torch.zeros((), device=env.device)
         for micro in window:
@@ -157,7 +160,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         teacher_schedule.advance(report)
         return report, total
 
-    def student_step(window: list[Micro]) -> tuple[StepReport, Tensor, Tensor]:
+    def student_step(window: list[MicroBatch]) -> tuple[StepReport, Tensor, Tensor]:
         teacher = frozen_teacher()
         totals = torch.zeros(2, device=env.device)  # soft, hard
         for micro in window:

@@ -32,19 +32,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_core.clip import Clip
-from amp_core.config import Config
+from amp_core.config.schema import Config
 from amp_core.data import build_data
-from amp_core.ema import build_ema
-from amp_core.environment import Environment
-from amp_core.layout import unwrap
-from amp_core.loop import Loop
-from amp_core.models import GANS, build_model
-from amp_core.optimizers import build_optimizer
-from amp_core.precision import Amp, StepReport
-from amp_core.schedule import build_schedule
+from amp_core.models import build_model
+from amp_core.models.dcgan import GANS
+from amp_core.run.environment import Environment
+from amp_core.run.loop import Loop
+from amp_core.step.amp import Amp
+from amp_core.step.clip import Clip
+from amp_core.step.ema import build_ema
+from amp_core.step.optimizers import build_optimizer
+from amp_core.step.report import StepReport
+from amp_core.step.schedule import build_schedule
+from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.tensors import unwrap
 from amp_core.vision import import_torchvision
-from amp_core.window import Micro, sync_grads
 
 DATA = "images"
 MODELS = GANS
@@ -119,7 +121,9 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     ema = build_ema(cfg.ema, G)
     clip = Clip.of(cfg.clip)
 
-    def train_step(window: list[Micro], with_generator: bool) -> tuple[StepReport, StepReport | None, list[Tensor]]:
+    def train_step(
+        window: list[MicroBatch], with_generator: bool
+    ) -> tuple[StepReport, StepReport | None, list[Tensor]]:
         shared = with_generator and knobs.share_graph
         loss_D, penalty, loss_G = totals = [torch.zeros((), device=env.device) for _ in range(3)]
         noise, mixes = loop.draw(torch.randn, latent), loop.draw(torch.rand, 1, 1, 1, stream=1)

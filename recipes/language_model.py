@@ -7,7 +7,7 @@ tokens never show it. `recipe.eval_offset` evaluates the same text as if it stoo
 ALiBi see distances alone, so a loss that differs from the one at the beginning is an error of arithmetic.
 
 With a vocabulary of ten thousands the logits outweigh the rest of the network: `recipe.loss_chunk=512` never holds more
-than those of 512 tokens (`amp_core/losses.py`). For the 256 bytes here that is 5 % of the memory and costs time.
+than those of 512 tokens (`amp_core/heads/losses.py`). For the 256 bytes here that is 5 % of the memory and costs time.
 
     python train.py recipe=language_model recipe.eval_offset=4096                        torch's own sources, bf16
     python train.py recipe=language_model recipe.eval_offset=4096 model.options.positions_dtype=bf16
@@ -31,21 +31,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_core.clip import Clip
-from amp_core.config import Config
-from amp_core.data import build_data, eval_loader, to_device
-from amp_core.datasets.text import IGNORE, Batch
-from amp_core.ema import build_ema
-from amp_core.environment import Environment
-from amp_core.layout import unwrap
-from amp_core.loop import Loop
-from amp_core.losses import give_loss
-from amp_core.models import LANGUAGE_MODELS, build_model
-from amp_core.models.gpt import num_shared_ids
-from amp_core.optimizers import build_optimizer
-from amp_core.precision import Amp, StepReport
-from amp_core.schedule import build_schedule
-from amp_core.window import Micro, sync_grads
+from amp_core.config.schema import Config
+from amp_core.data import build_data
+from amp_core.data.loading import eval_loader, to_device
+from amp_core.data.text import IGNORE, Batch
+from amp_core.heads.losses import give_loss
+from amp_core.models import build_model
+from amp_core.models.gpt import LANGUAGE_MODELS, num_shared_ids
+from amp_core.run.environment import Environment
+from amp_core.run.loop import Loop
+from amp_core.step.amp import Amp
+from amp_core.step.clip import Clip
+from amp_core.step.ema import build_ema
+from amp_core.step.optimizers import build_optimizer
+from amp_core.step.report import StepReport
+from amp_core.step.schedule import build_schedule
+from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.tensors import unwrap
 
 DATA = "text"
 MODELS = LANGUAGE_MODELS
@@ -94,7 +96,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             return net(inputs, offset=offset, targets=targets)
         return token_loss(net(inputs, offset=offset), targets)
 
-    def train_step(window: list[Micro]) -> tuple[StepReport, Tensor]:
+    def train_step(window: list[MicroBatch]) -> tuple[StepReport, Tensor]:
         total = torch.zeros((), device=env.device)
         for micro in window:
             inputs, targets = micro.batch

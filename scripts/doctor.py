@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from amp_core.errors import ConfigError
+from amp_core.config.errors import ConfigError
 from train import checked
 
 _OF_MANY_RANKS = ("layout=ddp", "layout=data", "layout=fsdp", "layout=hsdp", "layout.shard_size", "layout.nproc")
@@ -27,10 +27,10 @@ _OF_MANY_RANKS += ("layout.compress", "layout.shard_optimizer")
 """Left out: one process looks at a recipe."""
 
 
-def visit(overrides: list[str], course: Any) -> int:
-    """Build a recipe and let `course(loop, count)` yield the windows that it computes. Returns an exit code."""
-    from amp_core.environment import Job
-    from amp_core.launch import in_process
+def visit(overrides: list[str], driver: Any) -> int:
+    """Build a recipe and let `driver(loop, count)` yield the windows that it computes. Returns an exit code."""
+    from amp_core.run.environment import Job
+    from amp_core.run.launch import in_process
     from recipes import find
 
     overrides = [text for text in overrides if not text.startswith(_OF_MANY_RANKS)]
@@ -38,7 +38,7 @@ def visit(overrides: list[str], course: Any) -> int:
     run = find(values["recipe"]["name"]).run
 
     def visited(cfg: Any, env: Any) -> Any:
-        env.course = course
+        env.driver = driver
         return run(cfg, env)
 
     outcome = in_process(Job(values, None, overrides, sys.argv, notes), visited)
@@ -49,7 +49,8 @@ def visit(overrides: list[str], course: Any) -> int:
 
 def locate(args: argparse.Namespace) -> int:
     """Diagnose one step of a run, from its checkpoints or from its start."""
-    from amp_core.doctor.watch import diagnose_step, overrides_before
+    from amp_core.doctor.watch import diagnose_step
+    from amp_tools.again import overrides_before
 
     overrides = args.overrides
     if len(overrides) == 1 and Path(overrides[0]).is_dir():
@@ -66,8 +67,8 @@ def locate(args: argparse.Namespace) -> int:
 
 def forecast(args: argparse.Namespace) -> int:
     """Say what fp16 is going to do to a run, from a few windows of it in bf16."""
-    from amp_core.doctor.forecast import Check, Forecast, check_course, draw, forecast_course
-    from amp_core.log import write_json
+    from amp_core.run.lines import write_json
+    from amp_tools.forecast import Check, Forecast, check_windows, draw, forecast_windows
 
     if args.windows < 1:
         raise ConfigError(f"--windows {args.windows}: expected at least 1")
@@ -76,14 +77,14 @@ def forecast(args: argparse.Namespace) -> int:
     rest = [o for o in args.overrides if not o.lstrip("+~").startswith(("amp=", "amp.")) or o.startswith(of_any_mode)]
     told: list[Forecast] = []
     checks: list[Check] = []
-    code = visit([*rest, "amp=bf16"], lambda loop, count: forecast_course(loop, args.windows, told))
+    code = visit([*rest, "amp=bf16"], lambda loop, count: forecast_windows(loop, args.windows, told))
     if code or not told:
         return code
     print(told[0])
     if args.picture:
         draw(told[0], args.picture)
     if args.check:
-        code = visit([*rest, "amp=fp16"], lambda loop, count: check_course(loop, told[0], checks))
+        code = visit([*rest, "amp=fp16"], lambda loop, count: check_windows(loop, told[0], checks))
         print("", *checks, sep="\n")
     if args.json:
         write_json(args.json, told[0].to_dict() | ({"check": checks[0].to_dict()} if checks else {}))
@@ -92,7 +93,7 @@ def forecast(args: argparse.Namespace) -> int:
 
 def advise(args: argparse.Namespace) -> int:
     """Say what the steps of a recipe spend their time on, and what would give some of it back."""
-    from amp_core.doctor.advise import Profile, advise_run, examine, time_run, try_out
+    from amp_tools.advise import Profile, advise_run, examine, time_run, try_out
 
     if args.windows < 1:
         raise ConfigError(f"--windows {args.windows}: expected at least 1")
@@ -127,7 +128,7 @@ def advise(args: argparse.Namespace) -> int:
 
 def cost(args: argparse.Namespace) -> int:
     """What watching costs, and sampling statistics, as ratios of step times in one run."""
-    from amp_core.doctor.cost import Cost
+    from amp_tools.cost import Cost
 
     costs = Cost(args.steps)
     code = visit([*args.overrides, "doctor.statistics_every=1"], costs)

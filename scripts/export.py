@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from amp_core.errors import RunError
-from amp_core.export import PARTS, export
+from amp_core.checkpoints.export import PARTS, export
+from amp_core.config.errors import RunError
 
 
 def main(arguments: list[str]) -> int:

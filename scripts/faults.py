@@ -24,6 +24,9 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
 from campaign import Plan, Result
 from campaign.breaks import breaks
 from campaign.elastic import elastic

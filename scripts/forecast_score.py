@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from doctor import visit
 
-from amp_core.doctor.forecast import Check, Forecast, check_course, forecast_course
+from amp_tools.forecast import Check, Forecast, check_windows, forecast_windows
 from recipes import find
 
 COMMON = ["device=cpu", "batch_size=4", "doctor=off"]
@@ -69,8 +69,8 @@ def score(recipe: str, draw: random.Random, windows: int) -> tuple[str, Check]:
     checks: list[Check] = []
     overrides = [f"recipe={recipe}", *COMMON, *SETTINGS[recipe], f"seed={draw.randint(0, 10**6)}"]
     with planted(recipe, draw) as case:
-        codes = [visit([*overrides, "amp=bf16"], lambda loop, count: forecast_course(loop, windows, told))]
-        codes.append(visit([*overrides, "amp=fp16"], lambda loop, count: check_course(loop, told[0], checks)))
+        codes = [visit([*overrides, "amp=bf16"], lambda loop, count: forecast_windows(loop, windows, told))]
+        codes.append(visit([*overrides, "amp=fp16"], lambda loop, count: check_windows(loop, told[0], checks)))
     if any(codes):
         raise SystemExit(f"{recipe}, {case}: exit codes {codes}")
     return case[0], checks[0]

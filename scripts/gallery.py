@@ -28,9 +28,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from amp_core.config import examine
+from amp_core.config.rules import validate
 from amp_core.data import build_data
-from amp_core.models import SEGMENTERS, build_model
+from amp_core.models import build_model
+from amp_core.models.unet import SEGMENTERS
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs" / "gallery"
@@ -105,7 +106,7 @@ def masks() -> Figure:
     """Scenes that were held out, with the border of the predicted mask and that of the true one."""
     folder = train("segmentation", "recipe=segmentation", "amp=bf16")
     saved = checkpoint(folder)
-    cfg, *_ = examine(saved["config"])
+    cfg, *_ = validate(saved["config"])
     data = build_data(cfg.data, seed=cfg.seed)
     net = build_model(cfg.model.name, SEGMENTERS, options=cfg.model.options, **data.facts)
     net.load_state_dict(saved["model"])

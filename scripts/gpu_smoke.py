@@ -45,12 +45,12 @@ import torch.cuda.nccl
 import torch.nn.functional as F
 from torch import nn
 
-import amp_core.graph
+import amp_core.memory.graph
 from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, windows
-from amp_core.data import to_device
-from amp_core.float8 import float8_is_emulated, use_float8
-from amp_core.sync_debug import sync_debug
-from amp_core.weights import fp32_values, trainable
+from amp_core.data.loading import to_device
+from amp_core.lowp.float8 import float8_is_emulated, use_float8
+from amp_core.lowp.weights import fp32_values, master_params
+from amp_core.memory.sync_debug import sync_debug
 
 ROOT = Path(__file__).resolve().parents[1]
 START, LIMIT = 60.0, 45.0
@@ -119,7 +119,7 @@ def loop(mode: str, optimizer: str, device: str, noise: bool = False) -> tuple[A
     amp = Amp.named("fp32" if noise else mode, device, samples=SAMPLES)
     amp.prepare(net)
     amp.guard(net)
-    weights = trainable(net)
+    weights = master_params(net)
     # An eps far below the gradients would turn the rounding of those near zero into whole steps.
     options = {"lr": 0.1, "momentum": 0.9} if optimizer == "SGD" else {"lr": 0.01, "eps": 1e-3}
     made = getattr(torch.optim, optimizer)(weights, fused=True, **options)
@@ -197,7 +197,7 @@ def _graphs(device: str) -> Any:
     sys.path[:0] = [str(ROOT / "tests" / name) for name in ("support", "unit", "recipes", "runs")]
     if device == "cpu":
         tape = importlib.import_module("tape")
-        amp_core.graph.record_on_cuda, amp_core.graph.noted_waits = tape.record, tape.noted_waits
+        amp_core.memory.graph.capture_on_cuda, amp_core.memory.graph.noted_waits = tape.record, tape.noted_waits
     return importlib.import_module("test_graph")
 
 
@@ -213,7 +213,7 @@ def replay(device: str, mode: str) -> str:
     graphs = _graphs(device)
     with _side_stream(device):
         plain, captured = graphs.Training(mode, device), graphs.Training(mode, device)
-        whole = graphs.WholeStep(captured)
+        whole = captured.graph()
         differing = graphs.same_but(plain.run(graphs.computed), captured.run(whole))
     assert whole._play is not None, f"not captured: {whole._refused}"
     assert not differing, f"differ from the eager steps: {', '.join(differing[:4])}"
@@ -227,7 +227,7 @@ def failed_capture(device: str) -> str:
     def trained(as_graph: bool) -> tuple[dict[str, Any], Any]:
         training = graphs.Training("fp16", device)
         training.extra = lambda loss: loss * (2.0 if loss.item() > 1e9 else 1.0)
-        whole = graphs.WholeStep(training) if as_graph else None
+        whole = training.graph() if as_graph else None
         return training.run(whole or graphs.computed, 12), whole
 
     with _side_stream(device):

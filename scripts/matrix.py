@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from amp_core.versions import TESTED  # noqa: E402
+from amp_core.config.versions import TESTED  # noqa: E402
 
 EXTRAS = "wandb,tensorboard,data,dev"
 PAGE = ROOT / "docs" / "RELIABILITY.md"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from amp_core.op_policy import KEPT, THROUGH_FP32, cuda_policy, observed
+from amp_core.lowp.op_policy import KEPT, THROUGH_FP32, cuda_policy, observed
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "OP_POLICY.md"
 

@@ -19,12 +19,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from amp_core.errors import ConfigError
-from amp_core.log import say, write_text
-from amp_core.report.charts import Panel, save_png
-from amp_core.report.folders import find, read_run
-from amp_core.report.groups import make_study
-from amp_core.report.page import as_dict, html_page, left_out, markdown
+from amp_core.config.errors import ConfigError
+from amp_core.run.lines import write_text
+from amp_core.run.log import say
+from amp_tools.report.charts import Panel, save_png
+from amp_tools.report.folders import find, read_run
+from amp_tools.report.groups import make_study
+from amp_tools.report.page import as_dict, html_page, left_out, markdown
 
 
 def main(arguments: list[str]) -> int:

@@ -25,10 +25,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from amp_core import compose
-from amp_core.config import conf_dir
-from amp_core.log import write_text
-from amp_core.sweep import summary_of
+from amp_core.cli import compose
+from amp_core.cli.sweep import summary_of
+from amp_core.config.schema import conf_dir
+from amp_core.run.lines import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "results.json"

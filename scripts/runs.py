@@ -25,13 +25,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from amp_core.errors import ConfigError
-from amp_core.log import say
-from amp_core.report.folders import Run, find, plain, read_run, visible
-from amp_core.report.groups import differing_settings
-from amp_core.report.prune import Plan, carry_out, plan_checkpoints, plan_runs
-from amp_core.report.prune import as_dict as plan_as_dict
-from amp_core.report.table import COLUMNS, SHOWN, Condition, cell, check_names, sort_runs, table, value_of
+from amp_core.config.errors import ConfigError
+from amp_core.run.log import say
+from amp_tools.report.folders import Run, find, plain, read_run, visible
+from amp_tools.report.groups import differing_settings
+from amp_tools.report.prune import Plan, carry_out, plan_checkpoints, plan_runs
+from amp_tools.report.prune import as_dict as plan_as_dict
+from amp_tools.report.table import COLUMNS, SHOWN, Condition, cell, check_names, sort_runs, table, value_of
 
 COMMANDS = ("list", "compare", "prune")
 

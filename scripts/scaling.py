@@ -5,7 +5,7 @@
 
 Really trains a small language model in every layout on 1, 2 and 4 processes, on CPUs, and counts bytes: of the storages
 that a rank holds, and of the tensors that it hands to collectives. About half a minute. The model is
-`amp_core/footprint.py`; the tables for many GPUs are computed from it, for networks without memory.
+`amp_core/layouts/memory_model.py`; the tables for many GPUs are computed from it, for networks without memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_core import Amp, Ema, sync_grads
-from amp_core.config import SHARDED, amp_config
-from amp_core.footprint import (
+from amp_core.config.rules import SHARDED, amp_config
+from amp_core.layouts.ddp import wrap_ddp
+from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
+from amp_core.layouts.memory_model import (
     Collective,
     Memory,
     Weight,
@@ -39,13 +41,12 @@ from amp_core.footprint import (
     traffic,
     weights_of,
 )
-from amp_core.layout import wrap_ddp
+from amp_core.layouts.zero import share_state
+from amp_core.lowp.weights import master_params
+from amp_core.memory.recompute import recompute_blocks
 from amp_core.models.gpt import GPT
-from amp_core.recompute import recompute_blocks
-from amp_core.shards import build_mesh, local, wrap_fsdp
-from amp_core.teardown import end_process_group
-from amp_core.weights import trainable
-from amp_core.zero import share_state
+from amp_core.run.teardown import end_process_group
+from amp_core.tensors import local
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "SCALING.md"
 CPU = torch.device("cpu")
@@ -112,9 +113,10 @@ CASES = [
 PAGE_TEXT = """\
 # Scaling: what a layout holds and what it sends
 
-Made by `python scripts/scaling.py --write` with torch {version}. The model is `amp_core/footprint.py`, which also tells
-`dry_run=true` the memory of a run; the script really trains a small language model in each layout on 1, 2 and 4
-processes, counts bytes, and puts them beside the model. `tests/runs/test_scaling.py` holds both.
+Made by `python scripts/scaling.py --write` with torch {version}. The model is
+`amp_core/layouts/memory_model.py`, which also tells `dry_run=true` the memory of a run; the script trains a small
+language model in each layout on 1, 2 and 4 processes, counts bytes, and puts them beside the model.
+`tests/runs/test_scaling.py` holds both.
 
 Counted is what grows with the number of weights. Activations grow with the batch and come on top.
 
@@ -276,7 +278,7 @@ def measure(case: Case) -> tuple[Memory, dict[str, int], Memory]:
     """What one rank holds and sends in the second step; and what the model says of the very networks."""
     amp = Amp.named(case.mode, **({"init_scale": 1024.0} if case.mode == "o2" else {}))  # type: ignore[arg-type]
     net = build(case, amp)
-    optimizer = AdamW(trainable(net), fused=True)
+    optimizer = AdamW(master_params(net), fused=True)
     ema = Ema(net, 0.99)
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
@@ -294,10 +296,10 @@ def measure(case: Case) -> tuple[Memory, dict[str, int], Memory]:
                 unreduced = max(unreduced, _unreduced(net))
         report = amp.step(optimizer)
         counter.__exit__(None, None, None)
-        masters = trainable(net) if amp.config.update == "master" else []
+        masters = master_params(net) if amp.config.update == "master" else []
         held = Memory(
             weights=_storages([*local(net.parameters()), *masters]),
-            gradients=_storages(local(p.grad for p in trainable(net))),  # type: ignore[misc]
+            gradients=_storages(local(p.grad for p in master_params(net))),  # type: ignore[misc]
             moments=_storages(local(v for e in optimizer.state.values() for v in e.values() if v.ndim)),
             averages=_storages(local(ema.model.parameters())),
             copies=copies,
@@ -412,10 +414,10 @@ def projected(case: Case, net: nn.Module) -> dict[str, float]:
     held, exchanged = modelled(case, net)
     num_weights = sum(p.numel() for p in net.parameters())
     per_token = (8 if case.recompute else 6) * num_weights / FLOPS
-    alone = sum(seconds(each) for each in exchanged if each.what != "gradients" and not is_cut(case))
+    alone = sum(seconds(each) for each in exchanged if each.what != "gradients" and not is_state_sharded(case))
     beside = sum(seconds(each) for each in exchanged) - alone
     # Replicas reduce during the backward pass, two thirds of the computing; parts are gathered and reduced during all.
-    share = 1.0 if is_cut(case) else 2 / 3
+    share = 1.0 if is_state_sharded(case) else 2 / 3
     return {
         "held": held.total,
         "within": held.most - held.total,
@@ -427,7 +429,7 @@ def projected(case: Case, net: nn.Module) -> dict[str, float]:
     }
 
 
-def is_cut(case: Case) -> bool:
+def is_state_sharded(case: Case) -> bool:
     return case.layout in SHARDED
 
 

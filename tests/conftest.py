@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from amp_core.teardown import end_process_group
+from amp_core.run.teardown import end_process_group
 
 _stderr = 2
 
@@ -83,7 +83,7 @@ def on_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     """
 
     def run(fn: Callable[..., Any], *args: Any, num_ranks: int = 2, seconds: float = 60) -> list[Any]:
-        preload = ["torch._dynamo", "torch.distributed.fsdp", "amp_core.precision"]
+        preload = ["torch._dynamo", "torch.distributed.fsdp", "amp_core.step.amp"]
         multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
         folder = tmp_path / f"ranks{len(list(tmp_path.iterdir()))}"
         folder.mkdir()

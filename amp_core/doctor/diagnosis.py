@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from amp_core.doctor.trace import Birth, Collision, Place, Range
+from amp_core.doctor.trace import Collision, FirstNonFinite, Location, Range
 
 _LARGEST = 3.4028234663852886e38
 """Of fp32."""
@@ -178,7 +178,7 @@ def keep_fp32_override(names: Sequence[str]) -> str:
     return "'amp.keep_fp32=[" + ",".join(f'"{name}"' for name in names) + "]'"
 
 
-def cause_of(birth: Birth) -> Cause:
+def cause_of(birth: FirstNonFinite) -> Cause:
     """The class of a birth, by the operation and what it is in float64."""
     if not birth.op:
         kind = birth.tensor.split()[0].split("[")[0]
@@ -213,7 +213,7 @@ def cause_of(birth: Birth) -> Cause:
     return "overflow in a function"
 
 
-def explain(birth: Birth, cause: Cause) -> str:
+def explain(birth: FirstNonFinite, cause: Cause) -> str:
     """Why, in a sentence."""
     dtype = birth.output.dtype
     limit = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4e38}.get(dtype, float("nan"))
@@ -272,7 +272,7 @@ def explain_collision(found: Collision) -> str:
     )
 
 
-def place_of(place: Place) -> dict[str, Any]:
+def location_of(place: Location) -> dict[str, Any]:
     return {"module": place.module, "module_class": place.kind, "source": place.source, "code": place.code}
 
 

@@ -27,14 +27,15 @@ from amp_core.doctor.diagnosis import (
     explain,
     explain_collision,
     keep_fp32_override,
-    place_of,
+    location_of,
 )
-from amp_core.doctor.trace import REMOTE, Birth, Trace, named_tensors
-from amp_core.islands import as_islands, island_names
-from amp_core.layout import unwrap
-from amp_core.precision import Amp, Rehearsal
-from amp_core.shards import gathers_16bit
-from amp_core.stages import Stages
+from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
+from amp_core.layouts.stages import Stages
+from amp_core.lowp.islands import as_islands, island_names, named_modules
+from amp_core.run.islands import can_make_islands
+from amp_core.step.amp import Amp
+from amp_core.step.report import Rehearsal
+from amp_core.tensors import unwrap
 
 Replay = Callable[[], contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Agree = Callable[[Any], list[Any]]
@@ -73,11 +74,7 @@ class Doctor:
     ) -> None:
         self.amp = amp
         self.nets = [(name, unwrap(net)) for name, net in ([("", nets)] if isinstance(nets, nn.Module) else nets)]
-        self.names: dict[nn.Module, str] = {}
-        """Of all modules; the first one counts where a module has several."""
-        for prefix, net in self.nets:
-            for name, module in net.named_modules():
-                self.names.setdefault(module, ".".join(filter(None, [prefix, name])))
+        self.names = named_modules(self.nets)
         self.rank = rank
         self.agree: Agree = agree or (lambda value: [value])
 
@@ -105,10 +102,10 @@ class Doctor:
                     with torch.no_grad():
                         buffer.copy_(kept)
 
-        course = self.diagnose(replay)
+        search = self.diagnose(replay)
         try:
             while True:
-                next(course)
+                next(search)
                 step()
         except StopIteration as done:
             return done.value
@@ -138,7 +135,7 @@ class Doctor:
                 num_ranks=len(everywhere),
             )
         rank = broken[0]
-        birth: Birth = everywhere[rank]["culprit"]
+        birth: FirstNonFinite = everywhere[rank]["culprit"]
         cause = cause_of(birth)
         diagnosis = self._describe(birth, cause, everywhere[rank])
         diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = rank, broken, len(everywhere)
@@ -186,7 +183,7 @@ class Doctor:
                     "position collision",
                     explain_collision(collision),
                     op=collision.op,
-                    **place_of(collision.place),
+                    **location_of(collision.place),
                     amp=self.amp.config.name,
                     loss_scale=self.amp.scale,
                     rank=rank,
@@ -205,13 +202,13 @@ class Doctor:
                 return diagnosis
         return None
 
-    def _describe(self, birth: Birth, cause: Cause, found: dict[str, Any]) -> Diagnosis:
+    def _describe(self, birth: FirstNonFinite, cause: Cause, found: dict[str, Any]) -> Diagnosis:
         others = [b for b in found["births"] if b.number != birth.number and b.op]
         return Diagnosis(
             cause,
             explain(birth, cause),
             op=birth.op,
-            **place_of(birth.place),
+            **location_of(birth.place),
             phase="backward" if birth.backward else "forward" if birth.op else "before",
             inputs=birth.inputs,
             output=birth.output,
@@ -257,7 +254,7 @@ class Doctor:
         diagnosis.fixes = [Fix("override", text, override, verified=True)]
         return diagnosis
 
-    def _prescribe(self, diagnosis: Diagnosis, birth: Birth, replay: Replay) -> Generator[Any, None, None]:
+    def _prescribe(self, diagnosis: Diagnosis, birth: FirstNonFinite, replay: Replay) -> Generator[Any, None, None]:
         cause = diagnosis.cause
         advice = _ADVICE.get(cause)
         if cause in _CURED_BY_ISLANDS and self.can_make_islands:
@@ -292,7 +289,7 @@ class Doctor:
             override += f" amp.init_scale={scale:g}"
         return Fix("override", text, override, verified=True)
 
-    def _casts_by_itself(self, replay: Replay, birth: Birth) -> Generator[Any, None, bool]:
+    def _casts_by_itself(self, replay: Replay, birth: FirstNonFinite) -> Generator[Any, None, bool]:
         """Whether an operation stays in 16 bits, and overflows, where its module is an island."""
         if birth.place.module is None:
             return False
@@ -305,10 +302,8 @@ class Doctor:
 
     @property
     def can_make_islands(self) -> bool:
-        """Islands need autocast, and weights in fp32: also where these are gathered from other ranks."""
-        autocasts = self.amp.dtype in (torch.float16, torch.bfloat16)
-        in_16bit = self.amp.weights or self.amp.config.float8 or any(gathers_16bit(net) for _, net in self.nets)
-        return autocasts and not in_16bit
+        """Whether modules can be put into fp32."""
+        return can_make_islands(self.amp, self.nets)
 
     def _smallest_islands(self, replay: Replay, culprit: str | None) -> Generator[Any, None, list[str]]:
         """A smallest set of modules whose computing in fp32 makes the window finite; [] when there is none.

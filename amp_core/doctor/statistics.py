@@ -19,18 +19,16 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from amp_core.doctor.watch import doctor_of
-from amp_core.recompute import recomputed
-from amp_core.weights import trainable
-
-if TYPE_CHECKING:
-    from amp_core.log import Log
-    from amp_core.loop import Loop
+from amp_core.lowp.weights import master_params
+from amp_core.memory.recompute import recomputed
+from amp_core.run.log import Log
+from amp_core.run.loop import Loop
 
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients")
 LOST = 2.0**-25
@@ -58,7 +56,7 @@ class Statistics:
         own = {p: name for module, name in names.items() for p in module.parameters(recurse=False)}
         self._weights = [(name, p) for p, name in own.items() if p.is_floating_point()]
         # With 16-bit weights gradients arrive on their fp32 sides.
-        pairs = [pair for _, net in doctor.nets for pair in zip(net.parameters(), trainable(net), strict=True)]
+        pairs = [pair for _, net in doctor.nets for pair in zip(net.parameters(), master_params(net), strict=True)]
         self._owners = {side: own[p] for p, side in pairs if p in own}
         self._found: dict[Key, list[_Measured]] = {}
         self._pending: list[_Sampled] = []

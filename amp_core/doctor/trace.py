@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from amp_core.recompute import recomputed
-from amp_core.shards import is_part, local
+from amp_core.memory.recompute import recomputed
+from amp_core.tensors import is_dtensor, local
 from amp_core.torch_private import find, need, storage_of
 
 HALF = (torch.float16, torch.bfloat16)
@@ -42,18 +42,9 @@ NEEDED = (
 current_node, _sequence_number = find("torch._C._current_autograd_node"), find("torch._C._autograd._get_sequence_nr")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_NOT_SHOWN = tuple(
-    _CORE + name
-    for name in (
-        "doctor" + os.sep,
-        "islands.py",
-        "precision.py",
-        "op_policy.py",
-        "shards.py",
-        "stages.py",
-        "recompute.py",
-    )
-)
+_WATCHING = ("doctor/", "lowp/islands.py", "lowp/op_policy.py", "step/amp.py", "memory/recompute.py")
+_WATCHING += ("layouts/fsdp.py", "layouts/stages.py", "tensors.py", "../amp_tools/")
+_NOT_SHOWN = tuple(os.path.normpath(_CORE + name) + ("" if name.endswith("py") else os.sep) for name in _WATCHING)
 """Frames of these say nothing about where in a network an operation stands."""
 _ROOTS = (os.path.dirname(_CORE.rstrip(os.sep)) + os.sep, os.getcwd() + os.sep)
 
@@ -85,7 +76,7 @@ OUTSIDE, REMOTE, CONSTANT = -1, -2, -3
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where in a program an operation stands."""
 
     module: str | None
@@ -146,13 +137,13 @@ class Range:
 
 
 @dataclass
-class Birth:
+class FirstNonFinite:
     """An operation with finite inputs and an output that is not; or a tensor that was not finite from the start."""
 
     number: int
     op: str
     """As torch names it: `aten.convolution`. Empty for a tensor that was not finite from the start."""
-    place: Place
+    place: Location
     backward: bool
     inputs: list[Range]
     output: Range
@@ -176,7 +167,7 @@ class Birth:
 class Collision:
     """Integers, such as positions, that 16 bits cannot tell apart."""
 
-    place: Place
+    place: Location
     op: str
     dtype: str
     distinct: int
@@ -197,7 +188,7 @@ class _Call:
     name: str
     args: Sequence[Any]
     kwargs: dict[str, Any]
-    place: Place
+    place: Location
     backward: bool
     inputs: list[_Input]
 
@@ -215,8 +206,8 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
     def __init__(self, names: Mapping[nn.Module, str], tensors: Mapping[str, Tensor]) -> None:
         need("the doctor", *NEEDED)
         super().__init__()
-        self.births: list[Birth] = []
-        self.constants: list[Birth] = []
+        self.births: list[FirstNonFinite] = []
+        self.constants: list[FirstNonFinite] = []
         """Infinities and NaN that the program wrote down, such as those of a mask."""
         self.collisions: list[Collision] = []
         self.reached: dict[int, list[str]] = {}
@@ -224,7 +215,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         self.num_operations = 0
         self._names = names
         self._modules: list[tuple[str | None, str, nn.Module]] = []
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, Location] = {}
         self._origins: dict[int, frozenset[int]] = {}
         self._marks: dict[int, frozenset[tuple[str, str]]] = {}
         self._unwritten: set[int] = set()
@@ -237,7 +228,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             if name.startswith("batch"):
                 self._marks[_key(tensor)] = frozenset({("input", name)})
             if tensor.is_floating_point() and not _finite(tensor):
-                self._not_finite_before(name, tensor, _key(tensor), Place(None, "", "before the window", ""))
+                self._not_finite_before(name, tensor, _key(tensor), Location(None, "", "before the window", ""))
 
     def __enter__(self) -> Trace:
         self._handles = [
@@ -272,7 +263,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         self._pauses -= 1
 
     @property
-    def culprit(self) -> Birth | None:
+    def culprit(self) -> FirstNonFinite | None:
         """The earliest birth that reached a loss or a gradient; else an infinite constant that did."""
         numbers = [number for number in self.reached if number >= 0]
         if numbers:
@@ -307,7 +298,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
     ) -> Any:
         kwargs = kwargs or {}
         # What happens to a part of a sharded tensor happens between passes, or to a plain tensor that is seen.
-        if self._pauses or any(map(is_part, _tensors((args, kwargs)))):
+        if self._pauses or any(map(is_dtensor, _tensors((args, kwargs)))):
             return func(*args, **kwargs)
         if "c10d" in func.namespace or func.overloadpacket.__name__ == "all_gather_copy_in":
             # May not be done when it returns. What other ranks send is looked at where it is used; this one's is in it.
@@ -400,7 +391,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         else:
             table.pop(key, None)
 
-    def _unknown(self, found: _Input, place: Place) -> int:
+    def _unknown(self, found: _Input, place: Location) -> int:
         """The origin of numbers that are not finite and that no operation here has made."""
         if found.key in self._shared:
             return REMOTE
@@ -418,9 +409,9 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         named = [("weight", module.named_parameters(recurse=False)), ("buffer", module.named_buffers(recurse=False))]
         return next((f"{what} {kind}.{name}" for what, all_ in named for name, t in all_ if _key(t) == key), None)
 
-    def _not_finite_before(self, name: str, tensor: Tensor, key: int, place: Place) -> int:
+    def _not_finite_before(self, name: str, tensor: Tensor, key: int, place: Location) -> int:
         number = len(self.births)
-        birth = Birth(number, "", place, False, [], Range.of(name, tensor), bool(tensor.isnan().any()), None)
+        birth = FirstNonFinite(number, "", place, False, [], Range.of(name, tensor), bool(tensor.isnan().any()), None)
         birth.tensor, birth.rows = name, _bad_rows(tensor)
         self.births.append(birth)
         self._origins[key] = frozenset({number})
@@ -428,12 +419,12 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
 
     def _birth(
         self, call: _Call, output: Tensor, has_nan: bool, only_masks: bool, marks: frozenset[tuple[str, str]]
-    ) -> Birth:
+    ) -> FirstNonFinite:
         floats = [each for each in call.inputs if _has_fractions(each.tensor)]
         known = [self._tensors.get(each.key, "") for each in floats]
         is_of_weights = bool(known) and all(name.startswith(("weight", "buffer")) for name in known)
         has_samples = not call.backward and not is_of_weights and output.shape[:1].numel() in self._batch_sizes
-        return Birth(
+        return FirstNonFinite(
             number=len(self.births),
             op=f"{call.func.namespace}.{call.name}",
             place=call.place,
@@ -509,7 +500,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
 
     # --- places ---------------------------------------------------------------------------------------------------
 
-    def _place_of(self, node: Any, name: str) -> Place:
+    def _place_of(self, node: Any, name: str) -> Location:
         again = recomputed()
         if node is not None and again is None:
             place = self._places.get(node._sequence_nr())
@@ -520,12 +511,12 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
                     source, code = _source()
                     return replace(place, source=source, code=code)
                 return place
-            return Place(None, "", *_source(), node.name())  # Python code that autograd calls, such as a hook
+            return Location(None, "", *_source(), node.name())  # Python code that autograd calls, such as a hook
         module, kind = self._modules[-1][:2] if self._modules else (None, "")
         if again is not None and not self._modules:
             module, kind = self._names.get(again), _class_name(again)
         source, code = _source()
-        place = Place(module, kind, source, code, name)
+        place = Location(module, kind, source, code, name)
         # Autograd makes the node of an operation just before the operation gets here. One that makes none finds its
         # predecessor's number, which is taken.
         self._places.setdefault(_last_node(), place)

@@ -15,49 +15,32 @@ trained again up to that step, examined there, and put forward again.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
 from collections.abc import Generator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amp_core.checkpoint import Checkpoint
+from amp_core.config.errors import ConfigError
 from amp_core.doctor.diagnosis import Diagnosis
 from amp_core.doctor.locate import Doctor
-from amp_core.errors import ConfigError
-from amp_core.log import write_json
-from amp_core.precision import StepReport
-from amp_core.window import Micro
-
-if TYPE_CHECKING:
-    from amp_core.loop import Loop
+from amp_core.run.islands import make_islands
+from amp_core.run.lines import write_json
+from amp_core.run.loop import Loop
+from amp_core.run.monitor import Symptoms
+from amp_core.run.replay import indices_of, replay, rerun_step, restore, snapshot
+from amp_core.step.report import StepReport
+from amp_core.step.window import MicroBatch
 
 logger = logging.getLogger("amp_recipes")
 
 _NEVER = 2**52  # a float64 still holds it exactly
 _SMALL = 2**30
 """Bytes of state that are kept in host memory until there is a checkpoint."""
-Windows = Generator[list[Micro], None, Any]
-
-
-@dataclass(frozen=True)
-class Symptoms:
-    """What a log line says about the steps since the last one. All ranks have the same."""
-
-    step: int
-    """At which they were read."""
-    skipped: int
-    """Steps skipped since the last reading."""
-    streak: int
-    scale: float
-    first_skip: int | None
-    first_bad_loss: int | None
+Windows = Generator[list[MicroBatch], None, Any]
 
 
 class Watch:
@@ -86,7 +69,7 @@ class Watch:
         """Remember where the run starts from, if that is small, for as long as there is no checkpoint."""
         weights = [p for net in self.loop.nets for p in net.parameters()]
         if sum(p.numel() * p.element_size() for p in weights) < _SMALL:
-            self._origin, self._origin_step = self.loop.position(), self.loop.step
+            self._origin, self._origin_step = snapshot(self.loop), self.loop.step
         self._seen = int(self.loop.amp.num_skipped)
 
     def note(self, of: str, report: StepReport, loss: Tensor | None) -> None:
@@ -167,7 +150,7 @@ class Watch:
         return diagnosis
 
     def _diagnose(self, step: int) -> Generator[Any, None, Diagnosis | None]:
-        return (yield from self.doctor.diagnose(lambda: self.loop.replay(step)))
+        return (yield from self.doctor.diagnose(lambda: replay(self.loop, step)))
 
     def _start_before(self, step: int) -> tuple[int, Any] | None:
         checkpoint = self.loop.checkpoint.newest_before(step)
@@ -177,20 +160,20 @@ class Watch:
 
     def _from_checkpoint(self, start: tuple[int, Any], step: int) -> Generator[Any, None, Diagnosis | None]:
         loop = self.loop
-        present = loop.position()
+        present = snapshot(loop)
         logger.info("the doctor trains steps %d to %d again", start[0] + 1, step - 1)
         try:
-            loop.go_to(start[1])
+            restore(loop, start[1])
             while loop.step < step - 1:
-                with loop.training_again() as window:
+                with rerun_step(loop) as window:
                     yield window
             return (yield from self._diagnose(step))
         finally:
-            loop.go_to(present)
+            restore(loop, present)
 
     def _heal(self, diagnosis: Diagnosis, step: int, streak: int) -> Windows:
         loop, policy = self.loop, self.loop.amp.scaler.policy
-        loop.make_islands(diagnosis.islands)
+        make_islands(loop, diagnosis.islands)
         diagnosis.healed = True
         if policy is None or not policy.dynamic or not streak:
             return
@@ -199,7 +182,7 @@ class Watch:
         wanted = min(scale * policy.backoff_factor ** -min(streak, 126), policy.max_scale)
         while wanted > scale:
             loop.amp.scaler.set(wanted)
-            with loop.replay(step) as (rehearsal, window):
+            with replay(loop, step) as (rehearsal, window):
                 yield window
             if all(self.doctor.agree(rehearsal.is_finite)):
                 return
@@ -234,7 +217,7 @@ def _same(a: Diagnosis, b: Diagnosis) -> bool:
 
 def add_samples(loop: Loop, diagnosis: Diagnosis, step: int) -> None:
     """From rows of a micro-batch to indices of the data set."""
-    batches = loop.indices_of(step, diagnosis.rank)
+    batches = indices_of(loop, step, diagnosis.rank)
     diagnosis.window = [index for batch in batches for index in batch]
     rows, diagnosis.samples = diagnosis.samples, []
     # An entry of the window is called batch[micro-batch][...]; of an operation it is not known whose rows it has.
@@ -246,38 +229,17 @@ def add_samples(loop: Loop, diagnosis: Diagnosis, step: int) -> None:
 
 
 def diagnose_step(loop: Loop, step: int, found: list[Diagnosis | None]) -> Windows:
-    """A course that examines one step of a run, trained again from where the run was resumed. Fills `found`."""
+    """A driver (`env.driver`) that trains again up to a step of a run and examines it. Fills `found`."""
     if step <= loop.step:
         raise ConfigError(f"--step {step}: the checkpoint is at step {loop.step}; expected a later step")
     while loop.step < step - 1:
-        with loop.training_again() as window:
+        with rerun_step(loop) as window:
             yield window
-    diagnosis = yield from doctor_of(loop).diagnose(lambda: loop.replay(step))
+    diagnosis = yield from doctor_of(loop).diagnose(lambda: replay(loop, step))
     if diagnosis is not None:
         diagnosis.step, diagnosis.weights = step, "the weights of the step"
         add_samples(loop, diagnosis, step)
     found.append(diagnosis)
-
-
-def overrides_before(run_dir: str, step: int) -> list[str]:
-    """The settings that take up a run before one of its steps, in one process.
-
-    Raises:
-        ConfigError: the folder holds no run.
-    """
-    from amp_core.compose import overrides_of, stored_config
-
-    overrides, config = overrides_of(run_dir), stored_config(run_dir)
-    if config is None:
-        raise ConfigError(f"{run_dir}: its .hydra/config.yaml is missing or damaged")
-    before = Checkpoint(Path(run_dir, "checkpoints"), writer=False).newest_before(step)
-    try:
-        summary = json.loads(Path(run_dir, "summary.json").read_text())
-        # One rank takes the samples of all.
-        accumulation = int(config["accumulation"]) * int(summary["world_size"])
-    except (OSError, KeyError, TypeError, ValueError, RecursionError) as problem:
-        raise ConfigError(f"{run_dir}: summary.json or .hydra/config.yaml is missing or damaged") from problem
-    return [*overrides, f"resume={before[1] if before else 'never'}", f"accumulation={accumulation}"]
 
 
 def doctor_of(loop: Loop) -> Doctor:

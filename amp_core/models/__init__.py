@@ -1,10 +1,24 @@
-"""Networks by name, in families."""
+"""Networks by name, in families, each in a module of its own."""
 
-from amp_core.models.dcgan import GANS
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 from amp_core.models.family import Family, build_model, check_model
-from amp_core.models.gpt import LANGUAGE_MODELS
-from amp_core.models.images import CLASSIFIERS
-from amp_core.models.iresnet import EMBEDDERS
-from amp_core.models.unet import SEGMENTERS
 
-__all__ = ["CLASSIFIERS", "EMBEDDERS", "GANS", "LANGUAGE_MODELS", "SEGMENTERS", "Family", "build_model", "check_model"]
+_HOME = {
+    "CLASSIFIERS": "images",
+    "EMBEDDERS": "iresnet",
+    "GANS": "dcgan",
+    "LANGUAGE_MODELS": "gpt",
+    "SEGMENTERS": "unet",
+}
+
+__all__ = ["Family", "build_model", "check_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.config import nearest
-from amp_core.errors import ConfigError
+from amp_core.config.errors import ConfigError
+from amp_core.config.schema import suggest
 
 ImageShape = tuple[int, int, int]
 """(channels, height, width)"""
@@ -71,7 +71,7 @@ RESERVED = {
 def check_model(name: str, options: Mapping[str, Any], family: Family) -> list[str]:
     """Problems of a model's name and options, one sentence each. Allocates no weights and draws no random numbers."""
     if name not in family.builders and name not in (names := family.names()):
-        return [f"model.name={name}: is not {family.what}. {nearest(name, names)}"]
+        return [f"model.name={name}: is not {family.what}. {suggest(name, names)}"]
     builder = family.builder(name)
     accepted = [key for key in inspect.signature(builder).parameters if key not in (*RESERVED, *family.example)]
     problems = []
@@ -81,7 +81,7 @@ def check_model(name: str, options: Mapping[str, Any], family: Family) -> list[s
         elif option in RESERVED:
             problems.append(f"model.options.{option}: {RESERVED[option]}")
         elif option not in accepted:
-            problems.append(f"model.options.{option}: {name} has no such option. {nearest(option, accepted)}")
+            problems.append(f"model.options.{option}: {name} has no such option. {suggest(option, accepted)}")
     if options and not problems:
         try:
             with torch.device("meta"):

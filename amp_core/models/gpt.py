@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_core.islands import keep_fp32
+from amp_core.lowp.islands import keep_fp32
 from amp_core.models.family import Family, check_choice, check_count, check_probability
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -159,7 +159,7 @@ class GPT(nn.Module):
             self.embed.weight = self.head.weight
 
     def forward(self, tokens: Tensor, offset: int = 0, targets: Tensor | None = None) -> Tensor:
-        """Logits; or the summed loss, given targets [B, L] and a head of `amp_core.losses`. Never waits for the device.
+        """Logits; or the summed loss, given targets [B, L] and a head of `heads.losses`. Never waits for the device.
 
         Args:
             tokens: int64 [B, L].

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from amp_core.islands import keep_fp32
+from amp_core.lowp.islands import keep_fp32
 from amp_core.models.family import Family, ImageShape, check_count, check_probability
 
 

@@ -63,10 +63,10 @@ class OptunaSweeper(Sweeper):
             ConfigError: Optuna is missing, there is nothing to search, or the folder holds another search.
             RunError: no trial finished.
         """
-        from amp_core.environment import lock_folder
-        from amp_core.errors import ConfigError, RunError
-        from amp_core.log import say
-        from amp_core.sweep import asked_to_stop
+        from amp_core.cli.sweep import asked_to_stop
+        from amp_core.config.errors import ConfigError, RunError
+        from amp_core.run.environment import lock_folder
+        from amp_core.run.log import say
 
         if importlib.util.find_spec("optuna") is None:
             raise ConfigError("hydra/sweeper=optuna: Optuna is not installed: pip install -c constraints.txt optuna")
@@ -104,7 +104,7 @@ class OptunaSweeper(Sweeper):
         import optuna
         from optuna.storages.journal import JournalFileBackend
 
-        from amp_core.errors import ConfigError
+        from amp_core.config.errors import ConfigError
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         path = folder / "optuna.journal"
@@ -171,7 +171,7 @@ class OptunaSweeper(Sweeper):
         return found
 
     def _num_parallel(self) -> int:
-        from amp_core.compose import parallel_jobs
+        from amp_core.cli.compose import parallel_jobs
 
         launcher = self._config.hydra.runtime.choices["hydra/launcher"]
         return parallel_jobs(launcher, self._config.hydra.launcher) or 1
@@ -184,8 +184,8 @@ class OptunaSweeper(Sweeper):
     def _run(
         self, study: Any, batch: Sequence[Any], overrides: dict[str, Override], space: dict[str, Any], folder: Path
     ) -> None:
-        from amp_core.compose import sweep_subdir
-        from amp_core.sweep import read_record
+        from amp_core.cli.compose import sweep_subdir
+        from amp_core.cli.sweep import read_record
 
         jobs: dict[str, list[str]] = {}
         folder_of = {}
@@ -212,7 +212,8 @@ class OptunaSweeper(Sweeper):
 
     def _tell_all(self, study: Any, folder: Path) -> None:
         """Print the table of trials and write optimization_results.yaml."""
-        from amp_core.log import say, write_text
+        from amp_core.run.lines import write_text
+        from amp_core.run.log import say
 
         trials = study.get_trials(deepcopy=False)
         finished = [trial for trial in trials if trial.state.name == "COMPLETE"]
@@ -270,7 +271,7 @@ def distribution(override: Override) -> Any:
     """
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    from amp_core.errors import ConfigError
+    from amp_core.config.errors import ConfigError
 
     value: Any = override.value()
     try:

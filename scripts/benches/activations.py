@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_core import Amp
-from amp_core.footprint import Saved, saved_for_backward
-from amp_core.losses import give_loss
+from amp_core.heads.losses import give_loss
+from amp_core.layouts.memory_model import Saved, saved_for_backward
+from amp_core.memory.recast import Recast
+from amp_core.memory.recompute import recompute_blocks
 from amp_core.models.gpt import GPT
-from amp_core.recast import Recast
-from amp_core.recompute import recompute_blocks
 from amp_core.vision import import_torchvision
 from benches.result import Result
 

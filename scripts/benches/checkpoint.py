@@ -29,9 +29,9 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from amp_core import Checkpoint
+from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
 from amp_core.models.gpt import GPT
-from amp_core.shards import build_mesh, wrap_fsdp
-from amp_core.teardown import end_process_group
+from amp_core.run.teardown import end_process_group
 from benches.result import Number, Picture, Result, take_turns
 from benches.work import WORKS, loss_of
 

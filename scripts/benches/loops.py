@@ -22,8 +22,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from amp_core import Amp, Clip, Schedule
+from amp_core.step.window import MicroBatch
 from amp_core.vision import import_torchvision
-from amp_core.window import Micro
 from benches.work import MODES, Batch, loss_of
 
 Step = Callable[[], None]
@@ -79,8 +79,8 @@ def ours(net: nn.Module, batches: list[Batch], mode: str, device: str, optimize:
     clip, share = Clip.norm(MAX_NORM), 1 / len(batches)
 
     def step() -> None:
-        window = [Micro(batch, share, is_last=i == len(batches)) for i, batch in enumerate(batches, 1)]
-        with amp.share_casts(net) if len(batches) > 1 else contextlib.nullcontext():
+        window = [MicroBatch(batch, share, is_last=i == len(batches)) for i, batch in enumerate(batches, 1)]
+        with amp.cache_weight_casts(net) if len(batches) > 1 else contextlib.nullcontext():
             for micro in window:
                 inputs, targets = micro.batch
                 with amp.autocast():

@@ -27,7 +27,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from amp_core.config import amp_config
+from amp_core.config.rules import amp_config
 from benches.result import Number, Picture, Result
 from recipes import RECIPES
 

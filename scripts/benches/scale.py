@@ -2,7 +2,7 @@
 
 Every process trains on samples of its own (gloo on CPUs, NCCL on GPUs), with our loop. Efficiency is the throughput
 to that of one process times the number of processes; on a CPU it cannot exceed cores by processes. `sent MB` is what a
-rank sends in a step, by the formulas of amp_core/footprint.py that docs/SCALING.md compares with measurements.
+rank sends in a step, by the formulas of layouts/memory_model.py that docs/SCALING.md compares with measurements.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch.multiprocessing as mp
 from torch.optim.lr_scheduler import LambdaLR
 
 from amp_core import Amp, Clip, Schedule, sync_grads
-from amp_core.config import amp_config
-from amp_core.footprint import lay_out, traffic, weights_of
-from amp_core.layout import wrap_ddp
-from amp_core.teardown import end_process_group
+from amp_core.config.rules import amp_config
+from amp_core.layouts.ddp import wrap_ddp
+from amp_core.layouts.memory_model import lay_out, traffic, weights_of
+from amp_core.run.teardown import end_process_group
 from benches.loops import MAX_NORM, adamw
 from benches.result import Number, Picture, Result
 from benches.step import numbers, some_of

@@ -3,7 +3,7 @@
 Runs of train.py with clipping, accumulation, averaged weights, a schedule, the doctor watching, and log lines. A longer
 run is compared with a shorter one, one that logs with one that does not: what is read at the start and the end drops
 out. On a CPU reads are counted that would wait on a GPU (`aten::_local_scalar_dense` and its kin, lists of
-floating-point numbers); on a GPU those that did, by amp_core.sync_debug, and waits for events. There a step
+floating-point numbers); on a GPU those that did, by amp_core.memory.sync_debug, and waits for events. There a step
 of our loop also runs 200 times in the mode that makes a wait an error.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_core.sync_debug import noted_waits, sync_debug
+from amp_core.memory.sync_debug import noted_waits, sync_debug
 from benches.loops import adamw, ours
 from benches.modes import QUIET, SMALL, RunFailed, go, runs
 from benches.result import Result

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_core.models import CLASSIFIERS, build_model
+from amp_core.models import build_model
 from amp_core.models.gpt import GPT
+from amp_core.models.images import CLASSIFIERS
 
 Batch = tuple[Tensor, Tensor]
 MODES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -37,10 +37,11 @@ from tiers import rows
 import train
 from amp_core.doctor.trace import Range
 from amp_core.doctor.watch import diagnose_step
-from amp_core.environment import Job
-from amp_core.launch import in_process
 from amp_core.models.gpt import position_ids
-from amp_core.precision import Amp
+from amp_core.run.environment import Job
+from amp_core.run.launch import in_process
+from amp_core.run.replay import replay, rerun_step
+from amp_core.step.amp import Amp
 from recipes import RECIPES, find
 from train import checked
 
@@ -71,15 +72,15 @@ def examine(recipe, settings, step=1):
 
     def course(loop, count):
         while loop.step < step - 1:
-            with loop.training_again() as window:
+            with rerun_step(loop) as window:
                 yield window
-        with loop.replay(step) as (rehearsal, window):
+        with replay(loop, step) as (rehearsal, window):
             yield window
         finite.append(rehearsal.is_finite)
         yield from diagnose_step(loop, step, found)
 
     def visited(cfg, env):
-        env.course = course
+        env.driver = course
         return find(recipe).run(cfg, env)
 
     outcome = in_process(Job(values, None, [], [], notes), visited)
@@ -302,7 +303,7 @@ def on_two_ranks(plant, folder, *settings):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "amp_core.preflight"])
+    mp.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "amp_core.run.preflight"])
     argv = arguments("classification", "steps=4", "layout=ddp", f"run_dir={folder}", *settings)
     context = mp.start_processes(_rank, (plant, port, argv), 2, join=False, start_method="forkserver")
     assert isinstance(context, mp.ProcessContext)

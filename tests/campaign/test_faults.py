@@ -51,11 +51,8 @@ def test_every_part_is_in_a_group_and_on_the_page():
 
 def test_a_power_cut_leaves_what_was_brought_to_disk(tmp_path):
     """The model of a disk itself: a rename lasts from the fsync of its folder on, data from that of their file."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        from campaign.saves import Disk
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
+    from campaign.saves import Disk
+
     root = tmp_path / "root"
     root.mkdir()
     (root / "old").write_bytes(b"old")

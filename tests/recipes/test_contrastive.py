@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from amp_core import Amp
-from amp_core.datasets.base import uniforms, unpack
-from amp_core.window import Micro
+from amp_core.data.base import uniforms, unpack
+from amp_core.step.window import MicroBatch
 from recipes.contrastive import TwoViews, cached_gradients, embed_window, info_nce, nearest_neighbours, rehearsal
 
 ALONE: Any = SimpleNamespace(rank=0, world_size=1, sum_over_ranks=lambda tensor: tensor)
@@ -32,15 +32,15 @@ def network(*more: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 8, 3, 2, 1), *more, nn.SiLU(), nn.Flatten(), nn.Linear(8 * 36, 16))
 
 
-def views(num: int = 64, split: int = 4) -> list[Micro]:
+def views(num: int = 64, split: int = 4) -> list[MicroBatch]:
     """A window of `split` micro-batches of two views that are alike."""
     torch.manual_seed(1)
     images = torch.randn(num, 1, 12, 12)
     pairs = [(images + 0.3 * torch.randn_like(images)).chunk(split) for _ in range(2)]
-    return [Micro(batch, 1 / split, is_last=i == split - 1) for i, batch in enumerate(zip(*pairs, strict=True))]
+    return [MicroBatch(batch, 1 / split, is_last=i == split - 1) for i, batch in enumerate(zip(*pairs, strict=True))]
 
 
-def big_batch(net: nn.Module, window: list[Micro]) -> tuple[float, Tensor]:
+def big_batch(net: nn.Module, window: list[MicroBatch]) -> tuple[float, Tensor]:
     """The loss over all of the window in one graph, and its gradients, in the dtype of the network."""
     dtype = next(net.parameters()).dtype
     both = [torch.cat([micro.batch[view] for micro in window]).to(dtype) for view in (0, 1)]
@@ -52,7 +52,7 @@ def big_batch(net: nn.Module, window: list[Micro]) -> tuple[float, Tensor]:
 def cached(
     mode: str,
     net: nn.Module,
-    window: list[Micro],
+    window: list[MicroBatch],
     *,
     scaled: bool = True,
     share: float = 1.0,
@@ -164,7 +164,7 @@ def test_an_unscaled_cached_gradient_underflows() -> None:
     assert not unscaled.any()
 
 
-def in_training(net: nn.Module, window: list[Micro], *, guarded: bool) -> tuple[Tensor, list[Tensor]]:
+def in_training(net: nn.Module, window: list[MicroBatch], *, guarded: bool) -> tuple[Tensor, list[Tensor]]:
     """Gradients and buffers after the two passes, with or without putting things back after the first."""
     torch.manual_seed(3)
     amp = Amp.named("fp32")

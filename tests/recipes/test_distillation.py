@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from amp_core import Amp
-from amp_core.layout import share_buffers
-from amp_core.models import CLASSIFIERS, build_model
+from amp_core.models import build_model
+from amp_core.models.images import CLASSIFIERS
+from amp_core.tensors import share_buffers
 from recipes.distillation import divergence, frozen
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

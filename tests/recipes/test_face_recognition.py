@@ -21,15 +21,16 @@ from running import lines, state, summary
 from torch import nn
 
 import train
-from amp_core.checks import check_data
-from amp_core.config import DataConfig, read_option
+from amp_core.config.checks import check_data
+from amp_core.config.errors import ConfigError, RunError
+from amp_core.config.schema import DataConfig, read_option
 from amp_core.data import build_data
-from amp_core.datasets.identities import draw_glyphs
-from amp_core.datasets.records import Records, write_faces, write_records
-from amp_core.errors import ConfigError, RunError
-from amp_core.islands import island_names
-from amp_core.models import EMBEDDERS, build_model, check_model
-from amp_core.verification import choose_pairs, verify
+from amp_core.data.identities import draw_glyphs
+from amp_core.data.records import Records, write_faces, write_records
+from amp_core.heads.verification import choose_pairs, verify
+from amp_core.lowp.islands import island_names
+from amp_core.models import build_model, check_model
+from amp_core.models.iresnet import EMBEDDERS
 
 ROOT = Path(__file__).resolve().parents[2]
 MAGIC = struct.pack("<I", 0xCED7230A)

@@ -19,8 +19,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Adam, Optimizer
 
 from amp_core import Amp
-from amp_core.loop import Loop
-from amp_core.models import GANS, build_model
+from amp_core.models import build_model
+from amp_core.models.dcgan import GANS
+from amp_core.run.loop import Loop
 from recipes.gan import discriminator_loss, generator_loss, gradient_penalty, sliced_wasserstein
 
 SHAPE = (1, 12, 12)
@@ -319,7 +320,7 @@ def drawn(step: int, accumulation: int, world_size: int, batch_size: int, stream
     for rank in range(world_size):
         env = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
         cfg = SimpleNamespace(seed=7, batch_size=batch_size)
-        loop: Any = SimpleNamespace(env=env, cfg=cfg, step=step, accumulation=accumulation, _graph=None)
+        loop: Any = SimpleNamespace(env=env, cfg=cfg, step=step, accumulation=accumulation, graph=None)
         pieces.append(torch.stack(Loop.draw(loop, torch.randn, 3, stream=stream)))
     return torch.stack(pieces, dim=1).flatten(0, 2)
 

@@ -18,13 +18,23 @@ from waits import Waits
 
 import train
 from amp_core import Amp, windows
-from amp_core.checks import check_data
-from amp_core.config import DataConfig, read_option
+from amp_core.config.checks import check_data
+from amp_core.config.errors import ConfigError, RunError
+from amp_core.config.schema import DataConfig, read_option
 from amp_core.data import Data, build_data
-from amp_core.datasets.text import IGNORE, TextPieces
-from amp_core.errors import ConfigError, RunError
-from amp_core.models import LANGUAGE_MODELS, build_model, check_model
-from amp_core.models.gpt import DTYPES, GPT, POSITIONS, alibi_bias, num_shared_ids, position_ids, rope_phases, rotate
+from amp_core.data.text import IGNORE, TextPieces
+from amp_core.models import build_model, check_model
+from amp_core.models.gpt import (
+    DTYPES,
+    GPT,
+    LANGUAGE_MODELS,
+    POSITIONS,
+    alibi_bias,
+    num_shared_ids,
+    position_ids,
+    rope_phases,
+    rotate,
+)
 from recipes import language_model
 from recipes.language_model import num_valid, token_loss
 

@@ -8,8 +8,8 @@ from running import lines, state
 from test_recipes import MLP, STATIC, on_two_ranks, run, weights
 from tiers import rows
 
-from amp_core.precision import Amp
-from amp_core.weights import trainable
+from amp_core.lowp.weights import master_params
+from amp_core.step.amp import Amp
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 GRADIENT_UNIT = {"o2": 2.0**-11, "bf16_pure": 2.0**-8, "fp8": 2.0**-3}
@@ -71,9 +71,9 @@ def test_an_optimizer_of_the_16_bit_weights_themselves_is_refused():
     net = torch.nn.Linear(4, 4)
     amp = Amp.named("bf16_pure")
     amp.prepare(net)
-    wrong, right = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(trainable(net), lr=0.1)
+    wrong, right = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(master_params(net), lr=0.1)
     amp.backward(net(torch.ones(2, 4)).sum())
-    with pytest.raises(TypeError, match=r"trainable\(net\)"):
+    with pytest.raises(TypeError, match=r"master_params\(net\)"):
         amp.step(wrong)
     assert amp.step(right).taken
     amp.update()

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from amp_core import Amp, Micro, compose
-from amp_core.environment import Job, environment
-from amp_core.loop import Loop
-from amp_core.scaler import LossScale
+from amp_core import Amp, MicroBatch
+from amp_core.cli import compose
+from amp_core.run.environment import Job, environment
+from amp_core.run.loop import Loop
+from amp_core.step.scaler import LossScale
 from recipes import RECIPES, find
 
 needs_cuda_build = pytest.mark.skipif(
@@ -104,11 +105,11 @@ def steps(recipe: str, mode: str, device: torch.device, num: int = 3) -> int:
     done = []
     with environment(job) as env, (fake_gpu if on_fake_gpu else meta_device)() as gpu, contextlib.ExitStack() as stubs:
 
-        def windows(loop: Loop, count: Any = None) -> Iterator[list[Micro]]:
+        def windows(loop: Loop, count: Any = None) -> Iterator[list[MicroBatch]]:
             loop._count = count
             with _disable_current_modes():
                 env.device = torch.device("cpu")
-                with loop.loading() as loaded:
+                with loop.feed.loading(loop.samples) as loaded:
                     real = [next(loaded) for _ in range(num)]
             env.device = device
             for window in real:
@@ -136,7 +137,7 @@ def steps(recipe: str, mode: str, device: torch.device, num: int = 3) -> int:
             replaced += [
                 (torch.autograd, "backward", _backward),
                 (torch.autograd, "grad", _grad),
-                (importlib.import_module("amp_core.precision"), "_backward", _backward),
+                (importlib.import_module("amp_core.step.amp"), "_backward", _backward),
             ]
         else:
             replaced += [(Amp, "__init__", _amp_on_meta)]

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from waits import Waits
 
 from amp_core import Amp, Clip
-from amp_core.layout import wrap_ddp
-from amp_core.partial_fc import MARGINS, PartialFC, arcface, cosface
+from amp_core.heads.partial_fc import MARGINS, PartialFC, arcface, cosface
+from amp_core.layouts.ddp import wrap_ddp
 
 CLASSES, DIM, BATCH = 11, 16, 12
 
@@ -271,7 +271,7 @@ def test_a_skipped_batch_leaves_the_centres_alone_and_the_usual_loop_leaves_nan(
 
 
 def test_initial_centres_do_not_depend_on_the_slice():
-    from amp_core.partial_fc import _initial_centres
+    from amp_core.heads.partial_fc import _initial_centres
 
     whole = _initial_centres(0, 10_000, 3, seed=1)
     assert torch.equal(whole[4000:9000], _initial_centres(4000, 9000, 3, seed=1))

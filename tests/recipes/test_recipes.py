@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from waits import Waits
 
 import train
-from amp_core.preflight import LAYOUTS
+from amp_core.run.preflight import LAYOUTS
 from recipes import RECIPES, find
 
 COMMON = ["device=cpu", "log.progress=false", "save_every=1000", "eval_every=1000", "log_every=1", "batch_size=4"]

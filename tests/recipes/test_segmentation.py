@@ -19,13 +19,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import train
 from amp_core import Amp, keep_fp32
-from amp_core.checks import check_data
-from amp_core.config import DataConfig, read_option
-from amp_core.data import build_data, train_loader
-from amp_core.datasets.masks import VOID, read_brain
-from amp_core.errors import ConfigError, RunError
-from amp_core.lint import find_slow, find_unsafe
-from amp_core.models import CLASSIFIERS, SEGMENTERS, build_model
+from amp_core.config.checks import check_data
+from amp_core.config.errors import ConfigError, RunError
+from amp_core.config.schema import DataConfig, read_option
+from amp_core.data import build_data
+from amp_core.data.loading import train_loader
+from amp_core.data.masks import VOID, read_brain
+from amp_core.lowp.lint import find_slow, find_unsafe
+from amp_core.models import build_model
+from amp_core.models.images import CLASSIFIERS
+from amp_core.models.unet import SEGMENTERS
 from recipes.segmentation import LOSSES, overlap, pixel_weights, targets
 
 FP16, BF16 = torch.float16, torch.bfloat16

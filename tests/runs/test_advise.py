@@ -23,11 +23,11 @@ from torch import nn
 
 import recipes
 from amp_core import Amp
-from amp_core.doctor import advise as advising
-from amp_core.doctor import profile as profiles
-from amp_core.doctor.advise import FINDERS, Report, advise, advise_run, examine, try_out, waits
-from amp_core.doctor.profile import Op, Operand, OptimizerFacts, Profile, Units
-from amp_core.doctor.trace import Place
+from amp_core.doctor.trace import Location
+from amp_tools import advise as advising
+from amp_tools import profile as profiles
+from amp_tools.advise import FINDERS, Report, advise, advise_run, examine, try_out, waits
+from amp_tools.profile import Op, Operand, OptimizerFacts, Profile, Units
 
 ROOT = Path(__file__).resolve().parents[2]
 doctor = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "doctor.py")))
@@ -289,7 +289,7 @@ def test_hints_of_settings_are_given_once_and_fp32_gets_none():
 
 # --- profiles by hand -------------------------------------------------------------------------------------------------
 
-LAYER = Place("fc", "Linear", "net.py:1", "return self.fc(x)")
+LAYER = Location("fc", "Linear", "net.py:1", "return self.fc(x)")
 
 
 def product(rows, inner, columns, seconds, dtype="bfloat16", device="cpu", place=LAYER):
@@ -400,7 +400,7 @@ def test_more_workers_than_cores_are_not_advised():
 
 
 def test_on_a_gpu_kernels_count_and_copies_that_block_are_waits():
-    place = Place(None, "", "train.py:7", "x = x.cpu()")
+    place = Location(None, "", "train.py:7", "x = x.cpu()")
     copies = [
         Op("aten::_to_copy", place, inputs=[Operand((8, 8), "float32", a)], outputs=[Operand((8, 8), "float32", b)])
         for a, b in (("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda"))
@@ -490,12 +490,12 @@ class Slow:
 def test_slow_data_are_found(is_slow):
     profiles = []
 
-    def course(loop, count):
+    def driver(loop, count):
         if is_slow:
-            loop.data = dataclasses.replace(loop.data, train=Slow(loop.data.train))
+            loop.feed.data = dataclasses.replace(loop.data, train=Slow(loop.data.train))
         yield from advise_run(loop, 2, profiles)
 
-    assert doctor.visit(SMALL_RUN, course) == 0
+    assert doctor.visit(SMALL_RUN, driver) == 0
     (profile,) = profiles
     assert profile.loading is not None and (profile.loading > 0.1) is is_slow
     found = [finding for finding in advising.find_loading(profile) if (finding.share or 0) > 0.6]

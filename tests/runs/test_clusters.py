@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from running import lines, state, summary
 
-from amp_core import launch
+from amp_core.run import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts" / "slurm").glob("*.sbatch"))

@@ -12,8 +12,9 @@ import pytest
 from tiers import rows
 
 import train
-from amp_core import compose
-from amp_core.config import build, choices, nearest
+from amp_core.cli import compose
+from amp_core.config.rules import build
+from amp_core.config.schema import choices, suggest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -295,7 +296,7 @@ def test_cfg_job_prints_every_key_of_the_schema(capsys):
 
 
 def test_nearest_puts_the_close_one_first():
-    assert nearest("fp61", ["bf16", "fp16"]).startswith("Did you mean fp16?")
+    assert suggest("fp61", ["bf16", "fp16"]).startswith("Did you mean fp16?")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from waits import Waits
 import recipes.classification
 import train
 from amp_core import Amp, Doctor, windows
-from amp_core.islands import island_names
+from amp_core.lowp.islands import island_names
 
 TINY = ["model=cnn_small", "data=synthetic", "data.num_samples=256", "batch_size=8", "log_every=5", "eval_every=1000"]
 

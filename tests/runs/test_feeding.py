@@ -18,15 +18,16 @@ from running import refused_before_the_start, same_but, state, summary
 from tiers import rows
 from torch import Tensor
 
-import amp_core.datasets.images as images_module
+import amp_core.data.images as images_module
 import train
-from amp_core.checks import check_data
-from amp_core.config import DataConfig, read_option
-from amp_core.data import build_data, to_device
-from amp_core.datasets.base import uniforms
-from amp_core.datasets.images import ArrayImages, ImageFiles, crop_flip, shift_rotate_scale
-from amp_core.errors import RunError
-from amp_core.loop import _Clock
+from amp_core.config.checks import check_data
+from amp_core.config.errors import RunError
+from amp_core.config.schema import DataConfig, read_option
+from amp_core.data import build_data
+from amp_core.data.base import uniforms
+from amp_core.data.images import ArrayImages, ImageFiles, crop_flip, shift_rotate_scale
+from amp_core.data.loading import to_device
+from amp_core.run.meters import Clock
 from amp_core.vision import import_torchvision
 
 
@@ -181,7 +182,7 @@ def test_evaluation_data_are_left_to_the_loader() -> None:
 
 def test_the_clock_tells_waiting_from_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("amp_core.loop.time.monotonic", lambda: now)
+    monkeypatch.setattr("amp_core.run.meters.time.monotonic", lambda: now)
 
     def loader() -> Any:
         nonlocal now
@@ -189,7 +190,7 @@ def test_the_clock_tells_waiting_from_computing(monkeypatch: pytest.MonkeyPatch)
             now += 3.0
             yield number
 
-    clock = _Clock()
+    clock = Clock()
     for _ in clock.waiting(loader()):
         now += 9.0
     now += 12.0  # an evaluation

@@ -15,7 +15,8 @@ from test_recipes import COMMON, SMALL
 from tiers import rows
 from torch import Tensor, nn
 
-from amp_core.doctor.forecast import (
+from amp_core.config.errors import ConfigError
+from amp_tools.forecast import (
     KINDS,
     LARGEST,
     Census,
@@ -23,11 +24,10 @@ from amp_core.doctor.forecast import (
     Forecast,
     Numbers,
     Score,
-    check_course,
+    check_windows,
     draw,
-    forecast_course,
+    forecast_windows,
 )
-from amp_core.errors import ConfigError
 from recipes import classification, find
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,14 +45,14 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 def told(recipe: str, settings: list[str], windows: int = 2) -> Forecast:
     found: list[Forecast] = []
     overrides = [f"recipe={recipe}", *COMMON, *settings, "amp=bf16"]
-    assert script.visit(overrides, lambda loop, count: forecast_course(loop, windows, found)) == 0
+    assert script.visit(overrides, lambda loop, count: forecast_windows(loop, windows, found)) == 0
     return found[0]
 
 
 def checked(recipe: str, settings: list[str], forecast: Forecast) -> Check:
     found: list[Check] = []
     overrides = [f"recipe={recipe}", *COMMON, *settings, "amp=fp16"]
-    assert script.visit(overrides, lambda loop, count: check_course(loop, forecast, found)) == 0
+    assert script.visit(overrides, lambda loop, count: check_windows(loop, forecast, found)) == 0
     return found[0]
 
 
@@ -96,7 +96,7 @@ def test_shares_are_those_of_a_cast() -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_float8_loses_what_its_casts_lose(backward: bool) -> None:
-    from amp_core.float8 import E4M3, E5M2, quantise
+    from amp_core.lowp.float8 import E4M3, E5M2, quantise
 
     values = torch.randn(5000) * 2.0 ** torch.randint(-30, 1, (5000,))
     numbers = Numbers.of(values, backward=backward)
@@ -249,7 +249,7 @@ def test_recomputed_activations_are_no_gradients() -> None:
 
 def test_another_mode_than_bf16_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["recipe=classification", *COMMON, *SMALL["classification"], "amp=fp32"]
-    assert script.visit(overrides, lambda loop, count: forecast_course(loop, 1, [])) == 2
+    assert script.visit(overrides, lambda loop, count: forecast_windows(loop, 1, [])) == 2
     assert "use amp=bf16" in capsys.readouterr().err
 
 

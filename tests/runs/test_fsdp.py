@@ -23,12 +23,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from waits import Waits
 
-from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, keep_fp32, precision, sync_grads
-from amp_core.checkpoint import read
-from amp_core.errors import ConfigError
-from amp_core.layout import wrap_ddp
+from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, keep_fp32, sync_grads
+from amp_core.checkpoints.reading import read
+from amp_core.config.errors import ConfigError
+from amp_core.layouts.ddp import wrap_ddp
+from amp_core.layouts.fsdp import build_mesh, gather_full_state, wrap_fsdp
 from amp_core.models.gpt import GPT
-from amp_core.shards import build_mesh, gathered, local, whole_copy, wrap_fsdp
+from amp_core.step import amp as precision
+from amp_core.tensors import full_copy, local
 
 CPU = torch.device("cpu")
 OnRanks = Callable[..., list[Any]]
@@ -109,13 +111,13 @@ class Training:
 
     def values(self) -> dict[str, dict[str, Tensor]]:
         """Whole weights, averages and moments, by plain names."""
-        model = {k.removeprefix("module."): v.clone() for k, v in gathered(self.net.state_dict()).items()}
+        model = {k.removeprefix("module."): v.clone() for k, v in gather_full_state(self.net.state_dict()).items()}
         moments = {
             f"{number}.{key}": value.clone()
-            for number, entry in gathered(self.optimizer.state_dict()["state"]).items()
+            for number, entry in gather_full_state(self.optimizer.state_dict()["state"]).items()
             for key, value in entry.items()
         }
-        ema = {key: value.clone() for key, value in gathered(self.ema.state_dict()).items()}
+        ema = {key: value.clone() for key, value in gather_full_state(self.ema.state_dict()).items()}
         return {"model": model, "ema": ema, "moments": moments}
 
 
@@ -209,7 +211,7 @@ def by_name(rank: int, layout: str) -> dict[str, Any]:
             amp.step(optimizer)
             amp.update()
             optimizer.zero_grad()
-        found[name] = gathered(net.state_dict())
+        found[name] = gather_full_state(net.state_dict())
     return found
 
 
@@ -255,7 +257,7 @@ def with_a_bad_gradient(rank: int, bad_rank: int | None, mode: str, agree: bool 
                 continue  # the run that never saw it
             if not agree:
                 precision.several_ranks = lambda: False  # type: ignore[assignment]
-                precision.joint_norm = lambda grads, device: torch.linalg.vector_norm(  # type: ignore[assignment]
+                precision.global_grad_norm = lambda grads, device: torch.linalg.vector_norm(  # type: ignore[assignment]
                     torch.stack(torch._foreach_norm(local(grads)))
                 )
             taken.append(training.window(spoil if i == 1 else None)[2])
@@ -303,7 +305,7 @@ def with_statistics(rank: int, bad_rank: int | None) -> Any:
         amp.update()
         optimizer.zero_grad()
         ema.update(report)
-    return gathered(net.state_dict()), gathered(ema.state_dict())
+    return gather_full_state(net.state_dict()), gather_full_state(ema.state_dict())
 
 
 @pytest.mark.parametrize("bad_rank", rows([0, 1], 1))
@@ -503,9 +505,9 @@ def test_islands_have_fp32_weights_and_all_else_what_autocast_gives_it(on_ranks:
 def tied(rank: int, layout: str) -> list[Any]:
     training = Training(layout, "bf16", net=gpt(tied=True))
     windows = [training.window() for _ in range(3)]
-    twin: Any = whole_copy(training.net) if layout == "fsdp" else training.net
+    twin: Any = full_copy(training.net) if layout == "fsdp" else training.net
     assert twin.embed.weight is twin.head.weight
-    return [windows, training.loss_of_average(), gathered(training.net.state_dict())]
+    return [windows, training.loss_of_average(), gather_full_state(training.net.state_dict())]
 
 
 def test_weights_in_common_stay_so(on_ranks: OnRanks) -> None:

@@ -26,7 +26,7 @@ import bench  # noqa: E402
 import gpu_smoke  # noqa: E402
 import pack_wheels  # noqa: E402
 
-import amp_core.graph  # noqa: E402
+import amp_core.memory.graph  # noqa: E402
 import train  # noqa: E402
 
 STAGES = ["1", "2", "3", "4"]
@@ -196,8 +196,8 @@ def test_every_command_of_a_stage_is_one_that_its_program_takes(
 
 @pytest.fixture
 def graphs_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("record_on_cuda", "noted_waits"):  # which a rehearsal replaces
-        monkeypatch.setattr(amp_core.graph, name, getattr(amp_core.graph, name))
+    for name in ("capture_on_cuda", "noted_waits"):  # which a rehearsal replaces
+        monkeypatch.setattr(amp_core.memory.graph, name, getattr(amp_core.memory.graph, name))
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 

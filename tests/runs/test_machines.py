@@ -13,7 +13,7 @@ import torch
 from running import checkpoints, state
 
 import train
-from amp_core.machine import describe_cpu, describe_device, describe_versions, moved
+from amp_core.run.machine import describe_cpu, describe_device, describe_versions, moved
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
@@ -120,7 +120,7 @@ def test_only_the_features_that_differ_are_listed():
 
 
 def test_on_a_gpu_the_processor_does_not_count():
-    from amp_core.machine import _what_matters
+    from amp_core.run.machine import _what_matters
 
     gpu = {"type": "cuda", "name": "NVIDIA H100", "cuda": "12.8", "memory_bytes": 1}
     one, other = (_what_matters(this() | {"device": gpu, "threads": threads, "cpu": "x"}) for threads in (1, 2))

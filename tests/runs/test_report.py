@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from amp_core.compose import compose, stored_config
-from amp_core.config import flatten
-from amp_core.report import folders, prune
-from amp_core.report.folders import find, read_curves, read_run
-from amp_core.report.groups import make_study
-from amp_core.report.page import as_dict, html_page, left_out, markdown
-from amp_core.report.significance import compare, holm, judge, t_quantile, t_two_sided
-from amp_core.report.table import table
+from amp_core.cli.compose import compose, stored_config
+from amp_core.config.rules import flatten
+from amp_tools.report import folders, prune
+from amp_tools.report.folders import find, read_curves, read_run
+from amp_tools.report.groups import make_study
+from amp_tools.report.page import as_dict, html_page, left_out, markdown
+from amp_tools.report.significance import compare, holm, judge, t_quantile, t_two_sided
+from amp_tools.report.table import table
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 918273

@@ -10,9 +10,9 @@ from running import checkpoints, state
 from tiers import rows
 
 import train
-from amp_core.checkpoint import Checkpoint
-from amp_core.environment import lock_folder
-from amp_core.redact import known_secrets, redact, redact_typed, refuse_secret
+from amp_core.checkpoints.checkpoint import Checkpoint
+from amp_core.config.redact import known_secrets, redact, redact_typed, refuse_secret
+from amp_core.run.environment import lock_folder
 
 SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
 SMALL += ["device=cpu", "log.progress=false", "batch_size=8", "save_every=1", "eval_every=1000", "amp=bf16", "steps=3"]
@@ -142,7 +142,7 @@ def test_the_rest_of_hydra_is_refused(override, capsys):
 
 
 def test_names_from_a_command_line_stay_in_the_sweep_folder():
-    from amp_core.compose import sweep_subdir
+    from amp_core.cli.compose import sweep_subdir
 
     for text in ("../../x", "/etc/passwd", "..", "a/../../b", "\0", "." * 300):
         assert Path("s", sweep_subdir([text])).resolve().parent == Path("s").resolve()
@@ -169,7 +169,7 @@ def test_one_that_is_not_in_the_environment_is_seen_by_its_name_or_its_address(o
 
 
 def test_usual_settings_hold_no_key():
-    from amp_core.compose import known_keys
+    from amp_core.cli.compose import known_keys
 
     assert not [key for key in known_keys() if refuse_secret(f"{key}=some-long-value")]
     text = '{"loss_per_token": 2.345678901, "num_tokens": 12345678, "tokens": "abcdefghij"}'

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from amp_core.config import amp_config
-from amp_core.footprint import Weight, lay_out, memory, traffic
+from amp_core.config.rules import amp_config
+from amp_core.layouts.memory_model import Weight, lay_out, memory, traffic
 
 ROOT = Path(__file__).resolve().parents[2]
 OnRanks = Callable[..., list[Any]]

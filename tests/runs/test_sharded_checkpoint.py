@@ -27,14 +27,15 @@ from tiers import rows
 from torch import nn
 from torch.optim import AdamW
 
-from amp_core import Checkpoint, Clip, pieces
-from amp_core import checkpoint as module
-from amp_core.checkpoint import read
-from amp_core.errors import CheckpointError, SaveError
-from amp_core.export import export
+from amp_core import Checkpoint, Clip
+from amp_core.checkpoints import checkpoint as module
+from amp_core.checkpoints import pieces, plain_state, sharing
+from amp_core.checkpoints.export import export
+from amp_core.checkpoints.reading import read
+from amp_core.config.errors import CheckpointError, SaveError
+from amp_core.heads.partial_fc import PartialFC, RowState
 from amp_core.models.gpt import GPT
-from amp_core.partial_fc import PartialFC, RowState
-from amp_core.shards import local
+from amp_core.tensors import local
 
 ROOT = Path(__file__).resolve().parents[2]
 OnRanks = Callable[..., list[Any]]
@@ -493,7 +494,7 @@ def test_other_programs_read_the_files(tmp_path: Path) -> None:
     assert not differing({k: v.data for k, v in net.items()}, read(folder)["model"])
     # The other way round, byte for byte, for a file of the same order.
     save_file({"model.w": torch.ones(3, 2)}, tmp_path / "theirs", metadata={"format": "pt"})
-    entry = pieces.Entry((("model", "w"),), torch.float32, (3, 2), 0, (pieces.Piece(0, 3, "x"),))
+    entry = pieces.Entry((("model", "w"),), torch.float32, (3, 2), 0, (pieces.Shard(0, 3, "x"),))
     assert (tmp_path / "theirs").read_bytes().startswith(pieces.head([(entry, entry.pieces[0])]))
 
 
@@ -552,14 +553,14 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.began = threading.Event(), threading.Event()
-        serialise = module._serialise
+        serialise = plain_state.serialise
 
         def held(contents: dict[str, Any]) -> memoryview:
             self.began.set()
             assert self.go.wait(30)
             return serialise(contents)
 
-        monkeypatch.setattr(module, "_serialise", held)
+        monkeypatch.setattr(module, "serialise", held)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -569,7 +570,7 @@ def test_what_is_saved_is_what_was_there_when_save_returned(
 ) -> None:
     held, parts = Held(monkeypatch), Parts(1.0)
     if not is_copied:
-        monkeypatch.setattr(module._Copies, "copy", lambda self, tensor: tensor)
+        monkeypatch.setattr(sharing.Copies, "copy", lambda self, tensor: tensor)
     if format == "sharded":  # its weights are written before its state
         write_pieces = Checkpoint._write_pieces
         monkeypatch.setattr(
@@ -710,7 +711,7 @@ def cut_by_columns(folder: Path) -> None:
     weight = torch.arange(12.0).view(3, 4)
     halves = [weight[:, :1], weight[:, 1:]]
     places = (("model", "w"),)
-    rows = [pieces.Piece(0, 1, "parts_00000.safetensors"), pieces.Piece(1, 4, "parts_00001.safetensors")]
+    rows = [pieces.Shard(0, 1, "parts_00000.safetensors"), pieces.Shard(1, 4, "parts_00001.safetensors")]
     entry = pieces.Entry(places, torch.float32, (3, 4), 1, tuple(rows))
     state = {"model": {"w": None}, "scaler": {}, "progress": {"step": 1}, "config": {}, "format": 1, "sharded": 1}
     folder.mkdir(parents=True)

@@ -16,7 +16,7 @@ from test_recipes import on_two_ranks, run
 from torch import Tensor, nn
 from waits import waits
 
-from amp_core import Amp, trainable
+from amp_core import Amp, master_params
 from amp_core.doctor.statistics import KINDS, Statistics, spread
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -63,7 +63,7 @@ class Training:
         self.amp = Amp.named(mode, **fields)
         self.amp.prepare(self.net)
         self.amp.guard(self.net)
-        self.optimizer = torch.optim.AdamW(trainable(self.net), fused=True)
+        self.optimizer = torch.optim.AdamW(master_params(self.net), fused=True)
         self.batches = [torch.randn(8, 4) * 2.0**-8 for _ in range(2)]
         loop: Any = SimpleNamespace(
             cfg=SimpleNamespace(doctor=SimpleNamespace(statistics_every=every)),
@@ -81,7 +81,7 @@ class Training:
                 with self.amp.autocast():
                     loss = self.net(batch).float().square().mean() / 2
                 self.amp.backward(loss)
-            self.grads = [p.grad.clone() for p in trainable(self.net)]
+            self.grads = [p.grad.clone() for p in master_params(self.net)]
             self.amp.step(self.optimizer)
             self.amp.update()
             self.optimizer.zero_grad()

@@ -17,8 +17,8 @@ import torch
 from running import state, summary
 
 import train
-from amp_core import compose, sweep
-from amp_core.lease import lease, visible_devices
+from amp_core.cli import compose, sweep
+from amp_core.cli.lease import lease, visible_devices
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
@@ -40,7 +40,7 @@ def until(condition, seconds=60.0):
 HOLD = """
 import subprocess, sys, time
 from pathlib import Path
-from amp_core.lease import lease
+from amp_core.cli.lease import lease
 name, count, devices = sys.argv[1], int(sys.argv[2]), sys.argv[3].split(",")
 with lease(count, devices, Path("leases"), waiting=lambda: Path(name + ".waits").touch()) as taken:
     child = None
@@ -160,7 +160,7 @@ def test_a_job_goes_on_without_the_shell_that_started_the_sweep_and_not_without_
     run = f"""
 import sys
 from pathlib import Path
-from amp_core.sweep import run_apart
+from amp_core.cli.sweep import run_apart
 ended = run_apart([sys.executable, "-c", {job!r}], Path("s"), environ={{}}, in_worker={in_worker})
 Path("new").write_text(str(ended[0]))
 Path("new").rename("code")

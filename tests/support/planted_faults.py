@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from amp_core.data import Sampler
+from amp_core.data.loading import Sampler
 
 INF, NAN = float("inf"), float("nan")
 Patch = Callable[[Any, str, Any], None]

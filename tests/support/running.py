@@ -14,7 +14,7 @@ import torch
 
 import train
 
-PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "amp_core.preflight"]
+PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "amp_core.run.preflight"]
 
 
 def refused_before_the_start(arguments, key, capsys):

@@ -66,7 +66,7 @@ class Tape(TorchDispatchMode):
 
 
 def record(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """In the place of `amp_core.graph.record_on_cuda`."""
+    """In the place of `amp_core.memory.graph.capture_on_cuda`."""
     state = torch.get_rng_state()
     tape = Tape()
     try:
@@ -94,7 +94,7 @@ class _Waits(TorchDispatchMode):
 
 @contextlib.contextmanager
 def noted_waits() -> Iterator[list[str]]:
-    """In the place of `amp_core.sync_debug.noted_waits`, which asks CUDA."""
+    """In the place of `amp_core.memory.sync_debug.noted_waits`, which asks CUDA."""
     found: list[str] = []
     with _Waits(found):
         yield found

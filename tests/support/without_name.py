@@ -107,14 +107,14 @@ def batches(num: int = 7) -> Iterator[Tensor]:
 
 def train(build: Callable[[nn.Module], torch.optim.Optimizer], mode: Any = "fp16", clip: Any = None) -> Any:
     from amp_core import Amp
-    from amp_core.ema import Ema
-    from amp_core.weights import trainable
+    from amp_core.lowp.weights import master_params
+    from amp_core.step.ema import Ema
 
     fields = {"growth_interval": 2, "init_scale": 1024.0} if mode == "fp16" else {}
     net, amp = network(), Amp.named(mode, **fields)
     amp.prepare(net)
     amp.guard(net)
-    optimizer, ema = build(nn.ParameterList(trainable(net))), Ema(net, 0.9)
+    optimizer, ema = build(nn.ParameterList(master_params(net))), Ema(net, 0.9)
     seen = []
     for inputs in batches():
         with amp.autocast():
@@ -131,8 +131,8 @@ def train(build: Callable[[nn.Module], torch.optim.Optimizer], mode: Any = "fp16
 
 def steps(name: str, clip: str | None = None, mode: Any = "fp16", **options: Any) -> Callable[[], Any]:
     def run() -> Any:
-        from amp_core.clip import Clip
-        from amp_core.moments import Adam16
+        from amp_core.lowp.moments import Adam16
+        from amp_core.step.clip import Clip
 
         cls = Adam16 if name == "Adam16" else getattr(torch.optim, name)
         limit = {"norm": 0.1, "value": 0.001, "adaptive": 0.01}.get(clip or "", 0.0)
@@ -160,7 +160,7 @@ def unscaled() -> Any:
 
 def recast() -> Any:
     from amp_core import Amp
-    from amp_core.recast import Recast
+    from amp_core.memory.recast import Recast
 
     net, amp = network(), Amp.named("bf16")
     hooks = Recast(net.parameters())
@@ -173,7 +173,7 @@ def recast() -> Any:
 
 def recompute() -> Any:
     from amp_core import Amp
-    from amp_core.recompute import recompute_blocks
+    from amp_core.memory.recompute import recompute_blocks
 
     net, amp = nn.Sequential(network(), nn.Linear(4, 4)), Amp.named("bf16")
     recompute_blocks(net)
@@ -186,7 +186,7 @@ def recompute() -> Any:
 def island() -> Any:
     """What an island at the end of a network with 16-bit weights returns."""
     from amp_core import Amp
-    from amp_core.islands import keep_fp32
+    from amp_core.lowp.islands import keep_fp32
 
     net, amp = network(), Amp.named("o3")
     keep_fp32(net[3])  # type: ignore[index]
@@ -195,7 +195,7 @@ def island() -> Any:
 
 
 def float8() -> Any:
-    from amp_core.float8 import E4M3, multiply, quantise
+    from amp_core.lowp.float8 import E4M3, multiply, quantise
 
     torch.manual_seed(0)
     a, b = torch.randn(32, 32), torch.randn(16, 32)
@@ -203,14 +203,14 @@ def float8() -> Any:
 
 
 def policy() -> Any:
-    from amp_core.op_policy import cuda_policy
+    from amp_core.lowp.op_policy import cuda_policy
 
     with cuda_policy(), torch.autocast("cpu", dtype=torch.float16):
         return str(torch.softmax(torch.ones(2, 2).half(), 0).dtype)
 
 
 def table() -> Any:
-    from amp_core.op_policy import observed
+    from amp_core.lowp.op_policy import observed
 
     return list(observed("cuda").items())[:4]
 
@@ -237,7 +237,7 @@ def doctor() -> Any:
 
 
 def footprint() -> Any:
-    from amp_core.footprint import saved_for_backward
+    from amp_core.layouts.memory_model import saved_for_backward
 
     net = network()
     with saved_for_backward(net.parameters()) as saved, torch.autocast("cpu", dtype=torch.bfloat16):
@@ -254,7 +254,7 @@ def units() -> Any:
 def loader() -> Any:
     from torch.utils.data import DataLoader
 
-    from amp_core.data import _shut_down
+    from amp_core.data.loading import _shut_down
 
     iterator = iter(DataLoader(list(range(8)), num_workers=1))  # type: ignore[arg-type]
     first = next(iterator)
@@ -267,16 +267,16 @@ def loader() -> Any:
 
 
 def graph() -> Any:
-    from amp_core.graph import obstacle
+    from amp_core.memory.graph import why_not_capturable
 
     layout = types.SimpleNamespace(name="single", shard_optimizer=False)
     env = types.SimpleNamespace(device=torch.device("cuda"), world_size=1, devices=[torch.device("cuda")])
     loop: Any = types.SimpleNamespace(env=env, cfg=types.SimpleNamespace(layout=layout), optimizers=[], schedules={})
-    return str(obstacle(loop))
+    return str(why_not_capturable(loop))
 
 
 def compiled() -> Any:
-    from amp_core.compiled import Compiler, allow_graphs, cache_folder, compile_parts, missing_compiler
+    from amp_core.memory.compiled import Compiler, allow_graphs, cache_folder, compile_parts, missing_compiler
 
     net, compiler = network(), Compiler("aot_eager")
     compile_parts(net, compiler)
@@ -292,7 +292,7 @@ def alone(work: Callable[[], Any]) -> Any:
     """In a process group of one."""
     import torch.distributed as dist
 
-    from amp_core.teardown import end_process_group
+    from amp_core.run.teardown import end_process_group
 
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
@@ -303,7 +303,7 @@ def alone(work: Callable[[], Any]) -> Any:
 
 def ddp() -> Any:
     def work() -> Any:
-        from amp_core.layout import wrap_ddp
+        from amp_core.layouts.ddp import wrap_ddp
 
         net = wrap_ddp(network(), torch.device("cpu"), exact=True)
         net(next(batches())).sum().backward()
@@ -314,7 +314,7 @@ def ddp() -> Any:
 
 def fsdp() -> Any:
     def work() -> Any:
-        from amp_core.shards import build_mesh, wrap_fsdp
+        from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
 
         net = wrap_fsdp(network(), build_mesh(torch.device("cpu"), 1))
         net(next(batches())).sum().backward()
@@ -389,8 +389,9 @@ def compute(name: str, features: dict[str, Callable[[], Any]], lines: list[str])
     logger.addHandler(Keep())
     names = name.split()
     put_back = {each: remove(each) for each in names}
-    from amp_core import errors, torch_private
-    from amp_core.optimizers import spare_compiler
+    from amp_core import torch_private
+    from amp_core.config import errors
+    from amp_core.step.optimizers import spare_compiler
 
     for each in names:
         assert torch_private.is_missing(each), f"{each} is still there"

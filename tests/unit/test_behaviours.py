@@ -27,10 +27,11 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from amp_core import Amp, Clip, Schedule, compose, keep_fp32, windows
-from amp_core.config import OptimizerConfig
-from amp_core.environment import Job, environment
-from amp_core.optimizers import check_optimizer
+from amp_core import Amp, Clip, Schedule, keep_fp32, windows
+from amp_core.cli import compose
+from amp_core.config.schema import OptimizerConfig
+from amp_core.run.environment import Job, environment
+from amp_core.step.optimizers import check_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 INF, NAN = float("inf"), float("nan")

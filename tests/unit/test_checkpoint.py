@@ -29,14 +29,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import system_calls
 import torch
 from torch import Tensor, nn
 
-from amp_core import checkpoint as module
-from amp_core.checkpoint import Checkpoint, Loaded, read
-from amp_core.errors import CheckpointError, SaveError
-from amp_core.moments import Adam16
-from amp_core.teardown import end_process_group
+from amp_core.checkpoints import folders, plain_state, reading
+from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
+from amp_core.checkpoints.reading import read
+from amp_core.config.errors import CheckpointError, SaveError
+from amp_core.lowp.moments import Adam16
+from amp_core.run.teardown import end_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -975,12 +977,14 @@ class Calls:
         return result
 
 
-def changes_of_save(writer: Checkpoint, step: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def changes_of_save(writer: Checkpoint, step: int) -> list[tuple[str, str]]:
     """The calls of a save with the path that each was about, C being the folder of checkpoints."""
     calls = Calls()
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "os", calls)
+    system_calls.use(calls)
+    try:
         writer.save(step)
+    finally:
+        system_calls.use()
     opened: dict[int, str] = {}
     changes = []
     for name, args, result in calls.trace:
@@ -1003,12 +1007,10 @@ def durable_write(folder: str) -> list[tuple[str, str]]:
     ]
 
 
-def test_nothing_is_renamed_before_it_is_on_disk_nor_deleted_before_the_new_one_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_renamed_before_it_is_on_disk_nor_deleted_before_the_new_one_is(tmp_path: Path) -> None:
     writer = Checkpoint(tmp_path / "checkpoints", keep=1, model=tiny())
     writer.save(1)
-    changes = changes_of_save(writer, 2, monkeypatch)
+    changes = changes_of_save(writer, 2)
     new, old = "C/.tmp-step_00000002-PID", "C/.tmp-old-step_00000001-PID"
     publish = [("rename", new), ("fsync", "C")]
     assert changes[:10] == [*durable_write(new), *publish, ("rename", "C/step_00000001"), ("fsync", "C")]
@@ -1016,16 +1018,19 @@ def test_nothing_is_renamed_before_it_is_on_disk_nor_deleted_before_the_new_one_
     assert changes[12:] == [("rmdir", old)]
 
     (tmp_path / "checkpoints" / "step_00000002" / "state.pt").unlink()
-    changes = changes_of_save(writer, 2, monkeypatch)
+    changes = changes_of_save(writer, 2)
     old = "C/.tmp-old-step_00000002-PID"
     assert changes[:10] == [*durable_write(new), ("rename", "C/step_00000002"), ("fsync", "C"), *publish]
     assert changes[10:] == [("unlink", f"{old}/manifest.json"), ("rmdir", old)]
 
 
-def test_new_folders_are_made_durable_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_folders_are_made_durable_too(tmp_path: Path) -> None:
     calls = Calls()
-    monkeypatch.setattr(module, "os", calls)
-    Checkpoint(tmp_path / "run" / "checkpoints").save(1)
+    system_calls.use(calls)
+    try:
+        Checkpoint(tmp_path / "run" / "checkpoints").save(1)
+    finally:
+        system_calls.use()
     changes = [(name, args[0]) for name, args, _ in calls.trace if name in ("mkdir", "open")]
     assert changes[:4] == [
         ("mkdir", tmp_path / "run"),
@@ -1109,9 +1114,9 @@ def violations_after_death(folder: Path, acknowledged: set[int], step: int, was_
             yield "nothing was found"
     elif loaded.step not in (newest, step) or net.weight.mean().item() != loaded.step:
         yield f"step {loaded.step} was loaded"
-    folders = module._step_folders(folder)
+    folders = reading.step_folders(folder)
     yield from [f"step {number} is lost" for number in acknowledged - set(folders)]
-    yield from [f"{path} is damaged" for path in folders.values() if not (module._is_sound(path) or was_damaged)]
+    yield from [f"{path} is damaged" for path in folders.values() if not (reading.is_sound(path) or was_damaged)]
     save(folder, 8)
     if read(folder)["progress"]["step"] != 8 or any(name.startswith(".tmp") for name in names(folder)):
         yield f"the next process could not go on: {names(folder)}"
@@ -1126,7 +1131,7 @@ def die_everywhere(work: Path, scenario: str) -> tuple[int, list[str]]:
     before(template)
 
     def act(calls: Calls) -> None:
-        module.os = calls
+        system_calls.use(calls)
         save(folder, step, way, best=best)
 
     def start_again() -> None:
@@ -1136,7 +1141,7 @@ def die_everywhere(work: Path, scenario: str) -> tuple[int, list[str]]:
     start_again()
     alive = Calls()
     act(alive)
-    module.os = os
+    system_calls.use()
     wrong = list(violations_after_death(folder, survivors | {step}, step, was_damaged=False))
     points = [(point, when) for point in range(len(alive.trace)) for when in ("before", "after")]
     points += [(point, "half") for point, (name, *_) in enumerate(alive.trace) if name == "write"]
@@ -1156,9 +1161,9 @@ def delete_in_place(self: Checkpoint, folder: Path) -> Path:
 
 def write_in_place(self: Checkpoint, target: Path, files: dict[str, Any]) -> None:
     """The tempting way to write."""
-    module._make_folder(target)
+    folders.make_folder(target)
     for name, data in files.items():
-        module._write_file(target / name, *data)
+        folders.write_file(target / name, *data)
 
 
 def torch_save_in_place(work: Path) -> str | None:
@@ -1185,7 +1190,7 @@ def torch_save_in_place(work: Path) -> str | None:
 def harness(work: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks where a library has threads
-    module._CHUNK = 1000  # several writes for one file
+    folders._CHUNK = 1000  # several writes for one file
     results: dict[str, Any] = {name: die_everywhere(work / name, name) for name in SCENARIOS}
     right = Checkpoint._set_aside, Checkpoint._write
     Checkpoint._set_aside = delete_in_place
@@ -1203,7 +1208,9 @@ def test_death_at_any_call_of_a_save_loses_nothing_acknowledged_and_careless_sav
         work = Path(tempfile.mkdtemp(dir="/dev/shm"))
     try:
         command = [sys.executable, __file__, str(work)]
-        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/support"}, capture_output=True, text=True
+        )
     finally:
         shutil.rmtree(work)
     assert done.returncode == 0, done.stderr
@@ -1227,8 +1234,10 @@ if __name__ == "__main__":
 
 def test_a_file_is_made_without_a_copy_of_its_large_tensors_and_is_the_one_of_torch_save() -> None:
     weight = torch.randn(200, 300)
-    contents = module._plain({"a": weight, "tied": weight, "t": torch.randn(300, 200).t(), "b": torch.ones(3)}, "", {})
-    data = module._serialise(contents)
+    contents = plain_state.to_plain(
+        {"a": weight, "tied": weight, "t": torch.randn(300, 200).t(), "b": torch.ones(3)}, "", {}
+    )
+    data = plain_state.serialise(contents)
     views = [torch.frombuffer(part, dtype=torch.uint8).data_ptr() for part in data if isinstance(part, memoryview)]
     assert views == [weight.data_ptr(), contents["t"].data_ptr()]
     buffer, crc = io.BytesIO(), torch.serialization.get_crc32_options()

@@ -21,11 +21,11 @@ from torch._dynamo.comptime import comptime
 
 import train
 from amp_core import Amp, Clip, Ema, Schedule, keep_fp32, sync_grads
-from amp_core.compiled import Compiler, allow_graphs, compile_parts, eagerly
-from amp_core.layout import wrap_ddp
-from amp_core.recompute import recompute_blocks
-from amp_core.shards import build_mesh, gathered, wrap_fsdp
-from amp_core.weights import trainable
+from amp_core.layouts.ddp import wrap_ddp
+from amp_core.layouts.fsdp import build_mesh, gather_full_state, wrap_fsdp
+from amp_core.lowp.weights import master_params
+from amp_core.memory.compiled import Compiler, allow_graphs, compile_parts, eagerly
+from amp_core.memory.recompute import recompute_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def trained(
     amp = Amp.named(mode, samples=12, **scaling)
     wrapped = wrap(net)
     amp.guard(wrapped)
-    optimizer = torch.optim.AdamW(trainable(net), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(master_params(net), lr=1e-2, fused=True)
     schedule = Schedule(optimizer, lambda o, n: torch.optim.lr_scheduler.CosineAnnealingLR(o, n), 9)
     ema = Ema(wrapped, 0.5)
     generator = torch.Generator().manual_seed(1)
@@ -84,7 +84,7 @@ def trained(
         data = torch.randn(2, 12, 8, generator=generator)
         if step == 1:
             data[1, 3] = torch.inf
-        with amp.share_casts(wrapped):
+        with amp.cache_weight_casts(wrapped):
             for i, batch in enumerate(data):
                 with sync_grads(wrapped, when=i == 1):
                     with amp.autocast():
@@ -274,7 +274,7 @@ def _on_a_rank(rank: int) -> list[bool]:
             nets = (prepared("bf16"), prepared("bf16", compiler))
             found = [trained(net, "bf16", 1, wrap, evaluates=False) for net in nets]
         for each in found:
-            each |= {"net": {name: gathered(value) for name, value in each["net"].items()}, "ema": None}
+            each |= {"net": {name: gather_full_state(value) for name, value in each["net"].items()}, "ema": None}
         same.append(not same_but(*found) and compiler.num_graphs > 0 and compiler.num_failed == 0)
     return same
 

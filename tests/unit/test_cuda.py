@@ -19,14 +19,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import train
-from amp_core import Amp, Checkpoint, Clip, Doctor, Ema, Micro, Schedule, windows
-from amp_core.config import amp_config
-from amp_core.errors import RunError
-from amp_core.graph import WholeStep
-from amp_core.layout import wrap_ddp
-from amp_core.sync_debug import noted_waits, set_sync_debug, sync_debug
-from amp_core.teardown import end_process_group
-from amp_core.weights import trainable
+from amp_core import Amp, Checkpoint, Clip, Doctor, Ema, MicroBatch, Schedule, windows
+from amp_core.config.errors import RunError
+from amp_core.config.rules import amp_config
+from amp_core.layouts.ddp import wrap_ddp
+from amp_core.lowp.weights import master_params
+from amp_core.memory.sync_debug import noted_waits, set_sync_debug, sync_debug
+from amp_core.run.teardown import end_process_group
 
 pytestmark = [
     pytest.mark.cuda,
@@ -77,7 +76,7 @@ def test_two_hundred_steps_never_wait_for_the_device(mode, cls):
     amp = Amp.named(mode, device="cuda", samples=8)
     amp.prepare(net)
     amp.guard(net)
-    optimizer = cls(trainable(net), lr=1e-3, fused=True)
+    optimizer = cls(master_params(net), lr=1e-3, fused=True)
     schedule = Schedule(optimizer, lambda o, n: torch.optim.lr_scheduler.CosineAnnealingLR(o, n), 200)
     ema = Ema(net, 0.9)
 
@@ -113,7 +112,7 @@ def test_a_bad_batch_leaves_no_trace_on_the_device(mode, index):
         amp = Amp.named(mode, device="cuda", samples=8, **fixed)
         amp.prepare(net)
         amp.guard(net)
-        optimizer = torch.optim.SGD(trainable(net), lr=0.1, momentum=0.9, fused=True)
+        optimizer = torch.optim.SGD(master_params(net), lr=0.1, momentum=0.9, fused=True)
         for images, labels in data:
             with amp.autocast():
                 loss = nn.functional.cross_entropy(net(images), labels)
@@ -255,16 +254,16 @@ def side_stream():
 def test_a_played_graph_is_the_step(mode, side_stream):
     """Twenty steps of four micro-batches: dropout, clipping, an average, an overflow, one window of another shape."""
     plain, recorded = Training(mode, "cuda"), Training(mode, "cuda")
-    expected, whole = plain.run(computed), WholeStep(recorded)
+    expected, whole = plain.run(computed), recorded.graph()
     assert not same_but(expected, recorded.run(whole))
     assert whole._play is not None and expected["skipped"] == 1
 
 
 def test_a_played_graph_never_waits(side_stream):
     training = Training("fp16", "cuda")
-    whole = WholeStep(training)
+    whole = training.graph()
     training.run(whole, 6)
-    window = [Micro(batch, 0.25, i == 3) for i, batch in enumerate(training.data[0])]
+    window = [MicroBatch(batch, 0.25, i == 3) for i, batch in enumerate(training.data[0])]
     with sync_debug("error"):
         for _ in range(20):
             whole(training.train_step, window)
@@ -274,7 +273,7 @@ def test_a_step_that_reads_back_is_computed_as_ever(side_stream):
     def trained(run):
         training = Training("fp16", "cuda")
         training.extra = lambda loss: loss * (2.0 if loss.item() > 1e9 else 1.0)
-        whole = None if run is computed else WholeStep(training)
+        whole = None if run is computed else training.graph()
         return training.run(whole or run, 12), whole
 
     (expected, _), (found, whole) = trained(computed), trained(None)
@@ -286,10 +285,10 @@ def refused_capture():
     """In a process of its own: torch cannot leave such a capture. What waits here is not seen before."""
     with torch.cuda.stream(torch.cuda.Stream()):
         training = Training("fp16", "cuda")
-        whole = WholeStep(training)
+        whole = training.graph()
 
         def extra(loss):
-            if whole.is_recording:
+            if whole.is_capturing:
                 torch.cuda.synchronize()
             return loss
 
@@ -315,7 +314,7 @@ def test_a_refused_capture_ends_the_run_and_names_the_operation():
 def test_a_played_graph_of_replicas_is_the_step(mode, side_stream, tmp_path):
     def is_the_step() -> bool:  # a function, so that nothing refers to its graph at the end
         trainings = [Training(mode, "cuda", lambda net: wrap_ddp(net, torch.device("cuda", 0))) for _ in range(2)]
-        whole = WholeStep(trainings[1])
+        whole = trainings[1].graph()
         assert not same_but(trainings[0].run(computed), trainings[1].run(whole))
         return whole._play is not None and whole._num_warm_ups == 11
 
@@ -339,7 +338,7 @@ def test_a_run_as_a_graph_is_the_run(mode, tmp_path, monkeypatch):
             assert train.main([*SMALL, *more, *perf, f"steps={step}", f"run_dir={folder}"]) == 0
         states.append(torch.load(Path(folder, "checkpoints/step_00000020/state.pt"), weights_only=True))
     assert not same_but(*states)
-    assert Path("graph/train.log").read_text().count("recorded, and played from here on") == 2
+    assert Path("graph/train.log").read_text().count("captured, and replayed from here on") == 2
 
 
 @pytest.mark.parametrize("graph", ["false", "true"])
@@ -353,4 +352,4 @@ def test_a_compiled_run_learns_what_the_eager_one_does(mode, graph, tmp_path, mo
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
     text = Path("compiled/train.log").read_text()
     assert "are compiled by inductor" in text and "runs eagerly" not in text
-    assert ("recorded, and played" in text) == (graph == "true")
+    assert ("captured, and replayed" in text) == (graph == "true")

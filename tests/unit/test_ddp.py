@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from amp_core import Amp, sync_grads
-from amp_core.layout import wrap_ddp
+from amp_core.layouts.ddp import wrap_ddp
 
 CPU = torch.device("cpu")
 OnRanks = Callable[..., list[Any]]

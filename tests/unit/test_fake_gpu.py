@@ -11,7 +11,7 @@ from fake_gpu import fake_gpu
 from torch import Tensor, nn
 
 from amp_core import Amp, Clip, Ema, Schedule, StepReport
-from amp_core.config import amp_config
+from amp_core.config.rules import amp_config
 
 MODES = ["fp32", "tf32", "bf16", "fp16", "fp16_capped", "o0", "o1", "fp8"]
 OPTIMIZERS = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_core import Amp, keep_fp32
-from amp_core.float8 import E4M3, E5M2, Float8Linear, float8_is_emulated, multiply, quantise, use_float8
+from amp_core.lowp.float8 import E4M3, E5M2, Float8Linear, float8_is_emulated, multiply, quantise, use_float8
 
 BF16 = torch.bfloat16
 

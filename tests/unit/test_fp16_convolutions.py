@@ -15,8 +15,8 @@ from torch import nn
 
 import train
 from amp_core import Amp, keep_fp32
-from amp_core import fp16_convolutions as ours
-from amp_core.config import amp_config
+from amp_core.config.rules import amp_config
+from amp_core.lowp import fp16_convolutions as ours
 
 FP16, FP32, FP64 = torch.float16, torch.float32, torch.float64
 

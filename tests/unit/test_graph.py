@@ -1,4 +1,4 @@
-"""A step that is recorded and played is the step, bit for bit; what cannot be recorded is computed as ever, and said."""
+"""A step that is recorded and played is the step, bit for bit; what cannot be captured runs eagerly."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from test_recipes import arguments
 from tiers import rows
 from torch import Tensor, nn
 
-import amp_core.graph
-import amp_core.loop
+import amp_core.memory.graph
+import amp_core.run.loop
 import train
-from amp_core import Amp, Checkpoint, Clip, Ema, Micro, Schedule, sync_grads
-from amp_core.compose import check_overrides, compose
-from amp_core.environment import Job
-from amp_core.errors import RunError
-from amp_core.graph import WholeStep, obstacle, unfit
-from amp_core.launch import in_process
-from amp_core.weights import trainable
+from amp_core import Amp, Checkpoint, Clip, Ema, MicroBatch, Schedule, sync_grads
+from amp_core.cli.compose import check_overrides, compose
+from amp_core.config.errors import RunError
+from amp_core.lowp.weights import master_params
+from amp_core.memory.graph import CudaGraphStep, unfit, why_not_capturable
+from amp_core.run.environment import Job
+from amp_core.run.launch import in_process
 from recipes import find
 
 
@@ -49,8 +49,8 @@ def on_tape(monkeypatch):
 
         return returned, count
 
-    monkeypatch.setattr(amp_core.graph, "record_on_cuda", record)
-    monkeypatch.setattr(amp_core.graph, "noted_waits", tape.noted_waits)
+    monkeypatch.setattr(amp_core.memory.graph, "capture_on_cuda", record)
+    monkeypatch.setattr(amp_core.memory.graph, "noted_waits", tape.noted_waits)
     return played
 
 
@@ -71,17 +71,15 @@ class Training:
         self.amp.prepare(self.net)
         self.wrapped = wrap(self.net)
         self.amp.guard(self.wrapped)
-        self.optimizer = torch.optim.AdamW(trainable(self.net), lr=1e-2, fused=True)
+        self.optimizer = torch.optim.AdamW(master_params(self.net), lr=1e-2, fused=True)
         schedule = Schedule(self.optimizer, lambda o, n: torch.optim.lr_scheduler.CosineAnnealingLR(o, n), 30)
         self.ema = Ema(self.wrapped, 0.9)
         generator = torch.Generator().manual_seed(1)
         self.data = torch.randn(20, 4, 16, 16, generator=generator).to(device)
-        # In the shape of a Loop, as far as a WholeStep looks at one.
-        self.nets, self.optimizers, self.schedules = [self.wrapped], [self.optimizer], {"schedule": schedule}
-        self.env, self.step = SimpleNamespace(seed_step=lambda step: torch.manual_seed(step)), 0
+        self.schedule, self.step = schedule, 0
         self.extra: Any = lambda loss: loss
 
-    def train_step(self, window: list[Micro]) -> tuple[Any, Tensor]:
+    def train_step(self, window: list[MicroBatch]) -> tuple[Any, Tensor]:
         total = torch.zeros((), device=self.data.device)
         for micro in window:
             with sync_grads(self.wrapped, when=micro.is_last):
@@ -92,9 +90,17 @@ class Training:
         report = self.amp.step(self.optimizer, Clip.norm(0.5))
         self.amp.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.schedules["schedule"].advance(report)
+        self.schedule.advance(report)
         self.ema.update(report)
         return report, total
+
+    def graph(self) -> CudaGraphStep:
+        """What captures its steps."""
+
+        def reseed() -> None:
+            torch.manual_seed(self.step + 1)
+
+        return CudaGraphStep([self.wrapped], [self.optimizer], [self.schedule], self.amp, reseed)
 
     def run(self, run: Any, num_steps: int = 20) -> dict[str, Any]:
         """All that the steps leave behind, and what they reported. An overflow at step 11, a short window at 8."""
@@ -107,10 +113,10 @@ class Training:
             if self.step == 8:
                 batches = batches[:, :7]
             weights = [0.25, torch.full((), 0.25, device=batches.device), 0.25, 0.25]
-            window = [Micro(b, w, i == 3) for i, (b, w) in enumerate(zip(batches, weights, strict=True))]
-            with self.amp.share_casts(self.wrapped):
+            window = [MicroBatch(b, w, i == 3) for i, (b, w) in enumerate(zip(batches, weights, strict=True))]
+            with self.amp.cache_weight_casts(self.wrapped):
                 report, loss = run(self.train_step, window)
-            rate = self.schedules["schedule"].last_rate()
+            rate = self.schedule.last_rate()
             reported.append(torch.stack([report.taken.float(), report.grad_norm, loss, rate.to(loss.device)]).clone())
         return {
             "net": self.net.state_dict(),
@@ -118,7 +124,7 @@ class Training:
             "optimizer": self.optimizer.state_dict(),
             "scale": self.amp.state_dict(),
             "skipped": self.amp.num_skipped,
-            "schedule": self.schedules["schedule"].state_dict(),
+            "schedule": self.schedule.state_dict(),
             "reported": torch.stack(reported),
         }
 
@@ -132,7 +138,7 @@ def test_a_played_step_is_the_step(mode, on_tape):
     """Twenty of them; one overflows, and one has another shape, which is computed between two that are played."""
     plain, recorded = Training(mode), Training(mode)
     expected = plain.run(computed)
-    assert not same_but(expected, recorded.run(WholeStep(recorded)))
+    assert not same_but(expected, recorded.run(recorded.graph()))
     assert on_tape == [20 - 3 - 1]
     assert expected["skipped"] == 1 and not expected["reported"][11, 0]
 
@@ -148,7 +154,7 @@ def test_what_python_keeps_is_not_played(on_tape):
             return loss * len(calls)
 
         training.extra = extra
-        return training.run(WholeStep(training) if run is None else run, 10), len(calls)
+        return training.run(training.graph() if run is None else run, 10), len(calls)
 
     (expected, num_calls), (found, num_recorded) = trained(computed), trained(None)
     assert num_calls == 40 and num_recorded == 4 * (3 + 1 + 1)  # warm-up, recording, the short window
@@ -170,12 +176,12 @@ def test_what_cannot_be_recorded_is_computed_and_said_once(kind, why, num_record
         training = Training("fp16")
         late = nn.Parameter(torch.ones(3))
         training.optimizer.param_groups[0]["params"].append(late)
-        whole = WholeStep(training) if run is None else run
+        whole = training.graph() if run is None else run
 
         def extra(loss):
             if kind == "reads back":
                 return loss * (2.0 if loss.item() > 1e9 else 1.0)
-            if kind == "raises" and run is None and whole.is_recording:
+            if kind == "raises" and run is None and whole.is_capturing:
                 raise RuntimeError("not here")
             if kind == "makes a state":
                 return loss + late.square().sum() if training.step >= 3 else loss
@@ -219,14 +225,14 @@ def no_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", Capture)
-    monkeypatch.setattr(amp_core.graph, "noted_waits", tape.noted_waits)
+    monkeypatch.setattr(amp_core.memory.graph, "noted_waits", tape.noted_waits)
 
 
 def test_a_capture_that_cuda_refuses_ends_the_run_and_names_the_operation(no_cuda):
     """By hand only the second error is seen, which names none; torch's allocator and generator stay in the capture."""
     training = Training("fp16")
-    whole = WholeStep(training)
-    training.extra = lambda loss: Capture.refuse() if whole.is_recording else loss
+    whole = training.graph()
+    training.extra = lambda loss: Capture.refuse() if whole.is_capturing else loss
     with pytest.raises(RunError, match=r"not permitted when stream is capturing \(test_graph.py:\d+.*perf.graph=false"):
         training.run(whole, 12)
 
@@ -238,13 +244,13 @@ def test_what_a_step_raises_by_itself_is_passed_on(no_cuda):
         raise RuntimeError("not here")
 
     with pytest.raises(RuntimeError, match=r"^not here$"):
-        amp_core.graph.record_on_cuda(call)
+        amp_core.memory.graph.capture_on_cuda(call)
 
 
 def test_a_state_that_is_loaded_is_recorded_anew(on_tape):
     """A loaded optimizer has its moments elsewhere. Without `forget` the old ones would go on."""
     plain, recorded = Training("bf16"), Training("bf16")
-    whole = WholeStep(recorded)
+    whole = recorded.graph()
     for training, run in ((plain, computed), (recorded, whole)):
         training.run(run, 6)
         training.optimizer.load_state_dict(training.optimizer.state_dict())
@@ -256,7 +262,7 @@ def test_a_state_that_is_loaded_is_recorded_anew(on_tape):
 def test_counts_that_a_computed_step_puts_elsewhere_are_recorded_anew(on_tape):
     """One step by torch's own `step`, for a hook; the next counts in new memory. The graph would go on in the old."""
     plain, recorded = Training("bf16"), Training("bf16")
-    whole = WholeStep(recorded)
+    whole = recorded.graph()
 
     def mixed(step, window):
         if recorded.step == 6:
@@ -279,26 +285,22 @@ def test_which_optimizers_ask_the_host():
     assert "SGD" in (unfit([dampened]) or "")
 
 
+CUDA = [torch.device("cuda", 0)]
+
+
 @pytest.mark.parametrize(
-    "env, layout, why",
+    "devices, layout, why",
     [
-        ({"device": torch.device("cuda", 0)}, {}, None),
-        ({}, {}, "this is a cpu"),
-        ({"device": torch.device("cuda", 0), "world_size": 2}, {"name": "fsdp"}, "layout=fsdp"),
-        ({"device": torch.device("cuda", 0), "world_size": 2}, {"shard_optimizer": True}, "layout.shard_optimizer"),
-        ({"device": torch.device("cuda", 0), "devices": [0, 1]}, {"name": "data_parallel"}, "several devices"),
+        (CUDA, {}, None),
+        ([torch.device("cpu")], {}, "this is a cpu"),
+        (CUDA, {"name": "fsdp"}, "layout=fsdp"),
+        (CUDA, {"shard_optimizer": True}, "layout.shard_optimizer"),
+        (CUDA * 2, {"name": "data_parallel"}, "several devices"),
     ],
 )
-def test_which_runs_cannot_be_a_graph(env, layout, why):
-    defaults = {"device": torch.device("cpu"), "world_size": 1, "devices": [0]}
-    names = {"name": "single", "shard_optimizer": False}
-    loop: Any = SimpleNamespace(
-        env=SimpleNamespace(**defaults | env),
-        cfg=SimpleNamespace(layout=SimpleNamespace(**names | layout)),
-        optimizers=[],
-        schedules={},
-    )
-    found = obstacle(loop)
+def test_which_runs_cannot_be_a_graph(devices, layout, why):
+    settings: Any = SimpleNamespace(**{"name": "ddp", "shard_optimizer": False} | layout)
+    found = why_not_capturable(devices, settings, 2, [])
     assert found is None if why is None else why in (found or "")
 
 
@@ -318,7 +320,7 @@ def test_a_recipe_that_is_played_is_the_recipe(recipe, on_tape, tmp_path, monkey
     """The scale doubles with every step until it overflows. Statistics are sampled in between, by hooks."""
     monkeypatch.chdir(tmp_path)
     expected = compared(recipe, "plain", "doctor.statistics_every=6")
-    monkeypatch.setattr(amp_core.loop, "obstacle", lambda loop: None)
+    monkeypatch.setattr(amp_core.run.loop, "why_not_capturable", lambda *_: None)
     found = compared(recipe, "played", "doctor.statistics_every=6", "perf=graph")
     assert found[0] == expected[0] and not same_but(found[1], expected[1])
     assert on_tape == [4]
@@ -346,10 +348,10 @@ def test_a_recording_is_dropped_before_its_process_group_ends(ending, tmp_path, 
         raise RuntimeError("on purpose")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(amp_core.loop, "obstacle", lambda loop: None)
-    monkeypatch.setattr(amp_core.graph, "NUM_WARM_UPS_DDP", 3)
-    monkeypatch.setattr(amp_core.graph, "record_on_cuda", record)
-    monkeypatch.setattr(amp_core.graph, "noted_waits", tape.noted_waits)
+    monkeypatch.setattr(amp_core.run.loop, "why_not_capturable", lambda *_: None)
+    monkeypatch.setattr(amp_core.memory.graph, "NUM_WARM_UPS_DDP", 3)
+    monkeypatch.setattr(amp_core.memory.graph, "capture_on_cuda", record)
+    monkeypatch.setattr(amp_core.memory.graph, "noted_waits", tape.noted_waits)
     monkeypatch.setattr(dist, "destroy_process_group", end)
     if ending == "failed":
         monkeypatch.setattr(Checkpoint, "save", save)
@@ -375,7 +377,7 @@ def test_on_a_cpu_it_is_computed_and_said(tmp_path, monkeypatch):
 
 def test_a_recipe_with_steps_of_its_own_says_so(on_tape, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(amp_core.loop, "obstacle", lambda loop: None)
+    monkeypatch.setattr(amp_core.run.loop, "why_not_capturable", lambda *_: None)
     compared("gan", "gan", "perf=graph", "steps=2")
-    assert (tmp_path / "gan/train.log").read_text().count("recipe=gan computes its steps without Loop.run") == 1
+    assert (tmp_path / "gan/train.log").read_text().count("recipe=gan does not use Loop.run") == 1
     assert not on_tape

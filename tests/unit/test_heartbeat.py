@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 
-from amp_core import heartbeat
-from amp_core.environment import meeting_seconds
+from amp_core.run import heartbeat
+from amp_core.run.rendezvous import meeting_seconds
 
 PATIENCE = 1.0
 

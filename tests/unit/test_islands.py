@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from amp_core.islands import as_islands, carry_autocast, island_names, keep_fp32
-from amp_core.teardown import end_process_group
+from amp_core.lowp.islands import as_islands, carry_autocast, island_names, keep_fp32
+from amp_core.run.teardown import end_process_group
 
 HALF = (torch.float16, torch.bfloat16)
 half_types = pytest.mark.parametrize("dtype", HALF, ids=str)

@@ -21,16 +21,18 @@ from typing import Any
 import pytest
 from tiers import rows
 
-from amp_core import log as log_module
-from amp_core.config import LogConfig
-from amp_core.log import Log, check_log, write_json
+from amp_core.config.schema import LogConfig
+from amp_core.run import lines as lines_module
+from amp_core.run import trackers
+from amp_core.run.lines import write_json
+from amp_core.run.log import Log, check_log
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 PREAMBLE = f"""
 import importlib.util, json, os, resource, signal, subprocess, sys, time, types
-spec = importlib.util.spec_from_file_location("amp_log", {str(ROOT / "amp_core" / "log.py")!r})
+spec = importlib.util.spec_from_file_location("amp_log", {str(ROOT / "amp_core" / "run" / "log.py")!r})
 amp_log = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(amp_log)
 def make(run_dir, **changes):
@@ -303,7 +305,7 @@ def test_a_run_that_stops_early_shows_its_last_line(tmp_path, capsys):
 
 
 def test_plain_lines_come_every_few_seconds(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(log_module, "LINE_SECONDS", 0.2)
+    monkeypatch.setattr(lines_module, "LINE_SECONDS", 0.2)
     log = make_log(tmp_path, progress=True)
     for step in range(1, 51):
         log.metrics(train_line(step))
@@ -515,9 +517,9 @@ def test_a_dead_process_is_one_warning(tmp_path, offline, capsys):
 
 
 def test_a_process_that_hangs_costs_lines_there_and_a_bounded_wait_at_the_end(tmp_path, offline, capsys, monkeypatch):
-    monkeypatch.setattr(log_module, "MAX_PENDING_BYTES", 20_000)
-    usual = log_module.CLOSE_SECONDS
-    monkeypatch.setattr(log_module, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(trackers, "MAX_PENDING_BYTES", 20_000)
+    usual = trackers.CLOSE_SECONDS
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.5)
     log = make_log(tmp_path, wandb=True)
     assert log._wandb is not None
     assert log._wandb._process is not None
@@ -563,7 +565,7 @@ def test_the_mode_is_online_only_with_an_account(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
 
     def mode(wandb_mode: str = "auto") -> str:
-        return log_module._wandb_mode(SimpleNamespace(wandb_mode=wandb_mode))  # pyright: ignore[reportArgumentType]
+        return trackers._wandb_mode(SimpleNamespace(wandb_mode=wandb_mode))  # pyright: ignore[reportArgumentType]
 
     assert mode() == "offline"
     assert (mode("online"), mode("offline")) == ("online", "offline")
@@ -586,10 +588,10 @@ def test_the_mode_is_online_only_with_an_account(tmp_path, monkeypatch):
 
 
 def test_the_id_is_made_once(tmp_path):
-    first = log_module._wandb_id(tmp_path / "wandb_id")
-    assert log_module._wandb_id(tmp_path / "wandb_id") == first
+    first = trackers._wandb_id(tmp_path / "wandb_id")
+    assert trackers._wandb_id(tmp_path / "wandb_id") == first
     (tmp_path / "wandb_id").write_text("../../etc")
-    assert re.fullmatch(r"\w+", log_module._wandb_id(tmp_path / "wandb_id"))
+    assert re.fullmatch(r"\w+", trackers._wandb_id(tmp_path / "wandb_id"))
 
 
 # --- the rest

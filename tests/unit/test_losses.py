@@ -14,11 +14,12 @@ from torch.optim import SGD
 
 import train
 from amp_core import Amp, keep_fp32
-from amp_core.footprint import saved_bytes
-from amp_core.losses import LossHead, give_loss, linear_cross_entropy
-from amp_core.models import LANGUAGE_MODELS, build_model
-from amp_core.shards import build_mesh, wrap_fsdp
-from amp_core.weights import trainable
+from amp_core.heads.losses import LossHead, give_loss, linear_cross_entropy
+from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
+from amp_core.layouts.memory_model import saved_bytes
+from amp_core.lowp.weights import master_params
+from amp_core.models import build_model
+from amp_core.models.gpt import LANGUAGE_MODELS
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 N, D, V = 300, 48, 1000
@@ -148,7 +149,7 @@ def test_a_network_whose_head_computes_the_loss(mode: str, island: bool) -> None
             else:
                 loss = F.cross_entropy(each(inputs).flatten(0, 1).float(), targets.flatten(), reduction="sum")
         amp.backward(loss / 80)
-        grads = torch.cat([p.grad.flatten() / amp.scale for p in trainable(each) if p.grad is not None])
+        grads = torch.cat([p.grad.flatten() / amp.scale for p in master_params(each) if p.grad is not None])
         norms.append((loss.detach(), grads))
     assert torch.allclose(norms[0][0], norms[1][0], rtol=1e-5)
     close = 1e-5 if mode == "fp32" else 1e-2

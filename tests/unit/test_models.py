@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from amp_core.config import choices, read_option
-from amp_core.errors import ConfigError
-from amp_core.models import CLASSIFIERS, build_model, check_model
-from amp_core.models.images import OWN, in_channels
+from amp_core.config.errors import ConfigError
+from amp_core.config.schema import choices, read_option
+from amp_core.models import build_model, check_model
+from amp_core.models.images import CLASSIFIERS, OWN, in_channels
 from amp_core.vision import import_torchvision
 from recipes import RECIPES, find
 
@@ -78,7 +78,8 @@ except RuntimeError as error:
 def test_our_own_models_do_not_import_torchvision() -> None:
     code = """
 import sys
-from amp_core.models import CLASSIFIERS, build_model, check_model
+from amp_core.models import build_model, check_model
+from amp_core.models.images import CLASSIFIERS
 assert check_model("cnn", {"width": 8}, CLASSIFIERS) == []
 build_model("mlp", CLASSIFIERS, num_classes=10, image_shape=(1, 28, 28), options={})
 print("torchvision" in sys.modules)

@@ -16,10 +16,10 @@ from torch.optim import Adam, AdamW
 from waits import waits
 
 from amp_core import Amp, Clip
-from amp_core.config import OptimizerConfig, read_option
-from amp_core.footprint import memory_of, state_ratio
-from amp_core.moments import Adam16
-from amp_core.optimizers import check_optimizer
+from amp_core.config.schema import OptimizerConfig, read_option
+from amp_core.layouts.memory_model import memory_of, state_ratio
+from amp_core.lowp.moments import Adam16
+from amp_core.step.optimizers import check_optimizer
 
 
 def second_moments(optimizer: torch.optim.Optimizer) -> Tensor:
@@ -40,7 +40,7 @@ def after_gradients_fell(make: Any) -> Tensor:
 
 def test_moments_rounded_by_chance_follow_and_rounded_to_nearest_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     assert after_gradients_fell(Adam16).mean() == pytest.approx(1, abs=0.01)
-    monkeypatch.setattr("amp_core.moments.round_stochastically", lambda value, noise: value.to(torch.bfloat16))
+    monkeypatch.setattr("amp_core.lowp.moments.round_stochastically", lambda value, noise: value.to(torch.bfloat16))
     assert after_gradients_fell(Adam16).mean() > 1.2
 
 

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 import train
 from amp_core import Amp
-from amp_core import op_policy as policy
-from amp_core.config import amp_config
-from amp_core.errors import ConfigError
+from amp_core.config.errors import ConfigError
+from amp_core.config.rules import amp_config
+from amp_core.lowp import op_policy as policy
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "OP_POLICY.md").read_text()
@@ -331,9 +331,9 @@ def test_the_setting_is_checked():
 
 
 def test_a_run_without_it_does_not_even_import_it():
-    code = "import sys, amp_core.environment; from amp_core import Amp; Amp.named('fp16').prepare"
+    code = "import sys, amp_core.run.environment; from amp_core import Amp; Amp.named('fp16').prepare"
     subprocess.run(
-        [sys.executable, "-c", f"{code}; assert 'amp_core.op_policy' not in sys.modules"], cwd=ROOT, check=True
+        [sys.executable, "-c", f"{code}; assert 'amp_core.lowp.op_policy' not in sys.modules"], cwd=ROOT, check=True
     )
 
 

@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from amp_core import Amp, Clip, Ema, Schedule
-from amp_core.errors import ConfigError
+from amp_core.config.errors import ConfigError
 
 INF, NAN = float("inf"), float("nan")
 MODES = ["fp32", "tf32", "bf16", "fp16", "fp16_capped"]

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from amp_core import Amp, Clip, Ema
-from amp_core.layout import wrap_ddp
+from amp_core.layouts.ddp import wrap_ddp
 
 INF = float("inf")
 OnRanks = Callable[..., list[Any]]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import train
 from amp_core import Amp
-from amp_core.footprint import saved_for_backward
-from amp_core.recast import Recast
+from amp_core.layouts.memory_model import saved_for_backward
+from amp_core.memory.recast import Recast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from benches import activations

@@ -18,12 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 import train
 from amp_core import Amp, Ema, keep_fp32
-from amp_core.doctor.forecast import Census
 from amp_core.doctor.trace import Trace
-from amp_core.footprint import saved_bytes
-from amp_core.islands import island_names
-from amp_core.recompute import recompute_blocks, recomputed
-from amp_core.weights import trainable
+from amp_core.layouts.memory_model import saved_bytes
+from amp_core.lowp.islands import island_names
+from amp_core.lowp.weights import master_params
+from amp_core.memory.recompute import recompute_blocks, recomputed
+from amp_tools.forecast import Census
 
 OnRanks = Callable[..., list[Any]]
 
@@ -44,7 +44,7 @@ def convnet(spectral: bool = True) -> nn.Module:
 def windows(net: nn.Module, amp: Amp) -> list[Any]:
     """Gradients of three windows of two micro-batches, of which one is skipped; then weights, buffers, averages."""
     amp.guard(net)
-    optimizer, ema, found = AdamW(trainable(net), lr=0.1, fused=True), Ema(net, 0.5), []
+    optimizer, ema, found = AdamW(master_params(net), lr=0.1, fused=True), Ema(net, 0.5), []
     for i in range(3):
         for j in range(2):
             torch.manual_seed(2 * i + j)
@@ -52,7 +52,7 @@ def windows(net: nn.Module, amp: Amp) -> list[Any]:
             with amp.autocast():
                 loss = net(x).float().square().mean()
             amp.backward(loss / 2)
-        found.append([p.grad.clone() for p in trainable(net)])  # type: ignore[union-attr]
+        found.append([p.grad.clone() for p in master_params(net)])  # type: ignore[union-attr]
         report = amp.step(optimizer)
         assert bool(report.taken) == (i != 1)
         amp.update()

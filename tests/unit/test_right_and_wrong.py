@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from amp_core import Amp, Clip, keep_fp32, sync_grads, windows
-from amp_core.data import Sampler
-from amp_core.layout import wrap_ddp
+from amp_core.data.loading import Sampler
+from amp_core.layouts.ddp import wrap_ddp
 
 INF, NAN = float("inf"), float("nan")
 FP16, BF16 = torch.float16, torch.bfloat16

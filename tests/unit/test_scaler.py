@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from amp_core import Amp, Schedule
-from amp_core.errors import ConfigError
+from amp_core.config.errors import ConfigError
 
 INF = float("inf")
 

@@ -17,10 +17,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_core import Amp, Ema, Schedule, StepReport
-from amp_core.config import OptimizerConfig, ScheduleConfig
-from amp_core.models import CLASSIFIERS, build_model
-from amp_core.optimizers import build_optimizer
-from amp_core.schedule import OWN, build_schedule, check_schedule, rate_table
+from amp_core.config.schema import OptimizerConfig, ScheduleConfig
+from amp_core.models import build_model
+from amp_core.models.images import CLASSIFIERS
+from amp_core.step.optimizers import build_optimizer
+from amp_core.step.schedule import OWN, build_schedule, check_schedule, rate_table
 
 INF = float("inf")
 Make = Callable[[Optimizer, int], LRScheduler]

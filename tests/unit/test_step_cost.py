@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from amp_core import Amp
-from amp_core.models import CLASSIFIERS, build_model
+from amp_core.models import build_model
+from amp_core.models.images import CLASSIFIERS
 
 ROOT = Path(__file__).resolve().parents[2]
 Batches = list[tuple[Tensor, Tensor]]
@@ -68,7 +69,7 @@ def gradients(mode: str, share: bool) -> Iterator[list[Tensor]]:
     net, amp = mlp(), Amp.named(mode)  # type: ignore[arg-type]
     optimizer = SGD(net.parameters(), lr=0.1, fused=True)
     for _ in range(3):
-        with amp.share_casts() if share else torch.enable_grad():
+        with amp.cache_weight_casts() if share else torch.enable_grad():
             for images, labels in batches(4):
                 with amp.autocast():
                     loss = F.cross_entropy(net(images), labels) / 4
@@ -91,7 +92,7 @@ def test_shared_casts_change_no_bit_of_a_gradient(mode: str) -> None:
 def test_a_pass_without_gradients_is_not_remembered() -> None:
     images, labels = batches(1)[0]
     net, amp = mlp(), Amp.named("bf16")
-    with amp.share_casts():
+    with amp.cache_weight_casts():
         with torch.no_grad(), amp.autocast():
             net(images)
         with amp.autocast():
@@ -106,7 +107,7 @@ def test_nothing_stale_is_left_behind(fails: bool) -> None:
     images, _ = batches(1)[0]
     net, amp = mlp(), Amp.named("bf16")
     try:
-        with amp.share_casts():
+        with amp.cache_weight_casts():
             with amp.autocast():
                 before = net(images)
             if fails:
@@ -125,7 +126,7 @@ def test_a_step_inside_makes_new_casts() -> None:
     images, labels = batches(1)[0]
     net, amp = mlp(), Amp.named("bf16")
     optimizer = SGD(net.parameters(), lr=0.5, fused=True)
-    with amp.share_casts():
+    with amp.cache_weight_casts():
         with amp.autocast():
             loss = F.cross_entropy(net(images), labels)
         amp.backward(loss)

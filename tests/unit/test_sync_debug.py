@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amp_core.sync_debug import noted_waits, sync_debug
+from amp_core.memory.sync_debug import noted_waits, sync_debug
 
 ROOT = Path(__file__).resolve().parents[2]
 

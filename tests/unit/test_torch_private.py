@@ -14,16 +14,20 @@ from torch import nn
 from without_name import without
 
 from amp_core import torch_private
+from amp_core.config.errors import ConfigError
 from amp_core.doctor.trace import _functional
-from amp_core.errors import ConfigError
 from amp_core.torch_private import NAMES, _each, _update_scale_, find, need
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = [
-    *(path for folder in ("amp_core", "recipes", "hydra_plugins") for path in sorted((ROOT / folder).rglob("*.py"))),
+    *(
+        path
+        for folder in ("amp_core", "amp_tools", "recipes", "hydra_plugins")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ),
     ROOT / "train.py",
 ]
-TOOLS = sorted((ROOT / "scripts").rglob("*.py"))
+TOOLS = [*sorted((ROOT / "scripts").rglob("*.py")), *sorted((ROOT / "tests/support/campaign").rglob("*.py"))]
 DOOR = ROOT / "amp_core" / "torch_private.py"
 
 NOT_TORCH = {

@@ -17,9 +17,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.torch_version import TorchVersion
 
-from amp_core.config import OptimizerConfig
-from amp_core.optimizers import build_optimizer, check_optimizer
-from amp_core.versions import ANYWAY, TESTED, untested
+from amp_core.config.schema import OptimizerConfig
+from amp_core.config.versions import ANYWAY, TESTED, untested
+from amp_core.step.optimizers import build_optimizer, check_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("matrix_script", ROOT / "scripts" / "matrix.py")

@@ -20,9 +20,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from waits import Waits
 
 from amp_core import Amp, Checkpoint, Clip, Ema, StepReport, keep_fp32
-from amp_core.footprint import memory_of
-from amp_core.rounding import noise_16bit, round_stochastically, split
-from amp_core.weights import LowPrecisionWeights, fp32_copy, fp32_values, trainable
+from amp_core.layouts.memory_model import memory_of
+from amp_core.lowp.rounding import noise_16bit, round_stochastically, split
+from amp_core.lowp.weights import LowPrecisionWeights, fp32_copy, fp32_values, master_params
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INF = float("inf")
@@ -56,13 +56,13 @@ class Run:
         self.net = net or network()
         self.amp = Amp.named("fp16" if MODES[mode] == MODES["o2"] else "fp32", "cpu")
         self.weights = None if MODES[mode] is None else LowPrecisionWeights(self.net, *MODES[mode])
-        self.optimizer = OPTIMIZERS[optimizer](trainable(self.net))
+        self.optimizer = OPTIMIZERS[optimizer](master_params(self.net))
         self.ema = Ema(self.net, decay, warmup=False)
 
     def step(self, loss: Tensor | None = None, clip: Clip | None = None) -> StepReport:
         if loss is not None:
             self.amp.backward(loss)
-        params = [p for p in trainable(self.net) if p.grad is not None]
+        params = [p for p in master_params(self.net) if p.grad is not None]
         if self.weights is not None:
             self.weights.reduce_(params)
             self.weights.begin_step(params)
@@ -83,7 +83,7 @@ class Run:
 
     def everything(self) -> list[Tensor]:
         """All that a run consists of: weights as they lie in memory and as they are saved, moments, averages."""
-        sides = [m for m in trainable(self.net) if m.untyped_storage().nbytes() > 4]
+        sides = [m for m in master_params(self.net) if m.untyped_storage().nbytes() > 4]
         moments = [v for state in self.optimizer.state_dict()["state"].values() for v in state.values()]
         saved = [*self.net.state_dict().values(), *self.ema.state_dict().values()]
         return [t.detach().clone() for t in (*self.net.parameters(), *sides, *moments, *saved)]
@@ -123,7 +123,7 @@ def test_a_thousand_small_steps(mode: str, expected: float) -> None:
     """1 - 1000 * 1e-3. A thousandth is less than half of the last digit of 1.0 in bfloat16."""
     net = Scalar(1.0)
     weights = None if MODES[mode] is None else LowPrecisionWeights(net, *MODES[mode])
-    (param,) = trainable(net)
+    (param,) = master_params(net)
     optimizer = SGD([param], lr=1e-3, fused=True)
     for _ in range(1000):
         param.grad = torch.ones(256)
@@ -144,7 +144,7 @@ def regression(mode: str, make: Callable[[Any], Optimizer]) -> float:
     teacher = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1)).requires_grad_(False)
     net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
     weights = None if MODES[mode] is None else LowPrecisionWeights(net, *MODES[mode])
-    params = trainable(net)
+    params = master_params(net)
     optimizer = make(params)
     x = torch.randn(1024, 16)
     y = 2 * teacher(2 * x)
@@ -186,7 +186,7 @@ def test_the_wrong_way_adam_with_fp16_moments_divides_by_zero() -> None:
 
     net = Scalar(1.0)
     weights = LowPrecisionWeights(net, FP16, "nearest")
-    (param,) = trainable(net)
+    (param,) = master_params(net)
     param.grad = torch.tensor([1e-4, 0.0]).repeat(128)
     weights.begin_step([param])
     Adam([param], lr=1e-3, foreach=False).step()
@@ -340,7 +340,7 @@ def test_gradients_are_summed_in_fp32() -> None:
     for _ in range(512):
         (net().float().sum() / 512).backward()
         (naive.float().sum() / 512).backward()
-    (param,) = trainable(net)
+    (param,) = master_params(net)
     assert (param.grad == 1.0).all() and param.grad.dtype is FP32 and net.weight.grad is None
     assert (naive.grad == 0.5).all()
 
@@ -353,7 +353,7 @@ def test_micro_batches_sum_to_the_big_batch(mode: str) -> None:
     big.amp.backward(F.cross_entropy(big.net(x), labels))
     for part in torch.arange(32).split(5):
         small.amp.backward(F.cross_entropy(small.net(x[part]), labels[part]) * (len(part) / 32))
-    for a, b in zip(trainable(big.net), trainable(small.net), strict=True):
+    for a, b in zip(master_params(big.net), master_params(small.net), strict=True):
         assert (a.grad - b.grad).norm() < (0.01 if MODES[mode][0] is BF16 else 2e-3) * a.grad.norm()
 
 
@@ -361,10 +361,10 @@ def test_a_loss_scale_of_65536_keeps_gradients_that_fp16_would_lose() -> None:
     run = Run("o2", net=nn.Sequential(nn.Linear(36, 16), nn.Linear(16, 3)))
     x = torch.randn(4, 36)
     F.mse_loss(run.net(x), torch.zeros(4, 3)).mul(1e-8).backward()
-    assert all((p.grad == 0).all() for p in trainable(run.net)[:2])
+    assert all((p.grad == 0).all() for p in master_params(run.net)[:2])
     run.optimizer.zero_grad()
     run.amp.backward(F.mse_loss(run.net(x), torch.zeros(4, 3)) * 1e-8)
-    assert all((p.grad != 0).any() for p in trainable(run.net))
+    assert all((p.grad != 0).any() for p in master_params(run.net))
     assert run.step(clip=Clip.norm(1.0)).taken
 
 
@@ -402,7 +402,7 @@ def test_bytes_per_weight_between_steps() -> None:
         assert weights == num_bytes * 2 * 10_100
         storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for t in (*run.net.parameters(), *trainable(run.net))
+            for t in (*run.net.parameters(), *master_params(run.net))
         }
         rest = 2 * 2 * 10_100 if mode == "bf16_kahan" else 0
         assert sum(storages.values()) + rest - weights in (0, 4)
@@ -413,7 +413,7 @@ def test_bytes_per_weight_between_steps() -> None:
 def test_a_weight_that_has_no_memory_reads_as_nan_and_not_as_something_old() -> None:
     run = Run("bf16_stochastic")
     run.train(range(2))
-    for param, low in zip(trainable(run.net), run.net.parameters(), strict=True):
+    for param, low in zip(master_params(run.net), run.net.parameters(), strict=True):
         assert param.shape == low.shape and (param is low or param.isnan().all())
     assert not any(v.isnan().any() for v in fp32_values(run.net.parameters()))
 
@@ -464,7 +464,7 @@ def test_inputs_are_cast_down_and_outputs_are_fp32(dtype: torch.dtype) -> None:
     assert {t.dtype for t in (output.hidden, pair.logits, *output.more["state"])} == {FP32}
     assert (output.hidden - reference.hidden).norm() < 0.02 * reference.hidden.norm()
     output.hidden.sum().backward()
-    assert all(p.grad is not None and p.grad.dtype is FP32 for p in trainable(net))
+    assert all(p.grad is not None and p.grad.dtype is FP32 for p in master_params(net))
 
 
 @pytest.mark.parametrize("last", [[], [nn.ReLU(inplace=True)], [nn.ReLU(inplace=True), nn.Linear(16, 16)]])
@@ -534,7 +534,7 @@ def test_an_fp32_copy_keeps_the_hooks_of_others_and_no_tie_breaks() -> None:
     calls = []
     net["a"].register_forward_hook(lambda *_: calls.append(1))
     LowPrecisionWeights(net, BF16, "kahan")
-    assert len(trainable(net)) == 3
+    assert len(master_params(net)) == 3
     twin = fp32_copy(net)
     assert twin["a"].weight is twin["b"].weight and twin["a"].weight.dtype is FP32
     twin["a"](torch.randn(1, 4))
@@ -569,7 +569,7 @@ def test_weights_die_with_their_network() -> None:
 
     net = network()
     LowPrecisionWeights(net, BF16, "kahan")
-    fate = weakref.ref(trainable(net)[0])
+    fate = weakref.ref(master_params(net)[0])
     del net
     gc.collect()
     assert fate() is None
@@ -582,15 +582,15 @@ def test_frozen_weights_are_cast_and_stay_frozen() -> None:
     net = network()
     net[0].requires_grad_(False)
     LowPrecisionWeights(net, BF16, "master")
-    assert net[0].weight.dtype is BF16 and not trainable(net)[0].requires_grad and not net[0].weight.requires_grad
+    assert net[0].weight.dtype is BF16 and not master_params(net)[0].requires_grad and not net[0].weight.requires_grad
     net(torch.randn(2, 1, 6, 6)).sum().backward()
-    assert [p.grad is None for p in trainable(net)] == [True, True, False, False, False, False]
+    assert [p.grad is None for p in master_params(net)] == [True, True, False, False, False, False]
 
 
 def test_two_optimizers_own_two_parts() -> None:
     net = network()
     weights = LowPrecisionWeights(net, BF16, "stochastic")
-    body, head = trainable(net[0]), trainable(net[4])
+    body, head = master_params(net[0]), master_params(net[4])
     optimizer = Adam(head, lr=0.1, fused=True)
     before = [p.clone() for p in net.parameters()]
     net(torch.randn(2, 1, 6, 6)).square().sum().backward()
@@ -629,12 +629,12 @@ def two_ranks(rank: int, mode: str) -> dict[str, Any]:
 
 
 def sum_of_buckets(rank: int) -> list[Tensor]:
-    import amp_core.weights
+    import amp_core.lowp.weights
 
-    amp_core.weights._BUCKET = 50
+    amp_core.lowp.weights._BUCKET = 50
     net = nn.Sequential(nn.Linear(4, 10), nn.Linear(10, 4), nn.BatchNorm1d(4))
     weights = LowPrecisionWeights(net, BF16, "master")
-    params = trainable(net)
+    params = master_params(net)
     for index, param in enumerate(params):
         param.grad = torch.full_like(param, float(10**index + rank))
     foreign = nn.Parameter(torch.zeros(2))

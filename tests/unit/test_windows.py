@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from amp_core import Amp, sync_grads, windows
-from amp_core.layout import wrap_ddp
-from amp_core.window import num_samples
+from amp_core.layouts.ddp import wrap_ddp
+from amp_core.step.window import num_samples
 
 IGNORE = -100
 

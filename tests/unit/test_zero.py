@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from waits import Waits
 
 from amp_core import Amp, Checkpoint, Clip
-from amp_core.layout import wrap_ddp
-from amp_core.weights import trainable
-from amp_core.zero import share_state, whole_state
+from amp_core.layouts.ddp import wrap_ddp
+from amp_core.layouts.zero import share_state, whole_state
+from amp_core.lowp.weights import master_params
 
 OnRanks = Callable[..., list[Any]]
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -111,7 +111,7 @@ def in_case(rank: int, *, shares: bool) -> dict[str, Any]:
         if shares:
             share_state(net)
         amp.guard(net)
-        optimizers = [make(trainable(net)), SGD([own], lr=1.0, momentum=0.5)]
+        optimizers = [make(master_params(net)), SGD([own], lr=1.0, momentum=0.5)]
         for i in range(3):
             torch.manual_seed(2 * i + rank)
             x = torch.full((4, 4, 6, 6), torch.inf) if (i, rank) == (1, 1) else torch.randn(4, 4, 6, 6)

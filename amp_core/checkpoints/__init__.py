@@ -1,0 +1,1 @@
+"""Named parts: atomic, verified, rotated."""

@@ -1,0 +1,1 @@
+"""The command line: compose, help, sweeps, GPU leases."""

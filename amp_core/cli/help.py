@@ -1,0 +1,161 @@
+"""The text of `--help`, made of the configuration itself: its files, its types and what is written beside them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import re
+import textwrap
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from amp_core.config import schema
+from amp_core.config.errors import ConfigError
+from amp_core.config.schema import Config, choices, conf_dir, suggest
+
+HEADER = """amp-recipes: reference training recipes for mixed precision in PyTorch
+
+  python train.py                                      train with the defaults
+  python train.py amp=fp16 clip=norm ema.decay=0.99    set what you like: key=value
+  python train.py layout=ddp layout.nproc_per_node=2   two processes
+  python train.py -m amp=fp32,bf16,fp16 seed=1,2,3     a sweep: every combination
+  python train.py resume=last                          go on with the newest unfinished run of these settings
+"""
+FOOTER = """Keys of a group are set with a dot: amp.init_scale=1024; `--cfg job` prints them all. Lists go in quotes:
+'amp.keep_fp32=["head","*.norm"]'. Exit codes: 0 done, 1 failed, 2 bad configuration, 3 no usable checkpoint,
+4 cannot save, 5 diverged, 75 time limit, 130 and 143 interrupted after a checkpoint.
+More: --help GROUP, --help GROUP=OPTION, --help KEY, --help sweep. Also: dry_run=true, --cfg job, --hydra-help.
+Tab completion: eval "$(python train.py -sc install=bash)"."""
+SWEEP = """A sweep runs every combination of the values that keys are given:
+
+  python train.py -m amp=fp32,bf16,fp16 seed=1,2,3                      one after the other
+  python train.py -m ... hydra/launcher=joblib hydra.launcher.n_jobs=4  four at a time; GPUs and cores are shared out
+  python train.py -m ... hydra/launcher=submitit_slurm                  as jobs of SLURM (docs/CLUSTERS.md)
+  python train.py -m ... hydra.sweep.dir=multirun/mine                  started again, it completes what is missing
+  python train.py -m experiment=parity_gan                              a named set of settings, see --help experiment
+  python train.py -m hydra/sweeper=optuna 'optimizer.lr=tag(log,interval(1e-4,1e-1))' accumulation=1,2,4
+                                                                        a search instead of every combination
+  python scripts/report.py multirun/mine                                the report
+
+A failed job is told and does not end the sweep. Exit codes: 0 all finished, 1 some did not, 2 bad configuration
+(nothing was begun), 130 and 143 interrupted: running jobs wrote a checkpoint first. docs/SWEEPS.md has the rest."""
+BY_NAME = {
+    "model": "model.name= takes any classification network of torchvision.models besides; "
+    "arguments: model.options.<name>=",
+    "optimizer": "optimizer.name= takes any class of torch.optim with dense gradients and no closure; "
+    "arguments: optimizer.options.<name>=",
+    "schedule": "schedule.name= takes any scheduler of torch.optim.lr_scheduler that needs no metric; "
+    "arguments: schedule.options.<name>=",
+}
+
+
+def help_text(topics: list[str] | None = None) -> str:
+    """The screen of all groups and keys, or what there is to say about some of them.
+
+    Args:
+        topics: groups, options (`amp=fp16`), keys (`optimizer.lr`), or `sweep`.
+
+    Raises:
+        ConfigError: there is no such topic.
+    """
+    return "\n\n".join(_topic(topic) for topic in topics) if topics else _screen()
+
+
+def _screen() -> str:
+    text = (conf_dir() / "config.yaml").read_text()
+    lines = [HEADER, "Groups, chosen with group=option (the default in brackets):"]
+    for group, default in _defaults().items():
+        options = [f"[{option}]" if option == default else option for option in choices(group)]
+        if group == "experiment":
+            options = ["one of", str(len(options)), "named sets of settings, see --help experiment"]
+        lines += textwrap.wrap(
+            " ".join(options), 118, initial_indent=f"  {group:<13}", subsequent_indent=" " * 15, break_on_hyphens=False
+        )
+    lines += ["", "Keys:"]
+    plain = text[text.index("\naccumulation:") : text.index("\nhydra:")]
+    lines += [f"  {line}" for line in plain.splitlines() if line.strip()]
+    assert set(re.findall(r"^(\w+):", plain, re.MULTILINE)) <= set(Config.__dataclass_fields__)
+    return "\n".join([*lines, "", FOOTER])
+
+
+def _defaults() -> dict[str, str]:
+    """Each group with its default option."""
+    text = (conf_dir() / "config.yaml").read_text()
+    return dict(re.findall(r"^  - (?:optional )?(\w+): (\w+)$", text, re.MULTILINE))
+
+
+def _topic(topic: str) -> str:
+    groups = _defaults()
+    if topic in ("sweep", "sweeps", "-m"):
+        return SWEEP
+    group, _, option = topic.partition("=")
+    if option and group in groups:
+        if option not in choices(group):
+            raise ConfigError(f"--help {topic}: there is no such option. {suggest(option, choices(group))}")
+        return f"{topic} sets\n\n{textwrap.indent(_file(group, option).read_text().rstrip(), '  ')}"
+    if topic in groups:
+        return _group(topic, groups[topic])
+    keys = {key: (kind, said) for key, kind, said in _keys(Config, "")}
+    if topic in keys:
+        kind, said = keys[topic]
+        return "\n".join([f"{topic}: {kind}", *textwrap.wrap(said, 116, initial_indent="  ", subsequent_indent="  ")])
+    inside = [key for key in keys if key.startswith(f"{topic}.")]
+    if inside:
+        return "\n".join(map(_topic, inside))
+    raise ConfigError(f"--help {topic}: there is no such topic. {suggest(topic, [*groups, 'sweep', *keys])}")
+
+
+def _group(group: str, default: str) -> str:
+    lines = [f"{group}=", ""]
+    for option in choices(group):
+        shown = f"[{option}]" if option == default else option
+        lines.append(f"  {shown:<26}{_first_comment(_file(group, option))}".rstrip())
+    kind = get_type_hints(Config).get(group)
+    if kind is not None and dataclasses.is_dataclass(kind):
+        lines += ["", "Keys:", ""]
+        for key, types, said in _keys(kind, f"{group}."):
+            lines += textwrap.wrap(f"{key} ({types})", 116, initial_indent="  ", subsequent_indent="      ")
+            lines += textwrap.wrap(said, 110, initial_indent="      ", subsequent_indent="      ")
+    if group in BY_NAME:
+        lines += ["", *textwrap.wrap(BY_NAME[group], 118)]
+    if group == "recipe":
+        lines += ["", "The keys of a recipe: --help recipe=gan, and the head of recipes/gan.py."]
+    return "\n".join(lines)
+
+
+def _file(group: str, option: str) -> Path:
+    return conf_dir() / group / f"{option}.yaml"
+
+
+def _first_comment(path: Path) -> str:
+    comments = [line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#")]
+    said = [line for line in comments if line and not line.startswith("@package")]
+    return said[0] if said else ""
+
+
+def _keys(kind: Any, prefix: str) -> list[tuple[str, str, str]]:
+    """(key, what it takes, what is written about it) of a dataclass and those in it."""
+    found = []
+    said = _documentation().get(kind.__name__, {})
+    for name, hint in get_type_hints(kind).items():
+        inner = [k for k in (hint, *get_args(hint)) if dataclasses.is_dataclass(k)]
+        if inner:
+            found += _keys(inner[0], f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", schema.describe(hint), said.get(name, "")))
+    return found
+
+
+@functools.cache
+def _documentation() -> dict[str, dict[str, str]]:
+    """By class and field: the text below each field of the dataclasses in config/schema.py."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(Path(schema.__file__).read_text()).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, text in zip(node.body, node.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                assert isinstance(field.target, ast.Name)
+                found.setdefault(node.name, {})[field.target.id] = " ".join(str(text.value.value).split())
+    return found

@@ -1,0 +1,133 @@
+"""GPUs and cores of a machine, shared out to jobs that run side by side.
+
+A lease is a lock on a file per device, held by the open file: it ends with the process that holds it, however that
+ends. A job's process inherits the file (`pass_fds`), so a device stays taken until both the job and who started it are
+gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from amp_core.config.schema import Config
+
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Devices that are taken."""
+
+    devices: list[str]
+    files: list[int]
+    """File descriptors of the locks, for `subprocess.Popen(pass_fds=)`."""
+
+
+@contextlib.contextmanager
+def lease(
+    count: int,
+    devices: Sequence[str],
+    folder: Path,
+    *,
+    waiting: Callable[[], None] = lambda: None,
+    given_up: Callable[[], bool] = lambda: False,
+) -> Iterator[Lease]:
+    """Take `count` of the devices, waiting for them as long as others have them.
+
+    Who waits stands in a line: the first takes what becomes free until it has enough. So jobs that need several devices
+    neither block each other with a part of them nor starve behind those that need one.
+
+    Args:
+        count: how many.
+        devices: their names, the same for all who share them.
+        folder: where the locks are, on this machine.
+        waiting: called once, when there is something to wait for.
+        given_up: asked while waiting; true ends it.
+
+    Raises:
+        ValueError: there are fewer devices than that.
+        InterruptedError: given up.
+        OSError: the folder cannot hold locks.
+    """
+    if count > len(devices):
+        raise ValueError(f"{count} devices asked for, and there are {len(devices)}: {', '.join(devices)}")
+    if not count:
+        yield Lease([], [])
+        return
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    taken: dict[str, int] = {}
+    said = False
+    with contextlib.ExitStack() as line, contextlib.ExitStack() as held:
+
+        def take(name: str, stack: contextlib.ExitStack) -> int | None:
+            file = os.open(folder / re.sub(r"[^\w.-]", "_", name), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(file)
+                return None
+            except OSError:  # no lock to be had here, ever
+                os.close(file)
+                raise
+            stack.callback(os.close, file)
+            return file
+
+        first = False
+        while True:
+            first = first or take("line", line) is not None
+            for name in devices if first else ():
+                if len(taken) < count and name not in taken and (file := take(f"device-{name}", held)) is not None:
+                    taken[name] = file
+            if first and len(taken) == count:
+                break
+            if not said:
+                waiting()
+                said = True
+            if given_up():
+                raise InterruptedError
+            time.sleep(POLL_SECONDS)
+        line.close()
+        yield Lease(sorted(taken, key=list(devices).index), list(taken.values()))
+
+
+def lease_folder() -> Path:
+    """Where this user's leases on this machine are. Numbers of GPUs count within a job of SLURM."""
+    return Path(tempfile.gettempdir(), f"amp_recipes_{os.getuid()}", f"gpus{os.environ.get('SLURM_JOB_ID', '')}")
+
+
+def visible_devices(num_gpus: int) -> list[str]:
+    """The names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them.
+
+    Args:
+        num_gpus: how many torch sees.
+    """
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    # CUDA ends the list at the first one that it does not know.
+    return named[:num_gpus] or [str(number) for number in range(num_gpus)]
+
+
+def gpus_of(cfg: Config, num_gpus: int) -> int:
+    """How many of the machine's GPUs a run takes."""
+    if cfg.device == "cpu" or not num_gpus:
+        return 0
+    if cfg.layout.name == "single":
+        return 1
+    if cfg.layout.name == "data_parallel":
+        return num_gpus
+    stages = cfg.layout.num_stages or 1
+    return min(num_gpus, (cfg.layout.nproc_per_node or num_gpus // stages) * stages)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

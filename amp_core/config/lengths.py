@@ -1,0 +1,41 @@
+"""How long a run is: steps, epochs or samples, turned into steps in one place."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from amp_core.config.schema import Config
+
+
+def is_length(value: object) -> bool:
+    parts = str(value).split()
+    if len(parts) != 2 or parts[1] not in ("step", "steps", "epoch", "epochs", "sample", "samples"):
+        return False
+    whole = parts[1].startswith("step")
+    is_number = re.fullmatch(r"[0-9]+" if whole else r"[0-9]+(\.[0-9]*)?(e[0-9]+)?", parts[0]) is not None
+    return is_number and 0 < float(parts[0]) < math.inf
+
+
+# --- how long ---------------------------------------------------------------------------------------------------------
+
+
+def num_steps(
+    cfg: Config, *, num_samples: int, samples_per_step: int, steps_done: int = 0, samples_done: int = 0
+) -> int:
+    """The step at which the run ends, from steps, epochs, samples or the recipe's own length.
+
+    Args:
+        num_samples: samples in the training set.
+        samples_per_step: over all micro-batches and ranks.
+        steps_done: where the run stands; earlier steps may have had another number of samples.
+        samples_done: samples of these steps.
+    """
+    number, unit = str(cfg.recipe["length"]).split()
+    for key in ("steps", "epochs", "samples"):
+        if getattr(cfg, key) is not None:
+            number, unit = getattr(cfg, key), key
+    if unit.startswith("step"):
+        return int(number)
+    samples = float(number) if unit.startswith("sample") else float(number) * num_samples
+    return steps_done + math.ceil((samples - samples_done) / samples_per_step)

@@ -1,0 +1,484 @@
+"""What settings may say together: ranges, pairs that contradict each other, warnings, what a resume may change."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from amp_core.config.errors import ConfigError
+from amp_core.config.lengths import is_length
+from amp_core.config.schema import AmpConfig, ClipConfig, Config, choices, parse, read_option, show_value, suggest
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+SCALE_KEYS = (
+    "init_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "max_scale",
+    "max_scale_per_sample",
+    "min_scale",
+    "dynamic",
+)
+
+
+def _positive(problems: list[str], values: Mapping[str, Any], *, least: float | None = None) -> None:
+    """Each value is finite and above zero, or at least `least`."""
+    for key, value in values.items():
+        if value is None:
+            continue
+        if not math.isfinite(value) or (value <= 0 if least is None else value < least):
+            expected = "a finite number above 0" if least is None else f"at least {least:g}"
+            problems.append(f"{key}={value:g}: expected {expected}")
+
+
+def _check_amp(amp: AmpConfig, problems: list[str]) -> None:
+    policy = {f"amp.{key}": getattr(amp, key) for key in SCALE_KEYS}
+    if not amp.scaling:
+        for key, value in policy.items():
+            if value is not None:
+                problems.append(
+                    f"{key}={show_value(value)}: has no effect in amp={amp.name}, which does not scale the loss; "
+                    f"use amp=fp16 or leave it out"
+                )
+        if amp.dtype == "float16":
+            problems.append("amp.scaling=false: float16 gradients underflow without a loss scale; use amp=fp16")
+        elif amp.weights == "float16" and amp.update == "master":
+            problems.append("amp.scaling=false: float16 gradients underflow without a loss scale; use amp=o2")
+    else:
+        for key in ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale", "dynamic"):
+            if getattr(amp, key) is None:
+                problems.append(f"amp.{key}=null: a mode that scales the loss needs a value; leave it out")
+        if amp.max_scale is None and amp.max_scale_per_sample is None:
+            problems.append("amp.max_scale=null: without a cap the scale grows to 2^127; expected a number")
+        if "float16" not in (amp.dtype, amp.weights):
+            problems.append(
+                f"amp.scaling=true: {amp.dtype} has the range of fp32 and needs no loss scale; use amp=fp16"
+            )
+        _positive(problems, {k: v for k, v in policy.items() if k not in ("amp.dynamic", "amp.growth_interval")})
+        _positive(problems, {"amp.growth_interval": amp.growth_interval}, least=1)
+        if amp.growth_factor is not None and 0 < amp.growth_factor <= 1:
+            problems.append(
+                f"amp.growth_factor={amp.growth_factor:g}: expected more than 1; a fixed scale is dynamic=false"
+            )
+        if amp.backoff_factor is not None and amp.backoff_factor >= 1:
+            problems.append(f"amp.backoff_factor={amp.backoff_factor:g}: expected between 0 and 1")
+        if amp.min_scale is not None and amp.max_scale is not None and amp.min_scale > amp.max_scale:
+            problems.append(f"amp.min_scale={amp.min_scale:g}: expected at most amp.max_scale={amp.max_scale:g}")
+        if amp.min_scale is not None and amp.init_scale is not None and 0 < amp.init_scale < amp.min_scale:
+            problems.append(f"amp.init_scale={amp.init_scale:g}: expected at least amp.min_scale={amp.min_scale:g}")
+    _positive(problems, {"amp.max_consecutive_skips": amp.max_consecutive_skips}, least=1)
+    if amp.weights == "float32":
+        if amp.update is not None:
+            problems.append(f"amp.update={amp.update}: has no effect on fp32 weights; use amp=bf16_pure or amp=o2")
+    else:
+        if amp.dtype != "float32":
+            problems.append(f"amp.dtype={amp.dtype}: amp.weights={amp.weights} compute without autocast; leave it out")
+        if amp.update is None:
+            problems.append(f"amp.update=null: amp.weights={amp.weights} need master, nearest, kahan or stochastic")
+        if amp.update in ("stochastic", "kahan") and amp.weights != "bfloat16":
+            problems.append(f"amp.update={amp.update}: is for bfloat16 weights; use amp=bf16_pure")
+    if amp.float8 and amp.dtype != "bfloat16":
+        problems.append(f"amp.float8=true: stands beside autocast to bfloat16; use amp=fp8 instead of amp={amp.name}")
+
+
+def _check_clip(clip: ClipConfig, problems: list[str]) -> None:
+    threshold = {"none": None, "norm": "max_norm", "value": "max_value", "adaptive": "factor"}[clip.name]
+    for key in ("max_norm", "max_value", "factor"):
+        value = getattr(clip, key)
+        if key == threshold:
+            if value is None:
+                problems.append(
+                    f"clip.{key}=null: clip={clip.name} needs a number; use clip=none to switch clipping off"
+                )
+            _positive(problems, {f"clip.{key}": value})
+        elif value is not None:
+            owner = {"max_norm": "norm", "max_value": "value", "factor": "adaptive"}[key]
+            problems.append(f"clip.{key}={value:g}: has no effect with clip={clip.name}; use clip={owner}")
+    if clip.name == "norm" and clip.folded is None:
+        problems.append("clip.folded=null: clip=norm needs true or false")
+    elif clip.name != "norm" and clip.folded is not None:
+        problems.append(f"clip.folded={str(clip.folded).lower()}: has no effect with clip={clip.name}; use clip=norm")
+
+
+ONE_PROCESS = ("single", "data_parallel")
+"""Layouts of one process, whatever the machine has."""
+SHARDED = ("fsdp", "hsdp")
+"""Layouts in which a rank holds a part of each weight."""
+WHOLE_MATRICES = {"Adafactor": "factors the moments of whole matrices", "Muon": "orthogonalises whole matrices"}
+"""Optimizers that do not compute element by element."""
+
+
+def node_range(nnodes: int | str) -> tuple[int, int] | None:
+    """(least, most) machines of `layout.nnodes`, or None when it cannot be read."""
+    parts = str(nnodes).split(":")
+    if len(parts) > 2 or not all(p.isascii() and p.isdigit() for p in parts):
+        return None
+    low, high = int(parts[0]), int(parts[-1])
+    return (low, high) if 1 <= low <= high else None
+
+
+def is_elastic(cfg: Config) -> bool:
+    """Whether machines may come and go while it runs."""
+    nodes = node_range(cfg.layout.nnodes)
+    return nodes is not None and nodes[0] < nodes[1]
+
+
+def _check_layout(cfg: Config, problems: list[str]) -> None:
+    layout = cfg.layout
+    if layout.name in ("model_parallel", "data_parallel") and cfg.amp is not None and cfg.amp.update is not None:
+        problems.append(f"layout={layout.name}: 16-bit weights (amp={cfg.amp.name}) lie on one device per process")
+    nodes = node_range(layout.nnodes)
+    _positive(problems, {"layout.nproc_per_node": layout.nproc_per_node}, least=1)
+    _positive(problems, {"layout.max_restarts": layout.max_restarts}, least=0)
+    _positive(problems, {"layout.timeout_minutes": layout.timeout_minutes})
+    if nodes is None:
+        problems.append(f'layout.nnodes={layout.nnodes}: expected a number such as 2, or "1:2" for between 1 and 2')
+    _positive(problems, {"layout.num_stages": layout.num_stages}, least=2)
+    if layout.name == "model_parallel" and layout.num_stages is None:
+        problems.append("layout.num_stages=null: layout=model_parallel needs a number of devices, such as 2")
+    elif layout.name != "model_parallel" and layout.num_stages is not None:
+        problems.append(
+            f"layout.num_stages={layout.num_stages}: has no effect with layout={layout.name}; use layout=model_parallel"
+        )
+    _positive(problems, {"layout.shard_size": layout.shard_size}, least=2)
+    if layout.name == "hsdp" and layout.shard_size is None:
+        problems.append("layout.shard_size=null: layout=hsdp needs the ranks of a copy, such as 8; or use layout=fsdp")
+    elif layout.name != "hsdp" and layout.shard_size is not None:
+        problems.append(
+            f"layout.shard_size={layout.shard_size}: has no effect with layout={layout.name}; use layout=hsdp"
+        )
+    if cfg.perf is not None and cfg.perf.compile is not None and layout.name in ("model_parallel", "data_parallel"):
+        problems.append(
+            f"perf.compile={cfg.perf.compile}: layout={layout.name} computes in threads, which share what was compiled "
+            f"for one of them; use null, or layout=ddp"
+        )
+    _check_ddp(cfg, problems)
+    if layout.name in SHARDED:
+        _check_sharded(cfg, problems)
+    if layout.name in ONE_PROCESS:
+        for key, default in (("nproc_per_node", None), ("nnodes", 1), ("rdzv_endpoint", None), ("rdzv_id", None)):
+            value = getattr(layout, key)
+            if value != default and not (key == "nproc_per_node" and value == 1):
+                problems.append(
+                    f"layout.{key}={value}: layout={layout.name} is one process on one machine; use layout=ddp"
+                )
+        if (layout.max_restarts or 0) > 0:
+            problems.append(
+                f"layout.max_restarts={layout.max_restarts}: has no effect with layout={layout.name}; use layout=ddp"
+            )
+    elif nodes is not None and nodes[1] > 1:
+        for key in ("rdzv_endpoint", "rdzv_id"):
+            if getattr(layout, key) is None:
+                problems.append(
+                    f"layout.{key}=null: layout.nnodes={layout.nnodes} needs it, the same on all machines, "
+                    f"for instance layout.{key}={'host:29500' if key == 'rdzv_endpoint' else 'my-job'}"
+                )
+        starts_again = is_elastic(cfg) or (layout.max_restarts or 0) > 0
+        if starts_again and cfg.run_dir is None and cfg.task == "train" and not cfg.dry_run:
+            problems.append(
+                f"run_dir=null: layout.nnodes={layout.nnodes} with layout.max_restarts={layout.max_restarts} may go on "
+                f"from another machine; expected a folder that all machines see, for instance run_dir=/shared/my-job"
+            )
+
+
+def _check_ddp(cfg: Config, problems: list[str]) -> None:
+    layout = cfg.layout
+    _positive(problems, {"layout.bucket_mb": layout.bucket_mb})
+    given = {
+        "static_graph=true": layout.static_graph,
+        f"bucket_mb={show_value(layout.bucket_mb)}": layout.bucket_mb is not None,
+        f"compress={show_value(layout.compress)}": layout.compress is not None,
+        "shard_optimizer=true": layout.shard_optimizer,
+    }
+    if layout.name != "ddp":
+        for key in (key for key, is_given in given.items() if is_given):
+            problems.append(f"layout.{key}: has no effect with layout={layout.name}; use layout=ddp")
+        return
+    if layout.bucket_mb is None:
+        problems.append("layout.bucket_mb=null: layout=ddp needs a size in MiB, such as 25")
+    if cfg.amp is not None and cfg.amp.update is not None:
+        for key in (key for key, is_given in given.items() if is_given and key.startswith(("static", "compress"))):
+            problems.append(
+                f"layout.{key}: has no effect with amp={cfg.amp.name}, whose step sums the gradients of 16-bit "
+                f"weights itself, without DistributedDataParallel; leave it out"
+            )
+
+
+def _check_sharded(cfg: Config, problems: list[str]) -> None:
+    """What needs whole weights on each rank."""
+    layout = f"layout={cfg.layout.name}"
+    if cfg.amp is not None and (cfg.amp.update is not None or cfg.amp.float8):
+        kind = "float8 layers" if cfg.amp.float8 else "16-bit weights"
+        problems.append(f"amp={cfg.amp.name}: {kind} are not sharded; use layout=ddp, or amp=bf16 with {layout}")
+    if cfg.perf is not None and cfg.perf.channels_last:
+        problems.append(f"perf.channels_last=true: {layout} cuts weights along their first dimension only as they are")
+    if cfg.doctor is not None and cfg.doctor.statistics_every is not None:
+        problems.append(
+            f"doctor.statistics_every={cfg.doctor.statistics_every}: measures whole weights; use null with {layout}"
+        )
+    if cfg.optimizer is not None and cfg.optimizer.name in WHOLE_MATRICES:
+        problems.append(f"optimizer.name={cfg.optimizer.name}: {WHOLE_MATRICES[cfg.optimizer.name]}; use layout=ddp")
+
+
+def _check_run(cfg: Config, problems: list[str]) -> None:
+    given = [f"{key}={getattr(cfg, key):g}" for key in ("steps", "epochs", "samples") if getattr(cfg, key) is not None]
+    if len(given) > 1:
+        problems.append(f"{' and '.join(given)}: expected at most one of steps, epochs, samples; leave one")
+    cadences = ("accumulation", "batch_size", "steps", "samples", "save_every", "eval_every", "log_every")
+    _positive(problems, {key: getattr(cfg, key) for key in cadences}, least=1)
+    _positive(problems, {"epochs": cfg.epochs, "max_minutes": cfg.max_minutes})
+    _positive(problems, {"data.num_workers": cfg.data.num_workers, "seed": cfg.seed}, least=0)
+    _positive(problems, {"checkpoint.keep": cfg.checkpoint.keep, "data.image_size": cfg.data.image_size}, least=1)
+    _positive(problems, {"data.num_samples": cfg.data.num_samples, "data.length": cfg.data.length}, least=1)
+    _positive(problems, {"data.num_classes": cfg.data.num_classes}, least=2)
+    doctor = cfg.doctor
+    _positive(problems, {"doctor.after_skips": doctor.after_skips}, least=1)
+    _positive(problems, {"doctor.max_reports": doctor.max_reports}, least=0)
+    _positive(problems, {"doctor.statistics_every": doctor.statistics_every}, least=1)
+    if cfg.seed is not None and cfg.seed >= 2**63:
+        problems.append(f"seed={cfg.seed}: expected less than 2^63")
+    if cfg.perf is not None and cfg.perf.recast_weights and (cfg.perf.compile is not None or cfg.perf.graph):
+        other = "graph=true" if cfg.perf.graph else f"compile={cfg.perf.compile}"
+        problems.append(f"perf.recast_weights=true: looks at what eager code saves, and does not go with perf.{other}")
+    if cfg.perf is not None and cfg.perf.compile is None and (cfg.perf.dynamic or cfg.perf.backend != "inductor"):
+        key = "dynamic=true" if cfg.perf.dynamic else f"backend={cfg.perf.backend}"
+        problems.append(f"perf.{key}: has no effect with perf.compile=null; use perf=compile")
+    _positive(problems, {"optimizer.lr": cfg.optimizer.lr})
+    _positive(problems, {"optimizer.weight_decay": cfg.optimizer.weight_decay}, least=0)
+    _positive(problems, {"schedule.horizon": cfg.schedule.horizon}, least=1)
+    for key in ("lr", "params", "weight_decay", "fused", "foreach"):
+        if key in (cfg.optimizer.options or ()):
+            where = f"use optimizer.{key}" if key in ("lr", "weight_decay", "fused") else "leave it out"
+            problems.append(f"optimizer.options.{key}: is set by this project; {where}")
+    if cfg.ema.decay is not None and not 0 <= cfg.ema.decay < 1:
+        problems.append(f"ema.decay={cfg.ema.decay:g}: expected at least 0 and below 1, or null to switch it off")
+    if cfg.optimizer.state_dtype == "bfloat16" and cfg.layout.shard_optimizer:
+        problems.append(
+            "optimizer.state_dtype=bfloat16: layout.shard_optimizer=true keeps every bit of a whole step, and what is "
+            "rounded by chance is so by its place in memory; use one of them"
+        )
+    if cfg.perf is not None and cfg.amp is not None and cfg.perf.recast_weights:
+        problems += _without_copies(cfg)
+    inject = cfg.debug.inject
+    if inject is not None:
+        _positive(problems, {"debug.inject.step": inject.step}, least=1)
+        _positive(problems, {"debug.inject.rank": inject.rank}, least=0)
+        if cfg.layout.name in ONE_PROCESS and inject.rank > 0:
+            problems.append(f"debug.inject.rank={inject.rank}: layout={cfg.layout.name} has only rank 0")
+    if cfg.resume not in ("auto", "last", "never", None) and not Path(cfg.resume).exists():
+        problems.append(
+            f"resume={cfg.resume}: there is no such file or folder; expected auto, last, never, "
+            f"or the folder of a run or of a checkpoint"
+        )
+    if cfg.resume == "last" and cfg.run_dir is not None:
+        problems.append(
+            f"resume=last: finds the run folder itself; leave out run_dir={cfg.run_dir}, or use resume=auto"
+        )
+    if cfg.task == "evaluate" and cfg.resume == "never":
+        problems.append("task=evaluate: needs a checkpoint, but resume=never; use resume=<run folder> or run_dir=")
+    if cfg.task == "evaluate" and cfg.run_dir is None and cfg.resume in ("auto", "last"):
+        problems.append("task=evaluate: needs a checkpoint; use run_dir=<run folder> or resume=<checkpoint>")
+    if cfg.run_dir is not None and not cfg.run_dir.strip():
+        problems.append("run_dir='': expected a folder")
+
+
+def _without_copies(cfg: Config) -> list[str]:
+    """Why there are no 16-bit copies of weights that could be made once more."""
+    if cfg.amp.dtype == "float32":
+        reason = f"amp={cfg.amp.name} makes no 16-bit copies of weights; use amp=bf16, or leave it out"
+    elif cfg.layout.name in SHARDED:
+        reason = f"layout={cfg.layout.name} gathers weights in 16 bits and keeps no copies; leave it out"
+    elif cfg.layout.name in ("model_parallel", "data_parallel"):
+        reason = f"layout={cfg.layout.name} computes in threads of its own; use layout=single or ddp"
+    elif cfg.perf.name != "default":
+        reason = f"perf={cfg.perf.name} decides itself what the backward pass keeps; use perf=default"
+    else:
+        return []
+    return [f"perf.recast_weights=true: {reason}"]
+
+
+def _check_inject_value(values: Any) -> Any:
+    """`value: inf` in YAML is text; the float is meant."""
+    inject = values.get("debug", {}).get("inject") if isinstance(values.get("debug"), Mapping) else None
+    if isinstance(inject, dict):
+        inject.setdefault("rank", 0)
+        inject.setdefault("value", "inf")
+        if isinstance(inject["value"], str) and inject["value"].lower() in ("inf", "-inf", "nan", "+inf"):
+            inject["value"] = float(inject["value"])
+    return values
+
+
+def _key(problem: str) -> str:
+    return re.split(r"[=:]", problem, maxsplit=1)[0]
+
+
+def validate(values: Mapping[str, Any]) -> tuple[Config, list[str], set[str]]:
+    """The typed configuration, every problem with it, and the top-level keys that do not have their type.
+
+    Where a value does not fit its type the configuration holds null.
+    """
+    problems: list[str] = []
+    cfg = parse(Config, _check_inject_value(dict(values)), "", problems)
+    if not isinstance(cfg.recipe, dict) or not isinstance(cfg.recipe.get("name"), str):
+        problems.append(f"recipe={show_value(cfg.recipe)}: {suggest(str(cfg.recipe), choices('recipe'))}")
+    elif "length" in cfg.recipe and not is_length(cfg.recipe["length"]):
+        problems.append(
+            f"recipe.length={show_value(cfg.recipe['length'])}: expected a number above 0 and steps, epochs or "
+            f"samples, such as '12 epochs'; use steps=, epochs= or samples= for one run"
+        )
+    # A value of the wrong type is null by now: it was reported, and a rule must not report it again.
+    reported = {_key(problem) for problem in problems}
+    broken = {key.split(".")[0] for key in reported}
+    found: list[str] = []
+    if cfg.amp is not None:
+        _check_amp(cfg.amp, found)
+    if cfg.clip is not None and cfg.clip.name is not None:
+        _check_clip(cfg.clip, found)
+    if None not in (cfg.layout, cfg.data, cfg.optimizer, cfg.schedule, cfg.ema, cfg.checkpoint, cfg.debug):
+        _check_layout(cfg, found)
+        _check_run(cfg, found)
+    return cfg, problems + [problem for problem in found if _key(problem) not in reported], broken
+
+
+def build(values: Mapping[str, Any]) -> Config:
+    """The typed configuration.
+
+    Args:
+        values: the composed configuration as plain dictionaries.
+
+    Raises:
+        ConfigError: with every problem that was found: unknown and missing keys, wrong types, values out of range,
+            pairs that contradict each other.
+    """
+    cfg, problems, _ = validate(values)
+    if problems:
+        raise ConfigError(problems)
+    return cfg
+
+
+def amp_config(mode: str, **fields: Any) -> AmpConfig:
+    """A mode of `conf/amp` with some of its fields replaced, without Hydra.
+
+    Raises:
+        ConfigError: with every problem that was found.
+    """
+    problems: list[str] = []
+    amp = parse(AmpConfig, read_option("amp", mode) | fields, "amp", problems)
+    if not problems:
+        _check_amp(amp, problems)
+    if problems:
+        raise ConfigError(problems)
+    return amp
+
+
+def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
+    """Settings that are legal and probably not what was meant.
+
+    Args:
+        cfg: a sound configuration.
+        given: the keys that the user set on the command line.
+    """
+    given = set(given)
+    notes = []
+    if cfg.amp.scaling and not cfg.amp.dynamic:
+        for key in ("growth_factor", "backoff_factor", "growth_interval"):
+            if f"amp.{key}" in given:
+                notes.append(f"amp.{key} has no effect with amp.dynamic=false: the scale stays at amp.init_scale")
+    if cfg.amp.op_policy == "cuda" and cfg.amp.dtype == "float32":
+        notes.append(f"amp.op_policy=cuda has no effect in amp={cfg.amp.name}, which does not autocast")
+    if cfg.amp.update is not None and "layout.bucket_mb" in given:
+        notes.append(f"layout.bucket_mb has no effect in amp={cfg.amp.name}: the step sums gradients, 32 MiB at a time")
+    if cfg.doctor.name == "heal" and (cfg.amp.dtype == "float32" or cfg.amp.update is not None or cfg.amp.float8):
+        notes.append(f"doctor=heal only reports in amp={cfg.amp.name}: islands need autocast and fp32 weights")
+    elif cfg.doctor.name == "heal" and cfg.layout.name in SHARDED:
+        notes.append(f"doctor=heal only reports in layout={cfg.layout.name}: weights are gathered in {cfg.amp.dtype}")
+    cap = scale_cap(cfg.amp, cfg.batch_size)
+    above = cfg.amp.init_scale is not None and cfg.amp.init_scale > cap
+    # The capped mode begins at its cap by design; only a value that somebody typed deserves a word.
+    if cfg.amp.scaling and above and (cfg.amp.max_scale_per_sample is None or "amp.init_scale" in given):
+        notes.append(f"amp.init_scale={cfg.amp.init_scale:g} is above the cap {cap:g} and begins there")
+    if cfg.amp.update == "nearest":
+        lost = {"float16": "1/4096", "bfloat16": "1/512"}[cfg.amp.weights]
+        cure = "amp=o2" if cfg.amp.weights == "float16" else "amp.update=stochastic or kahan"
+        notes.append(
+            f"amp={cfg.amp.name}: {cfg.amp.weights} weights without fp32 copies; a step that changes a weight by less "
+            f"than {lost} of it changes nothing, and training stalls. For comparison only; use {cure}"
+        )
+    if cfg.ema.decay is None and "ema.warmup" in given:
+        notes.append("ema.warmup has no effect while ema.decay is null")
+    if not cfg.log.wandb and given & {"log.wandb_mode", "log.wandb_project"}:
+        notes.append("log.wandb_* has no effect without log=wandb")
+    return notes
+
+
+def scale_cap(amp: AmpConfig, batch_size: int | None) -> float:
+    """The largest loss scale in force: `max_scale`, and `max_scale_per_sample` times the samples of a micro-batch."""
+    caps = [] if amp.max_scale is None else [amp.max_scale]
+    if amp.max_scale_per_sample is not None and batch_size is not None:
+        caps.append(amp.max_scale_per_sample * batch_size)
+    return min(caps, default=float(2**24))
+
+
+# --- may a run go on with other settings? -----------------------------------------------------------------------------
+
+MAY_CHANGE = {
+    "log",
+    "layout",
+    "device",
+    "amp",
+    "save_every",
+    "eval_every",
+    "log_every",
+    "doctor",
+    "perf",
+    "checkpoint",
+    "steps",
+    "epochs",
+    "samples",
+    "max_minutes",
+    "run_dir",
+    "resume",
+    "allow_changes",
+    "task",
+    "dry_run",
+    "debug",
+    "data.num_workers",
+    "data.path",
+    "accumulation",
+    "batch_size",
+    "optimizer.fused",
+    "recipe.length",
+    "recipe.eval_offset",
+    "recipe.loss_chunk",
+    "recipe.sample_bytes",
+    "recipe.prompt",
+}
+"""Settings that a resumed run may change freely. `accumulation` and `batch_size` are held together by the samples per
+step, which the resume checks by itself; `fused` and `loss_chunk` change rounding only."""
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under their full keys, such as `optimizer.lr`."""
+    flat = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, but: Iterable[str] = MAY_CHANGE) -> list[str]:
+    """`key: old -> new` for every setting that differs, except `but` and what lies below."""
+    but = set(but)
+    a, b = flatten(old), flatten(new)
+    return [
+        f"{key}: {show_value(a.get(key))} -> {show_value(b.get(key))}"
+        for key in sorted(a.keys() | b.keys())
+        if a.get(key) != b.get(key) and not any(key == k or key.startswith(f"{k}.") for k in but)
+    ]

@@ -1,0 +1,37 @@
+"""Data sets by name."""
+
+from __future__ import annotations
+
+import importlib
+
+from amp_core.config.checks import KINDS, check_data
+from amp_core.config.errors import ConfigError
+from amp_core.config.schema import DataConfig
+from amp_core.data.base import Data, Dataset, Key
+from amp_core.data.loading import eval_loader, to_device, train_loader
+
+__all__ = ["Data", "Dataset", "Key", "build_data", "eval_loader", "to_device", "train_loader"]
+
+
+def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Data:
+    """The data set of a configuration.
+
+    Args:
+        cfg: the `data` group.
+        seed: of the augmentation. What is in the data set and how it is split does not depend on it.
+        channels: colour channels that the model takes; gray images are repeated. None: as they are.
+
+    Raises:
+        ConfigError: settings or files that do not fit.
+    """
+    problems = check_data(cfg)
+    if problems:
+        raise ConfigError(problems)
+    builders = importlib.import_module(f"amp_core.data.{KINDS[cfg.name]}").BUILDERS
+    data: Data = builders[cfg.name](cfg, seed, channels)
+    shape = data.facts.get("image_shape")
+    if shape is not None and channels not in (None, shape[0]):
+        raise ConfigError(
+            f"data={cfg.name}: has images with {shape[0]} channels, the model takes {channels}; use another model.name"
+        )
+    return data

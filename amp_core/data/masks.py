@@ -1,0 +1,349 @@
+"""Images with binary masks: brain slices, digits on photographs, folders of one's own.
+
+A mask is uint8: 0, 1, or VOID for pixels that count neither in a loss nor in a metric, such as those that the
+augmentation brought in from outside of the image.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from amp_core.config.checks import brain_files, masked_images, photographs
+from amp_core.config.errors import RunError
+from amp_core.config.schema import DataConfig
+from amp_core.data.base import Data, Key, uniforms, unpack
+from amp_core.data.images import (
+    _NUM_CROP_UNIFORMS,
+    _NUM_UNIFORMS,
+    every_fifth,
+    random_crop,
+    read_mnist_subset,
+    shift_rotate_scale,
+)
+
+VOID = 255
+"""In a mask: neither 0 nor 1."""
+
+Batch = tuple[Tensor, Tensor]
+"""(images float32 [B, C, H, W], masks uint8 [B, K, H, W])"""
+
+
+def normalised(pixels: Tensor) -> Tensor:
+    """Pixels from 0 to 1 to numbers from -2 to 2, in place."""
+    return pixels.sub_(0.5).mul_(4)
+
+
+# --- brain slices -----------------------------------------------------------------------------------------------------
+
+
+class Slices:
+    """Slices that lie in memory. Augmented ones are moved, turned and scaled, and differ in brightness by up to 10 %.
+
+    Args:
+        images: uint8 [N, C, H, W].
+        masks: uint8 [N, K, H, W], 0 or 1.
+        augment: as in training.
+        seed: of the augmentation.
+    """
+
+    def __init__(self, images: NDArray[np.uint8], masks: NDArray[np.uint8], *, augment: bool, seed: int) -> None:
+        self.images, self.masks = images, masks
+        self._augment, self._seed = augment, seed
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitems__(self, keys: Sequence[Key]) -> Batch:
+        indices, passes = unpack(keys)
+        images = torch.from_numpy(self.images[indices]).float().div_(255)
+        masks = torch.from_numpy(self.masks[indices])
+        if self._augment:
+            u = uniforms(self._seed, indices, passes, _NUM_UNIFORMS + 1)
+            # Moved together; of the masks and of a plane of ones, half or more of a pixel decides.
+            stack = torch.cat([images, masks.float(), torch.ones_like(images[:, :1])], dim=1)
+            images, shares, inside = shift_rotate_scale(stack, u).split([images.shape[1], masks.shape[1], 1], dim=1)
+            masks = (shares >= 0.5).to(torch.uint8).masked_fill_(inside < 0.5, VOID)
+            images = images * torch.from_numpy(0.9 + 0.2 * u[:, -1:, None, None]).float()
+        return normalised(images), masks
+
+
+_BLOCK, _NUM_BLOCKS, _FIRST = 36, 4, 4
+_TRAIN, _EVAL = range(24), range(27, 33)
+"""Of each block of 36 slices: 24 to train, 3 left out, 6 to evaluate, 3 left out."""
+
+
+def read_brain() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """(images [144, 1, 96, 80], masks [144, 2, 96, 80]: grey and white matter), axial slices from below upwards.
+
+    The skull-stripped T1 template ICBM 152 2009a nonlinear symmetric, an average of 152 brains, and its maps of tissue
+    probability, as nilearn ships them. Slices are 1 mm apart; their pixels are means of 2 x 2 voxels of 1 mm. The crop
+    is 192 x 160 mm. A mask is where the probability is 1/2 or more, so the two do not overlap. Left mirrors right.
+
+    nilearn is under the 3-clause BSD licence and nibabel under the MIT licence. The template (Fonov et al., NeuroImage
+    2011) is copyright Louis Collins, McConnell Brain Imaging Centre, who permits use, copies and changes without a fee
+    where that notice is kept.
+    """
+    import nibabel
+
+    files = brain_files()
+    assert files is not None, "check_data was not asked"
+    planes = []
+    for name in ("t1", "gm", "wm"):
+        volume: Any = nibabel.load(files[name])
+        voxels = np.asarray(volume.dataobj)[18:178, 21:213, _FIRST : _FIRST + _NUM_BLOCKS * _BLOCK]
+        # [left-right, back-front, down-up] to slices with the front on top.
+        rows = voxels.transpose(2, 1, 0)[:, ::-1]
+        planes.append(rows.reshape(len(rows), 96, 2, 80, 2).mean(axis=(2, 4), dtype=np.float32))
+    t1, *tissues = planes
+    images = np.rint(t1).astype(np.uint8)[:, None]
+    return images, np.stack([tissue >= 127.5 for tissue in tissues], axis=1).astype(np.uint8)
+
+
+def _brain(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+    images, masks = read_brain()
+    starts = range(0, len(images), _BLOCK)
+    train, held_out = ([start + i for start in starts for i in part] for part in (_TRAIN, _EVAL))
+    return Data(
+        Slices(images[train], masks[train], augment=cfg.augment, seed=seed),
+        Slices(images[held_out], masks[held_out], augment=False, seed=seed),
+        {"image_shape": images.shape[1:], "num_masks": masks.shape[1]},
+    )
+
+
+# --- digits on photographs --------------------------------------------------------------------------------------------
+
+
+class DigitScenes:
+    """One to three handwritten digits on a piece of a photograph; the mask is where there is ink.
+
+    A digit is light on dark ground and dark on light ground, in any colour and half to fully opaque, and turned, scaled
+    and moved; where its opacity is 1/2 or more, there is ink. Pieces are exposed differently (gammas of 0.2 to 1.5), so
+    that about half of them are light: with few of them, networks of some seeds overlook all dark digits.
+
+    The photographs are those of scikit-learn (3-clause BSD licence), both under CC BY 2.0: china.jpg by danielbuechele
+    and flower.jpg by vultilion, on flickr.
+
+    Args:
+        num_samples: its length.
+        first: number of its first sample; parts of one data set do not overlap.
+        photos: uint8 [H, W, 3] each, larger than `size`.
+        digits: uint8 [N, 1, 28, 28].
+        size: height and width of a scene.
+        augment: other scenes in every pass.
+        seed: of the scenes, if augmented.
+    """
+
+    _MOST = 3
+    _NUM_UNIFORMS = 5 + _MOST * (8 + _NUM_UNIFORMS)
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        first: int,
+        photos: Sequence[NDArray[np.uint8]],
+        digits: NDArray[np.uint8],
+        size: int,
+        augment: bool,
+        seed: int,
+    ) -> None:
+        self._num_samples, self._first, self._photos, self._size = num_samples, first, photos, size
+        self._digits, self._augment, self._seed = digits, augment, seed
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitems__(self, keys: Sequence[Key]) -> Batch:
+        indices, passes = unpack(keys)
+        # A data set does not change with the seed of a run; its augmentation does.
+        seed, passes = (self._seed, passes) if self._augment else (0, np.zeros_like(passes))
+        u = uniforms(seed, indices + self._first, passes, self._NUM_UNIFORMS)
+        ink = self._ink(u[:, 5:].reshape(-1, 8 + _NUM_UNIFORMS)).reshape(len(keys), self._MOST, 28, 28)
+        scenes = np.empty((len(keys), self._size, self._size, 3), dtype=np.float32)
+        masks = np.zeros((len(keys), 1, self._size, self._size), dtype=np.uint8)
+        for row in range(len(keys)):
+            self._draw(u[row], ink[row], scenes[row], masks[row, 0])
+        return normalised(torch.from_numpy(scenes).permute(0, 3, 1, 2).contiguous()), torch.from_numpy(masks)
+
+    def _ink(self, u: NDArray[np.float64]) -> NDArray[np.float32]:
+        digits = self._digits[(len(self._digits) * u[:, 0]).astype(np.int64)]
+        return shift_rotate_scale(torch.from_numpy(digits).float().div_(255), u[:, 8:]).numpy()
+
+    def _draw(
+        self,
+        u: NDArray[np.float64],
+        ink: NDArray[np.float32],
+        scene: NDArray[np.float32],
+        mask: NDArray[np.uint8],
+    ) -> None:
+        photo = self._photos[int(len(self._photos) * u[0])]
+        top, left = (int(v * (side - self._size + 1)) for v, side in zip(u[1:3], photo.shape, strict=False))
+        piece = photo[top : top + self._size, left : left + self._size]
+        exposed = (np.arange(256) / 255) ** (0.2 * 7.5 ** u[4])
+        scene[:] = exposed.astype(np.float32)[piece[:, ::-1] if u[3] < 0.5 else piece]
+        for number, (digit, v) in enumerate(zip(ink, u[5:].reshape(self._MOST, -1), strict=True)):
+            if number and v[1] < 0.5:
+                continue
+            y, x = (int(w * (self._size - 28 + 1)) for w in v[2:4])
+            place = (slice(y, y + 28), slice(x, x + 28))
+            under = scene[place]
+            colour = (0.35 * v[4:7] + (0.65 if under.mean() < 0.5 else 0)).astype(np.float32)
+            opacity = np.float32(0.5 + 0.5 * v[7]) * digit[:, :, None]
+            under += opacity * (colour - under)
+            mask[place] |= digit >= 0.5
+
+
+_TRAIN_COLUMNS, _EVAL_COLUMNS = slice(0, 448), slice(480, 640)
+
+
+def _digit_scenes(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+    from PIL import Image
+
+    assert cfg.image_size and cfg.num_samples, "check_data was not asked"
+    size = cfg.image_size
+    photos = []
+    for file in photographs():
+        with Image.open(file) as image:
+            photos.append(np.asarray(image.convert("RGB")))
+    digits, labels = read_mnist_subset()
+    held_out = every_fifth(labels)
+
+    def part(num: int, first: int, columns: slice, chosen: NDArray[np.bool_], augment: bool) -> DigitScenes:
+        return DigitScenes(
+            num,
+            first=first,
+            photos=[photo[:, columns] for photo in photos],
+            digits=digits[chosen],
+            size=size,
+            augment=augment,
+            seed=seed,
+        )
+
+    num = cfg.num_samples
+    return Data(
+        part(num, 0, _TRAIN_COLUMNS, ~held_out, cfg.augment),
+        part(max(1, num // 4), num, _EVAL_COLUMNS, held_out, False),
+        {"image_shape": (3, size, size), "num_masks": 1},
+    )
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+class MaskFiles:
+    """Image files and mask files. Training: a random part (8 to 100 % of the area), resized, mirrored every second
+    time. Evaluation: the whole image at its own ratio, in the middle of a square whose rest is void.
+
+    A mask file has one value per pixel: 0, 1 or 255 for 1, and 128 for void.
+
+    Args:
+        pairs: (image, mask) paths.
+        size: height and width of what is given out.
+        augment: as in training.
+        seed: of the augmentation.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[str, str]], *, size: int, augment: bool, seed: int) -> None:
+        # One array: a list of a million strings is copied page by page into every forked worker that touches it.
+        self._paths = np.array([[os.fsencode(path) for path in pair] for pair in pairs])
+        self._size, self._augment, self._seed = size, augment, seed
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitems__(self, keys: Sequence[Key]) -> Batch:
+        indices, passes = unpack(keys)
+        u = uniforms(self._seed, indices, passes, _NUM_CROP_UNIFORMS)
+        pixels = np.zeros((len(keys), self._size, self._size, 3), dtype=np.uint8)
+        masks = np.full((len(keys), 1, self._size, self._size), VOID, dtype=np.uint8)
+        for row, index in enumerate(indices):
+            image, mask = (os.fsdecode(bytes(path)) for path in self._paths[index])
+            self._read(image, mask, u[row], pixels[row], masks[row, 0])
+        images = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float().div_(255)
+        return normalised(images), torch.from_numpy(masks)
+
+    def _read(
+        self,
+        image_path: str,
+        mask_path: str,
+        u: NDArray[np.float64],
+        pixels: NDArray[np.uint8],
+        masks: NDArray[np.uint8],
+    ) -> None:
+        from PIL import Image
+
+        image, mask = _open(image_path).convert("RGB"), Image.fromarray(_values(mask_path))
+        if image.size != mask.size:
+            raise RunError(
+                f"the mask {mask_path} has {mask.width}x{mask.height} pixels, its image {image.width}x{image.height}; "
+                f"expected the same"
+            )
+        width = height = self._size
+        if self._augment:
+            box = random_crop(image.width, image.height, u)
+            image, mask = image.crop(box), mask.crop(box)
+        else:
+            scale = self._size / max(image.size)
+            width, height = (max(1, round(side * scale)) for side in image.size)
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+        mask = mask.resize((width, height), Image.Resampling.NEAREST)
+        left, top = (self._size - width) // 2, (self._size - height) // 2
+        flip = -1 if self._augment and u[0] < 0.5 else 1
+        pixels[top : top + height, left : left + width] = np.asarray(image)[:, ::flip]
+        masks[top : top + height, left : left + width] = np.asarray(mask)[:, ::flip]
+
+
+def _open(path: str) -> Any:
+    from PIL import Image
+
+    try:
+        with Image.open(path) as file:
+            file.load()
+            return file
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow's readers raise
+        raise RunError(f"cannot read the image {path}: {error}. Replace or remove it") from error
+
+
+_MEANING = np.full(256, 2, dtype=np.uint8)
+_MEANING[[0, 1, 255, 128]] = 0, 1, 1, VOID
+
+
+def _values(path: str) -> NDArray[np.uint8]:
+    """A mask file as [H, W] of 0, 1 and VOID."""
+    mask = _open(path)
+    if mask.mode not in ("1", "L", "P"):  # of palette images the index counts, not the colour
+        mask = mask.convert("L")
+    values = np.asarray(mask)
+    meaning = _MEANING[values.astype(np.uint8)]
+    if (meaning == 2).any():
+        strange = values[meaning == 2][0]
+        raise RunError(
+            f"the mask {path} has a pixel of {strange}; expected 0, 255 (or 1) for the mask, and 128 for pixels that "
+            f"do not count"
+        )
+    return meaning
+
+
+def _mask_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+    assert cfg.path and cfg.image_size, "check_data was not asked"
+    root, size = Path(cfg.path).expanduser(), cfg.image_size
+
+    def part(name: str, augment: bool) -> MaskFiles:
+        return MaskFiles(masked_images(root / name)[0], size=size, augment=augment, seed=seed)
+
+    return Data(part("train", cfg.augment), part("val", False), {"image_shape": (3, size, size), "num_masks": 1})
+
+
+BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {
+    "brain": _brain,
+    "digit_scenes": _digit_scenes,
+    "mask_folder": _mask_folder,
+}

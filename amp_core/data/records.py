@@ -1,0 +1,187 @@
+"""insightface's face data sets, `train.rec` with `train.idx`, read and written without mxnet.
+
+The file is RecordIO: each record is the number 0xced7230a, a word with 3 bits of flag and 29 bits of length, the data,
+and zeros up to a multiple of 4 bytes. Where the data itself holds that number at a multiple of 4 bytes, the record is
+cut there, the number is left out, and the flags say begin, middle and end. All numbers are little-endian.
+
+The data begins with a header: `flag` (uint32), `label` (float32), `id` and `id2` (uint64); with a flag above 0 so many
+float32 labels follow. The rest is an image file. `train.idx` has a line "key<tab>offset" per record. In insightface's
+layout the images have the keys 1 to N, further records have labels [first, beyond], the keys of the images of one
+identity, and record 0 has labels [N + 1, key beyond the last identity].
+
+Sources: dmlc-core's recordio.h, mxnet's recordio.py (IRHeader), insightface's face2rec2.py and image_iter.py.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from amp_core.config.errors import ConfigError, RunError
+
+_MAGIC = struct.pack("<I", 0xCED7230A)
+_LENGTH = (1 << 29) - 1
+_WHOLE, _BEGIN, _MIDDLE, _END = range(4)
+_HEADER = struct.Struct("<IfQQ")
+_EXACT = 2**24  # float32 holds whole numbers up to here
+
+
+class Records:
+    """The records of a folder with `train.rec` and `train.idx`. Can be pickled and shared by forked workers.
+
+    Attributes:
+        keys: of the records, int64 [N], sorted.
+
+    Raises:
+        ConfigError: the index does not fit the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "train.rec"
+        index = folder / "train.idx"
+        try:
+            table = np.loadtxt(index, dtype=np.int64, ndmin=2)
+            size = self.path.stat().st_size
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"data.path={folder}: {index.name} cannot be read: {error}") from error
+        if table.shape[1:] != (2,) or not len(table) or table[:, 1].min() < 0 or table[:, 1].max() + 8 > size:
+            raise ConfigError(f"data.path={folder}: {index.name} does not belong to {self.path.name}; copy both again")
+        table = table[np.argsort(table[:, 0], kind="stable")]
+        self.keys, self._offsets = table[:, 0].copy(), table[:, 1].copy()
+
+    def read(self, key: int) -> tuple[NDArray[np.float32], bytes]:
+        """(labels, at least one; image file) of a record.
+
+        Raises:
+            RunError: the record is not there, or damaged.
+        """
+        row = int(np.searchsorted(self.keys, key))
+        if row == len(self.keys) or self.keys[row] != key:
+            raise RunError(f"{self.path}: has no record {key}; copy {self.path.name} and train.idx again")
+        try:
+            # Opened for each record: a file that is shared by workers has one position.
+            with open(self.path, "rb") as file:
+                file.seek(self._offsets[row])
+                return _unpack(_read_record(file))
+        except (OSError, ValueError, struct.error) as error:
+            raise RunError(f"{self.path}: record {key} cannot be read: {error}; copy the file again") from error
+
+    def identities(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(keys of the images, an identity's number for each), both [number of images].
+
+        From the identities' own records where there are any, which is quick; else from the header of each image.
+        """
+        labels, image = self.read(int(self.keys[0]))
+        if image or len(labels) < 2:
+            return self.keys, self._first_labels(self.keys)
+        beyond, last = int(labels[0]), int(labels[1])
+        if last <= beyond or last > _EXACT:
+            keys = self.keys[(self.keys > 0) & (self.keys < beyond)] if beyond < _EXACT else self.keys[1:]
+            return keys, self._first_labels(keys)
+        ranges = [self.read(key)[0][:2].astype(np.int64) for key in range(beyond, last)]
+        keys = np.concatenate([np.arange(*pair) for pair in ranges])
+        return keys, np.repeat(np.arange(len(ranges)), [second - first for first, second in ranges])
+
+    def _first_labels(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The first label of each record, without its image."""
+        data = np.memmap(self.path, dtype=np.uint8, mode="r")
+        offsets = self._offsets[np.searchsorted(self.keys, keys)]
+        labels = np.empty(len(keys), dtype=np.int64)
+        step = 1 << 16  # of 8 bytes of framing, 24 of header and the first further label
+        for first in range(0, len(keys), step):
+            places = offsets[first : first + step, None] + np.arange(36)
+            heads = np.ascontiguousarray(data[np.minimum(places, len(data) - 1)])
+            if (heads[:, :4] != np.frombuffer(_MAGIC, dtype=np.uint8)).any():
+                raise ConfigError(f"{self.path}: is not what train.idx says; copy both again")
+            numbers = heads.view("<f4")
+            several = heads.view("<u4")[:, 2] > 0
+            labels[first : first + step] = np.where(several, numbers[:, 8], numbers[:, 3])
+        return labels
+
+
+def write_records(folder: Path, records: Iterable[tuple[int, float | Sequence[float], bytes]]) -> None:
+    """Write `train.rec` and `train.idx`.
+
+    Args:
+        folder: where to; made if it is not there.
+        records: (key, label or labels, image file) each.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "train.rec", "wb") as file, open(folder / "train.idx", "w", encoding="ascii") as index:
+        for key, labels, image in records:
+            index.write(f"{key}\t{file.tell()}\n")
+            _write_record(file, _pack(key, labels, image))
+
+
+def write_faces(folder: Path, identities: Sequence[Sequence[bytes]]) -> None:
+    """Write the image files of each identity in insightface's layout, see above."""
+    records: list[tuple[int, float | Sequence[float], bytes]] = []
+    ranges = []
+    key = 1
+    for number, images in enumerate(identities):
+        ranges.append((key, key + len(images)))
+        for image in images:
+            records.append((key, float(number), image))
+            key += 1
+    records += [(key + number, pair, b"") for number, pair in enumerate(ranges)]
+    write_records(folder, [(0, (key, key + len(ranges)), b""), *records])
+
+
+# --- framing ----------------------------------------------------------------------------------------------------------
+
+
+def _read_record(file: BinaryIO) -> bytes:
+    parts = []
+    while True:
+        magic, word = file.read(4), file.read(4)
+        if magic != _MAGIC or len(word) < 4:
+            raise ValueError("it does not begin with the number of a record")
+        flag, length = divmod(int.from_bytes(word, "little"), _LENGTH + 1)
+        if flag not in ((_WHOLE, _BEGIN) if not parts else (_MIDDLE, _END)):
+            raise ValueError(f"its part {len(parts)} has the flag {flag}")
+        parts.append(file.read(length))
+        if len(parts[-1]) < length:
+            raise ValueError("the file ends within it")
+        if flag in (_WHOLE, _END):
+            return _MAGIC.join(parts)
+        file.seek(-length % 4, io.SEEK_CUR)
+
+
+def _write_record(file: BinaryIO, data: bytes) -> None:
+    parts, start, found = [], 0, data.find(_MAGIC)
+    while found >= 0:
+        if found % 4:
+            found = data.find(_MAGIC, found + 1)
+            continue
+        parts.append(data[start:found])
+        start = found + 4
+        found = data.find(_MAGIC, start)
+    parts.append(data[start:])
+    for number, part in enumerate(parts):
+        last = number == len(parts) - 1
+        flag = _WHOLE if len(parts) == 1 else _END if last else _MIDDLE if number else _BEGIN
+        if len(part) > _LENGTH:
+            raise ValueError(f"a record of {len(part)} bytes: expected less than 512 MiB")
+        file.write(_MAGIC + struct.pack("<I", flag << 29 | len(part)) + part + bytes(-len(part) % 4))
+
+
+def _unpack(data: bytes) -> tuple[NDArray[np.float32], bytes]:
+    flag, label, _, _ = _HEADER.unpack_from(data)
+    if not flag:
+        return np.array([label], dtype=np.float32), data[_HEADER.size :]
+    start = _HEADER.size + 4 * flag
+    if start > len(data):
+        raise ValueError(f"it is shorter than its {flag} labels")
+    return np.frombuffer(data, "<f4", count=flag, offset=_HEADER.size).astype(np.float32), data[start:]
+
+
+def _pack(key: int, labels: float | Sequence[float], image: bytes) -> bytes:
+    if isinstance(labels, Sequence):
+        return _HEADER.pack(len(labels), 0.0, key, 0) + np.array(labels, dtype="<f4").tobytes() + image
+    return _HEADER.pack(0, labels, key, 0) + image

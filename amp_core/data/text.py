@@ -1,0 +1,126 @@
+"""Text as bytes: a token is a byte, so any file in any language will do and nothing is fitted beforehand.
+
+A sample is a piece of one file. The last piece of a file is short: its targets end with `IGNORE`, so samples, and
+with them micro-batches and ranks, differ in their number of valid tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from amp_core.config.checks import SOURCES, package_folder, text_files
+from amp_core.config.errors import ConfigError, RunError
+from amp_core.config.schema import DataConfig
+from amp_core.data.base import Data, Key, unpack
+
+Batch = tuple[Tensor, Tensor]
+"""(inputs int64 [B, L], targets int64 [B, L]: the byte that follows each input, or `IGNORE`)"""
+
+VOCAB_SIZE = 256
+IGNORE = -100
+"""Target of a position that holds no token; `cross_entropy` leaves it out by default."""
+EVAL_SHARE = 16
+"""One sample is evaluated for so many that are trained on, where text is held out or `data.num_samples` is given."""
+
+
+class TextPieces:
+    """Pieces of files, in the order of the files. Every byte but the first of a file is a target exactly once.
+
+    A file is read when one of its samples is asked for; in memory there are names and sizes.
+
+    Args:
+        paths: of the files.
+        length: tokens of a sample.
+        span: first and last (exclusive) of the pieces to give out; None: all.
+        num_samples: at most so many of these, evenly spread; None: all.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        length: int,
+        *,
+        span: tuple[int, int] | None = None,
+        num_samples: int | None = None,
+    ) -> None:
+        self.length = length
+        # One array: a list of a million strings is copied page by page into every forked worker that touches it.
+        self._paths = np.array([os.fsencode(path) for path in paths])
+        self._num_targets = np.array([max(path.stat().st_size - 1, 0) for path in paths], dtype=np.int64)
+        num_pieces = -(-self._num_targets // length)
+        self._ends = np.cumsum(num_pieces)
+        self._begins = self._ends - num_pieces
+        first, last = span or (0, int(num_pieces.sum()))
+        count = last - first if num_samples is None else min(last - first, num_samples)
+        self._pieces = first + np.arange(count) * (last - first) // max(count, 1)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitems__(self, keys: Sequence[Key]) -> Batch:
+        pieces = self._pieces[unpack(keys)[0]]
+        files = np.searchsorted(self._ends, pieces, side="right")
+        starts = (pieces - self._begins[files]) * self.length
+        counts = np.minimum(self._num_targets[files] - starts, self.length)
+        tokens = np.zeros((len(keys), self.length + 1), dtype=np.int64)
+        for row, (path, start, count) in enumerate(zip(self._paths[files], starts, counts, strict=True)):
+            tokens[row, : count + 1] = _read(os.fsdecode(bytes(path)), start, count + 1)
+        targets = np.where(np.arange(self.length) < counts[:, None], tokens[:, 1:], IGNORE)
+        return torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(targets)
+
+
+def _read(path: str, start: int, size: int) -> NDArray[np.uint8]:
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            found = file.read(size)
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from error
+    if len(found) < size:
+        raise RunError(f"{path} has become shorter since the run began; text must not change while it is in use")
+    return np.frombuffer(found, dtype=np.uint8)
+
+
+# --- builders ---------------------------------------------------------------------------------------------------------
+
+
+def _parts(cfg: DataConfig, paths: Sequence[Path], eval_paths: Sequence[Path] | None) -> Data:
+    """Training on `paths`; evaluation on other files, or on the tail of these."""
+    assert cfg.length, "check_data was not asked"
+    few = None if cfg.num_samples is None else max(1, cfg.num_samples // EVAL_SHARE)
+    span = None
+    if eval_paths is None:
+        num_pieces = len(TextPieces(paths, cfg.length))
+        span = (0, num_pieces - max(1, num_pieces // EVAL_SHARE))
+        held_out = TextPieces(paths, cfg.length, span=(span[1], num_pieces), num_samples=few)
+    else:
+        held_out = TextPieces(eval_paths, cfg.length, num_samples=few)
+    train = TextPieces(paths, cfg.length, span=span, num_samples=cfg.num_samples)
+    if not train or not held_out:
+        raise ConfigError(
+            f"data={cfg.name}: too little text for one sample to train and one to evaluate; "
+            f"use more text, or a data.length below {cfg.length}"
+        )
+    return Data(train, held_out, {"vocab_size": VOCAB_SIZE, "length": cfg.length})
+
+
+def _torch_sources(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+    folders = [package_folder(name) for name in SOURCES]
+    train, held_out = (text_files(folder, ".py") for folder in folders if folder is not None)
+    return _parts(cfg, train, held_out)
+
+
+def _text(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+    assert cfg.path, "check_data was not asked"
+    held_out = None if cfg.eval_path is None else text_files(Path(cfg.eval_path).expanduser())
+    return _parts(cfg, text_files(Path(cfg.path).expanduser()), held_out)
+
+
+BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {"torch_sources": _torch_sources, "text": _text}

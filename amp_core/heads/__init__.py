@@ -1,0 +1,1 @@
+"""Losses and heads that recipes share."""

@@ -1,0 +1,398 @@
+"""Margin softmax over Partial FC: class centres in slices over the ranks, of which a step uses a sample.
+
+    head = PartialFC(num_classes=2_000_000, embedding=512, sample_rate=0.1, device="cuda")
+    optimizer = torch.optim.SGD([head.active], lr=0.1, momentum=0.9, fused=True)
+    state = head.carry(optimizer)                                # the momentum goes with its row; part of a checkpoint
+
+    head.sample(labels)                                          # once per window, from the labels of all micro-batches
+    loss, x_grad = head(features.detach(), labels, micro.weight)
+    amp.backward(features, gradient=x_grad)                      # a gradient is scaled here, not a loss
+    report = amp.step([backbone_optimizer, optimizer], clip, unscaled=[optimizer], sharded=[optimizer])
+    head.write_back()                                            # the rows that were used go back to their place
+
+A classifier over millions of identities does not fit on one device: [num_classes, embedding] weights, and
+[batch, num_classes] logits. Here each rank holds a contiguous slice of the centres and computes its columns of the
+logits for the samples of all ranks; maximum and sum of the softmax are reduced over the ranks. Of its slice a rank uses
+a random part in each step, with every class that has a sample in the window.
+
+Everything is float32 with autocast off. In fp16 the cosine of two near-equal directions rounds to above 1, from where
+acos gives NaN, and the square root under cos(a + m) a NaN or an infinite slope.
+
+Sources: ArcFace, Deng et al. (arXiv:1801.07698); CosFace, Wang et al. (arXiv:1801.09414); Partial FC, An et al.
+(arXiv:2010.05222, arXiv:2203.15565).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_core.lowp.islands import keep_fp32
+from amp_core.tensors import Slice, several_ranks
+
+# --- margins ----------------------------------------------------------------------------------------------------------
+
+
+def arcface(cosine: Tensor, margin: float) -> Tensor:
+    """cos(a + margin) of the angle a, without computing it: acos has an infinite slope at 1.
+
+    Where a + margin would exceed pi, and the cosine rise again, a straight line goes on falling.
+    """
+    # The slope is cosine / sine; below a sine of 0.001 it counts as 0. The normalisation before it has the slope sine.
+    sine = (1.0 - cosine * cosine).clamp(min=1e-6).sqrt()
+    turned = cosine * math.cos(margin) - sine * math.sin(margin)
+    return torch.where(cosine > -math.cos(margin), turned, cosine - math.sin(margin) * margin)
+
+
+def cosface(cosine: Tensor, margin: float) -> Tensor:
+    """cos(a) - margin."""
+    return cosine - margin
+
+
+MARGINS: dict[str, Callable[[Tensor, float], Tensor]] = {"arcface": arcface, "cosface": cosface}
+"""What is done to the cosine between a sample and the centre of its own class."""
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+class PartialFC:
+    """Softmax cross-entropy of scaled cosines, the own class's with a margin, over centres that lie on all ranks.
+
+    In a process group every method is called on all ranks. None waits for the device but those of the state.
+
+    Args:
+        num_classes: over all ranks, at least one per rank; they differ by at most one.
+        embedding: length of a feature vector.
+        kind: one of `MARGINS`.
+        margin: ArcFace: an angle in radians (0.5 is usual); CosFace: a cosine (0.4 is usual).
+        scale: of the cosines, before the softmax.
+        sample_rate: share of its classes that a rank uses in a step, above 0 and at most 1. More are used where the
+            window has more samples: their classes always fit.
+        device: of the centres.
+        seed: of the initial centres, which do not depend on the number of ranks.
+
+    Attributes:
+        active: the rows in use, float32 [K, embedding]. This is what an optimizer steps; gradients accumulate here.
+        centres: all rows of this rank, float32 [stop - start, embedding].
+        start, stop: the classes of this rank.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        embedding: int,
+        *,
+        kind: str = "arcface",
+        margin: float = 0.5,
+        scale: float = 64.0,
+        sample_rate: float = 1.0,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if several_ranks() else (0, 1)
+        if num_classes < self.world_size:
+            raise ValueError(f"{num_classes} classes on {self.world_size} ranks, expected at least one per rank")
+        if kind not in MARGINS:
+            raise ValueError(f"kind={kind}, expected one of {', '.join(MARGINS)}")
+        if not (0 < sample_rate <= 1 and scale > 0 and 0 <= margin < math.pi):
+            raise ValueError(
+                f"{margin=}, {scale=}, {sample_rate=}: expected a margin of at least 0 and below pi, a scale above 0, "
+                f"a rate above 0 and at most 1"
+            )
+        self.num_classes, self.embedding = num_classes, embedding
+        self.margin, self.scale, self.sample_rate = margin, scale, sample_rate
+        self._add_margin = MARGINS[kind]
+        self.start, self.stop = self._slice(self.rank)
+        self.centres = _initial_centres(self.start, self.stop, embedding, seed).to(device)
+        self.active = nn.Parameter(self.centres)
+        self._index: Tensor | None = None  # the rows of `active` among those of `centres`; None: all of them
+        self._state: RowState | None = None
+
+    def carry(self, optimizer: torch.optim.Optimizer) -> RowState:
+        """Let the state of the optimizer of `active` follow the rows. To be called once, before `sample`."""
+        self._state = RowState(self, optimizer)
+        return self._state
+
+    @torch.no_grad()
+    def sample(self, *labels: Tensor) -> None:
+        """Choose the classes of a window, and put their rows into `active`.
+
+        All classes with a sample in the window, on any rank, and random others up to a number that does not depend on
+        them. Draws from the default generator of the device.
+
+        Args:
+            *labels: of each micro-batch of this rank, int64 [B]; as many on every rank.
+        """
+        num_rows = self.stop - self.start
+        everyone = _gather(torch.cat(labels))
+        count = max(math.ceil(self.sample_rate * num_rows), min(num_rows, len(everyone)))
+        if count == num_rows:
+            self._index, self.active.data = None, self.centres
+        else:
+            priority = torch.rand(num_rows + 1, device=everyone.device)  # the last one stands for other ranks' classes
+            local = torch.where(self._is_here(everyone), everyone - self.start, num_rows)
+            priority.index_fill_(0, local, 2.0)
+            self._index = priority[:-1].topk(count).indices.sort().values
+            self.active.data = self.centres[self._index]
+        if self._state is not None:
+            self._state.fetch(self._index)
+
+    @keep_fp32
+    @torch.no_grad()
+    def __call__(self, features: Tensor, labels: Tensor, weight: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+        """Loss and gradient of a micro-batch. Adds the gradient of the centres, unscaled, to `active.grad`.
+
+        Holds one matrix of [samples of all ranks, K], the cosines, which become logits, then probabilities, then their
+        gradient in place.
+
+        Args:
+            features: float [B, embedding], as many samples on every rank; need not be normalised.
+            labels: int64 [B], classes that `sample` was given.
+            weight: of the mean loss over these samples, such as `micro.weight`: a share of the window over all ranks.
+
+        Returns:
+            The loss of these samples times `weight`, 0-d: its sum over micro-batches and ranks is the loss of the
+            window. And the gradient of that sum with respect to `features`, float32 [B, embedding]: complete, to be
+            summed over the ranks by the backbone's reduction and not averaged.
+        """
+        batch = len(labels)
+        x, y, w = _gather(features.detach()), _gather(labels), _gather(torch.ones_like(features[:, 0]) * weight / batch)
+        with torch.enable_grad():
+            directions, centres = F.normalize(x.requires_grad_()), F.normalize(self.active)
+        cosine = directions.detach() @ centres.detach().T
+        column, here = self._locate(y)
+        with torch.enable_grad():
+            target = cosine.gather(1, column).requires_grad_()
+            moved = self._add_margin(target, self.margin)
+        logits = cosine.scatter_(1, column, torch.where(here, moved.detach(), target)).mul_(self.scale)
+
+        largest = logits.amax(1, keepdim=True)
+        _all_reduce(largest, dist.ReduceOp.MAX)
+        exponentials = logits.sub_(largest).exp_()
+        own = torch.where(here, moved * self.scale, 0.0)
+        sums = torch.cat([exponentials.sum(1, keepdim=True), own], dim=1)
+        _all_reduce(sums, dist.ReduceOp.SUM)
+        total, own = sums.split(1, dim=1)
+        losses = (total.log() + largest - own)[:, 0] * w
+
+        # d loss / d logit = w * (probability - is_own); then back through scale, margin, product and normalisation.
+        gradient = exponentials.mul_((self.scale * w)[:, None] / total)
+        other = gradient.gather(1, column)
+        (own,) = torch.autograd.grad(moved, target, other - (self.scale * w)[:, None])
+        gradient.scatter_(1, column, torch.where(here, own, other))
+        torch.autograd.backward([directions, centres], [gradient @ centres.detach(), gradient.T @ directions.detach()])
+        assert x.grad is not None
+        first = self.rank * batch
+        return losses[first : first + batch].sum(), _reduce_scatter(x.grad, batch)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Put the rows of `active`, and what the optimizer keeps for them, back among all rows of this rank.
+
+        After the step, taken or not. Rows that were not sampled are not touched.
+        """
+        if self._index is not None:
+            self.centres.index_copy_(0, self._index, self.active)
+        if self._state is not None:
+            self._state.store(self._index)
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"weight": float32 [num_classes, embedding] on the CPU} on rank 0, {} on the others. Called on all ranks.
+
+        The group needs a backend for CPU tensors, such as gloo.
+        """
+        weight = self.gather_rows(self.centres)
+        return {} if weight is None else {"weight": weight}
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The same with this rank's `Slice` in place of the whole, in the same memory. Not collective."""
+        return {"weight": Slice(self.centres.detach(), self.start, self.num_classes)}
+
+    def span(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
+        """Which rows of the tensor at `path` of a state belong to this rank: (first, behind the last).
+
+        Raises:
+            ValueError: there is no such tensor, or it is of other classes or another embedding.
+        """
+        if path != ("weight",):
+            raise ValueError(f"has no {'.'.join(map(str, path))}")
+        return self.span_of_rows(shape)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's slice of a state that was saved on any number of ranks.
+
+        Args:
+            state: of `state_dict`, or of `sharded_state_dict` with the `Slice` that belongs here.
+
+        Raises:
+            ValueError: it has other classes or another embedding.
+        """
+        self.take_rows(self.centres, state["weight"])
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def gather_rows(self, rows: Tensor) -> Tensor | None:
+        """All rows of all ranks on the CPU of rank 0, None elsewhere. Called on all ranks."""
+        rows = rows.detach().cpu()
+        if self.world_size == 1:
+            return rows
+        if self.rank:
+            dist.send(rows.contiguous(), dst=0)
+            return None
+        everything = rows.new_empty(self.num_classes, *rows.shape[1:])
+        for rank in range(self.world_size):
+            part = everything[slice(*self._slice(rank))]
+            if rank:
+                dist.recv(part, src=rank)
+            else:
+                part.copy_(rows)
+        return everything
+
+    def take_rows(self, rows: Tensor, everything: Tensor | Slice) -> None:
+        """Copy this rank's slice of `everything` into `rows`."""
+        first, last = self.span_of_rows(everything.shape)
+        if isinstance(everything, Tensor):
+            rows.copy_(everything[first:last])
+        elif (everything.dim, everything.start, everything.stop) == (0, first, last):
+            rows.copy_(everything.tensor)
+        else:
+            raise ValueError(f"rows {everything.start} to {everything.stop} were given, and {first} to {last} are here")
+
+    def span_of_rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """This rank's rows of a tensor of [num_classes, embedding]; ValueError if it has another shape."""
+        expected = (self.num_classes, self.embedding)
+        if tuple(shape) != expected:
+            raise ValueError(f"rows are {tuple(shape)} there and {expected} here")
+        return self.start, self.stop
+
+    def _slice(self, rank: int) -> tuple[int, int]:
+        each, more = divmod(self.num_classes, self.world_size)
+        start = rank * each + min(rank, more)
+        return start, start + each + (rank < more)
+
+    def _is_here(self, labels: Tensor) -> Tensor:
+        return (labels >= self.start) & (labels < self.stop)
+
+    def _locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The column of each sample's own class, and whether this rank has it (else the column is 0): both [N, 1]."""
+        here = self._is_here(labels)
+        column = torch.where(here, labels - self.start, 0)
+        if self._index is not None:
+            column = torch.where(here, torch.searchsorted(self._index, column), 0)
+        return column[:, None], here[:, None]
+
+
+class RowState:
+    """What the optimizer of `PartialFC.active` remembers, kept for all rows of a rank. Made by `PartialFC.carry`.
+
+    Tensors in the shape of the rows (momentum, second moments) go with them; others (a step count) are shared.
+    """
+
+    def __init__(self, head: PartialFC, optimizer: torch.optim.Optimizer) -> None:
+        self.head, self.optimizer = head, optimizer
+        self.rows: dict[str, Tensor] = {}
+
+    def fetch(self, index: Tensor | None) -> None:
+        """Give the optimizer the state of the rows `index`; None: of all rows."""
+        state = self.optimizer.state[self.head.active]
+        for key, rows in self.rows.items():
+            state[key] = rows if index is None else rows[index]
+
+    def store(self, index: Tensor | None) -> None:
+        """Take the state of the rows `index` from the optimizer; None: of all rows."""
+        for key, value in self.optimizer.state[self.head.active].items():
+            if not isinstance(value, Tensor) or value.shape != self.head.active.shape:
+                continue
+            if index is None:
+                self.rows[key] = value
+                continue
+            if key not in self.rows:
+                self.rows[key] = value.new_zeros(self.head.centres.shape)
+            self.rows[key].index_copy_(0, index, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"rows": name -> [num_classes, ...], "shared": name -> value}; {} on ranks above 0. Called on all ranks."""
+        rows = {key: self.head.gather_rows(value) for key, value in sorted(self.rows.items())}
+        return {} if self.head.rank else {"rows": rows, "shared": self._shared()}
+
+    def _shared(self) -> dict[str, Any]:
+        return {k: v for k, v in self.optimizer.state[self.head.active].items() if k not in self.rows}
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The same with this rank's `Slice` in place of the whole, in the same memory. Not collective."""
+        start, total = self.head.start, self.head.num_classes
+        rows = {key: Slice(value.detach(), start, total) for key, value in sorted(self.rows.items())}
+        return {"rows": rows, "shared": self._shared()}
+
+    def span(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
+        """As `PartialFC.span`."""
+        if len(path) != 2 or path[0] != "rows":
+            raise ValueError(f"has no {'.'.join(map(str, path))}")
+        return self.head.span_of_rows(shape)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's slice of a state that was saved on any number of ranks.
+
+        Args:
+            state: of `state_dict`, or of `sharded_state_dict` with the slices that belong here.
+
+        Raises:
+            ValueError: it has other classes or another embedding.
+        """
+        self.rows = {key: torch.empty_like(self.head.centres) for key in state["rows"]}
+        for key, everything in state["rows"].items():
+            self.head.take_rows(self.rows[key], everything)
+        # torch knows on which device and in which dtype it wants what is shared.
+        own = self.optimizer.state_dict()
+        self.optimizer.load_state_dict(own | {"state": {0: dict(state["shared"])}})
+
+
+# --- between ranks ----------------------------------------------------------------------------------------------------
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    """[B, ...] of each rank as [world_size * B, ...] on every rank."""
+    if not several_ranks():
+        return tensor
+    everyone = tensor.new_empty(dist.get_world_size() * len(tensor), *tensor.shape[1:])
+    dist.all_gather(list(everyone.split(len(tensor))), tensor.contiguous())
+    return everyone
+
+
+def _reduce_scatter(tensor: Tensor, batch: int) -> Tensor:
+    """This rank's [batch, ...] of the sum of `tensor`, [world_size * batch, ...], over the ranks."""
+    if not several_ranks():
+        return tensor
+    own = torch.empty_like(tensor[:batch])
+    dist.reduce_scatter(own, list(tensor.split(batch)))
+    return own
+
+
+def _all_reduce(tensor: Tensor, op: Any) -> None:
+    if several_ranks():
+        dist.all_reduce(tensor, op=op)
+
+
+_BLOCK = 4096
+
+
+def _initial_centres(start: int, stop: int, embedding: int, seed: int) -> Tensor:
+    """Rows `start` to `stop` of an endless matrix of normal numbers with standard deviation 0.01, as in insightface."""
+    generator = torch.Generator()
+    rows = torch.empty(stop - start, embedding)
+    for block in range(start // _BLOCK, math.ceil(stop / _BLOCK)):
+        generator.manual_seed((seed * 0x9E3779B97F4A7C15 + block) % 2**63)
+        values = torch.empty(_BLOCK, embedding).normal_(std=0.01, generator=generator)
+        first, last = max(start, block * _BLOCK), min(stop, (block + 1) * _BLOCK)
+        rows[first - start : last - start] = values[first - block * _BLOCK : last - block * _BLOCK]
+    return rows

@@ -1,0 +1,155 @@
+"""How a model lies over processes: wrapped once at the start, unwrapped for checkpoints and averages."""
+
+# No postponed annotations here: DistributedDataParallel looks at those of its communication hooks.
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_core.config.errors import ConfigError
+from amp_core.lowp.islands import carry_autocast
+from amp_core.torch_private import find
+
+# The same function: torch 2.13 gave it the first name, and warns of the second.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+Reduction = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+class _Ddp(DistributedDataParallel):
+    """Reduces gradients by a hook of this module, which `no_sync` can switch off in static graphs, too.
+
+    DDP learns a static graph from its first backward pass and needs the hooks of a reduction there; its own `no_sync`
+    has none (torch 2.13 fails in an internal assertion).
+    """
+
+    def __init__(self, net: nn.Module, reduction: Reduction, **options: Any) -> None:
+        super().__init__(net, gradient_as_bucket_view=True, **options)
+        self._reductions = [reduction]
+        self.register_comm_hook(self._reductions, _reduce)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        return self._leave_alone() if self.static_graph else super().no_sync()
+
+    @contextlib.contextmanager
+    def _leave_alone(self) -> Iterator[None]:
+        self._reductions.append(_leave)
+        try:
+            yield
+        finally:
+            self._reductions.pop()
+
+
+def wrap_ddp(
+    net: nn.Module,
+    device: torch.device | None,
+    *,
+    exact: bool = False,
+    static_graph: bool = False,
+    bucket_mb: float | None = None,
+    compress: bool = False,
+) -> DistributedDataParallel:
+    """DistributedDataParallel whose reduction *sums* gradients over ranks.
+
+    The weights of a window already sum to 1 over all ranks, so a mean on top would divide twice.
+
+    Args:
+        net: on `device`.
+        device: None for a network that lies on several devices and moves its inputs by itself.
+        exact: sum in the same order in every step, whenever the run was begun or resumed. DDP otherwise arranges its
+            buckets anew after its first step, and with three or more ranks an element's place in a bucket decides in
+            which order the ranks are added. The gradients of the first layers, the last to be ready, then go first.
+        static_graph: every backward pass reaches the same weights, equally often. Also in windows of several.
+        bucket_mb: MiB of gradients that are reduced at a time; None: torch's own choice.
+        compress: send bfloat16, half the bytes. Sums are fp32, rounded once: 512 times 1/512 is 0.5 where bfloat16 is
+            added to bfloat16. There is no float16: a true gradient of 3 overflows at a loss scale of 65536.
+
+    Raises:
+        ConfigError: the process group cannot send bfloat16.
+    """
+    on_one_gpu = device is not None and device.type == "cuda"
+    options: dict[str, Any] = {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
+    if compress:
+        _require_bfloat16(next(net.parameters()).device)
+    reduction = _sum_compressed if compress else _sum
+    ddp = _Ddp(net, reduction, device_ids=[device] if on_one_gpu else None, static_graph=static_graph, **options)
+    if exact:
+        # Arranges them now, in the order of the parameters; it does so only once. torch has no public name for it.
+        push = find("torch.distributed.Reducer._push_all_rebuilt_params")
+        rebuild = find("torch.distributed.Reducer._rebuild_buckets")
+        if push and rebuild:
+            push(ddp.reducer)
+            rebuild(ddp.reducer)
+    return ddp
+
+
+def _reduce(state: list[Reduction], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return state[-1](bucket)
+
+
+def _leave(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return _done(bucket.buffer())
+
+
+def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: Any = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+    future.set_result(tensor)
+    return future
+
+
+def _sum(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def _sum_compressed(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """As many bytes as an all-reduce in bfloat16: each rank adds its share of the bucket, then all gather the sums."""
+    buffer, num_ranks = bucket.buffer(), dist.get_world_size()
+    share = -(-buffer.numel() // num_ranks)
+    sent = torch.zeros(num_ranks * share, dtype=torch.bfloat16, device=buffer.device)
+    sent[: buffer.numel()].copy_(buffer)
+    received = torch.empty_like(sent)
+
+    def add(received: torch.Tensor) -> torch.Tensor:
+        mine = received.view(num_ranks, share).sum(0, dtype=torch.float32).bfloat16()
+        sums = torch.empty_like(received)
+        work: Any = all_gather(sums, mine, async_op=True)
+        work.get_future().wait()  # on a GPU the stream waits, not the host
+        return buffer.copy_(sums[: buffer.numel()])
+
+    work: Any = dist.all_to_all_single(received, sent, async_op=True)
+    if buffer.is_cuda:
+        return work.get_future().then(lambda future: add(future.value()[0]))
+    work.wait()  # gloo runs callbacks in threads, which could begin the second halves of two buckets in any order
+    return _done(add(received))
+
+
+def _require_bfloat16(device: torch.device) -> None:
+    probe = torch.zeros(dist.get_world_size(), dtype=torch.bfloat16, device=device)
+    try:
+        dist.all_to_all_single(torch.empty_like(probe), probe)
+        all_gather(torch.empty_like(probe), probe[:1])
+    except (RuntimeError, ValueError) as problem:
+        raise ConfigError(
+            f"layout.compress=bf16: {dist.get_backend()} cannot send bfloat16 in torch {torch.__version__} "
+            f"({str(problem).splitlines()[0]}); use layout.compress=null"
+        ) from problem
+
+
+class ReplicaParallel(nn.DataParallel):
+    """nn.DataParallel whose replicas compute in the autocast mode of the thread that calls it.
+
+    Each replica runs in a thread of its own, and autocast is thread-local: torch (2.11 to 2.13) hands on whether it is
+    enabled and forgets the dtype, so that float16 outside is the default dtype inside.
+    """
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
+        return super().parallel_apply([carry_autocast(replica) for replica in replicas], inputs, kwargs)
+
+
+def wrap_data_parallel(net: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
+    """A replica of `net` on each GPU, for one process; on a CPU `net` itself, as nn.DataParallel would do."""
+    return net if devices[0].type == "cpu" else ReplicaParallel(net, devices)

@@ -1,0 +1,358 @@
+"""What a layout costs: bytes that a rank holds, and bytes that it sends per step. `docs/SCALING.md` is made of it.
+
+    weights = weights_of(net, amp_config)                          # of any network, also one on the meta device
+    weights = lay_out(weights, "fsdp", num_ranks=8)
+    memory(weights, amp_config).total, [each.sent for each in traffic(weights, amp_config, 8)]
+
+Counted are weights, gradients, optimizer state, averages and the copies that autocast makes: what grows with the number
+of weights. Activations grow with the batch and come on top: `saved_for_backward` counts them as they are kept. All of
+it is counted for the rank that holds the most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_core.config.rules import SHARDED
+from amp_core.config.schema import AmpConfig
+from amp_core.layouts.fsdp import cast_whole, outline
+from amp_core.layouts.zero import bucket_size, is_shared
+from amp_core.lowp.weights import is_low, master_params
+from amp_core.memory.recast import Recast, cast_weight
+from amp_core.step.ema import Ema
+from amp_core.step.fused import bare_step
+from amp_core.tensors import blocks, is_sharded, shard_group, unwrap
+from amp_core.torch_private import base_of, storage_of
+
+FP32, LOW = 4, 2
+"""Bytes."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight, and what hangs on it."""
+
+    shape: tuple[int, ...]
+    low: bool = False
+    """Held in 16 bits, in the modes that do so."""
+    cast: bool = False
+    """Autocast casts it as a whole, so that sharded layouts gather it in 16 bits."""
+    group: int = 0
+    """Weights of one group are gathered together."""
+    moments: float | None = 2.0
+    """Optimizer state per element, in fp32 elements; None: it is not trained."""
+    averaged: bool = False
+    parts: int = 1
+    """Ranks that it is cut over."""
+    slices: int = 1
+    """Ranks that its optimizer state is cut over, while the weight is whole."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def part(self) -> int:
+        """Elements of the largest part: rows are not cut."""
+        return self.numel if self.parts == 1 else -(-self.shape[0] // self.parts) * math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on a rank between two steps, and what comes to it within one."""
+
+    weights: int = 0
+    gradients: int = 0
+    moments: int = 0
+    averages: int = 0
+    copies: int = 0
+    """Of weights, in 16 bits, from the forward to the backward pass."""
+    gathered: int = 0
+    """Of sharded weights: the largest block, whole."""
+    unreduced: int = 0
+    """Of sharded weights: whole gradients that wait for the last micro-batch of a window."""
+
+    @property
+    def total(self) -> int:
+        """What is there between the backward pass and the step."""
+        return self.weights + self.gradients + self.moments + self.averages
+
+    @property
+    def most(self) -> int:
+        """With all that comes to it within a step; not all of it need be there at the same time."""
+        return self.total + self.copies + self.gathered + self.unreduced
+
+    def __add__(self, other: Memory) -> Memory:
+        return Memory(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def weights_of(net: nn.Module, amp: AmpConfig) -> list[Weight]:
+    """The weights of a network, on any device; a wrapped one as it is laid out, others in one piece."""
+    net = unwrap(net)
+    shape_of = outline(net) if is_sharded(net) else net
+    casts = amp.dtype != "float32"
+    whole = {p for module in cast_whole(shape_of) for p in module.parameters()} if casts else set()
+    group_of = {p: number for number, block in enumerate(blocks(shape_of), 1) for p in block.parameters()}
+    found = []
+    for live, side, param in zip(net.parameters(), master_params(net), shape_of.parameters(), strict=True):
+        group = shard_group(live)
+        found.append(
+            Weight(
+                shape=tuple(param.shape),
+                low=is_low(live),
+                cast=param in whole,
+                group=2 * group_of.get(param, 0) + (param in whole),
+                parts=1 if group is None else group.size(),
+                slices=torch.distributed.get_world_size() if is_shared(side) else 1,
+            )
+        )
+    return found
+
+
+def lay_out(
+    weights: Iterable[Weight], layout: str, num_ranks: int, *, shard_size: int | None = None, zero: bool = False
+) -> list[Weight]:
+    """The same weights as they would be in another layout."""
+    parts = (shard_size or num_ranks) if layout in SHARDED else 1
+    return [replace(weight, parts=parts, slices=num_ranks if zero else 1) for weight in weights]
+
+
+def memory(weights: Sequence[Weight], amp: AmpConfig, *, accumulation: int = 1) -> Memory:
+    """Bytes on the rank that holds the most."""
+    side = {None: 0, "master": FP32, "kahan": LOW, "stochastic": 0, "nearest": 0}[amp.update]
+    trained = [weight for weight in weights if weight.moments is not None]
+    blocks: dict[int, int] = {}
+    for weight in weights:
+        if weight.parts > 1:
+            size = LOW if weight.cast else FP32
+            blocks[weight.group // 2] = blocks.get(weight.group // 2, 0) + weight.numel * size
+    return Memory(
+        weights=sum((LOW + side if weight.low else FP32) * weight.part for weight in weights),
+        gradients=sum(FP32 * weight.part for weight in trained),
+        moments=sum(math.ceil(FP32 * weight.moments * weight.part / weight.slices) for weight in trained),  # type: ignore[operator]
+        averages=sum(FP32 * weight.part for weight in weights if weight.averaged),
+        copies=sum(LOW * weight.numel for weight in weights if weight.cast and weight.parts == 1),
+        gathered=max(blocks.values(), default=0),
+        unreduced=sum(FP32 * w.numel for w in trained if w.parts > 1) if accumulation > 1 else 0,
+    )
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What one kind of exchange amounts to in a step."""
+
+    what: str
+    """gradients, weights, or checks."""
+    kind: str
+    """all_reduce, all_gather, reduce_scatter or all_to_all."""
+    num_ranks: int
+    """That take part."""
+    payload: int
+    """Bytes of the whole tensors, all calls of a step together."""
+    calls: int
+    strides: bool = False
+    """Between replicas of groups, which lie on different machines."""
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends, as rings and pairwise exchanges do."""
+        passes = 2 if self.kind == "all_reduce" else 1
+        return passes * self.payload * (self.num_ranks - 1) / self.num_ranks
+
+
+def traffic(
+    weights: Sequence[Weight],
+    amp: AmpConfig,
+    num_ranks: int,
+    *,
+    accumulation: int = 1,
+    compress: bool = False,
+    bucket_mb: float = 25.0,
+) -> list[Collective]:
+    """What the ranks exchange in one step of one optimizer. Running statistics and logged numbers come on top."""
+    if num_ranks == 1:
+        return []
+    found = [Collective("checks", "all_reduce", num_ranks, 4, 1)]
+    replicas = [weight for weight in weights if weight.parts == 1 and weight.moments is not None]
+    if replicas:
+        numel = sum(weight.numel for weight in replicas)
+        calls = math.ceil(FP32 * numel / ((32 if amp.update else bucket_mb) * 2**20))
+        if compress:
+            padded = LOW * numel
+            found += [Collective("gradients", kind, num_ranks, padded, calls) for kind in ("all_to_all", "all_gather")]
+        else:
+            found.append(Collective("gradients", "all_reduce", num_ranks, FP32 * numel, calls))
+        shared = FP32 * sum(weight.numel for weight in replicas if weight.slices > 1)
+        if shared:
+            calls = math.ceil(shared / (FP32 * bucket_size(num_ranks)))
+            found.append(Collective("weights", "all_gather", num_ranks, shared, calls))
+    cut = [weight for weight in weights if weight.parts > 1]
+    if cut:
+        parts = cut[0].parts
+        groups = len({weight.group for weight in cut})
+        # Each group once before the forward and once before the backward pass of each micro-batch, rows made even.
+        once = sum(weight.part * parts * (LOW if weight.cast else FP32) for weight in cut)
+        found.append(Collective("weights", "all_gather", parts, 2 * accumulation * once, 2 * accumulation * groups))
+        whole = FP32 * sum(weight.part * parts for weight in cut)
+        found.append(Collective("gradients", "reduce_scatter", parts, whole, groups))
+        if num_ranks > parts:
+            between = Collective("gradients", "all_reduce", num_ranks // parts, whole // parts, groups, strides=True)
+            found.append(between)
+        found.append(Collective("checks", "all_reduce", parts, 4, 1))  # the norm
+    return found
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+class Saved:
+    """Bytes that autograd keeps from forward to backward passes. Each memory counts once, that of weights not."""
+
+    def __init__(self, weights: Iterable[Tensor], recast: Recast | None = None) -> None:
+        self._weights = {_memory(weight) for weight in weights}
+        self._recast = recast
+        self._uses: dict[int, int] = {}
+        self._live: dict[tuple[str, bool], int] = {}
+        self._most: dict[tuple[str, bool], int] = {}
+
+    def pack(self, tensor: Tensor) -> Any:
+        if self._recast is not None:
+            kept = self._recast.pack(tensor)
+            if kept is not tensor:
+                return kept
+        memory = _memory(tensor)
+        if memory in self._weights:
+            return tensor
+        return _Kept(self, tensor, memory, (str(tensor.dtype).removeprefix("torch."), self._is_copy(tensor)))
+
+    def unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, _Kept):
+            return kept.tensor
+        return kept if self._recast is None else self._recast.unpack(kept)
+
+    def add(self, kept: _Kept) -> None:
+        self._uses[kept.memory] = self._uses.get(kept.memory, 0) + 1
+        if self._uses[kept.memory] == 1:
+            self._live[kept.kind] = self._live.get(kept.kind, 0) + kept.num_bytes
+            if sum(self._live.values()) > self.total:
+                self._most = dict(self._live)
+
+    def remove(self, kept: _Kept) -> None:
+        self._uses[kept.memory] -= 1
+        if not self._uses[kept.memory]:
+            del self._uses[kept.memory]
+            self._live[kept.kind] -= kept.num_bytes
+
+    def _is_copy(self, tensor: Tensor) -> bool:
+        """Whether it is a weight that autocast has cast."""
+        weight = cast_weight(tensor if base_of(tensor) is None else base_of(tensor))
+        return weight is not None and _memory(weight) in self._weights
+
+    @property
+    def total(self) -> int:
+        """When most was kept, as all that follows."""
+        return sum(self._most.values())
+
+    @property
+    def activations(self) -> int:
+        return sum(self.by_dtype.values())
+
+    @property
+    def copies(self) -> int:
+        """Of weights, made by autocast."""
+        return self.total - self.activations
+
+    @property
+    def by_dtype(self) -> dict[str, int]:
+        """Of activations; `float32`, `bfloat16`, ..."""
+        return {dtype: num_bytes for (dtype, is_copy), num_bytes in self._most.items() if not is_copy}
+
+
+class _Kept:
+    """A tensor as long as a graph holds it."""
+
+    __slots__ = ("kind", "memory", "num_bytes", "saved", "tensor")
+
+    def __init__(self, saved: Saved, tensor: Tensor, memory: int, kind: tuple[str, bool]) -> None:
+        self.saved, self.tensor, self.memory, self.kind = saved, tensor, memory, kind
+        self.num_bytes = tensor.untyped_storage().nbytes()
+        saved.add(self)
+
+    def __del__(self) -> None:
+        self.saved.remove(self)
+
+
+def _memory(tensor: Tensor) -> int:
+    return storage_of(tensor)
+
+
+@contextlib.contextmanager
+def saved_for_backward(weights: Iterable[Tensor], recast: Recast | None = None) -> Iterator[Saved]:
+    """Around forward and backward passes: counts what is kept from one to the other. Never waits for the device.
+
+    Blocks that are computed once more count with their inputs. Fake tensors count as real ones. Other threads do not.
+
+    Args:
+        weights: what is there anyway, such as all parameters and buffers.
+        recast: what is in force for copies of weights; its own hooks would hide these, or these would hide them.
+    """
+    saved = Saved(weights, recast)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+        yield saved
+
+
+def saved_bytes(forward: Callable[[], Tensor], weights: Iterable[Tensor]) -> int:
+    """What `forward()` keeps for the backward pass of its result, in bytes, but for `weights`."""
+    with saved_for_backward(weights) as saved:
+        output = forward()
+    assert output.requires_grad, "nothing is kept without gradients"
+    return saved.total
+
+
+# --- of a run ---------------------------------------------------------------------------------------------------------
+
+
+def memory_of(
+    nets: Iterable[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    ema: Ema | None,
+    amp: AmpConfig,
+    *,
+    accumulation: int = 1,
+) -> Memory:
+    """Of what is there, wrapped or not; optimizers may own weights outside of the networks. No collective."""
+    ratios = [(optimizer, state_ratio(optimizer)) for optimizer in optimizers]
+    state_of = {p: ratio for optimizer, ratio in ratios for group in optimizer.param_groups for p in group["params"]}
+    averaged = None if ema is None else ema.source
+    total, seen = Memory(), set()
+    for net in map(unwrap, nets):
+        sides = master_params(net)
+        found = [
+            replace(weight, moments=state_of.get(side), averaged=net is averaged)
+            for weight, side in zip(weights_of(net, amp), sides, strict=True)
+        ]
+        seen.update(sides)
+        total += memory(found, amp, accumulation=accumulation)
+    others = [Weight(tuple(p.shape), moments=ratio) for p, ratio in state_of.items() if p not in seen]
+    return total + memory(others, amp)
+
+
+def state_ratio(optimizer: torch.optim.Optimizer) -> float:
+    """Optimizer state per element of weight, in fp32 elements, found by one step on a small weight."""
+    weight = nn.Parameter(torch.zeros(16, 16))
+    weight.grad = torch.zeros_like(weight)
+    group: dict[str, Any] = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    try:
+        twin = type(optimizer)([{"params": [weight], **group, "lr": 0.0}])  # type: ignore[call-arg]
+        with torch.no_grad():
+            bare_step(twin)
+    except (TypeError, ValueError, RuntimeError):
+        return 2.0
+    return sum(v.nbytes for v in twin.state[weight].values() if isinstance(v, Tensor) and v.ndim) / weight.nbytes

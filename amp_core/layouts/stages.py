@@ -1,0 +1,188 @@
+"""A network cut into stages that lie on several devices of one process.
+
+    net = Stages(net, [torch.device("cuda", 0), torch.device("cuda", 1)], amp, image_shape=(3, 224, 224))
+
+Autocast is entered inside of `forward`, by each stage in the thread that runs it: autocast is thread-local, and a
+thread begins without it. Plain model parallelism leaves all devices but one idle; with `threads` a micro-batch is cut
+into chunks, and a stage computes one chunk while the stage before it computes the next (Huang et al., "GPipe",
+arXiv:1811.06965).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from amp_core.lowp.islands import island_names
+from amp_core.step.amp import Amp
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class Stages(nn.Module):
+    """The layers of `net` under their own names, so that its state dict and this one's are the same.
+
+    Outputs come back to the first device. In evaluation a batch is not cut into chunks.
+
+    With the same `chunks`, threads change no bit: every layer sees the same chunks in the same order, and autograd sums
+    their gradients in that order. BatchNorm normalises with the statistics of a chunk, so that another number of chunks
+    is another training; without it only the order of sums changes.
+
+    Args:
+        net: a chain: its children are called in their order, each with the output of the one before. `nn.Sequential`,
+            and torchvision's AlexNet, VGG, ResNet, MobileNetV3, EfficientNet, ConvNeXt and RegNet. Its parts are moved
+            to the devices; fp32 islands must have been made.
+        devices: one per stage; the same one several times is allowed.
+        amp: the mode.
+        image_shape: (C, H, W), with which the chain is tried and the floating-point operations of its layers counted.
+            Cuts make the costliest stage as cheap as they can.
+        chunks: parts of a training batch.
+        threads: compute stages at the same time, each in a thread of its own.
+
+    Raises:
+        ValueError: `net` is no chain, or has fewer layers than there are devices; or several stages would draw from one
+            generator at the same time.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        devices: Sequence[torch.device],
+        amp: Amp,
+        *,
+        image_shape: Sequence[int],
+        chunks: int = 1,
+        threads: bool = False,
+    ) -> None:
+        super().__init__()
+        if "" in island_names(net):
+            raise ValueError("the whole network is an fp32 island; use amp=fp32")
+        self.devices, self.chunks, self.threads = list(devices), chunks, threads
+        layers = dict(_layers(net))
+        costs = _costs(net, layers, image_shape)
+        if len(layers) < len(devices):
+            raise ValueError(f"{len(layers)} layers cannot be cut into {len(devices)} stages")
+        names = list(layers)
+        self.stages = [names[start:end] for start, end in cuts(costs, len(devices))]
+        """The names of each stage's layers."""
+        drawing = [i for i, stage in enumerate(self.stages) if any(_draws(layers[name]) for name in stage)]
+        if threads and len({self.devices[i] for i in drawing}) < len(drawing):
+            raise ValueError(
+                f"the stages {', '.join(map(str, drawing))} have dropout and draw from one random generator, in an "
+                f"order that threads would leave to chance; keep dropout in one stage"
+            )
+        for device, stage in zip(self.devices, self.stages, strict=True):
+            for name in stage:
+                layers[name].to(device)
+        for name, child in net.named_children():
+            self.add_module(name, child)
+        # A function, because copies of the network share it; a bound method would be copied with the mode.
+        # Without the cache of cast weights: all threads share one, and the first to leave its region empties it.
+        self._autocast = lambda: amp.autocast(cache=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        chunks = images.chunk(self.chunks) if self.training else (images,)
+        if self.threads and len(chunks) > 1:
+            outputs = self._threaded(chunks)
+        else:
+            outputs = [self._chain(chunk) for chunk in chunks]
+        return torch.cat([output.to(self.devices[0], non_blocking=True) for output in outputs])
+
+    def _chain(self, x: Tensor) -> Tensor:
+        for stage in range(len(self.stages)):
+            x = self._compute(stage, x)
+        return x
+
+    def _threaded(self, chunks: Sequence[Tensor]) -> list[Tensor]:
+        """One thread per stage but the first, which is computed here. A thread takes its chunks in their order."""
+        grad = torch.is_grad_enabled()  # thread-local, as autocast is
+
+        def follow(stage: int, before: Future[Tensor]) -> Tensor:
+            with torch.set_grad_enabled(grad):
+                return self._compute(stage, before.result())
+
+        with contextlib.ExitStack() as stack:
+            pools = [stack.enter_context(ThreadPoolExecutor(1)) for _ in self.stages[1:]]
+            outputs = []
+            for chunk in chunks:
+                output: Future[Tensor] = Future()
+                output.set_result(self._compute(0, chunk))
+                for stage, pool in enumerate(pools, 1):
+                    output = pool.submit(follow, stage, output)
+                outputs.append(output)
+            return [output.result() for output in outputs]
+
+    def _compute(self, stage: int, x: Tensor) -> Tensor:
+        x = x.to(self.devices[stage], non_blocking=True)
+        with self._autocast():
+            for name in self.stages[stage]:
+                x = _call(self.get_submodule(name), x)
+        return x
+
+
+def cuts(costs: Sequence[float], num_parts: int) -> list[tuple[int, int]]:
+    """The ranges of a list that is cut into non-empty parts, whose costliest is as cheap as can be."""
+    best: dict[int, tuple[float, list[tuple[int, int]]]] = {
+        start: (sum(costs[start:]), [(start, len(costs))]) for start in range(len(costs))
+    }
+    for rest in range(1, num_parts):
+        # From the front: entries behind still have one part less. `<=` leaves what costs nothing with what it follows.
+        for start in range(len(costs) - rest):
+            choice: tuple[float, list[tuple[int, int]]] | None = None
+            for end in range(start + 1, len(costs) - rest + 1):
+                cost = max(sum(costs[start:end]), best[end][0])
+                if choice is None or cost <= choice[0]:
+                    choice = cost, [(start, end), *best[end][1]]
+            assert choice is not None
+            best[start] = choice
+    return best[0][1]
+
+
+def _layers(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The children, those of plain `nn.Sequential` containers in their place."""
+    for name, child in net.named_children():
+        if type(child).forward is nn.Sequential.forward:
+            yield from _layers(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
+
+
+def _call(layer: nn.Module, x: Tensor) -> Tensor:
+    # Networks of torchvision flatten between two children.
+    return layer(x.flatten(1) if isinstance(layer, nn.Linear) and x.ndim == 4 else x)
+
+
+@torch.no_grad()
+def _costs(net: nn.Module, layers: dict[str, nn.Module], image_shape: Sequence[int]) -> list[float]:
+    """Floating-point operations of each layer. The chain must give what the network gives."""
+    training = net.training
+    net.eval()
+    x = images = torch.randn(2, *image_shape, generator=torch.Generator().manual_seed(0))
+    costs = []
+    try:
+        expected = net(images.clone())
+        for layer in layers.values():
+            with FlopCounterMode(display=False) as counter:
+                x = _call(layer, x.clone())
+            costs.append(float(counter.get_total_flops()))
+        if not torch.equal(x, expected):
+            raise ValueError("it computes something else")
+    except Exception as error:  # whatever a layer says of an input that it was not made for
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{type(net).__name__} is not the chain of its children: {reason}") from error
+    finally:
+        net.train(training)
+    return costs
+
+
+def _draws(layer: nn.Module) -> bool:
+    """Whether a layer draws random numbers in training."""
+    return any(
+        (isinstance(module, _DROPOUTS) and module.p > 0) or type(module).__name__ in ("RReLU", "StochasticDepth")
+        for module in layer.modules()
+    )

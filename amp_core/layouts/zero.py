@@ -1,0 +1,309 @@
+"""Optimizer state in slices over the replicas of DDP (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054).
+
+    share_state(net)                      # once, on every rank, before the first step
+    with on_slices(optimizer):            # around a step: `Amp.step` does it
+        optimizer.step()
+
+Weights and gradients stay whole on every rank. The weights of an optimizer are laid end to end and cut into as many
+slices as there are ranks; a rank holds the moments of its slice and steps it; then all ranks gather the new weights.
+Most optimizers compute element by element, so a cut may go through a weight: at a multiple of 64 elements, where
+vectorised kernels begin anew, and no bit of a step depends on it. For optimizers that look at whole matrices the cuts
+lie between weights.
+
+`torch.distributed.optim.ZeroRedundancyOptimizer` is not used: it is an optimizer around another one, which does not
+see the `found_inf` and `grad_scale` that fused steps are skipped by; it cuts between weights alone, so that a large
+embedding lies on one rank; and its state dict is made of pickled objects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from amp_core.config.rules import WHOLE_MATRICES
+from amp_core.layouts.ddp import all_gather
+from amp_core.lowp.weights import master_params
+from amp_core.tensors import register_view, several_ranks
+from amp_core.torch_private import foreach_copy_
+
+_ALIGN = 64  # elements
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A stretch of a weight, as its elements lie in memory."""
+
+    number: int
+    """Of the weight, among those that are shared, in the order of the optimizer."""
+    start: int
+    end: int
+
+
+class _Cut:
+    """Which rank holds the state of what. The same on all ranks."""
+
+    def __init__(self, params: Sequence[Tensor], num_ranks: int, *, between: bool) -> None:
+        self.params = list(params)
+        self.slices: list[list[_Slice]] = [[] for _ in range(num_ranks)]
+        total, done, rank = sum(p.numel() for p in params), 0, 0
+        for number, param in enumerate(params):
+            start, size = 0, param.numel()
+            while start < size:
+                # The end of this rank's slice, in elements of this weight.
+                room = total * (rank + 1) // num_ranks - done
+                if between:
+                    end = size if room >= size / 2 or rank == num_ranks - 1 else 0
+                else:
+                    end = size if room >= size - start else start + -(-max(room, 0) // _ALIGN) * _ALIGN
+                end = min(end, size)
+                if end > start:
+                    self.slices[rank].append(_Slice(number, start, end))
+                    done += end - start
+                    start = end
+                if start < size:
+                    rank += 1
+
+
+_shared = WeakTensorKeyDictionary()
+"""Weights whose optimizer state is shared out -> how they lie in memory: their strides while a step is taken."""
+_cuts: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Cut] = weakref.WeakKeyDictionary()
+
+
+def share_state(net: nn.Module) -> None:
+    """From now on a rank holds a part of the state of any optimizer of these weights, which all ranks have whole.
+
+    Each step gathers the new weights, on top of what sums the gradients. Before the optimizer's first step, and after
+    `Amp.prepare`. A step of an optimizer is then collective, as are checkpoints (`Checkpoint` makes whole states).
+    """
+    # The fp32 side of a 16-bit weight may have no memory between steps.
+    for param, weight in zip(master_params(net), net.parameters(), strict=True):
+        _shared[param] = weight.stride()
+
+
+def bucket_size(num_ranks: int) -> int:
+    """Elements that are gathered at a time: 32 MiB, or with many ranks 256 KiB of each, so that few calls wait."""
+    return max(1 << 23, num_ranks << 16)
+
+
+def is_shared(param: Tensor) -> bool:
+    """Whether the optimizer state of a weight is, or will be, in slices over the ranks."""
+    return param in _shared
+
+
+def is_state_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this rank holds a part of the optimizer's state only."""
+    return _cut_of(optimizer) is not None
+
+
+def _cut_of(optimizer: torch.optim.Optimizer) -> _Cut | None:
+    if not _shared or not several_ranks():
+        return None
+    params = [p for group in optimizer.param_groups for p in group["params"] if p in _shared]
+    cut = _cuts.get(optimizer)
+    if cut is None and params:
+        between = type(optimizer).__name__ in WHOLE_MATRICES
+        cut = _cuts[optimizer] = _Cut(params, dist.get_world_size(), between=between)
+    if cut is not None and (len(params) != len(cut.params) or any(map(_is_not, params, cut.params))):
+        raise RuntimeError(
+            "the weights of an optimizer changed after its state was shared out over ranks; build another optimizer, "
+            "or use layout.shard_optimizer=false"
+        )
+    return cut
+
+
+def _is_not(a: object, b: object) -> bool:
+    return a is not b
+
+
+def _empty(param: Tensor, **options: Any) -> Tensor:
+    return torch.empty_strided(param.shape, _shared[param], **options)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Its elements in the order of memory, as a view."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    assert tensor.numel() == 0 or last == tensor.numel() - 1, "a weight with gaps in its memory"
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _part(tensor: Tensor, piece: _Slice) -> Tensor:
+    """A slice of a weight, or of what lies in memory as it does; the whole keeps its shape."""
+    if piece.end - piece.start == tensor.numel():
+        return tensor.detach()
+    return _flat(tensor)[piece.start : piece.end]
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def on_slices(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Around a step: the optimizer sees this rank's slices in place of weights; then all ranks gather the weights.
+
+    Collective, for weights that `share_state` was told of; gradients must be there for the same ones on all ranks. Does
+    not wait for the device.
+    """
+    cut = _cut_of(optimizer)
+    if cut is None:
+        yield
+        return
+    mine = {cut.params[piece.number]: piece for piece in cut.slices[dist.get_rank()]}
+    plain: dict[Tensor, Tensor] = {}
+    for param, piece in mine.items():
+        if param.grad is not None:
+            grad = param.grad
+            assert param.stride() == _shared[param], "a weight whose memory format changed"
+            if grad.stride() != param.stride():
+                grad = _empty(param, dtype=grad.dtype, device=grad.device).copy_(grad)
+            plain[param] = _part(param, piece)
+            plain[param].grad = _part(grad, piece)
+            if param in optimizer.state:
+                optimizer.state[plain[param]] = optimizer.state.pop(param)
+    lists = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [plain.get(p, p) for p in group["params"] if p not in _shared or p in plain]
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, lists, strict=True):
+            group["params"] = params
+        for param, part in plain.items():
+            if part in optimizer.state:
+                optimizer.state[param] = optimizer.state.pop(part)
+    _gather([param if param.grad is not None else None for param in cut.params], cut.slices)
+
+
+def _gather(params: Sequence[Tensor | None], slices: Sequence[Sequence[_Slice]]) -> None:
+    """Put each rank's slices of the weights on all ranks, some megabytes at a time."""
+    rank, num_ranks = dist.get_rank(), len(slices)
+    streams = [
+        [_flat(param)[piece.start : piece.end] for piece in held if (param := params[piece.number]) is not None]
+        for held in slices
+    ]
+    device = next((part.device for stream in streams for part in stream), None)
+    length = max(sum(part.numel() for part in stream) for stream in streams)
+    for start in range(0, length, size := bucket_size(num_ranks) // num_ranks):
+        pieces = [list(_window(stream, start, start + size)) for stream in streams]
+        width = max(sum(part.numel() for part in parts) for parts in pieces)
+        sent = torch.zeros(width, device=device)
+        sizes = [part.numel() for part in pieces[rank]]
+        foreach_copy_(list(sent[: sum(sizes)].split(sizes)), pieces[rank]) if sizes else None
+        received = sent.new_empty(num_ranks * width)
+        all_gather(received, sent)
+        for other, parts in enumerate(pieces):
+            sizes = [part.numel() for part in parts]
+            if other != rank and sizes:
+                foreach_copy_(parts, list(received[other * width :][: sum(sizes)].split(sizes)))
+
+
+def _window(stream: Sequence[Tensor], start: int, end: int) -> Iterator[Tensor]:
+    """What lies between two places of tensors laid end to end."""
+    for part in stream:
+        low, high = max(start, 0), min(end, part.numel())
+        if low < high:
+            yield part[low:high]
+        start, end = start - part.numel(), end - part.numel()
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def whole_state(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[str, Any]:
+    """`optimizer.state_dict()` as one process would have it, shared tensors in host memory. Collective.
+
+    Args:
+        optimizer: of any kind; where nothing is shared its own state dict is returned.
+        keep: false on ranks that need it for nothing: they take part, and get None in place of each shared tensor.
+    """
+    cut = _cut_of(optimizer)
+    if cut is None:
+        return optimizer.state_dict()
+    number_of = {param: number for number, param in enumerate(_params(optimizer))}
+    shared = [number_of[param] for param in cut.params]
+    state = optimizer.state_dict()
+    mine: dict[tuple[int, int], dict[str, Any]] = {}
+    for piece in cut.slices[dist.get_rank()]:
+        entry = state["state"].get(shared[piece.number])
+        if entry is not None:
+            mine[piece.number, piece.start] = {
+                key: _Sent(value.shape, value.dtype) if isinstance(value, Tensor) and value.ndim else _plain(value)
+                for key, value in entry.items()
+            }
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    entries: dict[int, dict[str, Any]] = {n: e for n, e in state["state"].items() if n not in set(shared)}
+    for owner, (pieces, described) in enumerate(zip(cut.slices, found, strict=True)):
+        for piece in pieces:
+            param, number = cut.params[piece.number], shared[piece.number]
+            for key, value in described.get((piece.number, piece.start), {}).items():
+                if isinstance(value, _Sent):
+                    sent = state["state"][number][key].contiguous() if owner == dist.get_rank() else None
+                    if sent is None:
+                        sent = torch.empty(value.shape, dtype=value.dtype, device=param.device)
+                    dist.broadcast(sent, owner)
+                    if not keep:
+                        value = None
+                    elif piece.end - piece.start == param.numel():
+                        value = sent.cpu()
+                    else:
+                        value = entries.get(number, {}).get(key)
+                        if value is None:
+                            value = _empty(param, dtype=sent.dtype)
+                        _flat(value)[piece.start : piece.end] = sent.cpu()
+                entries.setdefault(number, {})[key] = value
+    return {**state, "state": dict(sorted(entries.items()))}
+
+
+def slices_of(optimizer: torch.optim.Optimizer, states: dict[Any, Any], numbers: Sequence[Any]) -> dict[Any, Any]:
+    """What this rank holds of whole states by number of the weight. No collective.
+
+    Args:
+        optimizer: of any kind; where nothing is shared `states` itself is returned.
+        states: number -> entries of that weight.
+        numbers: of the optimizer's weights, in their order.
+    """
+    cut = _cut_of(optimizer)
+    if cut is None:
+        return states
+    mine = {cut.params[piece.number]: piece for piece in cut.slices[dist.get_rank()]}
+    taken: dict[Any, Any] = {}
+    for number, param in zip(numbers, _params(optimizer), strict=True):
+        if number not in states or (param in _shared and param not in mine):
+            continue
+        taken[number] = states[number]
+        if param in mine and mine[param].end - mine[param].start < param.numel():
+            taken[number] = {key: _cut_like(value, param, mine[param]) for key, value in states[number].items()}
+    return taken
+
+
+def _cut_like(value: Any, param: Tensor, piece: _Slice) -> Any:
+    if not isinstance(value, Tensor) or value.shape != param.shape:
+        return value
+    return _part(_empty(param, dtype=value.dtype, device=value.device).copy_(value), piece).clone()
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _plain(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Stands for a tensor that its owner is going to send."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+register_view(is_state_sharded, on_slices)

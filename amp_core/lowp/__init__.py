@@ -1,0 +1,1 @@
+"""16-bit and 8-bit storage and arithmetic."""

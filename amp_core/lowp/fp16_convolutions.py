@@ -1,0 +1,94 @@
+"""Convolutions of fp16 tensors on a CPU, computed in fp32 and rounded to fp16.
+
+What a GPU's Tensor Cores compute: fp16 inputs, a sum in fp32, a result rounded once. Products of two fp16 numbers are
+exact in fp32, so a result is the true one but for the sum's rounding in fp32 and its own to fp16: what is above 65504
+is infinite, what is below 2^-25 is 0, in the forward pass and in gradients.
+
+torch's own kernels promise no more and are slow. On a CPU with AVX512-FP16 oneDNN has none for the gradient of the
+weights but a reference loop, a hundred times slower than the one for fp32; on a CPU without fp16 units the forward pass
+crawls, too. The same is done on every CPU: no measurement decides, so a run that is resumed computes the same way.
+
+The kernels are registered beneath autograd and autocast. Dtypes, graphs, saved tensors, double backward, compiled code
+and networks with fp16 weights are what they were; convolutions of other dtypes go to torch's kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_core.lowp.lint import CONVOLUTIONS, in_16_bits
+from amp_core.torch_private import find
+
+_library: torch.library.Library | None = None
+_switching = threading.Lock()
+_end = find("torch.library.Library._destroy")
+
+
+def use_fp32_convolutions() -> None:
+    """Compute fp16 convolutions on CPUs in fp32, in the whole process and all its threads. Twice is once.
+
+    Does nothing with a torch that could not give its own kernels back.
+    """
+    global _library
+    with _switching:
+        if _library is not None or _end is None:
+            return
+        library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"(?s).*[Oo]verriding a previously registered kernel", UserWarning)
+            for name in ("convolution", "convolution_backward"):
+                library.impl(
+                    name, _through_fp32(torch.library.get_kernel(f"aten::{name}", "CPU")), "CPU", with_keyset=True
+                )
+        _library = library
+
+
+def restore_convolutions() -> None:
+    """Give convolutions torch's own kernels back. Twice is once."""
+    global _library
+    with _switching:
+        if _library is not None:
+            _end(_library)
+        _library = None
+
+
+def in_use() -> bool:
+    """Whether fp16 convolutions on CPUs are computed in fp32."""
+    return _library is not None
+
+
+@contextlib.contextmanager
+def kept_convolutions() -> Iterator[None]:
+    """At the end, go back to the kernels that were in use at the beginning."""
+    before = in_use()
+    try:
+        yield
+    finally:
+        (use_fp32_convolutions if before else restore_convolutions)()
+
+
+def note(net: nn.Module) -> str | None:
+    """What to log about a network when they are in use; None if it has no convolutions in fp16."""
+    if in_use() and any(isinstance(module, CONVOLUTIONS) for _, module in in_16_bits(net, torch.float16)):
+        return "fp16 convolutions compute in fp32 on this CPU and round to fp16: torch's own kernels are far slower"
+    return None
+
+
+def _through_fp32(kernel: Any) -> Callable[..., Any]:
+    def rounded(keys: Any, *args: Any) -> Any:
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        if any(tensor.dtype is not torch.float16 for tensor in tensors):  # or mixed, which is an error
+            return kernel.call_boxed(keys, *args)
+        results = kernel.call_boxed(keys, *(value.float() if isinstance(value, Tensor) else value for value in args))
+        if isinstance(results, Tensor):
+            return results.half()
+        return tuple(result if result is None else result.half() for result in results)
+
+    return rounded

@@ -1,0 +1,399 @@
+"""Islands: parts of a model that compute in fp32 while autocast runs the rest in 16 bits.
+
+    keep_fp32(model, ["decoder.head", "*.norm*", nn.BatchNorm2d, "LayerNorm"])     # by name, by class, by class name
+    keep_fp32(model.head)                                                          # one module
+
+    @keep_fp32                                                                     # a function, or an nn.Module class
+    def total_variation(image): ...
+
+Find the module in which the first inf is *born*: an island around a BatchNorm cannot mend the convolution before it.
+
+A module becomes an island by a change of its class, to a subclass made on the fly whose `forward` switches autocast
+off and casts its inputs. The widely copied patch, `module.forward = MethodType(partial(wrapper, module.forward), ..)`,
+keeps hold of one module: a deep copy, so every EMA, goes on computing with the weights of the original.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import difflib
+import fnmatch
+import functools
+import inspect
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from amp_core.tensors import unwrap
+
+Target = TypeVar("Target")
+Pattern = str | type[nn.Module]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_DEVICE_TYPES = ("cpu", "cuda")
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def keep_fp32(target: Target, patterns: Pattern | Iterable[Pattern] = "") -> Target:
+    """Makes `target`, or the parts of it that `patterns` name, compute in fp32 under autocast.
+
+    Inside an island autocast is off on CPU and CUDA, and float16 and bfloat16 tensors among the arguments arrive as
+    fp32, also in tuples, lists, dicts, named tuples and dataclasses; a container that holds such a tensor arrives as
+    a copy. All other dtypes are left alone. Outputs are what it computes: fp32, which autocast casts down again where
+    a 16-bit operation follows. Only `forward` is covered, and hooks of the module run outside of the island. Gradients
+    are computed in fp32 as long as `backward()` is called outside of autocast, where it belongs.
+
+    The module keeps its weights, hooks, state_dict keys and `isinstance`; copies, pickles and EMAs of it are islands
+    with weights of their own. Calling this twice changes nothing. Call it after what replaces modules (such as
+    `SyncBatchNorm.convert_sync_batchnorm`) and before `torch.compile` and DDP. A file written by `torch.save(module)`
+    needs this package to load; a state_dict does not.
+
+    Never waits for the device. Source: https://docs.pytorch.org/docs/stable/amp.html (autocast-disabled subregions).
+
+    Args:
+        target: a module (changed in place), a function, or an `nn.Module` class (changed in place; a subclass with a
+            `forward` of its own is no island).
+        patterns: which parts of a module: globs of names as in `named_modules()`, where `*` also matches dots;
+            `nn.Module` classes; class names. Classes include subclasses. The default "" is the name of the module
+            itself, [] chooses nothing. `island_names` tells what became of it.
+
+    Returns:
+        `target`; for a function, its fp32 form.
+
+    Raises:
+        ValueError: a pattern matches nothing, or only what is never called (`ModuleList`, the inside of
+            `nn.MultiheadAttention`); the weights of a part are 16-bit; a part has a patched or compiled `forward`.
+            Nothing has been changed then. Also from the forward pass, if weights have become 16-bit since.
+        TypeError: the target or a pattern is of another kind.
+    """
+    if isinstance(target, nn.Module):
+        for module in _choose(target, [patterns] if isinstance(patterns, str | type) else list(patterns)):
+            _to_island(module)
+        _forget_compiled(methods_changed=False)
+        return target
+    if patterns != "":
+        raise TypeError(f"patterns choose parts of a module, and {target!r} is none")
+    if isinstance(target, type) and issubclass(target, nn.Module) and target.forward is not nn.Module.forward:
+        if not _is_island(target):
+            target.forward = _in_fp32(target.forward)
+            _forget_compiled(methods_changed=True)
+        return cast(Target, target)
+    if isinstance(target, type) or not callable(target):
+        raise TypeError(f"keep_fp32 takes a module, a function or a module class with a forward; not {target!r}")
+    return cast(Target, target if _is_wrapper(target) else _in_fp32(target))
+
+
+def island_names(model: nn.Module) -> list[str]:
+    """The names of the modules in `model` that are islands, as in `named_modules()`; "" is the model itself."""
+    return [name for name, module in model.named_modules() if _is_island(type(module))]
+
+
+def named_modules(nets: Iterable[tuple[str, nn.Module]]) -> dict[nn.Module, str]:
+    """All modules of networks and their names, the first one where a module has several.
+
+    Args:
+        nets: networks, wrapped or not, each with what stands before the names of its modules, or "".
+    """
+    names: dict[nn.Module, str] = {}
+    for prefix, net in nets:
+        for name, module in unwrap(net).named_modules():
+            names.setdefault(module, ".".join(filter(None, [prefix, name])))
+    return names
+
+
+@contextlib.contextmanager
+def as_islands(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Makes modules compute in fp32 for a while. Gives those that could be made islands and were none."""
+    made = []
+    try:
+        for module in modules:
+            if _has_forward(module) and not _is_island(type(module)):
+                _require_plain_forward("", module)
+                made.append(_to_island(module))
+        _forget_compiled(methods_changed=False)
+        yield made
+    finally:
+        for module in made:
+            module.__class__ = type(module)._of  # type: ignore[attr-defined]
+        _forget_compiled(methods_changed=False)
+
+
+def carry_autocast(fn: Callable[P, R]) -> Callable[P, R]:
+    """Takes the autocast state of here and now along, so that `fn` runs under it wherever it is called.
+
+    Autocast is thread-local: a new thread starts with autocast off and with the default dtypes.
+
+        with torch.autocast("cuda", dtype=torch.float16):
+            future = pool.submit(carry_autocast(model), images)
+
+    Carries for CPU and CUDA whether autocast is on and its dtype, and whether it caches weights. Grad mode is
+    thread-local too and is not carried. Threads that share weights have to agree on the dtype or switch the cache off:
+    torch keeps one cache of cast weights for all threads, whatever their dtype. Never waits for the device.
+
+    Raises:
+        TypeError: `fn` is a generator or coroutine function: its body runs after the call, outside of the region.
+    """
+    _refuse_deferred(fn)
+    states = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in _DEVICE_TYPES]
+    cached = torch.is_autocast_cache_enabled()
+
+    @functools.wraps(fn)
+    def carried(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Regions are made anew for each call: they hold the state to go back to, which differs between threads.
+        with contextlib.ExitStack() as stack:
+            for device_type, dtype, enabled in states:
+                stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cached))
+            return fn(*args, **kwargs)
+
+    return carried
+
+
+# --- the fp32 region --------------------------------------------------------------------------------------------------
+
+_wrappers: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+"""What `_in_fp32` returned. A mark on the function would be copied by any `functools.wraps` around it."""
+
+
+def _in_fp32(fn: Any) -> Any:
+    _refuse_deferred(fn)
+
+    @functools.wraps(fn)
+    def in_fp32(*args: Any, **kwargs: Any) -> Any:
+        known: dict[Tensor, Tensor] = {}
+        try:
+            with _autocast_off("cpu"), _autocast_off("cuda"):
+                return fn(*_as_fp32(args, known), **_as_fp32(kwargs, known))
+        except RuntimeError as error:
+            # FSDP and a later `.half()` make weights 16-bit; what torch says of it names neither module nor cause.
+            if args and isinstance(args[0], nn.Module):
+                _require_fp32_weights("", args[0], error)
+            raise
+
+    _wrappers.add(in_fp32)
+    return in_fp32
+
+
+def _is_wrapper(fn: Any) -> bool:
+    return isinstance(fn, types.FunctionType) and fn in _wrappers
+
+
+def _refuse_deferred(fn: Any) -> None:
+    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+        raise TypeError(
+            f"{getattr(fn, '__qualname__', fn)} is a generator or coroutine function: its body runs after the call, "
+            "outside of the region. Move what needs the region into a plain function"
+        )
+
+
+def _autocast_off(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """The contents of a container, nothing for everything else."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, tuple | list):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return ()
+
+
+def _holds_16bit(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dtype in _HALF
+    return any(_holds_16bit(part) for part in _parts(value))
+
+
+def _as_fp32(value: Any, known: dict[Tensor, Tensor]) -> Any:
+    """`value` with its 16-bit tensors in fp32, or `value` itself if there are none.
+
+    Args:
+        known: what was cast so far. One tensor in several places stays one tensor: attention asks `query is key`.
+    """
+    if not _holds_16bit(value):
+        return value
+    if isinstance(value, Tensor):
+        if value not in known:
+            known[value] = value.float()
+        return known[value]
+    if isinstance(value, dict):
+        # Item by item: torch.compile cannot trace the copy of a plain dict, nor has every dict class an `update`.
+        fresh = {} if type(value) is dict else copy.copy(value)
+        for key, part in value.items():
+            fresh[key] = _as_fp32(part, known)
+        return fresh
+    if isinstance(value, tuple | list):
+        parts = [_as_fp32(part, known) for part in value]
+        # `_make` skips `__new__`, which takes other arguments in PackedSequence.
+        return getattr(type(value), "_make", type(value))(parts)
+    # By hand, because torch.compile cannot trace the copy of a class with __slots__.
+    fresh = object.__new__(type(value))
+    for name in dict.fromkeys([*getattr(value, "__dict__", ()), *(field.name for field in dataclasses.fields(value))]):
+        if hasattr(value, name):
+            object.__setattr__(fresh, name, _as_fp32(getattr(value, name), known))  # also if frozen
+    return fresh
+
+
+# --- a module as an island --------------------------------------------------------------------------------------------
+
+
+class _Island:
+    """What the class of an island has besides its `forward`; stands before the module's class in its bases."""
+
+    _of: ClassVar[type[nn.Module]]
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Stops here, so that no registry that a model fills from its own `__init_subclass__` sees islands."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        cls = type(self)
+        if "_of" not in cls.__dict__ or isinstance(reduced, str):
+            return reduced  # a subclass that somebody made of an island's class, such as FSDP's
+        # Pickle can import the class that the island was made of, not the island's own.
+        make, args, *state = reduced
+        make, *args = (cls._of if part is cls else part for part in (make, *args))
+        return _rebuild, (make, tuple(args)), *state
+
+
+@functools.cache
+def _island_class(base: Any) -> Any:
+    """The subclass of the module class `base` that computes in fp32."""
+    body = {"__module__": base.__module__, "__doc__": base.__doc__, "_of": base, "forward": _in_fp32(base.forward)}
+    if getattr(base, "cls_to_become", None) is not None:  # a lazy module changes its class at its first forward
+        body["cls_to_become"] = _island_class(base.cls_to_become)
+    if hasattr(base, "__deepcopy__"):  # may build its result from the class by name
+        body["__deepcopy__"] = lambda self, memo: _to_island(base.__deepcopy__(self, memo))
+    return types.new_class(f"Fp32{base.__name__}", (_Island, base), exec_body=lambda namespace: namespace.update(body))
+
+
+def _is_island(cls: type[nn.Module]) -> bool:
+    # What a block computes that is computed twice stands under another name, see recompute.py.
+    return _is_wrapper(cls.forward) or _is_wrapper(getattr(cls, "computes", None))
+
+
+def _to_island(module: nn.Module) -> nn.Module:
+    if not _is_island(type(module)):
+        module.__class__ = _island_class(type(module))
+    return module
+
+
+def _forget_compiled(*, methods_changed: bool) -> None:
+    """Lets compiled code that was traced before follow, where torch does not guard what changed.
+
+    No torch guards the methods of a class, and 2.11 not the class of a module: it would go on in 16 bits.
+    """
+    if (methods_changed or torch.__version__ < "2.12") and "torch._dynamo" in sys.modules:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # where there is a GPU, it imports inductor, of which torch warns
+            torch.compiler.reset()
+
+
+def _rebuild(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
+    """Named in pickles of islands: keep its name, place and arguments."""
+    return _to_island(make(*args))
+
+
+# --- which modules ----------------------------------------------------------------------------------------------------
+
+
+def _choose(model: nn.Module, patterns: list[Pattern]) -> list[nn.Module]:
+    """The modules to turn into islands; raises before anything is changed."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    chosen: dict[str, nn.Module] = {}
+    problems = []
+    for pattern in patterns:
+        found = {name: module for name, module in modules.items() if _matches(pattern, name, module)}
+        called = {name: module for name, module in found.items() if _has_forward(module)}
+        if not found:
+            problems.append(_no_match(pattern, modules))
+        elif not called:
+            name, module = next(iter(found.items()))
+            members = f"{name}.*" if name else "*"
+            problems.append(f"{_label(name, module)} is never called, only its members are; name those: '{members}'")
+        chosen |= called
+    if problems:
+        raise ValueError("\n".join(problems))
+    inert = set()
+    for name, module in chosen.items():
+        above = list(_ancestors(name))
+        attention = next((a for a in above if isinstance(modules[a], nn.MultiheadAttention)), None)
+        if attention is not None:
+            if not any(a in chosen or _is_island(type(modules[a])) for a in above):
+                raise ValueError(
+                    f"{_label(name, module)} lies inside nn.MultiheadAttention, which uses the weights of its parts "
+                    f"and never calls them, so an island there has no effect; name the attention module, "
+                    f"{_label(attention, modules[attention])}, too or instead"
+                )
+            inert.add(name)
+        elif not _is_island(type(module)):
+            _require_plain_forward(name, module)
+            _require_fp32_weights(name, module)
+    return [module for name, module in chosen.items() if name not in inert]
+
+
+def _matches(pattern: Pattern, name: str, module: nn.Module) -> bool:
+    if isinstance(pattern, str):
+        return fnmatch.fnmatchcase(name, pattern) or any(c.__name__ == pattern for c in type(module).__mro__)
+    if isinstance(pattern, type) and issubclass(pattern, nn.Module):
+        return isinstance(module, pattern)
+    raise TypeError(
+        f"a pattern is a module name, a glob, a class name or an nn.Module class; not {pattern!r}. "
+        "For one module: keep_fp32(module)"
+    )
+
+
+def _no_match(pattern: Pattern, modules: dict[str, nn.Module]) -> str:
+    word = pattern if isinstance(pattern, str) else pattern.__name__
+    kinds = {type(module).__name__ for module in modules.values()}
+    names = {name for name in modules if name} if isinstance(pattern, str) else set()
+    near = difflib.get_close_matches(word, sorted(names | kinds), n=5, cutoff=0.0)
+    return f"'{word}' matches no module, neither by name nor by class; the nearest are {', '.join(near)}"
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    """The names of the modules around `name`, inner ones first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _label(name: str, module: nn.Module) -> str:
+    return f"'{name}' ({type(module).__name__})" if name else type(module).__name__
+
+
+def _require_plain_forward(name: str, module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule | torch.fx.GraphModule):
+        raise ValueError(f"{_label(name, module)} is traced code; make its parts islands before they are traced")
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{_label(name, module)} has a forward of its own in the instance, patched by hand or by a tool such as "
+            "torch.compile, which would bypass the island. Call keep_fp32 first, or delete the patch"
+        )
+
+
+def _require_fp32_weights(name: str, module: nn.Module, cause: Exception | None = None) -> None:
+    for parameter in module.parameters():
+        if parameter.dtype in _HALF:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"the weights of {_label(name, module)} are {dtype}; an fp32 island needs fp32 weights. Keep the model "
+                "in fp32: autocast makes the 16-bit copies by itself"
+            ) from cause

@@ -1,0 +1,104 @@
+"""What can be said against a network in 16 bits before it has seen a number: unsafe parts, and sizes that waste units.
+
+Only modules are looked at, not the functions that their `forward` calls. Islands (`keep_fp32`) and what lies in them
+are left out. Nothing here waits for the device, and networks on the meta device will do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from amp_core.lowp.islands import island_names
+
+_EPS = ("eps", "epsilon", "variance_epsilon", "layer_norm_eps")
+_NATIVE_NORMS = {
+    norm.forward
+    for norm in (
+        nn.BatchNorm1d,
+        nn.InstanceNorm1d,
+        nn.SyncBatchNorm,
+        nn.LayerNorm,
+        nn.GroupNorm,
+        nn.RMSNorm,
+    )
+}
+"""Their kernels add eps in fp32, whatever the dtype of the input."""
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_SMALLEST = 64
+"""Narrower products are bound by memory traffic, which Tensor Cores do not speed up."""
+
+
+def find_unsafe(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tuple[str, str]]:
+    """Parts of a network that go wrong under autocast to `dtype`.
+
+    - `nn.BCELoss`. Its gradient at a probability p is about 1/p, up to 1e12: a 16-bit sigmoid before it has already
+      rounded p to 0 or 1. Autocast refuses it on CUDA and lets it pass on a CPU.
+    - fp16: an `eps` that rounds to 0, as all up to 2^-25 do, half of the smallest subnormal number. `x * rsqrt(mean +
+      eps)` of zeros is then NaN; `nn.CosineSimilarity` has 1e-8 by default. The norms of `torch.nn` add theirs in fp32
+      and are safe; a norm written in Python may be, too, if it casts its input to fp32 itself.
+
+    Args:
+        model: wrapped or not.
+        dtype: what autocast casts to; for float32 there is nothing to find.
+
+    Returns:
+        (name as in `named_modules()`, reason with what to do), in the order of the modules.
+    """
+    found = []
+    for name, module in in_16_bits(model, dtype):
+        if isinstance(module, nn.BCELoss):
+            found.append(
+                (name, "BCELoss is unsafe under autocast; use BCEWithLogitsLoss, or an island with the sigmoid in it")
+            )
+        if dtype is not torch.float16 or type(module).forward in _NATIVE_NORMS:
+            continue
+        for key in _EPS:
+            value = getattr(module, key, None)
+            if isinstance(value, float) and value > 0 and not torch.tensor(value).half():
+                reason = f"{type(module).__name__}.{key}={value:g} is 0 in float16; use 1e-7 or more, or an fp32 island"
+                found.append((name, reason))
+    return found
+
+
+def find_slow(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tuple[str, str]]:
+    """Linear layers and convolutions whose sizes are no multiples of 8, which Tensor Cores take best in 16 bits.
+
+    Sizes below 64, such as image channels and few classes, are left alone. Source: NVIDIA, "Matrix Multiplication
+    Background User's Guide", Tensor Core requirements.
+
+    Args:
+        model: wrapped or not.
+        dtype: what autocast casts to; for float32 there is nothing to find.
+
+    Returns:
+        (name as in `named_modules()`, reason with what to do), in the order of the modules.
+    """
+    found = []
+    for name, module in in_16_bits(model, dtype):
+        if isinstance(module, nn.Linear):
+            sizes = {"in_features": module.in_features, "out_features": module.out_features}
+        elif isinstance(module, CONVOLUTIONS):
+            # Per group: that is the size of the product.
+            sizes = {
+                "in_channels": module.in_channels // module.groups,
+                "out_channels": module.out_channels // module.groups,
+            }
+        else:
+            continue
+        for key, size in sizes.items():
+            if size >= _SMALLEST and size % 8:
+                padded = size + -size % 8
+                found.append((name, f"{key}={size} is no multiple of 8; {padded} suits Tensor Cores better"))
+    return found
+
+
+def in_16_bits(model: nn.Module, dtype: torch.dtype) -> list[tuple[str, nn.Module]]:
+    """The modules with their names, without islands and their insides."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return []
+    islands = island_names(model)
+    if "" in islands:
+        return []
+    inside = tuple(f"{name}." for name in islands)
+    return [(name, m) for name, m in model.named_modules() if name not in islands and not name.startswith(inside)]

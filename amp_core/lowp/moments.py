@@ -1,0 +1,147 @@
+"""Adam and AdamW whose moments are bfloat16: 4 bytes of state per weight in place of 8.
+
+    optimizer = Adam16(net.parameters(), lr=1e-3, decoupled_weight_decay=True)     # AdamW; False: Adam
+
+With betas of 0.9 and 0.999 a step changes the second moment by a thousandth of the way, and bfloat16 tells numbers
+apart that differ by 1/256: rounded to nearest, a moment stays where it is, however small the gradients have become. So
+a step happens in fp32, by torch's own fused kernel, and what it leaves is rounded up or down by chance, without a bias.
+A skipped step leaves bfloat16 numbers, which rounding does not touch: no trace of it remains.
+
+torchao's and bitsandbytes' 8-bit optimizers hold half of this. Their steps take neither `found_inf` nor `grad_scale` as
+tensors, so that each would wait for the device, and bitsandbytes reads the learning rate on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from amp_core.lowp.rounding import noise_16bit, round_stochastically
+from amp_core.torch_private import foreach_copy_
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_BUCKET = 1 << 23
+"""Elements whose moments are there in fp32 at a time: 64 MiB."""
+
+
+class Adam16(torch.optim.Optimizer):
+    """Adam with bfloat16 moments. A step never waits for the device, and is skipped by `found_inf` as fused ones are.
+
+    Its state dict is one of `torch.optim.Adam`, with bfloat16 in it. What chance rounds is a function of the number of
+    steps and of the place of a weight: the same after a resume, on every replica, and on any device.
+
+    Args:
+        params: as for any optimizer: fp32 weights without gaps in their memory.
+        lr: a number or a 0-d tensor.
+        betas, eps, weight_decay: as in `torch.optim.Adam`.
+        decoupled_weight_decay: AdamW's, which does not go through the moments.
+        fused: nothing else than True, by which `amp_core` knows that the device decides about a step.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        decoupled_weight_decay: bool = False,
+        fused: bool = True,
+    ) -> None:
+        if not fused:
+            raise ValueError("fused=False: a step with bfloat16 moments is torch's fused one")
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "decoupled_weight_decay": decoupled_weight_decay,
+                "fused": True,
+            },
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """One step, a bucket of weights at a time."""
+        assert closure is None, "a step of one evaluation"
+        number = 0
+        for group in self.param_groups:
+            for params in _buckets(p for p in group["params"] if p.grad is not None):
+                self._step(params, group, number)
+                number += 1
+
+    def _step(self, params: list[Tensor], group: dict[str, Any], number: int) -> None:
+        states = [self.state[p] or self._begin(p) for p in params]
+        lows = [_flat(state[key]) for key in _MOMENTS for state in states]
+        sizes = [low.numel() for low in lows]
+        whole = torch.cat(lows).float()
+        moments = [part.as_strided(p.shape, p.stride()) for part, p in zip(whole.split(sizes), params * 2, strict=True)]
+        steps = [state["step"] for state in states]
+        beta1, beta2 = group["betas"]
+        adam(
+            params,
+            [p.grad for p in params],  # type: ignore[misc]
+            moments[: len(params)],
+            moments[len(params) :],
+            [],
+            steps,
+            fused=True,
+            # What `Amp.step` sets, and torch's GradScaler.
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        noise = noise_16bit(whole.numel(), steps[0].to(torch.int64) * 4096 + number)
+        foreach_copy_(lows, list(round_stochastically(whole, noise).split(sizes)))
+
+    def _begin(self, param: Tensor) -> dict[str, Any]:
+        if not torch.ops.aten.is_non_overlapping_and_dense(param):
+            raise ValueError(
+                f"a weight of {tuple(param.shape)} has gaps in its memory; use optimizer.state_dtype=float32"
+            )
+        state = self.state[param]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        for key in _MOMENTS:
+            state[key] = torch.zeros_like(param, dtype=torch.bfloat16)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of any optimizer; moments get bfloat16 and the strides of their weights."""
+        super().load_state_dict(state_dict)  # casts all that is floating point to the dtype of the weights
+        for param, state in self.state.items():
+            for key in _MOMENTS:
+                if key in state:
+                    state[key] = torch.empty_like(param, dtype=torch.bfloat16).copy_(state[key])
+
+
+def _buckets(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Weights of one device with at most `_BUCKET` elements, or a single larger one."""
+    bucket: list[Tensor] = []
+    size = 0
+    for param in params:
+        if bucket and (size + param.numel() > _BUCKET or param.device != bucket[0].device):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(param)
+        size += param.numel()
+    if bucket:
+        yield bucket
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Its elements in the order of memory, as a view."""
+    return tensor.as_strided((tensor.numel(),), (1,))

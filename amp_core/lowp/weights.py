@@ -1,0 +1,324 @@
+"""Networks whose weights are 16-bit numbers, and the four ways in which a step may change them.
+
+    weights = LowPrecisionWeights(net, torch.bfloat16, "stochastic")
+    optimizer = Adam(master_params(net), fused=True)         # owns fp32 weights, and keeps fp32 moments
+    ...                                                  # net(inputs), loss.backward(): without autocast
+    params = [p for p in master_params(net) if p.grad is not None]
+    weights.reduce_(params)                              # in place of DistributedDataParallel
+    weights.begin_step(params)
+    optimizer.step()
+    weights.end_step(params, taken)
+
+An update below half of a weight's last digit is lost: 1 - 1000 * 1e-3 stays 1.0 in bfloat16. So a step always happens
+in fp32, and what differs is how much of its result is kept:
+
+    update       a weight is                                     bytes per weight between steps
+    master       the rounded copy of an fp32 number              6   (Micikevicius et al., arXiv:1710.03740; apex's O2)
+    kahan        the sum of two bfloat16 numbers                 4   (Zamirai et al., arXiv:2010.06192)
+    stochastic   bfloat16, rounded up or down by chance          2   (Gupta et al., arXiv:1502.02551)
+    nearest      16-bit, rounded to nearest                      2   (apex's O3; stalls)
+
+Gradients are 16-bit in the backward pass and summed in fp32, layer by layer as they appear: 512 times 1/512 is 0.5 in
+bfloat16. The moments of an optimizer are fp32, since it only ever sees fp32: with fp16 moments Adam's eps of 1e-8 is 0
+and its first step divides by zero.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from amp_core.lowp.islands import island_names
+from amp_core.lowp.rounding import noise_16bit, round_stochastically, split
+from amp_core.tensors import full_copy, is_sharded, several_ranks
+from amp_core.torch_private import NormBase, foreach_copy_, is_missing, version_of
+
+Update = Literal["master", "stochastic", "kahan", "nearest"]
+
+_SEES_WRITES = not is_missing("torch.Tensor._version")
+_HALF = (torch.float16, torch.bfloat16)
+_BUCKET = 1 << 23  # elements that are reduced over ranks at a time: 32 MiB
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Fp32:
+    """The fp32 side of a 16-bit weight. Does not hold the weight, which `_sides` would then keep alive."""
+
+    master: nn.Parameter
+    """What the optimizer owns. Unless `keeps`, it has memory during a step only, and reads as NaN in between."""
+    keeps: bool
+    rest: Tensor | None
+    """kahan: value minus weight, in 16 bits."""
+
+    def value(self, low: Tensor) -> Tensor:
+        """The fp32 value of the weight `low`, exactly."""
+        if self.keeps:
+            return self.master.detach()
+        return low.detach().float() if self.rest is None else low.detach().float() + self.rest
+
+    def take(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Remember `value`, and return what the weight is to hold."""
+        if self.keeps:
+            self.master.copy_(value)
+        elif self.rest is not None:
+            value, rest = split(value.to(self.rest.device, torch.float32), dtype)
+            self.rest.copy_(rest)
+        return value.to(dtype)
+
+
+_sides = WeakTensorKeyDictionary()
+"""16-bit weight -> _Fp32."""
+
+
+def master_params(net: nn.Module) -> list[nn.Parameter]:
+    """What an optimizer is to own: the fp32 side of each 16-bit weight, and all other weights, in the usual order.
+
+    Shapes are those of the weights, gradients arrive here. For any network or part of one.
+    """
+    return [_sides[p].master if p in _sides else p for p in net.parameters()]
+
+
+def is_low(param: Tensor) -> bool:
+    """Whether a weight is held in 16 bits."""
+    return param in _sides
+
+
+def fp32_values(params: Iterable[Tensor]) -> list[Tensor]:
+    """The values of weights, in fp32 where these are 16-bit. For reading only."""
+    return [_sides[p].value(p) if p in _sides else p.detach() for p in params]
+
+
+def fp32_copy(net: nn.Module) -> nn.Module:
+    """A deep copy of `net` with its fp32 values, which computes in fp32. Of a sharded one it is whole; collective."""
+    if is_sharded(net):
+        return full_copy(net)
+    twin = copy.deepcopy(net)
+    for module in twin.modules():
+        for hooks in (table for table in vars(module).values() if isinstance(table, dict)):
+            for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+                del hooks[key]
+    for p, low in zip(twin.parameters(), net.parameters(), strict=True):
+        if low in _sides:
+            p.data = _sides[low].value(low).clone()
+    return twin
+
+
+class LowPrecisionWeights:
+    """Stores the fp32 weights of `net` in 16 bits from now on. It computes in them, without autocast.
+
+    Islands (`keep_fp32`) and batch or instance normalisation keep fp32 weights; PyTorch refuses 16-bit ones beside fp32
+    statistics. All buffers stay fp32: running variances in fp16 are inf after one batch of standard deviation 2000,
+    tables of positions collide. Modules with 16-bit weights cast their floating inputs, islands cast their outputs
+    back, and `net` returns fp32, in nested containers, too.
+
+    `state_dict()` holds fp32 values, so that each mode can continue each other's checkpoint. What is loaded is kept as
+    exactly as the mode can, which for its own checkpoints is bit by bit, with `num_taken`.
+
+    To be made on the device, after `keep_fp32` and before optimizers, averages and guards. In a process group the ranks
+    begin with the weights and buffers of rank 0.
+
+    Args:
+        net: the outermost module that is called.
+        dtype: float16 or bfloat16.
+        update: see the top of this file.
+
+    Attributes:
+        num_taken: 0-d int64 tensor, steps taken, of which the noise of stochastic rounding is a function. Save it, and
+            set it when continuing.
+
+    Raises:
+        ValueError: `dtype` or `update` is none of these, or does not suit the other; the weights are 16-bit already, or
+            none would be.
+    """
+
+    @torch.no_grad()
+    def __init__(self, net: nn.Module, dtype: torch.dtype, update: Update) -> None:
+        if dtype not in _HALF or update not in get_args(Update):
+            raise ValueError(f"{dtype}, {update!r}: expected float16 or bfloat16, and one of {get_args(Update)}")
+        if update == "stochastic" and dtype is not torch.bfloat16:
+            raise ValueError(f"stochastic rounding is for bfloat16 weights; {dtype}: use 'master'")
+        if any(p.dtype in _HALF for p in net.parameters()):
+            raise ValueError("the weights are 16-bit already, their fp32 values are lost; pass a network in fp32")
+        islands = {net.get_submodule(name) for name in island_names(net)}
+        kept = {m for m in net.modules() if m in islands or isinstance(m, NormBase)}
+        stay = {p for module in kept for p in module.parameters()}
+        lows = [p for p in net.parameters() if p.dtype is torch.float32 and p not in stay]
+        if not lows:
+            raise ValueError(f"{type(net).__name__} has no weights that could be {dtype}; use a mode with fp32 weights")
+        if several_ranks():  # before the cast: not all backends can send 16-bit numbers
+            for tensor in (*net.parameters(), *net.buffers()):
+                dist.broadcast(tensor.detach(), 0)
+
+        self.dtype = dtype
+        self.update = update
+        self.num_taken = torch.zeros((), dtype=torch.int64, device=lows[0].device)
+        self._nan = {device: torch.full((), torch.nan, device=device) for device in {p.device for p in lows}}
+        self._weights: dict[Tensor, tuple[nn.Parameter, _Fp32]] = {}
+        for low in lows:
+            side = self._store(low)
+            self._weights[side.master] = (low, side)
+        self._owned: set[Tensor] = set(master_params(net))
+
+        for module in net.modules():
+            if not any(p in _sides for p in module.parameters(recurse=False)):
+                continue
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()  # cuDNN wants them in one piece
+            module.register_state_dict_post_hook(_save_fp32)
+            module.register_load_state_dict_pre_hook(_load_fp32)
+            module.register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
+        inside = {part for island in islands for part in island.modules() if part is not island}
+        for island in islands - inside:
+            island.register_forward_hook(functools.partial(_cast_island, dtype))
+        net.register_forward_hook(_cast_output)
+
+    def _store(self, low: nn.Parameter) -> _Fp32:
+        value, trains = low.detach(), low.requires_grad
+        keeps = self.update == "master"
+        rest = torch.zeros_like(value, dtype=self.dtype) if self.update == "kahan" else None
+        side = _Fp32(nn.Parameter(value if keeps else self._nan[low.device].expand(low.shape), trains), keeps, rest)
+        low.data = side.take(value, self.dtype)
+        _sides[low] = side
+
+        def to_master(low: Tensor) -> None:
+            grad, low.grad = low.grad, None
+            if grad is not None:
+                with torch.no_grad():
+                    before = side.master.grad
+                    side.master.grad = grad.float() if before is None else before.add_(grad)
+
+        low.requires_grad_(True).register_post_accumulate_grad_hook(to_master)  # refuses frozen ones
+        low.requires_grad_(trains)
+        return side
+
+    def _of(self, params: Iterable[Tensor]) -> list[tuple[nn.Parameter, _Fp32]]:
+        return [self._weights[p] for p in params if p in self._weights]
+
+    @torch.no_grad()
+    def reduce_(self, params: Iterable[Tensor]) -> None:
+        """Sum gradients over ranks, in fp32 and few large pieces. Once per step, before they are unscaled or read.
+
+        All ranks must have gradients for the same weights. Does not overlap with the backward pass.
+
+        Args:
+            params: of an optimizer; what does not belong to this network is left alone.
+        """
+        grads = [p.grad for p in params if p in self._owned and p.grad is not None] if several_ranks() else []
+        while grads:
+            sizes: list[int] = []
+            for grad in grads:
+                if sizes and (sum(sizes) + grad.numel() > _BUCKET or grad.device != grads[0].device):
+                    break
+                sizes.append(grad.numel())
+            bucket, grads = grads[: len(sizes)], grads[len(sizes) :]
+            flat = torch.cat([grad.reshape(-1) for grad in bucket])
+            dist.all_reduce(flat)
+            foreach_copy_(bucket, [p.view_as(g) for p, g in zip(flat.split(sizes), bucket, strict=True)])
+
+    @torch.no_grad()
+    def begin_step(self, params: Iterable[Tensor]) -> None:
+        """Give the optimizer's `params` their values, before anything reads them, adaptive clipping included."""
+        for low, side in self._of(params):
+            if not side.keeps:
+                side.master.data = side.value(low)
+
+    @torch.no_grad()
+    def end_step(self, params: Iterable[Tensor], taken: Tensor) -> None:
+        """Write the 16-bit weights. After a skipped step they keep every bit. Does not wait for the device.
+
+        Args:
+            params: as given to `begin_step`. Without any of this network nothing happens.
+            taken: 0-d bool tensor, whether the step was taken.
+        """
+        mine = self._of(params)
+        if not mine:
+            return
+        values = [side.master.detach() for _, side in mine]
+        if self.update == "stochastic":
+            sizes = [value.numel() for value in values]
+            noises = noise_16bit(sum(sizes), self.num_taken).split(sizes)
+            values = [round_stochastically(v, noise.to(v.device)) for v, noise in zip(values, noises, strict=True)]
+        elif self.update == "kahan":
+            values = [side.take(value, self.dtype) for value, (_, side) in zip(values, mine, strict=True)]
+        for (low, side), value in zip(mine, values, strict=True):
+            low.copy_(value)
+            if not side.keeps:
+                side.master.data = self._nan[low.device].expand(low.shape)
+        self.num_taken += taken
+
+
+# --- hooks: functions of this module, so that a network can be copied and pickled with them
+
+
+def _is_ours(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)  # torch wraps some of them
+    return getattr(getattr(hook, "func", hook), "__module__", None) == __name__
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+def _cast_island(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    low = _cast(output, dtype)
+    if isinstance(low, Tensor) and low is not output and not low.is_inference() and _SEES_WRITES:
+        low.whole = output, version_of(low)  # type: ignore[attr-defined]
+    return low
+
+
+def _cast_output(module: nn.Module, args: Any, output: Any) -> Any:
+    return _cast(output, torch.float32)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating-point tensors in `dtype`, within containers, too."""
+    if isinstance(value, Tensor):
+        if value.dtype is dtype or not value.is_floating_point():
+            return value
+        # What an island at the end computed is returned unrounded, unless it was written into since.
+        whole, version = getattr(value, "whole", (None, None))
+        return (value if whole is None or version != version_of(value) else whole).to(dtype)
+    if isinstance(value, dict):
+        parts = dict(value)
+    elif isinstance(value, tuple | list):
+        parts = dict(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    else:
+        return value
+    fresh = {key: _cast(part, dtype) for key, part in parts.items()}
+    if all(fresh[key] is part for key, part in parts.items()):
+        return value  # itself: a module may write into what it was given
+    if isinstance(value, tuple | list):
+        return getattr(type(value), "_make", type(value))(fresh.values())
+    twin = copy.copy(value)
+    for key, part in fresh.items():
+        if isinstance(twin, dict):
+            twin[key] = part
+        else:
+            object.__setattr__(twin, str(key), part)  # also if frozen
+    return twin
+
+
+def _save_fp32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+        if p in _sides and prefix + name in state:
+            state[prefix + name] = _sides[p].value(p)
+
+
+@torch.no_grad()
+def _load_fp32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError("load_state_dict(assign=True) would replace 16-bit weights; use assign=False")
+    for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+        new = state.get(prefix + name)
+        if p in _sides and isinstance(new, Tensor) and new.shape == p.shape:  # else torch has the word for it
+            state[prefix + name] = _sides[p].take(new, p.dtype)

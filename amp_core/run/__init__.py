@@ -1,0 +1,1 @@
+"""A run: environment, launch, log, loop."""

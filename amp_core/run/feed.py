@@ -1,0 +1,102 @@
+"""The windows of a run: which samples a step has on which rank, loaded, weighted and copied to the device."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from amp_core.config.lengths import num_steps
+from amp_core.data import Data
+from amp_core.data.loading import Sampler, to_device, train_loader
+from amp_core.run.environment import Environment
+from amp_core.step.window import MicroBatch, microbatch_weights, window_of
+
+
+class Feed:
+    """Makes windows from training data. Holds no position: a window is a function of its first sample.
+
+    Args:
+        env: device, ranks, settings.
+        data: whose training set it is.
+        waiting: passes batches on, and may count the time in which they are waited for.
+    """
+
+    def __init__(self, env: Environment, data: Data, waiting: Callable[[Iterable[Any]], Iterator[Any]]) -> None:
+        self._env, self._cfg, self.data, self._waiting = env, env.cfg, data, waiting
+        self.accumulation = self._cfg.accumulation
+        """Micro-batches per window on each rank."""
+        self.count: Callable[[Any], Tensor] | None = None
+        """What a batch weighs; None: its samples."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """Over all micro-batches and ranks."""
+        return self._cfg.batch_size * self.accumulation * self._env.world_size
+
+    def num_steps(self, step: int, samples: int) -> int:
+        """The step at which a run ends that has done so many steps and samples."""
+        return num_steps(
+            self._cfg,
+            num_samples=len(self.data.train),
+            samples_per_step=self.samples_per_step,
+            steps_done=step,
+            samples_done=samples,
+        )
+
+    @contextlib.contextmanager
+    def loading(self, start: int, *, num_workers: int | None = None) -> Iterator[Iterator[list[MicroBatch]]]:
+        """The windows from a sample on, without end, as training loads them: by workers, and copied ahead.
+
+        Args:
+            start: number of the first sample.
+            num_workers: other than `data.num_workers`.
+        """
+        env, cfg = self._env, self._cfg
+        num_workers = cfg.data.num_workers if num_workers is None else num_workers
+        on_cuda = env.device.type == "cuda"
+        with contextlib.closing(
+            train_loader(self.data.train, self._sampler(start), num_workers=num_workers, pin_memory=on_cuda)
+        ) as loader:
+            batches = to_device(
+                self._waiting(loader),
+                env.device,
+                ahead=self.accumulation if cfg.perf.prefetch and on_cuda else 0,  # the next window
+                finish=self.data.finish,
+                channels_last=cfg.perf.channels_last,
+            )
+            yield (self._window(list(itertools.islice(batches, self.accumulation))) for _ in itertools.count())
+
+    def window_at(self, start: int) -> list[MicroBatch]:
+        """The window that begins with a sample, loaded by itself. On every rank."""
+        loader = train_loader(self.data.train, self._sampler(start), num_workers=0, pin_memory=False)
+        with contextlib.closing(loader):
+            channels_last = self._cfg.perf.channels_last
+            batches = to_device(loader, self._env.device, finish=self.data.finish, channels_last=channels_last)
+            return self._window(list(itertools.islice(batches, self.accumulation)))
+
+    def indices_at(self, start: int, rank: int) -> list[list[int]]:
+        """The data set's indices of the samples in that window, by micro-batch."""
+        keys = itertools.islice(self._sampler(start, rank), self.accumulation)
+        return [[index for index, _ in batch] for batch in keys]
+
+    def _sampler(self, start: int, rank: int | None = None) -> Sampler:
+        env, cfg = self._env, self._cfg
+        return Sampler(
+            len(self.data.train),
+            seed=cfg.seed,
+            batch_size=cfg.batch_size,
+            accumulation=self.accumulation,
+            rank=env.rank if rank is None else rank,
+            world_size=env.world_size,
+            start_sample=start,
+        )
+
+    def _window(self, batches: list[Any]) -> list[MicroBatch]:
+        weights: list[float | Tensor] = [self._cfg.batch_size / self.samples_per_step] * len(batches)
+        if self.count is not None:
+            weights = microbatch_weights([self.count(batch) for batch in batches])
+        return window_of(batches, weights)

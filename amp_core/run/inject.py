@@ -1,0 +1,79 @@
+"""Faults on purpose, by `debug.inject`: what the handling of skipped steps and the doctor are tried with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_core.config.errors import ConfigError
+from amp_core.config.schema import InjectConfig
+from amp_core.step.amp import Amp
+from amp_core.step.window import MicroBatch
+from amp_core.tensors import is_dtensor, local, unwrap
+
+
+@contextlib.contextmanager
+def fault(
+    inject: InjectConfig | None, model: nn.Module, amp: Amp, window: list[MicroBatch], *, step: int, rank: int
+) -> Iterator[bool]:
+    """Around the computation of a window: puts the fault into it, if it is its turn.
+
+    Yields:
+        Whether the window is to be dropped.
+
+    Raises:
+        ConfigError: the batch has no place for it.
+    """
+    if inject is None or inject.step != step or (inject.where != "drop" and inject.rank != rank):
+        yield False
+        return
+    if inject.where == "drop":
+        yield True
+        return
+    net, handle = unwrap(model), None
+    if inject.where == "batch":
+        _first_float(window[0].batch).fill_(inject.value)
+    elif inject.where == "gradient":
+        weight = next(p for p in net.parameters() if p.requires_grad)
+        if is_dtensor(weight):
+            with _fault_in_shards(amp, set(net.parameters()), inject.value):
+                yield False
+            return
+        handle = weight.register_hook(lambda grad: torch.full_like(grad, inject.value))
+    else:
+        layer = next(m for m in net.modules() if any(True for _ in m.parameters(recurse=False)))
+        handle = layer.register_forward_hook(lambda m, inputs, output: torch.as_tensor(output) + inject.value)
+    try:
+        yield False
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _fault_in_shards(amp: Amp, weights: set[Tensor], value: float) -> Iterator[None]:
+    """A bad gradient on this rank alone. Sharded gradients pass no hook of autograd on their way to the weights."""
+
+    def spoil(params: Sequence[Tensor], grads: Sequence[Tensor], scaled: bool) -> None:
+        shards = local(grad for param, grad in zip(params, grads, strict=True) if param in weights)
+        for shard in [shard for shard in shards if shard.numel()][:1]:  # a rank holds nothing of a small one
+            shard.fill_(value)
+
+    amp.observers.append(spoil)
+    try:
+        yield
+    finally:
+        amp.observers.remove(spoil)
+
+
+def _first_float(batch: Any) -> Tensor:
+    if isinstance(batch, Tensor):
+        return batch
+    for item in batch.values() if isinstance(batch, dict) else batch:
+        if isinstance(item, Tensor) and item.is_floating_point():
+            return item
+    raise ConfigError("debug.inject.where=batch: the batch holds no floating-point tensor; use where=gradient")

@@ -1,0 +1,33 @@
+"""Islands that are made while a run is under way, as the doctor asks for and as a resumed run had them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from amp_core.layouts.fsdp import gathers_16bit
+from amp_core.lowp.islands import keep_fp32, named_modules
+from amp_core.step.amp import Amp
+
+if TYPE_CHECKING:
+    from amp_core.run.loop import Loop
+
+
+def make_islands(loop: Loop, names: list[str]) -> None:
+    """Keep modules in fp32 from here on, in the networks and in their average."""
+    nets = [loop.env.nets] if loop.ema is None else [loop.env.nets, [("", loop.ema.model)]]
+    for module in (module for each in nets for module, name in named_modules(each).items() if name in set(names)):
+        keep_fp32(module)
+    if loop.graph is not None:
+        loop.graph.forget()
+    loop.islands += [name for name in names if name not in loop.islands]
+    loop.env.summary["islands"] = loop.islands
+
+
+def can_make_islands(amp: Amp, nets: list[tuple[str, nn.Module]]) -> bool:
+    """Whether modules can become islands now: it takes autocast, and weights in fp32, also where they are gathered."""
+    autocasts = amp.dtype in (torch.float16, torch.bfloat16)
+    in_16bit = amp.weights or amp.config.float8 or any(gathers_16bit(net) for _, net in nets)
+    return autocasts and not in_16bit

@@ -1,0 +1,317 @@
+"""From a checked configuration to finished workers: in this process, or N of them through torch's elastic agent.
+
+Workers are started as commands, not as functions, so that a run, a sweep and a joblib sweep start them the same way.
+A worker that ends on purpose (time limit, divergence, a signal) reports its exit code through a file and exits with 0:
+the agent restarts whatever exits with anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from amp_core.config.errors import ConfigError, Interrupted, RunError
+from amp_core.config.redact import redact
+from amp_core.config.rules import build, node_range
+from amp_core.config.schema import Config
+from amp_core.run.environment import Environment, Job, environment, exit_code_of, lock_folder, outcome_of
+from amp_core.run.lines import write_json
+from amp_core.run.preflight import needs_agent, num_processes
+from amp_core.run.rendezvous import launched, others_start_again, worker_store
+from amp_core.run.stop import SIGNALS, TIME_LIMIT
+
+SHUTDOWN_SECONDS = 600
+"""How long workers may take to finish their step and write a checkpoint after a signal."""
+
+TWICE = "interrupted twice: stopped at once; the steps since the last checkpoint are lost"
+
+Run = Callable[[Config, Environment], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    exit_code: int
+    eval: dict[str, float]
+    error: str | None = None
+    """What the user should read; None after success."""
+    signalled: int = 0
+    """The exit code that a signal asked for, even when it came too late to stop the run: nothing else should begin."""
+
+
+def launch(job: Job, run: Run, worker: list[str]) -> Outcome:
+    """Run a job to its end. Never raises for a failing run.
+
+    Args:
+        job: what to run.
+        run: the recipe.
+        worker: the command of a worker; the path of the job's file is appended.
+    """
+    cfg = build(job.config)
+    if launched() or not needs_agent(cfg):
+        return in_process(job, run)
+    return _with_agent(job, cfg, worker)
+
+
+def in_process(job: Job, run: Run) -> Outcome:
+    """Run a job in this process."""
+    try:
+        with environment(job) as env:
+            result = run(env.cfg, env)
+            return Outcome(0, result, signalled=exit_code_of(env.stop.code) if env.stop.code != TIME_LIMIT else 0)
+    except (Exception, KeyboardInterrupt) as problem:
+        code, _ = outcome_of(problem)
+        if isinstance(problem, Interrupted):  # the log has said so
+            return Outcome(code, {}, signalled=code if problem.by_signal else 0)
+        if isinstance(problem, RunError):
+            return Outcome(code, {}, redact(str(problem)))
+        if isinstance(problem, KeyboardInterrupt):
+            return Outcome(code, {}, TWICE, signalled=code)
+        return Outcome(code, {}, redact(traceback.format_exc()))
+
+
+def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
+    # Imported here: the agent costs a second that a single process need not pay.
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from amp_core.run import heartbeat
+
+    # The agent's account of each worker's end would stand around the one message that matters.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    layout = cfg.layout
+    nodes = node_range(layout.nnodes)
+    assert nodes is not None
+    nproc = num_processes(cfg)
+    several = nodes[1] > 1
+    with tempfile.TemporaryDirectory(prefix="amp_recipes_") as folder, _worker_environ(nproc, several):
+        job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
+        job_file.write_text(job.dumps())
+        # Signals that end a run are handled here; an older torch waits 30 seconds and handles all by itself.
+        patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS, "signals_to_handle": "SIGHUP,SIGQUIT"}
+        known = {field.name for field in dataclasses.fields(LaunchConfig)}
+        patience = {name: value for name, value in patience.items() if name in known}
+        config = LaunchConfig(
+            min_nodes=nodes[0],
+            max_nodes=nodes[1],
+            nproc_per_node=nproc,
+            run_id=layout.rdzv_id or uuid.uuid4().hex,
+            role="rank",
+            rdzv_backend=heartbeat.BACKEND if several else "c10d",
+            rdzv_configs=heartbeat.configs(layout.max_restarts, layout.timeout_minutes) if several else {},
+            rdzv_endpoint=layout.rdzv_endpoint or "127.0.0.1:0",
+            local_addr=None if several else "127.0.0.1",
+            max_restarts=layout.max_restarts,
+            monitor_interval=0.1,
+            **patience,
+            start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        signals = _Signals(job_file, SignalException)
+        try:
+            with signals:
+                elastic_launch(config, worker[0])(*worker[1:], str(job_file))
+        except SignalException as stopped:
+            outcome = _read_result(result_file)
+            code = exit_code_of(128 + int(stopped.sigval))
+            if outcome is None:
+                said = TWICE if signals.twice else f"stopped by {signal.Signals(stopped.sigval).name}"
+                outcome = _failed(job, code, "preempted", said)
+            return dataclasses.replace(outcome, signalled=code)
+        except ChildFailedError as failed:
+            outcome = _read_result(result_file)
+            if outcome is not None and outcome.exit_code:  # a rank ended on purpose, and the others missed it
+                return outcome
+            return _failed(job, 1, "failed", _first_failure(failed))
+        except (RendezvousError, DistError) as lost:
+            text = " ".join(str(lost).split()) or type(lost).__name__
+            return _failed(job, 1, "failed", f"the machines do not reach each other at {config.rdzv_endpoint}: {text}")
+        finally:
+            heartbeat.leave()
+        outcome = _read_result(result_file)
+        return outcome or _failed(job, 1, "failed", "the workers ended without a result")
+
+
+class _Signals:
+    """Around the agent: the first signal makes it stop its workers, which finish their step and save; it waits for
+    them. Ctrl-C once more kills them at once. Others that come then change nothing.
+
+    Args:
+        job_file: stands in the command line of every worker.
+        stop: torch's exception with which the agent stops its workers.
+    """
+
+    def __init__(self, job_file: Path, stop: Callable[[str, signal.Signals], Exception]) -> None:
+        self.twice = False
+        self._job_file, self._stop = job_file, stop
+        self._first: int | None = None
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        for number in SIGNALS:
+            with contextlib.suppress(ValueError):  # not in the main thread: signals are somebody else's there
+                self._handlers[number] = signal.signal(number, self._on_signal)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._first is None:
+            self._first = number
+            raise self._stop(f"got {signal.Signals(number).name}", signal.Signals(number))
+        if number == self._first == signal.SIGINT:
+            self.twice = True
+            for pid in _processes_of(self._job_file):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _processes_of(job_file: Path) -> list[int]:
+    """Process ids of workers, and of the loaders that they forked: those with this file in their command line."""
+    if not Path("/proc/self/cmdline").exists():  # macOS
+        table = subprocess.run(["ps", "-axww", "-o", "pid=,command="], capture_output=True, text=True).stdout
+        lines = [line.strip().partition(" ") for line in table.splitlines()]
+        return [int(pid) for pid, _, command in lines if str(job_file) in command.split()]
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                command = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
+                found += [int(entry)] if os.fsencode(job_file) in command else []
+    return found
+
+
+def _failed(job: Job, code: int, status: str, message: str) -> Outcome:
+    """The workers are dead; what they could not write is written for them."""
+    summary = Path(job.run_dir or "", "summary.json")
+    if job.run_dir and summary.is_file():
+        # Not when other machines go on with the run.
+        with contextlib.suppress(OSError, ValueError, ConfigError), lock_folder(Path(job.run_dir)):
+            content = json.loads(summary.read_text())
+            if content.get("status") == "running":
+                write_json(summary, content | {"status": status, "exit_code": code, "error": message})
+    return Outcome(code, {}, message)
+
+
+def _first_failure(failed: Any) -> str:
+    """Which rank failed first and why: the others fail because their partner is gone."""
+
+    def order(item: tuple[int, Any]) -> tuple[bool, float]:
+        failure = item[1]
+        killed = failure.exitcode < 0 and -failure.exitcode not in (signal.SIGTERM, signal.SIGINT)
+        return not killed, _extra(failure).get("precise_timestamp", float(failure.timestamp))
+
+    rank, failure = min(failed.failures.items(), key=order)
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        return f"rank {rank} was killed by {name}; the same command goes on from the last checkpoint"
+    return f"rank {rank} failed:\n{_extra(failure).get('py_callstack', failure.message)}"
+
+
+def _extra(failure: Any) -> dict[str, Any]:
+    message = failure.error_file_data.get("message")
+    return message.get("extraInfo", {}) if isinstance(message, dict) else {}
+
+
+def _read_result(path: Path) -> Outcome | None:
+    try:
+        return Outcome(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def _worker_environ(nproc: int, several: bool) -> Iterator[None]:
+    """Variables for the agent and its workers, unless the user decided."""
+    wanted = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc))}  # share the cores
+    if several:
+        # A store of its own for each attempt: with the agents' one, a machine that comes back waits for the address of
+        # a store that the others know since their first attempt and do not tell again.
+        wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def work(job_file: Path, run_of: Callable[[str], Run]) -> int:
+    """The main function of a worker of the agent. Returns its exit code.
+
+    Args:
+        job_file: what to run.
+        run_of: the recipe of a name.
+    """
+    result = job_file.with_name("result.json")
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        result.unlink(missing_ok=True)  # of workers that were stopped because a machine came or went
+    job = Job.loads(job_file.read_text())
+    worker_store(job.config["layout"]["timeout_minutes"])
+    job = share(job)
+    assert job is not None
+    outcome = in_process(job, run_of(job.config["recipe"]["name"]))
+    if outcome.exit_code == 1:
+        report_failure(outcome.error or "")
+        return 1
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        write_json(result, vars(outcome))
+    if outcome.signalled and others_start_again():
+        # An agent stops its workers when a machine comes back, and all ranks agree. The other agents must find theirs
+        # alive when they see that machine, or they would take the run for finished.
+        time.sleep(1.0)
+    return 0
+
+
+def report_failure(text: str) -> None:
+    """Hand this rank's traceback to the agent (ours or torchrun's), which shows that of the first rank to fail."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        print(text, file=sys.stderr)
+        return
+    now = time.time()
+    extra = {"py_callstack": text, "timestamp": str(int(now)), "precise_timestamp": now}
+    Path(path).write_text(json.dumps({"message": {"message": text.strip(), "extraInfo": extra}}))
+
+
+def share(job: Job | None, *, refused: bool = False) -> Job | None:
+    """Rank 0's job on every rank: composed once, one run folder for all, the same after a restart.
+
+    Args:
+        job: on rank 0 the job, or None when there is nothing to do.
+        refused: on rank 0, its configuration is bad.
+
+    Raises:
+        ConfigError: without a message, on every rank, when rank 0 refused: it says why.
+    """
+    store = worker_store()
+    if os.environ["RANK"] == "0":
+        if job is not None:
+            job.run_dir = store.first("run_dir", job.run_dir or "") or None
+        store.set("job", "refused" if refused else job.dumps() if job else "nothing")
+    text = store.get("job")
+    if text == "refused":
+        raise ConfigError([])
+    return None if text == "nothing" else Job.loads(text)

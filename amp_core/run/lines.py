@@ -1,0 +1,269 @@
+"""Files of lines, the terminal and the progress bar."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    pass
+
+TICK_SECONDS = 0.1
+"""How often `Log.advance` does more than compare the time."""
+LINE_SECONDS = 5.0
+"""Least time between progress lines when stderr is not a terminal."""
+LARGE_WAIT = 0.1
+"""A share of the time spent waiting for data that the progress line mentions."""
+
+
+def write_json(path: str | os.PathLike[str], content: Any) -> None:
+    """Write a JSON file whole or not at all. Numbers that are not finite become null.
+
+    Raises:
+        OSError: it cannot be written; what stood there before is intact.
+    """
+    replace(Path(path), (dumps(content, indent=2) + "\n").encode())
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; what stood there before is intact.
+    """
+    replace(Path(path), text.encode())
+
+
+def dumps(content: Any, indent: int | None = None) -> str:
+    return redact_values(json.dumps(to_plain(content), indent=indent, allow_nan=False))
+
+
+def redact_values(text: str) -> str:
+    from amp_core.config.redact import redact  # not to be found by this file as a script, which does not need it
+
+    return redact(text)
+
+
+def to_plain(value: Any) -> Any:
+    """What JSON can hold: null for numbers that are not finite, text for what it does not know."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [to_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # tensors and the numbers and arrays of numpy
+        return to_plain(value.tolist())
+    return str(value)
+
+
+def numbers_of(prefix: str, value: Any) -> list[tuple[str, float]]:
+    """The numbers in a nested dictionary, under names such as train/loss."""
+    if isinstance(value, Mapping):
+        return [pair for key, item in value.items() for pair in numbers_of(f"{prefix}/{key}", item)]
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return [(prefix, value)] if isinstance(value, (int, float)) else []
+
+
+def replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def cut_lines(path: Path, last_step: int) -> dict[str, int]:
+    """Keep the whole lines up to `last_step`, each (split, step) once; the last step of each split is returned."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    kept: dict[tuple[str, int], bytes] = {}
+    for line in content.split(b"\n"):
+        try:
+            entry = json.loads(line)
+            key = str(entry.get("split", "")), int(entry["step"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # half-written, or no line of ours
+            continue
+        if key[1] <= last_step:
+            kept[key] = line
+    whole = b"".join(line + b"\n" for line in kept.values())
+    if whole != content:
+        replace(path, whole)
+    return dict(sorted(kept))
+
+
+class LineFile:
+    """Appends whole lines, each with one write; the first failure is said, and later lines are tried again."""
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._warn = warn
+        self._file: io.FileIO | None = None
+        self._has_failed = False
+
+    def append(self, line: str) -> None:
+        data = line.encode("utf-8", "backslashreplace") + b"\n"
+        try:
+            if self._file is None:
+                self._file = io.FileIO(self._path, "ab")
+            end = self._file.seek(0, os.SEEK_END)
+            if self._file.write(data) != len(data):
+                self._file.truncate(end)  # or the next line would continue this half
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                self._warn(f"{self._path} cannot be written, lines will be missing: {error}")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redact_values(super().format(record))
+
+
+class FileHandler(logging.Handler):
+    """train.log."""
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        super().__init__()
+        self._file = LineFile(path, warn)
+        self.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._file.append(self.format(record))
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class TerminalHandler(logging.Handler):
+    """Messages to stdout, warnings to stderr, above the bar."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(logging.INFO if rank == 0 else logging.WARNING)
+        self._prefix = f"[rank {rank}] " if rank > 0 else ""
+        self.setFormatter(_Formatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_warning = record.levelno >= logging.WARNING
+        stream = sys.stderr if is_warning else sys.stdout
+        level = f"{record.levelname.lower()}: " if is_warning else ""
+        try:
+            _Bar.write(f"{self._prefix}{level}{self.format(record)}", file=stream)
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):  # a closed pipe (`| head`); train.log has the message
+            pass
+
+
+class _Bar(tqdm):
+    monitor_interval = 0  # its watching thread would be there when data loaders fork
+
+
+_Bar.set_lock(threading.RLock())  # tqdm's own is made for several processes, and starts one on macOS
+
+
+class Progress:
+    """A bar on a terminal, plain lines in a file."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
+        self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._bar: _Bar | None = None
+        self._start: tuple[float, int] | None = None
+        self._last_line = -math.inf
+        self._waiting: str | None = None
+
+    def advance(self, step: int) -> None:
+        self._begin(step)
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def show(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._begin(step)
+        if self._bar is not None:
+            facts = " ".join(_facts(metrics)).replace(" samples/s", "/s")  # fits 80 columns
+            self._bar.set_description_str(facts, refresh=False)
+            self._bar.n = step
+            self._bar.refresh()
+        elif not self._is_terminal:
+            left = self._seconds_left(step)
+            facts = [f"step {step}/{self._total}", *_facts(metrics)]
+            self._waiting = "  ".join(facts + ([f"{tqdm.format_interval(left)} left"] if left is not None else []))
+            if step >= self._total or time.monotonic() - self._last_line >= LINE_SECONDS:
+                self._print()
+
+    def close(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+            self._bar.close()
+        self._print()
+
+    def _begin(self, step: int) -> None:
+        # The clock starts with the first finished step: what came before (set-up, compilation) does not recur.
+        if self._start is None:
+            self._start = time.monotonic(), step
+            if self._is_terminal:
+                self._bar = _Bar(
+                    total=self._total,
+                    initial=step,
+                    file=sys.stderr,
+                    dynamic_ncols=True,
+                    mininterval=0,
+                    miniters=1,
+                    bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {remaining} left {desc}",
+                )
+
+    def _seconds_left(self, step: int) -> float | None:
+        if self._start is None or step <= self._start[1]:
+            return None
+        return (time.monotonic() - self._start[0]) / (step - self._start[1]) * max(self._total - step, 0)
+
+    def _print(self) -> None:
+        if self._waiting is not None:
+            print(self._waiting, file=sys.stderr, flush=True)
+            self._last_line = time.monotonic()
+            self._waiting = None
+
+
+def _facts(metrics: Mapping[str, Any]) -> list[str]:
+    """Such as "loss 0.4312", for those that are there."""
+    formats = {
+        "loss": "loss {:.4g}",
+        "lr": "lr {:.1e}",
+        "loss_scale": "scale {:.10g}",
+        "skipped": "skipped {:.0f}",
+        "samples_per_second": "{:.0f} samples/s",
+    }
+    facts = [text.format(float(metrics[key])) for key, text in formats.items() if metrics.get(key) is not None]
+    if (waited := metrics.get("data_wait") or 0.0) >= LARGE_WAIT:
+        facts.append(f"{100 * waited:.0f} % waiting for data")
+    return facts

@@ -1,0 +1,267 @@
+"""Where a run reports: metrics.jsonl and train.log always, a progress bar, TensorBoard and wandb when asked.
+
+Nothing here stops or stalls training: a full disk, a missing package, an unreachable server each give one warning.
+
+On the terminal, messages (`info`) go to stdout, because the results of a run are among them; progress and warnings go
+to stderr. Rank 0 writes everything; the other ranks only send their warnings to stderr.
+
+wandb runs in a process of its own (this file, started as a script), fed through a pipe that never blocks. In the
+training process it would patch `sys.exit`, hook the interpreter's exit and start threads that forked data loaders
+inherit, and a call that hangs could only be abandoned. A process is simply ended, and wandb's service ends with it.
+Should training be killed, the process sees the end of its input and finishes the run.
+
+This module does not import torch (`torch.utils.tensorboard` is, when asked for).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from amp_core.run.lines import (
+    TICK_SECONDS,
+    FileHandler,
+    LineFile,
+    Progress,
+    TerminalHandler,
+    cut_lines,
+    dumps,
+    numbers_of,
+    redact_values,
+)
+from amp_core.run.trackers import MAX_FAILURES, TensorBoard, Wandb
+
+if TYPE_CHECKING:
+    from amp_core.config.schema import LogConfig
+
+
+class Log:
+    """The reports of one run.
+
+    Args:
+        run_dir: folder of the run.
+        cfg: what is wanted besides metrics.jsonl and train.log.
+        rank: of this process. Above 0 only warnings are passed on and `metrics` and `advance` do nothing.
+        run_config: the plain dictionary of the whole configuration; wandb stores it.
+        name: name of the run in wandb.
+        start_step: the step after which this run goes on; 0 for a fresh start.
+        total_steps: the step at which the run ends.
+        last_line_step: lines of metrics up to this step are kept, those beyond it are cut. None: `start_step` on a
+            resume; a fresh start keeps none.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        cfg: LogConfig,
+        *,
+        rank: int,
+        run_config: dict[str, Any],
+        name: str,
+        start_step: int,
+        total_steps: int,
+        last_line_step: int | None = None,
+    ) -> None:
+        run_dir = Path(run_dir).absolute()
+        self._is_main = rank == 0
+        self._is_closed = False
+        self._step = start_step
+        self._next_tick = 0.0
+        self._progress: Progress | None = None
+        self._tensorboard: TensorBoard | None = None
+        self._wandb: Wandb | None = None
+        self._tensorboard_failures = 0
+        self._last_steps: dict[str, int] = {}
+        if self._is_main:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        self._open_text(run_dir, rank)
+        if not self._is_main:
+            return
+
+        if last_line_step is None:
+            last_line_step = start_step if start_step > 0 else -1
+        self._metrics_file = LineFile(run_dir / "metrics.jsonl", self.warning)
+        try:
+            self._last_steps = cut_lines(run_dir / "metrics.jsonl", last_line_step)
+        except OSError as error:
+            self.warning(f"metrics.jsonl: lines beyond step {last_line_step} cannot be cut and stand twice: {error}")
+        self._statistics_file: LineFile | None = None
+        self._statistics_path = run_dir / "doctor" / "statistics.jsonl"
+        try:
+            cut_lines(self._statistics_path, last_line_step)
+        except OSError as error:
+            self.warning(f"{self._statistics_path}: lines beyond step {last_line_step} cannot be cut: {error}")
+        if cfg.progress:
+            self._progress = Progress(total_steps)
+        if cfg.tensorboard:
+            try:
+                self._tensorboard = TensorBoard(run_dir / "tensorboard", last_line_step + 1)
+            except Exception as error:  # a third party's: whatever it is, training goes on without it
+                self.warning(f"tensorboard cannot start, the run goes on without it: {error}")
+        if cfg.wandb:
+            try:
+                self._wandb = Wandb(run_dir, cfg, run_config, name, self._logger)
+            except OSError as error:
+                self.warning(f"wandb cannot start, the run goes on without it: {error}")
+
+    def metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Report the numbers of a step: to metrics.jsonl, the bar and the trackers.
+
+        Steps of a split rise: what is reported again, after a resume or at the end, is left out.
+
+        Args:
+            metrics: `step`, `split` ("train" or "eval") and numbers, also nested; the bar shows `loss`, `lr`,
+                `loss_scale`, `skipped`, `samples_per_second` and a large `data_wait` of train lines. Tensors are read
+                back.
+        """
+        if not self._is_main or self._is_closed:
+            return
+        step, split = int(metrics["step"]), str(metrics["split"])
+        if step <= self._last_steps.get(split, -1):
+            return
+        self._last_steps[split] = step
+        self._metrics_file.append(dumps(metrics))
+        numbers = dict(
+            numbers_of(split, {key: value for key, value in metrics.items() if key not in ("step", "split")})
+        )
+        if self._progress is not None and split == "train":
+            self._show(self._progress.show, step, metrics)
+        self._track(step, numbers)
+
+    def statistics(self, line: Mapping[str, Any]) -> None:
+        """Report the ranges of the layers in a step: to doctor/statistics.jsonl, the main ones to the trackers.
+
+        Args:
+            line: `step`, and `layers`: by name and kind of numbers, with `amax` and `underflow` among what is known.
+        """
+        if not self._is_main or self._is_closed:
+            return
+        if self._statistics_file is None:
+            with contextlib.suppress(OSError):  # said at the first line
+                self._statistics_path.parent.mkdir(exist_ok=True)
+            self._statistics_file = LineFile(self._statistics_path, self.warning)
+        self._statistics_file.append(dumps(line))
+        numbers = {
+            f"{kind}_{name}/{layer or 'network'}": float(found[name])
+            for layer, kinds in line["layers"].items()
+            for kind, found in kinds.items()
+            for name in ("amax", "underflow")
+            if found[name] is not None
+        }
+        self._track(int(line["step"]), numbers)
+
+    def _track(self, step: int, numbers: Mapping[str, float]) -> None:
+        if self._tensorboard is not None:
+            try:
+                self._tensorboard.add(step, numbers)
+            except Exception as error:  # a third party's: whatever it is, training goes on
+                self._tensorboard_failures += 1
+                if self._tensorboard_failures == MAX_FAILURES:
+                    self._tensorboard = None
+                    self.warning(f"tensorboard is switched off after {MAX_FAILURES} failures: {error}")
+        if self._wandb is not None:
+            self._wandb.add(step, numbers)
+
+    def advance(self, step: int) -> None:
+        """Move the bar. Call it after every step: it compares the time, and works about ten times a second."""
+        self._step = step
+        now = time.monotonic()
+        if now < self._next_tick:
+            return
+        self._next_tick = now + TICK_SECONDS
+        if self._progress is not None:
+            self._show(self._progress.advance, step)
+        if self._wandb is not None:
+            self._wandb.poll()
+
+    def info(self, message: str) -> None:
+        """A message to train.log and stdout (rank 0)."""
+        self._logger.info("%s", message)
+
+    def warning(self, message: str) -> None:
+        """A warning to train.log (rank 0) and stderr."""
+        self._logger.warning("%s", message)
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """End the reports; waits at most ten seconds for wandb. A second call does nothing.
+
+        Args:
+            summary: what summary.json holds; wandb shows it, and takes `exit_code` from it.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._progress is not None:
+            self._show(self._progress.close, self._step)
+        if self._tensorboard is not None:
+            try:
+                self._tensorboard.close()
+            except Exception as error:  # a third party's: whatever it is, the run ends well
+                self.warning(f"tensorboard: the last events are not written: {error}")
+        if self._wandb is not None:
+            self._wandb.close(summary)
+        self._close_text()
+
+    def _show(self, method: Callable[..., None], *args: Any) -> None:
+        try:
+            method(*args)
+        except (OSError, ValueError, TypeError) as error:  # stderr was closed, or a loss is no number
+            self._progress = None
+            self.warning(f"progress is switched off: {error}")
+
+    def _open_text(self, run_dir: Path, rank: int) -> None:
+        self._logger = logging.getLogger("amp_recipes")
+        for handler in self._logger.handlers[:]:  # of a run that died before it could close
+            if isinstance(handler, (TerminalHandler, FileHandler)):
+                self._logger.removeHandler(handler)
+        self._before = self._logger.level, self._logger.propagate
+        self._logger.setLevel(logging.INFO)
+        self._logger.propagate = False
+        self._handlers: list[logging.Handler] = [TerminalHandler(rank)]
+        if self._is_main:
+            self._handlers.append(FileHandler(run_dir / "train.log", self.warning))
+        for handler in self._handlers:
+            self._logger.addHandler(handler)
+
+    def _close_text(self) -> None:
+        for handler in self._handlers:
+            self._logger.removeHandler(handler)
+            handler.close()
+        level, self._logger.propagate = self._before
+        self._logger.setLevel(level)
+        if self._is_main:
+            self._metrics_file.close()
+            if self._statistics_file is not None:
+                self._statistics_file.close()
+
+
+def say(message: str) -> None:
+    """Print to stdout; a closed pipe (`| head`) or a full disk does not end a run."""
+    try:
+        print(redact_values(message), flush=True)
+    except OSError:
+        # What is still buffered would raise again at exit.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def check_log(cfg: LogConfig) -> list[str]:
+    """What is missing for the wanted trackers, one sentence each. Imports nothing."""
+    wanted = {"tensorboard": cfg.tensorboard, "wandb": cfg.wandb}
+    return [
+        f"log={cfg.name} needs the package {package}: pip install 'amp-recipes[{package}]'"
+        for package, is_wanted in wanted.items()
+        if is_wanted and not _is_installed(package)
+    ]
+
+
+def _is_installed(package: str) -> bool:
+    # A folder of that name in the working directory (wandb makes one) is found too, as a namespace without origin.
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None

@@ -1,0 +1,486 @@
+"""The training loop around a recipe's steps: data, resume, cadences, metrics, checkpoints, stopping.
+
+A recipe writes
+
+    for window in loop.windows():
+        report, loss = loop.run(train_step, window)
+        loop.log(report, loss=loss)
+
+and this module does what must happen between two steps, each thing at its time and on all ranks alike. Between two log
+lines the host reads nothing back from the device.
+
+A window may come twice: when the doctor examines a step, it has the same `for` compute it again, inside of
+`amp.rehearse()`, so that nothing changes and nothing is logged. So whatever a recipe does with a window belongs into
+its step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from amp_core.checkpoints.checkpoint import Loaded
+from amp_core.config.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
+from amp_core.data import Data
+from amp_core.memory.graph import CudaGraphStep, Step, why_not_capturable
+from amp_core.run.environment import Environment, exit_code_of, outcome_of, peak_memory
+from amp_core.run.evaluation import Evaluate, Evaluation, spell
+from amp_core.run.feed import Feed
+from amp_core.run.inject import fault
+from amp_core.run.log import Log, say
+from amp_core.run.meters import Clock, Metrics
+from amp_core.run.monitor import Finding, Symptoms
+from amp_core.run.plan import measuring, plan, plan_in_detail
+from amp_core.run.resume import open_checkpoint, progress_of, resume
+from amp_core.run.stop import TIME_LIMIT
+from amp_core.step.amp import Amp
+from amp_core.step.ema import Ema
+from amp_core.step.report import StepReport
+from amp_core.step.schedule import Schedule
+from amp_core.step.window import MicroBatch
+from amp_core.tensors import is_sharded
+
+logger = logging.getLogger("amp_recipes")
+
+
+class Loop:
+    """One run of a recipe.
+
+    Args:
+        env: where it runs.
+        data: training data; evaluation is the recipe's own.
+        amp: the mode.
+        evaluate: metrics of a network (the first one, then its average) on the evaluation data; on every rank.
+        **parts: what is saved, by name: networks (wrapped or not), optimizers, schedules, averages, and anything else
+            with `state_dict` and `load_state_dict`. None is left out. At least one network, optimizer and schedule.
+    """
+
+    def __init__(self, env: Environment, data: Data, *, amp: Amp, evaluate: Evaluate, **parts: Any) -> None:
+        self.env, self.cfg, self.data = env, env.cfg, data
+        self.amp = amp
+        self.parts = parts | {"scaler": amp}
+        self.nets = [part for part in parts.values() if isinstance(part, nn.Module)]
+        self.optimizers = [part for part in parts.values() if isinstance(part, torch.optim.Optimizer)]
+        self.schedules = {name: part for name, part in parts.items() if isinstance(part, Schedule)}
+        self.model, self.schedule = self.nets[0], next(iter(self.schedules.values()))
+        self.ema = next((part for part in parts.values() if isinstance(part, Ema)), None)
+        if any(map(is_sharded, self.nets)) and len(data.eval) < env.world_size:
+            raise ConfigError(
+                f"layout={self.cfg.layout.name}: {len(data.eval)} evaluation samples for {env.world_size} ranks, which "
+                f"gather weights together; expected at least one each: use fewer ranks, or layout=ddp"
+            )
+        self.clock = Clock()
+        self.feed = Feed(env, data, self.clock.waiting)
+        self.metrics = Metrics(amp, self.schedules, env.world_size)
+        self.planned_samples = self.cfg.batch_size * self.cfg.accumulation * env.planned_ranks
+        """Samples per step that the run was begun with; an elastic one comes as near to it as its ranks allow."""
+        self.step = 0
+        """Windows done, taken or skipped."""
+        self.samples = 0
+        """Samples drawn so far, over all ranks."""
+        self.evaluation = Evaluation(env, evaluate, self.model, self.ema, self.clock)
+        self.islands: list[str] = []
+        """What the doctor keeps in fp32, besides what amp.keep_fp32 names."""
+        self.memory: dict[str, int | None] | None = None
+        """Bytes per rank, from the first window on."""
+        self.is_replay = False
+        """Whether the present window is computed again, for somebody who looks into it."""
+        self.graph = _cuda_graph(self)
+        self.recast = None
+        if self.cfg.perf.recast_weights:
+            from amp_core.memory.recast import Recast
+
+            self.recast = Recast(p for net in self.nets for p in net.parameters())
+        self.monitor, self.measurement = env.monitors(self)
+        self._log: Log | None = None
+        self._symptoms: Symptoms | None = None
+        self._is_looked_into = False
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per window, on each rank."""
+        return self.feed.accumulation
+
+    @property
+    def eval(self) -> dict[str, float]:
+        """Results of the last evaluation."""
+        return self.evaluation.metrics
+
+    @property
+    def num_steps(self) -> int:
+        """The step at which the run ends."""
+        return self.feed.num_steps(self.step, self.samples)
+
+    # --- the training loop --------------------------------------------------------------------------------------------
+
+    def windows(self, count: Callable[[Any], Tensor] | None = None) -> Iterator[list[MicroBatch]]:
+        """The windows from where the run stands to its end. Between them: log, evaluate, save, stop.
+
+        Args:
+            count: what a batch weighs, a 0-d tensor on its device, such as its valid tokens. Default: its samples.
+
+        Yields:
+            `accumulation` micro-batches on the device; weights sum to 1 over all ranks.
+
+        Raises:
+            ConfigError: the checkpoint was made with other settings.
+            CheckpointError, SaveError: no usable checkpoint, or it cannot be written.
+            Diverged: too many skipped steps in a row.
+            Interrupted: a signal or the time limit, after a checkpoint.
+        """
+        self.feed.count = count
+        if self.cfg.dry_run and self.env.driver is None:
+            if self.env.is_main:
+                say(f"{plan(self)}\n{plan_in_detail(self)}")
+            return
+        self.checkpoint = open_checkpoint(self)
+        self.env.closing.callback(self._finish_saving)
+        loaded, notes, warnings = resume(self)
+        if self.env.driver is not None:
+            with self.env.eagerly():
+                yield from self.env.driver(self, count)
+            return
+        if self.cfg.task == "evaluate":
+            _evaluate_only(self, loaded, notes)
+            return
+        if loaded is not None and self.step >= self.num_steps and _is_finished(self):
+            return
+        self.env.begin()
+        self._log = _open_log(self, loaded, notes, warnings)
+        ending: dict[str, Any] = {"status": "finished", "exit_code": 0}
+        if self.monitor is not None:
+            self.monitor.start()
+        try:
+            steps = self._steps()
+            # A recipe that fails in a replay leaves it open; nothing else may be watched by its trace.
+            self.env.closing.callback(steps.close)
+            yield from steps
+        except BaseException as problem:  # trackers are told how it ended; it is raised on
+            code, status = (1, "failed") if isinstance(problem, GeneratorExit) else outcome_of(problem)
+            ending = {"status": status, "exit_code": code}
+            raise
+        finally:
+            if self._log is not None:
+                self._log.close(self.env.summary | ending)
+
+    def _steps(self) -> Generator[list[MicroBatch], None, None]:
+        begin, end = self.step, self.num_steps
+        with self.feed.loading(self.samples) as windows:
+            self.clock.start(self.samples)
+            if self.step >= end:  # stopped between its last step and its result
+                yield from self._after_step(end)
+            while self.step < end:
+                window = next(windows)
+                with self.step_of(window) as dropped, self.sampling(), measuring(self):
+                    if not dropped:
+                        yield window
+                if self.step == begin + 1:
+                    self.checkpoint.prepare()
+                if self.graph is not None and not self.graph.is_used and not (dropped or self._is_looked_into):
+                    self.graph = None
+                    name = self.cfg.recipe["name"]
+                    logger.info("perf.graph=true: recipe=%s does not use Loop.run: running eagerly instead", name)
+                yield from self._after_step(end)
+
+    def run(self, step: Step, window: list[MicroBatch]) -> Any:
+        """`step(window)`; with perf.graph replayed from a CUDA graph, where it can be.
+
+        Args:
+            step: the computation of a whole step, the same function each time. What it returns, tensors and reports in
+                any nesting, may be overwritten by the next call.
+            window: what `windows` gave.
+        """
+        if self.graph is None or self.is_replay or self._is_looked_into:
+            return step(window)
+        return self.graph(step, window)
+
+    @contextlib.contextmanager
+    def step_of(self, window: list[MicroBatch]) -> Iterator[bool]:
+        """Around the computation of the next step's window. Yields true when it is to be dropped."""
+        self.env.seed_step(self.step + 1)
+        for net in self.nets:
+            net.train()
+        # Hooks are called neither by a compiled part nor by a captured step.
+        inject, measurement, step = self.cfg.debug.inject, self.measurement, self.step + 1
+        self._is_looked_into = (inject is not None and inject.step == step) or (
+            measurement is not None and step % measurement.every == 0
+        )
+        # Where weights are cast again in the backward pass, shared copies would be kept in any case.
+        reuse = self.accumulation > 1 and self.recast is None
+        with (
+            fault(inject, self.model, self.amp, window, step=step, rank=self.env.rank) as dropped,
+            self.amp.cache_weight_casts(*self.nets) if reuse else contextlib.nullcontext(),
+            self.env.eagerly() if self._is_looked_into else contextlib.nullcontext(),
+        ):
+            yield dropped
+        self.step += 1
+        self.samples += self.feed.samples_per_step
+
+    def sampling(self) -> contextlib.AbstractContextManager[None]:
+        """Around the computation of the next step's window, inside of `step_of`: statistics, if it is their turn."""
+        return contextlib.nullcontext() if self.measurement is None else self.measurement.sampling(self.step + 1)
+
+    def _after_step(self, end: int) -> Iterator[list[MicroBatch]]:
+        cfg, at_end = self.cfg, self.step >= end
+        stop = self.env.stop.poll()
+        assert self._log is not None
+        self._log.advance(self.step)
+        if at_end or stop or self.step % cfg.log_every == 0:
+            self._begin_line()
+        yield from self._consult(in_a_hurry=bool(stop))
+        evaluated = True
+        if at_end or (not stop and self.step % cfg.eval_every == 0):
+            evaluated = self._evaluate()
+            stop = stop if evaluated else self.evaluation.asked
+        if at_end or stop or self.step % cfg.save_every == 0:
+            self._finish_line()
+            yield from self._consult(in_a_hurry=bool(stop))
+            self._save(is_last=at_end or bool(stop))
+        if at_end and evaluated:
+            self._end()
+        elif stop:
+            reason = "the time limit was reached" if stop == TIME_LIMIT else signal.Signals(stop - 128).name
+            self._summarise()
+            message = (
+                f"stopped at step {self.step} of {end}{' in its evaluation' if at_end else ''}: {reason}; a checkpoint "
+                f"was written; go on with run_dir={self.env.run_dir}"
+            )
+            if self.env.is_main:
+                self._log.warning(message)
+            raise Interrupted(message, exit_code_of(stop), by_signal=stop != TIME_LIMIT)
+
+    def log(self, report: StepReport, *, of: str = "", **values: Tensor) -> None:
+        """Record a step. Does not wait for the device.
+
+        Args:
+            report: of the step.
+            of: whose step it was, in a recipe that steps several optimizers one by one. Its gradient norm and skipped
+                steps are logged as `grad_norm_<of>` and `skipped_<of>`.
+            **values: 0-d tensors, this rank's shares of means over the window. The metrics hold their means over the
+                taken steps since the last line.
+        """
+        if self.is_replay:
+            return
+        self.metrics.add(of, report, values)
+        if self.monitor is not None:
+            self.monitor.note(of, report, next(iter(values.values()), None))
+
+    def draw(self, random: Callable[..., Tensor], *shape: int, stream: int = 0) -> list[Tensor]:
+        """Random numbers of the present window: for each micro-batch a tensor [B, *shape] on the device.
+
+        A function of (seed, step, stream): drawn for the whole step and divided as its samples are, so that
+        accumulation and ranks do not change what a sample gets.
+
+        Args:
+            random: torch.randn or torch.rand.
+            *shape: of one sample.
+            stream: another number gives other numbers in the same step.
+        """
+        if self.graph is not None and self.graph.is_capturing:
+            raise RuntimeError("it draws numbers by the step's number, which a replay would repeat (Loop.draw)")
+        entropy = np.random.SeedSequence([self.cfg.seed, self.step, stream]).generate_state(1, np.uint64)
+        generator = torch.Generator(self.env.device).manual_seed(int(entropy[0]))
+        split = (self.accumulation, self.env.world_size, self.cfg.batch_size)
+        drawn = random(*split, *shape, generator=generator, device=self.env.device)
+        return list(drawn[:, self.env.rank])
+
+    # --- metrics ------------------------------------------------------------------------------------------------------
+
+    def _begin_line(self) -> None:
+        """Begin to read the numbers of a log line; on a GPU they are written when the next line is begun."""
+        self._finish_line()
+        rate, waited = self.clock.lap(self.samples)
+        facts = self.monitor.facts() if self.monitor is not None else {}
+        self.metrics.begin_line(self.step, rate, waited, facts)
+        if self.env.device.type == "cpu":
+            self._finish_line()
+
+    def _finish_line(self) -> None:
+        line = self.metrics.finish_line()
+        if line is None:
+            return
+        step, skipped, scale = (line.numbers[name] for name in ("step", "skipped", "loss_scale"))
+        assert self._log is not None
+        self._log.metrics(line.numbers)
+        if self.measurement is not None:
+            self.measurement.write(self._log, upto=step)
+        self.env.summary |= {"step": step, "skipped": skipped, "samples_per_second": line.rate}
+        for note in line.notes:
+            self._log.info(note)
+        for warning in line.warnings:
+            self._log.warning(warning)
+        self._symptoms = Symptoms(step, 0, line.streak, scale, None, None)
+        if self.monitor is not None:
+            self._symptoms = self.monitor.symptoms(step, line.found, skipped, line.streak, scale)
+
+    def _consult(self, *, in_a_hurry: bool) -> Iterator[list[MicroBatch]]:
+        """Ask the monitor about the last log line, unless the run is to stop; end a run that has diverged."""
+        symptoms, self._symptoms = self._symptoms, None
+        if symptoms is None:
+            return
+        finding, monitor = None, self.monitor
+        diverged = symptoms.streak >= self.cfg.amp.max_consecutive_skips
+        asked = monitor is not None and (monitor.is_called(symptoms) or (diverged and monitor.last is None))
+        if monitor is not None and asked and not in_a_hurry:
+            began = time.monotonic()
+            finding = yield from monitor.examine(symptoms)
+            self.clock.pause(time.monotonic() - began)
+        if diverged and not (finding is not None and finding.healed):
+            finding = finding or (monitor.last if monitor is not None else None)
+            raise Diverged(_why_diverged(symptoms, self.cfg.amp.max_consecutive_skips, finding))
+
+    # --- evaluation, checkpoints, the end -----------------------------------------------------------------------------
+
+    def _evaluate(self) -> bool:
+        """Whether it came to its end, or had before."""
+        if self.evaluation.step == self.step:
+            return True
+        if not self.evaluation.run(self.step):
+            return False
+        if self._log is not None:
+            self._log.metrics({"step": self.step, "split": "eval", **self.eval})
+            self._log.info(f"step {self.step}: {spell(self.eval)}")
+        return True
+
+    def _save(self, *, is_last: bool) -> None:
+        began = time.monotonic()
+        problem = None
+        if self.measurement is not None and self._log is not None:
+            self.measurement.write(self._log)  # a run that resumes here does not sample these steps again
+        try:
+            self.checkpoint.save(
+                self.step,
+                progress=progress_of(self),
+                config=self.cfg.to_dict(),
+                metrics=self.eval if self.evaluation.step == self.step else None,
+                best=(self.cfg.recipe["best"], self.cfg.recipe["best_is"]),
+            )
+            if is_last:
+                self.checkpoint.wait()
+        except (CheckpointError, SaveError) as error:
+            problem = error
+        # Where only rank 0 writes, the others must not wait in a collective for one that gave up.
+        if self.env.any_rank(problem is not None):
+            raise problem or SaveError("rank 0 cannot save, see its message")
+        self._summarise()
+        self.env.write_summary("running", 0)
+        self.clock.pause(time.monotonic() - began)
+
+    def _finish_saving(self) -> None:
+        """Wait for what is saved in the background, however the run ends; but not when asked twice."""
+        if isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            return
+        try:
+            self.checkpoint.wait()
+        except Exception as problem:  # the run ends already, with a problem of its own
+            logger.warning("%s", problem)
+
+    def _summarise(self) -> None:
+        self.env.summary |= {
+            "step": self.step,
+            "eval": self.eval,
+            "skipped": int(self.amp.num_skipped),
+            "samples_per_second": self.clock.overall(self.samples),
+            "data_wait": round(self.clock.overall_wait(), 4),
+            "peak_memory_bytes": peak_memory(self.env.device),
+            "memory": self.memory,
+        }
+
+    def _end(self) -> None:
+        self._summarise()
+        self.env.write_summary("finished", 0)
+        if self._log is not None and self.env.is_main:
+            self._log.info(f"finished {self.step} steps: {spell(self.eval)}")
+            if self.memory is not None:
+                sizes = (f"{what} {size / 2**20:.1f} MiB" for what, size in self.memory.items() if size)
+                self._log.info(f"memory per rank: {', '.join(sizes)}")
+            self._log.info(f"run folder: {self.env.run_dir}")
+
+
+def _open_log(loop: Loop, loaded: Loaded | None, notes: list[str], warnings: list[str]) -> Log:
+    env, cfg = loop.env, loop.cfg
+    assert env.run_dir is not None
+    log = Log(
+        env.run_dir,
+        cfg.log,
+        rank=env.rank,
+        run_config=cfg.to_dict(),
+        name=env.run_dir.name,
+        start_step=loop.step,
+        total_steps=loop.num_steps,
+        last_line_step=None if loaded is None else loop.step,
+    )
+    for note in notes if env.is_main else []:
+        log.info(note)
+    for warning in warnings if env.is_main else []:
+        log.warning(warning)
+    if env.is_main:
+        log.info(plan(loop))
+        log.info(f"run folder: {env.run_dir}")
+    return log
+
+
+def _cuda_graph(loop: Loop) -> CudaGraphStep | None:
+    env, cfg = loop.env, loop.cfg
+    if not cfg.perf.graph:
+        return None
+    # Also those whose state is saved as a part of something else.
+    optimizers = list(dict.fromkeys([*loop.optimizers, *(s.optimizer for s in loop.schedules.values())]))
+    problem = why_not_capturable(env.devices, cfg.layout, env.world_size, optimizers)
+    if problem is not None:
+        env.job.notes.append(f"perf.graph=true: running eagerly instead: {problem}")
+        return None
+    graph = CudaGraphStep(
+        loop.nets, loop.optimizers, list(loop.schedules.values()), loop.amp, lambda: env.seed_step(loop.step + 1)
+    )
+    env.closing.callback(graph.forget)  # NCCL waits at its end for graphs that use its communicator
+    return graph
+
+
+def _is_finished(loop: Loop) -> bool:
+    """Whether a run that made all its steps has its result, too: then nothing is computed, and it stands."""
+    env = loop.env
+    before = env.summary_before
+    if before.get("status") != "finished" or not isinstance(before.get("eval"), dict):
+        before = None
+    if env.any_rank(env.is_main and before is None):
+        return False
+    if env.is_main:
+        say(f"already finished: {loop.step} of {loop.num_steps} steps in {env.run_dir}")
+    loop.evaluation.metrics = dict(before["eval"]) if before else {}
+    env.summary |= before or {}
+    env.begin()
+    env.write_summary("finished", 0)
+    return True
+
+
+def _evaluate_only(loop: Loop, loaded: Loaded | None, notes: list[str]) -> None:
+    assert loaded is not None  # Checkpoint.load raises when a path was named and holds none
+    loop.evaluation.metrics = loop.evaluation.metrics_of_nets()
+    if loop.env.is_main:
+        for note in notes:
+            say(note)
+        say(f"step {loaded.step}: {spell(loop.eval)}")
+
+
+def _why_diverged(symptoms: Symptoms, most: int, finding: Finding | None) -> str:
+    message = (
+        f"{symptoms.streak} steps in a row up to step {symptoms.step} had gradients that are not finite "
+        f"(amp.max_consecutive_skips={most}), loss scale {symptoms.scale:g}. The weights are those of the last good "
+        f"step."
+    )
+    if finding is not None:
+        return f"{message} The doctor found: {finding.headline}"
+    return (
+        f"{message} Look for an overflow in the forward pass: keep its module in fp32 (amp.keep_fp32), lower "
+        f"optimizer.lr, or use amp=bf16; doctor=watch looks for it"
+    )

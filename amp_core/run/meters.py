@@ -1,0 +1,248 @@
+"""Sums on the device between two log lines, read back without blocking, and the clock of a run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from amp_core.step.amp import Amp
+from amp_core.step.report import StepReport
+from amp_core.step.schedule import Schedule
+
+
+class Meter:
+    """What is to be logged of the steps of one optimizer, summed on the device since the last line."""
+
+    def __init__(self, device: torch.device, num_skipped: int = 0) -> None:
+        self.report: StepReport | None = None
+        self.num_skipped = torch.full((), num_skipped, dtype=torch.int64, device=device)
+        self._zero = torch.zeros((), device=device)
+        self.clear()
+
+    def clear(self) -> None:
+        self.is_fresh = False
+        self.sums: dict[str, Tensor] = {}
+        self.num_taken = self._zero
+
+    def add(self, report: StepReport, values: dict[str, Tensor]) -> None:
+        self.report, self.is_fresh = report, True
+        for name, value in values.items():
+            # A skipped step has no loss: NaN would spoil the mean.
+            value = torch.where(report.taken, value.detach().float(), 0.0)
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        self.num_taken = self.num_taken + report.taken
+        self.num_skipped = self.num_skipped + ~report.taken
+
+
+class Reading:
+    """Numbers on their way from the device: copied in the background, waited for only when they are used."""
+
+    def __init__(self, numbers: Tensor, names: list[tuple[str, str]], step: int, rate: float, waited: float) -> None:
+        self.names, self.step, self.rate, self.waited = names, step, rate, waited
+        self._event = None
+        self._numbers = numbers
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def values(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()
+
+
+@dataclass(frozen=True)
+class Line:
+    """A log line on the host, and what is not for the log."""
+
+    numbers: dict[str, Any]
+    """As in metrics.jsonl."""
+    rate: float
+    """Samples per second since the last line."""
+    streak: int
+    """Steps skipped in a row up to this line."""
+    found: dict[str, float]
+    """The facts that were asked for with `Metrics.begin_line`."""
+    notes: list[str]
+    warnings: list[str]
+
+
+class Metrics:
+    """The numbers of a run's log lines. On every rank alike.
+
+    Args:
+        amp: whose loss scale and skipped steps they tell.
+        schedules: by name; their learning rates.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, amp: Amp, schedules: Mapping[str, Schedule], world_size: int) -> None:
+        self._amp, self._schedules, self._world_size = amp, schedules, world_size
+        self.meters: dict[str, Meter] = {}
+        """By the name of an optimizer in recipes that step several; "" otherwise."""
+        self._reading: Reading | None = None
+        self._extra: list[str] = []
+        self._skip_noted = self._floor_noted = False
+
+    def set_skipped(self, skipped_of: Mapping[str, int]) -> None:
+        """Steps skipped before this run, by optimizer."""
+        for of, skipped in skipped_of.items():
+            self.meters[of] = Meter(self._amp.device, int(skipped))
+
+    def add(self, of: str, report: StepReport, values: dict[str, Tensor]) -> None:
+        """Add a step. Does not wait for the device."""
+        if of not in self.meters:
+            self.meters[of] = Meter(self._amp.device)
+        self.meters[of].add(report, values)
+
+    def begin_line(self, step: int, rate: float, waited: float, extra: Mapping[str, Tensor]) -> None:
+        """Begin to read the numbers of a line. Does not wait for the device. Without any step since, nothing happens.
+
+        Args:
+            step: of the line.
+            rate: samples per second.
+            waited: share of the time in which data were waited for.
+            extra: 0-d tensors to be read with it.
+        """
+        meters = {of: meter for of, meter in self.meters.items() if meter.report is not None}
+        # Without those of a phase that is over, unless nothing at all was logged since the last line.
+        meters = {of: meter for of, meter in meters.items() if meter.is_fresh} or meters
+        if not meters:
+            return
+        # Sums, and the steps they are over, which all ranks have counted.
+        sums = {
+            (of, name): value
+            for of, meter in meters.items()
+            for name, value in (meter.sums | {"": meter.num_taken / self._world_size}).items()
+        }
+        summed = torch.stack(list(sums.values()))
+        if self._world_size > 1:
+            dist.all_reduce(summed)
+        facts: dict[tuple[str, str], Tensor] = {
+            ("", "loss_scale"): self._amp.scaler.scale,
+            ("", "skipped"): self._amp.num_skipped,
+            ("", "streak"): self._amp.num_consecutive_skips,
+        }
+        for of, meter in meters.items():
+            assert meter.report is not None
+            facts |= {(of, "grad_norm"): meter.report.grad_norm, (of, "skips"): meter.num_skipped}
+            meter.clear()
+        self._extra = list(extra)
+        facts |= {("", name): value for name, value in extra.items()}
+        for name, schedule in self._schedules.items():
+            facts["", _rate_key(name)] = schedule.last_rate().to(self._amp.device)
+        # float64 holds counts and scales exactly.
+        numbers = torch.cat([summed.double(), torch.stack([f.detach().double() for f in facts.values()])])
+        self._reading = Reading(numbers, [*sums, *facts], step, rate, waited)
+
+    def finish_line(self) -> Line | None:
+        """The line that was begun, or None. Waits for its numbers."""
+        if self._reading is None:
+            return None
+        reading, self._reading = self._reading, None
+        found = dict(zip(reading.names, reading.values(), strict=True))
+        scale, skipped, streak = (found.pop(("", name)) for name in ("loss_scale", "skipped", "streak"))
+        extra = {name: found.pop(("", name)) for name in self._extra}
+        line: dict[str, Any] = {"step": reading.step, "split": "train"}
+        norms: dict[str, Any] = {}
+        for (of, name), value in found.items():
+            if name == "grad_norm":
+                # The first one stands under the plain name, too.
+                norm = value if math.isfinite(value) else None
+                norms |= ({f"grad_norm_{of}": norm} if of else {}) | {"grad_norm": norms.get("grad_norm", norm)}
+            elif name == "skips":
+                norms |= {f"skipped_{of}": int(value)} if of else {}
+            elif name.startswith("lr"):
+                norms |= {name: value, "lr": norms.get("lr", value)}
+            elif name:
+                num_taken = found[of, ""]
+                line[name] = value / num_taken if num_taken else None
+        line |= {
+            "lr": norms.pop("lr"),
+            "loss_scale": scale,
+            "skipped": int(skipped),
+            "grad_norm": norms.pop("grad_norm"),
+            "samples_per_second": round(reading.rate, 3),
+            "data_wait": round(reading.waited, 4),
+        }
+        notes, warnings = self._remarks(reading.step, int(skipped), int(streak), scale)
+        return Line(line | norms, reading.rate, int(streak), extra, notes, warnings)
+
+    def _remarks(self, step: int, skipped: int, streak: int, scale: float) -> tuple[list[str], list[str]]:
+        """Notes and warnings about skipped steps, each once in a run."""
+        policy = self._amp.scaler.policy
+        notes, warnings = [], []
+        if skipped and not self._skip_noted:
+            self._skip_noted = True
+            why = "usual while the loss scale settles" if policy else "not usual without a loss scale: look at the data"
+            notes.append(f"step {step}: first skipped step, its gradients were not finite ({why})")
+        if policy and policy.dynamic and scale <= policy.min_scale and streak and not self._floor_noted:
+            self._floor_noted = True
+            warnings.append(
+                f"the loss scale is at its floor {scale:g} and steps are still skipped (step {step}): "
+                f"the overflow is in the forward pass or in the data, not in the scale"
+            )
+        return notes, warnings
+
+
+def _rate_key(schedule: str) -> str:
+    """`schedule` -> lr, `generator_schedule` -> lr_generator."""
+    return f"lr_{schedule.removesuffix('schedule').strip('_')}".strip("_")
+
+
+class Clock:
+    """Samples per second of training alone, and the share of it spent waiting for data: evaluation and saving do not
+    count."""
+
+    def __init__(self) -> None:
+        self.start(0)
+
+    def start(self, samples: int) -> None:
+        self._began = self._lap = time.monotonic()
+        self._first = self._samples = samples
+        self._paused = self._paused_in_lap = 0.0
+        self._waited = self._waited_in_lap = 0.0
+
+    def pause(self, seconds: float) -> None:
+        self._paused += seconds
+        self._paused_in_lap += seconds
+
+    def waiting(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The same batches; the time in which they are waited for counts."""
+        batches = iter(batches)
+        while True:
+            began = time.monotonic()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            seconds = time.monotonic() - began
+            self._waited += seconds
+            self._waited_in_lap += seconds
+            yield batch
+
+    def lap(self, samples: int) -> tuple[float, float]:
+        """Samples per second, and the share of the time in which data were waited for, since the last lap."""
+        now = time.monotonic()
+        seconds = max(now - self._lap - self._paused_in_lap, 1e-9)
+        found = (samples - self._samples) / seconds, min(self._waited_in_lap / seconds, 1.0)
+        self._lap, self._samples, self._paused_in_lap, self._waited_in_lap = now, samples, 0.0, 0.0
+        return found
+
+    def _seconds(self) -> float:
+        return max(time.monotonic() - self._began - self._paused, 1e-9)
+
+    def overall(self, samples: int) -> float:
+        return (samples - self._first) / self._seconds()
+
+    def overall_wait(self) -> float:
+        return min(self._waited / self._seconds(), 1.0)

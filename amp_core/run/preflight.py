@@ -1,0 +1,226 @@
+"""What can be checked before the start but needs torch: devices, names that are looked up in torch, packages, files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amp_core.config.checks import DECODED, check_data
+from amp_core.config.errors import ConfigError
+from amp_core.config.rules import ONE_PROCESS, node_range
+from amp_core.config.schema import Config, parse, suggest
+from amp_core.lowp.float8 import float8_is_emulated
+from amp_core.lowp.islands import keep_fp32
+from amp_core.models import Family, build_model, check_model
+from amp_core.run.log import check_log
+from amp_core.run.rendezvous import launched
+from amp_core.step.optimizers import check_optimizer
+from amp_core.step.schedule import check_schedule
+from amp_core.tensors import blocks
+from amp_core.torch_private import cpu_has, need
+
+LAYOUTS = ("single", "data_parallel", "ddp", "fsdp", "hsdp")
+"""Layouts of a recipe whose module does not name its own in a constant of this name."""
+PROCESSES_PER_CORE = 8
+"""More CPU processes than this per core is taken for a mistake."""
+
+
+def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], list[str]]:
+    """Problems and warnings of a configuration on this machine. Touches no device and creates nothing.
+
+    Args:
+        cfg: a configuration.
+        recipe: the module of the recipe.
+        broken: top-level keys whose values do not have their type; what depends on them is not checked.
+    """
+    problems: list[str] = []
+    warnings: list[str] = []
+
+    def sound(*keys: str) -> bool:
+        return broken.isdisjoint(keys)
+
+    if sound("recipe"):
+        knobs = parse(recipe.Knobs, cfg.recipe, "recipe", problems)
+        # Broken groups are null; a recipe's own rules may look at any of them.
+        if not problems and not broken and hasattr(recipe, "check"):
+            problems += recipe.check(knobs, cfg)
+    if sound("recipe", "layout") and cfg.layout.name not in (layouts := getattr(recipe, "LAYOUTS", LAYOUTS)):
+        problems.append(
+            f"layout={cfg.layout.name}: recipe={cfg.recipe['name']} does not run in it. Valid: {', '.join(layouts)}"
+        )
+    if sound("device", "layout", "amp", "debug"):
+        _check_devices(cfg, problems, warnings)
+    if sound("device", "perf") and cfg.perf.compile is not None:
+        _check_compiler(cfg, problems)
+    if sound("optimizer"):
+        on_cuda = sound("device") and cfg.device != "cpu" and torch.cuda.is_available()
+        problems += check_optimizer(cfg.optimizer, on_cuda=on_cuda)
+    if sound("schedule"):
+        problems += check_schedule(cfg.schedule)
+    if sound("model"):
+        found = check_model(cfg.model.name, cfg.model.options, recipe.MODELS)
+        problems += found
+        if not found and sound("amp", "perf"):
+            _check_parts(cfg, recipe.MODELS, problems)
+    if sound("data"):
+        problems += check_data(cfg.data, recipe.DATA)
+        on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+        if cfg.data.prepare_on == "device" and cfg.data.name in DECODED and not on_cuda:
+            problems.append(
+                f"data.prepare_on=device: the files of data={cfg.data.name} are decoded by a CUDA GPU, and the run "
+                f"has none; use data.prepare_on=loader"
+            )
+    if sound("log"):
+        problems += check_log(cfg.log)
+    if sound("run_dir") and cfg.run_dir and not cfg.dry_run and cfg.task == "train":
+        _check_writable(Path(cfg.run_dir), problems)
+    return problems, warnings
+
+
+def _check_parts(cfg: Config, family: Family, problems: list[str]) -> None:
+    """Whether islands and blocks are found; names do not depend on the data, so any shape will do."""
+    if not (cfg.amp.keep_fp32 or cfg.perf.checkpoint_activations):
+        return
+    try:
+        with torch.device("meta"):
+            net = build_model(cfg.model.name, family, options=cfg.model.options, **family.example)
+        nets = list(net.values()) if isinstance(net, torch.nn.ModuleDict) else [net]
+        if cfg.perf.checkpoint_activations and not all(any(True for _ in blocks(each)) for each in nets):
+            problems.append(
+                f"perf.checkpoint_activations=true: model.name={cfg.model.name} has no blocks (modules with parts of "
+                f"their own in an nn.ModuleList or nn.Sequential) that could be computed once more; leave it out"
+            )
+        keep_fp32(net, cfg.amp.keep_fp32)
+    except ValueError as problem:
+        problems.append(f"amp.keep_fp32={cfg.amp.keep_fp32}: {problem}")
+    except (NotImplementedError, RuntimeError):  # a model that cannot be built without memory is checked at the start
+        return
+
+
+def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> None:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if cfg.device == "cuda" and not num_gpus:
+        reason = "torch was built without CUDA" if torch.version.cuda is None else "no CUDA GPU was found"
+        problems.append(f"device=cuda: {reason}; use device=cpu, or device=auto")
+        return
+    on_cuda = num_gpus > 0 and cfg.device != "cpu"
+    wanted = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else cfg.layout.nproc_per_node or 1
+    num_stages = cfg.layout.num_stages or 1
+    if on_cuda and wanted * num_stages > num_gpus:
+        asked = f"layout.nproc_per_node={wanted}" + (f" with layout.num_stages={num_stages}" if num_stages > 1 else "")
+        fitting = f"layout.nproc_per_node={num_gpus // num_stages}, or " if num_gpus >= num_stages else ""
+        problems.append(
+            f"{asked}: needs {wanted * num_stages} GPUs; this machine has {num_gpus}. Use {fitting}device=cpu"
+        )
+    limit = PROCESSES_PER_CORE * (os.cpu_count() or 1)
+    if not on_cuda and wanted > limit:
+        problems.append(
+            f"layout.nproc_per_node={wanted}: too many processes for {os.cpu_count()} cores; expected at most {limit}"
+        )
+    if launched():
+        started = int(os.environ["LOCAL_WORLD_SIZE"])
+        if cfg.layout.name in ONE_PROCESS and int(os.environ["WORLD_SIZE"]) > 1:
+            total = os.environ["WORLD_SIZE"]
+            problems.append(f"layout={cfg.layout.name}: torchrun started {total} processes; use layout=ddp")
+        elif cfg.layout.nproc_per_node not in (None, started):
+            asked = f"layout.nproc_per_node={cfg.layout.nproc_per_node}"
+            problems.append(f"{asked}: torchrun started {started} per machine; leave it out")
+        if node_range(cfg.layout.nnodes) != (1, 1):
+            problems.append(f"layout.nnodes={cfg.layout.nnodes}: torchrun decides about machines; leave it out")
+    inject = cfg.debug.inject
+    nodes = node_range(cfg.layout.nnodes)
+    if inject is not None and not launched() and nodes == (1, 1) and cfg.layout.name not in ONE_PROCESS:
+        num_ranks = num_processes(cfg)
+        if inject.rank >= num_ranks:
+            problems.append(f"debug.inject.rank={inject.rank}: there are {num_ranks} ranks; expected less")
+    if cfg.layout.name == "hsdp" and cfg.layout.shard_size:
+        total = int(os.environ["WORLD_SIZE"]) if launched() else num_processes(cfg) * (nodes or (1, 1))[0]
+        # Of an elastic run the number of machines is known when it has started.
+        if (launched() or nodes is None or nodes[0] == nodes[1]) and (total == 1 or total % cfg.layout.shard_size):
+            problems.append(
+                f"layout.shard_size={cfg.layout.shard_size}: does not divide the {total} rank(s); choose a divisor of "
+                f"them, or layout=fsdp"
+            )
+    alone = os.environ.get("WORLD_SIZE") == "1" if launched() else num_processes(cfg) == 1 and nodes == (1, 1)
+    if cfg.layout.name == "fsdp" and alone:
+        warnings.append("layout=fsdp with one rank is layout=single: it holds all of the weights")
+    for key in ("static_graph", "compress", "shard_optimizer"):
+        if cfg.layout.name == "ddp" and alone and getattr(cfg.layout, key):
+            warnings.append(f"layout.{key} has no effect with one rank")
+    if cfg.layout.name == "data_parallel" and (not on_cuda or num_gpus == 1):
+        where = "one GPU" if on_cuda else "a CPU"
+        warnings.append(f"layout=data_parallel on {where} is layout=single: nn.DataParallel passes everything through")
+    if cfg.amp.matmul_precision == "high" and not on_cuda:
+        warnings.append("amp=tf32 on a CPU is plain fp32: TF32 units are in CUDA GPUs")
+    is_low = cfg.amp.dtype != "float32"
+    if is_low and not on_cuda and torch.backends.mkldnn.is_available() and not cpu_has(cfg.amp.dtype):
+        warnings.append(
+            f"amp={cfg.amp.name}: this CPU has no fast {cfg.amp.dtype} units; results are right, and matrix "
+            f"products many times slower than in amp=fp32"
+        )
+    if cfg.amp.float8 and float8_is_emulated(torch.device("cuda" if on_cuda else "cpu")):
+        warnings.append(
+            f"amp={cfg.amp.name}: no float8 units here (compute capability 8.9 and later has them): emulated, with the "
+            f"numbers of float8 and without its speed"
+        )
+    if on_cuda:
+        capability = torch.cuda.get_device_capability()
+        name = torch.cuda.get_device_name()
+        # is_bf16_supported() says yes for emulation by default, which is slower than fp32.
+        if cfg.amp.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            warnings.append(f"amp={cfg.amp.name}: {name} only emulates bfloat16, which is slow; use amp=fp16")
+        if cfg.amp.matmul_precision == "high" and capability < (8, 0):
+            warnings.append(
+                f"amp=tf32: {name} has no TF32 units (compute capability 8.0 and later); this is plain fp32"
+            )
+        if cfg.amp.dtype == "float16" and capability < (7, 0):
+            warnings.append(f"amp={cfg.amp.name}: {name} has no Tensor Cores (compute capability 7.0 and later)")
+
+
+def _check_compiler(cfg: Config, problems: list[str]) -> None:
+    from amp_core.memory.compiled import NEEDED, missing_compiler  # other runs need no compiler
+
+    try:
+        need(f"perf.compile={cfg.perf.compile}", *NEEDED)
+    except ConfigError as problem:
+        problems += problem.problems
+        return
+    backends = torch.compiler.list_backends(exclude_tags=None)
+    if cfg.perf.backend not in backends:
+        known = torch.compiler.list_backends(exclude_tags=("debug", "experimental"))
+        problems.append(
+            f"perf.backend={cfg.perf.backend}: there is no such backend of torch.compile. "
+            f"{suggest(cfg.perf.backend, [*known, 'aot_eager', 'eager'])}"
+        )
+        return
+    on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    reason = missing_compiler(cfg.perf.backend, "cuda" if on_cuda else "cpu")
+    if reason is not None:
+        problems.append(f"perf.compile={cfg.perf.compile}: {reason}; install one, or use perf=default")
+
+
+def num_processes(cfg: Config) -> int:
+    """Processes on this machine when the run is started by `train.py` itself."""
+    if cfg.layout.name in ONE_PROCESS:
+        return 1
+    on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    return cfg.layout.nproc_per_node or (torch.cuda.device_count() // (cfg.layout.num_stages or 1) if on_cuda else 1)
+
+
+def needs_agent(cfg: Config) -> bool:
+    """Whether there are workers to start and to watch, other than this process."""
+    alone = num_processes(cfg) == 1 and node_range(cfg.layout.nnodes) == (1, 1) and not cfg.layout.max_restarts
+    return cfg.layout.name not in ONE_PROCESS and not (cfg.layout.name == "model_parallel" and alone)
+
+
+def _check_writable(folder: Path, problems: list[str]) -> None:
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        problems.append(f"run_dir={folder}: {existing} is a file; expected a folder")
+    elif not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
+        problems.append(f"run_dir={folder}: {existing} is read-only; choose a folder that can be written")

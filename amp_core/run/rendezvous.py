@@ -1,0 +1,103 @@
+"""The store through which the workers of a run meet, once for each attempt."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+import uuid
+
+import torch.distributed as dist
+
+
+def launched() -> bool:
+    """Whether this process is one of several started by torchrun or by torch's elastic agent."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+class WorkerStore:
+    """Text shared by the workers of an agent. Keys of earlier attempts stay in the agent's store, and would confuse a
+    new process group; so all but `first` are kept apart by attempt."""
+
+    def __init__(self, timeout_minutes: float | None) -> None:
+        self._seconds = meeting_seconds(timeout_minutes)
+        agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._all = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=not agent_hosts and os.environ["RANK"] == "0",
+            timeout=datetime.timedelta(seconds=self._seconds),
+        )
+        self._attempt = dist.PrefixStore(f"amp_recipes/{self._meet()}", self._all)
+
+    def _meet(self) -> str:
+        """A name that all ranks of this attempt have and no other attempt had.
+
+        The agent's count of restarts is none: it stays when a machine comes back, and differs between machines. So each
+        rank sends a number of its own, and only an answer to that number can be from rank 0 of the same attempt.
+        """
+        rank, own = int(os.environ["RANK"]), uuid.uuid4().hex
+        store = dist.PrefixStore("amp_recipes/meeting", self._all)
+        if rank:
+            store.set(f"{rank}", own)
+            name = store.get(own).decode()
+            store.set(f"{name}/{rank}", "")
+            return name
+        missing, heard = set(range(1, int(os.environ["WORLD_SIZE"]))), {}
+        end = time.monotonic() + self._seconds
+        while missing:
+            for other in sorted(missing):
+                if store.check([f"{own}/{other}"]):
+                    missing.remove(other)
+                elif store.check([f"{other}"]) and (number := store.get(f"{other}").decode()) != heard.get(other):
+                    heard[other] = number  # of this attempt, or left by one that is over
+                    store.set(number, own)
+            if time.monotonic() > end:
+                raise TimeoutError(f"ranks {sorted(missing)} did not come within {self._seconds:g} s")
+            time.sleep(0.01)
+        return own
+
+    def set(self, key: str, text: str) -> None:
+        self._attempt.set(key, text)
+
+    def get(self, key: str) -> str:
+        """Waits until some rank has set it."""
+        return self._attempt.get(key).decode()
+
+    def first(self, key: str, text: str) -> str:
+        """What the first attempt set."""
+        return self._all.compare_set(f"amp_recipes/{key}", "", text).decode()
+
+    def for_process_group(self) -> dist.Store:
+        return dist.PrefixStore("process_group", self._attempt)
+
+
+MEETING_SECONDS = (60.0, 300.0)
+"""The least and most time for which the workers of an attempt wait for each other: some import from a slow disk. The
+loss of a whole machine is noticed earlier, by the launchers (heartbeat.py)."""
+
+_store: WorkerStore | None = None
+
+
+def meeting_seconds(timeout_minutes: float | None) -> float:
+    """How long workers wait for each other: as long as a collective does, within bounds."""
+    least, most = MEETING_SECONDS
+    return most if timeout_minutes is None else min(max(least, 60.0 * timeout_minutes), most)
+
+
+def worker_store(timeout_minutes: float | None = None) -> WorkerStore:
+    """The store of this worker's agent, connected once.
+
+    Args:
+        timeout_minutes: `layout.timeout_minutes`; None where the run is not known yet, as under torchrun.
+    """
+    global _store
+    if _store is None:
+        _store = WorkerStore(timeout_minutes)
+    return _store
+
+
+def others_start_again() -> bool:
+    """Whether the agents of other machines go on from the last checkpoint when this one's workers end."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    return launched() and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and restarts > 0

@@ -1,0 +1,84 @@
+"""Steps of a run computed again, and where a run stands put back: what the doctor and the tools do with a loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from amp_core.run.resume import progress_of, set_progress
+from amp_core.step.report import Rehearsal
+from amp_core.step.window import MicroBatch
+
+if TYPE_CHECKING:
+    from amp_core.run.loop import Loop
+
+
+def first_sample(loop: Loop, step: int) -> int:
+    """The number of the first sample of a step."""
+    return loop.samples - (loop.step - step + 1) * loop.feed.samples_per_step
+
+
+def indices_of(loop: Loop, step: int, rank: int) -> list[list[int]]:
+    """The data set's indices of the samples of a step, by micro-batch."""
+    return loop.feed.indices_at(first_sample(loop, step), rank)
+
+
+def window_of(loop: Loop, step: int) -> list[MicroBatch]:
+    """The window of a step, loaded anew. On every rank."""
+    return loop.feed.window_at(first_sample(loop, step))
+
+
+@contextlib.contextmanager
+def replay(loop: Loop, step: int) -> Iterator[tuple[Rehearsal, list[MicroBatch]]]:
+    """Around a computation of the window of `step` that leaves no trace: no step, no metrics. On every rank.
+
+    To be used by what yields the window to the recipe.
+    """
+    window = window_of(loop, step)
+    here = loop.step, loop.samples
+    loop.step, loop.samples = step - 1, first_sample(loop, step)
+    loop.is_replay = True
+    try:
+        with loop.amp.rehearse() as rehearsal, loop.env.eagerly(), loop.step_of(window):
+            yield rehearsal, window
+    finally:
+        loop.step, loop.samples = here
+        loop.is_replay = False
+
+
+@contextlib.contextmanager
+def rerun_step(loop: Loop, window: list[MicroBatch] | None = None) -> Iterator[list[MicroBatch]]:
+    """Around a computation of the next step's window that takes the step, without metrics.
+
+    Args:
+        loop: of the run.
+        window: of `Feed.loading`; None: it is loaded anew.
+    """
+    window = window or window_of(loop, loop.step + 1)
+    loop.is_replay = True
+    try:
+        with loop.step_of(window):
+            yield window
+    finally:
+        loop.is_replay = False
+
+
+def snapshot(loop: Loop) -> dict[str, Any]:
+    """All that makes up where the run stands, copied to host memory, for `restore`. Waits for the device."""
+    return {"parts": loop.checkpoint.snapshot(), "progress": progress_of(loop) | {"step": loop.step}}
+
+
+def restore(loop: Loop, saved: dict[str, Any] | Path) -> None:
+    """Put everything back to a snapshot, or to a checkpoint of this run."""
+    if isinstance(saved, dict):
+        loop.checkpoint.restore(saved["parts"])
+        progress = saved["progress"]
+    else:
+        loaded = loop.checkpoint.load(saved)
+        assert loaded is not None
+        progress = loaded.progress
+    set_progress(loop, progress)
+    if loop.graph is not None:
+        loop.graph.forget()

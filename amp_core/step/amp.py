@@ -1,0 +1,672 @@
+"""One path for every mode of mixed precision: autocast, backward, step, update.
+
+    amp = Amp.named("fp16", device="cuda")
+    for window in windows(loader, accumulation=4):
+        for micro in window:
+            with amp.autocast():
+                loss = loss_fn(model(micro.batch[0]), micro.batch[1])
+            amp.backward(loss * micro.weight)
+        report = amp.step(optimizer, clip=Clip.norm(1.0))
+        amp.update()
+        optimizer.zero_grad()
+
+`step` unscales, checks, clips and steps, in that order, in fp32 and bf16 too: a non-finite gradient never reaches a
+weight. With a fused optimizer all of it happens on the device; the host reads nothing back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from amp_core.config.errors import ConfigError
+from amp_core.config.rules import amp_config, scale_cap
+from amp_core.config.schema import AmpConfig
+from amp_core.lowp.fp16_convolutions import use_fp32_convolutions
+from amp_core.lowp.lint import find_slow, find_unsafe
+from amp_core.lowp.weights import LowPrecisionWeights
+from amp_core.step.buffers import BufferGuard
+from amp_core.step.clip import Clip
+from amp_core.step.fused import bare_step, take_step, torch_step
+from amp_core.step.report import Observer, OptimizerState, PendingStep, Rehearsal, StepReport
+from amp_core.step.scaler import LossScale, ScalePolicy
+from amp_core.tensors import (
+    global_grad_norm,
+    is_dtensor,
+    is_sharded,
+    is_state_sharded,
+    multiply_,
+    several_ranks,
+    step_on_local_shards,
+)
+from amp_core.torch_private import find, foreach_norm, log_missing, version_of
+
+_run_backward = find("torch.autograd.graph._engine_run_backward")
+logger = logging.getLogger("amp_recipes")
+
+
+class Amp:
+    """A mode of mixed precision at work: what to cast, how to scale, when to skip.
+
+    Every method works in every mode; in fp32 and bf16 the loss scale is 1. In a process group all ranks skip the same
+    steps, also when their gradients differ (sharded heads): `step` reduces one number over the ranks.
+
+    Args:
+        config: the mode and its loss-scale policy, for example from `Amp.named`.
+        device: where the model lives. TF32 is set for the whole process on CUDA, as `config.matmul_precision` says;
+            on a CPU so are `config.op_policy=cuda`, until `amp_core.lowp.op_policy.restore_policy()`, and fp32 sums in
+            fp16 convolutions, until `amp_core.lowp.fp16_convolutions.restore_convolutions()`.
+        samples: samples of a micro-batch; needed by a policy with `max_scale_per_sample`.
+
+    Raises:
+        ConfigError: the policy needs `samples`, or the device is not there.
+    """
+
+    def __init__(self, config: AmpConfig, device: str | torch.device = "cpu", *, samples: int | None = None) -> None:
+        log_missing()
+        self.config = config
+        self.device = torch.device(device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"device={self.device}: expected cpu or cuda")
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"device={self.device}: this machine has no CUDA GPU, or torch was built without CUDA")
+        self.dtype = getattr(torch, config.dtype)
+        self._casts = self.dtype is not torch.float32
+        self._low = self.dtype if config.update is None else getattr(torch, config.weights)
+        self.scaler = LossScale(_policy(config, samples), self.device)
+        if self.device.type == "cuda":
+            torch.set_float32_matmul_precision(config.matmul_precision)
+            # Convolutions use TF32 unless told not to, which would make `fp32` something else.
+            torch.backends.cudnn.allow_tf32 = config.matmul_precision != "highest"
+        if config.op_policy == "cuda" and self.device.type == "cpu" and self._casts:
+            from amp_core.lowp.op_policy import use_cuda_policy  # other runs need none of it
+
+            use_cuda_policy()
+        if self._low is torch.float16 and self.device.type == "cpu":
+            use_fp32_convolutions()
+        self._optimizer_states: dict[torch.optim.Optimizer, OptimizerState] = {}
+        self._guards: list[BufferGuard] = []
+        self.weights: list[LowPrecisionWeights] = []
+        """Of the networks that hold 16-bit weights, in the order of `prepare`."""
+        self._in_window = False
+        self._sharing = 0
+        self._said_waits = False
+        self._rehearsal: Rehearsal | None = None
+        self.observers: list[Observer] = []
+        """Called by `step` for each optimizer, before it changes anything."""
+        self.beginnings: list[Callable[[Tensor], None]] = []
+        """Called by `backward` with what the backward pass begins with: the loss's weight times the loss scale."""
+        self._zero = torch.zeros((), device=self.device)
+        # float64 counts exactly, and adds `found_inf` without a cast.
+        self._skips = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.num_skipped, self.num_consecutive_skips = self._skips.unbind()
+        """Windows of which any step was skipped, and skipped windows since the last taken one: 0-d float64 tensors."""
+
+    @classmethod
+    def named(cls, mode: str, device: str | torch.device = "cpu", *, samples: int | None = None, **fields: Any) -> Amp:
+        """A mode of `conf/amp`, with any of its fields replaced.
+
+        Raises:
+            ConfigError: no such mode or field, or values that contradict each other.
+        """
+        return cls(amp_config(mode, **fields), device, samples=samples)
+
+    # --- forward and backward ---------------------------------------------------------------------------------------
+
+    def autocast(self, *, cache: bool = True) -> contextlib.AbstractContextManager[Any]:
+        """The context of the forward pass and the loss, in training and in evaluation. Not of the backward pass.
+
+        Use one region per forward: inside a region 16-bit copies of the weights are cached, and go stale when the
+        weights change. `cache_weight_casts` keeps them for all micro-batches of a window.
+
+        Args:
+            cache: False casts weights anew at each use, for regions of several threads at a time: these share one
+                cache, which the first of them to end empties.
+        """
+        dtype = self.dtype if self._casts else None
+        # A copy made without a graph would be served to a later pass that needs gradients.
+        cache = cache and (self._sharing == 0 or torch.is_grad_enabled())
+        return torch.autocast(self.device.type, dtype=dtype, enabled=self._casts, cache_enabled=cache)
+
+    @contextlib.contextmanager
+    def cache_weight_casts(self, *nets: nn.Module) -> Iterator[None]:
+        """Around the micro-batches of a window: each weight is cast once for all of them, not once for each.
+
+        Gradients are those without it, bit for bit. Weights may be changed inside by nothing but `step`. The copies
+        stay in memory until the window ends.
+
+        Args:
+            nets: what runs inside. Does nothing if one of them is sharded, whose weights are whole for a moment only.
+        """
+        if not self._casts or any(is_sharded(net) for net in nets):
+            yield
+            return
+        torch.autocast_increment_nesting()  # the cache is emptied at the end of the outermost region
+        self._sharing += 1
+        try:
+            yield
+        finally:
+            self._sharing -= 1
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+    def backward(
+        self,
+        loss: Tensor,
+        gradient: Tensor | float = 1.0,
+        *,
+        retain_graph: bool = False,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Backward pass of the scaled loss, with autocast off.
+
+        Args:
+            loss: a scalar of any floating dtype; or any tensor, with a gradient of its shape.
+            gradient: how much the loss counts, a number or a 0-d tensor, such as `micro.weight`. Or, of a loss computed
+                elsewhere, its gradient with respect to the tensor `loss`. It is scaled.
+            retain_graph: keep the graph for another backward pass.
+            inputs: the weights whose gradients are wanted, where the graph holds others, too; None: all.
+
+        Raises:
+            RuntimeError: it reaches weights whose gradients were already unscaled in this window.
+        """
+        self._in_window = True
+        unscaled = []
+        if self._optimizer_states:  # something was stepped or unscaled in this window
+            unscaled = [(o, _grad_versions(o)) for o, state in self._optimizer_states.items() if state.unscaled]
+        if not isinstance(gradient, Tensor) or gradient.ndim == 0:
+            # In fp16 a loss of 1 times a scale of 65536 is already infinite.
+            loss = loss.float() if loss.ndim == 0 else loss.float().reshape(())
+            if self._rehearsal is not None:
+                self._tell_loss(loss)
+        # Where the backward pass begins: weight and scale add no operator to the graph. Made anew each time, since the
+        # gradients of single numbers may be views of it.
+        if self.scaler.policy is not None:
+            gradient = self.scaler.scale * gradient
+        elif not isinstance(gradient, Tensor):
+            gradient = torch.full((), gradient, device=loss.device)
+        elif gradient.ndim == 0:
+            gradient = gradient.clone()
+        seed = gradient.to(loss)
+        for tell in self.beginnings:
+            tell(seed)
+        if torch.is_autocast_enabled(self.device.type):
+            with self._autocast_off():
+                _backward(loss, seed, retain_graph, inputs)
+        else:
+            _backward(loss, seed, retain_graph, inputs)
+        if unscaled and any(_grad_versions(optimizer) != before for optimizer, before in unscaled):
+            raise RuntimeError(
+                "amp.backward added scaled gradients to gradients that amp.unscale_ had unscaled; call unscale_ once, "
+                "after the last backward of the window"
+            )
+
+    def grad(
+        self, outputs: Tensor, inputs: Tensor | Sequence[Tensor], *, create_graph: bool = True, **kwargs: Any
+    ) -> tuple[Tensor, ...]:
+        """`torch.autograd.grad` through the loss scale: unscaled, differentiable float32 gradients for penalties.
+
+        Args:
+            outputs: any shape; it is summed.
+            inputs: a tensor or several.
+            create_graph: keep the result differentiable.
+            **kwargs: passed on.
+
+        Returns:
+            One gradient per input. They may overflow in fp16 when the scale is large; the total loss is then not
+            finite, the step is skipped and the scale falls.
+        """
+        with self._autocast_off():
+            scaled = outputs.float().sum()
+            scaled = scaled * self.scaler.scale if self.scaler.policy else scaled
+            grads = torch.autograd.grad(scaled, inputs, create_graph=create_graph, **kwargs)
+            return tuple(g if g is None else g.float() * self.scaler.inverse for g in grads)
+
+    def _autocast_off(self) -> contextlib.AbstractContextManager[Any]:
+        # A backward pass inside autocast would run the products of fp32 islands in 16 bit.
+        return torch.autocast(self.device.type, enabled=False)
+
+    # --- networks -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, net: nn.Module) -> None:
+        """Give a network what the mode asks for beyond autocast, in place: float8 layers, 16-bit weights.
+
+        On the device, after `keep_fp32`, and before `guard`, optimizers (which own `master_params(net)`) and averages.
+        Gradients of 16-bit weights are reduced over ranks by `step`: leave out DistributedDataParallel. Logs what is
+        unsafe in 16 bits, and on a GPU what is slow.
+        """
+        for name, reason in find_unsafe(net, self._low):
+            logger.warning("amp=%s: %s: %s", self.config.name, name or "the network", reason)
+        for name, reason in find_slow(net, self._low) if self.device.type == "cuda" else ():
+            logger.info("amp=%s: %s: %s", self.config.name, name or "the network", reason)
+        if self.config.float8:
+            from amp_core.lowp.float8 import use_float8
+
+            try:
+                left_alone = use_float8(net)
+            except ValueError as nothing:
+                logger.warning("amp=%s: %s; without one it is autocast to bfloat16", self.config.name, nothing)
+            else:
+                for name, reason in left_alone:
+                    logger.info("%s stays in %s: %s", name or "the network", self.config.dtype, reason)
+        if self.config.update is not None:
+            self.weights.append(LowPrecisionWeights(net, self._low, self.config.update))
+
+    # --- step ---------------------------------------------------------------------------------------------------------
+
+    def guard(self, net: nn.Module) -> None:
+        """Restore the buffers of `net` (running statistics) after a skipped step.
+
+        They follow the step of the optimizer that has weights of `net`; in a window without one, all of its steps.
+
+        Args:
+            net: the outermost module that is called in training, wrapped or not.
+        """
+        guard = BufferGuard(net)
+        if guard.has_buffers:
+            self._guards.append(guard)
+
+    @torch.no_grad()
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients of one optimizer in place, to read or change them between backward and step.
+
+        `step` does this by itself. What is written afterwards is checked again by `step`.
+
+        Raises:
+            RuntimeError: called twice in a window, or after the step.
+        """
+        state = self._state_of(optimizer)
+        if state.unscaled or state.stepped:
+            raise RuntimeError(
+                "amp.unscale_ was already called for this optimizer in this window, or it was already stepped; call it "
+                "once, after the last backward and before amp.step"
+            )
+        self._reduce(state, optimizer)
+        _, grads = _with_grads(optimizer)
+        if grads:
+            inverse = self.scaler.inverse
+            state.found_inf = _not_finite(self._norm(grads, _are_parts(grads)) * inverse)
+            multiply_(grads, inverse)
+        state.unscaled = True
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        clip: Clip | Callable[..., None] | None = None,
+        *,
+        unscaled: Collection[torch.optim.Optimizer] = (),
+        sharded: Collection[torch.optim.Optimizer] = (),
+    ) -> StepReport:
+        """Unscale, check, clip, and step where the gradients of all ranks are finite. Once per window and optimizer.
+
+        What is checked is their joint norm in float32, so that gradients beyond 1e19 count as an overflow, too.
+
+        Does not wait for the device when the optimizer is fused; otherwise waits once. A window without a single
+        gradient takes no step and leaves the scale alone.
+
+        Args:
+            optimizer: any optimizer of dense gradients and no closure. Several in a list are stepped together or not
+                at all, each clipped by its own norm; stepped in calls of their own, each skips alone.
+            clip: a `Clip`, or any function of (parameters, unscaled gradients) that changes the gradients in place.
+            unscaled: those of the optimizers whose gradients do not carry the loss scale, because they do not come
+                from `backward`.
+            sharded: those whose gradients are this rank's part of one that lies over all ranks; its norm is theirs.
+
+        Raises:
+            RuntimeError: a second step before `update`.
+            TypeError: 16-bit weights under a loss scale, or sparse gradients.
+        """
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        with torch.no_grad():  # once: each such region costs as much Python as all the arithmetic of this method
+            return self._step(optimizers, clip, unscaled, sharded)
+
+    def _step(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        clip: Clip | Callable[..., None] | None,
+        unscaled: Collection[torch.optim.Optimizer],
+        sharded: Collection[torch.optim.Optimizer],
+    ) -> StepReport:
+        watcher = None if self._rehearsal is None else self._rehearsal.watcher
+        if watcher is not None:
+            for each in optimizers:
+                watcher.on_gradients(*_with_grads(each))
+            watcher.pause()
+        for observe in self.observers:
+            for each in optimizers:
+                observe(*_with_grads(each), each not in unscaled and not self._state_of(each).unscaled)
+        agree = several_ranks()
+        pending = [self._examine(o, clip, scaled=o not in unscaled, joined=agree and o in sharded) for o in optimizers]
+        found_inf = pending[0].found_inf
+        for each in pending[1:]:
+            found_inf = torch.maximum(found_inf, each.found_inf)
+        if agree:
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+        taken = found_inf == 0
+        torch.clear_autocast_cache()
+
+        on_host = None
+        if self._rehearsal is not None:
+            self._rehearsal.add(found_inf)
+            found_inf = torch.ones_like(found_inf)
+            taken, on_host = found_inf == 0, False
+        elif not any(each.grads for each in pending):
+            taken = torch.zeros_like(taken)
+            on_host = None if all(each.state.on_device for each in pending) else False
+        for each in pending:
+            each.state.stepped = True
+            each.state.found_inf = found_inf if each.grads or agree else None
+            if not each.grads or self._rehearsal is not None:
+                continue
+            if each.state.on_device:
+                _take_on_device(each, taken, found_inf)
+                continue
+            if each.divisor is not None:
+                multiply_(each.grads, each.divisor.reciprocal())
+            if on_host is None:
+                self._say_that_it_waits(each.optimizer)
+                on_host = found_inf.item() == 0
+            if on_host:
+                with step_on_local_shards(each.optimizer):
+                    bare_step(each.optimizer)
+        for each in pending:
+            for weights in self.weights if each.grads else ():
+                weights.end_step(each.params, taken)
+            if self._guards:
+                self._settle(each.optimizer, taken)
+        if watcher is not None:
+            watcher.resume()
+        norm = pending[0].norm
+        if len(pending) > 1:
+            norm = torch.linalg.vector_norm(torch.stack([each.norm for each in pending]))
+        return StepReport(taken, norm, on_host)
+
+    def _examine(
+        self, optimizer: torch.optim.Optimizer, clip: Clip | Callable[..., None] | None, *, scaled: bool, joined: bool
+    ) -> PendingStep:
+        """Norm, finiteness and clipping of one optimizer's gradients, before it is known whether the step is taken.
+
+        Args:
+            optimizer: not stepped yet in this window.
+            clip: as in `step`.
+            scaled: the gradients carry the loss scale, if they were not unscaled before.
+            joined: the norm is that of all ranks' gradients together.
+        """
+        state = self._state_of(optimizer)
+        if state.stepped:
+            raise RuntimeError("amp.step was called twice for one optimizer; call amp.update() once per window")
+        self._reduce(state, optimizer)
+        params, grads = _with_grads(optimizer)
+        in_parts = self._check(grads)
+        for weights in self.weights:
+            weights.begin_step(params)
+
+        scale = None if state.unscaled or not scaled or self.scaler.policy is None else self.scaler.scale
+        norm = self._norm(grads, in_parts)
+        if joined:
+            squares = norm.square()
+            dist.all_reduce(squares)
+            norm = squares.sqrt()
+        if scale is not None:
+            norm = norm / scale
+        found_inf = _not_finite(norm)
+        if state.found_inf is not None:
+            found_inf = torch.maximum(found_inf, state.found_inf)
+
+        divisor = scale
+        if isinstance(clip, Clip) and clip.kind == "norm" and not clip.folded:
+            if scale is not None:
+                multiply_(grads, scale.reciprocal())
+            multiply_(grads, clip.factor(norm))
+            divisor = None
+        elif isinstance(clip, Clip) and clip.kind == "norm":
+            divisor = clip.divisor(norm)
+            if scale is not None:
+                divisor.mul_(scale)
+        elif clip is not None and grads:
+            if scale is not None:
+                multiply_(grads, scale.reciprocal())
+            clip(params, grads)
+            divisor = None
+            # Clamping keeps what is finite finite; anything else may divide zero by zero.
+            if not isinstance(clip, Clip) or clip.kind != "value":
+                found_inf = torch.maximum(found_inf, _not_finite(self._norm(grads, in_parts)))
+        return PendingStep(optimizer, state, params, grads, in_parts, norm, found_inf, divisor)
+
+    def update(self) -> None:
+        """End the window: move the loss scale once, however many optimizers stepped. Does not wait for the device.
+
+        Raises:
+            RuntimeError: no optimizer was stepped since the last update.
+        """
+        stepped = [state for state in self._optimizer_states.values() if state.stepped]
+        if not stepped:
+            raise RuntimeError("amp.update() without amp.step(optimizer) before it; step every optimizer, then update")
+        found = [state.found_inf for state in stepped if state.found_inf is not None]
+        self._optimizer_states.clear()
+        self._in_window = False
+        found_inf = None if not found else found[0] if len(found) == 1 else torch.stack(found).amax()
+        # Nets that ran in this window without a step of their own, such as a generator under its critic's.
+        for guard in self._guards:
+            guard.settle(None if found_inf is None else found_inf == 0)
+        if found_inf is None or self._rehearsal is not None:
+            return
+        self.scaler.update(found_inf)
+        self._skips.add_(found_inf)
+        self.num_consecutive_skips.mul_(found_inf)
+
+    def zero_grad(self, *optimizers: torch.optim.Optimizer) -> None:
+        """`optimizer.zero_grad(set_to_none=True)`, without its profiler scope, which takes longer than all the rest."""
+        for optimizer in optimizers:
+            if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+                optimizer.zero_grad(set_to_none=True)
+                continue
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    param.grad = None
+
+    def forget_window(self) -> None:
+        """Drop what is known of the present window, of which nothing was computed: its recording failed."""
+        self._optimizer_states.clear()
+        self._in_window = False
+        for guard in self._guards:
+            guard.settle(None)
+
+    @contextlib.contextmanager
+    def rehearse(self) -> Iterator[Rehearsal]:
+        """Inside of it no step is taken: all of them are skipped, and neither the scale nor the counters move.
+
+        So a window can be computed again, to look at it. Statistics of networks that are guarded, averages and
+        schedules stay as they are, as after any skipped step.
+        """
+        assert self._rehearsal is None
+        self._rehearsal = Rehearsal()
+        try:
+            yield self._rehearsal
+        finally:
+            self._rehearsal = None
+
+    def _tell_loss(self, loss: Tensor) -> None:
+        assert self._rehearsal is not None
+        self._rehearsal.add(~torch.isfinite(loss.detach()).all())
+        if self._rehearsal.watcher is not None:
+            self._rehearsal.watcher.on_loss(loss)
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def scale(self) -> float:
+        """The loss scale; 1.0 in modes without one. Waits for the device."""
+        return self.scaler.scale.item()
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The smallest positive and the largest finite number that an activation and its gradient can be.
+
+        What is smaller becomes 0, what is larger becomes infinite. Subnormal numbers count.
+        """
+        info = torch.finfo(self._low)
+        return info.smallest_normal * info.eps, info.max
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale in the layout of `torch.amp.GradScaler`; {} in modes without one. Waits for the device.
+
+        Raises:
+            RuntimeError: called between a step and its update, when the scale is not settled.
+        """
+        if any(state.stepped for state in self._optimizer_states.values()):
+            raise RuntimeError("amp.state_dict() between amp.step and amp.update; save after the update")
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the loss scale of a checkpoint made in any mode. The policy stays the configured one.
+
+        Raises:
+            RuntimeError: in the middle of a window, whose gradients have another scale.
+        """
+        if self._in_window and self.scaler.policy is not None:
+            raise RuntimeError(
+                "amp.load_state_dict in the middle of a window: its gradients carry the present scale; load before "
+                "amp.backward or after amp.update"
+            )
+        self.scaler.load_state_dict(state)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _state_of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
+        state = self._optimizer_states.get(optimizer)
+        if state is None:
+            if self.weights and any(
+                p.dtype in (torch.float16, torch.bfloat16) for group in optimizer.param_groups for p in group["params"]
+            ):
+                raise TypeError(
+                    "the optimizer holds 16-bit weights, which get no gradients; build it on master_params(net)"
+                )
+            state = self._optimizer_states[optimizer] = OptimizerState(optimizer)
+        return state
+
+    def _reduce(self, state: OptimizerState, optimizer: torch.optim.Optimizer) -> None:
+        if self.weights and not state.reduced:
+            for weights in self.weights:
+                weights.reduce_(_with_grads(optimizer)[0])
+            state.reduced = True
+
+    def _norm(self, grads: list[Tensor], in_parts: bool) -> Tensor:
+        """Joint L2 norm, 0-d float32 on this device. Not finite exactly when a gradient is not, up to 1e19.
+
+        Of gradients in parts the norm of the whole ones: a reduction over ranks.
+        """
+        if not grads:
+            return self._zero.clone()
+        if in_parts:
+            return global_grad_norm(grads, self.device)
+        norms = foreach_norm(grads)
+        if {norm.device for norm in norms} != {self._zero.device}:
+            norms = [norm.to(self.device, non_blocking=True) for norm in norms]
+        return torch.linalg.vector_norm(torch.stack(norms)).float()
+
+    def _check(self, grads: Sequence[Tensor]) -> bool:
+        """Raises TypeError at gradients that cannot be handled; tells whether they are parts of whole ones."""
+        for dtype in {grad.dtype for grad in grads}:
+            if dtype in (torch.float16, torch.bfloat16) and self.scaler.policy is not None:
+                raise TypeError(
+                    f"the weights are {dtype}, whose gradients cannot be unscaled without loss; keep them in "
+                    "float32 and let amp.autocast() cast: do not call model.half()"
+                )
+        if {grad.layout for grad in grads} - {torch.strided}:
+            raise TypeError("sparse gradients are not supported; use sparse=False in the embedding")
+        return _are_parts(grads)
+
+    def _say_that_it_waits(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._said_waits:
+            self._said_waits = True
+            name = type(optimizer).__name__
+            logger.info("%s is not fused: each step waits for the device once, to know whether to skip", name)
+
+    def _settle(self, optimizer: torch.optim.Optimizer, taken: Tensor) -> None:
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        for guard in self._guards:
+            if not guard.parameters.isdisjoint(stepped):
+                guard.settle(taken)
+
+
+def _policy(config: AmpConfig, samples: int | None) -> ScalePolicy | None:
+    if not config.scaling:
+        return None
+    if config.max_scale_per_sample is not None and samples is None:
+        raise ConfigError(
+            f"amp={config.name}: caps the scale at {config.max_scale_per_sample:g} times the samples of a micro-batch; "
+            f"pass samples= to Amp"
+        )
+    assert config.init_scale and config.growth_factor and config.backoff_factor  # checked with the configuration
+    assert config.growth_interval and config.min_scale and config.dynamic is not None
+    cap = scale_cap(config, samples)
+    return ScalePolicy(
+        init_scale=config.init_scale,
+        growth_factor=config.growth_factor,
+        backoff_factor=config.backoff_factor,
+        growth_interval=config.growth_interval,
+        max_scale=cap,
+        min_scale=min(config.min_scale, cap),
+        dynamic=config.dynamic,
+    )
+
+
+def _with_grads(optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+    """The weights that have gradients, and these."""
+    params: list[Tensor] = []
+    grads: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            grad = param.grad
+            if grad is not None:
+                params.append(param)
+                grads.append(grad)
+    return params, grads
+
+
+def _are_parts(grads: Sequence[Tensor]) -> bool:
+    """Whether any of them is a part of a whole, without a call for each in the usual case."""
+    return {type(grad) for grad in grads} != {Tensor} and any(map(is_dtensor, grads))
+
+
+def _take_on_device(pending: PendingStep, taken: Tensor, found_inf: Tensor) -> None:
+    if pending.in_parts or is_state_sharded(pending.optimizer):
+        with step_on_local_shards(pending.optimizer):
+            torch_step(pending.optimizer, found_inf, pending.divisor)
+    else:
+        take_step(pending.optimizer, pending.params, pending.grads, taken, found_inf, pending.divisor)
+
+
+def _backward(loss: Tensor, seed: Tensor, retain_graph: bool, inputs: Sequence[Tensor] | None) -> None:
+    """`torch.autograd.backward(loss, seed, ...)` of plain tensors.
+
+    That one, given a gradient, imports sympy for the comparison of two shapes: half a second before the first step.
+    """
+    if (
+        _run_backward is None
+        or type(loss) is not Tensor
+        or loss.shape != seed.shape
+        or (inputs is not None and not inputs)
+    ):
+        torch.autograd.backward(loss, seed, retain_graph, inputs=inputs)
+        return
+    _run_backward(
+        (loss,), (seed,), retain_graph, False, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _grad_versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
+    """Changes whenever a gradient of this optimizer is made or written."""
+    return [(id(grad), version_of(grad)) for grad in _with_grads(optimizer)[1]]
+
+
+def _not_finite(norm: Tensor) -> Tensor:
+    """0-d float32: 1 where `norm` is inf or NaN, else 0, as fused optimizers take it."""
+    return (norm - norm).ne_(0)  # 0 but for inf and NaN; fewer operators than isfinite and a cast

@@ -1,0 +1,122 @@
+"""Running statistics that a skipped step leaves untouched.
+
+A batch that overflows in the forward pass puts inf into `running_mean` and NaN into `running_var` of every BatchNorm
+behind it. The skipped step saves the weights; nothing saves the statistics, and evaluation returns NaN for ever after.
+Even an overflow in the backward pass alone leaves the statistics of a batch that was never learned from.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_core.lowp.weights import master_params
+from amp_core.torch_private import buffers_of, foreach_copy_, passing_buffers_of
+
+
+class BufferGuard:
+    """Remembers a network's buffers at the first forward of a window and puts them back after a skipped step.
+
+    All buffers that belong to the network's state are remembered: BatchNorm writes its statistics without a trace in
+    their version counters, so which ones change cannot be told. Nothing here waits for the device. Modules that have
+    none when the guard is made are never looked at again.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self._net = weakref.ref(net)
+        self._owners: list[tuple[nn.Module, str, Tensor]] = []
+        self._groups: list[_Group] = []
+        self._armed = False
+        self._modules = [m for m in net.modules() if buffers_of(m).keys() - passing_buffers_of(m)]
+        self.has_buffers = bool(self._modules)
+        if self.has_buffers:
+            net.register_forward_pre_hook(self._before_forward)
+        self.parameters = frozenset(master_params(net))
+
+    def _before_forward(self, net: nn.Module, inputs: Any) -> None:
+        # A deep copy of the network carries this hook along; it must not speak for the original.
+        if self._armed or net is not self._net():
+            return
+        found = [
+            (module, name, buffer)
+            for module in self._modules
+            if module.training
+            for name, buffer in buffers_of(module).items()
+            if buffer is not None and name not in passing_buffers_of(module)
+        ]
+        if not found:  # evaluation, or a network without statistics
+            return
+        self._armed = True
+        with torch.no_grad():
+            if len(found) != len(self._owners) or any(
+                a[2] is not b[2] for a, b in zip(found, self._owners, strict=True)
+            ):
+                self._owners = found
+                self._groups = _grouped([buffer for _, _, buffer in found])
+            for group in self._groups:
+                torch.cat(group.parts, out=group.kept)
+
+    def settle(self, taken: Tensor | None) -> None:
+        """End the window: keep what the forward passes wrote where `taken` (0-d bool), else put it back.
+
+        None keeps all of it.
+        """
+        if not self._armed:
+            return
+        self._armed = False
+        if taken is not None:
+            self._choose(taken)
+
+    @torch.no_grad()
+    def _choose(self, taken: Tensor) -> None:
+        # What a forward pass replaced by another tensor is chosen by itself; the replaced one does not matter.
+        replaced = [
+            i for i, (module, name, buffer) in enumerate(self._owners) if buffers_of(module)[name] is not buffer
+        ]
+        before = {i: kept for group in self._groups for i, kept in group.kept_of(replaced)} if replaced else {}
+        for group in self._groups:
+            moves = taken.to(group.kept.device, non_blocking=True)
+            # where, not lerp: 0 * NaN is NaN.
+            chosen = torch.where(moves, torch.cat(group.parts), group.kept)
+            foreach_copy_(group.parts, list(chosen.split(group.sizes)))
+        for i, kept in before.items():
+            module, name, buffer = self._owners[i]
+            now = buffers_of(module)[name]
+            if now is not None:
+                moves = taken.to(now.device, non_blocking=True)
+                buffers_of(module)[name] = torch.where(moves, now, kept.view(buffer.shape))
+
+
+class _Group:
+    """Buffers of one dtype on one device, taken as one: a network has dozens, and each would cost three operations.
+
+    Attributes:
+        numbers: of the buffers.
+        parts: their elements, flat views; one with gaps in its memory is alone, in its shape.
+        sizes: of the parts.
+        kept: a copy of all.
+    """
+
+    def __init__(self, numbers: list[int], buffers: list[Tensor]) -> None:
+        self.numbers = numbers
+        self.parts = [b.detach().view(-1) if b.is_contiguous() else b.detach() for b in buffers]
+        self.sizes = [len(part) for part in self.parts]
+        self.kept = torch.cat(self.parts)
+
+    def kept_of(self, numbers: list[int]) -> Iterator[tuple[int, Tensor]]:
+        """Those of the buffers that are in this group, as they were."""
+        for number, kept in zip(self.numbers, self.kept.split(self.sizes), strict=True):
+            if number in numbers:
+                yield number, kept
+
+
+def _grouped(buffers: list[Tensor]) -> list[_Group]:
+    found: dict[Any, list[int]] = {}
+    for i, buffer in enumerate(buffers):
+        alone = None if buffer.is_contiguous() else i
+        found.setdefault((buffer.device, buffer.dtype, alone), []).append(i)
+    return [_Group(numbers, [buffers[i] for i in numbers]) for numbers in found.values()]

@@ -1,0 +1,111 @@
+"""Gradient clipping. It always sees unscaled gradients: `Amp.step` calls it after unscaling.
+
+By norm: Pascanu et al., https://arxiv.org/abs/1211.5063. Adaptive: Brock et al., https://arxiv.org/abs/2102.06171.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from amp_core.config.schema import ClipConfig
+from amp_core.tensors import is_dtensor, local, shard_group
+from amp_core.torch_private import foreach_clamp_max_, foreach_clamp_min_, foreach_copy_
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What to do with gradients that are too large. Made by `Clip.norm`, `Clip.value` or `Clip.adaptive`."""
+
+    kind: str
+    threshold: float
+    folded: bool = True
+    """norm: the optimizer divides, where it is fused; otherwise gradients are multiplied before its step."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.threshold < float("inf"):
+            raise ValueError(f"Clip.{self.kind}({self.threshold}): expected a positive finite number")
+
+    @classmethod
+    def norm(cls, max_norm: float, *, folded: bool = True) -> Clip:
+        """Scale all gradients by max_norm / norm when their joint L2 norm is larger.
+
+        Args:
+            max_norm: the largest norm.
+            folded: False rounds as `torch.nn.utils.clip_grad_norm_` does, for one more pass over the gradients.
+        """
+        return cls("norm", max_norm, folded)
+
+    @classmethod
+    def value(cls, max_value: float) -> Clip:
+        """Clamp each element to [-max_value, max_value]."""
+        return cls("value", max_value)
+
+    @classmethod
+    def adaptive(cls, factor: float) -> Clip:
+        """Limit the gradient norm of each output unit, or of a whole vector, to `factor` times that of its weights."""
+        return cls("adaptive", factor)
+
+    @classmethod
+    def of(cls, config: ClipConfig) -> Clip | None:
+        """The clipping that the `clip` group asks for."""
+        thresholds = {"norm": config.max_norm, "value": config.max_value, "adaptive": config.factor}
+        threshold = thresholds.get(config.name)
+        return None if threshold is None else cls(config.name, threshold, config.folded is not False)
+
+    def divisor(self, norm: Tensor) -> Tensor:
+        """norm: what all gradients are to be divided by, a 0-d tensor of at least 1, from their 0-d joint norm."""
+        return (norm + 1e-6).div_(self.threshold).clamp_(min=1.0)
+
+    def factor(self, norm: Tensor) -> Tensor:
+        """norm: what all gradients are to be multiplied by, a 0-d tensor of at most 1, rounded as torch rounds it."""
+        return (self.threshold / (norm + 1e-6)).clamp_(max=1.0)
+
+    def __call__(self, params: list[Tensor], grads: list[Tensor]) -> None:
+        """value and adaptive: change the unscaled gradients in place. Does not wait for the device.
+
+        Args:
+            params: the weights.
+            grads: their gradients, in the same order and shapes.
+        """
+        if self.kind == "value":
+            grads = local(grads)
+            foreach_clamp_min_(grads, -self.threshold)
+            foreach_clamp_max_(grads, self.threshold)
+            return
+        if self.kind != "adaptive":
+            raise ValueError(f"Clip.{self.kind} is applied through its divisor")
+        norms = [norm for pair in zip(params, grads, strict=True) for norm in map(_unit_norms, pair)]
+        _join_vectors([tensor for pair in zip(params, grads, strict=True) for tensor in pair], norms)
+        for grad, weight_norm, grad_norm in zip(local(grads), norms[::2], norms[1::2], strict=True):
+            weight_norm, grad_norm = weight_norm.clamp(min=1e-3), grad_norm.clamp(min=1e-6)
+            grad.mul_((self.threshold * weight_norm / grad_norm).clamp_(max=1.0))
+
+
+def _unit_norms(tensor: Tensor) -> Tensor:
+    """Of this rank's part of a tensor. A vector (bias, gain) is one unit; a matrix or kernel has one per output row."""
+    (mine,) = local([tensor.detach()])
+    return torch.linalg.vector_norm(mine, dim=tuple(range(1, mine.ndim)) or None, keepdim=True)
+
+
+def _join_vectors(tensors: list[Tensor], norms: list[Tensor]) -> None:
+    """Make norms of parts of vectors those of whole vectors, in place, in one reduction per group of ranks.
+
+    Rows are whole on the rank that has them: sharding cuts the first dimension.
+    """
+    groups: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for tensor, norm in zip(tensors, norms, strict=True):
+        if not is_dtensor(tensor):
+            continue
+        if any(placement.is_shard() and placement.dim for placement in tensor.placements):  # type: ignore[attr-defined]
+            raise TypeError(f"a weight is laid out as {tensor.placements}: adaptive clipping needs its rows whole")  # type: ignore[attr-defined]
+        group = shard_group(tensor)
+        if group is not None and tensor.ndim < 2:
+            groups.setdefault(group, []).append(norm)
+    for group, parts in groups.items():
+        squares = torch.cat(parts).square()
+        dist.all_reduce(squares, group=group)
+        foreach_copy_(parts, list(squares.sqrt().split(1)))

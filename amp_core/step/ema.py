@@ -1,0 +1,111 @@
+"""Averaged weights that ignore skipped steps (Polyak and Juditsky, https://doi.org/10.1137/0330046)."""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_core.config.schema import EmaConfig
+from amp_core.lowp.weights import fp32_copy, fp32_values
+from amp_core.step.report import StepReport
+from amp_core.tensors import is_sharded, load_state, local, multiply_, sharded_copy, unwrap
+from amp_core.torch_private import buffers_of, foreach_add_, foreach_copy_, foreach_sub
+
+
+class Ema:
+    """An exponential moving average of a network's weights and floating-point buffers.
+
+    Args:
+        net: the network that is trained, wrapped or not.
+        decay: weight of the old average per taken step, at least 0 and below 1.
+        warmup: use min(decay, (1 + t) / (10 + t)) after t taken steps, so that the average forgets the start early.
+
+    Attributes:
+        model: the averaged copy: unwrapped, in evaluation mode, without gradients; in fp32 also beside 16-bit weights.
+            Of a sharded network it is sharded, too: all ranks call it, inside autocast.
+        num_taken: 0-d int64 tensor, taken steps; set it when continuing from a checkpoint.
+    """
+
+    def __init__(self, net: nn.Module, decay: float, *, warmup: bool = True) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"Ema(decay={decay}): expected at least 0 and below 1")
+        self.source = unwrap(net)
+        self.model = sharded_copy(self.source) if is_sharded(self.source) else fp32_copy(self.source)
+        self.model.eval().requires_grad_(False)
+        self.decay = decay
+        self.warmup = warmup
+        self._averages: list[Tensor] = list(self.model.parameters())
+        self._weights = list(self.source.parameters())
+        names = (name.rpartition(".") for name, _ in self.source.named_buffers())
+        self._owners = [(self.source.get_submodule(path), name) for path, _, name in names]
+        self._present: list[Tensor | None] = []
+        self._groups: list[tuple[list[Tensor], list[Tensor], list[int]]] = []
+        device = self._averages[0].device
+        self.num_taken = torch.zeros((), dtype=torch.int64, device=device)
+        self._decay = torch.tensor(decay, device=device)
+
+    @torch.no_grad()
+    def update(self, report: StepReport) -> None:
+        """Move the average towards the weights if the step was taken. Does not wait for the device."""
+        taken = report.taken
+        keep = self._decay
+        if self.warmup:
+            keep = torch.minimum(keep, (1.0 + self.num_taken) / (10.0 + self.num_taken))
+        weight = (1.0 - keep) * taken
+        # average += weight * (value - average): with weight 0 nothing changes by a bit, since weights stay finite.
+        averages = local(self._averages)
+        steps = foreach_sub(fp32_values(local(self._weights)), averages)
+        multiply_(steps, weight)
+        foreach_add_(averages, steps)
+        present = [buffers_of(module)[name] for module, name in self._owners]
+        if len(present) != len(self._present) or not all(map(is_, present, self._present)):  # the first, or replaced
+            self._present, self._groups = present, _grouped(list(self.model.buffers()), present)
+        for parts, values, sizes in self._groups:
+            before, value = torch.cat(parts), torch.cat(values)
+            share, moves = (t.to(before.device, non_blocking=True) for t in (weight, taken))
+            moved = before + share * (value - before) if before.is_floating_point() else value
+            # Unguarded statistics may be NaN after a skipped step, and 0 * NaN is NaN.
+            foreach_copy_(parts, list(torch.where(moves, moved, before).split(sizes)))
+        self.num_taken += taken
+
+    def reset(self) -> None:
+        """Begin again from the present weights."""
+        self.model.load_state_dict(self.source.state_dict())
+        self.num_taken.zero_()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The averaged weights, a plain state dict of the network."""
+        return self.model.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from averaged weights. `num_taken` is not part of them: set it for an exact continuation."""
+        load_state(self.model, state)
+
+
+def _grouped(averages: list[Tensor], values: list[Tensor | None]) -> list[tuple[list[Tensor], list[Tensor], list[int]]]:
+    """Buffers of one kind, taken as one: a ResNet-50 has 159, and each by itself would cost up to four kernels.
+
+    Returns:
+        For each kind: flat views of the averages and of the values, and their sizes. Those with gaps in their memory
+        are alone, in their shape.
+    """
+    found: dict[Any, tuple[list[Tensor], list[Tensor], list[int]]] = {}
+    for i, (average, value) in enumerate(zip(averages, values, strict=True)):
+        if value is None:
+            continue
+        pair = [average.detach(), value.detach()]
+        flat = all(tensor.is_contiguous() for tensor in pair)
+        kind = (*((tensor.device, tensor.dtype) for tensor in pair), None if flat else i)
+        parts, into, sizes = found.setdefault(kind, ([], [], []))
+        pair = [tensor.view(-1) for tensor in pair] if flat else pair
+        for group, entry in zip((parts, into, sizes), (*pair, len(pair[0])), strict=True):
+            group.append(entry)  # type: ignore[arg-type]
+    return list(found.values())
+
+
+def build_ema(cfg: EmaConfig, net: nn.Module) -> Ema | None:
+    """The average that the `ema` group asks for, or None."""
+    return None if cfg.decay is None else Ema(net, cfg.decay, warmup=cfg.warmup)

@@ -1,0 +1,152 @@
+"""Optimizers by name, with weight decay where it belongs and fused wherever torch has it; steps without detours."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from amp_core.config.schema import OptimizerConfig, suggest
+from amp_core.lowp.weights import master_params
+
+REFUSED = {
+    "LBFGS": "needs a closure, which evaluates the loss several times per step",
+    "SparseAdam": "takes only sparse gradients",
+    "Optimizer": "is abstract",
+}
+
+
+def _available() -> dict[str, type[torch.optim.Optimizer]]:
+    found = {
+        name: cls
+        for name, cls in vars(torch.optim).items()
+        if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
+    }
+    return {name: cls for name, cls in sorted(found.items()) if name not in REFUSED}
+
+
+def _has_fused(cls: type[torch.optim.Optimizer], *, on_cuda: bool = False) -> bool:
+    if on_cuda and cls is torch.optim.Adagrad and torch.__version__ < "2.12":
+        return False  # its first step would raise
+    return "fused" in inspect.signature(cls).parameters
+
+
+def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]:
+    """Problems of the `optimizer` group on such a device, found by building one on a single weight of the CPU."""
+    if cfg.name in REFUSED:
+        return [f"optimizer.name={cfg.name}: {REFUSED[cfg.name]}. {suggest('', _available())}"]
+    if cfg.name not in _available():
+        return [f"optimizer.name={cfg.name}: there is no such optimizer. {suggest(cfg.name, _available())}"]
+    cls = _available()[cfg.name]
+    parameters = [p for p in inspect.signature(cls).parameters if p not in ("params", "lr", "weight_decay", "fused")]
+    problems = [
+        f"optimizer.options.{key}: {cfg.name} has no such option. {suggest(key, parameters)}"
+        for key in cfg.options
+        if key not in parameters
+    ]
+    if cfg.fused and not _has_fused(cls, on_cuda=on_cuda):
+        fused = [name for name, other in _available().items() if _has_fused(other, on_cuda=on_cuda)]
+        where = f" on CUDA in torch {torch.__version__}" if _has_fused(cls) else ""
+        problems.append(
+            f"optimizer.fused=true: {cfg.name} has no fused form{where}; use fused=null, or one of {', '.join(fused)}"
+        )
+    if cfg.state_dtype == "bfloat16":
+        problems += _check_16bit(cfg)
+    if not problems:
+        try:
+            _build(cfg, [{"params": [nn.Parameter(torch.zeros(shape))]} for shape in ((2, 2), (2,))])
+        except Exception as problem:  # whatever the constructor raises is the user's to know
+            problems.append(f"optimizer.name={cfg.name}: refuses its settings: {problem}")
+    return problems
+
+
+def _check_16bit(cfg: OptimizerConfig) -> list[str]:
+    key = "optimizer.state_dtype=bfloat16"
+    if cfg.name not in ("Adam", "AdamW"):
+        return [f"{key}: is for Adam and AdamW; {cfg.name} keeps its state in float32"]
+    problems = [
+        f"{key}: has no {name}; leave out optimizer.options.{name}" for name in cfg.options if name not in _KNOWN
+    ]
+    if cfg.fused is False:
+        problems.append(f"{key}: its step is torch's fused one; leave out optimizer.fused=false")
+    return problems
+
+
+_KNOWN = ("betas", "eps")
+"""Options of `Adam16`."""
+
+
+def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of the `optimizer` group over the weights of `nets` that need gradients.
+
+    Weight decay applies to weights of two and more dimensions; norms and biases have none. A step waits for the device
+    0 times when fused, else once.
+    """
+    params = [p for net in nets for p in master_params(net) if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return _build(cfg, [group for group in groups if group["params"]])
+
+
+def _build(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    cls = _available()[cfg.name]
+    options = dict(cfg.options)
+    # A differentiable step excludes fused; it is rare, and wins unless both were asked for. So do weights on several
+    # devices in SGD, whose fused form takes its learning rate from one of them.
+    devices = {p.device for group in groups for p in group["params"]}
+    spread = cls is torch.optim.SGD and len(devices) > 1
+    has_fused = _has_fused(cls, on_cuda=any(device.type == "cuda" for device in devices))
+    if cfg.fused or (cfg.fused is None and has_fused and not options.get("differentiable") and not spread):
+        options["fused"] = True
+    for key, value in options.items():
+        if isinstance(value, list):  # torch expects betas as a tuple
+            options[key] = tuple(value)
+    if "weight_decay" not in inspect.signature(cls).parameters:
+        groups = [{k: v for k, v in group.items() if k != "weight_decay"} for group in groups]
+    spare_compiler()
+    if cfg.state_dtype == "bfloat16":
+        first = [{**group, "params": group["params"][:1]} for group in groups]
+        cls(first, lr=cfg.lr, **options)  # type: ignore[arg-type]  # checks the values
+        from amp_core.lowp.moments import Adam16
+
+        return Adam16(groups, cfg.lr, **options, decoupled_weight_decay=cfg.name == "AdamW")
+    return cls(groups, lr=cfg.lr, **options)  # type: ignore[arg-type]
+
+
+# --- without torch's compiler -----------------------------------------------------------------------------------------
+
+
+_ANSWER = "__dynamo_disable"
+
+
+def spare_compiler() -> None:
+    """Keep optimizers from importing torch's compiler, which takes as long as importing torch.
+
+    Four of their methods ask it not to look into them (`torch._disable_dynamo`), and import it to ask. What it answers
+    is kept beside the method. As long as nothing else imported it nothing is compiled, and the method itself may stand
+    there; once it is there, the next call hands back to torch. A torch that keeps its answers elsewhere notices
+    nothing, and starts a second later.
+    """
+    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+        method = getattr(Optimizer, name)
+        own = getattr(method, "__wrapped__", None)
+        if own is not None and not hasattr(own, _ANSWER):
+            setattr(own, _ANSWER, _until_compiling(method, own))
+
+
+def _until_compiling(method: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return own(*args, **options)
+        if getattr(own, _ANSWER, None) is call:
+            vars(own).pop(_ANSWER, None)  # another thread may have been faster
+        return method(*args, **options)
+
+    return call

@@ -1,0 +1,94 @@
+"""What a step reports, and the state of an optimizer within a window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What became of a step. The tensors lie on the device; reading one waits for it.
+
+    Attributes:
+        taken: 0-d bool, false when the step was skipped.
+        grad_norm: 0-d float32, the joint L2 norm of the unscaled gradients before clipping; not finite when skipped.
+        taken_on_host: the same as `taken`, known without waiting, for optimizers that the host decides about; None for
+            those that decide on the device.
+    """
+
+    taken: Tensor
+    grad_norm: Tensor
+    taken_on_host: bool | None = None
+
+
+class Watcher(Protocol):
+    """What is told of a rehearsal; `amp_core.doctor.trace.Trace` is one."""
+
+    def on_loss(self, loss: Tensor) -> None: ...
+
+    def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+Observer = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
+"""(weights, their gradients, whether these carry the loss scale)."""
+
+
+class Rehearsal:
+    """What a window came to whose step was not taken."""
+
+    def __init__(self) -> None:
+        self.watcher: Watcher | None = None
+        self._bad: list[Tensor] = []
+
+    def add(self, bad: Tensor) -> None:
+        self._bad.append(bad.detach().float().flatten())
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the gradients, on all ranks, and the losses, on this one, were finite. Waits for the device."""
+        return not self._bad or not bool(torch.cat(self._bad).any())
+
+
+class OptimizerState:
+    """What `Amp` knows about one optimizer within a window."""
+
+    __slots__ = ("found_inf", "on_device", "reduced", "stepped", "unscaled")
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.on_device = can_skip_on_device(optimizer)
+        self.found_inf: Tensor | None = None
+        self.reduced = False
+        self.unscaled = False
+        self.stepped = False
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """An optimizer that is about to step."""
+
+    optimizer: torch.optim.Optimizer
+    state: OptimizerState
+    params: list[Tensor]
+    grads: list[Tensor]
+    in_parts: bool
+    norm: Tensor
+    found_inf: Tensor
+    divisor: Tensor | None
+    """What the gradients are still to be divided by, 0-d; None: nothing."""
+
+
+def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of this optimizer can be skipped by a tensor: fused ones, but for SGD with dampening.
+
+    Dampening applies to all steps except the first, and the host cannot know which one that was.
+    """
+    return all(group.get("fused") and not group.get("dampening") for group in optimizer.param_groups)

@@ -1,0 +1,258 @@
+"""Learning rates as a table on the device, indexed by the number of taken steps.
+
+A scheduler that is stepped by the loop counts windows; after three overflows it is three steps ahead of the weights.
+Here any `torch.optim.lr_scheduler` that needs no metric is run once, ahead of time, on a stand-in optimizer. A step
+then copies one entry of the table into the optimizer's groups, and the index moves by `report.taken`, all on the
+device.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from amp_core.config.schema import ScheduleConfig, suggest
+from amp_core.step.report import StepReport, can_skip_on_device
+
+Make = Callable[[torch.optim.Optimizer, int], LRScheduler]
+
+
+class Schedule:
+    """Moves the learning rate of every group of `optimizer` with its taken steps.
+
+    Construct it right after the optimizer: it reads the groups' learning rates as the peaks, and replaces them by 0-d
+    device tensors (shared by groups of equal rates) where the optimizer is fused.
+
+    Args:
+        optimizer: its groups' `lr` are set here from now on.
+        make: builds a `torch.optim.lr_scheduler` from (optimizer, number of steps).
+        num_steps: length of the table; later steps keep its last entry.
+        fixed: a loaded state does not replace `num_steps`.
+
+    Raises:
+        ValueError: the scheduler also moves the momentum.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, make: Make, num_steps: int, *, fixed: bool = False) -> None:
+        self.optimizer = optimizer
+        self._make = make
+        self._fixed = fixed
+        self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        self._on_device = can_skip_on_device(optimizer)
+        device = optimizer.param_groups[0]["params"][0].device if self._on_device else torch.device("cpu")
+        self.num_taken = torch.zeros(1, dtype=torch.int64, device=device)
+        """Taken steps, an int64 tensor of shape [1]."""
+        self._rates: dict[int, Tensor] = {}
+        self._set_table(num_steps)
+        # load_state_dict of an optimizer replaces the very tensors that hold its rates.
+        optimizer.register_load_state_dict_post_hook(lambda _: self._link())
+
+    def _set_table(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        columns = rate_table(self._make, self._peaks, num_steps)
+        device = self.num_taken.device
+        # Groups with equal columns share one tensor: one copy per step instead of one per group.
+        owner = [columns.index(column) for column in columns]
+        self._tables = {i: torch.tensor(columns[i], dtype=torch.float32, device=device) for i in set(owner)}
+        self._owner = owner
+        self._columns = columns
+        for i in self._tables:
+            self._rates.setdefault(i, torch.zeros(1, device=device))
+        self._last = num_steps - 1
+        self.moved: Tensor | None = None
+        """`taken` of the last step, 0-d; for `last_rate`."""
+        self._link()
+
+    def _link(self) -> None:
+        """Put the rates of this schedule into the optimizer's groups."""
+        if self._on_device:
+            for group, i in zip(self.optimizer.param_groups, self._owner, strict=True):
+                group["lr"] = self._rates[i][0]
+        self._apply(int(self.num_taken.item()))
+
+    def advance(self, report: StepReport) -> None:
+        """Move on if the step was taken. Does not wait for the device."""
+        self.moved = report.taken
+        if not self._on_device:
+            assert report.taken_on_host is not None
+            if report.taken_on_host:
+                self.num_taken += 1
+                # Host memory: reading it waits for nothing.
+                self._apply(int(self.num_taken.numpy()[0]))
+            return
+        self.num_taken += report.taken
+        index = self.num_taken.clamp(max=self._last)
+        for i, table in self._tables.items():
+            torch.index_select(table, 0, index, out=self._rates[i])
+
+    def _apply(self, num_taken: int) -> None:
+        index = min(num_taken, self._last)
+        if self._on_device:
+            for i, table in self._tables.items():
+                self._rates[i].copy_(table[index])
+        else:
+            for group, i in zip(self.optimizer.param_groups, self._owner, strict=True):
+                group["lr"] = self._columns[i][index]
+
+    @property
+    def rate(self) -> Tensor | float:
+        """The first group's learning rate: a 0-d device tensor, or a float where the host decides."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    def last_rate(self) -> Tensor:
+        """The first group's learning rate in the last step, taken or skipped: 0-d. Does not wait for the device."""
+        moved = 0 if self.moved is None else self.moved.to(self.num_taken)
+        index = (self.num_taken - moved).clamp(min=0, max=self._last)
+        return self._tables[self._owner[0]].index_select(0, index)[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"num_taken", "num_steps"}. Waits for the device."""
+        return {"num_taken": int(self.num_taken.item()), "num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` ended, with its length unless a length was fixed."""
+        self.num_taken.fill_(int(state["num_taken"]))
+        if not self._fixed and int(state["num_steps"]) != self.num_steps:
+            self._set_table(int(state["num_steps"]))
+        self._apply(int(state["num_taken"]))
+
+
+class _StandIn(torch.optim.SGD):
+    """What schedulers move. Its steps do nothing: torch warns of schedulers that run ahead of them."""
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+def rate_table(make: Make, peaks: list[float], num_steps: int) -> list[list[float]]:
+    """The learning rate of every step: one list of `num_steps` floats per group.
+
+    Raises:
+        ValueError: the scheduler also moves the momentum, which a table of rates cannot hold.
+    """
+    stand_in = _StandIn([{"params": [torch.zeros(1)], "lr": lr} for lr in peaks], lr=peaks[0], momentum=0.5)
+    scheduler = make(stand_in, num_steps)
+    if type(scheduler) is LambdaLR:
+        # What its steps would compute, without the steps: a million of them take half a minute.
+        pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        return [[float(base * factor(step)) for step in range(num_steps)] for base, factor in pairs]
+    columns: list[list[float]] = [[] for _ in peaks]
+    for step in range(num_steps):
+        for column, group in zip(columns, stand_in.param_groups, strict=True):
+            column.append(float(group["lr"]))
+            if group["momentum"] != 0.5:
+                raise ValueError(
+                    f"{type(scheduler).__name__} also moves the momentum, which a schedule here does not; "
+                    f"use cycle_momentum=false"
+                )
+        if step < num_steps - 1:
+            stand_in.step()
+            scheduler.step()
+    return columns
+
+
+# --- by name ----------------------------------------------------------------------------------------------------------
+
+
+def _constant(optimizer: torch.optim.Optimizer, num_steps: int) -> LRScheduler:
+    return LambdaLR(optimizer, lambda step: 1.0)
+
+
+def _warmup_cosine(
+    optimizer: torch.optim.Optimizer, num_steps: int, warmup: float = 0.0, final: float = 0.0
+) -> LRScheduler:
+    def cosine(progress: float) -> float:
+        return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+    return LambdaLR(optimizer, _after_warmup(num_steps, warmup, cosine))
+
+
+def _warmup_linear(
+    optimizer: torch.optim.Optimizer, num_steps: int, warmup: float = 0.0, final: float = 0.0
+) -> LRScheduler:
+    def line(progress: float) -> float:
+        return 1.0 + (final - 1.0) * progress
+
+    return LambdaLR(optimizer, _after_warmup(num_steps, warmup, line))
+
+
+def _after_warmup(num_steps: int, warmup: float, curve: Callable[[float], float]) -> Callable[[int], float]:
+    num_warmup = round(warmup * num_steps)
+
+    def factor(step: int) -> float:
+        if step < num_warmup:
+            return (step + 1) / (num_warmup + 1)
+        return curve((step - num_warmup) / max(num_steps - num_warmup, 1))
+
+    return factor
+
+
+OWN: dict[str, Callable[..., LRScheduler]] = {
+    "constant": _constant,
+    "warmup_cosine": _warmup_cosine,
+    "warmup_linear": _warmup_linear,
+}
+REFUSED = {
+    "ReduceLROnPlateau": "needs a metric",
+    "LambdaLR": "needs a function, which a config cannot hold",
+    "MultiplicativeLR": "needs a function, which a config cannot hold",
+    "SequentialLR": "needs other schedulers, which a config cannot hold",
+    "ChainedScheduler": "needs other schedulers, which a config cannot hold",
+    "SWALR": "belongs to SWA; averaged weights are ema.decay here",
+    "LRScheduler": "is abstract",
+}
+
+
+def _available() -> dict[str, Any]:
+    found = {
+        name: cls
+        for name, cls in vars(torch.optim.lr_scheduler).items()
+        if inspect.isclass(cls) and issubclass(cls, LRScheduler) and not name.startswith("_")
+    }
+    return {name: cls for name, cls in found.items() if name not in REFUSED} | OWN
+
+
+def _maker(cfg: ScheduleConfig) -> Make:
+    target = _available()[cfg.name]
+    if cfg.name in OWN:
+        return lambda optimizer, num_steps: target(optimizer, num_steps, **cfg.options)
+    parameters = inspect.signature(target).parameters
+
+    def make(optimizer: torch.optim.Optimizer, num_steps: int) -> LRScheduler:
+        # What follows from the run need not be typed.
+        peak = max(float(group["lr"]) for group in optimizer.param_groups)
+        known = {"T_max": num_steps, "total_steps": num_steps, "max_lr": peak}
+        return target(optimizer, **{k: v for k, v in known.items() if k in parameters} | cfg.options)
+
+    return make
+
+
+def check_schedule(cfg: ScheduleConfig) -> list[str]:
+    """Problems of the `schedule` group, found by building a short table."""
+    if cfg.name in REFUSED:
+        return [f"schedule.name={cfg.name}: {REFUSED[cfg.name]}. {suggest('', sorted(_available()))}"]
+    if cfg.name not in _available():
+        return [f"schedule.name={cfg.name}: there is no such schedule. {suggest(cfg.name, sorted(_available()))}"]
+    parameters = list(inspect.signature(_available()[cfg.name]).parameters)
+    unknown = [key for key in cfg.options if key not in parameters or key in ("optimizer", "num_steps", "last_epoch")]
+    if unknown:
+        valid = [p for p in parameters if p not in ("optimizer", "num_steps", "last_epoch")]
+        return [f"schedule.options.{key}: {cfg.name} has no such option. {suggest(key, valid)}" for key in unknown]
+    try:
+        table = rate_table(_maker(cfg), [0.1], 8)
+    except Exception as problem:  # whatever a scheduler's constructor raises is the user's to know
+        return [f"schedule.options={cfg.options}: {cfg.name} refuses them: {problem}"]
+    if any(not math.isfinite(rate) or rate < 0 for rate in table[0]):
+        return [f"schedule.options={cfg.options}: {cfg.name} gives rates that are negative or not finite"]
+    return []
+
+
+def build_schedule(cfg: ScheduleConfig, optimizer: torch.optim.Optimizer, num_steps: int) -> Schedule:
+    """The schedule of the `schedule` group, over `schedule.horizon` or else `num_steps` steps."""
+    return Schedule(optimizer, _maker(cfg), cfg.horizon or num_steps, fixed=cfg.horizon is not None)

@@ -1,0 +1,318 @@
+"""What several floors need of tensors: DTensors and their local shards, ranks, wrappers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_core.config.rules import WHOLE_MATRICES
+from amp_core.torch_private import foreach_mul_, foreach_norm
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a network was wrapped, and an unwrapped twin of it without memory, to make copies from."""
+
+    outline: nn.Module
+    dtype: torch.dtype | None
+    shard: Callable[[nn.Module], nn.Module]
+    """Shards an unwrapped network in the same way."""
+
+
+plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
+
+
+def blocks(net: nn.Module) -> Iterator[nn.Module]:
+    """What is gathered by itself, see `wrap_fsdp`, or computed once more, see `recompute_blocks`."""
+    users: dict[nn.Parameter, int] = {}
+    for module in net.modules():
+        for param in module.parameters(recurse=False):
+            users[param] = users.get(param, 0) + 1
+
+    def alone(block: nn.Module) -> bool:
+        here: dict[nn.Parameter, int] = {}
+        for module in block.modules():
+            for param in module.parameters(recurse=False):
+                here[param] = here.get(param, 0) + 1
+        return bool(here) and all(users[param] == count for param, count in here.items())
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        holds_blocks = isinstance(module, nn.ModuleList | nn.Sequential)
+        for child in module.children():
+            called = type(child).forward is not nn.Module.forward
+            if holds_blocks and called and any(True for _ in child.children()) and alone(child):
+                yield child
+            else:
+                yield from walk(child)
+
+    return walk(net)
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def is_sharded(net: nn.Module) -> bool:
+    """Whether `net` is what `wrap_fsdp` returned."""
+    return net in plans
+
+
+def tensors_of(net: nn.Module) -> list[Tensor]:
+    return [*net.parameters(), *net.buffers()]
+
+
+def copy_with(net: nn.Module, tensors: dict[Tensor, Tensor]) -> nn.Module:
+    """A deep copy that holds other tensors, tied where the original's are."""
+    memo: dict[int, Any] = {}
+    for old, new in tensors.items():
+        memo[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+    return copy.deepcopy(net, memo)
+
+
+@torch.no_grad()
+def full_copy(net: nn.Module, device: str | torch.device | None = None) -> nn.Module:
+    """A copy of a sharded network that is whole on every rank, on `device` or that of the network. Collective."""
+    plan = plans[net]
+    values = [full_tensor(tensor).to(device or tensor.device, copy=True) for tensor in tensors_of(net)]
+    return copy_with(plan.outline, dict(zip(tensors_of(plan.outline), values, strict=True)))
+
+
+def sharded_copy(net: nn.Module) -> nn.Module:
+    """A copy of a sharded network that is sharded in the same way. Collective; whole for a moment, in host memory."""
+    return plans[net].shard(full_copy(net, "cpu"))
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether a tensor is this rank's part of one that lies over several, a DTensor."""
+    # Where the module is not loaded nobody has made one, and loading it takes half a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """What this rank holds, in the same memory: of parts the plain tensors in them. Empty ones remain, too.
+
+    What is no tensor is left as it is.
+    """
+    with torch.no_grad():
+        return [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]  # type: ignore[operator]
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The tensor of which this is a part, on the same device; anything else itself. Collective."""
+    return tensor.detach().full_tensor() if is_dtensor(tensor) else tensor.detach()  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Of a tensor that lies over ranks, what this rank has of it: a plain tensor, and where it belongs."""
+
+    tensor: Tensor
+    start: int
+    """Its first place along `dim`; it ends `tensor.shape[dim]` places later."""
+    total: int
+    """Size of the whole along `dim`."""
+    dim: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        return *self.tensor.shape[: self.dim], self.total, *self.tensor.shape[self.dim + 1 :]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.tensor.shape[self.dim]
+
+
+def dtensor_like(value: Any, live: Any) -> Any:
+    """This rank's part of `value`, which all ranks have, where `live` is such a part; else `value`. No collective.
+
+    Args:
+        value: a whole tensor, or the `Slice` that this rank holds; anything else stays what it is.
+        live: what it is to be laid out like.
+    """
+    if isinstance(value, Slice) and is_dtensor(live) and value.shape == tuple(live.shape):
+        from torch.distributed.tensor import DTensor
+
+        layout = {"shape": live.shape, "stride": live.stride()}
+        mine = value.tensor.detach().to(live.device)
+        return DTensor.from_local(mine, live.device_mesh, live.placements, run_check=False, **layout)
+    if not is_dtensor(live) or not isinstance(value, Tensor) or is_dtensor(value) or value.shape != live.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    value = value.detach().to(live.device)
+    # Not from rank 0: every rank has read the same file.
+    return distribute_tensor(value, live.device_mesh, live.placements, src_data_rank=None)
+
+
+def load_state(net: nn.Module, state: dict[str, Any]) -> None:
+    """`net.load_state_dict(state)` of whole tensors, of which a sharded network takes its parts."""
+    live = net.state_dict()
+    net.load_state_dict({name: dtensor_like(value, live.get(name)) for name, value in state.items()})
+
+
+def shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
+    """The ranks whose parts make up the whole `tensor`; None if this rank holds all of it.
+
+    Raises:
+        TypeError: it is not only split over one dimension of its mesh, and copied over the others.
+    """
+    split = split_dimension(tensor) if is_dtensor(tensor) else None
+    return None if split is None else tensor.device_mesh.get_group(split)  # type: ignore[attr-defined]
+
+
+def split_dimension(part: Tensor) -> int | None:
+    """The dimension of the mesh over which a part is split; None if each rank holds all of it."""
+    placements = part.placements  # type: ignore[attr-defined]
+    split = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    if not split:
+        return None
+    if len(split) > 1 or not placements[split[0]].is_shard():
+        raise TypeError(f"a tensor is laid out as {placements}; expected one dimension that shards")
+    return split[0]
+
+
+def global_grad_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """L2 norm of whole tensors of which these are parts, 0-d float32 on `device`, the same on all ranks of a mesh."""
+    groups: dict[dist.ProcessGroup | None, list[Tensor]] = {}
+    for tensor, mine in zip(tensors, local(tensors), strict=True):
+        groups.setdefault(shard_group(tensor), []).append(mine)
+    total = torch.zeros((), device=device)
+    for group, mine in groups.items():
+        norms = [norm.to(device, non_blocking=True) for norm in foreach_norm(mine)]
+        square = torch.linalg.vector_norm(torch.stack(norms)).float().square()
+        if group is not None:
+            dist.all_reduce(square, group=group)
+        total = total + square
+    return total.sqrt()
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+
+OptimizerView = Callable[[torch.optim.Optimizer], contextlib.AbstractContextManager[None]]
+_views: list[tuple[Callable[[torch.optim.Optimizer], bool], OptimizerView]] = []
+
+
+def register_view(applies: Callable[[torch.optim.Optimizer], bool], view: OptimizerView) -> None:
+    """Have `step_on_local_shards` enter `view` for optimizers to which it `applies`. A layout calls it once."""
+    _views.append((applies, view))
+
+
+def is_state_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this rank holds a part of the optimizer's state only, while weights and gradients are replicated."""
+    return bool(_views) and any(applies(optimizer) for applies, _ in _views)
+
+
+@contextlib.contextmanager
+def step_on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Around a step: the optimizer sees what this rank holds of weights, gradients and state; collective if sharded.
+
+    Raises:
+        TypeError: the optimizer is known to look at whole matrices.
+    """
+    with contextlib.ExitStack() as views:
+        views.enter_context(_on_plain_tensors(optimizer))
+        for applies, view in _views:
+            if applies(optimizer):
+                views.enter_context(view(optimizer))
+        yield
+
+
+@contextlib.contextmanager
+def _on_plain_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Around a step: the optimizer sees the plain tensors of this rank in place of DTensors, its moments included.
+
+    Most optimizers compute element by element, so that each rank can by itself. Torch's DTensors lack some of their
+    operations, such as those of fused SGD with a learning rate on the device, and cost more than the step.
+
+    Raises:
+        TypeError: the optimizer is known to look at whole matrices.
+    """
+    owned = [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p) and p.grad is not None]
+    if not owned:
+        yield
+        return
+    kind = type(optimizer).__name__
+    if kind in WHOLE_MATRICES:
+        raise TypeError(f"{kind} {WHOLE_MATRICES[kind]}, and these are sharded; use another optimizer, or replicas")
+    plain: dict[Tensor, Tensor] = {}
+    entries: dict[Tensor, dict[str, Any]] = {}
+    for param, mine, grad in zip(owned, local(owned), local(p.grad for p in owned), strict=True):
+        plain[param] = mine.detach()
+        plain[param].grad = grad
+        entries[param] = optimizer.state.pop(param, {})
+        values = dict(zip(entries[param], local(entries[param].values()), strict=True))
+        if values:
+            optimizer.state[plain[param]] = values
+    lists = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [plain.get(param, param) for param in group["params"]]
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, lists, strict=True):
+            group["params"] = params
+        for param in owned:
+            values = optimizer.state.pop(plain[param], {})
+            if values:
+                optimizer.state[param] = {key: _as_part(v, entries[param].get(key), param) for key, v in values.items()}
+
+
+def _as_part(value: Any, before: Any, param: Any) -> Any:
+    """An optimizer's plain `value` as a part of a whole, like `param`; `before` if that is still what it stands for."""
+    if is_dtensor(before) and before.to_local() is value:
+        return before
+    if not isinstance(value, Tensor) or not value.ndim or value.shape != param.to_local().shape:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    layout = {"shape": param.shape, "stride": param.stride()}
+    return DTensor.from_local(value, param.device_mesh, param.placements, run_check=False, **layout)
+
+
+def multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply by a 0-d tensor in place, on whatever devices they lie. Does not wait for any."""
+    tensors = local(tensors)
+    for device in {tensor.device for tensor in tensors}:
+        here = [tensor for tensor in tensors if tensor.device == device]
+        foreach_mul_(here, factor.to(device, non_blocking=True))
+
+
+def share_buffers(*nets: nn.Module) -> None:
+    """Put rank 0's buffers on all ranks: running statistics differ between them. Collective."""
+    if several_ranks():
+        for buffer in (buffer for net in nets for buffer in net.buffers()):
+            dist.broadcast(buffer, 0)
+
+
+_HAS_DISTRIBUTED = dist.is_available()
+
+
+def several_ranks() -> bool:
+    """Whether this process trains together with others."""
+    return _HAS_DISTRIBUTED and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def unwrap(net: nn.Module) -> nn.Module:
+    """The network inside wrappers of data parallelism and of torch.compile, nested in any order."""
+    while True:
+        if hasattr(net, "_orig_mod"):
+            net = net._orig_mod  # type: ignore[assignment]
+        elif isinstance(net, DistributedDataParallel | nn.DataParallel):
+            net = net.module
+        else:
+            return net

@@ -1,0 +1,1 @@
+"""Programs about runs: reports, forecasts, advice, profiles, costs."""

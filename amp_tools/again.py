@@ -1,0 +1,29 @@
+"""The settings with which a step of a run that is over can be computed again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from amp_core.checkpoints.checkpoint import Checkpoint
+from amp_core.cli.compose import overrides_of, stored_config
+from amp_core.config.errors import ConfigError
+
+
+def overrides_before(run_dir: str, step: int) -> list[str]:
+    """The settings that take up a run before one of its steps, in one process.
+
+    Raises:
+        ConfigError: the folder holds no run.
+    """
+    overrides, config = overrides_of(run_dir), stored_config(run_dir)
+    if config is None:
+        raise ConfigError(f"{run_dir}: its .hydra/config.yaml is missing or damaged")
+    before = Checkpoint(Path(run_dir, "checkpoints"), writer=False).newest_before(step)
+    try:
+        summary = json.loads(Path(run_dir, "summary.json").read_text())
+        # One rank takes the samples of all.
+        accumulation = int(config["accumulation"]) * int(summary["world_size"])
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as problem:
+        raise ConfigError(f"{run_dir}: summary.json or .hydra/config.yaml is missing or damaged") from problem
+    return [*overrides, f"resume={before[1] if before else 'never'}", f"accumulation={accumulation}"]

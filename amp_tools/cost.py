@@ -1,0 +1,82 @@
+"""What the doctor costs: steps with and without it take turns in one run of a recipe.
+
+A driver for `Environment.driver`. The ways take turns step by step and go through the same windows, so that what else
+the machine does falls on all of them alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_core.doctor.watch import Watch
+from amp_core.run.replay import window_of
+
+if TYPE_CHECKING:
+    from amp_core.run.loop import Loop
+
+_WINDOWS = 16
+_LINE = 10
+"""Steps between readings, as log_every has it."""
+
+
+class Cost:
+    """Step times without a doctor (twice, for what chance does), with one that watches, and with statistics.
+
+    Args:
+        num_steps: of each way.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.seconds: dict[str, list[float]] = {}
+
+    def __call__(self, loop: Loop, count: Any) -> Generator[Any, None, None]:
+        device = loop.env.device
+        windows = [window_of(loop, loop.step + 1 + i) for i in range(_WINDOWS)]
+        watch, sampled = Watch(loop), loop.measurement
+        ways: dict[str, tuple[Watch | None, Any]] = {
+            "off": (None, None),
+            "off, again": (None, None),
+            "watch": (watch, None),
+            "statistics": (None, sampled),
+        }
+        self.seconds = {name: [] for name in ways}
+        for turn in range(self.num_steps):
+            names = list(ways)
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                loop.monitor, loop.measurement = ways[name]
+                began = _now(device)
+                with loop.step_of(windows[turn % _WINDOWS]), loop.sampling():
+                    yield windows[turn % _WINDOWS]
+                if loop.monitor is not None and turn % _LINE == 0:
+                    torch.stack(list(loop.monitor.facts().values())).tolist()
+                self.seconds[name].append(_now(device) - began)
+        loop.monitor, loop.measurement = None, None
+
+    def ratio(self, way: str) -> float:
+        """Median step time against that without a doctor."""
+        return statistics.median(self.seconds[way]) / statistics.median(self.seconds["off"])
+
+    def __str__(self) -> str:
+        step = 1e3 * statistics.median(self.seconds["off"])
+        sampled = self.ratio("statistics") - 1
+        return "\n".join(
+            [
+                f"{self.num_steps} steps of each way, taking turns; without a doctor {step:.2f} ms (median)",
+                f"  off, again                     {self.ratio('off, again'):.4f}",
+                f"  doctor=watch                   {self.ratio('watch'):.4f}",
+                f"  doctor.statistics_every=1      {1 + sampled:.4f}",
+                f"  doctor.statistics_every=100    {1 + sampled / 100:.4f}  (a hundredth of the line above)",
+            ]
+        )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,162 @@
+"""Removing runs, or the checkpoints of runs, that nobody needs.
+
+Every deletion is planned first and shown; `carry_out` then takes the lock of the run folder, so that no run is writing
+there and none can begin, looks again, and removes only names that a run makes. What lies beside them stays, and so does
+the folder then. Links are removed as links, never followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from amp_core.cli.compose import OVERWRITTEN
+from amp_tools.report.folders import MARKS, Run, _json_of, age, is_ours, number, read_run
+
+OWN = (*OVERWRITTEN, "tensorboard", "wandb")
+"""Names in a run folder that are a run's."""
+LOST = ("failed", "diverged", "stopped", "preempted", "unknown")
+DAY = 86400.0
+
+
+@dataclass
+class Plan:
+    """What would be removed of one run."""
+
+    run: Run
+    paths: list[Path] = field(default_factory=list)
+    bytes: int = 0
+    keeps: str = ""
+    """What stays, and why, in words."""
+
+
+def plan_runs(run: Run, days: float) -> Plan | None:
+    """The whole of a run that ended without a result, and has not been touched for so many days."""
+    if run.status not in LOST or not _may_go(run, days):
+        return None
+    if any(text.startswith("summary.json: ") and text != "summary.json: is missing" for text in run.problems):
+        return None  # it is there and cannot be read: who knows what it said
+    paths = [run.path / name for name in OWN if os.path.lexists(run.path / name)]
+    others = sorted(set(os.listdir(run.path)) - set(OWN))
+    keeps = f"stays: {', '.join(others[:4])}" + (" ..." if len(others) > 4 else "") if others else ""
+    return Plan(run, paths, sum(map(size_of, paths)), keeps)
+
+
+def _may_go(run: Run, days: float) -> bool:
+    # A lock held on another machine is not seen on every file system: what was written to within a day may be running.
+    days = max(days, 1.0) if run.summary.get("status") == "running" else days
+    return run.status != "running" and is_ours(run) and age(run) >= days * DAY
+
+
+def plan_checkpoints(run: Run, days: float) -> Plan | None:
+    """Its checkpoints but the best, and but the newest of an unfinished run, which goes on from there."""
+    if not _may_go(run, days):
+        return None
+    folder = run.path / "checkpoints"
+    if folder.is_symlink() or not folder.is_dir():
+        return None
+    steps = sorted(entry for entry in os.listdir(folder) if re.fullmatch(r"step_\d{8,}", entry))
+    steps = [name for name in steps if (folder / name).is_dir() and not (folder / name).is_symlink()]
+    best = best_of(run, steps)
+    kept = {best} if best else set(steps[-1:])
+    if run.status != "finished":
+        kept |= set(steps[-1:])
+    paths = [folder / name for name in steps if name not in kept]
+    if not paths:
+        return None
+    return Plan(run, paths, sum(map(size_of, paths)), f"stays: {', '.join(sorted(kept))}")
+
+
+def best_of(run: Run, steps: list[str]) -> str | None:
+    """The checkpoint with the best value of the recipe's metric, by the manifests; None when none has one."""
+    scores: list[tuple[float, str]] = []
+    for name in steps:
+        metrics = _json_of(run.path / "checkpoints" / name / "manifest.json", []).get("metrics")
+        value = number(metrics.get(run.best)) if isinstance(metrics, dict) and run.best else None
+        if value is not None:
+            scores.append((-value if run.config.get("recipe.best_is") == "min" else value, name))
+    return max(scores)[1] if scores else None
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files below a folder; links count as nothing."""
+    with contextlib.suppress(OSError):
+        about = os.lstat(path)
+        if stat.S_ISREG(about.st_mode):
+            return about.st_size
+        if stat.S_ISDIR(about.st_mode):
+            with os.scandir(path) as entries:
+                return sum(size_of(Path(entry.path)) for entry in entries)
+    return 0
+
+
+def carry_out(plan: Plan, *, whole: bool) -> str | None:
+    """Remove what was planned. Returns why it was not, in words, or None.
+
+    Args:
+        plan: from `plan_runs` or `plan_checkpoints`.
+        whole: of `plan_runs`: the folder goes, too, if nothing else is in it.
+    """
+    folder = plan.run.path
+    try:
+        with _locked(folder):
+            present = read_run(folder)
+            if not is_ours(present) or present.changed != plan.run.changed:
+                return "has changed since it was looked at"
+            # .hydra goes last: after a removal that was interrupted it is still known what the folder was.
+            order = sorted(plan.paths, key=lambda path: (path.name == ".hydra", path.name == "summary.json", path.name))
+            for path in order:
+                if path.parent not in (folder, folder / "checkpoints") or path.parent.is_symlink():
+                    return f"{path}: is not of this run"
+                if path.name != ".lock":
+                    _remove(path)
+            if whole:
+                (folder / ".lock").unlink()
+                with contextlib.suppress(OSError):  # somebody else's files are in it
+                    folder.rmdir()
+    except OSError as problem:
+        return f"{problem.filename or folder}: {problem.strerror or problem}"
+    return None
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the lock of a run folder.
+
+    Raises:
+        OSError: a run holds it, the folder is a link or none any more, or it cannot be locked here.
+    """
+    if folder.is_symlink() or not any(os.path.lexists(folder / mark) for mark in MARKS):
+        raise OSError(0, "is no run folder any more")
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(lock).st_mode):
+            raise OSError(0, "its .lock is no regular file")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            raise OSError(0, "a run is writing there") from problem
+        yield
+    finally:
+        os.close(lock)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)  # does not follow links, at no depth
+    else:
+        path.unlink(missing_ok=True)
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """As plain data."""
+    about = {"folder": str(plan.run.path), "status": plan.run.status, "bytes": plan.bytes, "keeps": plan.keeps}
+    return about | {"remove": [str(path) for path in plan.paths]}

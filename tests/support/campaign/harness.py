@@ -1,0 +1,349 @@
+"""Runs as forked processes, and what is compared of them."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import io
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import train
+from amp_core.checkpoints.reading import read
+from amp_core.run.stop import Stop
+from recipes import RECIPES, find
+
+COMMON = ["device=cpu", "log.progress=false", "save_every=1000", "eval_every=1000", "log_every=1", "batch_size=4"]
+IMAGES = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4"]
+SMALL: dict[str, list[str]] = {
+    "classification": [*IMAGES, "model.options.width=8"],
+    "contrastive": [*IMAGES, "model.options.width=8", "recipe.embedding=8", "recipe.num_neighbours=3"],
+    "custom_function": [*IMAGES, "model.options.width=16", "model.options.features=8"],
+    "distillation": [*IMAGES, "recipe.teacher_options.width=8", "recipe.teacher_steps=3"],
+    "face_recognition": [
+        *("data=synthetic_identities", "data.num_classes=24", "data.num_samples=96", "data.image_size=16"),
+        *("recipe.embedding=16", "recipe.sample_rate=0.5"),
+    ],
+    "gan": [*IMAGES, "model.options.width=8", "recipe.num_critic_steps=2"],
+    "language_model": [
+        *("data.num_samples=64", "data.length=32", "recipe.sample_bytes=4"),
+        *("model.options.depth=1", "model.options.width=32", "model.options.heads=2"),
+    ],
+    "segmentation": ["data.num_samples=48", "data.image_size=32", "model.options.width=4", "model.options.depth=2"],
+}
+"""Settings with which a step takes milliseconds."""
+# A scale that overflows at first, and an average: state that is only right if it was put back.
+TELLING = ["amp=fp16", "amp.init_scale=16777216", "accumulation=2", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9"]
+
+patience = 120.0
+"""Seconds until a process is said to hang."""
+_children: set[int] = set()
+_agents: list[Child] = []
+
+
+def arguments(*overrides: str, recipe: str = "classification") -> list[str]:
+    """A command line of a run that takes milliseconds per step."""
+    return [f"recipe={recipe}", *COMMON, *SMALL[recipe], *overrides]
+
+
+def warm_up(work: Path) -> None:
+    """Pay here for what every run would pay for: imports, and what torch sets up at the first step."""
+    import torch._dynamo  # what DistributedDataParallel imports
+    import torch.distributed.fsdp
+
+    torch.set_num_threads(1)
+    for name in RECIPES:
+        find(name)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        code = train.main(arguments(*TELLING, "steps=2", f"run_dir={work / 'first'}"))
+    assert code == 0
+    gc.collect()
+    gc.freeze()  # what no collection touches is not copied for each process
+    running = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").is_dir() else 1
+    assert running == 1, f"{running} threads: what is forked from this process could hang"
+
+
+class Child:
+    """A forked process in a session of its own, with its output in a file.
+
+    Args:
+        act: what it does; its result is the exit code. 99 when it raises.
+        output: the file.
+        environ: variables on top of this process's.
+    """
+
+    def __init__(self, act: Callable[[], int | None], output: Path, environ: Mapping[str, str] | None = None) -> None:
+        self.output = output
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._live(act, environ or {})
+        self.code: int | None = None
+        self.hung = False
+        """It did not end in the time that `wait` gave it."""
+        self._is_gone = False
+        _children.add(self.pid)
+
+    def _live(self, act: Callable[[], int | None], environ: Mapping[str, str]) -> None:
+        code: int | None = 99
+        try:
+            os.setsid()
+            _children.clear()
+            _agents.clear()
+            output = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # says where it hangs, see `wait`
+            os.environ.update(environ)
+            code = act() or 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(BaseException):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code or 0)
+
+    @property
+    def text(self) -> str:
+        """All that it and earlier ones with this file have printed."""
+        return self.output.read_text(errors="replace")
+
+    def poll(self) -> int | None:
+        """The exit code, minus the signal if one ended it, or None while it runs."""
+        if not self._is_gone:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._ended(status)
+        return self.code
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """The exit code; None if it had to be killed because it did not end in time (default: `patience`)."""
+        end = time.monotonic() + (patience if seconds is None else seconds)
+        while self.poll() is None and time.monotonic() < end:
+            time.sleep(0.002)
+        if not self._is_gone:
+            self.hung = True
+            self.signal(signal.SIGUSR2)
+            time.sleep(0.2)
+            self.kill()
+        return None if self.hung else self.code
+
+    def kill(self) -> None:
+        """SIGKILL to it and what it started; at once and without a trace."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)  # before its setsid
+        if not self._is_gone:
+            self._ended(os.waitpid(self.pid, 0)[1])
+
+    def signal(self, number: int) -> None:
+        if self._is_gone:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def _ended(self, status: int) -> None:
+        self._is_gone, self.code = True, os.waitstatus_to_exitcode(status)
+        _children.discard(self.pid)
+
+
+def kill_all() -> None:
+    """End what is still running."""
+    for pid in list(_children):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def start(
+    folder: Path,
+    command: list[str],
+    *,
+    num_ranks: int = 1,
+    before: Callable[[int], None] | None = None,
+    environ: Mapping[str, str] | None = None,
+    output: Path | None = None,
+    main: Callable[[list[str]], int] | None = None,
+) -> list[Child]:
+    """Start a run in `folder`, as `python train.py` or, with several ranks, as torchrun starts its workers.
+
+    Args:
+        folder: its run folder; the output of rank r goes to `<folder>.r.txt` beside it.
+        command: without run_dir.
+        num_ranks: above 1, layout=ddp is added where there is no other.
+        before: called in each process with its rank, to put a fault or an observer into place.
+        environ: variables on top of this process's.
+        output: instead of `folder` in the names of the files of outputs.
+        main: what is called with the command line; default: that of train.py.
+    """
+    output = output or folder
+    port, alive = _agent(output) if num_ranks > 1 or main else (0, -1)
+    chosen = any(item.startswith("layout=") for item in command)
+    command = [*command, f"run_dir={folder}", *(["layout=ddp"] if num_ranks > 1 and not chosen else [])]
+
+    def act(rank: int) -> int:
+        if before is not None:
+            before(rank)
+        return (main or train.main)(command)
+
+    def variables(rank: int) -> dict[str, str]:
+        if num_ranks == 1 and main is None:
+            return dict(environ or {})
+        ranks = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+        }
+        agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "campaign"}
+        agent |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        return ranks | agent | dict(environ or {})
+
+    children = [
+        Child(lambda rank=rank: act(rank), output.with_name(f"{output.name}.{rank}.txt"), variables(rank))
+        for rank in range(num_ranks)
+    ]
+    if alive >= 0:
+        os.close(alive)
+    return children
+
+
+def _agent(output: Path) -> tuple[int, int]:
+    """(port, descriptor) of a process that holds the store of the ranks, as an agent does, until all are gone.
+
+    It is gone when nobody has the descriptor any more: to be inherited by the ranks, and closed here.
+    """
+    for old in _agents[:]:
+        if old.poll() is not None:
+            _agents.remove(old)
+    told, alive = os.pipe(), os.pipe()
+
+    def act() -> None:
+        os.close(alive[1])
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(told[1], str(store.port).encode())
+        os.read(alive[0], 1)
+
+    _agents.append(Child(act, output.with_name(f"{output.name}.agent.txt")))
+    os.close(told[1])
+    port = int(os.read(told[0], 100))
+    os.close(told[0])
+    os.close(alive[0])
+    return port, alive[1]
+
+
+def run(
+    folder: Path, command: list[str], *, num_ranks: int = 1, before: Callable[[int], None] | None = None
+) -> list[int | None]:
+    """The exit codes of a run that is left to itself; None for a rank that hangs."""
+    return [child.wait() for child in start(folder, command, num_ranks=num_ranks, before=before)]
+
+
+def slow_steps(rank: int) -> None:
+    """For `start`: steps that take long enough to do something between them."""
+    original = Stop.poll
+
+    def poll(self: Stop) -> int:
+        time.sleep(0.02)
+        return original(self)
+
+    setattr(Stop, "poll", poll)  # noqa: B010 - the type checker knows that it is a method
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until(condition: Callable[[], object], child: Child, seconds: float = 60.0) -> bool:
+    """Whether it came true before the process ended or the time was over."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if child.poll() is not None or time.monotonic() > end:
+            return bool(condition())
+        time.sleep(0.001)
+    return True
+
+
+# --- what is compared -------------------------------------------------------------------------------------------------
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    return sorted((folder / "checkpoints").glob("step_*"))
+
+
+def state(folder: Path) -> dict[str, Any]:
+    """The newest checkpoint of a run, as plain PyTorch reads it; one in shards as the project does."""
+    path = checkpoints(folder)[-1]
+    return read(path) if [*path.glob("*.safetensors")] else torch.load(path / "state.pt", weights_only=True)
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, without the one number that depends on the clock."""
+    read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in line.items() if key not in ("samples_per_second", "data_wait")} for line in read
+    ]
+
+
+def last_step(folder: Path) -> int:
+    """The step of the last whole line of metrics.jsonl, 0 when there is none."""
+    try:
+        whole = (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+        return int(json.loads(whole[-1])["step"]) if whole else 0
+    except (OSError, ValueError):
+        return 0
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """All of a finished run that must not depend on what happened to it on the way.
+
+    Of the evaluations only the last: one more is made where a run came to its end before it was made longer.
+    """
+    told, read = summary(folder), lines(folder)
+    read = [line for line in read if line["split"] == "train"] + read[-1:]
+    kept = {key: told[key] for key in ("status", "exit_code", "step", "eval", "skipped")}
+    return {"state": state(folder) | {"config": None}, "lines": read, "summary": kept}
+
+
+def unequal(a: Any, b: Any, path: str = "") -> list[str]:
+    """Where two values differ in any bit, or in their type."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        same = a.dtype == b.dtype and a.shape == b.shape
+        same = same and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        return [] if same else [path]
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() != b.keys():
+            return [f"{path}: {sorted(map(str, a.keys() ^ b.keys()))} on one side only"]
+        return [found for key in a for found in unequal(a[key], b[key], f"{path}.{key}")]
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        if len(a) != len(b):
+            return [f"{path}: {len(a)} and {len(b)} items"]
+        return [found for i, pair in enumerate(zip(a, b, strict=True)) for found in unequal(*pair, f"{path}[{i}]")]
+    return [] if type(a) is type(b) and (a == b or (a != a and b != b)) else [f"{path}: {a!r} and {b!r}"]
+
+
+def first(found: list[str], count: int = 3) -> str:
+    return "; ".join(found[:count]) + (f" and {len(found) - count} more" if len(found) > count else "")

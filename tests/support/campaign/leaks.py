@@ -1,0 +1,76 @@
+"""A key in the environment: it is in no file of a run and in no line of its output, whatever happens to the run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+from amp_core.run.loop import Loop
+from campaign import Plan, Result
+from campaign.harness import arguments, free_port, start
+from campaign.runs import clear
+
+KEY = "5ecre7" + "0123456789" * 4
+"""As long as one of wandb, and as nothing else."""
+PASSWORD = "pa55-" + "x1y2z3" * 4
+
+
+def _fail(rank: int) -> None:
+    """Fails with a message that has all of it, as a library's may."""
+
+    def fail(self: Loop, **options: bool) -> None:
+        raise RuntimeError(f"no answer of https://user:{PASSWORD}@host/{KEY}: {dict(os.environ)}")
+
+    setattr(Loop, "_save", fail)  # noqa: B010 - a fault
+
+
+def leaks(plan: Plan) -> Result:
+    """Runs in every mode of the trackers, of several ranks, that fail or are refused: then every byte is looked at."""
+    result = Result()
+    folder = plan.inside("leaks")
+    home, torn = folder / "home", folder / "torn"
+    home.mkdir()
+    (home / ".netrc").write_text(f"machine api.wandb.ai login user password {PASSWORD}\n")
+    (home / ".netrc").chmod(0o600)
+    environ = {"WANDB_API_KEY": KEY, "HOME": str(home), "MY_SECRET": PASSWORD, "NO_PROXY": "127.0.0.1"}
+    nobody = {"WANDB_MODE": "online", "WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}"}
+    report = ["doctor.after_skips=1", "debug.inject={where: batch, step: 2}", "amp=bf16"]
+    kinds = [
+        ("log=all, offline, with a doctor's report", ["log=all", *report], {"WANDB_MODE": "offline"}, 1, 0),
+        ("a failing run", [], {}, 1, 1),
+        ("log=default", ["log=default"], {}, 1, 0),
+        ("log=tensorboard", ["log=tensorboard"], {}, 1, 0),
+        ("log=wandb, no server", ["log=wandb"], nobody, 1, 0),
+        ("log=wandb, disabled", ["log=wandb"], {"WANDB_MODE": "disabled"}, 1, 0),
+        ("two ranks", report, {}, 2, 0),
+        ("two ranks that fail", [], {}, 2, 1),
+        ("refused", [f"+wandb_key={KEY}", f"data.path=https://user:{PASSWORD}@host"], {}, 1, 2),
+        ("taken from the environment", ["log.wandb_project=${oc.env:WANDB_API_KEY}"], {}, 1, 2),
+    ]
+    for case, _ in plan.cases("leaks", short=2, long=len(kinds)):
+        name, settings, more, num_ranks, expected = kinds[case % len(kinds)]
+        if "log=" in name and any(importlib.util.find_spec(each) is None for each in ("wandb", "tensorboard")):
+            result.facts[f"left out ({name})"] = "wandb or tensorboard is not installed"
+            continue
+        before = _fail if "fail" in name else None
+        command = arguments("steps=4", "save_every=2", "eval_every=2", *settings)
+        children = start(torn, command, num_ranks=num_ranks, before=before, environ=environ | more)
+        codes = [child.wait() for child in children]
+        result.expect(all(code == expected for code in codes), case, f"{name}: {codes}: {children[0].text[-900:]}")
+        found, size = _where(folder, home)
+        result.counts["runs with a key in their environment"] += 1
+        result.counts["files looked at"] += size
+        result.expect(not found, case, f"{name}: a key or a password is in {found}")
+        clear(torn)
+        shutil.rmtree(folder / "outputs", ignore_errors=True)
+    return result
+
+
+def _where(folder: Path, home: Path) -> tuple[list[str], int]:
+    """Files and names of files that hold a secret, and how many files there are. The home is where it belongs."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_relative_to(home)]
+    secrets = (KEY.encode(), PASSWORD.encode())
+    found = [str(path) for path in files if any(s in path.read_bytes() + os.fsencode(path) for s in secrets)]
+    return found, len(files)

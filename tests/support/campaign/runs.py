@@ -1,0 +1,479 @@
+"""Runs that are killed or told to stop, and that go on: the result is, bit for bit, that of a run left alone."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+import signal
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import system_calls
+
+import train
+from amp_core.data import loading
+from amp_core.layouts.fsdp import gather_full_state
+from amp_core.run.environment import exit_code_of
+from amp_core.run.loop import Loop
+from amp_core.run.stop import SIGNALS, Stop
+from amp_core.step.amp import Amp
+from amp_core.tensors import unwrap
+from campaign import Plan, Result
+from campaign.harness import (
+    TELLING,
+    Child,
+    arguments,
+    checkpoints,
+    first,
+    last_step,
+    lines,
+    outcome,
+    run,
+    start,
+    state,
+    summary,
+    unequal,
+    wait_until,
+)
+from campaign.saves import Calls
+
+TORN = ["steps=12", "save_every=1", "eval_every=5", "checkpoint.keep=2", *TELLING]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is run."""
+
+    settings: tuple[str, ...]
+    recipe: str = "classification"
+    num_ranks: int = 1
+
+    @property
+    def command(self) -> list[str]:
+        return arguments(*self.settings, recipe=self.recipe)
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe} on {self.num_ranks}" + (" in shards" if self.is_sharded else "")
+
+    @property
+    def is_sharded(self) -> bool:
+        return "checkpoint=sharded" in self.settings
+
+
+def _kind(recipe: str = "classification", *settings: str, num_ranks: int = 1) -> Kind:
+    return Kind((*TORN, *settings), recipe, num_ranks)
+
+
+class Alone:
+    """Results of runs that nothing happens to, each made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._known: dict[Kind, tuple[dict[str, Any], float]] = {}
+
+    def of(self, kind: Kind) -> tuple[dict[str, Any], float]:
+        """(outcome, seconds)"""
+        if kind not in self._known:
+            folder = self.folder / f"alone{len(self._known)}"
+            began = time.monotonic()
+            codes = run(folder, kind.command, num_ranks=kind.num_ranks)
+            seconds = time.monotonic() - began
+            text = folder.with_name(f"{folder.name}.0.txt").read_text()
+            assert codes == [0] * kind.num_ranks, (kind, codes, text[-3000:])
+            self._known[kind] = outcome(folder), seconds
+        return self._known[kind]
+
+
+def finishes_as_if_alone(
+    folder: Path, kind: Kind, expected: dict[str, Any], result: Result, case: object, what: str
+) -> None:
+    """Start the run once more; it must end well and with the result of the run that was left alone."""
+    children = start(folder, kind.command, num_ranks=kind.num_ranks)
+    codes = [child.wait() for child in children]
+    if result.expect(codes == [0] * len(codes), case, f"{what}: goes on with {codes}: {children[0].text[-700:]}"):
+        found = unequal(expected, outcome(folder))
+        result.expect(not found, case, f"{what}: another result: {first(found)}")
+
+
+def clear(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    for path in folder.parent.glob(f"{folder.name}.*"):
+        path.unlink()
+
+
+# --- kills ------------------------------------------------------------------------------------------------------------
+
+BAD = "debug.inject={where: batch, step: 4}"
+SHARDS = ("checkpoint=sharded", "checkpoint.background=true")
+KINDS = [
+    _kind("classification", BAD, "model.options.dropout=0.2"),
+    _kind("classification", "debug.inject={where: gradient, step: 4, rank: 1}", num_ranks=2),
+    _kind("classification", *SHARDS, num_ranks=2),
+    _kind("gan"),
+    _kind("classification", "amp=bf16", "amp.init_scale=null", "optimizer=sgd", "schedule=step"),
+    _kind("face_recognition"),
+    _kind("face_recognition", num_ranks=2),
+    _kind("language_model"),
+    _kind("classification", BAD, "data.num_workers=2"),
+    _kind("distillation"),
+    _kind("contrastive"),
+    _kind("segmentation"),
+    _kind("custom_function"),
+    _kind("classification", num_ranks=3),
+    _kind("classification", BAD, "checkpoint.background=true"),
+    _kind("language_model", "layout=fsdp", *SHARDS, num_ranks=2),
+    _kind("language_model", "layout=fsdp", "checkpoint=sharded", num_ranks=3),
+    _kind("face_recognition", *SHARDS, num_ranks=2),
+]
+NUM_SHORT = 3
+
+
+class Deadly(Calls):
+    """Kills its process at one of the calls of its saves."""
+
+    def _call(self, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        self.trace.append((name, (), None))
+        if len(self.trace) == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args)
+
+
+def _die_in_a_save(rank: int, *, who: int, at: int) -> None:
+    if rank == who:
+        system_calls.use(Deadly(at))
+
+
+def kills(plan: Plan) -> Result:
+    """SIGKILL at random moments, half of them inside a save, once or several times; then the run goes on."""
+    result = Result()
+    folder = plan.inside("kills")
+    alone, torn = Alone(folder), folder / "torn"
+    kinds = KINDS if plan.long else KINDS[:NUM_SHORT]
+    longest = 0.0
+    for case, rng in plan.cases("kills", short=6, long=200):
+        kind = kinds[case // 2 % len(kinds)]
+        expected, seconds = alone.of(kind)
+        what = [kind.name]
+        for _ in range(rng.choice([1, 1, 1, 2, 3])):
+            if case % 2:
+                who = rng.randrange(kind.num_ranks) if kind.is_sharded else 0
+                # A save with its pruning has 21 calls, and some more with shards; a rank above 0 writes one file.
+                at = rng.randrange(1, 12 * (5 if who else 27 if kind.is_sharded else 21))
+                die = functools.partial(_die_in_a_save, who=who, at=at)
+                children = start(torn, kind.command, num_ranks=kind.num_ranks, before=die)
+                children[who].wait()
+                died = children[who].code == -signal.SIGKILL
+                what.append(f"rank {who} killed at call {at} of its saves")
+                result.counts["kills inside a save"] += died
+            else:
+                before = last_step(torn)
+                children = start(torn, kind.command, num_ranks=kind.num_ranks)
+                pause = rng.uniform(0, seconds)
+                time.sleep(pause)
+                died = all(child.poll() is None for child in children)
+                one = rng.randrange(2 * kind.num_ranks)
+                what.append(f"killed after {pause:.3f} s")
+                result.counts["kills at a random moment"] += died
+                # Until the ranks are connected it is the agent that ends the others; after the last step they may part.
+                if died and one < kind.num_ranks > 1 and before < last_step(torn) < 11:
+                    children[one].kill()
+                    began = time.monotonic()
+                    what.append(f"rank {one} alone")
+                    for child in children:
+                        code = child.wait(60)
+                        result.expect(code not in (None, 0), case, f"{what}: a partner ends with {code}")
+                    longest = max(longest, time.monotonic() - began)
+            for child in children:
+                child.kill()
+        finishes_as_if_alone(torn, kind, expected, result, case, ", ".join(what))
+        clear(torn)
+    result.facts["kinds of runs"] = str(len(kinds))
+    if longest:
+        result.facts["longest until the partners of a killed rank ended"] = f"{longest:.1f} s"
+    return result
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+def _note_polls(rank: int, *, folder: Path) -> None:
+    """Note the time of each step's end of this rank."""
+    original = Stop.poll
+    file = os.open(folder.with_name(f"{folder.name}.{rank}.polls"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+
+    def poll(self: Stop) -> int:
+        os.write(file, struct.pack("d", time.monotonic()))
+        return original(self)
+
+    setattr(Stop, "poll", poll)  # noqa: B010 - an observer
+
+
+def _polls(folder: Path, rank: int) -> list[float]:
+    path = folder.with_name(f"{folder.name}.{rank}.polls")
+    data = path.read_bytes() if path.exists() else b""
+    return [moment for (moment,) in struct.iter_unpack("d", data[: len(data) // 8 * 8])]
+
+
+def signals(plan: Plan) -> Result:
+    """SIGTERM, SIGINT, SIGUSR1 at random moments, to all ranks or to one: all stop at one step, and the run goes on."""
+    result = Result()
+    folder = plan.inside("signals")
+    alone, torn = Alone(folder), folder / "torn"
+    settings = (*TELLING, "steps=60", "save_every=1000", "eval_every=17", BAD)
+    most, longest = 0, 0.0
+    for case, rng in plan.cases("signals", short=5, long=60):
+        num_ranks = [1, 2, 3, 4][case % 4] if plan.long else [1, 2, 1, 3][case % 4]
+        number = SIGNALS[case % 3]
+        expected_code = exit_code_of(128 + number)
+        kind = Kind(settings, num_ranks=num_ranks)
+        expected, seconds = alone.of(kind)
+        children = start(torn, kind.command, num_ranks=num_ranks, before=functools.partial(_note_polls, folder=torn))
+        wait_until(lambda: last_step(torn) > 0, children[0])
+        time.sleep(rng.uniform(0, 0.6 * seconds))
+        told = rng.choice([children, [rng.choice(children)]])
+        running = all(child.poll() is None for child in children)
+        at = time.monotonic()
+        for child in told:
+            child.signal(number)
+        codes = [child.wait() for child in children]
+        took = time.monotonic() - at
+        what = f"{kind.name}, {number.name} to {len(told)} of them"
+        steps = max(sum(moment > at for moment in _polls(torn, rank)) for rank in range(num_ranks))
+        if running:
+            # The step in progress, and one more in which the ranks agree; the signal may come just after a step's end.
+            most, longest = max(most, steps), max(longest, took)
+            result.expect(steps <= (2 if num_ranks == 1 else 3), case, f"{what}: {steps} steps after the signal")
+        if running and set(codes) != {0}:
+            result.counts[f"signals to runs of {num_ranks} processes"] += 1
+            result.expect(
+                codes == [expected_code] * num_ranks, case, f"{what}: exit codes {codes}: {children[0].text[-700:]}"
+            )
+            told_by = summary(torn)
+            said = told_by["status"], told_by["exit_code"]
+            result.expect(said == ("preempted", expected_code), case, f"{what}: summary.json says {said}")
+            saved = state(torn)["progress"]["step"] if checkpoints(torn) else None
+            result.expect(saved == told_by["step"], case, f"{what}: saved {saved}, stopped at {told_by['step']}")
+        finishes_as_if_alone(torn, kind, expected, result, case, what)
+        clear(torn)
+    result.facts["most steps after a signal"] = str(most)
+    result.facts["longest until all had ended"] = f"{longest:.1f} s"
+    _evaluations(plan, folder, result)
+    return result
+
+
+def _signal_in_evaluation(rank: int, *, folder: Path, at: tuple[int, int, int]) -> None:
+    """Evaluate one sample after the other; note each; at (rank, evaluation, batch) this process gets a signal."""
+    keys, batches = loading.eval_keys, loading.EvalLoader.__iter__
+    file = os.open(folder.with_name(f"{folder.name}.{rank}.evaluated"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    evaluation = 0
+
+    def one_by_one(num_samples: int, *, batch_size: int, **ranks: int) -> Any:
+        return keys(num_samples, batch_size=1, **ranks)
+
+    def observed(self: loading.EvalLoader) -> Any:
+        nonlocal evaluation
+        evaluation += 1
+        here = evaluation
+        for number, batch in enumerate(batches(self)):
+            os.write(file, struct.pack("2i", here, number))
+            if (rank, here, number) == at[:3]:
+                os.kill(os.getpid(), SIGNALS[here % 3])
+            yield batch
+
+    setattr(loading, "eval_keys", one_by_one)  # noqa: B010 - an observer
+    setattr(loading.EvalLoader, "__iter__", observed)  # noqa: B010
+
+
+def _evaluations(plan: Plan, folder: Path, result: Result) -> None:
+    """A signal in the middle of an evaluation: all ranks leave it at one batch, save, and the run goes on."""
+    torn, whole = folder / "torn", folder / "whole"
+    command = arguments("steps=4", "eval_every=1", "save_every=1000", "amp=bf16", "data.num_samples=192")
+    most = 0
+    for case, rng in plan.cases("evaluations", short=2, long=24):
+        num_ranks = [2, 1, 3][case % 3]
+        evaluation = [2, 4, 1, 3][case % 4]  # the fourth is that of the last step
+        at = (rng.randrange(num_ranks), evaluation, rng.randrange(6))
+        expected = exit_code_of(128 + SIGNALS[evaluation % 3])
+        what = f"a signal to rank {at[0]} of {num_ranks} in batch {at[2]} of evaluation {evaluation}"
+        never = functools.partial(_signal_in_evaluation, folder=whole, at=(-1, 0, 0))
+        assert run(whole, command, num_ranks=num_ranks, before=never) == [0] * num_ranks
+        before = functools.partial(_signal_in_evaluation, folder=torn, at=at)
+        codes = run(torn, command, num_ranks=num_ranks, before=before)
+        text = torn.with_name("torn.0.txt").read_text()
+        result.counts["signals in the middle of an evaluation"] += 1
+        result.expect(codes == [expected] * num_ranks, case, f"{what}: exit codes {codes}: {text[-700:]}")
+        for rank in range(num_ranks):
+            data_read = torn.with_name(f"torn.{rank}.evaluated").read_bytes()
+            last = max(struct.iter_unpack("2i", data_read))
+            most = max(most, last[1] - at[2])
+            result.expect(last <= (evaluation, at[2] + 2), case, f"{what}: rank {rank} went on to {last}")
+        if result.expect(bool(checkpoints(torn)), case, f"{what}: no checkpoint"):
+            said = summary(torn)["step"], state(torn)["progress"]["step"]
+            result.expect(said == (evaluation, evaluation), case, f"{what}: stopped and saved at {said}")
+        evaluated = [line["step"] for line in lines(torn) if line["split"] == "eval"]
+        result.expect(evaluated == list(range(1, evaluation)), case, f"{what}: results at {evaluated}")
+        codes = run(torn, command, num_ranks=num_ranks, before=functools.partial(never, folder=torn))
+        if result.expect(codes == [0] * num_ranks, case, f"{what}: goes on with {codes}"):
+            found = unequal(outcome(whole), outcome(torn))
+            result.expect(not found, case, f"{what}: another result: {first(found)}")
+        clear(torn)
+        clear(whole)
+    result.facts["most batches of an evaluation after a signal"] = str(most)
+
+
+# --- restarts ---------------------------------------------------------------------------------------------------------
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of what a process has started, and of what these have, in order of their start."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [found for child in map(int, children) for found in (child, *descendants(child))]
+
+
+def workers_of(pid: int) -> list[int]:
+    """Process ids of the ranks that a launcher has started."""
+    found = []
+    for child in descendants(pid):
+        try:
+            is_worker = b"recipes" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        found += [child] if is_worker else []
+    return found
+
+
+def _is_at(folder: Path, step: int, launcher: int) -> bool:
+    return last_step(folder) >= step and len(workers_of(launcher)) == 2
+
+
+def _are_gone(workers: set[int], launcher: int) -> bool:
+    return not workers & set(workers_of(launcher))
+
+
+def restarts(plan: Plan) -> Result:
+    """A rank is killed at a random step, up to three times: the agent starts it again, and the run ends well."""
+    result = Result()
+    folder = plan.inside("restarts")
+    alone, torn = Alone(folder), folder / "torn"
+    for case, rng in plan.cases("restarts", short=1, long=8):
+        layout = ["ddp", "fsdp"][case % 2]
+        settings = (*TELLING, "steps=150", "save_every=7", "eval_every=1000", BAD, f"layout={layout}")
+        kind = Kind(settings, num_ranks=2)
+        expected, _ = alone.of(kind)
+        agent = [*kind.command, "layout.nproc_per_node=2", "layout.max_restarts=3", f"run_dir={torn}"]
+        child = Child(functools.partial(train.main, agent), folder / "torn.0.txt")
+        steps = sorted(rng.sample(range(1, 140), rng.choice([1, 1, 2, 3]) if plan.long else 1))
+        killed = 0
+        for step in steps:
+            wait_until(functools.partial(_is_at, torn, step, child.pid), child)
+            workers = workers_of(child.pid)
+            if len(workers) == 2 and last_step(torn) < 149:
+                os.kill(rng.choice(workers), signal.SIGKILL)
+                killed += 1
+                wait_until(functools.partial(_are_gone, set(workers), child.pid), child)
+        code = child.wait(180)
+        result.counts[f"ranks killed and started again ({layout})"] += killed
+        what = f"a rank killed at steps {steps}"
+        if result.expect(code == 0, case, f"{what}: exit code {code}: {child.text[-1500:]}"):
+            found = unequal(expected, outcome(torn))
+            result.expect(not found, case, f"{what}: another result: {first(found)}")
+        clear(torn)
+    return result
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def _note_replicas(rank: int, *, folder: Path, poison: tuple[int, int] | None) -> None:
+    """Note after each step what must be the same on all ranks; and, at (rank, step), spoil a gradient of its own part.
+
+    What `debug.inject` spoils reaches all ranks with the sum of the gradients; the part of a head does not.
+    """
+    save, step = Loop._save, Amp.step
+    count = 0
+
+    def saved(self: Loop, **how: Any) -> None:
+        save(self, **how)
+        digest = hashlib.sha256()
+        for net in self.nets:
+            for value in gather_full_state(dict(unwrap(net).named_parameters())).values():  # all parts, on every rank
+                digest.update(value.detach().float().contiguous().numpy().tobytes())
+        facts = [self.step, int(self.amp.num_skipped), float(self.amp.scaler.scale), digest.hexdigest()]
+        with open(folder.with_name(f"{folder.name}.{rank}.replicas"), "a") as file:
+            print(json.dumps(facts), file=file)
+
+    def stepped(self: Amp, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if poison == (rank, count):
+            for each in kwargs["sharded"]:
+                each.param_groups[0]["params"][0].grad.view(-1)[0] = float("inf")
+        return step(self, optimizer, *args, **kwargs)
+
+    setattr(Loop, "_save", saved)  # noqa: B010 - an observer
+    setattr(Amp, "step", stepped)  # noqa: B010
+
+
+def _but_skips(saved: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint without its configuration and without the counts of skipped steps."""
+    progress = {key: value for key, value in saved["progress"].items() if not key.startswith("skipped")}
+    return saved | {"config": None, "progress": progress}
+
+
+def ranks(plan: Plan) -> Result:
+    """Gradients that are not finite on one rank only: all skip that step, and replicas stay equal in every bit."""
+    result = Result()
+    folder = plan.inside("ranks")
+    torn, clean = folder / "torn", folder / "clean"
+    for case, rng in plan.cases("ranks", short=8, long=48):
+        recipe = ["classification", "face_recognition"][case % 2]
+        where = ["batch", "gradient", "activation", "part"][case // 2 % 4]
+        num_ranks = rng.choice([2, 2, 3]) if plan.long else 2
+        bad_rank, step = rng.randrange(num_ranks), rng.randrange(1, 6)
+        poison = (bad_rank, step) if where == "part" else None
+        if where == "part":
+            recipe = "face_recognition"
+        layout = ["ddp", "fsdp", "ddp", "hsdp", "fsdp"][case % 5]
+        if layout == "hsdp":
+            num_ranks = 4 if plan.long else 2
+        mode = ["fp16", "bf16", "fp32"][case // 2 % 3]
+        fixed = ["amp.dynamic=false", "amp.init_scale=256"] if mode == "fp16" else []
+        fused = f"optimizer.fused={str(case % 4 < 2).lower()}"
+        ema = ["ema.decay=0.9"] if case % 3 else []
+        command = arguments(
+            *("steps=6", "save_every=1", "accumulation=2", "clip=norm", f"amp={mode}", fused, *ema, *fixed),
+            recipe=recipe,
+        )
+        command += [f"layout={layout}", *(["layout.shard_size=2"] if layout == "hsdp" else [])]
+        inject = f"debug.inject={{where: {where}, step: {step}, rank: {bad_rank}, value: {rng.choice(['inf', 'nan'])}}}"
+        bad = command if poison else [*command, inject]
+        children = start(
+            torn, bad, num_ranks=num_ranks, before=functools.partial(_note_replicas, folder=torn, poison=poison)
+        )
+        codes = [child.wait() for child in children]
+        what = f"{recipe} in {mode}, {layout}, {fused}, {where} of rank {bad_rank} of {num_ranks} in step {step}"
+        result.counts[f"gradients that were not finite on one rank ({layout})"] += 1
+        dropped = [*command, f"debug.inject={{where: drop, step: {step}}}"]
+        if result.expect(codes == [0] * num_ranks, case, f"{what}: exit codes {codes}: {children[0].text[-700:]}"):
+            notes = [torn.with_name(f"torn.{rank}.replicas").read_text() for rank in range(num_ranks)]
+            result.expect(len(set(notes)) == 1, case, f"{what}: the ranks differ")
+            skipped = [json.loads(line)[1] for line in notes[0].splitlines()]
+            one = [int(number >= step) for number in range(1, 7)]
+            result.expect(skipped == one, case, f"{what}: steps skipped so far: {skipped}")
+            assert run(clean, dropped, num_ranks=num_ranks) == [0] * num_ranks
+            found = unequal(_but_skips(state(clean)), _but_skips(state(torn)))
+            result.expect(not found, case, f"{what}: not the run that never saw it: {first(found)}")
+        clear(torn)
+        clear(clean)
+    return result
