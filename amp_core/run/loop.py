@@ -488,6 +488,7 @@ class Loop:
             background=cfg.checkpoint.background,
             # What a thread sends must not come between what training sends.
             group=env.new_host_group() if in_shards and cfg.checkpoint.background else env.host_group,
+            guard=env.check_folder,
             **self.parts,
         )
         env.closing.callback(self._let_finish)
