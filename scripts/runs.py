@@ -5,11 +5,12 @@
     python scripts/runs.py --where amp=fp16* --columns amp,seed,optimizer.lr,result,folder
     python scripts/runs.py compare outputs/classification/A outputs/classification/B
     python scripts/runs.py prune --older 30                             # shows what would go: runs without a result
-    python scripts/runs.py prune --checkpoints --older 7 --yes          # removes all checkpoints but the best
+    python scripts/runs.py prune --checkpoints --older 7 --yes          # removes checkpoints but the newest and best
 
 --where takes status, recipe, amp, seed, step, result, speed, memory, skipped, seconds, exit_code, age (days), eval.*,
 and any setting by its key; with = (also a pattern such as fp16*), !=, and > >= < <=, which a shell wants in quotes.
 prune removes nothing without --yes, never anything of a run that is going on, and only what runs write themselves.
+Before it removes checkpoints, it verifies those that stay.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ def main(arguments: Sequence[str]) -> int:
     command = commands.add_parser("prune", parents=[chosen], help="remove runs without a result, or checkpoints")
     command.add_argument("--older", type=float, default=14.0, metavar="DAYS", help="untouched for so long; default: 14")
     command.add_argument(
-        "--checkpoints", action="store_true", help="of all runs, but the best (and an unfinished one's newest)"
+        "--checkpoints", action="store_true", help="of all runs, but the newest sound one and the best"
     )
     command.add_argument("--yes", action="store_true", help="do it")
     command.set_defaults(do=prune)

@@ -1,4 +1,4 @@
-"""What one rank finds out and all act upon: a problem of one is raised on all, so that none waits for another."""
+"""Results and errors that all ranks share: an error of one rank is raised on all, so that none waits for another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from amp_core.checkpoints.pieces import CorruptFile
+from amp_core.checkpoints.manifest import CorruptFile
 from amp_core.config.errors import CheckpointError, RunError, SaveError
 
 T = TypeVar("T")

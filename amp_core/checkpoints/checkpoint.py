@@ -9,28 +9,25 @@
 
 `torch.load(state.pt, weights_only=True)` and `net.load_state_dict(state["model"])` work without this module.
 
-With `format="sharded"` nothing is gathered: each rank writes what it has, and of what all have its share.
+With `format="sharded"` nothing is gathered: each rank writes its shards, and some of the tensors that all ranks have.
 
-    checkpoints/step_00000500/state.pt               all that is no weight and no moment; None where one belongs
-    checkpoints/step_00000500/parts_00003.safetensors    what rank 3 has of tensors that lie over the ranks
-    checkpoints/step_00000500/whole_00003.safetensors    its share of those that every rank has
-    checkpoints/step_00000500/manifest.json          also the table of the tensors: shapes, dtypes, pieces
+    checkpoints/step_00000500/state.pt               all but weights and moments; None in place of each
+    checkpoints/step_00000500/parts_00003.safetensors    rank 3's shards of sharded tensors
+    checkpoints/step_00000500/whole_00003.safetensors    the replicated tensors that rank 3 writes
+    checkpoints/step_00000500/manifest.json          also the table of the tensors: shapes, dtypes, shards
 
-`load` takes either, on any number of ranks and in any layout: a rank reads the pieces that it needs.
+`load` takes either, on any number of ranks and in any layout: a rank reads the shards that it needs.
 
-A save is written under a temporary name, brought to disk, and renamed; what is older is deleted only after that. So
-a process that dies at any moment, or a full disk, costs at most the save in progress. Nothing is unpickled before
-its SHA-256 was compared, and never with code execution allowed.
+A save is written under a temporary name, brought to disk, and renamed; older ones are deleted only after that. So a
+process that dies at any moment, or a full disk, costs at most the save in progress. Nothing is unpickled before its
+SHA-256 was compared, and never with code execution allowed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,52 +35,43 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from amp_core.checkpoints import pieces
+from amp_core.checkpoints import folders, sharded
 from amp_core.checkpoints.agreement import Ranks
-from amp_core.checkpoints.folders import (
+from amp_core.checkpoints.host_copies import Copies
+from amp_core.checkpoints.manifest import (
+    DEFAULTS,
     FORMAT,
     MANIFEST,
     RESERVED,
     STATE,
-    free_bytes,
-    make_folder,
-    remove,
-    remove_leftovers,
-    sync_folder,
-    temporary_folder,
-    write_file,
-)
-from amp_core.checkpoints.part_state import compare_net, compare_optimizer, first_line, load_part, own_state, state_of
-from amp_core.checkpoints.pieces import CorruptFile, Entry, Shard
-from amp_core.checkpoints.plain_state import (
-    Data,
-    Part,
-    all_tensors,
-    copied,
     digest_of,
     encode,
-    finite,
-    is_same,
-    portable,
-    serialise,
-    to_plain,
-    type_name,
+    is_sound,
+    step_folders,
 )
-from amp_core.checkpoints.reading import Selection, find, inspect, is_sound, step_folders
-from amp_core.checkpoints.sharing import Copies, share_out
-from amp_core.config.errors import CheckpointError, SaveError
-from amp_core.layouts.zero import is_state_sharded
-from amp_core.tensors import is_dtensor
+from amp_core.checkpoints.parts import (
+    AveragedPart,
+    Part,
+    compare,
+    first_few,
+    full_state,
+    is_collective,
+    load_part,
+    local_state,
+)
+from amp_core.checkpoints.plain_state import all_tensors, copied, finite, is_same, serialise, to_plain, type_name
+from amp_core.checkpoints.reading import Selection, find
+from amp_core.config.errors import CheckpointError
+from amp_core.tensors import is_dtensor, several_ranks
 
 _log = logging.getLogger("amp_recipes")
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded, and what has to be said about it."""
+    """A checkpoint that was loaded."""
 
     step: int
     """Optimizer steps done when it was saved."""
@@ -101,8 +89,8 @@ class Checkpoint:
     """Saves and loads named parts in a folder of checkpoints.
 
     Nets are stored unwrapped (DDP, DataParallel and torch.compile leave no trace in the names), all tensors on the CPU.
-    Whatever lies over ranks is stored under the name of the whole, so a run may go on in any layout, on any number of
-    ranks, and in the other format. One folder has one writer at a time.
+    Sharded tensors are stored under the name of the full one, so a run may go on in any layout, on any number of ranks,
+    and in the other format. One folder has one writer at a time.
 
     Args:
         folder: where the `step_*` folders are; made by the first save.
@@ -110,8 +98,8 @@ class Checkpoint:
         writer: false for ranks above 0: they make and remove no folders. In format `single` they write nothing: `save`
             collects the states of the parts, which may be collective. A writer removes here what dead processes left
             unfinished.
-        format: `single`: all in one file, written by rank 0, on which sharded parts are gathered. `sharded`: each rank
-            writes what it has, and all ranks must see the same folder.
+        format: `single`: all in one file, written by rank 0, on which sharded tensors are gathered. `sharded`: each
+            rank writes its shards, and all ranks must see the same folder.
         background: `save` returns when everything was copied to host memory (a second copy of the state, kept for the
             next save), and a thread does the rest; see `prepare` and `wait`. The copies of what is on a GPU are ordered
             before what training does next there, and not waited for.
@@ -119,8 +107,8 @@ class Checkpoint:
             on what is loaded, and `load`, `newest_before` and, in format `sharded`, `save` are collective. Nothing else
             may use the group of a sharded checkpoint with `background`. Default: none in format `single`, where every
             rank finds out by itself; a new one in format `sharded` on several ranks, which makes this collective.
-        parts: name -> anything with `state_dict` and `load_state_dict`; None is left out. `scaler` and `ema` have
-            rules of their own in `load`.
+        guard: called before anything is written; what it raises ends the save.
+        parts: name -> a `Part`; None is left out.
 
     Raises:
         ValueError: a reserved name, something that is not a part, another format, or `keep` below 1.
@@ -136,6 +124,7 @@ class Checkpoint:
         format: Literal["single", "sharded"] = "single",
         background: bool = False,
         group: dist.ProcessGroup | None = None,
+        guard: Callable[[], None] | None = None,
         **parts: Part | None,
     ) -> None:
         if keep < 1:
@@ -147,13 +136,14 @@ class Checkpoint:
         self.writer = writer
         self.format = format
         self.background = background
+        self.guard = guard or (lambda: None)
         self.parts: dict[str, Part] = {name: part for name, part in parts.items() if part is not None}
         for name, part in self.parts.items():
             if name in RESERVED:
                 raise ValueError(f"a part cannot be named {name!r}: the checkpoint has an entry of its own for it")
-            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            if not isinstance(part, Part):
                 raise ValueError(f"{name} is a {type_name(part)}: it has no state_dict() and load_state_dict()")
-        if group is None and format == "sharded" and _several_ranks():
+        if group is None and format == "sharded" and several_ranks():
             group = dist.new_group(backend="gloo")  # type: ignore[assignment] - this rank is in it
         self._ranks = Ranks(group)
         self._copies = Copies() if background else None
@@ -162,7 +152,9 @@ class Checkpoint:
         self._task: Future[None] | None = None
         self._preparation: Future[None] | None = None
         if writer:
-            remove_leftovers(self.folder)
+            folders.remove_leftovers(self.folder)
+
+    # --- saving -------------------------------------------------------------------------------------------------------
 
     def save(
         self,
@@ -205,10 +197,11 @@ class Checkpoint:
             act = self._prepare_sharded(target, facts, about, best)
         else:
             # First of all, since every rank must take part: only the writer may return early or fail.
-            states = {name: state_of(part, keep=self.writer) for name, part in self.parts.items()}
+            states = {name: full_state(part, keep=self.writer) for name, part in self.parts.items()}
             if not self.writer:
                 return target
             self.wait()
+            self.guard()
             if is_sound(target):
                 return target
             act = self._prepare_single(target, states, facts, about, best)
@@ -231,26 +224,21 @@ class Checkpoint:
         optimizers have their states, after the first step. What has to be gathered first is left to the first save.
         Does nothing without `background`. Does not wait for the device.
         """
-        if self._writer is None or self._copies is None or not (self.writer or self.format == "sharded"):
+        is_sharded = self.format == "sharded"
+        if self._writer is None or self._copies is None or not (self.writer or is_sharded):
             return
-        parts = {name: part for name, part in self.parts.items() if not self._gathers(part)}
-        states: dict[str, Any] = {name: own_state(part) for name, part in parts.items()}
-        if self.format == "sharded":
-            _, mine, rest = share_out(parts, states, self._ranks.rank, self._ranks.num)
-            states = {"": [tensor for *_, tensor in mine]} | (rest if self.writer else {})
+        parts = {name: part for name, part in self.parts.items() if not is_collective(part, full=not is_sharded)}
+        states: dict[str, Any] = {name: local_state(part) for name, part in parts.items()}
+        if is_sharded:
+            _, mine, rest = sharded.assign_shards(parts, states, self._ranks.rank, self._ranks.num)
+            states = {"": [own.tensor for own in mine]} | (rest if self.writer else {})
         wanted: dict[Any, Tensor] = {}
         for tensor in all_tensors(states):
-            if is_dtensor(tensor):  # of which the whole is copied
+            if is_dtensor(tensor):  # the full tensor is copied
                 wanted[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             else:
                 wanted[is_same(tensor)] = tensor
         self._preparation = self._writer.submit(self._copies.prepare, list(wanted.values()))
-
-    def _gathers(self, part: Part) -> bool:
-        """Whether the ranks must meet for the state of a part, other than for weights in parts."""
-        if isinstance(part, Optimizer):
-            return is_state_sharded(part)
-        return self.format == "single" and hasattr(part, "sharded_state_dict")
 
     def wait(self) -> None:
         """Waits until what `save` does in the background is done. Returns at once where nothing is.
@@ -272,16 +260,16 @@ class Checkpoint:
     def _prepare_single(
         self, target: Path, states: dict[str, Any], facts: dict[str, Any], about: dict[str, Any], best: Any
     ) -> Callable[[], None]:
-        contents = {"scaler": {}} | {name: portable(part, states[name]) for name, part in self.parts.items()} | facts
-        (contents,) = self._on_host(contents)
+        (contents,) = self._on_host({**DEFAULTS, **states, **facts})
 
         def act() -> None:
+            self.guard()
             data = serialise(contents)
             files = {STATE: digest_of(data)}
             manifest = encode(about | {"files": files})
-            with _saving(target, files[STATE]["bytes"] + len(manifest)):
-                self._write(target, {STATE: data, MANIFEST: [manifest]})
-            self._prune_after(target, about["step"], best)
+            with folders.saving(target, files[STATE]["bytes"] + len(manifest)):
+                folders.write_step(target, {STATE: data, MANIFEST: [manifest]})
+            self._remove_old(target, about["step"], best)
 
         return act
 
@@ -292,12 +280,12 @@ class Checkpoint:
         problem: Exception | None = None
         entries, mine, contents = [], [], {}
         try:
-            states = {name: portable(part, own_state(part)) for name, part in self.parts.items()}
-            entries, mine, rest = share_out(self.parts, states, ranks.rank, ranks.num)
+            states = {name: local_state(part) for name, part in self.parts.items()}
+            entries, mine, rest = sharded.assign_shards(self.parts, states, ranks.rank, ranks.num)
             if self.writer:
-                contents = {"scaler": {}} | rest | facts | {"sharded": len(entries)}
-            contents, tensors = self._on_host(contents, [tensor for *_, tensor in mine])
-            mine = [(*place, tensor) for (*place, _), tensor in zip(mine, tensors, strict=True)]
+                contents = {**DEFAULTS, **rest, **facts, "sharded": len(entries)}
+            contents, tensors = self._on_host(contents, [own.tensor for own in mine])
+            mine = [replace(own, tensor=tensor) for own, tensor in zip(mine, tensors, strict=True)]
         except Exception as error:
             problem = error
             if ranks.num == 1:
@@ -306,106 +294,38 @@ class Checkpoint:
         def ready() -> None:
             if problem is not None:
                 raise problem
+            if self.writer:
+                self.guard()
 
         def act() -> None:
             ranks.each(ready)
             if not ranks.first(lambda: self.writer):
                 return
-            if ranks.first(lambda: os.path.lexists(target)) and all(ranks.each(lambda: self._has_sound_share(target))):
-                return
-            temporary = Path(ranks.first(lambda: self._begin(target)))
-            try:
-                written = ranks.each(lambda: self._write_pieces(temporary, target, entries, mine))
-                ranks.first(lambda: self._complete(temporary, target, contents, entries, written, about))
-            finally:
-                if self.writer:
-                    self._abandon(temporary)
-            if self.writer:
-                self._prune_after(target, about["step"], best)
+            written = sharded.write_sharded(ranks, target, entries, mine, contents, about)
+            if written and self.writer:
+                self._remove_old(target, about["step"], best)
 
         return act
 
     def _on_host(self, *values: Any) -> list[Any]:
         """The same in plain containers and tensors in host memory: the very ones, or copies that nothing changes."""
         if self._copies is None:
-            return [to_plain(value, "", {}) for value in values]
+            return [to_plain(value) for value in values]
         if self._preparation is not None:
             self._preparation.exception()  # without memory the copies will say so
             self._preparation = None
         self._copies.begin()
-        copied = [to_plain(value, "", {}, self._copies.copy) for value in values]
+        copied = [to_plain(value, to_host=self._copies.copy) for value in values]
         self._copies.end()
         return copied
 
-    def _begin(self, target: Path) -> str:
-        with _saving(target):
-            return str(self._make_temporary(target))
-
-    def _write_pieces(self, temporary: Path, target: Path, entries: list[Entry], mine: list[Any]) -> dict[str, Any]:
-        """What this rank has, in its files."""
-        files: dict[str, Any] = {}
-        for kind in ("parts", "whole"):
-            name = f"{kind}_{self._ranks.rank:05d}.safetensors"
-            own = [
-                (entries[i], Shard(start, stop, name), tensor)
-                for i, start, stop, where, tensor in mine
-                if where == kind
-            ]
-            if not own:
-                continue
-            data = [memoryview(pieces.head((entry, piece) for entry, piece, _ in own))]
-            data += [pieces.buffer_of(tensor) for *_, tensor in own]
-            files[name] = digest_of(data)
-            with _saving(target, files[name]["bytes"]):
-                write_file(temporary / name, *data)
-        written = [(i, start, stop, f"{kind}_{self._ranks.rank:05d}.safetensors") for i, start, stop, kind, _ in mine]
-        table = json.dumps(pieces.encode(entries), sort_keys=True)
-        return {"files": files, "pieces": written, "table": hashlib.sha256(table.encode()).hexdigest()}
-
-    def _complete(
-        self,
-        temporary: Path,
-        target: Path,
-        contents: dict[str, Any],
-        entries: list[Entry],
-        written: list[dict[str, Any]],
-        about: dict[str, Any],
-    ) -> None:
-        """Adds the state and, when all else is on disk, the manifest, and gives the folder its name. Rank 0."""
-        if any(one["table"] != written[0]["table"] for one in written):
-            raise ValueError(
-                "the ranks have states of different names, shapes or dtypes, which are no parts of a whole"
-            )
-        found: list[list[Shard]] = [[] for _ in entries]
-        for one in written:
-            for i, *piece in one["pieces"]:
-                found[i].append(Shard(*piece))
-        entries = [replace(entry, pieces=tuple(sorted(own))) for entry, own in zip(entries, found, strict=True)]
-        for entry in entries:
-            pieces.check(entry)
-        files = {name: entry for one in written for name, entry in one["files"].items()}
-        data = serialise(contents)
-        files[STATE] = digest_of(data)
-        manifest = encode(about | {"files": files, "tensors": pieces.encode(entries)})
-        with _saving(target, files[STATE]["bytes"] + len(manifest)):
-            for name, entry in files.items():
-                if name != STATE and os.stat(temporary / name).st_size != entry["bytes"]:
-                    raise SaveError(
-                        f"cannot save {target}: rank 0 does not see all of {name}. Earlier checkpoints are intact."
-                    )
-            write_file(temporary / STATE, *data)
-            write_file(temporary / MANIFEST, manifest)
-            self._publish(temporary, target)
-
-    def _has_sound_share(self, folder: Path) -> bool:
-        """Whether those files of a step are sound that this rank is to look at."""
-        return is_sound(folder, self._ranks.rank, self._ranks.num)
-
-    def _prune_after(self, target: Path, step: int, best: tuple[str, str] | None) -> None:
+    def _remove_old(self, target: Path, step: int, best: tuple[str, str] | None) -> None:
         try:
-            self._prune(step, best)
+            folders.remove_old(self.folder, step, self.keep, best)
         except OSError as error:
             _log.warning("cannot remove an old checkpoint: %s. %s itself is safe.", error, target)
+
+    # --- loading ------------------------------------------------------------------------------------------------------
 
     def load(self, path: str | os.PathLike[str] | None = None) -> Loaded | None:
         """Loads all parts from the newest sound checkpoint, or from the one that is named.
@@ -413,10 +333,10 @@ class Checkpoint:
         Everything is checked before the first part is changed. Of an optimizer only the state comes from the file: the
         hyperparameters of its groups, and the very tensors that hold learning rates, stay. Copies to the device.
 
-        A part that the file lacks is an error, but for two: `scaler` gets `{}` (a fresh scale), and `ema` starts from
-        the weights that were loaded (its `reset()`, if it has one). A part of the file that is not here is ignored
-        with a note. Waits for a save in the background. With a `group`, collective: what one rank finds damaged, none
-        uses.
+        A part that the file lacks is an error, but an `AveragedPart` starts from the weights that were loaded. A
+        checkpoint without a loss scale has `{}` as its scaler, which gives a fresh scale. A part of the file that is
+        not here is ignored with a note. Waits for a save in the background. With a `group`, collective: what one rank
+        finds damaged, none uses.
 
         Args:
             path: a step folder, a `state.pt`, a folder of checkpoints, or a run folder. Default: the own folder.
@@ -439,33 +359,33 @@ class Checkpoint:
                 load_part(self.parts[name], state, exact=not selection.conversions)
             except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{found.path}: {name} does not fit: {error}") from error
-        for reset in selection.fresh:
-            reset()
+        for part in selection.fresh:
+            part.reset()
         notes = (*found.notes, *selection.notes, *selection.conversions)
         return Loaded(found.step, contents["progress"], contents["config"], found.path, found.digest, notes)
 
     def _select(self, path: Path, contents: dict[str, Any]) -> Selection:
         """What the parts take of a checkpoint, if it fits them. Tensors may be on the device meta."""
-        notes: list[str] = []
-        wanted, fresh = {}, []
+        wanted, fresh, notes, problems, conversions = {}, [], [], [], []
         for name, part in self.parts.items():
-            if name == "scaler":
-                wanted[name] = contents.get(name) or {}
-            elif name in contents:
+            if name in contents:
                 wanted[name] = contents[name]
-            elif name == "ema":
-                reset = getattr(part, "reset", None)
-                fresh += [reset] if reset else []
-                start = "it starts from the loaded weights" if reset else "it has no reset() and stays as it is"
-                notes.append(f"the checkpoint has no ema: {start}")
+                misfits, converted = compare(part, contents[name])
+                problems += [f"{name} {misfit}" for misfit in misfits]
+                conversions += [f"dtypes of {name} were converted: {first_few(converted)}"] if converted else []
+            elif isinstance(part, AveragedPart):
+                fresh.append(part)
+                notes.append(f"the checkpoint has no {name}: it starts from the loaded weights")
             else:
                 raise CheckpointError(f"{path} has no {name}; it has {', '.join(map(str, contents))}")
+        if problems:
+            raise CheckpointError(f"{path} is of another model: {'; '.join(problems)}. Nothing was loaded.")
         notes += [
             f"{name} of the checkpoint is not used here"
             for name, state in contents.items()
-            if name not in self.parts and name not in RESERVED and not (name == "scaler" and not state)
+            if state and name not in self.parts and name not in RESERVED
         ]
-        return Selection(path, self.parts, wanted, fresh, notes, self._check(path, wanted))
+        return Selection(path, self.parts, wanted, fresh, notes, conversions)
 
     def newest_before(self, step: int) -> tuple[int, Path] | None:
         """The newest checkpoint of the own folder with fewer steps than `step`, whether it is sound or not.
@@ -478,102 +398,10 @@ class Checkpoint:
 
     def snapshot(self) -> dict[str, Any]:
         """A copy in host memory of what this rank has of all parts, for `restore`. Waits for the device."""
-        return {name: copied(portable(part, own_state(part))) for name, part in self.parts.items()}
+        return {name: copied(local_state(part)) for name, part in self.parts.items()}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Puts all parts back to a snapshot of this rank, bit by bit. The snapshot may be used again."""
         for name, state in snapshot.items():
             # Optimizers keep the very tensors that they are given.
             load_part(self.parts[name], copied(state), exact=True)
-
-    def _check(self, path: Path, wanted: dict[str, Any]) -> list[str]:
-        """Raises CheckpointError unless nets and optimizers fit; returns notes about dtypes that will be converted."""
-        problems, conversions = [], []
-        for name, state in wanted.items():
-            part = self.parts[name]
-            if not isinstance(state, dict):
-                problems.append(f"{name} is a {type_name(state)}, not a state dict")
-            elif isinstance(part, nn.Module):
-                misfits, converted = compare_net(part, state)
-                problems += [f"{name} {misfit}" for misfit in misfits]
-                conversions += [f"dtypes of {name} were converted: {first_line(converted)}"] if converted else []
-            elif isinstance(part, Optimizer):
-                problems += [f"{name} {misfit}" for misfit in compare_optimizer(part, state)]
-        if problems:
-            raise CheckpointError(f"{path} is of another model: {'; '.join(problems)}. Nothing was loaded.")
-        return conversions
-
-    def _write(self, target: Path, files: Mapping[str, Data]) -> None:
-        """Every step of it must leave a folder from which the newest acknowledged checkpoint loads."""
-        temporary = self._make_temporary(target)
-        try:
-            for name, data in files.items():
-                write_file(temporary / name, *data)
-            self._publish(temporary, target)
-        finally:
-            self._abandon(temporary)
-
-    def _make_temporary(self, target: Path) -> Path:
-        temporary = temporary_folder(target)
-        make_folder(self.folder)
-        if os.path.lexists(temporary):  # of a dead process with our number, as containers give the same ones out
-            remove(temporary)
-        os.mkdir(temporary)
-        return temporary
-
-    def _publish(self, temporary: Path, target: Path) -> None:
-        """Gives a folder its name when its files are on disk."""
-        sync_folder(temporary)
-        damaged = self._set_aside(target) if os.path.lexists(target) else None
-        os.rename(temporary, target)
-        sync_folder(self.folder)
-        if damaged:
-            with contextlib.suppress(OSError):  # the new one is safe, and the next run tries again
-                remove(damaged)
-
-    def _abandon(self, temporary: Path) -> None:
-        """Removes what was not published."""
-        with contextlib.suppress(OSError):
-            if os.path.lexists(temporary):
-                remove(temporary)
-
-    def _prune(self, current: int, best: tuple[str, str] | None) -> None:
-        """Removes what is neither among the newest nor the best. Damaged ones do not count, and stay."""
-        metrics: dict[int, dict[str, Any]] = {}
-        folders = step_folders(self.folder)
-        for step, folder in folders.items():
-            with contextlib.suppress(CorruptFile, CheckpointError):
-                metrics[step] = inspect(folder)["metrics"]
-        kept = {current, *sorted(metrics)[-self.keep :]}
-        if best is not None:
-            name, mode = best
-            scores = {step: finite(values.get(name)) for step, values in metrics.items()}
-            ranked = [(score if mode == "max" else -score, step) for step, score in scores.items() if score is not None]
-            kept |= {step for _, step in sorted(ranked)[-1:]}
-        for step in sorted(metrics.keys() - kept):
-            remove(self._set_aside(folders[step]))
-
-    def _set_aside(self, folder: Path) -> Path:
-        """Renames what is to be removed, so that no step folder is ever seen half deleted."""
-        trash = temporary_folder(folder, "old-")
-        if os.path.lexists(trash):
-            remove(trash)
-        os.rename(folder, trash)
-        sync_folder(self.folder)
-        return trash
-
-
-@contextlib.contextmanager
-def _saving(target: Path, num_bytes: int = 0) -> Iterator[None]:
-    """An error of the system inside becomes a SaveError."""
-    try:
-        yield
-    except OSError as error:
-        raise SaveError(
-            f"cannot save {target}: {error.strerror or error} ({num_bytes} bytes needed, "
-            f"{free_bytes(target.parent)} free). Earlier checkpoints are intact."
-        ) from error
-
-
-def _several_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

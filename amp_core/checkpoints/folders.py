@@ -1,4 +1,7 @@
-"""Files and folders that are whole on disk or not there."""
+"""Files and step folders that are whole on disk or not there, and the removal of old ones.
+
+Whatever changes the file system goes through `os`, call by call, so that a test can stop between any two.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,115 @@ import contextlib
 import errno
 import os
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-FORMAT = 1
-STATE = "state.pt"
-MANIFEST = "manifest.json"
-SHARD = re.compile(r"(parts|whole)_[0-9]{5,}\.safetensors")
-STEP_FOLDER = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
+from amp_core.checkpoints.manifest import CorruptFile, inspect, step_folders
+from amp_core.config.errors import CheckpointError, SaveError
+
 _TEMPORARY = re.compile(r"\.tmp-(?:old-)?step_[0-9]{8,}-([0-9]+)")
-RESERVED = ("progress", "config", "format", "sharded")
 _CHUNK = 1 << 26  # macOS refuses to write 2 GiB at once
 
 
-def temporary_folder(folder: Path, prefix: str = "") -> Path:
+# --- step folders -----------------------------------------------------------------------------------------------------
+
+
+def write_step(target: Path, files: Mapping[str, Sequence[Any]]) -> None:
+    """Writes a step folder. Any call of it may be the last: the newest checkpoint loads all the same."""
+    temporary = make_temporary(target)
+    try:
+        for name, data in files.items():
+            write_file(temporary / name, *data)
+        publish(temporary, target)
+    finally:
+        abandon(temporary)
+
+
+def make_temporary(target: Path) -> Path:
+    """The empty folder in which a step is written before it gets its name."""
+    temporary = _temporary_folder(target)
+    with saving(target):
+        make_folder(target.parent)
+        if os.path.lexists(temporary):  # of a dead process with our number, as containers give the same ones out
+            remove(temporary)
+        os.mkdir(temporary)
+    return temporary
+
+
+def publish(temporary: Path, target: Path) -> None:
+    """Gives a step folder its name when its files are on disk."""
+    sync_folder(temporary)
+    damaged = set_aside(target) if os.path.lexists(target) else None
+    os.rename(temporary, target)
+    sync_folder(target.parent)
+    if damaged:
+        with contextlib.suppress(OSError):  # the new one is safe, and the next run tries again
+            remove(damaged)
+
+
+def abandon(temporary: Path) -> None:
+    """Removes what was not published."""
+    with contextlib.suppress(OSError):
+        if os.path.lexists(temporary):
+            remove(temporary)
+
+
+def remove_old(folder: Path, current: int, keep: int, best: tuple[str, str] | None) -> None:
+    """Removes what is neither among the newest nor the best. Damaged ones do not count, and stay.
+
+    Args:
+        folder: of the step folders.
+        current: the step that was just written, which stays.
+        keep: how many of the newest stay.
+        best: (metric, "max" or "min"): the one with the best value stays, too.
+    """
+    metrics: dict[int, dict[str, Any]] = {}
+    paths = step_folders(folder)
+    for step, path in paths.items():
+        with contextlib.suppress(CorruptFile, CheckpointError):
+            metrics[step] = inspect(path)["metrics"]
+    kept = {current, *sorted(metrics)[-keep:], best_step(metrics, best)}
+    for step in sorted(metrics.keys() - kept):
+        remove(set_aside(paths[step]))
+
+
+def best_step(metrics: Mapping[int, Mapping[str, float | None]], best: tuple[str, str] | None) -> int | None:
+    """The step with the best value of a metric, the later one of equals; None if there is no value."""
+    if best is None:
+        return None
+    name, mode = best
+    scores = [
+        (value if mode == "max" else -value, step)
+        for step, values in metrics.items()
+        if (value := values.get(name)) is not None
+    ]
+    return max(scores)[1] if scores else None
+
+
+def set_aside(folder: Path) -> Path:
+    """Renames what is to be removed, so that no step folder is ever seen half deleted."""
+    trash = _temporary_folder(folder, "old-")
+    if os.path.lexists(trash):
+        remove(trash)
+    os.rename(folder, trash)
+    sync_folder(folder.parent)
+    return trash
+
+
+@contextlib.contextmanager
+def saving(target: Path, num_bytes: int = 0) -> Iterator[None]:
+    """Turns an error of the system into a SaveError."""
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(
+            f"cannot save {target}: {error.strerror or error} ({num_bytes} bytes needed, "
+            f"{_free_bytes(target.parent)} free). Earlier checkpoints are intact."
+        ) from error
+
+
+def _temporary_folder(folder: Path, prefix: str = "") -> Path:
     return folder.parent / f".tmp-{prefix}{folder.name}-{os.getpid()}"
 
 
@@ -39,6 +138,9 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def make_folder(folder: Path) -> None:
@@ -79,7 +181,7 @@ def remove(path: Path) -> None:
         os.unlink(path)
 
 
-def free_bytes(folder: Path) -> int | str:
+def _free_bytes(folder: Path) -> int | str:
     """Free space where `folder` is or would be."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

@@ -1,130 +1,165 @@
-"""State as plain data: what is written, and that nothing read can run code."""
+"""State as plain data: what is written, and that nothing read can run code or take more than its file's size allows."""
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import math
+import pickletools
+import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from amp_core.checkpoints.folders import FORMAT
+from amp_core.checkpoints.manifest import DEFAULTS, FORMAT, CorruptFile
 from amp_core.config.errors import CheckpointError
 from amp_core.layouts.fsdp import slice_of
 from amp_core.tensors import Slice, is_dtensor
 
 _SCALARS = (str, int, float, bool, type(None))
 _LARGE = 1 << 16  # bytes of a tensor from which on it is not copied to be written
-# Optimizer states that have the shape of their parameter, in the classes of torch.optim.
-LIKE_PARAMETER = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg"}
-LIKE_PARAMETER |= {"grad_avg", "acc_delta", "ax", "prev", "step_size", "variance"}
+_MOST_BITS = 2000  # of an integer: pickle has a code for longer ones that a safe load lacks
 
 
-class Part(Protocol):
-    """What can be saved under a name: a net, an optimizer, an `Amp`, a `Schedule`, an `Ema`, ..."""
-
-    def state_dict(self) -> Mapping[str, Any]: ...
-
-    def load_state_dict(self, state_dict: Any, /) -> Any: ...
-
-
-def encode(manifest: Mapping[str, Any]) -> bytes:
-    """The bytes of a manifest; its `digest` is the SHA-256 of the compact form of all the rest."""
-    rest = {key: value for key, value in manifest.items() if key != "digest"}
-    compact = json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    digest = hashlib.sha256(compact.encode()).hexdigest()
-    return (json.dumps({**rest, "digest": digest}, sort_keys=True, indent=2, allow_nan=False) + "\n").encode()
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def unpickle(data: bytes, path: Path) -> dict[str, Any]:
-    """Plain data from the bytes of a `state.pt`, or CheckpointError."""
+    """Plain data from the bytes of a `state.pt`.
+
+    Raises:
+        CorruptFile: it is refused: it holds anything else, or claims more memory or time than its size allows.
+        CheckpointError: it is of a newer version.
+    """
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            if sum(entry.file_size for entry in archive.infolist()) > len(data):
-                raise ValueError("it is compressed")
+        num_items = _scan(data)
         contents = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True, mmap=False)
-        _require_plain(contents, len(data))
+        _require_plain(contents, len(data), num_items)
     except Exception as error:  # a hostile file can make the readers raise anything
         reason = str(error).split("WeightsUnpickler error: ")[-1].strip() or type_name(error)
-        raise CheckpointError(f"{path}: refused: {reason.splitlines()[0]}") from error
+        raise CorruptFile(f"{path.name}: refused: {reason.splitlines()[0][:200]}") from error
     if not isinstance(contents, dict) or type(contents.get("format")) is not int:
-        raise CheckpointError(f"{path}: refused: it is not a checkpoint of this project (it has no `format`)")
+        raise CorruptFile(f"{path.name}: refused: it is not a checkpoint of this project (it has no `format`)")
     if contents["format"] > FORMAT:
         raise CheckpointError(f"{path} has format {contents['format']}, newer than {FORMAT}: update this project")
     if not (isinstance(contents.get("progress"), dict) and isinstance(contents.get("config"), dict)):
-        raise CheckpointError(f"{path}: refused: progress and config are not dictionaries")
-    return contents
+        raise CorruptFile(f"{path.name}: refused: progress and config are not dictionaries")
+    return {**DEFAULTS, **contents}
 
 
-def _require_plain(contents: object, num_bytes: int) -> None:
-    """Raises ValueError at any other type, and at tensors that claim more memory than the file has."""
+_KEYS = {"BINUNICODE", "BININT", "BININT1", "BININT2", "BINFLOAT", "NEWTRUE", "NEWFALSE", "NONE"}
+_GLOBALS = re.compile(r"torch (\w+Storage|u?int\d+|b?float\w+|complex\d+|bool)|torch\.storage UntypedStorage")
+_ORDERED = "collections OrderedDict"
+_CALLED = {
+    _ORDERED,
+    *(f"torch._utils {name}" for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")),
+}
+
+
+def _scan(data: bytes) -> int:
+    """Looks at the pickle before it is executed. Returns its size, which bounds the number of items it can hold.
+
+    What is allowed is what `torch.save` of plain containers writes: no other calls, and only strings and numbers of 64
+    bits as keys. A hash of nested tuples that share their items takes 2^n steps, and large integers can be chosen to
+    have the same hash.
+    """
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
+    if sum(entry.file_size for entry in entries) > len(data):
+        raise ValueError("it is compressed")
+    (entry,) = [entry for entry in entries if entry.filename.endswith("data.pkl")]
+    # Not `archive.read`, which would miss the checksum that `serialise` leaves out.
+    begin = entry.header_offset + 30
+    begin += sum(int.from_bytes(data[begin - at : begin - at + 2], "little") for at in (4, 2))
+    stack: list[str] = []
+    memo: dict[Any, str] = {}
+    for code, argument, _ in pickletools.genops(data[begin : begin + entry.file_size]):
+        if "PUT" in code.name:
+            memo[argument] = stack[-1]
+            continue
+        taken: list[str] = []
+        count = len(code.stack_before)
+        if pickletools.markobject in code.stack_before:
+            count = code.stack_before.index(pickletools.markobject)
+            while (kind := stack.pop()) != "MARK":
+                taken.append(kind)
+        taken += [stack.pop() for _ in range(count)]  # the last one first
+        kind = memo[argument] if "GET" in code.name else code.name
+        if code.name == "GLOBAL":
+            kind = str(argument)
+            if kind not in _CALLED and not _GLOBALS.fullmatch(kind):
+                raise ValueError(f"it refers to {kind.replace(' ', '.')}")
+        elif code.name == "LONG1" and int(argument or 0).bit_length() < 64:
+            kind = "BININT"
+        elif code.name in ("SETITEM", "SETITEMS") and not _KEYS.issuperset(taken[1:-1:2]):
+            raise ValueError("a key of a dictionary is neither text nor a number of 64 bits")
+        elif code.name == "REDUCE" and taken[1] == _ORDERED and taken[0] != "EMPTY_TUPLE":
+            raise ValueError("a dictionary is made of something")
+        stack += [kind] * len(code.stack_after)
+    return entry.file_size
+
+
+def _require_plain(contents: object, num_bytes: int, num_items: int) -> None:
+    """Raises ValueError at any other type, and at tensors or containers that are more than the file has room for."""
     storages: dict[int, int] = {}
-    for where, tensor in _tensors(contents):
-        _require_dense(tensor, where)
-        storage = tensor.untyped_storage()
+    for count, (where, value) in enumerate(_leaves(contents)):
+        if count > num_items:
+            raise ValueError("its containers hold each other more often than the file has bytes")
+        if not isinstance(value, Tensor):
+            if type(value) not in _SCALARS:
+                raise ValueError(f"{_name(where)} is a {type_name(value)}")
+            if type(value) is int and value.bit_length() > _MOST_BITS:
+                raise ValueError(f"{_name(where)} is an integer of {value.bit_length()} bits")
+            continue
+        _require_dense(value, where)
+        storage = value.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
-        if tensor.numel() * tensor.element_size() > storage.nbytes():
-            raise ValueError(f"{where} is larger than its data")
+        if value.numel() * value.element_size() > storage.nbytes():
+            raise ValueError(f"{_name(where)} is larger than its data")
     if sum(storages.values()) > num_bytes:
         raise ValueError("its tensors are larger than the file")
 
 
-def _tensors(value: object, where: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield where, value
-    elif isinstance(value, dict):
+_Where = tuple[Any, object] | None
+"""(path of the container, key) of a value in nested containers."""
+
+
+def _leaves(value: object, where: _Where = None) -> Iterator[tuple[_Where, object]]:
+    """All containers, keys and values, with their paths."""
+    if isinstance(value, dict):
+        yield where, None
         for key, item in value.items():
-            yield from _tensors(key, f"a key of {where or 'it'}")
-            yield from _tensors(item, _join(where, key))
+            yield (where, "a key"), key
+            yield from _leaves(item, (where, key))
     elif isinstance(value, (list, tuple)):
+        yield where, None
         for index, item in enumerate(value):
-            yield from _tensors(item, _join(where, index))
-    elif type(value) not in _SCALARS:
-        raise ValueError(f"{where} is a {type_name(value)}")
+            yield from _leaves(item, (where, index))
+    else:
+        yield where, value
 
 
-def portable(part: Part, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state as it goes to the file: plain names, learning rates as numbers, and the class of an optimizer."""
-    if isinstance(part, nn.Module):
-        return {plain: state[name] for plain, name in plain_names(part, state).items()}
-    if isinstance(part, Optimizer):
-        groups = [
-            {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
-            for group in state["param_groups"]
-        ]
-        return {**state, "param_groups": groups, "class": type(part).__name__}
-    return state
+def _name(where: _Where) -> str:
+    names: list[str] = []
+    while where is not None:
+        where, key = where
+        names.append(str(key))
+    return ".".join(reversed(names))
 
 
-def plain_names(net: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Plain name -> the name in `net.state_dict()`, which has a component more for every wrapper on the way."""
-    wrappers = []
-    for path, module in net.named_modules(remove_duplicate=False):
-        inner = None
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            inner = "module"
-        elif "_orig_mod" in dict(module.named_children()):  # torch.compile; importing its class would cost 2 s
-            inner = "_orig_mod"
-        if inner:
-            prefix = f"{path}." if path else ""
-            wrappers.append((f"{prefix}{inner}.", prefix))
-    plain_names = {}
-    for name in names:
-        plain = name
-        for wrapped, prefix in reversed(wrappers):  # innermost first: its path has the outer ones in it
-            if plain.startswith(wrapped):
-                plain = prefix + plain[len(wrapped) :]
-        plain_names[plain] = name
-    return plain_names
+def _require_dense(tensor: Tensor, where: _Where) -> None:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        raise ValueError(f"{_name(where)} is a {type_name(tensor)} ({tensor.layout}); gather it into a dense tensor")
+    if tensor.is_meta or tensor.is_quantized:
+        raise ValueError(f"{_name(where)} is a meta or quantized tensor")
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 Data = Sequence[bytes | bytearray | memoryview]
@@ -137,7 +172,7 @@ def serialise(contents: dict[str, Any]) -> Data:
     torch.save to a full disk raises "unexpected pos" instead of the reason, and to memory would copy all once more,
     holding the interpreter's lock.
     """
-    file = _Collector(tensor for _, tensor in _tensors(contents))
+    file = _Collector(all_tensors(contents))
     crc = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # four times as fast, and the SHA-256 is stronger
     try:
@@ -176,18 +211,14 @@ class _Collector:
         pass
 
 
-def digest_of(data: Data) -> dict[str, Any]:
-    """The entry of a file in the manifest."""
-    digest = hashlib.sha256()
-    for part in data:
-        digest.update(part)
-    return {"bytes": sum(map(len, data)), "sha256": digest.hexdigest()}
-
-
 def to_plain(
-    value: Any, where: str, copies: dict[tuple[Any, ...], Tensor], to_host: Callable[[Tensor], Tensor] = Tensor.cpu
+    value: Any,
+    copies: dict[tuple[Any, ...], Tensor] | None = None,
+    to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
+    where: _Where = None,
 ) -> Any:
-    """The same in plain containers and plain CPU tensors that own exactly their data; what was shared stays shared."""
+    """The same in plain containers and plain CPU tensors that own exactly their data; shared tensors stay shared."""
+    copies = {} if copies is None else copies
     if isinstance(value, Tensor):
         _require_dense(value, where)
         tensor = value.detach()
@@ -200,18 +231,20 @@ def to_plain(
     if isinstance(value, dict):
         for key in value:
             if type(key) not in _SCALARS:
-                raise ValueError(f"{where} has a {type_name(key)} as a key; a checkpoint takes str, int, float, bool")
-        return {key: to_plain(item, _join(where, key), copies, to_host) for key, item in value.items()}
+                raise ValueError(
+                    f"{_name(where)} has a {type_name(key)} as a key; a checkpoint takes str, int, float, bool"
+                )
+        return {key: to_plain(item, copies, to_host, (where, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [to_plain(item, _join(where, index), copies, to_host) for index, item in enumerate(value)]
+        items = [to_plain(item, copies, to_host, (where, index)) for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     if type(value) not in _SCALARS:
         raise ValueError(
-            f"{where} is a {type_name(value)}; a checkpoint takes tensors, str, int, float, bool, None, list, tuple"
-            " and dict"
+            f"{_name(where)} is a {type_name(value)}; a checkpoint takes tensors, str, int, float, bool, None, list,"
+            " tuple and dict"
         )
-    if type(value) is int and value.bit_length() > 2000:  # pickle has a code for longer ones that a safe load lacks
-        raise ValueError(f"{where} is an integer of {value.bit_length()} bits")
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        raise ValueError(f"{_name(where)} is an integer of {value.bit_length()} bits")
     return value
 
 
@@ -229,6 +262,7 @@ def all_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def copied(value: Any) -> Any:
+    """A nested state with copies in host memory in place of its tensors, and of what a DTensor has on this rank."""
     if is_dtensor(value):
         value = slice_of(value)
     if isinstance(value, Slice):
@@ -240,20 +274,9 @@ def copied(value: Any) -> Any:
     return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value
 
 
-def _require_dense(tensor: Tensor, where: str) -> None:
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-        raise ValueError(f"{where} is a {type_name(tensor)} ({tensor.layout}); gather it into a plain dense tensor")
-    if tensor.is_meta or tensor.is_quantized:
-        raise ValueError(f"{where} is a meta or quantized tensor")
-
-
 def finite(value: Any) -> float | None:
     number = math.nan if value is None else float(value)
     return number if math.isfinite(number) else None
-
-
-def _join(where: str, key: object) -> str:
-    return f"{where}.{key}" if where else str(key)
 
 
 def type_name(value: object) -> str:

@@ -29,6 +29,7 @@ from amp_core.config.lengths import num_steps
 from amp_core.config.rules import ONE_PROCESS, SHARDED, build, is_elastic, node_range
 from amp_core.config.schema import Config
 from amp_core.lowp.fp16_convolutions import in_use, kept_convolutions, note
+from amp_core.run import locks
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.machine import describe_cpu, describe_device, describe_versions
 from amp_core.run.monitor import Measurement, Monitor
@@ -251,6 +252,8 @@ class Environment:
         """summary.json of the run; only rank 0 writes, and only when there is a run folder."""
         if self.run_dir is None or self._lock is None or not (self._begun or status == "failed"):
             return
+        if not locks.is_of(self._lock, self.run_dir):  # moved: what is there now is not ours
+            return
         defaults = {
             "status": status,
             "exit_code": exit_code,
@@ -286,14 +289,28 @@ class Environment:
         if self.run_dir is None or not self.is_main:
             return
         try:
-            self._is_new = not self.run_dir.exists()
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_folder(self.run_dir)
+            while self._lock is None:
+                self._is_new = not self.run_dir.exists()
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileNotFoundError):  # a refused run has just removed the folder that it made
+                    self._lock = lock_folder(self.run_dir)
             with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
                 before = json.loads((self.run_dir / "summary.json").read_text())
                 self.summary_before = before if isinstance(before, dict) else {}
         except OSError as problem:
             raise SaveError(f"run_dir={self.run_dir}: cannot be written: {problem.strerror or problem}") from problem
+
+    def check_folder(self) -> None:
+        """Called before a checkpoint is written.
+
+        Raises:
+            SaveError: the run folder is not the one any more that this run has locked.
+        """
+        if self.run_dir is not None and self._lock is not None and not locks.is_of(self._lock, self.run_dir):
+            raise SaveError(
+                f"run_dir={self.run_dir}: the folder or its .lock was moved or removed while this run wrote there. "
+                "Nothing more is written. To resume, move it back, or give its new place as run_dir."
+            )
 
     def begin(self) -> None:
         """Write what is known at the start. Called when nothing can refuse the run any more."""
@@ -315,7 +332,8 @@ class Environment:
     def close_folder(self) -> None:
         if self._lock is None:
             return
-        if self._is_new and not self._begun and self.run_dir is not None:  # refused: leave nothing behind
+        refused = self._is_new and not self._begun
+        if refused and self.run_dir is not None and locks.is_of(self._lock, self.run_dir):  # leave nothing behind
             (self.run_dir / ".lock").unlink()
             with contextlib.suppress(OSError):
                 self.run_dir.rmdir()
@@ -324,27 +342,17 @@ class Environment:
 
 
 def lock_folder(run_dir: Path) -> IO[str]:
-    """Take the lock of a run folder; it is held by the open file, so a killed process leaves none behind.
+    """Take the lock of a run folder, and write into it who has it.
 
     Raises:
         ConfigError: another process writes there.
     """
-    import fcntl
-
-    # Not what a link leads to, since it is emptied.
-    lock = open(  # noqa: SIM115 - held open on purpose
-        run_dir / ".lock", "a+", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)
-    )
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as problem:
-        lock.seek(0)
-        owner = lock.read().strip() or "another process"
-        lock.close()
+        lock = locks.acquire(run_dir)
+    except BlockingIOError as problem:
         raise ConfigError(
-            f"run_dir={run_dir}: is being written by {owner}; wait for it, or choose another run_dir"
+            f"run_dir={run_dir}: is being written by {problem.strerror}; wait for it, or choose another run_dir"
         ) from problem
-    lock.seek(0)
     lock.truncate()
     lock.write(f"process {os.getpid()} on {platform.node()}")
     lock.flush()

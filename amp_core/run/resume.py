@@ -58,6 +58,7 @@ def open_checkpoint(loop: Loop) -> Checkpoint:
         background=cfg.checkpoint.background,
         # What a thread sends must not come between what training sends.
         group=env.new_host_group() if in_shards and cfg.checkpoint.background else env.host_group,
+        guard=env.check_folder,
         **loop.parts,
     )
 

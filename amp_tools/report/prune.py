@@ -8,9 +8,7 @@ the folder then. Links are removed as links, never followed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -18,8 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from amp_core.checkpoints.folders import best_step
+from amp_core.checkpoints.manifest import CorruptFile, inspect, is_sound, step_folders
 from amp_core.cli.compose import OVERWRITTEN
-from amp_tools.report.folders import MARKS, Run, _json_of, age, is_ours, number, read_run
+from amp_core.config.errors import CheckpointError
+from amp_core.run import locks
+from amp_tools.report.folders import MARKS, Run, age, is_ours, read_run
 
 OWN = (*OVERWRITTEN, "tensorboard", "wandb")
 """Names in a run folder that are a run's."""
@@ -36,6 +38,8 @@ class Plan:
     bytes: int = 0
     keeps: str = ""
     """What stays, and why, in words."""
+    sound: list[Path] = field(default_factory=list)
+    """Checkpoints without which nothing may be removed."""
 
 
 def plan_runs(run: Run, days: float) -> Plan | None:
@@ -57,33 +61,42 @@ def _may_go(run: Run, days: float) -> bool:
 
 
 def plan_checkpoints(run: Run, days: float) -> Plan | None:
-    """Its checkpoints but the best, and but the newest of an unfinished run, which goes on from there."""
+    """Its checkpoints before the newest sound one, but the best sound one. Those that stay for that are verified.
+
+    What is newer than the newest sound one is damaged, or cannot be read now, or is of a newer version: it stays.
+    """
     if not _may_go(run, days):
         return None
     folder = run.path / "checkpoints"
     if folder.is_symlink() or not folder.is_dir():
         return None
-    steps = sorted(entry for entry in os.listdir(folder) if re.fullmatch(r"step_\d{8,}", entry))
-    steps = [name for name in steps if (folder / name).is_dir() and not (folder / name).is_symlink()]
-    best = best_of(run, steps)
-    kept = {best} if best else set(steps[-1:])
-    if run.status != "finished":
-        kept |= set(steps[-1:])
-    paths = [folder / name for name in steps if name not in kept]
+    steps = {step: path for step, path in step_folders(folder).items() if path.is_dir() and not path.is_symlink()}
+    newest = next((step for step in sorted(steps, reverse=True) if len(steps) > 1 and _is_sound(steps[step])), None)
+    if newest is None:
+        return None
+    metrics: dict[int, dict[str, Any]] = {}
+    old = [step for step in sorted(steps) if step < newest]
+    for step in [*old, newest]:
+        with contextlib.suppress(CorruptFile):
+            try:
+                metrics[step] = inspect(steps[step])["metrics"]
+            except CheckpointError:  # of a newer version
+                old.remove(step)
+    wanted = (run.best, "min" if run.config.get("recipe.best_is") == "min" else "max") if run.best else None
+    while (best := best_step(metrics, wanted)) is not None and not _is_sound(steps[best]):
+        del metrics[best]
+    kept = [steps[step] for step in sorted({newest, best} - {None})]
+    paths = [steps[step] for step in old if steps[step] not in kept]
     if not paths:
         return None
-    return Plan(run, paths, sum(map(size_of, paths)), f"stays: {', '.join(sorted(kept))}")
+    names = [path.name for path in kept] + [f"{steps[step].name} (damaged)" for step in sorted(steps) if step > newest]
+    return Plan(run, paths, sum(map(size_of, paths)), f"stays: {', '.join(names)}", kept)
 
 
-def best_of(run: Run, steps: list[str]) -> str | None:
-    """The checkpoint with the best value of the recipe's metric, by the manifests; None when none has one."""
-    scores: list[tuple[float, str]] = []
-    for name in steps:
-        metrics = _json_of(run.path / "checkpoints" / name / "manifest.json", []).get("metrics")
-        value = number(metrics.get(run.best)) if isinstance(metrics, dict) and run.best else None
-        if value is not None:
-            scores.append((-value if run.config.get("recipe.best_is") == "min" else value, name))
-    return max(scores)[1] if scores else None
+def _is_sound(step: Path) -> bool:
+    with contextlib.suppress(CheckpointError):
+        return is_sound(step)
+    return False
 
 
 def size_of(path: Path) -> int:
@@ -111,6 +124,8 @@ def carry_out(plan: Plan, *, whole: bool) -> str | None:
             present = read_run(folder)
             if not is_ours(present) or present.changed != plan.run.changed:
                 return "has changed since it was looked at"
+            if damaged := [str(path) for path in plan.sound if not _is_sound(path)]:
+                return f"{', '.join(damaged)}: is damaged now"
             # .hydra goes last: after a removal that was interrupted it is still known what the folder was.
             order = sorted(plan.paths, key=lambda path: (path.name == ".hydra", path.name == "summary.json", path.name))
             for path in order:
@@ -136,17 +151,12 @@ def _locked(folder: Path) -> Iterator[None]:
     """
     if folder.is_symlink() or not any(os.path.lexists(folder / mark) for mark in MARKS):
         raise OSError(0, "is no run folder any more")
-    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
-        if not stat.S_ISREG(os.fstat(lock).st_mode):
-            raise OSError(0, "its .lock is no regular file")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as problem:
-            raise OSError(0, "a run is writing there") from problem
+        lock = locks.acquire(folder)
+    except BlockingIOError as problem:
+        raise OSError(0, "a run is writing there") from problem
+    with lock:
         yield
-    finally:
-        os.close(lock)
 
 
 def _remove(path: Path) -> None:

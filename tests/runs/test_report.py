@@ -9,12 +9,14 @@ import math
 import os
 import random
 import re
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
+from amp_core.checkpoints import manifest
 from amp_core.cli.compose import compose, stored_config
 from amp_core.config.rules import flatten
 from amp_tools.report import folders, prune
@@ -413,7 +415,9 @@ def checkpoint(folder, step, accuracy):
     place = folder / "checkpoints" / f"step_{step:08d}"
     place.mkdir(parents=True)
     (place / "state.pt").write_bytes(bytes(1000))
-    (place / "manifest.json").write_text(json.dumps({"step": step, "metrics": {"accuracy": accuracy}}))
+    files = {"state.pt": manifest.digest_of([bytes(1000)])}
+    about = {"format": 1, "step": step, "files": files, "metrics": {"accuracy": accuracy}}
+    (place / "manifest.json").write_bytes(manifest.encode(about))
 
 
 def test_prune_takes_old_runs_without_a_result_and_nothing_else(tmp_path, capsys):
@@ -469,7 +473,72 @@ def test_prune_of_checkpoints_keeps_the_best_and_where_a_run_goes_on(tmp_path):
         old(folder)
     assert script("runs").main(["prune", str(tmp_path), "--checkpoints", "--yes"]) == 0
     left = {name: sorted(os.listdir(tmp_path / name / "checkpoints")) for name in ("done", "half")}
-    assert left == {"done": ["mine", "step_00000020"], "half": ["mine", "step_00000020", "step_00000030"]}
+    assert left == {name: ["mine", "step_00000020", "step_00000030"] for name in ("done", "half")}
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def newer_format(path):
+    about = json.loads((path / "manifest.json").read_text()) | {"format": 2}
+    (path / "manifest.json").write_bytes(manifest.encode(about))
+
+
+DAMAGES = {
+    "a bit of the state": lambda path: flip(path / "state.pt", 500),
+    "a bit of the manifest": lambda path: flip(path / "manifest.json", 20),
+    "no manifest": lambda path: (path / "manifest.json").unlink(),
+    "a pipe": lambda path: ((path / "state.pt").unlink(), os.mkfifo(path / "state.pt")),
+    "a newer format": newer_format,
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_prune_never_removes_the_last_sound_checkpoint(tmp_path, what):
+    """Steps 2, 4 and 6, of which the newest cannot be loaded."""
+
+    def left_by(act):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        folder = make_run(tmp_path / "run", "amp=bf16", status="preempted")
+        for step in (2, 4, 6):
+            checkpoint(folder, step, None)
+        DAMAGES[what](folder / "checkpoints" / "step_00000006")
+        old(folder)
+        assert act(folder) in (0, None)
+        return sorted(int(name[5:]) for name in os.listdir(folder / "checkpoints"))
+
+    arguments = ["prune", str(tmp_path), "--checkpoints", "--older", "0", "--yes"]
+    assert left_by(lambda _: script("runs").main(arguments)) == [4, 6]
+
+    def by_name(folder):  # as it was
+        run, places = read_run(folder), sorted((folder / "checkpoints").iterdir())
+        return prune.carry_out(prune.Plan(run, places[:-1]), whole=False)
+
+    assert left_by(by_name) == [6]
+
+
+def test_prune_takes_the_newest_by_number_and_the_best_sound_one(tmp_path):
+    folder = make_run(tmp_path / "run", "amp=bf16", status="preempted")
+    for step, accuracy in ((99_999_998, 0.8), (99_999_999, 0.9), (10**8, 0.1), (10**8 + 1, 0.2)):
+        checkpoint(folder, step, accuracy)
+    flip(folder / "checkpoints" / "step_99999999" / "state.pt", 0)
+    old(folder)
+    assert script("runs").main(["prune", str(tmp_path), "--checkpoints", "--older", "0", "--yes"]) == 0
+    assert sorted(os.listdir(folder / "checkpoints")) == ["step_100000001", "step_99999998"]
+
+
+def test_a_checkpoint_that_is_damaged_after_the_look_keeps_the_others(tmp_path):
+    folder = make_run(tmp_path / "run", "amp=bf16", status="preempted")
+    for step in (2, 4):
+        checkpoint(folder, step, None)
+    plan = prune.plan_checkpoints(read_run(folder), 0)
+    assert plan is not None and [path.name for path in plan.paths] == ["step_00000002"]
+    flip(folder / "checkpoints" / "step_00000004" / "state.pt", 0)
+    assert "step_00000004: is damaged now" in str(prune.carry_out(plan, whole=False))
+    assert len(os.listdir(folder / "checkpoints")) == 2
 
 
 def test_a_run_that_began_after_the_look_is_left_alone(tmp_path):

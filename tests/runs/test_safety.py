@@ -44,6 +44,27 @@ def refused(capsys, *overrides):
 # --- folders ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("checkpoint", [[], ["checkpoint=sharded"], ["checkpoint.background=true"]])
+def test_a_folder_that_is_moved_while_a_run_writes_there_ends_it(checkpoint, monkeypatch, capsys):
+    """It does not go on in a second folder with the old name."""
+    save = Checkpoint.save
+
+    def saved_and_moved(self, step, **about):
+        found = save(self, step, **about)
+        if step == 1:
+            self.wait()
+            Path("run").rename("moved")
+        return found
+
+    monkeypatch.setattr(Checkpoint, "save", saved_and_moved)
+    assert train.main([*SMALL, *checkpoint, "run_dir=run"]) == 4
+    assert "run_dir=run: the folder or its .lock was moved" in capsys.readouterr().err
+    assert not Path("run").exists()
+    assert [path.name for path in checkpoints(Path("moved"))] == ["step_00000001"]
+    monkeypatch.undo()
+    assert train.main([*SMALL, *checkpoint, f"run_dir={os.path.abspath('moved')}"]) == 0
+
+
 @pytest.mark.parametrize("place", rows(["", " ", "~", "~/run", "/", "//", "/usr/..", "$HOME"], "~/run", "/usr/.."))
 @pytest.mark.parametrize("key", ["run_dir", "hydra.sweep.dir"])
 def test_a_place_that_is_no_folder_for_runs_is_refused(key, place, capsys, monkeypatch, tmp_path):

@@ -29,7 +29,7 @@ from torch.optim import AdamW
 
 from amp_core import Checkpoint, Clip
 from amp_core.checkpoints import checkpoint as module
-from amp_core.checkpoints import pieces, plain_state, sharing
+from amp_core.checkpoints import host_copies, plain_state, sharded, shards
 from amp_core.checkpoints.export import export
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import CheckpointError, SaveError
@@ -434,10 +434,10 @@ def test_a_giant_tensor_is_refused_by_its_shape_before_a_byte_is_read(tmp_path: 
 
     def grow(manifest: dict[str, Any], *place: Any) -> None:
         manifest["tensors"][0].update(places=[list(place)], shape=[rows, 4], pieces=[[0, rows, FILE]])
-        table = pieces.decode(manifest["tensors"])
-        head = pieces.head(pieces.by_file(table)[FILE])
+        table = shards.decode(manifest["tensors"])
+        head = shards.head_of(shards.by_file(table)[FILE])
         (folder / FILE).write_bytes(head)
-        os.truncate(folder / FILE, pieces.size_of(pieces.by_file(table)[FILE]))  # 256 GiB without a block on the disk
+        os.truncate(folder / FILE, shards.size_of(shards.by_file(table)[FILE]))  # 256 GiB without a block on the disk
 
     try:
         forged(folder, lambda manifest: grow(manifest, "model", W))
@@ -480,7 +480,7 @@ def test_one_file_of_shards_is_not_taken_for_a_checkpoint(tmp_path: Path) -> Non
 def test_other_programs_read_the_files(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    dtypes = [dtype for dtype in pieces.NAMES if dtype is not torch.bool]
+    dtypes = [dtype for dtype in shards.NAMES if dtype is not torch.bool]
     net = nn.ParameterDict(
         {
             f"in {str(dtype)[6:]}": nn.Parameter(torch.arange(6).view(2, 3).to(dtype), requires_grad=False)
@@ -494,8 +494,8 @@ def test_other_programs_read_the_files(tmp_path: Path) -> None:
     assert not differing({k: v.data for k, v in net.items()}, read(folder)["model"])
     # The other way round, byte for byte, for a file of the same order.
     save_file({"model.w": torch.ones(3, 2)}, tmp_path / "theirs", metadata={"format": "pt"})
-    entry = pieces.Entry((("model", "w"),), torch.float32, (3, 2), 0, (pieces.Shard(0, 3, "x"),))
-    assert (tmp_path / "theirs").read_bytes().startswith(pieces.head([(entry, entry.pieces[0])]))
+    entry = shards.Entry((("model", "w"),), torch.float32, (3, 2), 0, (shards.Shard(0, 3, "x"),))
+    assert (tmp_path / "theirs").read_bytes().startswith(shards.head_of([(entry, entry.shards[0])]))
 
 
 def test_shards_hold_what_one_file_holds(tmp_path: Path) -> None:
@@ -560,7 +560,8 @@ class Held:
             assert self.go.wait(30)
             return serialise(contents)
 
-        monkeypatch.setattr(module, "serialise", held)
+        for each in (module, sharded):
+            monkeypatch.setattr(each, "serialise", held)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -570,11 +571,11 @@ def test_what_is_saved_is_what_was_there_when_save_returned(
 ) -> None:
     held, parts = Held(monkeypatch), Parts(1.0)
     if not is_copied:
-        monkeypatch.setattr(sharing.Copies, "copy", lambda self, tensor: tensor)
+        monkeypatch.setattr(host_copies.Copies, "copy", lambda self, tensor: tensor)
     if format == "sharded":  # its weights are written before its state
-        write_pieces = Checkpoint._write_pieces
+        write_shards = sharded._write_shards
         monkeypatch.setattr(
-            Checkpoint, "_write_pieces", lambda *args: (held.began.set(), held.go.wait(30), write_pieces(*args))[-1]
+            sharded, "_write_shards", lambda *args: (held.began.set(), held.go.wait(30), write_shards(*args))[-1]
         )
     checkpoint = parts.checkpoint(tmp_path, format=format, background=True)
     for step in (1, 2):  # the second one in the buffers of the first
@@ -711,15 +712,15 @@ def cut_by_columns(folder: Path) -> None:
     weight = torch.arange(12.0).view(3, 4)
     halves = [weight[:, :1], weight[:, 1:]]
     places = (("model", "w"),)
-    rows = [pieces.Shard(0, 1, "parts_00000.safetensors"), pieces.Shard(1, 4, "parts_00001.safetensors")]
-    entry = pieces.Entry(places, torch.float32, (3, 4), 1, tuple(rows))
+    rows = [shards.Shard(0, 1, "parts_00000.safetensors"), shards.Shard(1, 4, "parts_00001.safetensors")]
+    entry = shards.Entry(places, torch.float32, (3, 4), 1, tuple(rows))
     state = {"model": {"w": None}, "scaler": {}, "progress": {"step": 1}, "config": {}, "format": 1, "sharded": 1}
     folder.mkdir(parents=True)
     torch.save(state, folder / "state.pt")
     for piece, half in zip(rows, halves, strict=True):
-        (folder / piece.file).write_bytes(pieces.head([(entry, piece)]) + pieces.buffer_of(half))
+        (folder / piece.file).write_bytes(shards.head_of([(entry, piece)]) + shards.buffer_of(half))
     files: dict[str, Any] = {name: {} for name in names(folder)}
-    manifest = {"format": 1, "step": 1, "metrics": {}, "files": files, "tensors": pieces.encode([entry])}
+    manifest = {"format": 1, "step": 1, "metrics": {}, "files": files, "tensors": shards.encode([entry])}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     forged(folder, lambda manifest: None)
 
@@ -733,11 +734,11 @@ def test_pieces_along_another_dimension_are_put_together(tmp_path: Path) -> None
     assert torch.equal(read(folder)["model"]["w"], weight)
     export(folder, tmp_path / "w.safetensors", "model")
     assert torch.equal(load_file(tmp_path / "w.safetensors")["w"], weight)
-    table = pieces.decode(json.loads((folder / "manifest.json").read_text())["tensors"])
+    table = shards.decode(json.loads((folder / "manifest.json").read_text())["tensors"])
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
     for span in [(0, 0, 1), (0, 1, 3), (1, 0, 2), (1, 1, 4), (1, 2, 3), (0, 2, 2)]:
         dim, start, stop = span
-        found = pieces.read(folder, table, digests, lambda entry, span=span: span)[0]
+        found = shards.read(folder, table, digests, lambda entry, span=span: span)[0]
         assert torch.equal(found, weight.narrow(dim, start, stop - start)), span
 
 

@@ -31,14 +31,16 @@ from typing import Any
 import pytest
 import system_calls
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from amp_core.checkpoints import folders, plain_state, reading
+from amp_core.checkpoints import folders, manifest, plain_state
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import CheckpointError, SaveError
 from amp_core.lowp.moments import Adam16
 from amp_core.run.teardown import end_process_group
+from amp_core.step.ema import Ema
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -423,6 +425,8 @@ def test_an_ema_that_is_not_in_the_file_starts_from_the_loaded_weights(tmp_path:
     net = tiny()
 
     class Ema(Recorder):
+        model = net
+
         def reset(self) -> None:
             self.loaded.append(net.weight.mean().item())
 
@@ -430,7 +434,8 @@ def test_an_ema_that_is_not_in_the_file_starts_from_the_loaded_weights(tmp_path:
     loaded = must_load(Checkpoint(tmp_path, ema=ema, model=net))
     assert ema.loaded == [3.0]
     assert loaded.notes == ("the checkpoint has no ema: it starts from the loaded weights",)
-    assert "stays as it is" in must_load(Checkpoint(tmp_path, model=net, ema=tiny())).notes[0]
+    with pytest.raises(CheckpointError, match="has no ema"):  # a network that is only called so is not an average
+        Checkpoint(tmp_path, model=net, ema=tiny()).load()
 
 
 def test_a_part_of_the_file_that_is_not_wanted_is_ignored_and_said(tmp_path: Path) -> None:
@@ -1114,9 +1119,9 @@ def violations_after_death(folder: Path, acknowledged: set[int], step: int, was_
             yield "nothing was found"
     elif loaded.step not in (newest, step) or net.weight.mean().item() != loaded.step:
         yield f"step {loaded.step} was loaded"
-    folders = reading.step_folders(folder)
+    folders = manifest.step_folders(folder)
     yield from [f"step {number} is lost" for number in acknowledged - set(folders)]
-    yield from [f"{path} is damaged" for path in folders.values() if not (reading.is_sound(path) or was_damaged)]
+    yield from [f"{path} is damaged" for path in folders.values() if not (manifest.is_sound(path) or was_damaged)]
     save(folder, 8)
     if read(folder)["progress"]["step"] != 8 or any(name.startswith(".tmp") for name in names(folder)):
         yield f"the next process could not go on: {names(folder)}"
@@ -1154,12 +1159,12 @@ def die_everywhere(work: Path, scenario: str) -> tuple[int, list[str]]:
     return len(points), wrong
 
 
-def delete_in_place(self: Checkpoint, folder: Path) -> Path:
+def delete_in_place(folder: Path) -> Path:
     """The tempting way to prune: what is returned is removed."""
     return folder
 
 
-def write_in_place(self: Checkpoint, target: Path, files: dict[str, Any]) -> None:
+def write_in_place(target: Path, files: dict[str, Any]) -> None:
     """The tempting way to write."""
     folders.make_folder(target)
     for name, data in files.items():
@@ -1192,12 +1197,12 @@ def harness(work: Path) -> dict[str, Any]:
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks where a library has threads
     folders._CHUNK = 1000  # several writes for one file
     results: dict[str, Any] = {name: die_everywhere(work / name, name) for name in SCENARIOS}
-    right = Checkpoint._set_aside, Checkpoint._write
-    Checkpoint._set_aside = delete_in_place
+    right = folders.set_aside, folders.write_step
+    folders.set_aside = delete_in_place
     results["delete in place"] = die_everywhere(work / "delete", "prune")
-    Checkpoint._set_aside, Checkpoint._write = right[0], write_in_place
+    folders.set_aside, folders.write_step = right[0], write_in_place
     results["write in place"] = die_everywhere(work / "write", "next")
-    Checkpoint._write = right[1]
+    folders.write_step = right[1]
     results["torch.save in place"] = torch_save_in_place(work / "broken")
     return results
 
@@ -1234,9 +1239,7 @@ if __name__ == "__main__":
 
 def test_a_file_is_made_without_a_copy_of_its_large_tensors_and_is_the_one_of_torch_save() -> None:
     weight = torch.randn(200, 300)
-    contents = plain_state.to_plain(
-        {"a": weight, "tied": weight, "t": torch.randn(300, 200).t(), "b": torch.ones(3)}, "", {}
-    )
+    contents = plain_state.to_plain({"a": weight, "tied": weight, "t": torch.randn(300, 200).t(), "b": torch.ones(3)})
     data = plain_state.serialise(contents)
     views = [torch.frombuffer(part, dtype=torch.uint8).data_ptr() for part in data if isinstance(part, memoryview)]
     assert views == [weight.data_ptr(), contents["t"].data_ptr()]
@@ -1270,3 +1273,65 @@ def test_memory_that_was_prepared_is_what_a_save_copies_to(tmp_path: Path, forma
         found.append(before == {buffer.data_ptr() for buffer in copies._buffers} != set())
         assert torch.equal(read(tmp_path / str(prepared))["model"]["weight"], net.weight)
     assert found == [True, False]
+
+
+# The format.
+
+
+BEFORE = Path(__file__).parents[1] / "support" / "checkpoints_of_0_1"
+"""Written by version 0.1: by one process in format `single`, by two with layout fsdp in format `sharded`."""
+
+
+class Averaged:
+    """The parts of the checkpoints of version 0.1, with other values."""
+
+    def __init__(self) -> None:
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3, bias=False))
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.5)
+        self.ema = Ema(self.net, 0.5)
+        self.scaler = torch.amp.GradScaler("cpu")
+
+    def checkpoint(self, folder: Path, **way: Any) -> Checkpoint:
+        parts: dict[str, Any] = {"model": self.net, "optimizer": self.optimizer, "ema": self.ema}
+        return Checkpoint(folder, **way, **parts, scaler=self.scaler)
+
+
+@pytest.mark.parametrize("format", ["single", "sharded"])
+def test_checkpoints_of_version_0_1_load_and_are_written_in_the_same_way(tmp_path: Path, format: Any) -> None:
+    folder = BEFORE / format / "step_00000002"
+    expected = torch.load(folder / "state.pt", weights_only=True)
+    for path in sorted(folder.glob("parts_*.safetensors")):  # read by another program
+        for name, rows in load_file(path).items():
+            *inside, last = name.split(".", 1 if name[0] in "me" else 3)
+            state = expected
+            for key in inside:
+                state = state[int(key) if key.isdigit() else key]
+            state[last] = rows if state[last] is None else torch.cat([state[last], rows])
+    run = Averaged()
+    loaded = must_load(run.checkpoint(tmp_path), folder)
+    assert (loaded.step, loaded.notes) == (2, ())
+    assert loaded.progress == {"samples": 16, "text": "ä", "step": 2}
+    assert loaded.config == {"recipe": {"name": "x"}, "lr": 0.01}
+    assert bits(run.net.state_dict()) == bits(expected["model"])
+    assert bits(run.ema.state_dict()) == bits(expected["ema"])
+    assert bits(run.optimizer.state_dict()["state"]) == bits(expected["optimizer"]["state"])
+    assert run.scaler.get_scale() == 1024.0
+
+    # Names, keys and layout of what is written now; the bytes of a weight are the same, as was just shown.
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.01
+    metrics = {"accuracy": 0.5, "loss": math.nan}
+    again = run.checkpoint(tmp_path, format=format).save(
+        2, progress={"samples": 16, "text": "ä"}, config=loaded.config, metrics=metrics
+    )
+    old, new = (json.loads((path / "manifest.json").read_text()) for path in (folder, again))
+    if format == "single":
+        assert repr(bits(torch.load(again / "state.pt", weights_only=True))) == repr(bits(expected))  # also in order
+        assert new.keys() == old.keys() and new["metrics"] == old["metrics"]
+    else:
+        assert list(torch.load(again / "state.pt", weights_only=True)) == list(expected)
+        for row in old["tensors"]:  # two ranks wrote half of each, one process writes all
+            row["pieces"] = [[0, row["shape"][0], "whole_00000.safetensors"]]
+        found = {str(row["places"]): row for row in new["tensors"]}
+        assert [found[str(row["places"])] for row in old["tensors"]] == old["tensors"]
+        assert names(again) == ["manifest.json", "state.pt", "whole_00000.safetensors"]

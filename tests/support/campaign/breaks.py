@@ -14,8 +14,17 @@ from typing import Any
 
 import torch
 
-from amp_core.checkpoints import checkpoint, folders, part_state, pieces, plain_state, reading, sharing
-from amp_core.checkpoints.checkpoint import Checkpoint
+from amp_core.checkpoints import (
+    checkpoint,
+    folders,
+    host_copies,
+    manifest,
+    parts,
+    plain_state,
+    reading,
+    sharded,
+    shards,
+)
 from amp_core.config import redact
 from amp_core.config.errors import CheckpointError
 from amp_core.layouts import ddp as layout
@@ -66,11 +75,11 @@ def _write_without_fsync(path: Path, *data: bytes | bytearray | memoryview) -> N
         os.close(descriptor)
 
 
-def _rename_first(self: Checkpoint, target: Path, files: Mapping[str, plain_state.Data]) -> None:
+def _rename_first(target: Path, files: Mapping[str, plain_state.Data]) -> None:
     """The name is there before the contents are on the disk."""
     os = folders.os
-    temporary = folders.temporary_folder(target)
-    folders.make_folder(self.folder)
+    temporary = folders._temporary_folder(target)
+    folders.make_folder(target.parent)
     os.mkdir(temporary)
     for name, data in files.items():
         _write_without_fsync(temporary / name, *data)
@@ -80,18 +89,18 @@ def _rename_first(self: Checkpoint, target: Path, files: Mapping[str, plain_stat
         os.fsync(descriptor)
         os.close(descriptor)
     folders.sync_folder(target)
-    folders.sync_folder(self.folder)
+    folders.sync_folder(target.parent)
 
 
 def _unsafe_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     """The manifest is there before the shards are on the disk."""
 
     def write(*args: Any) -> Any:
-        write_file, checkpoint.write_file = checkpoint.write_file, _write_without_fsync
+        write_file, folders.write_file = folders.write_file, _write_without_fsync
         try:
             return original(*args)
         finally:
-            checkpoint.write_file = write_file
+            folders.write_file = write_file
 
     return write
 
@@ -102,14 +111,14 @@ def _read_without_digest(original: Callable[..., Any]) -> Callable[..., Any]:
     def stream(*args: Any) -> None:
         try:
             original(*args)
-        except pieces.CorruptFile as damaged:
+        except manifest.CorruptFile as damaged:
             if "SHA-256" not in str(damaged):
                 raise
 
     return stream
 
 
-def _in_place(self: Checkpoint, target: Path, files: Mapping[str, plain_state.Data]) -> None:
+def _in_place(target: Path, files: Mapping[str, plain_state.Data]) -> None:
     folders.make_folder(target)
     for name, data in files.items():
         folders.write_file(target / name, *data)
@@ -118,10 +127,10 @@ def _in_place(self: Checkpoint, target: Path, files: Mapping[str, plain_state.Da
 def _prune_before(original: Callable[..., Any]) -> Callable[..., Any]:
     """What is older goes before the new one is there."""
 
-    def write(self: Checkpoint, target: Path, files: Mapping[str, plain_state.Data]) -> None:
-        for path in list(reading.step_folders(self.folder).values())[:-1]:
+    def write(target: Path, files: Mapping[str, plain_state.Data]) -> None:
+        for path in list(manifest.step_folders(target.parent).values())[:-1]:
             folders.remove(path)
-        original(self, target, files)
+        original(target, files)
 
     return write
 
@@ -135,7 +144,7 @@ def _verify_nothing(folder: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _no_digest_of_the_state(folder: Path) -> tuple[dict[str, Any], bytes]:
-    return reading.inspect(folder), reading._read_file(folder / "state.pt")
+    return reading.inspect(folder), reading.read_file(folder / "state.pt")
 
 
 def _unpickle_everything(data: bytes, path: Path) -> dict[str, Any]:
@@ -161,7 +170,7 @@ def _fresh_when_damaged(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _without(part: str) -> None:
     """One part of the checkpoint is not put back."""
-    original = part_state.load_part
+    original = parts.load_part
     setattr(checkpoint, "load_part", functools.partial(_load_but, original, part))  # noqa: B010
 
 
@@ -236,21 +245,21 @@ def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 BREAKS = [
-    Break("files are not brought to disk", _replace(checkpoint, "write_file", _write_without_fsync), saves, case=1),
-    Break("folders are not brought to disk", _replace(checkpoint, "sync_folder", _nothing), saves, case=1),
-    Break("renamed before it is on disk", _replace(Checkpoint, "_write", _rename_first), saves, case=1),
-    Break("written in place", _replace(Checkpoint, "_write", _in_place), saves, case=1),
-    Break("the old ones go first", _wrap(Checkpoint, "_write", _prune_before), saves, case=4),
-    Break("pruned in place", _replace(Checkpoint, "_set_aside", lambda self, folder: folder), saves, case=4),
-    Break("leftovers stay", _replace(checkpoint, "remove_leftovers", _nothing), saves, case=5),
-    Break("shards are not brought to disk", _wrap(Checkpoint, "_write_pieces", _unsafe_shards), saves, case=6),
+    Break("files are not brought to disk", _replace(folders, "write_file", _write_without_fsync), saves, case=1),
+    Break("folders are not brought to disk", _replace(folders, "sync_folder", _nothing), saves, case=1),
+    Break("renamed before it is on disk", _replace(folders, "write_step", _rename_first), saves, case=1),
+    Break("written in place", _replace(folders, "write_step", _in_place), saves, case=1),
+    Break("the old ones go first", _wrap(folders, "write_step", _prune_before), saves, case=4),
+    Break("pruned in place", _replace(folders, "set_aside", lambda folder: folder), saves, case=4),
+    Break("leftovers stay", _replace(folders, "remove_leftovers", _nothing), saves, case=5),
+    Break("shards are not brought to disk", _wrap(sharded, "_write_shards", _unsafe_shards), saves, case=6),
     Break(
         "no copy for the background",
-        _replace(sharing.Copies, "copy", lambda self, tensor: tensor.detach()),
+        _replace(host_copies.Copies, "copy", lambda self, tensor: tensor.detach()),
         saves,
         case=7,
     ),
-    Break("no digest of a shard is checked", _wrap(pieces, "_stream", _read_without_digest), damaged_shards, 20),
+    Break("no digest of a shard is checked", _wrap(shards, "stream", _read_without_digest), damaged_shards, 20),
     Break("no digest is checked", _replace(reading, "_verify", _verify_nothing), damaged, 40),
     Break("the state's digest is not checked", _replace(reading, "_verify", _no_digest_of_the_state), damaged, 40),
     Break("none sound: begin afresh", _wrap(checkpoint, "find", _fresh_when_damaged), damaged, 20),

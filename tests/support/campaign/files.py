@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._utils import _rebuild_tensor_v2
 
-from amp_core.checkpoints import pieces
+from amp_core.checkpoints import shards
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import CheckpointError
 from campaign import ROOT, Plan, Result
@@ -324,18 +324,18 @@ def forge_shard(folder: Path, data: bytes) -> None:
     """A checkpoint in shards whose manifest is right, with `data` in the place of a shard."""
     name = "whole_00000.safetensors"
     place = [["model", "weight"]]
-    entries = pieces.decode(
+    entries = shards.decode(
         [{"places": place, "dtype": "U8", "shape": [len(data)], "dim": 0, "pieces": [[0, len(data), name]]}]
     )
-    rest = max(1, len(data) - len(pieces.head(pieces.by_file(entries)[name])))
-    entries = [dataclasses.replace(entries[0], shape=(rest,), pieces=(pieces.Shard(0, rest, name),))]
-    data = data.ljust(pieces.size_of(pieces.by_file(entries)[name]), b"\0")
+    rest = max(1, len(data) - len(shards.head_of(shards.by_file(entries)[name])))
+    entries = [dataclasses.replace(entries[0], shape=(rest,), shards=(shards.Shard(0, rest, name),))]
+    data = data.ljust(shards.size_of(shards.by_file(entries)[name]), b"\0")
     whole = {"scaler": {}, "model": {"weight": None}, "progress": {"step": 1}, "config": {}, "format": 1, "sharded": 1}
     folder.mkdir(parents=True, exist_ok=True)
-    contents = {"state.pt": _saved(whole), name: data[: pieces.size_of(pieces.by_file(entries)[name])]}
+    contents = {"state.pt": _saved(whole), name: data[: shards.size_of(shards.by_file(entries)[name])]}
     for file, inside in contents.items():
         (folder / file).write_bytes(inside)
-    _seal(folder, 1, contents, {"tensors": pieces.encode(entries)})
+    _seal(folder, 1, contents, {"tensors": shards.encode(entries)})
 
 
 def _seal(folder: Path, step: int, contents: dict[str, bytes], more: dict[str, Any]) -> None:

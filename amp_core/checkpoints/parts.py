@@ -1,0 +1,284 @@
+"""What a checkpoint asks of the parts that it saves, with the answers for torch's modules and optimizers.
+
+Any object with `state_dict` and `load_state_dict` is a part (`Part`). An object whose tensors lie over the ranks in its
+own way is a `ShardedPart`; one that averages a network is an `AveragedPart`. For an `nn.Module` and an `Optimizer` this
+module does what these classes leave open: names without wrappers, DTensors, sharded optimizer states, comparison before
+anything is loaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_core.checkpoints.plain_state import type_name
+from amp_core.checkpoints.shards import Entry, Span
+from amp_core.layouts.fsdp import gather_full_state, slice_of
+from amp_core.layouts.zero import is_state_sharded, slices_of, whole_state
+from amp_core.tensors import dtensor_like, is_dtensor, load_state
+
+# Optimizer states that have the shape of their parameter, in the classes of torch.optim.
+LIKE_PARAMETER = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg"}
+LIKE_PARAMETER |= {"grad_avg", "acc_delta", "ax", "prev", "step_size", "variance"}
+
+
+@runtime_checkable
+class Part(Protocol):
+    """What can be saved under a name: a net, an optimizer, an `Amp`, a `Schedule`, an `Ema`, ..."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+@runtime_checkable
+class ShardedPart(Part, Protocol):
+    """A part whose tensors lie over the ranks, such as `PartialFC`. Its `state_dict` may be collective."""
+
+    def sharded_state_dict(self) -> Mapping[str, Any]:
+        """Its state with this rank's `Slice` in place of each full tensor. Not collective."""
+        ...
+
+    def span(self, path: tuple[Any, ...], shape: tuple[int, ...], /) -> tuple[int, int]:
+        """First row of the tensor at `path` that this rank holds, and the row behind the last; or ValueError."""
+        ...
+
+
+@runtime_checkable
+class AveragedPart(Part, Protocol):
+    """An average of a network, such as `Ema`: the only part that a checkpoint may lack."""
+
+    model: nn.Module
+    """The network whose state dict this part has."""
+
+    def reset(self) -> None:
+        """Starts the average from the weights of the network that it follows."""
+        ...
+
+
+def net_of(part: Part) -> nn.Module | None:
+    """The network whose state dict that of a part is."""
+    if isinstance(part, nn.Module):
+        return part
+    return part.model if isinstance(part, AveragedPart) else None
+
+
+def parameters_of(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> Iterator[tuple[Any, Tensor]]:
+    """Pairs of a parameter's number in the file and the parameter."""
+    numbers = itertools.chain.from_iterable(group["params"] for group in saved_groups)
+    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return zip(numbers, parameters, strict=True)
+
+
+def plain_names(net: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Plain name -> the name in `net.state_dict()`, which has one more component for every wrapper on the way."""
+    wrappers = []
+    for path, module in net.named_modules(remove_duplicate=False):
+        inner = None
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = "module"
+        elif "_orig_mod" in dict(module.named_children()):  # torch.compile; importing its class would cost 2 s
+            inner = "_orig_mod"
+        if inner:
+            prefix = f"{path}." if path else ""
+            wrappers.append((f"{prefix}{inner}.", prefix))
+    plain_names = {}
+    for name in names:
+        plain = name
+        for wrapped, prefix in reversed(wrappers):  # innermost first: its path has the outer ones in it
+            if plain.startswith(wrapped):
+                plain = prefix + plain[len(wrapped) :]
+        plain_names[plain] = name
+    return plain_names
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def full_state(part: Part, *, keep: bool = True) -> Mapping[str, Any]:
+    """The state to save, with full tensors; collective where tensors are sharded. `keep`: false if nobody needs it."""
+    if isinstance(part, Optimizer) and is_state_sharded(part):
+        state = whole_state(part, keep=keep)
+    else:
+        state = gather_full_state(part.state_dict(), keep=keep)
+    return _portable(part, state)
+
+
+def local_state(part: Part) -> Mapping[str, Any]:
+    """The state to save, as far as this rank holds it. Collective, and full, for optimizers with a sharded state."""
+    if isinstance(part, Optimizer) and is_state_sharded(part):
+        return _portable(part, whole_state(part))
+    return _portable(part, part.sharded_state_dict() if isinstance(part, ShardedPart) else part.state_dict())
+
+
+def is_collective(part: Part, *, full: bool) -> bool:
+    """Whether the ranks must meet for the state of a part, other than for DTensors."""
+    return is_state_sharded(part) if isinstance(part, Optimizer) else full and isinstance(part, ShardedPart)
+
+
+def _portable(part: Part, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state as it goes to the file: plain names, learning rates as numbers, and the class of an optimizer."""
+    if isinstance(part, nn.Module):
+        return {plain: state[name] for plain, name in plain_names(part, state).items()}
+    if isinstance(part, Optimizer):
+        groups = [
+            {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
+            for group in state["param_groups"]
+        ]
+        return {**state, "param_groups": groups, "class": type(part).__name__}
+    return state
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def compare(part: Part, state: Any) -> tuple[list[str], list[str]]:
+    """What does not fit; and what will be converted, because it is floating point here and there but not the same."""
+    if not isinstance(state, dict):
+        return [f"is a {type_name(state)}, not a state dict"], []
+    if isinstance(part, nn.Module):
+        return _compare_net(part, state)
+    return (list(_compare_optimizer(part, state)) if isinstance(part, Optimizer) else []), []
+
+
+def _compare_net(net: nn.Module, state: dict[str, Any]) -> tuple[list[str], list[str]]:
+    live = net.state_dict()
+    here = {plain: live[name] for plain, name in plain_names(net, live).items()}
+    missing, shapes, types, converted = [], [], [], []
+    for key, new in here.items():
+        old = state.get(key)
+        if key not in state:
+            missing.append(key)
+        elif not isinstance(new, Tensor):  # what a module's get_extra_state returned
+            continue
+        elif not isinstance(old, Tensor):
+            types.append(f"{key} is a {type_name(old)}")
+        elif old.shape != new.shape:
+            shapes.append(f"{key} is {tuple(old.shape)} there and {tuple(new.shape)} here")
+        elif old.dtype != new.dtype:
+            both_float = old.is_floating_point() and new.is_floating_point()
+            (converted if both_float else types).append(f"{key} is {old.dtype} there and {new.dtype} here")
+    unexpected = [str(key) for key in state if key not in here]
+    misfits = {"lacks": missing, "also has": unexpected, "has other shapes:": shapes, "has other types:": types}
+    return [f"{what} {first_few(items)}" for what, items in misfits.items() if items], converted
+
+
+def _compare_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[str]:
+    groups, states = state.get("param_groups"), state.get("state")
+    if not (
+        isinstance(states, dict)
+        and isinstance(groups, list)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+        and all(type(number) is int for group in groups for number in group["params"])
+    ):
+        yield "is not the state of an optimizer"
+        return
+    here, there = type(optimizer).__name__, state.get("class")
+    if there not in (None, here):
+        yield f"is the state of {there}, not of {here}"
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group["params"]) for group in groups]
+    if sizes != saved_sizes:
+        yield f"has groups of {saved_sizes} parameters there and {sizes} here"
+        return
+    shapes = []
+    for number, parameter in parameters_of(optimizer, groups):
+        entry = states.get(number, {})
+        for key in LIKE_PARAMETER.intersection(entry if isinstance(entry, dict) else {}):
+            if isinstance(entry[key], Tensor) and entry[key].shape != parameter.shape:
+                shapes.append(f"{number}.{key} is {tuple(entry[key].shape)} there and {tuple(parameter.shape)} here")
+    if shapes:
+        yield f"has other shapes: {first_few(shapes)}"
+
+
+def first_few(items: list[str], count: int = 3) -> str:
+    more = len(items) - count
+    return ", ".join(items[:count]) + (f" and {more} more" if more > 0 else "")
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def spans_of(part: Part, state: dict[str, Any]) -> Callable[[Entry], tuple[Span, bool]]:
+    """A function that returns which rows of a sharded tensor this rank needs, and whether it wants them as a `Slice`.
+
+    It raises ValueError where the part has no such tensor.
+    """
+    if isinstance(part, ShardedPart):
+        return lambda entry: ((0, *part.span(entry.paths[0][1:], entry.shape)), True)
+    live: dict[Any, Tensor] = {}
+    if isinstance(part, Optimizer):
+        live = dict(parameters_of(part, state["param_groups"]))
+    elif (net := net_of(part)) is not None:
+        here = net.state_dict()
+        live = {plain: here[name] for plain, name in plain_names(net, here).items()}
+
+    def span(entry: Entry) -> tuple[Span, bool]:
+        _, *path = entry.paths[0]
+        if isinstance(part, Optimizer):
+            path = path[1:2] if len(path) == 3 and path[0] == "state" else ()
+        mine = live.get(path[0]) if len(path) == 1 else None
+        if mine is None or tuple(mine.shape) != entry.shape:
+            here = "nothing" if mine is None else str(tuple(mine.shape))
+            raise ValueError(f"{entry.name} is {entry.shape} there and {here} here")
+        if not is_dtensor(mine):
+            return (entry.dim, 0, entry.length), False
+        rows = slice_of(mine)
+        return (rows.dim, rows.start, rows.stop), True
+
+    return span
+
+
+def load_part(part: Part, state: dict[str, Any], exact: bool) -> None:
+    if isinstance(part, nn.Module):
+        names = plain_names(part, part.state_dict())
+        load_state(part, {names[plain]: value for plain, value in state.items()})
+    elif isinstance(part, Optimizer):
+        _load_optimizer(part, state, exact)
+    elif state or not isinstance(part, torch.amp.GradScaler):  # torch's own scaler raises at {}; it is fresh already
+        part.load_state_dict(state)
+
+
+def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) -> None:
+    """Takes the state only: a group's `fused` of the file would switch it on or off here, and its `lr` be a new tensor.
+
+    Args:
+        optimizer: keeps its very groups.
+        state: of the same number of parameters per group.
+        exact: the parameters have the dtypes of the file, and so must their states.
+    """
+    groups = optimizer.param_groups
+    saved = [{**group, "params": old["params"]} for group, old in zip(groups, state["param_groups"], strict=True)]
+    numbers = [number for number, _ in parameters_of(optimizer, saved)]
+    states = slices_of(optimizer, dict(state["state"]), numbers)
+    for number, parameter in parameters_of(optimizer, saved):
+        if number in states:
+            laid_out = {key: _laid_out(value, parameter) for key, value in states[number].items()}
+            states[number] = {key: dtensor_like(value, parameter) for key, value in laid_out.items()}
+    optimizer.load_state_dict({"state": states, "param_groups": saved})
+    optimizer.param_groups = groups
+    # torch casts all but `step` to the parameter's dtype: NAdam's fp32 product of momenta to bf16, for example.
+    for number, parameter in parameters_of(optimizer, saved):
+        live = optimizer.state[parameter]
+        for key, value in states.get(number, {}).items():
+            was_cast = key != "step" and isinstance(value, Tensor) and live[key].dtype != value.dtype
+            if was_cast and (exact or value.dim() == 0):
+                live[key] = value.to(live[key].device)
+
+
+def _laid_out(value: Any, parameter: Tensor) -> Any:
+    """A state of an optimizer with the strides of its parameter.
+
+    Fused kernels on a CPU pair the numbers by their place in memory: perf.channels_last, switched at a resume, would
+    give each weight the moments of another one. Those on a GPU refuse.
+    """
+    if not isinstance(value, Tensor) or is_dtensor(parameter) or value.shape != parameter.shape:
+        return value
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)

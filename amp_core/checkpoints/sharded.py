@@ -1,0 +1,190 @@
+"""Saving in shards: which rank writes what, the files of each rank, and the table of all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_core.checkpoints import folders, shards
+from amp_core.checkpoints.agreement import Ranks
+from amp_core.checkpoints.manifest import MANIFEST, STATE, digest_of, encode, is_sound
+from amp_core.checkpoints.parts import Part, net_of, parameters_of, plain_names
+from amp_core.checkpoints.plain_state import serialise
+from amp_core.checkpoints.shards import Entry, Shard, StatePath
+from amp_core.config.errors import SaveError
+from amp_core.layouts.fsdp import replicas, slice_of
+from amp_core.tensors import Slice, is_dtensor
+
+
+@dataclass(frozen=True)
+class OwnShard:
+    """A shard that this rank writes."""
+
+    number: int
+    """Of its entry in the table."""
+    start: int
+    stop: int
+    kind: str
+    """"parts" of tensors that lie over ranks, "whole" tensors that every rank has: the file it belongs to."""
+    tensor: Tensor
+
+
+def assign_shards(
+    parts: Mapping[str, Part], states: Mapping[str, Any], rank: int, num_ranks: int
+) -> tuple[list[Entry], list[OwnShard], dict[str, Any]]:
+    """Decides which rank writes what. Every rank comes to the same result by itself, but for the tensors.
+
+    A sharded tensor is written by the ranks that hold it, copies of a shard in turns. Weights and moments that every
+    rank has are divided among the ranks by size. The rest, as running statistics, is what rank 0 has.
+
+    Returns:
+        The table without its shards; what this rank writes; the states with None in place of the tensors of the table.
+    """
+    entries: list[Entry] = []
+    mine: list[OwnShard] = []
+    numbers: dict[Any, int] = {}
+    num_bytes = [0] * num_ranks
+
+    def assign(path: StatePath, value: Any, same_as: Any, is_replica: bool) -> bool:
+        """Adds a tensor to the table, or its path to the one that it shares memory with; False: it is not one."""
+        if is_dtensor(value):
+            own, (copy, num_copies) = slice_of(value), replicas(value)
+        elif isinstance(value, Slice):
+            own, copy, num_copies = value, 0, 1
+        elif is_replica and value.ndim and value.dtype in shards.NAMES:
+            own, copy, num_copies = Slice(value, 0, len(value)), 0, 0
+        else:
+            return False
+        if same_as in numbers:
+            i = numbers[same_as]
+            entries[i] = replace(entries[i], paths=(*entries[i].paths, path))
+            return True
+        if own.tensor.dtype not in shards.NAMES:
+            raise ValueError(f"{'.'.join(map(str, path))} has the dtype {own.tensor.dtype}, which has no shards")
+        i = numbers[same_as] = len(entries)
+        entries.append(Entry((path,), own.tensor.dtype, own.shape, own.dim))
+        if num_copies:
+            writes = i % num_copies == copy
+        else:
+            writer = num_bytes.index(min(num_bytes))
+            num_bytes[writer] += own.tensor.nbytes
+            writes = writer == rank
+        if writes and own.tensor.numel():
+            is_partial = isinstance(value, Slice) or own.stop - own.start < own.total
+            mine.append(OwnShard(i, own.start, own.stop, "parts" if is_partial else "whole", own.tensor))
+        return True
+
+    rest = {}
+    for name, part in parts.items():
+        tied = _tied_names(part)
+        sizes = {}
+        if isinstance(part, Optimizer):
+            sizes = {number: parameter.shape for number, parameter in parameters_of(part, states[name]["param_groups"])}
+
+        def walk(value: Any, path: StatePath, tied: Any = tied, sizes: Any = sizes) -> Any:
+            if isinstance(value, Tensor | Slice):
+                inside = path[1:]
+                is_moment = len(inside) == 3 and inside[0] == "state" and value.shape == sizes.get(inside[1])
+                is_weight = len(inside) == 1 and inside[0] in tied
+                same_as = (path[0], tied.get(inside[0], inside)) if len(inside) == 1 else path
+                return None if assign(path, value, same_as, is_moment or is_weight) else value
+            if isinstance(value, Mapping) and all(type(key) in (str, int) for key in value):
+                return {key: walk(item, (*path, key)) for key, item in value.items()}
+            return [walk(item, (*path, i)) for i, item in enumerate(value)] if isinstance(value, list) else value
+
+        rest[name] = walk(states[name], (name,))
+    return entries, mine, rest
+
+
+def _tied_names(part: Part) -> dict[str, int]:
+    """Plain names of the weights of a network or of its average -> the same number for tied ones."""
+    net = net_of(part)
+    if net is None:
+        return {}
+    weights = dict(net.named_parameters(remove_duplicate=False))
+    return {plain: id(weights[name]) for plain, name in plain_names(net, weights).items()}
+
+
+def write_sharded(
+    ranks: Ranks, target: Path, entries: list[Entry], mine: list[OwnShard], contents: dict[str, Any], about: Any
+) -> bool:
+    """Writes a step folder together with all other ranks. Collective.
+
+    Args:
+        ranks: all of them; the first one makes the folder and publishes it.
+        target: the step folder.
+        entries: the table, the same on all ranks.
+        mine: what this rank writes.
+        contents: of `state.pt`, on rank 0.
+        about: the manifest, without files and tensors.
+
+    Returns:
+        False if a sound checkpoint is there already.
+    """
+    if ranks.first(lambda: os.path.lexists(target)) and all(
+        ranks.each(lambda: is_sound(target, ranks.rank, ranks.num))
+    ):
+        return False
+    temporary = Path(ranks.first(lambda: str(folders.make_temporary(target))))
+    try:
+        written = ranks.each(lambda: _write_shards(temporary, target, entries, mine, ranks.rank))
+        ranks.first(lambda: _complete(temporary, target, contents, entries, written, about))
+    finally:
+        if ranks.rank == 0:
+            folders.abandon(temporary)
+    return True
+
+
+def _write_shards(
+    temporary: Path, target: Path, entries: list[Entry], mine: list[OwnShard], rank: int
+) -> dict[str, Any]:
+    """Writes the files of this rank."""
+    files: dict[str, Any] = {}
+    names = {kind: f"{kind}_{rank:05d}.safetensors" for kind in ("parts", "whole")}
+    for kind, name in names.items():
+        own = [each for each in mine if each.kind == kind]
+        if own:
+            head = shards.head_of((entries[each.number], Shard(each.start, each.stop, name)) for each in own)
+            data = [memoryview(head), *(shards.buffer_of(each.tensor) for each in own)]
+            files[name] = digest_of(data)
+            with folders.saving(target, files[name]["bytes"]):
+                folders.write_file(temporary / name, *data)
+    table = json.dumps(shards.encode(entries), sort_keys=True)
+    written = [(each.number, each.start, each.stop, names[each.kind]) for each in mine]
+    return {"files": files, "shards": written, "table": hashlib.sha256(table.encode()).hexdigest()}
+
+
+def _complete(
+    temporary: Path, target: Path, contents: dict[str, Any], entries: list[Entry], written: list[Any], about: Any
+) -> None:
+    """Adds the state and, when all else is on disk, the manifest, and gives the folder its name. Rank 0."""
+    if any(one["table"] != written[0]["table"] for one in written):
+        raise ValueError("the states of the ranks have different names, shapes or dtypes: they are no shards of one")
+    found: list[list[Shard]] = [[] for _ in entries]
+    for one in written:
+        for number, *shard in one["shards"]:
+            found[number].append(Shard(*shard))
+    entries = [replace(entry, shards=tuple(sorted(own))) for entry, own in zip(entries, found, strict=True)]
+    for entry in entries:
+        shards.check(entry)
+    files = {name: entry for one in written for name, entry in one["files"].items()}
+    data = serialise(contents)
+    files[STATE] = digest_of(data)
+    manifest = encode(about | {"files": files, "tensors": shards.encode(entries)})
+    with folders.saving(target, files[STATE]["bytes"] + len(manifest)):
+        for name, entry in files.items():
+            if name != STATE and os.stat(temporary / name).st_size != entry["bytes"]:
+                raise SaveError(
+                    f"cannot save {target}: rank 0 does not see all of {name}. Earlier checkpoints are intact."
+                )
+        folders.write_file(temporary / STATE, *data)
+        folders.write_file(temporary / MANIFEST, manifest)
+        folders.publish(temporary, target)

@@ -1,0 +1,263 @@
+"""Tensors in shards over several files: the table of what lies where, the files, and reading what a rank needs.
+
+A table has one `Entry` for each tensor: its dtype and shape, the dimension along which it is sharded, and in which file
+each shard lies. It stands in the manifest of a checkpoint. The files are safetensors, which any reader of that format
+opens; here nothing in them is believed: what the head of a file has to be follows from the table, byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_core.checkpoints.manifest import CorruptFile, stream
+
+StatePath = tuple[str | int, ...]
+"""Keys of dictionaries and numbers in lists, from the top of a nested state down to a tensor."""
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The name of a dtype in safetensors."""
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    """The rows from `start` to `stop` along the sharded dimension of an entry, in a file."""
+
+    start: int
+    stop: int
+    file: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the table."""
+
+    paths: tuple[StatePath, ...]
+    """Where it stands in the state: more than one if it is shared."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    dim: int
+    """The sharded dimension."""
+    shards: tuple[Shard, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Size along the sharded dimension."""
+        return self.shape[self.dim]
+
+    def shape_of(self, start: int, stop: int) -> tuple[int, ...]:
+        return *self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :]
+
+    def num_bytes(self, start: int, stop: int) -> int:
+        return self.dtype.itemsize * math.prod(self.shape_of(start, stop))
+
+    @property
+    def name(self) -> str:
+        return ".".join(map(str, self.paths[0]))
+
+
+Span = tuple[int, int, int]
+"""(dimension, start, stop)"""
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def encode(entries: Iterable[Entry]) -> list[dict[str, Any]]:
+    """The table as JSON."""
+    return [
+        {
+            "places": [list(path) for path in entry.paths],
+            "dtype": NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "dim": entry.dim,
+            "pieces": [[shard.start, shard.stop, shard.file] for shard in entry.shards],
+        }
+        for entry in entries
+    ]
+
+
+def decode(table: Any) -> list[Entry]:
+    """The inverse of `encode`.
+
+    Raises:
+        ValueError: it says something that cannot be, such as shards that overlap.
+    """
+    try:
+        entries = [
+            Entry(
+                tuple(tuple(_a(key, str, int) for key in _a(path, list)) for path in _a(row["places"], list)),
+                _DTYPES[row["dtype"]],
+                tuple(_a(size, int) for size in _a(row["shape"], list)),
+                _a(row["dim"], int),
+                tuple(Shard(_a(a, int), _a(b, int), _a(file, str)) for a, b, file in _a(row["pieces"], list)),
+            )
+            for row in _a(table, list)
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError("the table of tensors cannot be understood") from error
+    seen: set[StatePath] = set()
+    for entry in entries:
+        check(entry)
+        for path in entry.paths:
+            if not path or path in seen or path[0] != entry.paths[0][0]:
+                raise ValueError(f"{entry.name} stands in an impossible place")
+            seen.add(path)
+    # `head` looks for a free name from the first on, which takes the square of their number.
+    if max(Counter(entry.name for entry in entries).values(), default=0) > 100:
+        raise ValueError("more than 100 tensors have the same name")
+    return entries
+
+
+def _a(value: Any, *types: type) -> Any:
+    if type(value) not in types:  # no bool where an int belongs
+        raise TypeError
+    return value
+
+
+def check(entry: Entry) -> None:
+    """Raises ValueError unless torch can have such a tensor, and its shards hold each row once."""
+    is_possible = entry.paths and 0 <= entry.dim < len(entry.shape) <= 64 and all(size >= 0 for size in entry.shape)
+    # Strides are products of sizes, also where another size is 0.
+    if not is_possible or math.prod(max(size, 1) for size in entry.shape) * entry.dtype.itemsize >= 1 << 62:
+        raise ValueError(f"{entry.name if entry.paths else 'a tensor'} has an impossible shape {entry.shape[:64]}")
+    reached = 0
+    for shard in entry.shards:
+        if shard.start != reached or shard.stop <= shard.start:
+            raise ValueError(f"{entry.name} has a shard from {shard.start} to {shard.stop} after row {reached}")
+        reached = shard.stop
+    if reached != (0 if 0 in entry.shape else entry.length):
+        raise ValueError(f"{entry.name} has shards up to row {reached} of {entry.length}")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def by_file(entries: Iterable[Entry]) -> dict[str, list[tuple[Entry, Shard]]]:
+    """What each file holds, in order."""
+    found: dict[str, list[tuple[Entry, Shard]]] = {}
+    for entry in entries:
+        for shard in entry.shards:
+            found.setdefault(shard.file, []).append((entry, shard))
+    return found
+
+
+def head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """The first bytes of a safetensors file that holds tensors of these names, dtypes and shapes."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + dtype.itemsize * math.prod(shape)
+        while name in table:
+            name += "'"
+        table[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def head_of(contents: Iterable[tuple[Entry, Shard]]) -> bytes:
+    """The first bytes of a file of shards."""
+    return head((entry.name, entry.dtype, entry.shape_of(shard.start, shard.stop)) for entry, shard in contents)
+
+
+def size_of(contents: list[tuple[Entry, Shard]]) -> int:
+    """Bytes of a file of shards."""
+    return len(head_of(contents)) + sum(entry.num_bytes(shard.start, shard.stop) for entry, shard in contents)
+
+
+def buffer_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in host memory, without a copy where it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def read(
+    folder: Path,
+    entries: list[Entry],
+    digests: Mapping[str, str],
+    span: Callable[[Entry], Span | None],
+) -> dict[int, Tensor]:
+    """Reads what this process needs of the tensors. Opens the files that hold some of it, and verifies them meanwhile.
+
+    Holds what is wanted, and one shard.
+
+    Args:
+        folder: of the files.
+        entries: of a table that was checked.
+        digests: SHA-256 of each file, in hex.
+        span: what is wanted of a tensor; None: nothing.
+
+    Returns:
+        Number of an entry -> a tensor on the CPU.
+
+    Raises:
+        CorruptFile: a file is not what it should be; nothing that was read may be used.
+    """
+    wanted = {id(entry): one for entry in entries if (one := span(entry)) is not None}
+    numbers = {id(entry): i for i, entry in enumerate(entries)}
+    found: dict[int, Tensor] = {}
+
+    def target(entry: Entry) -> Tensor:
+        """The memory for what is wanted of a tensor, made with its first shard."""
+        i, (dim, start, stop) = numbers[id(entry)], wanted[id(entry)]
+        if i not in found:
+            shape = (*entry.shape[:dim], stop - start, *entry.shape[dim + 1 :])
+            try:
+                found[i] = torch.empty(shape, dtype=entry.dtype)
+            except RuntimeError as error:
+                raise CorruptFile(f"{entry.name} does not fit into memory") from error
+        return found[i]
+
+    def overlap(entry: Entry, shard: Shard) -> tuple[int, int] | None:
+        """The rows of a shard that are wanted."""
+        if id(entry) not in wanted:
+            return None
+        dim, start, stop = wanted[id(entry)]
+        if dim != entry.dim:
+            return (shard.start, shard.stop) if start < stop else None
+        first, last = max(shard.start, start), min(shard.stop, stop)
+        return (first, last) if first < last else None
+
+    def take(entry: Entry, shard: Shard, rows: tuple[int, int], bytes: memoryview) -> None:
+        data = torch.frombuffer(bytes, dtype=entry.dtype).view(entry.shape_of(shard.start, shard.stop))
+        (first, last), (dim, start, stop) = rows, wanted[id(entry)]
+        data = data.narrow(entry.dim, first - shard.start, last - first)
+        if dim == entry.dim:
+            target(entry).narrow(dim, first - start, last - first).copy_(data)
+        else:
+            target(entry).narrow(entry.dim, first, last - first).copy_(data.narrow(dim, start, stop - start))
+
+    for name, contents in by_file(entries).items():
+        rows = [overlap(entry, shard) for entry, shard in contents]
+        if any(rows):
+            parts = [
+                (entry.num_bytes(shard.start, shard.stop), each and partial(take, entry, shard, each))
+                for (entry, shard), each in zip(contents, rows, strict=True)
+            ]
+            stream(folder / name, head_of(contents), parts, digests[name])
+    for entry in entries:
+        if id(entry) in wanted:
+            target(entry)  # also of what has no rows
+    return found

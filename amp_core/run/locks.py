@@ -1,0 +1,46 @@
+"""The lock of a run folder, held by the open file `.lock`: a killed process leaves none behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+from typing import IO
+
+
+def acquire(folder: Path) -> IO[str]:
+    """Locks `.lock` in a folder, which is made if it is not there.
+
+    Only who holds the lock may remove the file. So it is compared after locking: another process may have removed the
+    file that was opened, and a third one holds the lock of the one that is there now.
+
+    Raises:
+        BlockingIOError: another process holds it; `strerror` is what the file says about its owner.
+        OSError: it cannot be made, or is no regular file.
+    """
+    while True:
+        # Not what a link leads to, since it is emptied.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(folder / ".lock", flags, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(0, "its .lock is no regular file")
+        lock = os.fdopen(descriptor, "r+", errors="replace")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            owner = lock.read(200).strip()
+            lock.close()
+            raise BlockingIOError(problem.errno, owner or "another process") from problem
+        if is_of(lock, folder):
+            return lock
+        lock.close()
+
+
+def is_of(lock: IO[str], folder: Path) -> bool:
+    """Whether a lock is the one of the folder that has this path now."""
+    try:
+        return os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / ".lock", follow_symlinks=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return False

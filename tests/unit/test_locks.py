@@ -1,0 +1,91 @@
+"""A run folder has one writer, whoever removes its lock and whenever; a run whose folder is moved stops."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from amp_core.config.errors import ConfigError, SaveError
+from amp_core.run import locks
+from amp_core.run.environment import Environment, lock_folder
+
+
+def starting(folder: Path) -> Environment:
+    """A run that has its folder and may still be refused."""
+    env = Environment.__new__(Environment)
+    env.run_dir, env._lock, env._is_new, env._begun, env.rank = folder, None, False, False, 0
+    env.open_folder()
+    return env
+
+
+def before_the_lock(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Another process gets in between the opening of `.lock` and its locking, once."""
+    flock, pending = locks.fcntl.flock, [act]
+
+    def late(*arguments: object) -> None:
+        if pending:
+            pending.pop()()
+        flock(*arguments)
+
+    monkeypatch.setattr(locks.fcntl, "flock", late)
+
+
+def writers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A refused run removes its lock after a second one has opened it, and a third one starts: who may write?"""
+    first, found = starting(folder), []
+
+    def others() -> None:
+        first.close_folder()
+        assert not folder.exists()
+        found.append(starting(folder))
+
+    before_the_lock(monkeypatch, others)
+    with contextlib.suppress(ConfigError):
+        found.append(starting(folder))
+    count = len(found)
+    for env in found:
+        env._lock.close()
+    return count
+
+
+def test_a_lock_that_was_removed_and_made_anew_makes_no_second_writer(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        assert writers(tmp_path / "a", patch) == 1
+    with monkeypatch.context() as patch:  # as it was: nobody looks whether the locked file is still there
+        patch.setattr(locks, "is_of", lambda lock, folder: True)
+        assert writers(tmp_path / "b", patch) == 2
+
+
+def test_a_folder_that_a_refused_run_removed_is_made_again(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    first = starting(folder)
+    before_the_lock(monkeypatch, first.close_folder)
+    second = starting(folder)
+    assert second._lock is not None and locks.is_of(second._lock, folder)
+    second.close_folder()
+    assert not folder.exists()
+
+
+def test_a_run_does_not_remove_the_lock_of_another_one_in_the_place_of_its_folder(tmp_path):
+    first = starting(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    second = starting(tmp_path / "run")
+    with pytest.raises(SaveError, match="was moved or removed while this run wrote there"):
+        first.check_folder()
+    first.close_folder()
+    second.check_folder()
+    with pytest.raises(ConfigError, match="is being written"):
+        lock_folder(tmp_path / "run")
+    second.close_folder()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("elsewhere")])
+def test_what_is_no_lock_file_is_refused_at_once(tmp_path, make):
+    make(tmp_path / ".lock")
+    with pytest.raises(SaveError, match="cannot be written"):
+        starting(tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
