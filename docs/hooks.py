@@ -255,7 +255,7 @@ def reference() -> str:
     tree = ast.parse((ROOT / "amp_core" / "__init__.py").read_text())
     home = constant(tree, "_HOME")
     said = (ast.get_docstring(tree) or "").strip()
-    lines = [f"# Reference\n\n{said}\n\n[Start](index.md#the-core-without-the-rest) has the loop that they make.\n"]
+    lines = [f"# Reference\n\n{said}\n\n[Start](index.md#the-core-without-the-rest) shows them in a loop.\n"]
     for name in sorted(
         home,
         key=lambda name: (STEP.index(home[name]) if home[name] in STEP else len(STEP), not name[0].isupper(), name),

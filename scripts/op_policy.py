@@ -21,15 +21,13 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "OP_POLICY.md"
 INTRODUCTION = """\
 # What autocast casts, by device
 
-Made by `python scripts/op_policy.py --write` with torch {version}, by calling each operator under autocast to fp16;
-`tests/unit/test_op_policy.py` holds it. CUDA's column needs no GPU:
-tensors without data pass through CUDA's own dispatch.
+CPU autocast and CUDA autocast differ for {differ} of {ops} operators. `amp.op_policy=cuda` gives a CPU the decisions
+of CUDA for a whole run, with real arithmetic and gradients
+(`python train.py amp=fp16 amp.op_policy=cuda device=cpu`); then {left} differ{those}.
 
-Tutorials show CUDA's list. On a CPU autocast follows another one, so the same network meets other numbers there:
-{differ} of {ops} operators differ. `amp.op_policy=cuda` gives CPU autocast the decisions of CUDA, with real arithmetic
-and real gradients, for the length of a run (`python train.py amp=fp16 amp.op_policy=cuda device=cpu`); then {left}
-differ{those}.
-Not in the table, since tensors without data do not pass through them: GRU cells, `grid_sample`, whole recurrent layers.
+Made by `python scripts/op_policy.py --write` with torch {version}, by calling each operator under autocast to fp16;
+checked by `tests/unit/test_op_policy.py`. CUDA's column needs no GPU: fake tensors go through CUDA's dispatch.
+Operators that do not accept them are missing: GRU cells, `grid_sample`, whole recurrent layers.
 
 | in a cell | the result |
 | --- | --- |
@@ -40,8 +38,8 @@ Not in the table, since tensors without data do not pass through them: GRU cells
 | raises | is an error |
 | one / another | is the one for 16-bit inputs, the other for fp32 inputs |
 
-Torch's kernels that only a CPU has are taken out, too, since CUDA leaves their operators alone. `{through}` then
-computes in fp32 and rounds its result: a CPU has no 16-bit kernel of it. These stay:
+`amp.op_policy=cuda` also removes casts that only CPU autocast has. `{through}` then computes in fp32 and rounds its
+result, because a CPU has no 16-bit kernel for it. These keep their CPU casts:
 
 {kept}
 

@@ -6,9 +6,9 @@
     python scripts/results.py --write                    only the pages, from the record
 
 An experiment is a file in conf/experiment with a place for its result. It is run as a sweep into a folder of its own
-below multirun/results, so that what is finished there stays and an interrupted one goes on; remove the folder to
-measure anew. The record is docs/results.json. From it come the tables of README.md and the result in the header of each
-experiment; a test holds them to it.
+below multirun/results, so that finished runs stay and an interrupted one resumes; remove the folder to measure anew.
+The record is docs/results.json. From it come the numbers of README.md, the table of docs/SWEEPS.md and the result in
+the header of each experiment; a test compares them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from amp_core.run.lines import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "results.json"
-PAGE = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "SWEEPS.md")
 OPENING = "# <results> written by `make results` from docs/results.json\n"
 PLACE = re.compile(f"(?<={re.escape(OPENING)}).*?(?=# </results>\n)", re.DOTALL)
 """The result in the header of an experiment."""
@@ -69,7 +69,7 @@ def main() -> int:
     for path, text in pages(record).items():
         write_text(path, text)
     if failed:
-        print(f"error: not finished: {', '.join(failed)}; the same command goes on with them", file=sys.stderr)
+        print(f"error: not finished: {', '.join(failed)}; the same command resumes them", file=sys.stderr)
     return int(bool(failed))
 
 
@@ -139,10 +139,10 @@ def facts(entry: dict[str, Any]) -> str:
 
 def pages(record: dict[str, Any]) -> dict[Path, str]:
     """Every file that shows results, as the record wants it. What is not recorded stays as it is."""
-    text = PAGE.read_text()
-    text = TABLE.sub(lambda found: table(record, found.group()), text)
-    text = CELL.sub(lambda found: cell(record, *found.groups()), text)
-    shown = {PAGE: text}
+    shown: dict[Path, str] = {}
+    for page in PAGES:
+        text = TABLE.sub(lambda found: table(record, found.group()), page.read_text())
+        shown[page] = CELL.sub(lambda found: cell(record, *found.groups()), text)
     for name in experiments():
         path = conf_dir() / "experiment" / f"{name}.yaml"
         shown[path] = PLACE.sub(lambda _, name=name: header(record.get(name)), path.read_text())

@@ -111,14 +111,21 @@ CASES = [
 
 
 PAGE_TEXT = """\
-# Scaling: what a layout holds and what it sends
+# Scaling: memory and traffic of each layout
 
-Made by `python scripts/scaling.py --write` with torch {version}. The model is
-`amp_core/layouts/memory_model.py`, which also tells `dry_run=true` the memory of a run; the script trains a small
-language model in each layout on 1, 2 and 4 processes, counts bytes, and puts them beside the model.
-`tests/runs/test_scaling.py` holds both.
+Use `ddp` while the model fits, then `shard_optimizer`, `fsdp` and `hsdp` (see [when to switch](#when-to-switch)). The
+tables come from the memory model `amp_core/layouts/memory_model.py`, which `dry_run=true` uses too, and are compared
+with bytes counted on 1, 2 and 4 processes. Made by `python scripts/scaling.py --write` with torch {version};
+`tests/runs/test_scaling.py` checks it. Activations grow with the batch and come on top.
 
-Counted is what grows with the number of weights. Activations grow with the batch and come on top.
+## Settings of `ddp`
+
+- `layout.shard_optimizer=true`: each rank holds a shard of the optimizer state (ZeRO stage 1). Bit-identical, in every
+  mode and with every optimizer.
+- `layout.compress=bf16`: sends gradients in bfloat16, half the bytes, and sums them in fp32. There is no fp16: a
+  gradient of 3 overflows at the initial loss scale.
+- `layout.static_graph=true`: promises that every window uses the same weights, equally often; also with `accumulation`.
+- `layout.bucket_mb=25`: MiB of gradients per all-reduce.
 
 ## Memory
 
@@ -126,80 +133,79 @@ Bytes per weight on one process, for weights of linear layers:
 
 {per_weight}
 
-`fp16`, `o1`, `fp8` are as `bf16`, `tf32` and `o0` as `fp32`; `bf16_pure` with `amp.update=kahan` holds 4 bytes of a
-weight. SGD with momentum has half of Adam's moments, plain SGD none. The average is there with `ema.decay`. "Copies"
-are the 16-bit weights that autocast keeps from the forward to the backward pass: of norms and embeddings it makes none.
+`fp16`, `o1`, `fp8` are as `bf16`, `tf32` and `o0` as `fp32`; `bf16_pure` with `amp.update=kahan` holds 4 bytes per
+weight. SGD with momentum has half of Adam's moments, plain SGD none. The average needs `ema.decay`. "Copies" are the
+16-bit weights that autocast caches from the forward to the backward pass, none for norms and embeddings.
 
 Over R ranks:
 
-| layout | weights | gradients | moments | average | besides |
+| layout | weights | gradients | moments | average | also |
 | --- | --- | --- | --- | --- | --- |
 | `single`, `ddp` | 1 | 1 | 1 | 1 | copies |
 | `ddp` + `shard_optimizer` | 1 | 1 | 1/R | 1 | copies |
-| `fsdp` | 1/R | 1/R | 1/R | 1/R | the largest block, gathered; with `accumulation` above 1 whole fp32 gradients |
-| `hsdp`, S ranks a copy | 1/S | 1/S | 1/S | 1/S | as `fsdp` |
+| `fsdp` | 1/R | 1/R | 1/R | 1/R | the largest block, gathered; with `accumulation` above 1 unsharded fp32 gradients |
+| `hsdp`, S ranks per replica | 1/S | 1/S | 1/S | 1/S | as `fsdp` |
 
-The last cell is the price of one reduction per window: until its last micro-batch a sharded layout keeps whole
-gradients, 4 bytes per weight. Where that does not fit, use more ranks or a larger `batch_size` with
-`perf.checkpoint_activations=true` instead of `accumulation`.
+One reduction per window has a price: until its last micro-batch a sharded layout keeps unsharded gradients, 4 bytes
+per weight. If that does not fit, use more ranks, or a larger `batch_size` with `perf.checkpoint_activations=true`
+instead of `accumulation`.
 
 ## Traffic
 
-Bytes per weight that a rank sends in a step, of very many ranks (`hsdp`: in groups of {machine}); of few a little less:
+Bytes per weight that a rank sends per step with very many ranks (`hsdp`: groups of {machine}); a little less with few:
 
 {sent_per_weight}
 
-- Replicas reduce once per window, whatever `accumulation` is: 8 bytes, 4 with `layout.compress=bf16`.
-- `layout.shard_optimizer` adds a gather of the new fp32 weights, after the step, where nothing hides it.
+- Replicas all-reduce once per window, whatever `accumulation` is: 8 bytes, 4 with `layout.compress=bf16`.
+- `layout.shard_optimizer` adds a gather of the new fp32 weights after the step, which does not overlap with computing.
 - Sharded layouts gather every block twice per micro-batch, in 16 bits where autocast casts it. `accumulation` saves
-  them the reduction alone: prefer larger micro-batches.
-- `perf.checkpoint_activations` adds nothing to this: a block that is computed once more has just been gathered for its
-  backward pass. It adds computing: 8 instead of 6 floating-point operations per weight and token.
+  only the reduction: prefer larger micro-batches.
+- `perf.checkpoint_activations` adds no traffic, since the block is already gathered for its backward pass, but
+  computing: 8 instead of 6 floating-point operations per weight and token.
 
 ## Model and measurement
 
-Bytes, of a GPT of {small} weights (width 64, depth 4) with AdamW and an average, on the rank that holds the most.
-"Sent" counts payloads of collectives as rings send them. Not in the model: buffers that DDP puts on all ranks in a
-window, and that the slices of `shard_optimizer` are cut at multiples of 64 elements. Not measured: the gathered block,
-the memory of collectives while they run. Largest difference: {largest}.
+Bytes for a GPT of {small} weights (width 64, depth 4) with AdamW and an average, on the rank that holds the most.
+"Sent" counts payloads as rings send them. Not modelled: buffers that DDP broadcasts, and that `shard_optimizer`
+aligns shards to 64 elements. Not measured: the gathered block and the memory of running collectives. Largest
+difference: {largest}.
 
 {comparison}
 
-Activations that a block keeps for the backward pass, per token and feature of the stream, in bf16: {kept:.1f} bytes
-as it is, {kept_less:.1f} with `perf.checkpoint_activations` (its input, in fp32). For the 6.7B network below and
-{tokens:,} tokens that is {example:,.0f} GB or {example_less:,.0f} GB.
+Activations that a block saves for the backward pass in bf16, per token and feature of the residual stream:
+{kept:.1f} bytes, or {kept_less:.1f} with `perf.checkpoint_activations` (its input, in fp32). For the 6.7B network below
+and {tokens:,} tokens that is {example:,.0f} GB or {example_less:,.0f} GB.
 
-## On paper: 8, 64 and 1024 GPUs
+## Projection: 8, 64 and 1024 GPUs
 
-Computed from the model, not measured. Assumptions: machines of {machine} GPUs, each of which sends {nvlink:.0f} GB/s
-within its machine and {network:.0f} GB/s to others, through a network card of its own; a message takes {hop:.0f} us
-within a machine and {far_hop:.0f} us between two; messages of an all-reduce go through a tree, others around a ring. A
-GPU computes {flops:.0f} TFLOP/s in bf16 (40 % of 989), 6 operations per weight and token, {tokens:,} tokens per step in
-one micro-batch. `amp=bf16`, AdamW, an average, the last layer tied to the embedding.
+Computed from the model, not measured. Assumptions: machines of {machine} GPUs; each GPU sends {nvlink:.0f} GB/s within
+its machine and {network:.0f} GB/s to others, through its own network card; latency {hop:.0f} us within a machine and
+{far_hop:.0f} us between two; tree all-reduce, otherwise rings; {flops:.0f} TFLOP/s in bf16 (40 % of 989), 6 operations
+per weight and token, {tokens:,} tokens per step in one micro-batch; `amp=bf16`, AdamW, an average, tied embedding.
 
 - **held**: weights, gradients, moments, average. **more within a step**: copies, or the largest block.
-- **not hidden**: what remains when exchanges run beside computing, replicas' during the backward pass (two thirds of
-  the computing), gathers and reductions of parts during all of it; the gather of `shard_optimizer` is never hidden.
-- **tokens that hide it**: per GPU and step; with fewer the rest of the exchange is waited for.
+- **not hidden**: communication that does not overlap with computing. Replicas overlap with the backward pass (two
+  thirds of the computing), sharded layouts with all of it, the gather of `shard_optimizer` with nothing.
+- **tokens that hide it**: per GPU and step, for full overlap.
 
 {projection}
 
 ## When to switch
 
-Largest network, in billions of weights, for which {usable:.0f} GB per GPU are enough in `amp=bf16` with AdamW, without
-and with an average. The rest of a GPU's memory is for activations and gathered blocks:
+Largest network, in billions of weights, that fits {usable:.0f} GB per GPU in `amp=bf16` with AdamW, without / with an
+average. The rest of a GPU's memory is for activations and gathered blocks:
 
 {biggest}
 
-1. `ddp` while it fits: few bytes, once per window, hidden behind the backward pass. `layout.compress=bf16` where the
-   network between machines is slow and the step waits for it.
-2. `ddp` with `layout.shard_optimizer=true` when only the moments are too much, with much `accumulation`, or in modes
-   with 16-bit weights (`o2`, `bf16_pure`), which are not sharded. It waits for a gather after each step.
-3. `fsdp` when weights or gradients do not fit either, within a machine or a few: with one micro-batch it sends what
-   `ddp` sends, in many calls.
-4. `hsdp` with `shard_size` = GPUs per machine when the ring of `fsdp` grows long: gathers stay within a machine, and a
-   reduction of 1/S goes between them. It holds 1/S instead of 1/R.
-5. `perf.checkpoint_activations` when activations are what does not fit, in any layout: a third more computing.
+1. `ddp` while it fits: little traffic, overlapped with the backward pass. Add `layout.compress=bf16` where the step
+   waits for a slow network.
+2. `ddp` with `layout.shard_optimizer=true` when only the moments do not fit, with much `accumulation`, or in modes with
+   16-bit weights (`o2`, `bf16_pure`), which `fsdp` does not support. It waits for a gather after each step.
+3. `fsdp` when weights or gradients do not fit either, on one machine or a few: with one micro-batch it sends as many
+   bytes as `ddp`, in more calls.
+4. `hsdp` with `shard_size` = GPUs per machine when `fsdp`'s ring gets too long: gathers stay within a machine, and 1/S
+   of the gradients is reduced between machines. A rank holds 1/S instead of 1/R.
+5. `perf.checkpoint_activations` when activations do not fit, in any layout: a third more computing.
 """
 
 

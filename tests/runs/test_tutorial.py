@@ -60,7 +60,7 @@ def parts(page: str) -> tuple[list[tuple[str, str | None, str]], list[str], list
 def test_whoever_follows_the_page_has_a_recipe_that_keeps_all_promises(tmp_path):
     edits, commands, (report,) = parts(PAGE.read_text())
     assert len(edits) == 5 and commands[:2] == NOT_RUN and len(commands) == 10
-    for folder in ("amp_core", "conf", "recipes", "scripts", "tests"):
+    for folder in ("amp_core", "amp_tools", "conf", "recipes", "scripts", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("train.py", "pyproject.toml"):
         shutil.copy(ROOT / file, tmp_path)
