@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from operator import eq
 from typing import Any
 
 import torch
@@ -34,7 +35,14 @@ from amp_core.lowp.weights import LowPrecisionWeights
 from amp_core.step.buffers import BufferGuard
 from amp_core.step.clip import Clip
 from amp_core.step.fused import bare_step, take_step, torch_step
-from amp_core.step.report import Observer, OptimizerState, PendingStep, Rehearsal, StepReport
+from amp_core.step.report import (
+    Observer,
+    OptimizerState,
+    PendingStep,
+    Rehearsal,
+    StepReport,
+    require_no_closure,
+)
 from amp_core.step.scaler import LossScale, ScalePolicy
 from amp_core.tensors import (
     global_grad_norm,
@@ -91,6 +99,7 @@ class Amp:
         if self._low is torch.float16 and self.device.type == "cpu":
             use_fp32_convolutions()
         self._optimizer_states: dict[torch.optim.Optimizer, OptimizerState] = {}
+        self._checked: set[frozenset[tuple[int, int]]] = set()
         self._guards: list[BufferGuard] = []
         self.weights: list[LowPrecisionWeights] = []
         """Of the networks that hold 16-bit weights, in the order of `prepare`."""
@@ -138,8 +147,9 @@ class Amp:
     def cache_weight_casts(self, *nets: nn.Module) -> Iterator[None]:
         """Around the micro-batches of a window: each weight is cast once for all of them, not once for each.
 
-        Gradients are those without it, bit for bit. Weights may be changed inside by nothing but `step`. The copies
-        stay in memory until the window ends.
+        Gradients are those without it, bit for bit, but for weights that are also used in fp32, as an embedding that
+        is tied to the last layer: there the same numbers are summed in another order, in fp32. Weights may be changed
+        inside by nothing but `step`. The copies stay in memory until the window ends.
 
         Args:
             nets: what runs inside. Does nothing if one of them is sharded, whose weights are whole for a moment only.
@@ -175,12 +185,19 @@ class Amp:
 
         Raises:
             RuntimeError: it reaches weights whose gradients were already unscaled in this window.
+            ValueError: the loss is no scalar, and no gradient of its shape was given.
         """
         self._in_window = True
         unscaled = []
         if self._optimizer_states:  # something was stepped or unscaled in this window
+            self._forget_abandoned()
             unscaled = [(o, _grad_versions(o)) for o, state in self._optimizer_states.items() if state.unscaled]
         if not isinstance(gradient, Tensor) or gradient.ndim == 0:
+            if loss.numel() != 1:
+                raise ValueError(
+                    f"amp.backward: the loss has the shape {list(loss.shape)}, expected a scalar; reduce it, as by "
+                    f"loss.mean(), or pass a gradient of its shape"
+                )
             # In fp16 a loss of 1 times a scale of 65536 is already infinite.
             loss = loss.float() if loss.ndim == 0 else loss.float().reshape(())
             if self._rehearsal is not None:
@@ -278,8 +295,12 @@ class Amp:
 
         `step` does this by itself. What is written afterwards is checked again by `step`.
 
+        A gradient that was found not to be finite here makes `update` lower the loss scale, also when this optimizer is
+        not stepped afterwards, as `torch.amp.GradScaler` does.
+
         Raises:
             RuntimeError: called twice in a window, or after the step.
+            TypeError, ValueError: as in `step`.
         """
         state = self._state_of(optimizer)
         if state.unscaled or state.stepped:
@@ -288,10 +309,11 @@ class Amp:
                 "once, after the last backward and before amp.step"
             )
         self._reduce(state, optimizer)
-        _, grads = _with_grads(optimizer)
+        params, grads = _with_grads(optimizer)
+        in_parts = self._check(params, grads)
         if grads:
             inverse = self.scaler.inverse
-            state.found_inf = _not_finite(self._norm(grads, _are_parts(grads)) * inverse)
+            state.found_inf = _not_finite(self._norm(grads, in_parts) * inverse)
             multiply_(grads, inverse)
         state.unscaled = True
 
@@ -320,9 +342,12 @@ class Amp:
 
         Raises:
             RuntimeError: a second step before `update`.
-            TypeError: 16-bit weights under a loss scale, or sparse gradients.
+            TypeError: 16-bit weights under a loss scale, sparse gradients, or an optimizer that needs a closure.
+            ValueError: no optimizer, one twice, or a weight that several optimizers of the window own.
         """
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        if not optimizers or len(optimizers) > len(set(optimizers)):
+            raise ValueError(f"amp.step: got {len(optimizers)} optimizers, expected at least one, none of them twice")
         with torch.no_grad():  # once: each such region costs as much Python as all the arithmetic of this method
             return self._step(optimizers, clip, unscaled, sharded)
 
@@ -379,7 +404,7 @@ class Amp:
             for weights in self.weights if each.grads else ():
                 weights.end_step(each.params, taken)
             if self._guards:
-                self._settle(each.optimizer, taken)
+                self._settle(each, taken)
         if watcher is not None:
             watcher.resume()
         norm = pending[0].norm
@@ -403,7 +428,7 @@ class Amp:
             raise RuntimeError("amp.step was called twice for one optimizer; call amp.update() once per window")
         self._reduce(state, optimizer)
         params, grads = _with_grads(optimizer)
-        in_parts = self._check(grads)
+        in_parts = self._check(params, grads)
         for weights in self.weights:
             weights.begin_step(params)
 
@@ -448,13 +473,15 @@ class Amp:
         stepped = [state for state in self._optimizer_states.values() if state.stepped]
         if not stepped:
             raise RuntimeError("amp.update() without amp.step(optimizer) before it; step every optimizer, then update")
-        found = [state.found_inf for state in stepped if state.found_inf is not None]
+        # Also of those that were unscaled, found infinite and therefore not stepped.
+        found = [state.found_inf for state in self._optimizer_states.values() if state.found_inf is not None]
         self._optimizer_states.clear()
         self._in_window = False
         found_inf = None if not found else found[0] if len(found) == 1 else torch.stack(found).amax()
         # Nets that ran in this window without a step of their own, such as a generator under its critic's.
         for guard in self._guards:
             guard.settle(None if found_inf is None else found_inf == 0)
+            guard.was_called = False
         if found_inf is None or self._rehearsal is not None:
             return
         self.scaler.update(found_inf)
@@ -548,8 +575,33 @@ class Amp:
                 raise TypeError(
                     "the optimizer holds 16-bit weights, which get no gradients; build it on master_params(net)"
                 )
-            state = self._optimizer_states[optimizer] = OptimizerState(optimizer)
+            require_no_closure(optimizer)
+            state = OptimizerState(optimizer)
+            if self._optimizer_states:
+                self._require_own_weights(optimizer)
+            self._optimizer_states[optimizer] = state
         return state
+
+    def _require_own_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a weight of several optimizers, whose gradient would be unscaled twice. Looked at once for each."""
+        among = frozenset((id(o), len(o.param_groups)) for o in (*self._optimizer_states, optimizer))
+        if among in self._checked:
+            return
+        owned = {p for other in self._optimizer_states for group in other.param_groups for p in group["params"]}
+        shared = [p for group in optimizer.param_groups for p in group["params"] if p in owned]
+        if shared:
+            raise ValueError(
+                f"{len(shared)} weight(s), the first of shape {list(shared[0].shape)}, are owned by two optimizers of "
+                f"one window, so that their gradients would be unscaled twice; give each weight to one optimizer, or "
+                f"end the window (amp.update) between their steps"
+            )
+        self._checked.add(among)
+
+    def _forget_abandoned(self) -> None:
+        """Optimizers that were unscaled and never stepped, and whose gradients are gone: their window was given up."""
+        for optimizer, state in list(self._optimizer_states.items()):
+            if state.unscaled and not state.stepped and not _with_grads(optimizer)[1]:
+                del self._optimizer_states[optimizer]
 
     def _reduce(self, state: OptimizerState, optimizer: torch.optim.Optimizer) -> None:
         if self.weights and not state.reduced:
@@ -571,8 +623,12 @@ class Amp:
             norms = [norm.to(self.device, non_blocking=True) for norm in norms]
         return torch.linalg.vector_norm(torch.stack(norms)).float()
 
-    def _check(self, grads: Sequence[Tensor]) -> bool:
-        """Raises TypeError at gradients that cannot be handled; tells whether they are parts of whole ones."""
+    def _check(self, params: Sequence[Tensor], grads: list[Tensor]) -> bool:
+        """Raises TypeError at gradients that cannot be handled; tells whether they are shards.
+
+        Gradients that lie in memory in another way than their weights are replaced, here and in the weights: fused
+        kernels go through both in the order of memory. autograd makes none; a program that sets `.grad` may.
+        """
         for dtype in {grad.dtype for grad in grads}:
             if dtype in (torch.float16, torch.bfloat16) and self.scaler.policy is not None:
                 raise TypeError(
@@ -581,7 +637,12 @@ class Amp:
                 )
         if {grad.layout for grad in grads} - {torch.strided}:
             raise TypeError("sparse gradients are not supported; use sparse=False in the embedding")
-        return _are_parts(grads)
+        in_parts = _are_parts(grads)
+        if not in_parts and not all(map(eq, map(Tensor.stride, params), map(Tensor.stride, grads))):
+            for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+                if param.stride() != grad.stride():
+                    param.grad = grads[i] = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+        return in_parts
 
     def _say_that_it_waits(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._said_waits:
@@ -589,11 +650,13 @@ class Amp:
             name = type(optimizer).__name__
             logger.info("%s is not fused: each step waits for the device once, to know whether to skip", name)
 
-    def _settle(self, optimizer: torch.optim.Optimizer, taken: Tensor) -> None:
-        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    def _settle(self, pending: PendingStep, taken: Tensor) -> None:
+        stepped = {p for group in pending.optimizer.param_groups for p in group["params"]}
         for guard in self._guards:
             if not guard.parameters.isdisjoint(stepped):
                 guard.settle(taken)
+                if not guard.was_called and pending.grads:
+                    guard.note_bypass()
 
 
 def _policy(config: AmpConfig, samples: int | None) -> ScalePolicy | None:

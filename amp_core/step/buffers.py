@@ -7,6 +7,7 @@ Even an overflow in the backward pass alone leaves the statistics of a batch tha
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -17,20 +18,25 @@ from torch import Tensor, nn
 from amp_core.lowp.weights import master_params
 from amp_core.torch_private import buffers_of, foreach_copy_, passing_buffers_of
 
+logger = logging.getLogger("amp_recipes")
+
 
 class BufferGuard:
     """Remembers a network's buffers at the first forward of a window and puts them back after a skipped step.
 
     All buffers that belong to the network's state are remembered: BatchNorm writes its statistics without a trace in
-    their version counters, so which ones change cannot be told. Nothing here waits for the device. Modules that have
-    none when the guard is made are never looked at again.
+    their version counters, so which ones change cannot be told. Buffers that are not part of the state
+    (`persistent=False`), such as masks and caches, are left alone: what a skipped step writes there stays. Nothing here
+    waits for the device. Modules that have none when the guard is made are never looked at again.
     """
 
     def __init__(self, net: nn.Module) -> None:
         self._net = weakref.ref(net)
         self._owners: list[tuple[nn.Module, str, Tensor]] = []
         self._groups: list[_Group] = []
-        self._armed = False
+        self._armed = self._is_noted = False
+        self.was_called = False
+        """In the present window."""
         self._modules = [m for m in net.modules() if buffers_of(m).keys() - passing_buffers_of(m)]
         self.has_buffers = bool(self._modules)
         if self.has_buffers:
@@ -50,7 +56,7 @@ class BufferGuard:
         ]
         if not found:  # evaluation, or a network without statistics
             return
-        self._armed = True
+        self._armed = self.was_called = True
         with torch.no_grad():
             if len(found) != len(self._owners) or any(
                 a[2] is not b[2] for a, b in zip(found, self._owners, strict=True)
@@ -70,6 +76,16 @@ class BufferGuard:
         self._armed = False
         if taken is not None:
             self._choose(taken)
+
+    def note_bypass(self) -> None:
+        """Log once that statistics are not guarded, since the module that was given is not the one that is called."""
+        if not self._is_noted and any(module.training for module in self._modules):
+            self._is_noted = True
+            logger.warning(
+                "a step was taken without a call of the guarded %s, so a skipped step does not restore its buffers; "
+                "call amp.guard with the module that the training loop calls",
+                type(self._net()).__name__,
+            )
 
     @torch.no_grad()
     def _choose(self, taken: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -56,6 +58,21 @@ class Rehearsal:
     def is_finite(self) -> bool:
         """Whether the gradients, on all ranks, and the losses, on this one, were finite. Waits for the device."""
         return not self._bad or not bool(torch.cat(self._bad).any())
+
+
+def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raises TypeError for an optimizer that computes the loss itself, such as LBFGS."""
+    if _needs_closure(type(optimizer)):
+        raise TypeError(
+            f"{type(optimizer).__name__}.step() needs a closure that computes the loss, several times in a step, which "
+            f"no loss scale and no skipped step fit; use an optimizer without a closure"
+        )
+
+
+@functools.cache
+def _needs_closure(kind: type) -> bool:
+    parameter = inspect.signature(kind.step).parameters.get("closure")  # type: ignore[attr-defined]
+    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 class OptimizerState:

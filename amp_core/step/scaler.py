@@ -102,8 +102,13 @@ class LossScale:
             state: of this class or of `torch.amp.GradScaler`; {} (a run that did not scale) begins afresh.
 
         Raises:
-            ValueError: the saved scale is not a positive finite number.
+            ValueError: it holds no scale that is a positive finite number.
         """
+        if state and not isinstance(state.get("scale"), int | float):
+            raise ValueError(
+                f"a loss scale's state with the keys {sorted(map(str, state))} was given; expected that of Amp or of "
+                f"torch.amp.GradScaler, with a number as scale"
+            )
         if self.policy is None:
             if state:
                 logger.info("the checkpoint's loss scale %g is ignored: this mode does not scale", state["scale"])

@@ -1,0 +1,289 @@
+"""What a caller may get wrong with the step ends in an error that says what to do, or does what was meant."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amp_core import Amp, Clip, Ema
+from amp_core.step.fused import torch_step
+from amp_core.step.scaler import LossScale
+
+
+def net_and_optimizer(kind=torch.optim.AdamW, **options):
+    torch.manual_seed(0)
+    net = nn.Linear(6, 4)
+    return net, kind(net.parameters(), lr=0.1, **options)
+
+
+def window(amp: Amp, net: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    with amp.autocast():
+        loss = net(torch.ones(3, 6)).float().square().mean()
+    amp.backward(loss)
+
+
+# --- optimizers ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_optimizer_and_one_twice_are_refused():
+    amp, (net, optimizer) = Amp.named("fp16", init_scale=8.0), net_and_optimizer(fused=True)
+    window(amp, net)
+    with pytest.raises(ValueError, match="got 0 optimizers, expected at least one"):
+        amp.step([])
+    with pytest.raises(ValueError, match=r"got 2 optimizers, .* none of them twice"):
+        amp.step([optimizer, optimizer])
+    assert bool(amp.step(optimizer).taken)
+
+
+def test_an_optimizer_with_a_closure_is_refused_by_name():
+    amp, (net, optimizer) = Amp.named("bf16"), net_and_optimizer(torch.optim.LBFGS)
+    window(amp, net)
+    with pytest.raises(TypeError, match=r"LBFGS.step\(\) needs a closure .* use an optimizer without a closure"):
+        amp.step(optimizer)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_weight_of_two_optimizers_is_refused(together):
+    """Each would divide its gradient by the scale."""
+    amp, (net, first) = Amp.named("fp16", init_scale=8.0), net_and_optimizer(torch.optim.SGD, fused=True)
+    second = torch.optim.SGD([net.bias], lr=0.1, fused=True)
+    window(amp, net)
+    if not together:
+        amp.step(first)
+    with pytest.raises(ValueError, match=r"1 weight\(s\), the first of shape \[4\], are owned by two optimizers"):
+        amp.step([first, second] if together else second)
+
+
+def test_optimizers_of_weights_of_their_own_are_looked_at_once():
+    amp, (net, _) = Amp.named("fp16", init_scale=8.0), net_and_optimizer()
+    pair = [torch.optim.SGD([p], lr=0.1, fused=True) for p in net.parameters()]
+    for _ in range(3):
+        window(amp, net)
+        amp.step(pair)
+        amp.update()
+        amp.zero_grad(*pair)
+    assert len(amp._checked) == 1
+
+
+def test_in_windows_of_their_own_optimizers_may_share_weights():
+    amp, (net, first) = Amp.named("fp16", init_scale=8.0), net_and_optimizer(torch.optim.SGD, fused=True)
+    for optimizer in (first, torch.optim.SGD([net.bias], lr=0.1, fused=True)):
+        window(amp, net)
+        assert bool(amp.step(optimizer).taken)
+        amp.update()
+        first.zero_grad()
+
+
+# --- gradients ----------------------------------------------------------------------------------------------------------
+
+
+def expected_step(mode: str, gradient: Tensor, before: Tensor, **options) -> Tensor:
+    """AdamW in float64, on the gradient as it reads."""
+    weight = nn.Parameter(before.double())
+    weight.grad = gradient.double().contiguous()
+    torch.optim.AdamW([weight], lr=0.1, **options).step()
+    return weight.detach()
+
+
+STRANGE = {
+    "expanded": lambda: torch.tensor([[0.5], [-2.0], [1.0], [4.0]]).expand(4, 6),
+    "of one number": lambda: torch.tensor(0.25).expand(4, 6),
+    "transposed": lambda: torch.arange(24.0).view(6, 4).t() - 7,
+    "every other column": lambda: (torch.arange(48.0).view(4, 12) - 20)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("unscaled_first", [False, True])
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+def test_a_gradient_that_lies_otherwise_in_memory_steps_as_it_reads(mode, kind, unscaled_first):
+    """Fused kernels go through weight and gradient in the order of memory, and write into both."""
+    weight = nn.Parameter(torch.linspace(-1, 1, 24).view(4, 6))
+    before, amp = weight.detach().clone(), Amp.named(mode, **({"init_scale": 8.0} if mode == "fp16" else {}))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, eps=1e-2, fused=True)
+    weight.grad = STRANGE[kind]() if mode != "fp16" else (STRANGE[kind]().double() * 8).float()
+    if kind == "expanded" and mode == "fp16":
+        weight.grad = (torch.tensor([[0.5], [-2.0], [1.0], [4.0]]) * 8).expand(4, 6)
+    if unscaled_first:
+        amp.unscale_(optimizer)
+    assert bool(amp.step(optimizer, Clip.norm(1e6)).taken)
+    # A step is at most lr; Adam's quotient has a handful of fp32 roundings, and clipping multiplies by 1.
+    assert torch.allclose(
+        weight.detach().double(), expected_step(mode, STRANGE[kind](), before, eps=1e-2), rtol=0, atol=16 * 2**-24
+    )
+
+
+def test_by_itself_torch_steps_wrongly_on_such_a_gradient():
+    weight = nn.Parameter(torch.linspace(-1, 1, 24).view(4, 6))
+    before = weight.detach().clone()
+    optimizer = torch.optim.AdamW([weight], lr=0.1, eps=1e-2, fused=True)
+    weight.grad = STRANGE["transposed"]()
+    with torch.no_grad():
+        torch_step(optimizer, torch.zeros(()), None)
+    expected = expected_step("fp32", STRANGE["transposed"](), before, eps=1e-2)
+    assert (weight.detach() - expected).abs().max() > 0.1
+
+
+def test_gradients_of_weights_in_channels_last_stay_where_they_are():
+    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    amp, optimizer = Amp.named("bf16"), torch.optim.AdamW(net.parameters(), fused=True)
+    with amp.autocast():
+        loss = net(torch.ones(2, 3, 8, 8).to(memory_format=torch.channels_last)).float().square().mean()
+    amp.backward(loss)
+    before = [p.grad for p in net.parameters()]
+    amp.step(optimizer)
+    assert all(p.grad is grad for p, grad in zip(net.parameters(), before, strict=True))
+
+
+def test_sparse_gradients_are_refused_by_unscale_too():
+    net = nn.Embedding(8, 4, sparse=True)
+    amp, optimizer = Amp.named("fp16", init_scale=8.0), torch.optim.SGD(net.parameters(), lr=0.1)
+    amp.backward(net(torch.tensor([1, 2])).square().mean())
+    with pytest.raises(TypeError, match="sparse gradients are not supported; use sparse=False"):
+        amp.unscale_(optimizer)
+
+
+def test_a_loss_that_is_no_scalar_is_refused_and_one_number_is_not():
+    amp, (net, _) = Amp.named("fp16", init_scale=8.0), net_and_optimizer()
+    losses = net(torch.ones(3, 6)).square().mean(1)
+    with pytest.raises(
+        ValueError, match=r"the loss has the shape \[3\], expected a scalar; reduce it, as by loss.mean"
+    ):
+        amp.backward(losses)
+    amp.backward(losses[:1])
+    assert net.weight.grad is not None
+
+
+# --- windows ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_window_given_up_after_unscale_leaves_the_next_one_alone():
+    amp, (net, optimizer) = Amp.named("fp16", init_scale=8.0), net_and_optimizer(torch.optim.SGD, fused=True)
+    window(amp, net)
+    amp.unscale_(optimizer)
+    optimizer.zero_grad()  # the caller did not like what it saw
+    window(amp, net)
+    gradients = [p.grad.clone() / 8 for p in net.parameters() if p.grad is not None]
+    expected = [p.detach().clone() for p in net.parameters()]
+    other = torch.optim.SGD(expected, lr=0.1, fused=True)
+    for weight, gradient in zip(expected, gradients, strict=True):
+        weight.grad = gradient
+    other.step()
+    assert bool(amp.step(optimizer).taken)
+    assert all(map(torch.equal, net.parameters(), expected))
+    amp.update()
+
+
+def test_gradients_added_to_unscaled_ones_are_refused_still():
+    amp, (net, optimizer) = Amp.named("fp16", init_scale=8.0), net_and_optimizer(torch.optim.SGD, fused=True)
+    window(amp, net)
+    amp.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"scaled gradients to gradients that amp.unscale_ had unscaled"):
+        window(amp, net)
+
+
+def test_an_overflow_that_was_seen_and_not_stepped_lowers_the_scale_as_in_torch():
+    """Two optimizers; one is unscaled, found infinite and left out."""
+    amp, scaler = Amp.named("fp16", init_scale=8.0), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for ours in (True, False):
+        nets = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        good, bad = (torch.optim.SGD(net.parameters(), lr=0.1) for net in nets)
+        for net, value in zip(nets, (1.0, torch.inf), strict=True):
+            for p in net.parameters():
+                p.grad = torch.full_like(p, value)
+        if ours:
+            amp.unscale_(bad)
+            amp.step(good)
+            amp.update()
+        else:
+            scaler.scale(torch.ones(()))
+            scaler.unscale_(bad)
+            scaler.step(good)
+            scaler.update()
+    assert amp.scale == scaler.get_scale() == 4.0
+    assert amp.num_skipped == 1
+
+
+@pytest.mark.parametrize("state", [{"junk": 1}, {"scale": "8"}, {"scale": None}, {"scale": torch.nn.Linear}])
+@pytest.mark.parametrize("mode", ["fp16", "bf16"])
+def test_a_state_that_is_none_of_a_loss_scale_is_refused(mode, state):
+    amp = Amp.named(mode)
+    before = amp.scale
+    with pytest.raises(ValueError, match=r"was given; expected that of Amp or of torch.amp.GradScaler"):
+        amp.load_state_dict(state)
+    assert amp.scale == before
+    assert isinstance(amp.scaler, LossScale)
+
+
+# --- casts and statistics -----------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """One weight, used twice in fp32 and once through autocast, as T5 uses its embedding. Or three of the same numbers."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        first = nn.Parameter(torch.randn(97, 48))
+        self.uses = nn.ParameterList([first] * 3 if tied else [first, first.detach().clone(), first.detach().clone()])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        encoded, decoded = (nn.functional.embedding(tokens, weight) for weight in self.uses[:2])
+        return nn.functional.linear(encoded * decoded.tanh(), self.uses[2])
+
+
+def test_shared_casts_of_a_weight_that_is_also_used_in_fp32_differ_by_the_order_of_a_sum():
+    tokens = torch.randint(0, 97, (4, 8, 16), generator=torch.Generator().manual_seed(1))
+
+    def gradients(net: Tied, shared: bool) -> list[Tensor]:
+        amp, found = Amp.named("bf16"), []
+        with amp.cache_weight_casts(net) if shared else torch.enable_grad():
+            for batch in tokens:
+                with amp.autocast():
+                    loss = nn.functional.cross_entropy(net(batch).float().flatten(0, 1), batch.flatten())
+                amp.backward(loss, 0.25)
+                if not shared:
+                    found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        return [p.grad for p in net.parameters() if p.grad is not None] if shared else found
+
+    (shared,), plain = gradients(Tied(True), True), gradients(Tied(True), False)[-1]
+    running = torch.stack(gradients(Tied(False), False)).view(4, 3, 97, 48)  # of three weights, after each micro-batch
+    size = torch.cat([running[:1], running.diff(dim=0)]).abs().sum((0, 1))
+    # 12 terms in fp32, in either order: 11 roundings each.
+    assert ((shared - plain).abs() <= 2 * 11 * 2**-24 * size).all()
+    assert not torch.equal(shared, plain)  # why the documentation makes this exception
+
+
+class Bypassed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def test_a_guard_that_nobody_passes_is_logged_once(caplog):
+    net, amp = Bypassed(), Amp.named("bf16")
+    amp.guard(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    caplog.set_level(logging.WARNING, "amp_recipes")
+
+    def step(call) -> None:
+        with amp.autocast():
+            loss = call(torch.randn(5, 6)).float().square().mean()
+        amp.backward(loss)
+        amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+
+    step(net)
+    assert not caplog.messages
+    for _ in range(2):
+        step(net.body)
+    (message,) = caplog.messages
+    assert "without a call of the guarded Bypassed" in message and "amp.guard with the module" in message
+    assert Ema(net, 0.9).model is not net
