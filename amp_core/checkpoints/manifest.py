@@ -91,6 +91,7 @@ def is_sound(folder: Path, rank: int = 0, num_ranks: int = 1) -> bool:
     """Whether the files of a step are those of its manifest. Of several ranks each reads some of the shards."""
     try:
         files = inspect(folder)["files"]
+        require_memory(STATE, files[STATE]["bytes"])
         shards = sorted(files.keys() - {STATE})
         for name in (STATE, *shards[rank::num_ranks]):
             stream(folder / name, b"", [(files[name]["bytes"], None)], files[name]["sha256"])
@@ -101,15 +102,20 @@ def is_sound(folder: Path, rank: int = 0, num_ranks: int = 1) -> bool:
 
 def read_file(path: Path, limit: int | None = None) -> bytes:
     """The contents of a regular file that is not larger than `limit`, by default the memory of this machine."""
-    limit = limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if (size := _stat(path).st_size) > limit:  # a file without a block on the disk can have any size
-        raise CorruptFile(f"{path.name} has {size} bytes, more than the {limit} that can be read at once")
+    require_memory(path.name, _stat(path).st_size, limit)
     try:
         return path.read_bytes()
     except OSError as error:
         raise CorruptFile(f"{path.name}: {error.strerror or error}") from error
     except MemoryError as error:
-        raise CorruptFile(f"{path.name} has {size} bytes, which do not fit into memory") from error
+        raise CorruptFile(f"{path.name} does not fit into memory") from error
+
+
+def require_memory(name: str, num_bytes: int, limit: int | None = None) -> None:
+    """Raises CorruptFile before memory is asked for that is not there: a file without a block on disk has any size."""
+    limit = limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > limit:
+        raise CorruptFile(f"{name} has {num_bytes} bytes, more than the {limit} that can be read at once")
 
 
 def _stat(path: Path) -> os.stat_result:
