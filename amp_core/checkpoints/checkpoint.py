@@ -150,6 +150,7 @@ class Checkpoint:
         # One thread, which lives as long as this: a process that ends waits for it.
         self._writer = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._task: Future[None] | None = None
+        self._verified: set[Path] = set()
         self._preparation: Future[None] | None = None
         if writer:
             folders.remove_leftovers(self.folder)
@@ -321,9 +322,16 @@ class Checkpoint:
 
     def _remove_old(self, target: Path, step: int, best: tuple[str, str] | None) -> None:
         try:
-            folders.remove_old(self.folder, step, self.keep, best)
+            self._verified.add(target)
+            folders.remove_old(self.folder, step, self.keep, best, self._verify)
         except OSError as error:
             _log.warning("cannot remove an old checkpoint: %s. %s itself is safe.", error, target)
+
+    def _verify(self, path: Path) -> bool:
+        """Whether a step is sound: its files are read once, unless this wrote them, or all ranks did."""
+        if path not in self._verified and (self.format == "sharded" or is_sound(path)):
+            self._verified.add(path)
+        return path in self._verified
 
     # --- loading ------------------------------------------------------------------------------------------------------
 

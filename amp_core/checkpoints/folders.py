@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,9 @@ def abandon(temporary: Path) -> None:
             remove(temporary)
 
 
-def remove_old(folder: Path, current: int, keep: int, best: tuple[str, str] | None) -> None:
+def remove_old(
+    folder: Path, current: int, keep: int, best: tuple[str, str] | None, verify: Callable[[Path], bool]
+) -> None:
     """Removes what is neither among the newest nor the best. Damaged ones do not count, and stay.
 
     Args:
@@ -71,28 +74,34 @@ def remove_old(folder: Path, current: int, keep: int, best: tuple[str, str] | No
         current: the step that was just written, which stays.
         keep: how many of the newest stay.
         best: (metric, "max" or "min"): the one with the best value stays, too.
+        verify: whether the files of a step are sound; called for those that are to stay.
     """
     metrics: dict[int, dict[str, Any]] = {}
     paths = step_folders(folder)
     for step, path in paths.items():
         with contextlib.suppress(CorruptFile, CheckpointError):
             metrics[step] = inspect(path)["metrics"]
-    kept = {current, *sorted(metrics)[-keep:], best_step(metrics, best)}
-    for step in sorted(metrics.keys() - kept):
-        remove(set_aside(paths[step]))
+    damaged: set[int] = set()
+
+    def is_sound(step: int) -> bool:
+        if step not in damaged and not verify(paths[step]):
+            damaged.add(step)
+        return step not in damaged
+
+    if len(metrics) > keep:
+        newest = itertools.islice(filter(is_sound, sorted(metrics, reverse=True)), keep)
+        kept = {current, *newest, *itertools.islice(filter(is_sound, ranking(metrics, best)), 1)}
+        for step in sorted(metrics.keys() - kept - damaged):
+            remove(set_aside(paths[step]))
 
 
-def best_step(metrics: Mapping[int, Mapping[str, float | None]], best: tuple[str, str] | None) -> int | None:
-    """The step with the best value of a metric, the later one of equals; None if there is no value."""
+def ranking(metrics: Mapping[int, Mapping[str, float | None]], best: tuple[str, str] | None) -> list[int]:
+    """Steps with a value of the metric, the best first, the later one of equals before the other."""
     if best is None:
-        return None
+        return []
     name, mode = best
-    scores = [
-        (value if mode == "max" else -value, step)
-        for step, values in metrics.items()
-        if (value := values.get(name)) is not None
-    ]
-    return max(scores)[1] if scores else None
+    values = {step: value for step, of in metrics.items() if (value := of.get(name)) is not None}
+    return sorted(values, key=lambda step: (values[step] if mode == "max" else -values[step], step), reverse=True)
 
 
 def set_aside(folder: Path) -> Path:

@@ -606,6 +606,38 @@ def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path, file: str) -> 
     assert saved_steps(tmp_path) == [2, 3, 4]
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_flipped_bit_does_not_count_among_the_newest_nor_as_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool
+) -> None:
+    """When only sizes were compared, two damaged ones took the places of two sound ones."""
+    if not verify:
+        monkeypatch.setattr(Checkpoint, "_verify", lambda self, path: True)
+    for step, accuracy in enumerate((0.7, 0.9, 0.6, 0.5, 0.1)):
+        Checkpoint(tmp_path, model=tiny(), keep=9).save(step, metrics={"accuracy": accuracy})
+    for step in (1, 4):
+        path = tmp_path / f"step_{step:08d}" / "state.pt"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    writer = Checkpoint(tmp_path, model=tiny())  # as after a resume
+    writer.save(5, metrics={"accuracy": 0.2}, best=("accuracy", "max"))
+    assert saved_steps(tmp_path) == ([0, 1, 3, 4, 5] if verify else [1, 4, 5])
+
+
+def test_what_was_verified_once_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        Checkpoint(tmp_path, model=tiny(), keep=9).save(step)
+    read_steps: list[str] = []
+    monkeypatch.setattr(
+        "amp_core.checkpoints.checkpoint.is_sound",
+        lambda path: (read_steps.append(path.name[-1]) if path.exists() else None, manifest.is_sound(path))[1],
+    )
+    writer = Checkpoint(tmp_path, model=tiny())
+    for step in (4, 5, 6):
+        writer.save(step)
+    assert read_steps == ["3"]
+    assert saved_steps(tmp_path) == [5, 6]
+
+
 def test_a_sound_step_is_never_written_again_and_a_damaged_one_is_replaced(tmp_path: Path) -> None:
     writer = Checkpoint(tmp_path, model=tiny(1.0))
     path = writer.save(1)
