@@ -14,7 +14,7 @@ from torch import Tensor
 
 from amp_core.checkpoints import shards
 from amp_core.checkpoints.agreement import Ranks
-from amp_core.checkpoints.manifest import MANIFEST, STATE, STEP_FOLDER, CorruptFile, inspect, read_file, step_folders
+from amp_core.checkpoints.folders import MANIFEST, STATE, STEP_FOLDER, CorruptFile, inspect, read_file, step_folders
 from amp_core.checkpoints.parts import AveragedPart, Part, spans_of
 from amp_core.checkpoints.plain_state import unpickle
 from amp_core.checkpoints.shards import Entry, Span, StatePath

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_core.checkpoints.manifest import CorruptFile, require_memory, stream
+from amp_core.checkpoints.folders import CorruptFile, require_memory, stream
 
 StatePath = tuple[str | int, ...]
 """Keys of dictionaries and numbers in lists, from the top of a nested state down to a tensor."""

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from amp_core.checkpoints.folders import ranking
-from amp_core.checkpoints.manifest import CorruptFile, inspect, is_sound, step_folders
+from amp_core.checkpoints.folders import CorruptFile, inspect, is_sound, ranking, step_folders
 from amp_core.cli.compose import OVERWRITTEN
 from amp_core.config.errors import CheckpointError
 from amp_core.run import locks

@@ -34,7 +34,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from amp_core.checkpoints import folders, manifest, plain_state
+from amp_core.checkpoints import folders, plain_state
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import CheckpointError, SaveError
@@ -626,10 +626,11 @@ def test_a_flipped_bit_does_not_count_among_the_newest_nor_as_the_best(
 def test_what_was_verified_once_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2, 3):
         Checkpoint(tmp_path, model=tiny(), keep=9).save(step)
-    read_steps: list[str] = []
+    read_steps, is_sound = [], folders.is_sound
     monkeypatch.setattr(
-        "amp_core.checkpoints.checkpoint.is_sound",
-        lambda path: (read_steps.append(path.name[-1]) if path.exists() else None, manifest.is_sound(path))[1],
+        folders,
+        "is_sound",
+        lambda path: (read_steps.append(path.name[-1]) if path.exists() else None, is_sound(path))[1],
     )
     writer = Checkpoint(tmp_path, model=tiny())
     for step in (4, 5, 6):
@@ -770,7 +771,7 @@ def test_a_metric_that_is_no_number_is_damage(tmp_path: Path, value: Any) -> Non
     writer = Checkpoint(tmp_path, model=tiny())
     writer.save(1, metrics={"accuracy": 0.5})
     forge(tmp_path / "step_00000002", pickled(whole()), step=2, metrics={"accuracy": value})
-    assert not manifest.is_sound(tmp_path / "step_00000002")
+    assert not folders.is_sound(tmp_path / "step_00000002")
     writer.save(3, metrics={"accuracy": 0.25}, best=("accuracy", "max"))
     assert must_load(writer).step == 3
 
@@ -881,7 +882,7 @@ def test_containers_that_hold_each_other_are_as_many_as_their_paths() -> None:
     assert counts[1] == 2 * counts[0] + 1 > 1 << 13
     data = pickled(whole(config={"a": doubled(13)}))
     assert plain_state._scan(data) < 1 << 10
-    with pytest.raises(manifest.CorruptFile, match="hold each other more often than the file has bytes"):
+    with pytest.raises(folders.CorruptFile, match="hold each other more often than the file has bytes"):
         plain_state.unpickle(data, Path("state.pt"))
 
 
@@ -897,8 +898,8 @@ def test_a_file_of_a_terabyte_without_a_block_is_damaged(tmp_path: Path, name: s
     about = json.loads((tmp_path / "step_00000001" / "manifest.json").read_text()) | {"step": 2}
     about["files"]["state.pt"]["bytes"] = 1 << 40
     if name == "state.pt":
-        (folder / "manifest.json").write_bytes(manifest.encode(about))
-        assert manifest.inspect(folder)["files"]["state.pt"]["bytes"] == 1 << 40  # it is what the manifest says
+        (folder / "manifest.json").write_bytes(folders.encode(about))
+        assert folders.inspect(folder)["files"]["state.pt"]["bytes"] == 1 << 40  # it is what the manifest says
     loaded = must_load(checkpoint)
     assert loaded.step == 1 and "more than the" in loaded.notes[0]
 
@@ -1231,9 +1232,9 @@ def violations_after_death(folder: Path, acknowledged: set[int], step: int, was_
             yield "nothing was found"
     elif loaded.step not in (newest, step) or net.weight.mean().item() != loaded.step:
         yield f"step {loaded.step} was loaded"
-    folders = manifest.step_folders(folder)
-    yield from [f"step {number} is lost" for number in acknowledged - set(folders)]
-    yield from [f"{path} is damaged" for path in folders.values() if not (manifest.is_sound(path) or was_damaged)]
+    found = folders.step_folders(folder)
+    yield from [f"step {number} is lost" for number in acknowledged - set(found)]
+    yield from [f"{path} is damaged" for path in found.values() if not (folders.is_sound(path) or was_damaged)]
     save(folder, 8)
     if read(folder)["progress"]["step"] != 8 or any(name.startswith(".tmp") for name in names(folder)):
         yield f"the next process could not go on: {names(folder)}"
