@@ -48,8 +48,6 @@ MODULES = {
         "checkpoints.plain_state",
         "checkpoints.parts",
         "checkpoints.sharded",
-        "checkpoints.host_copies",
-        "checkpoints.manifest",
         "checkpoints.folders",
     ),
     "checks": ("config.checks",),

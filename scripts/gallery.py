@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
+from amp_core.checkpoints.reading import read
 from amp_core.config.rules import validate
 from amp_core.data import build_data
 from amp_core.models import build_model
@@ -71,7 +72,7 @@ def lines(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def checkpoint(folder: Path) -> dict[str, Any]:
-    return torch.load(sorted(folder.glob("checkpoints/step_*"))[-1] / "state.pt", weights_only=True)
+    return read(folder)
 
 
 def plain(axes: Axes, *, grid: bool = True) -> Axes:

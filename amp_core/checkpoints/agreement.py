@@ -7,12 +7,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from amp_core.checkpoints.manifest import CorruptFile
+from amp_core.checkpoints.folders import CorruptFile
 from amp_core.config.errors import CheckpointError, RunError, SaveError
 
 T = TypeVar("T")
-_SPOKEN = (SaveError, CheckpointError, CorruptFile, ValueError)
-"""Problems that other ranks raise as what they are."""
 
 
 class Ranks:
@@ -29,42 +27,33 @@ class Ranks:
         """What `act` returns on rank 0. The others do not call it."""
         if self.num == 1:
             return act()
-        problem, told = None, [None, None]
-        if self.rank == 0:
-            problem, value = _attempt(act)
-            told = [None if problem is None else _spell(problem), value]
-        dist.broadcast_object_list(told, group=self.group, group_src=0)
-        if told[0] is not None:
-            raise problem or _spoken(0, told[0])
-        return told[1]  # type: ignore[return-value]
+        problem, told = _attempt(act) if self.rank == 0 else (None, None)
+        shared = [told]
+        dist.broadcast_object_list(shared, group=self.group, group_src=0)
+        return self._results([shared[0]], problem)[0]
 
     def each(self, act: Callable[[], T]) -> list[T]:
         """What `act` returns on each rank, in order. Where several raise, the problem of the lowest rank counts."""
         if self.num == 1:
             return [act()]
-        problem, value = _attempt(act)
-        told: list[Any] = [None] * self.num
-        dist.all_gather_object(told, (None if problem is None else _spell(problem), value), group=self.group)
-        for rank, (text, _) in enumerate(told):
-            if text is not None:
-                raise problem if rank == self.rank and problem is not None else _spoken(rank, text)
-        return [value for _, value in told]
+        problem, told = _attempt(act)
+        everyone: list[Any] = [None] * self.num
+        dist.all_gather_object(everyone, told, group=self.group)
+        return self._results(everyone, problem)
+
+    def _results(self, everyone: list[Any], problem: Exception | None) -> list[Any]:
+        for rank, (kind, value) in enumerate(everyone):
+            if kind is not None:
+                raise problem if rank == self.rank and problem is not None else kind(f"rank {rank}: {value}")
+        return [value for _, value in everyone]
 
 
-def _attempt(act: Callable[[], T]) -> tuple[Exception | None, T | None]:
+def _attempt(act: Callable[[], Any]) -> tuple[Exception | None, tuple[type[Exception] | None, Any]]:
+    """The problem of this rank; for the others None and the result, or the kind of error and its text."""
     try:
-        return None, act()
+        return None, (None, act())
     except Exception as problem:  # whatever it is, the others must not wait for this rank
-        return problem, None
-
-
-def _spell(problem: Exception) -> tuple[int, str]:
-    for number, kind in enumerate(_SPOKEN):
-        if type(problem) is kind:
-            return number, str(problem)
-    return -1, str(problem) if isinstance(problem, RunError) else f"{type(problem).__name__}: {problem}"
-
-
-def _spoken(rank: int, told: tuple[int, str]) -> Exception:
-    number, text = told
-    return (_SPOKEN[number] if number >= 0 else RuntimeError)(f"rank {rank}: {text}")
+        if type(problem) in (SaveError, CheckpointError, CorruptFile, ValueError):
+            return problem, (type(problem), str(problem))
+        is_clear = isinstance(problem, RunError)
+        return problem, (RuntimeError, str(problem) if is_clear else f"{type(problem).__name__}: {problem}")

@@ -7,16 +7,13 @@
     checkpoints/step_00000500/state.pt               one entry per part, and scaler, progress, config, format
     checkpoints/step_00000500/manifest.json          sizes, SHA-256, metrics, and a digest of itself
 
-`torch.load(state.pt, weights_only=True)` and `net.load_state_dict(state["model"])` work without this module.
+`torch.load(state.pt, weights_only=True)` and `net.load_state_dict(state["model"])` work without this module. With
+`format="sharded"` nothing is gathered: `state.pt` has None in place of weights and moments, and each rank writes
 
-With `format="sharded"` nothing is gathered: each rank writes its shards, and some of the tensors that all ranks have.
+    checkpoints/step_00000500/parts_00003.safetensors    its shards of sharded tensors
+    checkpoints/step_00000500/whole_00003.safetensors    some of the tensors that all ranks have
 
-    checkpoints/step_00000500/state.pt               all but weights and moments; None in place of each
-    checkpoints/step_00000500/parts_00003.safetensors    rank 3's shards of sharded tensors
-    checkpoints/step_00000500/whole_00003.safetensors    the replicated tensors that rank 3 writes
-    checkpoints/step_00000500/manifest.json          also the table of the tensors: shapes, dtypes, shards
-
-`load` takes either, on any number of ranks and in any layout: a rank reads the shards that it needs.
+with a table of the tensors in the manifest. `load` takes either format in any layout, on any number of ranks.
 
 A save is written under a temporary name, brought to disk, and renamed; older ones are deleted only after that. So a
 process that dies at any moment, or a full disk, costs at most the save in progress. Nothing is unpickled before its
@@ -37,32 +34,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amp_core.checkpoints import folders, sharded
+from amp_core.checkpoints import folders, parts, plain_state, reading, sharded
 from amp_core.checkpoints.agreement import Ranks
-from amp_core.checkpoints.host_copies import Copies
-from amp_core.checkpoints.manifest import (
-    DEFAULTS,
-    FORMAT,
-    MANIFEST,
-    RESERVED,
-    STATE,
-    digest_of,
-    encode,
-    is_sound,
-    step_folders,
-)
-from amp_core.checkpoints.parts import (
-    AveragedPart,
-    Part,
-    compare,
-    first_few,
-    full_state,
-    is_collective,
-    load_part,
-    local_state,
-)
-from amp_core.checkpoints.plain_state import all_tensors, copied, finite, is_same, serialise, to_plain, type_name
-from amp_core.checkpoints.reading import Selection, find
+from amp_core.checkpoints.folders import DEFAULTS, FORMAT, MANIFEST, RESERVED, STATE
+from amp_core.checkpoints.parts import AveragedPart, Part
 from amp_core.config.errors import CheckpointError
 from amp_core.tensors import is_dtensor, several_ranks
 
@@ -71,38 +46,42 @@ _log = logging.getLogger("amp_recipes")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was loaded."""
+    """A checkpoint that was loaded.
+
+    Attributes:
+        step: optimizer steps done when it was saved.
+        progress: as it was saved.
+        config: as it was saved.
+        path: the step folder, or the file when it had no manifest.
+        digest: SHA-256 in hex, of the file, or of the manifest if there are shards: ranks compare it.
+        notes: for the log: rejected checkpoints, parts that were ignored or start afresh, converted dtypes.
+    """
 
     step: int
-    """Optimizer steps done when it was saved."""
     progress: dict[str, Any]
     config: dict[str, Any]
     path: Path
-    """The step folder, or the file when it had no manifest."""
     digest: str
-    """In hex, SHA-256 of the file, or of the manifest if there are shards: ranks compare it."""
     notes: tuple[str, ...]
-    """For the log: rejected checkpoints, parts that were ignored or start afresh, converted dtypes."""
 
 
 class Checkpoint:
     """Saves and loads named parts in a folder of checkpoints.
 
     Nets are stored unwrapped (DDP, DataParallel and torch.compile leave no trace in the names), all tensors on the CPU.
-    Sharded tensors are stored under the name of the full one, so a run may go on in any layout, on any number of ranks,
-    and in the other format. One folder has one writer at a time.
+    Sharded tensors are stored under the name of the full one, so a run may resume in any layout, on any number of
+    ranks, and in the other format. One folder has one writer at a time.
 
     Args:
         folder: where the `step_*` folders are; made by the first save.
         keep: how many of the newest to keep, besides the best.
         writer: false for ranks above 0: they make and remove no folders. In format `single` they write nothing: `save`
-            collects the states of the parts, which may be collective. A writer removes here what dead processes left
-            unfinished.
-        format: `single`: all in one file, written by rank 0, on which sharded tensors are gathered. `sharded`: each
-            rank writes its shards, and all ranks must see the same folder.
+            collects the states of the parts, which may be collective. A writer removes here what dead processes left.
+        format: `single`: one file, written by rank 0, on which sharded tensors are gathered. `sharded`: each rank
+            writes its shards, and all ranks must see the same folder.
         background: `save` returns when everything was copied to host memory (a second copy of the state, kept for the
-            next save), and a thread does the rest; see `prepare` and `wait`. The copies of what is on a GPU are ordered
-            before what training does next there, and not waited for.
+            next save), and a thread does the rest; see `prepare` and `wait`. Copies from a GPU are ordered before what
+            training does next there, and not waited for.
         group: of all ranks, for tensors in host memory (gloo), in the same order as by default. With it all ranks agree
             on what is loaded, and `load`, `newest_before` and, in format `sharded`, `save` are collective. Nothing else
             may use the group of a sharded checkpoint with `background`. Default: none in format `single`, where every
@@ -142,15 +121,16 @@ class Checkpoint:
             if name in RESERVED:
                 raise ValueError(f"a part cannot be named {name!r}: the checkpoint has an entry of its own for it")
             if not isinstance(part, Part):
-                raise ValueError(f"{name} is a {type_name(part)}: it has no state_dict() and load_state_dict()")
+                raise ValueError(f"{name} is a {type(part).__name__}: it has no state_dict() and load_state_dict()")
         if group is None and format == "sharded" and several_ranks():
             group = dist.new_group(backend="gloo")  # type: ignore[assignment] - this rank is in it
         self._ranks = Ranks(group)
-        self._copies = Copies() if background else None
+        self._copies = plain_state.Copies() if background else None
         # One thread, which lives as long as this: a process that ends waits for it.
         self._writer = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._task: Future[None] | None = None
         self._preparation: Future[None] | None = None
+        self._verified: set[Path] = set()
         if writer:
             folders.remove_leftovers(self.folder)
 
@@ -191,31 +171,35 @@ class Checkpoint:
             raise ValueError(f'step={step}, best={best}: expected a count and (metric, "max" or "min")')
         target = self.folder / f"step_{step:08d}"
         facts = {"progress": {**(progress or {}), "step": step}, "config": dict(config or {}), "format": FORMAT}
-        about = {"format": FORMAT, "step": step, "metrics": {k: finite(v) for k, v in (metrics or {}).items()}}
+        finite = {name: plain_state.finite(value) for name, value in (metrics or {}).items()}
+        about = {"format": FORMAT, "step": step, "metrics": finite}
         if self.format == "sharded":
             self.wait()
-            act = self._prepare_sharded(target, facts, about, best)
+            write = self._prepare_sharded(target, facts, about)
         else:
             # First of all, since every rank must take part: only the writer may return early or fail.
-            states = {name: full_state(part, keep=self.writer) for name, part in self.parts.items()}
+            states = {name: parts.full_state(part, keep=self.writer) for name, part in self.parts.items()}
             if not self.writer:
                 return target
             self.wait()
             self.guard()
-            if is_sound(target):
+            if folders.is_sound(target):
                 return target
-            act = self._prepare_single(target, states, facts, about, best)
+            write = self._prepare_single(target, {**DEFAULTS, **states, **facts}, about)
+
+        def act() -> None:
+            if self._copies is not None:
+                self._copies.wait()
+            if write():
+                self._remove_old(target, step, best)
+            if self.background:
+                _log.info("the checkpoint of step %d is on disk", step)
+
         if self._writer is None:
             act()
         else:
-            self._task = self._writer.submit(self._act, act, step)
+            self._task = self._writer.submit(act)
         return target
-
-    def _act(self, act: Callable[[], None], step: int) -> None:
-        assert self._copies is not None
-        self._copies.wait()
-        act()
-        _log.info("the checkpoint of step %d is on disk", step)
 
     def prepare(self) -> None:
         """Makes the memory for the copies of a save in the background ahead of the first one, in the thread.
@@ -227,17 +211,17 @@ class Checkpoint:
         is_sharded = self.format == "sharded"
         if self._writer is None or self._copies is None or not (self.writer or is_sharded):
             return
-        parts = {name: part for name, part in self.parts.items() if not is_collective(part, full=not is_sharded)}
-        states: dict[str, Any] = {name: local_state(part) for name, part in parts.items()}
+        here = {name: part for name, part in self.parts.items() if not parts.is_collective(part, full=not is_sharded)}
+        states: dict[str, Any] = {name: parts.local_state(part) for name, part in here.items()}
         if is_sharded:
-            _, mine, rest = sharded.assign_shards(parts, states, self._ranks.rank, self._ranks.num)
+            _, mine, rest = sharded.assign_shards(here, states, self._ranks.rank, self._ranks.num)
             states = {"": [own.tensor for own in mine]} | (rest if self.writer else {})
         wanted: dict[Any, Tensor] = {}
-        for tensor in all_tensors(states):
+        for tensor in plain_state.all_tensors(states):
             if is_dtensor(tensor):  # the full tensor is copied
                 wanted[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             else:
-                wanted[is_same(tensor)] = tensor
+                wanted[plain_state.is_same(tensor)] = tensor
         self._preparation = self._writer.submit(self._copies.prepare, list(wanted.values()))
 
     def wait(self) -> None:
@@ -257,30 +241,26 @@ class Checkpoint:
         if self._task is not None:
             self._task.exception()
 
-    def _prepare_single(
-        self, target: Path, states: dict[str, Any], facts: dict[str, Any], about: dict[str, Any], best: Any
-    ) -> Callable[[], None]:
-        (contents,) = self._on_host({**DEFAULTS, **states, **facts})
+    def _prepare_single(self, target: Path, contents: dict[str, Any], about: dict[str, Any]) -> Callable[[], bool]:
+        (contents,) = self._on_host(contents)
 
-        def act() -> None:
+        def write() -> bool:
             self.guard()
-            data = serialise(contents)
-            files = {STATE: digest_of(data)}
-            manifest = encode(about | {"files": files})
+            data = plain_state.serialise(contents)
+            files = {STATE: folders.digest_of(data)}
+            manifest = folders.encode(about | {"files": files})
             with folders.saving(target, files[STATE]["bytes"] + len(manifest)):
                 folders.write_step(target, {STATE: data, MANIFEST: [manifest]})
-            self._remove_old(target, about["step"], best)
+            return True
 
-        return act
+        return write
 
-    def _prepare_sharded(
-        self, target: Path, facts: dict[str, Any], about: dict[str, Any], best: Any
-    ) -> Callable[[], None]:
+    def _prepare_sharded(self, target: Path, facts: dict[str, Any], about: dict[str, Any]) -> Callable[[], bool]:
         ranks = self._ranks
         problem: Exception | None = None
         entries, mine, contents = [], [], {}
         try:
-            states = {name: local_state(part) for name, part in self.parts.items()}
+            states = {name: parts.local_state(part) for name, part in self.parts.items()}
             entries, mine, rest = sharded.assign_shards(self.parts, states, ranks.rank, ranks.num)
             if self.writer:
                 contents = {**DEFAULTS, **rest, **facts, "sharded": len(entries)}
@@ -291,39 +271,44 @@ class Checkpoint:
             if ranks.num == 1:
                 raise
 
-        def ready() -> None:
+        def ready() -> bool:
             if problem is not None:
                 raise problem
             if self.writer:
                 self.guard()
+            return self.writer
 
-        def act() -> None:
-            ranks.each(ready)
-            if not ranks.first(lambda: self.writer):
-                return
-            written = sharded.write_sharded(ranks, target, entries, mine, contents, about)
-            if written and self.writer:
-                self._remove_old(target, about["step"], best)
+        def write() -> bool:
+            # Raised on all ranks, so that none waits for another.
+            has_writer = ranks.each(ready)[0]
+            return has_writer and sharded.write_sharded(ranks, target, entries, mine, contents, about) and self.writer
 
-        return act
+        return write
 
     def _on_host(self, *values: Any) -> list[Any]:
         """The same in plain containers and tensors in host memory: the very ones, or copies that nothing changes."""
         if self._copies is None:
-            return [to_plain(value) for value in values]
+            return [plain_state.to_plain(value) for value in values]
         if self._preparation is not None:
             self._preparation.exception()  # without memory the copies will say so
             self._preparation = None
         self._copies.begin()
-        copied = [to_plain(value, to_host=self._copies.copy) for value in values]
+        copied = [plain_state.to_plain(value, to_host=self._copies.copy) for value in values]
         self._copies.end()
         return copied
 
     def _remove_old(self, target: Path, step: int, best: tuple[str, str] | None) -> None:
         try:
-            folders.remove_old(self.folder, step, self.keep, best)
+            self._verified.add(target)
+            folders.remove_old(self.folder, step, self.keep, best, self._verify)
         except OSError as error:
             _log.warning("cannot remove an old checkpoint: %s. %s itself is safe.", error, target)
+
+    def _verify(self, path: Path) -> bool:
+        """Whether a step is sound: its files are read once, but not those that this or all ranks wrote."""
+        if path not in self._verified and (self.format == "sharded" or folders.is_sound(path)):
+            self._verified.add(path)
+        return path in self._verified
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
@@ -333,10 +318,9 @@ class Checkpoint:
         Everything is checked before the first part is changed. Of an optimizer only the state comes from the file: the
         hyperparameters of its groups, and the very tensors that hold learning rates, stay. Copies to the device.
 
-        A part that the file lacks is an error, but an `AveragedPart` starts from the weights that were loaded. A
-        checkpoint without a loss scale has `{}` as its scaler, which gives a fresh scale. A part of the file that is
-        not here is ignored with a note. Waits for a save in the background. With a `group`, collective: what one rank
-        finds damaged, none uses.
+        A part that the file lacks is an error, but an `AveragedPart` starts from the weights that were loaded, and a
+        scaler gets `{}` (a fresh scale). A part of the file that is not here is ignored with a note. Waits for a save
+        in the background. With a `group`, collective: what one rank finds damaged, none uses.
 
         Args:
             path: a step folder, a `state.pt`, a folder of checkpoints, or a run folder. Default: the own folder.
@@ -348,7 +332,7 @@ class Checkpoint:
             CheckpointError: none is sound, it is refused, or it is of another model; nothing was changed.
         """
         self._join()
-        found = find(self.folder if path is None else Path(path), self._ranks, self._select)
+        found = reading.find(self.folder if path is None else Path(path), self._ranks, self._select)
         if found is None:
             if path is not None:
                 raise CheckpointError(f"{path}: there is no checkpoint")
@@ -356,7 +340,7 @@ class Checkpoint:
         contents, selection = found.contents, found.selection
         for name, state in selection.wanted.items():
             try:
-                load_part(self.parts[name], state, exact=not selection.conversions)
+                parts.load_part(self.parts[name], state, exact=not selection.conversions)
             except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{found.path}: {name} does not fit: {error}") from error
         for part in selection.fresh:
@@ -364,15 +348,15 @@ class Checkpoint:
         notes = (*found.notes, *selection.notes, *selection.conversions)
         return Loaded(found.step, contents["progress"], contents["config"], found.path, found.digest, notes)
 
-    def _select(self, path: Path, contents: dict[str, Any]) -> Selection:
+    def _select(self, path: Path, contents: dict[str, Any]) -> reading.Selection:
         """What the parts take of a checkpoint, if it fits them. Tensors may be on the device meta."""
         wanted, fresh, notes, problems, conversions = {}, [], [], [], []
         for name, part in self.parts.items():
             if name in contents:
                 wanted[name] = contents[name]
-                misfits, converted = compare(part, contents[name])
+                misfits, converted = parts.compare(part, contents[name])
                 problems += [f"{name} {misfit}" for misfit in misfits]
-                conversions += [f"dtypes of {name} were converted: {first_few(converted)}"] if converted else []
+                conversions += [f"dtypes of {name} were converted: {parts.first_few(converted)}"] if converted else []
             elif isinstance(part, AveragedPart):
                 fresh.append(part)
                 notes.append(f"the checkpoint has no {name}: it starts from the loaded weights")
@@ -380,12 +364,9 @@ class Checkpoint:
                 raise CheckpointError(f"{path} has no {name}; it has {', '.join(map(str, contents))}")
         if problems:
             raise CheckpointError(f"{path} is of another model: {'; '.join(problems)}. Nothing was loaded.")
-        notes += [
-            f"{name} of the checkpoint is not used here"
-            for name, state in contents.items()
-            if state and name not in self.parts and name not in RESERVED
-        ]
-        return Selection(path, self.parts, wanted, fresh, notes, conversions)
+        unused = [name for name, state in contents.items() if state and name not in (*self.parts, *RESERVED)]
+        notes += [f"{name} of the checkpoint is not used here" for name in unused]
+        return reading.Selection(path, self.parts, wanted, fresh, notes, conversions)
 
     def newest_before(self, step: int) -> tuple[int, Path] | None:
         """The newest checkpoint of the own folder with fewer steps than `step`, whether it is sound or not.
@@ -393,15 +374,17 @@ class Checkpoint:
         Waits for a save in the background. Collective with a `group`.
         """
         self._join()
-        found = self._ranks.first(lambda: {n: path for n, path in step_folders(self.folder).items() if n < step})
-        return max(found.items()) if found else None
+        found = self._ranks.first(
+            lambda: [item for item in folders.step_folders(self.folder).items() if item[0] < step]
+        )
+        return max(found, default=None)
 
     def snapshot(self) -> dict[str, Any]:
         """A copy in host memory of what this rank has of all parts, for `restore`. Waits for the device."""
-        return {name: copied(local_state(part)) for name, part in self.parts.items()}
+        return {name: plain_state.copied(parts.local_state(part)) for name, part in self.parts.items()}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Puts all parts back to a snapshot of this rank, bit by bit. The snapshot may be used again."""
         for name, state in snapshot.items():
             # Optimizers keep the very tensors that they are given.
-            load_part(self.parts[name], copied(state), exact=True)
+            parts.load_part(self.parts[name], plain_state.copied(state), exact=True)

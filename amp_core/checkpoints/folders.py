@@ -1,26 +1,190 @@
-"""Files and step folders that are whole on disk or not there, and the removal of old ones.
+"""Step folders: their manifest, the check of their files, writing them whole or not at all, removing old ones.
 
-Whatever changes the file system goes through `os`, call by call, so that a test can stop between any two.
+Nothing here needs torch or unpickles. Whatever changes the file system goes through `os`, call by call, so that a test
+can stop between any two.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import itertools
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amp_core.checkpoints.manifest import CorruptFile, inspect, step_folders
 from amp_core.config.errors import CheckpointError, SaveError
 
+FORMAT = 1
+STATE = "state.pt"
+MANIFEST = "manifest.json"
+SHARD_FILE = re.compile(r"(parts|whole)_[0-9]{5,}\.safetensors")
+STEP_FOLDER = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
+RESERVED = ("progress", "config", "format", "sharded")
+DEFAULTS: Mapping[str, Any] = {"scaler": {}}
+"""Entries that every checkpoint has, also of a run without such a part."""
+LARGEST_MANIFEST = 1 << 30
+"""Bytes; a run of 1024 ranks and 700 weights with two moments each has a quarter of it."""
+_READ_AT_ONCE = 1 << 24
 _TEMPORARY = re.compile(r"\.tmp-(?:old-)?step_[0-9]{8,}-([0-9]+)")
 _CHUNK = 1 << 26  # macOS refuses to write 2 GiB at once
 
 
-# --- step folders -----------------------------------------------------------------------------------------------------
+class CorruptFile(Exception):
+    """What a file holds is not what it should hold."""
+
+
+def encode(manifest: Mapping[str, Any]) -> bytes:
+    """The bytes of a manifest; its `digest` is the SHA-256 of the compact form of all the rest."""
+    rest = {key: value for key, value in manifest.items() if key != "digest"}
+    compact = json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    digest = hashlib.sha256(compact.encode()).hexdigest()
+    return (json.dumps({**rest, "digest": digest}, sort_keys=True, indent=2, allow_nan=False) + "\n").encode()
+
+
+def digest_of(data: Sequence[bytes | bytearray | memoryview]) -> dict[str, Any]:
+    """The entry of a file in the manifest."""
+    digest = hashlib.sha256()
+    for part in data:
+        digest.update(part)
+    return {"bytes": sum(map(len, data)), "sha256": digest.hexdigest()}
+
+
+def step_folders(folder: Path) -> dict[int, Path]:
+    """By number, since names sort wrongly from step 100 million on."""
+    try:
+        matches = [STEP_FOLDER.fullmatch(name) for name in os.listdir(folder)]
+    except FileNotFoundError:
+        return {}
+    return {int(match[1]): folder / match[0] for match in matches if match}
+
+
+def inspect(folder: Path) -> dict[str, Any]:
+    """The manifest, after all checks that need not read the other files.
+
+    Raises:
+        CorruptFile: it is damaged.
+        CheckpointError: it is sound but written by a newer version.
+    """
+    raw = read_file(folder / MANIFEST, LARGEST_MANIFEST)
+    try:
+        manifest = json.loads(raw)
+        # Byte for byte, so that no change goes unnoticed, not even of white space.
+        if raw != encode(manifest):
+            raise CorruptFile(f"{MANIFEST} does not have its own digest")
+        if manifest["format"] > FORMAT:
+            raise CheckpointError(f"{folder} has format {manifest['format']}, newer than {FORMAT}: update this project")
+        step, files = manifest["step"], manifest["files"]
+        if type(step) is not int or step < 0 or STATE not in files:
+            raise TypeError
+        if any(value is not None and type(value) is not float for value in manifest["metrics"].values()):
+            raise TypeError
+        if STEP_FOLDER.fullmatch(folder.name) and folder.name != f"step_{step:08d}":
+            raise CorruptFile(f"it is of step {step}")
+        for name, entry in files.items():
+            if type(entry["sha256"]) is not str or (name != STATE and not SHARD_FILE.fullmatch(name)):
+                raise TypeError
+            if (found := _stat(folder / name).st_size) != entry["bytes"]:
+                raise CorruptFile(f"{name} has {found} bytes, not {entry['bytes']}")
+    except (AttributeError, KeyError, MemoryError, RecursionError, TypeError, ValueError) as error:
+        raise CorruptFile(f"{MANIFEST} cannot be understood") from error
+    return manifest
+
+
+def is_sound(folder: Path, rank: int = 0, num_ranks: int = 1) -> bool:
+    """Whether the files of a step are those of its manifest. Of several ranks each reads some of the shards."""
+    try:
+        files = inspect(folder)["files"]
+        require_memory(STATE, files[STATE]["bytes"])
+        shards = sorted(files.keys() - {STATE})
+        for name in (STATE, *shards[rank::num_ranks]):
+            stream(folder / name, b"", [(files[name]["bytes"], None)], files[name]["sha256"])
+    except CorruptFile:
+        return False
+    return True
+
+
+def read_file(path: Path, limit: int | None = None) -> bytes:
+    """The contents of a regular file that is not larger than `limit`, by default the memory of this machine."""
+    require_memory(path.name, _stat(path).st_size, limit)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CorruptFile(f"{path.name}: {error.strerror or error}") from error
+    except MemoryError as error:
+        raise CorruptFile(f"{path.name} does not fit into memory") from error
+
+
+def require_memory(name: str, num_bytes: int, limit: int | None = None) -> None:
+    """Raises CorruptFile before memory is asked for that is not there: a file without a block on disk has any size."""
+    limit = limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > limit:
+        raise CorruptFile(f"{name} has {num_bytes} bytes, more than the {limit} that can be read at once")
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise CorruptFile(f"{path.name}: {error.strerror or error}") from error
+    if not stat.S_ISREG(found.st_mode):  # reading a pipe or a device could last for ever
+        raise CorruptFile(f"{path.name} is not a file")
+    return found
+
+
+def stream(
+    path: Path, begin: bytes, parts: Iterable[tuple[int, Callable[[memoryview], None] | None]], sha256: str
+) -> None:
+    """Reads a file once and compares its SHA-256 at the end.
+
+    Args:
+        path: of the file.
+        begin: its first bytes.
+        parts: size of what follows, one after the other, and who takes it: in memory of its own, before it is verified.
+        sha256: of the whole file, in hex.
+
+    Raises:
+        CorruptFile: it is not this file; nothing that was read may be used.
+    """
+    digest = hashlib.sha256()
+
+    def fill(file: Any, data: memoryview) -> memoryview:
+        reached = 0
+        while reached < len(data):
+            count = file.readinto(data[reached : reached + _READ_AT_ONCE])
+            if not count:
+                raise CorruptFile(f"{path.name} ends too early")
+            reached += count
+        digest.update(data)
+        return data
+
+    try:
+        _stat(path)
+        with open(path, "rb", buffering=0) as file:
+            if fill(file, memoryview(bytearray(len(begin)))) != begin:
+                raise CorruptFile(f"{path.name} does not begin as its table says")
+            for num_bytes, take in parts:
+                if take is not None:
+                    take(fill(file, memoryview(bytearray(num_bytes))))
+                    continue
+                for rest in range(num_bytes, 0, -_READ_AT_ONCE):
+                    fill(file, memoryview(bytearray(min(rest, _READ_AT_ONCE))))
+            if file.read(1):
+                raise CorruptFile(f"{path.name} is too long")
+    except OSError as error:
+        raise CorruptFile(f"{path.name}: {error.strerror or error}") from error
+    except MemoryError as error:
+        raise CorruptFile(f"{path.name} does not fit into memory") from error
+    if digest.hexdigest() != sha256:
+        raise CorruptFile(f"{path.name} does not have the SHA-256 of the manifest")
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
 
 
 def write_step(target: Path, files: Mapping[str, Sequence[Any]]) -> None:
@@ -37,11 +201,9 @@ def write_step(target: Path, files: Mapping[str, Sequence[Any]]) -> None:
 def make_temporary(target: Path) -> Path:
     """The empty folder in which a step is written before it gets its name."""
     temporary = _temporary_folder(target)
-    with saving(target):
-        make_folder(target.parent)
-        if os.path.lexists(temporary):  # of a dead process with our number, as containers give the same ones out
-            remove(temporary)
-        os.mkdir(temporary)
+    make_folder(target.parent)
+    abandon(temporary)  # of a dead process with our number, as containers give the same ones out
+    os.mkdir(temporary)
     return temporary
 
 
@@ -52,18 +214,19 @@ def publish(temporary: Path, target: Path) -> None:
     os.rename(temporary, target)
     sync_folder(target.parent)
     if damaged:
-        with contextlib.suppress(OSError):  # the new one is safe, and the next run tries again
-            remove(damaged)
+        abandon(damaged)  # the new one is safe, and the next run tries again
 
 
 def abandon(temporary: Path) -> None:
-    """Removes what was not published."""
+    """Removes a folder if it is there and that can be done."""
     with contextlib.suppress(OSError):
         if os.path.lexists(temporary):
             remove(temporary)
 
 
-def remove_old(folder: Path, current: int, keep: int, best: tuple[str, str] | None) -> None:
+def remove_old(
+    folder: Path, current: int, keep: int, best: tuple[str, str] | None, verify: Callable[[Path], bool]
+) -> None:
     """Removes what is neither among the newest nor the best. Damaged ones do not count, and stay.
 
     Args:
@@ -71,28 +234,34 @@ def remove_old(folder: Path, current: int, keep: int, best: tuple[str, str] | No
         current: the step that was just written, which stays.
         keep: how many of the newest stay.
         best: (metric, "max" or "min"): the one with the best value stays, too.
+        verify: whether the files of a step are sound; called for those that are to stay.
     """
     metrics: dict[int, dict[str, Any]] = {}
     paths = step_folders(folder)
     for step, path in paths.items():
         with contextlib.suppress(CorruptFile, CheckpointError):
             metrics[step] = inspect(path)["metrics"]
-    kept = {current, *sorted(metrics)[-keep:], best_step(metrics, best)}
-    for step in sorted(metrics.keys() - kept):
-        remove(set_aside(paths[step]))
+    damaged: set[int] = set()
+
+    def is_sound(step: int) -> bool:
+        if step not in damaged and not verify(paths[step]):
+            damaged.add(step)
+        return step not in damaged
+
+    if len(metrics) > keep:
+        newest = itertools.islice(filter(is_sound, sorted(metrics, reverse=True)), keep)
+        kept = {current, *newest, *itertools.islice(filter(is_sound, ranking(metrics, best)), 1)}
+        for step in sorted(metrics.keys() - kept - damaged):
+            remove(set_aside(paths[step]))
 
 
-def best_step(metrics: Mapping[int, Mapping[str, float | None]], best: tuple[str, str] | None) -> int | None:
-    """The step with the best value of a metric, the later one of equals; None if there is no value."""
+def ranking(metrics: Mapping[int, Mapping[str, float | None]], best: tuple[str, str] | None) -> list[int]:
+    """Steps with a value of the metric, the best first, the later one of equals before the other."""
     if best is None:
-        return None
+        return []
     name, mode = best
-    scores = [
-        (value if mode == "max" else -value, step)
-        for step, values in metrics.items()
-        if (value := values.get(name)) is not None
-    ]
-    return max(scores)[1] if scores else None
+    values = {step: value for step, of in metrics.items() if (value := of.get(name)) is not None}
+    return sorted(values, key=lambda step: (values[step] if mode == "max" else -values[step], step), reverse=True)
 
 
 def set_aside(folder: Path) -> Path:
@@ -136,7 +305,7 @@ def _is_alive(pid: int) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from amp_core.checkpoints import shards
 from amp_core.checkpoints.agreement import Ranks
-from amp_core.checkpoints.manifest import MANIFEST, STATE, STEP_FOLDER, CorruptFile, inspect, read_file, step_folders
+from amp_core.checkpoints.folders import MANIFEST, STATE, STEP_FOLDER, CorruptFile, inspect, read_file, step_folders
 from amp_core.checkpoints.parts import AveragedPart, Part, spans_of
 from amp_core.checkpoints.plain_state import unpickle
 from amp_core.checkpoints.shards import Entry, Span, StatePath
@@ -202,10 +202,7 @@ def _verify(folder: Path) -> tuple[dict[str, Any], bytes]:
 
 def _table(manifest: dict[str, Any]) -> list[Entry]:
     """The table of tensors, if it and the files belong together."""
-    try:
-        entries = shards.decode(manifest.get("tensors"))
-    except ValueError as error:
-        raise CorruptFile(f"{MANIFEST}: {error}") from error
+    entries = shards.decode(manifest.get("tensors"))
     contents = shards.by_file(entries)
     files = {name: entry["bytes"] for name, entry in manifest["files"].items() if name != STATE}
     if files != {name: shards.size_of(items) for name, items in contents.items()}:

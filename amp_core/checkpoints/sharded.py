@@ -13,11 +13,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_core.checkpoints import folders, shards
+from amp_core.checkpoints import folders, plain_state, shards
 from amp_core.checkpoints.agreement import Ranks
-from amp_core.checkpoints.manifest import MANIFEST, STATE, digest_of, encode, is_sound
+from amp_core.checkpoints.folders import MANIFEST, STATE, digest_of, encode, is_sound
 from amp_core.checkpoints.parts import Part, net_of, parameters_of, plain_names
-from amp_core.checkpoints.plain_state import serialise
 from amp_core.checkpoints.shards import Entry, Shard, StatePath
 from amp_core.config.errors import SaveError
 from amp_core.layouts.fsdp import replicas, slice_of
@@ -28,12 +27,10 @@ from amp_core.tensors import Slice, is_dtensor
 class OwnShard:
     """A shard that this rank writes."""
 
-    number: int
-    """Of its entry in the table."""
+    number: int  # of its entry in the table
     start: int
     stop: int
-    kind: str
-    """"parts" of tensors that lie over ranks, "whole" tensors that every rank has: the file it belongs to."""
+    kind: str  # the file it belongs to: "parts" of sharded tensors, "whole" tensors that every rank has
     tensor: Tensor
 
 
@@ -116,24 +113,26 @@ def _tied_names(part: Part) -> dict[str, int]:
 def write_sharded(
     ranks: Ranks, target: Path, entries: list[Entry], mine: list[OwnShard], contents: dict[str, Any], about: Any
 ) -> bool:
-    """Writes a step folder together with all other ranks. Collective.
+    """Writes a step folder together with all other ranks; False if a sound one is there already. Collective.
 
     Args:
-        ranks: all of them; the first one makes the folder and publishes it.
+        ranks: rank 0 makes the folder and publishes it.
         target: the step folder.
         entries: the table, the same on all ranks.
         mine: what this rank writes.
         contents: of `state.pt`, on rank 0.
         about: the manifest, without files and tensors.
-
-    Returns:
-        False if a sound checkpoint is there already.
     """
     if ranks.first(lambda: os.path.lexists(target)) and all(
         ranks.each(lambda: is_sound(target, ranks.rank, ranks.num))
     ):
         return False
-    temporary = Path(ranks.first(lambda: str(folders.make_temporary(target))))
+
+    def begin() -> Path:
+        with folders.saving(target):
+            return folders.make_temporary(target)
+
+    temporary = ranks.first(begin)
     try:
         written = ranks.each(lambda: _write_shards(temporary, target, entries, mine, ranks.rank))
         ranks.first(lambda: _complete(temporary, target, contents, entries, written, about))
@@ -176,7 +175,7 @@ def _complete(
     for entry in entries:
         shards.check(entry)
     files = {name: entry for one in written for name, entry in one["files"].items()}
-    data = serialise(contents)
+    data = plain_state.serialise(contents)
     files[STATE] = digest_of(data)
     manifest = encode(about | {"files": files, "tensors": shards.encode(entries)})
     with folders.saving(target, files[STATE]["bytes"] + len(manifest)):

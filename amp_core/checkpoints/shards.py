@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_core.checkpoints.manifest import CorruptFile, stream
+from amp_core.checkpoints.folders import CorruptFile, require_memory, stream
 
 StatePath = tuple[str | int, ...]
 """Keys of dictionaries and numbers in lists, from the top of a nested state down to a tensor."""
@@ -103,7 +103,7 @@ def decode(table: Any) -> list[Entry]:
     """The inverse of `encode`.
 
     Raises:
-        ValueError: it says something that cannot be, such as shards that overlap.
+        CorruptFile: it says something that cannot be, such as shards that overlap.
     """
     try:
         entries = [
@@ -116,18 +116,18 @@ def decode(table: Any) -> list[Entry]:
             )
             for row in _a(table, list)
         ]
-    except (KeyError, TypeError) as error:
-        raise ValueError("the table of tensors cannot be understood") from error
-    seen: set[StatePath] = set()
-    for entry in entries:
-        check(entry)
-        for path in entry.paths:
-            if not path or path in seen or path[0] != entry.paths[0][0]:
-                raise ValueError(f"{entry.name} stands in an impossible place")
-            seen.add(path)
-    # `head` looks for a free name from the first on, which takes the square of their number.
-    if max(Counter(entry.name for entry in entries).values(), default=0) > 100:
-        raise ValueError("more than 100 tensors have the same name")
+        seen: set[StatePath] = set()
+        for entry in entries:
+            check(entry)
+            for path in entry.paths:
+                if not path or path in seen or path[0] != entry.paths[0][0]:
+                    raise ValueError(f"{entry.name} stands in an impossible place")
+                seen.add(path)
+        # `head` looks for a free name from the first on, which takes the square of their number.
+        if max(Counter(entry.name for entry in entries).values(), default=0) > 100:
+            raise ValueError("more than 100 tensors have the same name")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptFile(f"the table of tensors cannot be understood: {error}") from error
     return entries
 
 
@@ -215,19 +215,22 @@ def read(
     Raises:
         CorruptFile: a file is not what it should be; nothing that was read may be used.
     """
-    wanted = {id(entry): one for entry in entries if (one := span(entry)) is not None}
+    wanted: dict[int, Span] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
+    for entry in entries:
+        if (rows := span(entry)) is not None:
+            wanted[id(entry)] = dim, start, stop = rows
+            shapes[id(entry)] = *entry.shape[:dim], stop - start, *entry.shape[dim + 1 :]
+    num_bytes = sum(entry.dtype.itemsize * math.prod(shapes.get(id(entry), (0,))) for entry in entries)
+    require_memory("what is needed of the shards", num_bytes)
     numbers = {id(entry): i for i, entry in enumerate(entries)}
     found: dict[int, Tensor] = {}
 
     def target(entry: Entry) -> Tensor:
         """The memory for what is wanted of a tensor, made with its first shard."""
-        i, (dim, start, stop) = numbers[id(entry)], wanted[id(entry)]
+        i = numbers[id(entry)]
         if i not in found:
-            shape = (*entry.shape[:dim], stop - start, *entry.shape[dim + 1 :])
-            try:
-                found[i] = torch.empty(shape, dtype=entry.dtype)
-            except RuntimeError as error:
-                raise CorruptFile(f"{entry.name} does not fit into memory") from error
+            found[i] = torch.empty(shapes[id(entry)], dtype=entry.dtype)
         return found[i]
 
     def overlap(entry: Entry, shard: Shard) -> tuple[int, int] | None:

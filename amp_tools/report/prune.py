@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from amp_core.checkpoints.folders import best_step
-from amp_core.checkpoints.manifest import CorruptFile, inspect, is_sound, step_folders
+from amp_core.checkpoints.folders import CorruptFile, inspect, is_sound, ranking, step_folders
 from amp_core.cli.compose import OVERWRITTEN
 from amp_core.config.errors import CheckpointError
 from amp_core.run import locks
@@ -83,9 +82,8 @@ def plan_checkpoints(run: Run, days: float) -> Plan | None:
             except CheckpointError:  # of a newer version
                 old.remove(step)
     wanted = (run.best, "min" if run.config.get("recipe.best_is") == "min" else "max") if run.best else None
-    while (best := best_step(metrics, wanted)) is not None and not _is_sound(steps[best]):
-        del metrics[best]
-    kept = [steps[step] for step in sorted({newest, best} - {None})]
+    best = next((step for step in ranking(metrics, wanted) if _is_sound(steps[step])), newest)
+    kept = [steps[step] for step in sorted({newest, best})]
     paths = [steps[step] for step in old if steps[step] not in kept]
     if not paths:
         return None

@@ -27,6 +27,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from amp_core.checkpoints.reading import read
 from amp_core.config.rules import amp_config
 from benches.result import Number, Picture, Result
 from recipes import RECIPES
@@ -236,7 +237,7 @@ def count_flops(overrides: list[str]) -> tuple[float, float]:
         with tempfile.TemporaryDirectory() as folder, _Flops() as counter:
             if why := go([*overrides, "amp=fp32", f"steps={steps}", "doctor=off", "log_every=1"], folder):
                 raise RunFailed(why)
-            state = torch.load(sorted(Path(folder, "checkpoints").glob("step_*"))[-1] / "state.pt", weights_only=True)
+            state = read(folder)
         totals.append(counter.total)
         samples.append(state["progress"]["samples"])
     return totals[1] - totals[0], samples[1] - samples[0]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from amp_core.checkpoints import manifest
+from amp_core.checkpoints import folders as steps
 from amp_core.cli.compose import compose, stored_config
 from amp_core.config.rules import flatten
 from amp_tools.report import folders, prune
@@ -415,9 +415,9 @@ def checkpoint(folder, step, accuracy):
     place = folder / "checkpoints" / f"step_{step:08d}"
     place.mkdir(parents=True)
     (place / "state.pt").write_bytes(bytes(1000))
-    files = {"state.pt": manifest.digest_of([bytes(1000)])}
+    files = {"state.pt": steps.digest_of([bytes(1000)])}
     about = {"format": 1, "step": step, "files": files, "metrics": {"accuracy": accuracy}}
-    (place / "manifest.json").write_bytes(manifest.encode(about))
+    (place / "manifest.json").write_bytes(steps.encode(about))
 
 
 def test_prune_takes_old_runs_without_a_result_and_nothing_else(tmp_path, capsys):
@@ -484,7 +484,7 @@ def flip(path, at):
 
 def newer_format(path):
     about = json.loads((path / "manifest.json").read_text()) | {"format": 2}
-    (path / "manifest.json").write_bytes(manifest.encode(about))
+    (path / "manifest.json").write_bytes(steps.encode(about))
 
 
 DAMAGES = {

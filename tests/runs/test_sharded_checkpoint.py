@@ -28,8 +28,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from amp_core import Checkpoint, Clip
-from amp_core.checkpoints import checkpoint as module
-from amp_core.checkpoints import host_copies, plain_state, sharded, shards
+from amp_core.checkpoints import plain_state, sharded, shards
 from amp_core.checkpoints.export import export
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import CheckpointError, SaveError
@@ -362,6 +361,12 @@ def new_head(folder: Path, old: bytes, new: bytes) -> None:
     path.write_bytes(data.replace(old, new, 1))
 
 
+def paths_of_one_name(count: int) -> list[list[str]]:
+    """model.a.a.a..., cut into keys in different places."""
+    texts = ("a" + "".join(".|"[bit == "1"] + "a" for bit in f"{n:09b}") for n in range(count))
+    return [["model", *text.split("|")] for text in texts]
+
+
 FILE = "whole_00000.safetensors"
 W = "0.weight"
 LIES: dict[str, Callable[[Path, dict[str, Any]], Any]] = {
@@ -372,6 +377,11 @@ LIES: dict[str, Callable[[Path, dict[str, Any]], Any]] = {
     "negative": lambda f, m: of(W, shape=[-3, -4])(m),
     "more places than there are": lambda f, m: of(W, shape=[1 << 50, 4], pieces=[[0, 1 << 50, FILE]])(m),
     "beyond all numbers": lambda f, m: of(W, shape=[1 << 61, 1 << 61, 0], pieces=[])(m),
+    "beyond all numbers beside 0": lambda f, m: of(W, shape=[0, 1 << 61, 1 << 61], pieces=[])(m),
+    "too many dimensions": lambda f, m: of(W, shape=[3, 4, *[1] * 99])(m),
+    "one name for all": lambda f, m: m["tensors"].extend(
+        {**m["tensors"][0], "places": [path], "shape": [0], "pieces": []} for path in paths_of_one_name(200)
+    ),
     "other shape of the same size": lambda f, m: of(W, shape=[4, 3], pieces=[[0, 4, FILE]])(m),
     "other dtype of the same size": lambda f, m: of(W, dtype="I32")(m),
     "unknown dtype": lambda f, m: of(W, dtype="object")(m),
@@ -444,6 +454,8 @@ def test_a_giant_tensor_is_refused_by_its_shape_before_a_byte_is_read(tmp_path: 
     except OSError:
         pytest.skip("this file system has no files of 256 GiB")
     live = Parts()
+    with pytest.raises(CheckpointError, match=r"bytes, more than the \d+ that can be read"):
+        read(folder)
     with pytest.raises(CheckpointError, match=r"0.weight is \(17179869184, 4\) there and \(3, 4\) here"):
         live.checkpoint(tmp_path).load()
     state = torch.load(folder / "state.pt", weights_only=True)
@@ -560,8 +572,7 @@ class Held:
             assert self.go.wait(30)
             return serialise(contents)
 
-        for each in (module, sharded):
-            monkeypatch.setattr(each, "serialise", held)
+        monkeypatch.setattr(plain_state, "serialise", held)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -571,7 +582,7 @@ def test_what_is_saved_is_what_was_there_when_save_returned(
 ) -> None:
     held, parts = Held(monkeypatch), Parts(1.0)
     if not is_copied:
-        monkeypatch.setattr(host_copies.Copies, "copy", lambda self, tensor: tensor)
+        monkeypatch.setattr(plain_state.Copies, "copy", lambda self, tensor: tensor)
     if format == "sharded":  # its weights are written before its state
         write_shards = sharded._write_shards
         monkeypatch.setattr(

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import warnings
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from amp_core.checkpoints import folders, manifest, plain_state
+from amp_core.checkpoints import folders, plain_state
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import CheckpointError, SaveError
@@ -606,6 +606,39 @@ def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path, file: str) -> 
     assert saved_steps(tmp_path) == [2, 3, 4]
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_flipped_bit_does_not_count_among_the_newest_nor_as_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool
+) -> None:
+    """When only sizes were compared, two damaged ones took the places of two sound ones."""
+    if not verify:
+        monkeypatch.setattr(Checkpoint, "_verify", lambda self, path: True)
+    for step, accuracy in enumerate((0.7, 0.9, 0.6, 0.5, 0.1)):
+        Checkpoint(tmp_path, model=tiny(), keep=9).save(step, metrics={"accuracy": accuracy})
+    for step in (1, 4):
+        path = tmp_path / f"step_{step:08d}" / "state.pt"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    writer = Checkpoint(tmp_path, model=tiny())  # as after a resume
+    writer.save(5, metrics={"accuracy": 0.2}, best=("accuracy", "max"))
+    assert saved_steps(tmp_path) == ([0, 1, 3, 4, 5] if verify else [1, 4, 5])
+
+
+def test_what_was_verified_once_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        Checkpoint(tmp_path, model=tiny(), keep=9).save(step)
+    read_steps, is_sound = [], folders.is_sound
+    monkeypatch.setattr(
+        folders,
+        "is_sound",
+        lambda path: (read_steps.append(path.name[-1]) if path.exists() else None, is_sound(path))[1],
+    )
+    writer = Checkpoint(tmp_path, model=tiny())
+    for step in (4, 5, 6):
+        writer.save(step)
+    assert read_steps == ["3"]
+    assert saved_steps(tmp_path) == [5, 6]
+
+
 def test_a_sound_step_is_never_written_again_and_a_damaged_one_is_replaced(tmp_path: Path) -> None:
     writer = Checkpoint(tmp_path, model=tiny(1.0))
     path = writer.save(1)
@@ -732,6 +765,17 @@ def test_strange_entries_are_rejected_and_not_followed(tmp_path: Path) -> None:
     assert len(loaded.notes) == 6
 
 
+@pytest.mark.parametrize("value", [10**400, "best", [1], True, "1e400"])
+def test_a_metric_that_is_no_number_is_damage(tmp_path: Path, value: Any) -> None:
+    """As a number it would be compared at the next save, which would end the run."""
+    writer = Checkpoint(tmp_path, model=tiny())
+    writer.save(1, metrics={"accuracy": 0.5})
+    forge(tmp_path / "step_00000002", pickled(whole()), step=2, metrics={"accuracy": value})
+    assert not folders.is_sound(tmp_path / "step_00000002")
+    writer.save(3, metrics={"accuracy": 0.25}, best=("accuracy", "max"))
+    assert must_load(writer).step == 3
+
+
 # Hostile files.
 
 
@@ -749,6 +793,37 @@ def compressed(data: bytes) -> bytes:
         for entry in source.infolist():
             target.writestr(entry.filename, source.read(entry))
     return out.getvalue()
+
+
+class PairsInCall:
+    def __reduce__(self) -> Any:
+        return OrderedDict, ([("a", 1)],)
+
+
+def doubled(times: int) -> list[Any]:
+    """A list that holds another one twice, and so on: 2^times paths lead to its end."""
+    value: list[Any] = []
+    for _ in range(times):
+        value = [value, value]
+    return value
+
+
+def keyed_by(pickled_key: bytes) -> bytes:
+    """A file whose config has a key that is made by these operations; torch.save itself would not come to its end."""
+    contents = pickle.dumps(whole(config={"a": 1}), 2)
+    assert contents.count(b"X\x01\x00\x00\x00aq") == 1
+    before, after = contents.split(b"X\x01\x00\x00\x00aq")
+    with zipfile.ZipFile(io.BytesIO(pickled({}))) as archive:
+        names = {entry.filename: archive.read(entry) for entry in archive.infolist() if "data" not in entry.filename}
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, data in {"archive/data.pkl": before + pickled_key + b"q" + after, **names}.items():
+            archive.writestr(name, data)
+    return out.getvalue()
+
+
+DOUBLED_TUPLES = b"N\x85q\x80" + b"".join(b"h%c\x86q%c" % (n, n + 1) for n in range(0x80, 0x80 + 60))
+SAME_HASH = [n * (2**61 - 1) * 2**64 for n in range(1, 20)]
 
 
 def hostile_files(marker: Path) -> dict[str, bytes]:
@@ -770,6 +845,13 @@ def hostile_files(marker: Path) -> dict[str, bytes]:
         "a meta tensor": pickled(whole(model={"weight": torch.empty(2**40, device="meta")})),
         "compressed": compressed(pickled(whole(model={"weight": torch.zeros(1_000_000)}))),
         "endless": pickled(whole(config=loop)),
+        "lists of lists": pickled(whole(config={"a": doubled(60)})),
+        "a key of tuples of tuples": keyed_by(DOUBLED_TUPLES),
+        "a tuple as a key": keyed_by(b"N\x85"),
+        "keys with the same hash": pickled(whole(config=dict.fromkeys(SAME_HASH))),
+        "counted tuples": pickled(whole(config={"a": Counter({(1, 2): 3})})),
+        "a dictionary made of pairs": pickled(whole(config={"a": PairsInCall()})),
+        "an integer of a million bits": pickled(whole(progress={"step": 1 << 1_000_000})),
         "no format": pickled(tiny().state_dict()),
         "not a dict": pickled([1, 2]),
         "no progress": pickled(whole(progress=3)),
@@ -788,7 +870,38 @@ def test_a_hostile_file_is_refused_and_nothing_is_executed(tmp_path: Path, case:
         with pytest.raises(CheckpointError, match=r"refused: \w"):
             Checkpoint(tmp_path / "own", model=net).load(path)
         assert net.weight.count_nonzero() == 0
+    Checkpoint(tmp_path / "c", model=tiny(1.0)).save(1)
+    loaded = must_load(Checkpoint(tmp_path / "c", model=tiny()))  # a whole run does not end of it
+    assert loaded.step == 1 and "step_00000002 is damaged and was not used: state.pt: refused:" in loaded.notes[0]
     assert not (tmp_path / "executed").exists()
+
+
+def test_containers_that_hold_each_other_are_as_many_as_their_paths() -> None:
+    """What the bound is for: looking at all of them takes the double time for each level more."""
+    counts = [sum(1 for _ in plain_state._leaves(doubled(times))) for times in (12, 13)]
+    assert counts[1] == 2 * counts[0] + 1 > 1 << 13
+    data = pickled(whole(config={"a": doubled(13)}))
+    assert plain_state._scan(data) < 1 << 10
+    with pytest.raises(folders.CorruptFile, match="hold each other more often than the file has bytes"):
+        plain_state.unpickle(data, Path("state.pt"))
+
+
+@pytest.mark.parametrize("name", ["state.pt", "manifest.json"])
+def test_a_file_of_a_terabyte_without_a_block_is_damaged(tmp_path: Path, name: str) -> None:
+    checkpoint = Checkpoint(tmp_path, model=tiny(1.0))
+    checkpoint.save(1)
+    folder = checkpoint.save(2)
+    try:
+        os.truncate(folder / name, 1 << 40)
+    except OSError:
+        pytest.skip("this file system has no files of a terabyte")
+    about = json.loads((tmp_path / "step_00000001" / "manifest.json").read_text()) | {"step": 2}
+    about["files"]["state.pt"]["bytes"] = 1 << 40
+    if name == "state.pt":
+        (folder / "manifest.json").write_bytes(folders.encode(about))
+        assert folders.inspect(folder)["files"]["state.pt"]["bytes"] == 1 << 40  # it is what the manifest says
+    loaded = must_load(checkpoint)
+    assert loaded.step == 1 and "more than the" in loaded.notes[0]
 
 
 def test_tensors_of_a_file_from_another_device_come_to_the_cpu(tmp_path: Path) -> None:
@@ -1119,9 +1232,9 @@ def violations_after_death(folder: Path, acknowledged: set[int], step: int, was_
             yield "nothing was found"
     elif loaded.step not in (newest, step) or net.weight.mean().item() != loaded.step:
         yield f"step {loaded.step} was loaded"
-    folders = manifest.step_folders(folder)
-    yield from [f"step {number} is lost" for number in acknowledged - set(folders)]
-    yield from [f"{path} is damaged" for path in folders.values() if not (manifest.is_sound(path) or was_damaged)]
+    found = folders.step_folders(folder)
+    yield from [f"step {number} is lost" for number in acknowledged - set(found)]
+    yield from [f"{path} is damaged" for path in found.values() if not (folders.is_sound(path) or was_damaged)]
     save(folder, 8)
     if read(folder)["progress"]["step"] != 8 or any(name.startswith(".tmp") for name in names(folder)):
         yield f"the next process could not go on: {names(folder)}"

@@ -15,10 +15,7 @@ from typing import Any
 import torch
 
 from amp_core.checkpoints import (
-    checkpoint,
     folders,
-    host_copies,
-    manifest,
     parts,
     plain_state,
     reading,
@@ -111,7 +108,7 @@ def _read_without_digest(original: Callable[..., Any]) -> Callable[..., Any]:
     def stream(*args: Any) -> None:
         try:
             original(*args)
-        except manifest.CorruptFile as damaged:
+        except folders.CorruptFile as damaged:
             if "SHA-256" not in str(damaged):
                 raise
 
@@ -128,7 +125,7 @@ def _prune_before(original: Callable[..., Any]) -> Callable[..., Any]:
     """What is older goes before the new one is there."""
 
     def write(target: Path, files: Mapping[str, plain_state.Data]) -> None:
-        for path in list(manifest.step_folders(target.parent).values())[:-1]:
+        for path in list(folders.step_folders(target.parent).values())[:-1]:
             folders.remove(path)
         original(target, files)
 
@@ -139,7 +136,7 @@ def _prune_before(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _verify_nothing(folder: Path) -> tuple[dict[str, Any], bytes]:
-    manifest = json.loads((folder / "manifest.json").read_bytes())
+    manifest = json.loads((folder / "folders.json").read_bytes())
     return manifest, (folder / "state.pt").read_bytes()
 
 
@@ -171,7 +168,7 @@ def _fresh_when_damaged(original: Callable[..., Any]) -> Callable[..., Any]:
 def _without(part: str) -> None:
     """One part of the checkpoint is not put back."""
     original = parts.load_part
-    setattr(checkpoint, "load_part", functools.partial(_load_but, original, part))  # noqa: B010
+    setattr(parts, "load_part", functools.partial(_load_but, original, part))  # noqa: B010
 
 
 def _load_but(original: Callable[..., None], kind: str, part: Any, state: Any, exact: bool) -> None:
@@ -255,14 +252,14 @@ BREAKS = [
     Break("shards are not brought to disk", _wrap(sharded, "_write_shards", _unsafe_shards), saves, case=6),
     Break(
         "no copy for the background",
-        _replace(host_copies.Copies, "copy", lambda self, tensor: tensor.detach()),
+        _replace(plain_state.Copies, "copy", lambda self, tensor: tensor.detach()),
         saves,
         case=7,
     ),
     Break("no digest of a shard is checked", _wrap(shards, "stream", _read_without_digest), damaged_shards, 20),
     Break("no digest is checked", _replace(reading, "_verify", _verify_nothing), damaged, 40),
     Break("the state's digest is not checked", _replace(reading, "_verify", _no_digest_of_the_state), damaged, 40),
-    Break("none sound: begin afresh", _wrap(checkpoint, "find", _fresh_when_damaged), damaged, 20),
+    Break("none sound: begin afresh", _wrap(reading, "find", _fresh_when_damaged), damaged, 20),
     Break("unpickled with code execution", _replace(reading, "unpickle", _unpickle_everything), pickles, 1),
     Break("the loss scale is not put back", lambda: _without("Amp"), kills),
     Break("the optimizer is not put back", lambda: _without("AdamW"), kills),

@@ -20,7 +20,7 @@ from typing import Any
 import system_calls
 from torch import nn
 
-from amp_core.checkpoints import folders, manifest
+from amp_core.checkpoints import folders, plain_state
 from amp_core.checkpoints.checkpoint import Checkpoint
 from amp_core.config.errors import CheckpointError, SaveError
 from campaign import Plan, Result
@@ -166,10 +166,10 @@ def wrong_with(folder: Path, scene: Scene, acknowledged: bool) -> Iterator[str]:
             yield f"step {newest} was acknowledged, and nothing is found"
     elif loaded.step not in (newest, scene.step) or loaded.step < newest or net.weight.mean().item() != loaded.step:
         yield f"step {loaded.step} with weights of {net.weight.mean().item():g} was loaded instead of {newest}"
-    folders = manifest.step_folders(folder)
-    yield from (f"acknowledged step {step} is gone" for step in sorted(kept - set(folders)))
-    for step, path in folders.items():
-        if step not in scene.damaged and not manifest.is_sound(path):
+    found = folders.step_folders(folder)
+    yield from (f"acknowledged step {step} is gone" for step in sorted(kept - set(found)))
+    for step, path in found.items():
+        if step not in scene.damaged and not folders.is_sound(path):
             yield f"{path.name} is damaged"
     save(folder, 8, **scene.way)
     left = sorted(entry.name for entry in folder.iterdir())
@@ -229,8 +229,8 @@ def _snapshot(stage: _Stage, scene: Scene, case: str, result: Result) -> None:
     stage.reset()
 
     def act() -> int:
-        go, write = threading.Event(), Checkpoint._act
-        setattr(Checkpoint, "_act", lambda *args: go.wait() and write(*args))  # noqa: B010
+        go, wait = threading.Event(), plain_state.Copies.wait
+        setattr(plain_state.Copies, "wait", lambda self: go.wait() and wait(self))  # noqa: B010
         net = net_of(scene.step)
         checkpoint = Checkpoint(stage.folder, model=net, **scene.way)
         for step in (scene.step, scene.step + 1):
