@@ -185,7 +185,7 @@ def read_run(folder: Path) -> Run:
     """What the small files of a run folder say. Never raises."""
     run = Run(folder, "unknown")
     for name in ("summary.json", "environment.json"):
-        content = _json_of(folder / name, run.problems)
+        content = read_json(folder / name, run.problems)
         if name == "summary.json":
             run.summary = content
         else:
@@ -293,7 +293,7 @@ def _text_of(path: Path, most: int, problems: list[str]) -> str | None:
     return None
 
 
-def _json_of(path: Path, problems: list[str]) -> dict[str, Any]:
+def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     text = _text_of(path, SMALL_FILE, problems)
     if text is None:
         return {}
@@ -470,5 +470,5 @@ def read_reports(run: Run, most: int = 3) -> list[dict[str, Any]]:
         names = sorted(name for name in os.listdir(run.path / "doctor") if re.fullmatch(r"step_\d+\.json", name))
     except OSError:
         return []
-    found = [_json_of(run.path / "doctor" / name, run.problems) for name in names[:most]]
+    found = [read_json(run.path / "doctor" / name, run.problems) for name in names[:most]]
     return [report for report in found if report]
