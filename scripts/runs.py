@@ -27,8 +27,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.errors import ConfigError
+from amp_core.config.files import visible
 from amp_core.run.log import say
-from amp_tools.report.folders import Run, find, plain, read_run, visible
+from amp_tools.report.folders import Run, find, plain, read_run
 from amp_tools.report.groups import differing_settings
 from amp_tools.report.prune import Plan, carry_out, plan_checkpoints, plan_runs
 from amp_tools.report.prune import as_dict as plan_as_dict

@@ -16,9 +16,10 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
+from amp_core.config.files import visible
 from amp_core.config.redact import redact
 from amp_tools.report.charts import COLOURS, DARK, VARIABLES, Panel, svg
-from amp_tools.report.folders import Run, read_reports, visible
+from amp_tools.report.folders import Run, read_reports
 from amp_tools.report.groups import Section, Study, made_on
 from amp_tools.report.panels import MOST_GROUPS, capitalised, drawn_groups, panels_of
 from amp_tools.report.text import MOST_SECTIONS

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from amp_core.config.errors import ConfigError
-from amp_tools.report.folders import Run, age, visible
+from amp_core.config.files import visible
+from amp_tools.report.folders import Run, age
 
 COLUMNS: dict[str, Callable[[Run], Any]] = {
     "status": lambda run: run.status,

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from amp_core.config.files import visible
 from amp_core.config.redact import redact
-from amp_tools.report.folders import plain, visible
+from amp_tools.report.folders import plain
 from amp_tools.report.groups import Group, Study
 from amp_tools.report.words import reason, spread
 
