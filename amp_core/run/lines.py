@@ -135,15 +135,18 @@ def cut_lines(path: Path, last_step: int) -> dict[str, int]:
 
 
 def _start_of_tail(file: BinaryIO, last_step: int) -> int:
-    """Where the lines begin that may have to be cut."""
+    """Where the last lines begin that are in order and all stay; 0 when there are none."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - _BLOCK)
         file.seek(start)
         block = file.read(end - start)
-        keys = [_key(line) for line in block.split(b"\n")[1 if start else 0 : -1]]
-        if keys and all(key is not None and key[1] <= last_step for key in keys):
-            return start + block.rindex(b"\n") + 1
+        first = block.find(b"\n") + 1 if start else 0
+        keys = [_key(line) for line in block[first:].split(b"\n")[:-1]]
+        known = [key for key in keys if key is not None and key[1] <= last_step]
+        steps = [step for _, step in known]
+        if keys and len(set(known)) == len(keys) and steps == sorted(steps):
+            return start + first
         end = start
     return 0
 
