@@ -8,5 +8,5 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["amp_*", "amp_*.*", "recipes", "recipes.*"]), "amp_core.conf"],
     package_dir={"amp_core.conf": "conf"},
-    package_data={"amp_core.conf": ["**/*.yaml"]},
+    package_data={"amp_core.conf": ["**/*.yaml"], "amp_tools.report": ["*.html"]},
 )

@@ -68,7 +68,8 @@ def locate(args: argparse.Namespace) -> int:
 def forecast(args: argparse.Namespace) -> int:
     """Say what fp16 is going to do to a run, from a few windows of it in bf16."""
     from amp_core.run.lines import write_json
-    from amp_tools.forecast import Check, Forecast, check_windows, draw, forecast_windows
+    from amp_tools.forecast import Check, Forecast, check_windows, forecast_windows
+    from amp_tools.heatmap import draw
 
     if args.windows < 1:
         raise ConfigError(f"--windows {args.windows}: expected at least 1")

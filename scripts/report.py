@@ -25,7 +25,8 @@ from amp_core.run.log import say
 from amp_tools.report.charts import Panel, save_png
 from amp_tools.report.folders import find, read_run
 from amp_tools.report.groups import make_study
-from amp_tools.report.page import as_dict, html_page, left_out, markdown
+from amp_tools.report.page import html_page
+from amp_tools.report.text import as_dict, left_out, markdown
 
 
 def main(arguments: list[str]) -> int:

@@ -27,12 +27,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.errors import ConfigError
+from amp_core.config.files import visible
 from amp_core.run.log import say
-from amp_tools.report.folders import Run, find, plain, read_run, visible
+from amp_tools.report.folders import Run, find, plain, read_run
 from amp_tools.report.groups import differing_settings
 from amp_tools.report.prune import Plan, carry_out, plan_checkpoints, plan_runs
 from amp_tools.report.prune import as_dict as plan_as_dict
-from amp_tools.report.table import COLUMNS, SHOWN, Condition, cell, check_names, sort_runs, table, value_of
+from amp_tools.report.table import COLUMNS, SHOWN, cell, check_names, condition, sort_runs, table, value_of
 
 COMMANDS = ("list", "compare", "prune")
 
@@ -46,9 +47,9 @@ def picked(args: argparse.Namespace) -> list[Run]:
     runs = [read_run(folder) for folder in find(folders, notes)]
     for note in notes:
         print(f"passed over: {visible(note)}", file=sys.stderr)
-    conditions = [Condition.of(text) for text in args.where]
-    check_names([condition.name for condition in conditions], runs)
-    return [run for run in runs if all(condition.holds(run) for condition in conditions)]
+    conditions = [condition(text) for text in args.where]
+    check_names([name for name, _ in conditions], runs)
+    return [run for run in runs if all(holds(run) for _, holds in conditions)]
 
 
 def terminal_width() -> int | None:

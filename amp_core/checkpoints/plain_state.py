@@ -276,7 +276,10 @@ def copied(value: Any) -> Any:
 
 
 def finite(value: Any) -> float | None:
-    number = math.nan if value is None else float(value)
+    try:
+        number = math.nan if value is None else float(value)
+    except (OverflowError, TypeError, ValueError):  # an integer of 400 digits, or what a manifest holds instead
+        return None
     return number if math.isfinite(number) else None
 
 

@@ -13,7 +13,6 @@ import datetime
 import difflib
 import fcntl
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -31,6 +30,7 @@ from omegaconf import OmegaConf
 
 from amp_core.cli.lease import num_cores
 from amp_core.config.errors import ConfigError
+from amp_core.config.files import kind_of, open_file, read_bytes, read_json, read_yaml
 from amp_core.config.redact import refuse_secret, secrets_in
 from amp_core.config.rules import differences, node_range
 from amp_core.config.schema import Config, choices, conf_dir, suggest
@@ -378,6 +378,7 @@ def check_place(key: str, path: str) -> str | None:
 OVERWRITTEN = (".hydra", ".lock", "checkpoints", "doctor", "environment.json", "metrics.jsonl", "samples")
 OVERWRITTEN += ("summary.json", "train.log", "wandb_id")
 """Names in a run folder that a run makes, and changes when they are there."""
+_FOLDERS = (".hydra", "checkpoints", "doctor", "samples")
 
 
 def _check_names(folder: Path) -> Iterator[str]:
@@ -385,6 +386,10 @@ def _check_names(folder: Path) -> Iterator[str]:
     for name in OVERWRITTEN:
         if (folder / name).is_symlink() and name != "checkpoints":
             yield f"{name} is a link to {os.readlink(folder / name)}, and would be changed there; remove the link"
+    for name in (*OVERWRITTEN, *(f".hydra/{part}.yaml" for part in ("config", "overrides"))):
+        found, expected = kind_of(folder / name), "a folder" if name in _FOLDERS else "a file"
+        if found not in ("", "a link", expected):
+            yield f"{name} is {found}, expected {expected}; remove it, or choose another folder"
     stored = stored_config(folder)
     if any(folder.glob("checkpoints/step_*")) or (stored is not None and {"recipe", "amp"} <= stored.keys()):
         return
@@ -399,8 +404,8 @@ def _is_left(path: Path) -> bool:
         return all(entry.name.startswith(".") for entry in path.iterdir())
     if path.name == "summary.json":
         return status_of(path.parent) == "failed"
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return path.name == ".lock" and re.fullmatch(r"(process [0-9]+ on .*)?", path.read_text()) is not None
+    with contextlib.suppress(OSError, ValueError):
+        return path.name == ".lock" and re.fullmatch(rb"(process [0-9]+ on .*)?", read_bytes(path)) is not None
     return False
 
 
@@ -414,8 +419,8 @@ def is_finished(run_dir: str, values: dict[str, Any]) -> bool:
 def status_of(run_dir: str | os.PathLike[str]) -> str:
     """`status` of summary.json; "unknown" when it cannot be read."""
     try:
-        return str(json.loads(Path(run_dir, "summary.json").read_text())["status"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return str(read_json(Path(run_dir, "summary.json"))["status"])
+    except (OSError, ValueError, KeyError):
         return "unknown"
 
 
@@ -446,25 +451,22 @@ def overrides_of(run_dir: str | os.PathLike[str]) -> list[str]:
         ConfigError: the folder holds no run.
     """
     path = Path(run_dir, ".hydra", "overrides.yaml")
-    if not path.is_file():
-        raise ConfigError(f"{run_dir}: holds no run (no .hydra/overrides.yaml)")
     try:
-        typed = [str(text) for text in OmegaConf.load(path)]
-    except Exception as problem:  # a damaged file raises the YAML parser's own kinds
-        raise ConfigError(f"{path}: cannot be read: {one_line(problem)}") from problem
+        typed = [str(text) for text in read_yaml(path)]
+    except FileNotFoundError as problem:
+        raise ConfigError(f"{run_dir}: holds no run (no .hydra/overrides.yaml)") from problem
+    except (OSError, ValueError, TypeError) as problem:
+        raise ConfigError(f"{path}: cannot be read: {getattr(problem, 'strerror', None) or problem}") from problem
     return [text for text in typed if not text.startswith(("run_dir=", "resume=", "hydra."))]
 
 
 def stored_config(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The configuration of a run folder, or None when it holds no run."""
-    path = Path(run_dir, ".hydra", "config.yaml")
     try:
-        values = OmegaConf.to_container(OmegaConf.load(path))
+        values = read_yaml(Path(run_dir, ".hydra", "config.yaml"))
     except (OSError, ValueError):
         return None
-    except Exception:  # a damaged file raises the YAML parser's own kinds
-        return None
-    return values if isinstance(values, dict) else None  # type: ignore[return-value]
+    return values if isinstance(values, dict) else None
 
 
 def last_unfinished(values: dict[str, Any]) -> str:
@@ -494,7 +496,7 @@ def last_unfinished(values: dict[str, Any]) -> str:
 def is_locked(folder: Path) -> bool:
     """Whether a living process writes to this run folder."""
     try:
-        with open(folder / ".lock") as lock:
+        with os.fdopen(open_file(folder / ".lock")) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

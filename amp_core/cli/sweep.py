@@ -8,7 +8,6 @@ signal.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from amp_core.config.files import read_json, read_text
 from amp_core.run.lines import write_json, write_text
 
 PARENT = "AMP_RECIPES_PARENT"
@@ -72,15 +72,14 @@ def write_record(sweep_dir: Path, record: Record) -> None:
 def read_record(sweep_dir: Path, folder: str) -> Record | None:
     """The record of a job, or None when it has not ended."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return Record(**json.loads((sweep_dir / ".jobs" / f"{folder}.json").read_text()))
+        return Record(**read_json(sweep_dir / ".jobs" / f"{folder}.json"))
     return None
 
 
 def summary_of(run_dir: Path) -> dict[str, Any]:
     """summary.json; empty when it cannot be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        content = json.loads((run_dir / "summary.json").read_text())
-        return content if isinstance(content, dict) else {}
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(run_dir / "summary.json")
     return {}
 
 
@@ -114,7 +113,7 @@ def ask_to_stop(sweep_dir: Path, code: int) -> None:
 def asked_to_stop(sweep_dir: Path) -> int:
     """130, 143 or 75 when the sweep was asked to end, else 0."""
     with contextlib.suppress(OSError, ValueError):
-        return int((sweep_dir / ".jobs" / "stop").read_text())
+        return int(read_text(sweep_dir / ".jobs" / "stop"))
     return 0
 
 

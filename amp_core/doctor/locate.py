@@ -190,7 +190,7 @@ class Doctor:
                     num_ranks=len(everywhere),
                 )
                 if collision.place.module is not None:
-                    with self._islands([collision.place.module]) as names:
+                    with self.as_islands([collision.place.module]) as names:
                         trace, _ = yield from self._trace(replay)
                     cured = not any(self.agree(bool(trace.collisions)))
                     if cured:
@@ -264,7 +264,7 @@ class Doctor:
                 names = yield from self._smallest_islands(replay, diagnosis.module)
             if names:
                 diagnosis.islands = names
-                with self._islands(names):
+                with self.as_islands(names):
                     fits = (yield from self._at_scale(replay, scale)) or (yield from self._largest_scale(replay, scale))
                 smaller = None if fits is True or fits is None else fits
                 diagnosis.scale_that_fits = smaller
@@ -293,7 +293,7 @@ class Doctor:
         """Whether an operation stays in 16 bits, and overflows, where its module is an island."""
         if birth.place.module is None:
             return False
-        with self._islands([birth.place.module]):
+        with self.as_islands([birth.place.module]):
             trace, _ = yield from self._trace(replay)
         same = [
             b for b in trace.births if (b.op, b.place, b.output.dtype) == (birth.op, birth.place, birth.output.dtype)
@@ -315,7 +315,7 @@ class Doctor:
         names: list[str] = [] if culprit is None else [culprit]
         enough = False
         for _ in range(_MOST_ROUNDS if names else 0):
-            with self._islands(names) as names:
+            with self.as_islands(names) as names:
                 trace, rehearsal = yield from self._trace(replay)
             found = self.agree((rehearsal.is_finite, trace.culprit and trace.culprit.place.module))
             enough = all(finite for finite, _ in found)
@@ -325,10 +325,10 @@ class Doctor:
             names = [*names, following]
         if not enough:
             names = [name for module, name in self.names.items() if not any(module.children())]
-            with self._islands(names) as names:
+            with self.as_islands(names) as names:
                 enough = yield from self._is_finite(replay)
         if not enough and "" in self.names.values():
-            with self._islands([""]) as names:
+            with self.as_islands([""]) as names:
                 enough = yield from self._is_finite(replay)
         return (yield from self._minimise(replay, names)) if enough else []
 
@@ -338,7 +338,7 @@ class Doctor:
             size = math.ceil(len(names) / parts)
             for start in range(0, len(names), size):
                 rest = names[:start] + names[start + size :]
-                with self._islands(rest):
+                with self.as_islands(rest):
                     enough = yield from self._is_finite(replay)
                 if enough:
                     names, parts = rest, max(parts - 1, 2)
@@ -350,7 +350,7 @@ class Doctor:
         return names
 
     @contextlib.contextmanager
-    def _islands(self, names: Sequence[str]) -> Iterator[list[str]]:
+    def as_islands(self, names: Sequence[str]) -> Iterator[list[str]]:
         """Islands for a while. Gives the names of those that could be made."""
         names = list(dict.fromkeys(map(self._called, names)))
         with contextlib.ExitStack() as stack:

@@ -48,7 +48,7 @@ _NOT_SHOWN = tuple(os.path.normpath(_CORE + name) + ("" if name.endswith("py") e
 """Frames of these say nothing about where in a network an operation stands."""
 _ROOTS = (os.path.dirname(_CORE.rstrip(os.sep)) + os.sep, os.getcwd() + os.sep)
 
-_UNWRITTEN = {
+UNWRITTEN = {
     "empty",
     "empty_like",
     "empty_strided",
@@ -220,15 +220,15 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         self._marks: dict[int, frozenset[tuple[str, str]]] = {}
         self._unwritten: set[int] = set()
         self._shared: set[int] = set()
-        self._tensors = {_key(tensor): name for name, tensor in tensors.items()}
+        self._tensors = {storage_key(tensor): name for name, tensor in tensors.items()}
         self._batch_sizes = {t.shape[0] for name, t in tensors.items() if name.startswith("batch") and t.ndim}
         self._pauses = 0
         self._handles: list[Any] = []
         for name, tensor in tensors.items():
             if name.startswith("batch"):
-                self._marks[_key(tensor)] = frozenset({("input", name)})
+                self._marks[storage_key(tensor)] = frozenset({("input", name)})
             if tensor.is_floating_point() and not _finite(tensor):
-                self._not_finite_before(name, tensor, _key(tensor), Location(None, "", "before the window", ""))
+                self._not_finite_before(name, tensor, storage_key(tensor), Location(None, "", "before the window", ""))
 
     def __enter__(self) -> Trace:
         self._handles = [
@@ -252,7 +252,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         for param, grad in zip(local(params), local(grads), strict=True):
             if not _finite(grad):
                 self._note(
-                    grad, f"the gradient of {self._tensors.get(_key(param), 'a weight').removeprefix('weight ')}"
+                    grad, f"the gradient of {self._tensors.get(storage_key(param), 'a weight').removeprefix('weight ')}"
                 )
 
     def pause(self) -> None:
@@ -274,7 +274,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _note(self, tensor: Tensor, what: str) -> None:
-        key = _key(tensor)
+        key = storage_key(tensor)
         origins = self._origins.get(key, frozenset())
         if not any(origin >= 0 or origin < CONSTANT for origin in origins):
             origins = frozenset({REMOTE if key in self._shared or REMOTE in origins else OUTSIDE})
@@ -298,11 +298,11 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
     ) -> Any:
         kwargs = kwargs or {}
         # What happens to a part of a sharded tensor happens between passes, or to a plain tensor that is seen.
-        if self._pauses or any(map(is_dtensor, _tensors((args, kwargs)))):
+        if self._pauses or any(map(is_dtensor, tensors_in((args, kwargs)))):
             return func(*args, **kwargs)
         if "c10d" in func.namespace or func.overloadpacket.__name__ == "all_gather_copy_in":
             # May not be done when it returns. What other ranks send is looked at where it is used; this one's is in it.
-            keys = {_key(tensor) for tensor in _tensors((args, kwargs))}
+            keys = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
             origins = frozenset().union(*(self._origins.get(key, frozenset()) for key in keys))
             self._shared.update(keys)
             self._origins.update(dict.fromkeys(keys if origins else (), origins))
@@ -311,8 +311,8 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         name = func.overloadpacket.__name__
         node = current_node()
         place = self._place_of(node, name)
-        written = {_key(tensor) for tensor in _written(func, args, kwargs)}
-        inputs = [_Input(n, tensor, _key(tensor)) for n, tensor in _named(func, args, kwargs)]
+        written = {storage_key(tensor) for tensor in _written(func, args, kwargs)}
+        inputs = [_Input(n, tensor, storage_key(tensor)) for n, tensor in _named(func, args, kwargs)]
         read = {each.key for each in inputs} - written
         if read and read <= self._unwritten:  # only a collective can have written it, by way of memory of its own
             self._shared.update(written)
@@ -322,16 +322,16 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             if each.key in written:  # what is overwritten is kept for a look
                 each.tensor = each.tensor.clone()
         result = func(*args, **kwargs)
-        if name in _UNWRITTEN:
-            for key in map(_key, _tensors(result)):
+        if name in UNWRITTEN:
+            for key in map(storage_key, tensors_in(result)):
                 self._unwritten.add(key)
                 if key not in written:  # fresh memory, perhaps that of a tensor that is no more
                     self._forget(key)
             return result
-        outputs = [tensor for tensor in _tensors(result) if _has_fractions(tensor)]
+        outputs = [tensor for tensor in tensors_in(result) if _has_fractions(tensor)]
         if result is None:  # what fully_shard copies into its buffers
             outputs = [tensor for tensor in _written(func, args, kwargs) if _has_fractions(tensor)]
-        if outputs and not _is_view(func):  # a view shares the storage of what it is a view of, and all that is known
+        if outputs and not is_view(func):  # a view shares the storage of what it is a view of, and all that is known
             self._look(_Call(func, name, args, kwargs, place, node is not None, inputs), outputs, written)
         return result
 
@@ -347,7 +347,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         bad = [tensor for tensor in outputs if not _finite(tensor)]
         origins = self._origins_of(call, bad, marks) if bad else frozenset()
         for tensor in outputs:
-            key = _key(tensor)
+            key = storage_key(tensor)
             self._unwritten.discard(key)
             in_place = key in written
             if not in_place:  # fresh memory, perhaps that of a tensor that is no more
@@ -363,7 +363,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         origins: set[int] = set()
         has_nan = any(bool(tensor.isnan().any()) for tensor in bad)
         # The last act of some collectives (gloo's) is a copy from memory of their own.
-        to = _key(call.args[0]) if call.name == "copy_" else None
+        to = storage_key(call.args[0]) if call.name == "copy_" else None
         received = self._origins.get(to) or {REMOTE} if to in self._shared else None
         for each in call.inputs:
             if _has_fractions(each.tensor) and not _finite(each.tensor):
@@ -407,7 +407,9 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         module = self._modules[-1][-1]
         kind = _class_name(module)
         named = [("weight", module.named_parameters(recurse=False)), ("buffer", module.named_buffers(recurse=False))]
-        return next((f"{what} {kind}.{name}" for what, all_ in named for name, t in all_ if _key(t) == key), None)
+        return next(
+            (f"{what} {kind}.{name}" for what, all_ in named for name, t in all_ if storage_key(t) == key), None
+        )
 
     def _not_finite_before(self, name: str, tensor: Tensor, key: int, place: Location) -> int:
         number = len(self.births)
@@ -506,7 +508,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             place = self._places.get(node._sequence_nr())
             if place is not None:
                 if torch.is_grad_enabled():  # nodes of a second derivative
-                    self._places.setdefault(_last_node(), place)
+                    self._places.setdefault(last_node(), place)
                 if isinstance(node, FunctionCtx):  # a backward that is written in Python has lines of its own
                     source, code = _source()
                     return replace(place, source=source, code=code)
@@ -519,11 +521,11 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         place = Location(module, kind, source, code, name)
         # Autograd makes the node of an operation just before the operation gets here. One that makes none finds its
         # predecessor's number, which is taken.
-        self._places.setdefault(_last_node(), place)
+        self._places.setdefault(last_node(), place)
         return place
 
 
-def _last_node() -> int:
+def last_node() -> int:
     return _sequence_number() - 1
 
 
@@ -531,7 +533,8 @@ def _source() -> tuple[str, str]:
     frame: Any = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith((_TORCH, *_NOT_SHOWN)) and not path.startswith("<"):
+        is_mode = frame.f_code.co_name == "__torch_dispatch__"  # also one of a subclass, in another file
+        if not is_mode and not path.startswith((_TORCH, *_NOT_SHOWN, "<")):
             shown = next((path.removeprefix(root) for root in _ROOTS if path.startswith(root)), path)
             return f"{shown}:{frame.f_lineno}", linecache.getline(path, frame.f_lineno).strip()
         frame = frame.f_back
@@ -549,7 +552,7 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _key(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
     try:
         return storage_of(tensor)
     except (NotImplementedError, RuntimeError):  # no storage of its own: sparse, or a wrapper
@@ -573,15 +576,15 @@ def _is_whole(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
@@ -589,7 +592,7 @@ def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple
     names = [argument.name for argument in func._schema.arguments]
     found = []
     for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-        tensors = list(_tensors(value))
+        tensors = list(tensors_in(value))
         found += [(name if len(tensors) == 1 else f"{name}[{i}]", tensor) for i, tensor in enumerate(tensors)]
     return found
 
@@ -601,10 +604,10 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
     given = dict(zip([argument.name for argument in arguments], args, strict=False)) | kwargs
     for argument in arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(given.get(argument.name))
+            yield from tensors_in(given.get(argument.name))
 
 
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
@@ -667,7 +670,7 @@ def _in_float64(call: _Call, output: Tensor) -> float | None:
         assert func is not None
         args = [widen(each) for each in call.args]
         kwargs = {name: widen(each) for name, each in call.kwargs.items() if name not in _FORMAT}
-        results = [t for t in _tensors(func(*args, **kwargs)) if t.shape == output.shape]
+        results = [t for t in tensors_in(func(*args, **kwargs)) if t.shape == output.shape]
         return _largest(results[0])
     except (AssertionError, IndexError, NotImplementedError, RuntimeError, StopIteration, TypeError):
         return None  # an operation that float64 does not have

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from amp_core.config.errors import ConfigError, RunError, SaveError
+from amp_core.config.files import read_json
 from amp_core.config.lengths import num_steps
 from amp_core.config.rules import ONE_PROCESS, SHARDED, build, is_elastic, node_range
 from amp_core.config.schema import Config
@@ -269,9 +270,13 @@ class Environment:
             "skipped": 0,
             "seconds": round(time.monotonic() - self.started, 3),
         }
-        # A full disk must not hide what happened.
-        with contextlib.suppress(OSError):
+        try:
             write_json(self.run_dir / "summary.json", defaults | self.summary | {"error": error})
+        except OSError as problem:
+            message = f"{self.run_dir / 'summary.json'}: cannot be written: {problem.strerror or problem}"
+            if status == "finished":
+                raise SaveError(f"{message}; it does not say that the run has finished") from problem
+            logger.warning(message)  # a full disk must not hide what happened
 
     def seed_step(self, step: int) -> None:
         """Randomness of a step as a function of (seed, rank, step), so that no generator state needs saving."""
@@ -294,9 +299,8 @@ class Environment:
                 self.run_dir.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(FileNotFoundError):  # a refused run has just removed the folder that it made
                     self._lock = lock_folder(self.run_dir)
-            with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
-                before = json.loads((self.run_dir / "summary.json").read_text())
-                self.summary_before = before if isinstance(before, dict) else {}
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                self.summary_before = read_json(self.run_dir / "summary.json")
         except OSError as problem:
             raise SaveError(f"run_dir={self.run_dir}: cannot be written: {problem.strerror or problem}") from problem
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_core.config.errors import ConfigError, Interrupted, RunError
+from amp_core.config.files import read_json
 from amp_core.config.redact import redact
 from amp_core.config.rules import build, node_range
 from amp_core.config.schema import Config
@@ -208,7 +209,7 @@ def _failed(job: Job, code: int, status: str, message: str) -> Outcome:
     if job.run_dir and summary.is_file():
         # Not when other machines go on with the run.
         with contextlib.suppress(OSError, ValueError, ConfigError), lock_folder(Path(job.run_dir)):
-            content = json.loads(summary.read_text())
+            content = read_json(summary)
             if content.get("status") == "running":
                 write_json(summary, content | {"status": status, "exit_code": code, "error": message})
     return Outcome(code, {}, message)

@@ -8,14 +8,17 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tqdm import tqdm
+
+from amp_core.config.files import open_file, visible
 
 if TYPE_CHECKING:
     pass
@@ -24,6 +27,8 @@ TICK_SECONDS = 0.1
 """How often `Log.advance` does more than compare the time."""
 LINE_SECONDS = 5.0
 """Least time between progress lines when stderr is not a terminal."""
+_OURS = re.compile(rb'\{"step": ?(\d{1,15}), *"split": ?"([a-z]*)"')
+_BLOCK, _LONG_LINE = 1 << 20, 4 << 20
 LARGE_WAIT = 0.1
 """A share of the time spent waiting for data that the progress line mentions."""
 
@@ -94,24 +99,74 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def cut_lines(path: Path, last_step: int) -> dict[str, int]:
-    """Keep the whole lines up to `last_step`, each (split, step) once; the last step of each split is returned."""
+    """Keep the whole lines up to `last_step`, each (split, step) once.
+
+    Lines are appended in order, so only the end of the file is read: from the last block on that has nothing to cut.
+
+    Returns:
+        The last step of each split that was read.
+
+    Raises:
+        OSError: it is no regular file, or cannot be read or written.
+    """
     try:
-        content = path.read_bytes()
+        file = os.fdopen(open_file(path, os.O_RDWR), "r+b")
     except FileNotFoundError:
         return {}
-    kept: dict[tuple[str, int], bytes] = {}
-    for line in content.split(b"\n"):
-        try:
-            entry = json.loads(line)
-            key = str(entry.get("split", "")), int(entry["step"])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # half-written, or no line of ours
-            continue
-        if key[1] <= last_step:
-            kept[key] = line
-    whole = b"".join(line + b"\n" for line in kept.values())
-    if whole != content:
-        replace(path, whole)
+    with file:
+        start = _start_of_tail(file, last_step)
+        kept: dict[tuple[str, int], bytes] = {}
+        file.seek(start)
+        while line := file.readline(_LONG_LINE):
+            key = _key(line)
+            if key is not None and key[1] <= last_step and _is_json(line):
+                kept[key] = line.removesuffix(b"\n") + b"\n"
+        content = b"".join(kept.values())
+        file.seek(start)
+        if file.read(len(content)) == content:
+            file.truncate(start + len(content))
+        elif start == 0:
+            replace(path, content)
+        else:  # a process killed between the two leaves some lines twice, and the next resume cuts them
+            file.seek(start)
+            file.write(content)
+            file.truncate()
     return dict(sorted(kept))
+
+
+def _start_of_tail(file: BinaryIO, last_step: int) -> int:
+    """Where the last lines begin that are in order and all stay; 0 when there are none."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - _BLOCK)
+        file.seek(start)
+        block = file.read(end - start)
+        first = block.find(b"\n") + 1 if start else 0
+        keys = [_key(line) for line in block[first:].split(b"\n")[:-1]]
+        known = [key for key in keys if key is not None and key[1] <= last_step]
+        steps = [step for _, step in known]
+        if keys and len(set(known)) == len(keys) and steps == sorted(steps):
+            return start + first
+        end = start
+    return 0
+
+
+def _key(line: bytes) -> tuple[str, int] | None:
+    """(split, step) of a line; None for what is no line of ours."""
+    if found := _OURS.match(line):  # many times as fast as JSON, for millions of lines
+        return found[2].decode(), int(found[1])
+    try:
+        entry = json.loads(line)
+        return str(entry.get("split", "")), int(entry["step"])
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):  # half-written
+        return False
 
 
 class LineFile:
@@ -127,7 +182,7 @@ class LineFile:
         data = line.encode("utf-8", "backslashreplace") + b"\n"
         try:
             if self._file is None:
-                self._file = io.FileIO(self._path, "ab")
+                self._file = io.FileIO(open_file(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
             end = self._file.seek(0, os.SEEK_END)
             if self._file.write(data) != len(data):
                 self._file.truncate(end)  # or the next line would continue this half
@@ -145,7 +200,7 @@ class LineFile:
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return redact_values(super().format(record))
+        return visible(redact_values(super().format(record)))
 
 
 class FileHandler(logging.Handler):

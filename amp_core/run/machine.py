@@ -7,7 +7,6 @@ is resumed elsewhere is as good as before, but no longer bit for bit the run tha
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import re
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from amp_core.config.files import read_json
 
 _FEATURES = re.compile(r"(sse4|avx|amx|fma|f16c|asimd|sve|bf16|i8mm)\w*|sme\d*")
 """Instruction sets that kernels are chosen by, as Linux names them."""
@@ -79,8 +80,8 @@ def moved(checkpoint: Path, device: torch.device) -> str | None:
     """
     before = None
     for folder in checkpoint.absolute().parents[:3]:
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            before = json.loads((folder / "environment.json").read_text())
+        with contextlib.suppress(OSError, ValueError):
+            before = read_json(folder / "environment.json")
             break
     if not isinstance(before, dict):
         return None

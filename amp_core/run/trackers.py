@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from amp_core.config.files import read_text
 from amp_core.run.lines import replace, to_plain
 
 if TYPE_CHECKING:
@@ -170,8 +171,8 @@ class Wandb:
 def _wandb_id(path: Path) -> str:
     """The run's id in wandb, made once, so that a resumed run continues there."""
     try:
-        known = path.read_text().strip()
-    except (FileNotFoundError, UnicodeDecodeError):
+        known = read_text(path).strip()
+    except (FileNotFoundError, ValueError):
         known = ""
     if re.fullmatch(r"[\w-]{1,64}", known):
         return known

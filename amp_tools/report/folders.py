@@ -16,7 +16,6 @@ import json
 import math
 import os
 import re
-import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from amp_core.cli.compose import is_locked
+from amp_core.config import files
 from amp_core.config.rules import flatten
-from amp_core.config.schema import parse_yaml
 
 MARKS = ("summary.json", "metrics.jsonl", "environment.json", ".hydra", ".lock", "train.log")
 """A folder with one of these is one of a run, if only a begun one."""
 INSIDE = {".hydra", "checkpoints", "doctor", "samples", "tensorboard", "wandb"}
 """Folders of a run that hold no runs."""
-SMALL_FILE = 1 << 20
 LARGE_FILE = 64 << 20
 """Bytes; of a longer one, pieces from all over it are read."""
 LONG_LINE = 4 << 20
@@ -118,15 +116,6 @@ def plain(value: Any) -> Any:
     return value if is_known else str(value)
 
 
-def visible(text: str) -> str:
-    """`text` with what would act on a terminal, or turn the order of letters around, shown as \\x1b and the like."""
-    text = text.encode("utf-8", "backslashreplace").decode()  # names of files that are no UTF-8
-    return _ACTING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
-_ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
-
-
 # --- finding ----------------------------------------------------------------------------------------------------------
 
 
@@ -184,21 +173,17 @@ def _natural(text: str) -> list[tuple[int, str]]:
 def read_run(folder: Path) -> Run:
     """What the small files of a run folder say. Never raises."""
     run = Run(folder, "unknown")
-    for name in ("summary.json", "environment.json"):
-        content = _json_of(folder / name, run.problems)
-        if name == "summary.json":
-            run.summary = content
-        else:
-            run.environment = content
-    text = _text_of(folder / ".hydra" / "config.yaml", SMALL_FILE, run.problems)
-    if text is not None:
-        try:
-            run.config = _settings(text)
-        except Exception as problem:  # the YAML parser raises many kinds
-            run.problems.append(f".hydra/config.yaml: no settings: {_short(problem)}")
+    run.summary = read_json(folder / "summary.json", run.problems)
+    run.environment = read_json(folder / "environment.json", run.problems)
+    try:
+        run.config = _settings(files.read_text(folder / ".hydra" / "config.yaml", files.YAML_FILE))
+    except FileNotFoundError:
+        run.problems.append(".hydra/config.yaml: is missing")
+    except (OSError, ValueError) as problem:
+        run.problems.append(f".hydra/config.yaml: {_short(problem)}")
     status = run.summary.get("status")
     run.status = status if isinstance(status, str) and status else "unknown"
-    if run.status in ("running", "unknown") and (folder / ".lock").exists() and _is_written(folder):
+    if run.status in ("running", "unknown") and files.kind_of(folder / ".lock") == "a file" and is_locked(folder):
         run.status = "running"
     elif run.status == "running":
         run.status = "stopped"
@@ -222,19 +207,10 @@ def age(run: Run) -> float:
     return time.time() - run.changed if run.changed else math.inf
 
 
-def _is_written(folder: Path) -> bool:
-    """Whether a living process writes there."""
-    try:
-        is_file = stat.S_ISREG(os.lstat(folder / ".lock").st_mode)
-    except OSError:
-        return False
-    return is_file and is_locked(folder)
-
-
 def _last_step(path: Path) -> float | None:
     """The step of the last whole line."""
     try:
-        with os.fdopen(_open(path), "rb") as file:
+        with os.fdopen(files.open_file(path), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
             lines = file.read(1 << 16).split(b"\n")
     except OSError:
@@ -248,63 +224,19 @@ def _last_step(path: Path) -> float | None:
 
 def _short(problem: BaseException) -> str:
     """The first line of what was raised."""
-    text = str(getattr(problem, "strerror", None) or getattr(problem, "problem", None) or problem)  # of a file, of YAML
+    text = str(getattr(problem, "strerror", None) or problem)
     return (text.strip().splitlines() or [type(problem).__name__])[0][:200]
 
 
-def _open(path: Path) -> int:
-    """A descriptor of a regular file; a pipe or a device is refused, and not waited for.
-
-    Raises:
-        OSError: it is none, or cannot be opened.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(0, "is no regular file")
-    return descriptor
-
-
-def _bytes_of(path: Path, most: int) -> tuple[bytes, int]:
-    """The first bytes of a file, at most so many, and how many it has.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with os.fdopen(_open(path), "rb") as file:
-        return file.read(most), os.fstat(file.fileno()).st_size
-
-
-def _text_of(path: Path, most: int, problems: list[str]) -> str | None:
-    name = f".hydra/{path.name}" if path.parent.name == ".hydra" else path.name
+def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The object in a JSON file; empty, with a line in `problems`, when it cannot be read."""
     try:
-        content, size = _bytes_of(path, most)
-        if size > most:
-            raise ValueError(f"has {size:,} bytes, expected at most {most:,}")
-        if not content.strip(b"\0 \n"):
-            raise ValueError("is empty")
-        return content.decode()
+        return files.read_json(path)
     except FileNotFoundError:
-        problems.append(f"{name}: is missing")
-    except UnicodeDecodeError as problem:
-        problems.append(f"{name}: is no UTF-8 (byte {problem.start})")
+        problems.append(f"{path.name}: is missing")
     except (OSError, ValueError) as problem:
-        problems.append(f"{name}: {_short(problem)}")
-    return None
-
-
-def _json_of(path: Path, problems: list[str]) -> dict[str, Any]:
-    text = _text_of(path, SMALL_FILE, problems)
-    if text is None:
-        return {}
-    try:
-        content = json.loads(text)
-        if not isinstance(content, dict):
-            raise ValueError("is no JSON object")
-        return content
-    except (ValueError, RecursionError) as problem:
         problems.append(f"{path.name}: {_short(problem)}")
-        return {}
+    return {}
 
 
 def _settings(text: str) -> dict[str, Any]:
@@ -326,11 +258,7 @@ def _settings(text: str) -> dict[str, Any]:
     return flatten(values)
 
 
-@functools.lru_cache(4096)
-def _parsed(text: str) -> Any:
-    if len(re.findall(r"(?:^|[\s\[,{:-])[*&][\w-]", text)) > 20:
-        raise ValueError("has more YAML anchors than any run writes")  # a few of them unfold to gigabytes
-    return parse_yaml(text)
+_parsed = functools.lru_cache(4096)(files.parse_own_yaml)
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
@@ -378,7 +306,7 @@ def read_curves(run: Run, keys: Iterable[str], most: int = 2000) -> Curves:
 
 def _lines_of(path: Path, problems: list[str], curves: Curves) -> list[bytes]:
     try:
-        descriptor = _open(path)
+        descriptor = files.open_file(path)
     except FileNotFoundError:
         problems.append(f"{path.name}: is missing")
         return []
@@ -470,5 +398,5 @@ def read_reports(run: Run, most: int = 3) -> list[dict[str, Any]]:
         names = sorted(name for name in os.listdir(run.path / "doctor") if re.fullmatch(r"step_\d+\.json", name))
     except OSError:
         return []
-    found = [_json_of(run.path / "doctor" / name, run.problems) for name in names[:most]]
+    found = [read_json(run.path / "doctor" / name, run.problems) for name in names[:most]]
     return [report for report in found if report]

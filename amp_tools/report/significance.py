@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from amp_core.config.errors import ConfigError
 
 LEVEL = 0.05
 LEAST_SEEDS = 3
@@ -26,46 +27,22 @@ MOST_SEEDS = 1000
 Kind = Literal["better", "worse", "higher", "lower", "equal", "identical", "unclear", "too few seeds"]
 
 
-# --- the t distribution -----------------------------------------------------------------------------------------------
-
-
-def beta_cdf(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function, by its continued fraction (Lentz's method)."""
-    if not 0 < x < 1:
-        return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):  # where the fraction converges quickly
-        return 1 - beta_cdf(b, a, 1 - x)
-    log_front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
-    tiny = 1e-300
-    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1) or tiny)
-    fraction = d
-    for m in range(1, 500):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        for term in (even, odd):
-            d = 1 / (1 + term * d or tiny)
-            c = 1 + term / c or tiny
-            fraction *= c * d
-        if abs(c * d - 1) < 1e-15:
-            break
-    return math.exp(log_front) * fraction / a
-
-
 def t_two_sided(t: float, df: float) -> float:
     """The probability of a value of Student's t that is at least as far from 0."""
-    return beta_cdf(df / 2, 0.5, df / (df + t * t)) if math.isfinite(t) else 0.0
+    return float(2 * _special().stdtr(df, -abs(t)))
 
 
-@functools.lru_cache(4096)
 def t_quantile(level: float, df: float) -> float:
     """The t whose two-sided probability is `level`: 12.7 for 0.05 and 1, towards 1.96 for many."""
-    low, high = 0.0, 2.0
-    while t_two_sided(high, df) > level:
-        low, high = high, high * 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_two_sided(middle, df) > level else (low, middle)
-    return (low + high) / 2
+    return float(_special().stdtrit(df, 1 - level / 2))
+
+
+def _special() -> Any:
+    try:
+        from scipy import special
+    except ImportError as missing:
+        raise ConfigError("comparing runs needs the package scipy: pip install 'amp-recipes[report]'") from missing
+    return special
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
@@ -102,9 +79,9 @@ class Comparison:
     """The 95 % interval of the difference, of this comparison alone; None when there is no spread to make one of."""
     high: float | None = None
     p: float | None = None
-    """Of a difference this large if there were none."""
+    """The probability of a difference this large if there were none."""
     p_equal: float | None = None
-    """Of a difference this small if it were as large as the margin."""
+    """The probability of a difference this small if it were as large as the margin."""
     seeds_needed: int | None = None
     """About how many would bring the half interval to the margin."""
     p_adjusted: float | None = None

@@ -6,7 +6,6 @@ group, such as `model`, its option's name.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import fnmatch
 import math
@@ -17,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from amp_core.config.errors import ConfigError
-from amp_tools.report.folders import Run, age, visible
+from amp_core.config.files import visible
+from amp_tools.report.folders import Run, age
 
 COLUMNS: dict[str, Callable[[Run], Any]] = {
     "status": lambda run: run.status,
@@ -37,7 +37,12 @@ COLUMNS: dict[str, Callable[[Run], Any]] = {
 }
 """`speed` in samples per second, `memory` in bytes, `age` in days since the last change."""
 SHOWN = ("status", "recipe", "amp", "seed", "step", "metric", "result", "speed", "age", "folder")
-_OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+_OPERATORS: dict[str, Any] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
 
 
 def value_of(run: Run, name: str) -> Any:
@@ -66,40 +71,37 @@ def check_names(names: Sequence[str], runs: Sequence[Run]) -> None:
         raise ConfigError(problems)
 
 
-@dataclasses.dataclass(frozen=True)
-class Condition:
-    """Such as `eval.accuracy>0.98`, `status!=finished`, `amp=fp16*`."""
+def condition(text: str) -> tuple[str, Callable[[Run], bool]]:
+    """The name in `eval.accuracy>0.98`, `status!=finished` or `amp=fp16*`, and whether it holds for a run.
 
-    name: str
-    sign: str
-    value: str
+    A value that is missing, or is no number where numbers are compared, fulfils nothing but `!=`.
 
-    @classmethod
-    def of(cls, text: str) -> Condition:
-        """Raises:
+    Raises:
         ConfigError: it is no condition.
-        """
-        found = re.fullmatch(r"([^=<>!\s]+)(>=|<=|!=|>|<|=)(.*)", text)
-        if not found:
-            hint = "; folders stand before --where" if Path(text).exists() else ""
-            raise ConfigError(f"--where {text}: expected NAME=VALUE, or another of = != > >= < <={hint}")
-        if found[2] in (">", ">=", "<", "<=") and _number(found[3]) is None:
-            raise ConfigError(f"--where {text}: expected a number behind {found[2]}")
-        return cls(*found.groups())
+    """
+    found = re.fullmatch(r"([^=<>!\s]+)(>=|<=|!=|>|<|=)(.*)", text)
+    if not found:
+        hint = "; folders stand before --where" if Path(text).exists() else ""
+        raise ConfigError(f"--where {text}: expected NAME=VALUE, or another of = != > >= < <={hint}")
+    name, sign, wanted = found.groups()
+    limit, compare = _number(wanted), _OPERATORS.get(sign)
+    if compare and limit is None:
+        raise ConfigError(f"--where {text}: expected a number behind {sign}")
 
-    def holds(self, run: Run) -> bool:
-        """A value that is missing, or is no number where numbers are compared, fulfils nothing but `!=`."""
-        value, wanted = value_of(run, self.name), _number(self.value)
-        if self.sign in ("=", "!="):
-            same = value is not None and (
-                float(value) == wanted
-                if wanted is not None and isinstance(value, int | float)
-                else fnmatch.fnmatchcase(_plain(value), self.value)
+    def holds(run: Run) -> bool:
+        value = value_of(run, name)
+        is_number = isinstance(value, int | float)
+        if compare:
+            return is_number and not isinstance(value, bool) and bool(compare(value, limit))
+        if value is None:
+            same = wanted in ("null", "None", "")
+        else:
+            same = (
+                float(value) == limit if is_number and limit is not None else fnmatch.fnmatchcase(_plain(value), wanted)
             )
-            same = same or (value is None and self.value in ("null", "None", ""))
-            return same == (self.sign == "=")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and wanted is not None and bool(_OPERATORS[self.sign](value, wanted))
+        return same == (sign == "=")
+
+    return name, holds
 
 
 def _number(text: str) -> float | None:

@@ -24,9 +24,11 @@ from torch import nn
 import recipes
 from amp_core import Amp
 from amp_core.doctor.trace import Location
-from amp_tools import advise as advising
+from amp_tools import findings as advising
+from amp_tools import measure as measuring
 from amp_tools import profile as profiles
-from amp_tools.advise import FINDERS, Report, advise, advise_run, examine, try_out, waits
+from amp_tools.advise import Report, advise, advise_run, examine, try_out
+from amp_tools.findings import FINDERS, waits
 from amp_tools.profile import Op, Operand, OptimizerFacts, Profile, Units
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -406,7 +408,7 @@ def test_on_a_gpu_kernels_count_and_copies_that_block_are_waits():
         for a, b in (("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda"))
     ]
     for op in copies:
-        op.is_blocking = profiles._is_blocking("_to_copy", op.inputs, op.outputs)
+        op.is_blocking = measuring._is_blocking("_to_copy", op.inputs, op.outputs)
         op.host_seconds = 0.002
     profile = by_hand(BIG, *copies, device="cuda")
     assert len(waits(profile)) == 2
@@ -533,7 +535,7 @@ def test_operations_that_only_the_dispatch_mode_saw_do_not_shift_the_others():
     events = [event("aten::sin", 1, event("aten::mul", 100)), *[event(f"aten::{name}", 10) for name in names]]
     seen = ["sin", "cos", "mul", "sin", "log_softmax", "tanh", "exp", "neg", "sqrt"]
     ops = [Op(f"aten::{name}", LAYER) for name in seen]
-    assert profiles._Events([], on_cuda=False).fill(ops, profiles._in_order(events)) == 7
+    assert measuring._Events([], on_cuda=False).fill(ops, measuring._in_order(events)) == 7
     assert [round(op.seconds * 1e6) for op in ops] == [1, 0, 10, 10, 0, 10, 10, 10, 10]
 
 
@@ -542,7 +544,7 @@ def test_on_a_gpu_the_time_of_an_operation_is_that_of_its_kernels():
     linear = event("aten::linear", 50, event("aten::addmm", 40, kernels=[100.0, 20.0]))
     step = event("Optimizer.step#AdamW.step", 30, event("aten::_fused_adamw_", 20, kernels=[7.0]))
     ops = [Op(f"aten::{name}", LAYER) for name in ("_to_copy", "addmm", "_fused_adamw_")]
-    assert profiles._Events([], on_cuda=True).fill(ops, profiles._in_order([cast, linear, step])) == 3
+    assert measuring._Events([], on_cuda=True).fill(ops, measuring._in_order([cast, linear, step])) == 3
     assert [round(op.seconds * 1e6) for op in ops] == [3, 120, 7]
     assert [op.num_kernels for op in ops] == [1, 2, 1]
     assert [op.optimizer for op in ops] == ["", "", "AdamW"]

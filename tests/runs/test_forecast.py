@@ -16,18 +16,9 @@ from tiers import rows
 from torch import Tensor, nn
 
 from amp_core.config.errors import ConfigError
-from amp_tools.forecast import (
-    KINDS,
-    LARGEST,
-    Census,
-    Check,
-    Forecast,
-    Numbers,
-    Score,
-    check_windows,
-    draw,
-    forecast_windows,
-)
+from amp_tools.census import LARGEST, Census, Numbers
+from amp_tools.forecast import KINDS, Check, Forecast, Score, check_windows, forecast_windows
+from amp_tools.heatmap import draw
 from recipes import classification, find
 
 ROOT = Path(__file__).resolve().parents[2]

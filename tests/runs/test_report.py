@@ -22,9 +22,10 @@ from amp_core.config.rules import flatten
 from amp_tools.report import folders, prune
 from amp_tools.report.folders import find, read_curves, read_run
 from amp_tools.report.groups import make_study
-from amp_tools.report.page import as_dict, html_page, left_out, markdown
+from amp_tools.report.page import html_page
 from amp_tools.report.significance import compare, holm, judge, t_quantile, t_two_sided
 from amp_tools.report.table import table
+from amp_tools.report.text import as_dict, left_out, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 918273
@@ -175,6 +176,9 @@ def test_a_sweep_is_answered_in_a_sentence(tmp_path):
     assert "accuracy worse by 0.0199" in worse and "p < 0.001" in worse
     page = html_page(study, [tmp_path])
     assert study.headline in page and page.count("<svg") > 5
+    pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert all("var(--c1)" in picture for picture in pictures)  # the page's colours, light or dark, and no others
+    assert not re.search(r"(?:fill|stroke): (?!var|none)|<g id=|xmlns", "".join(pictures))
     assert "**bf16 trains" in markdown(study) and "| `fp16` | 5 | 0.9502" in markdown(study)
     plain = json.loads(json.dumps(as_dict(study), allow_nan=False))
     assert plain["sections"][0]["groups"][2]["difference"]["kind"] == "worse"
@@ -322,7 +326,7 @@ def test_what_comes_from_outside_is_text(tmp_path):
     assert not re.search(r"<(script|img|link|iframe|object)|\son\w+=|javascript:|https?://", page)
     for text in (page, markdown(study), "\n".join(left_out(study))):
         assert "\x1b" not in text and "\u202e" not in text
-    assert not re.findall(r"&(?!amp;|lt;|gt;|quot;|#x27;)", page)
+    assert not re.findall(r"&(?!amp;|lt;|gt;|quot;|#x27;|#34;|#39;|apos;)", page)
 
 
 def test_a_run_that_goes_on_is_shown_so_far(tmp_path):
@@ -335,7 +339,7 @@ def test_a_run_that_goes_on_is_shown_so_far(tmp_path):
         assert (run.status, run.count("step")) == ("running", 60)
         page = html_page(study, [tmp_path])
     assert study.headline.startswith("So far, with 1 run still going: ")
-    assert "bf16, seed 4: running" in page and 'class="line dashed"' in page
+    assert "bf16, seed 4: running" in page and "stroke-dasharray" in page
 
 
 def test_many_runs(tmp_path, capsys):

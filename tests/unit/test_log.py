@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pty
+import random
 import re
 import select
 import signal
@@ -14,6 +15,7 @@ import sys
 import termios
 import textwrap
 import time
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,6 +163,36 @@ def test_last_line_step_says_what_is_kept(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "split": "eval"}\n{"step": 10, "split": "train"}\n')
     make_log(tmp_path, last_line_step=0).close({})
     assert lines_of(tmp_path) == [{"step": 0, "split": "eval"}]
+
+
+def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
+    """What is left is what reading all of it leaves, wherever blocks begin and however the end is damaged."""
+    path, draw = tmp_path / "metrics.jsonl", random.Random(0)
+    for case in range(200):
+        rows = [{"step": step, "split": "train", "loss": draw.random()} for step in range(0, 400, 2)]
+        rows += [{"step": step, "split": "eval", "loss": 0.5} for step in range(0, 400, 10)]
+        whole = [json.dumps(row) for row in sorted(rows, key=lambda row: row["step"])]
+        last_step = draw.choice([-1, 0, 7, 200, 391, 398, 1000])
+        kept = [line for line in whole if json.loads(line)["step"] <= last_step]
+        damage = ["", '{"step": 9, "spl', "null\n[1]\n", '{"step": 1e400}\n', "x" * 5000, "\0" * 300, "\n\n"][case % 7]
+        twice = whole[-draw.randint(1, 5) :] if draw.random() < 0.5 else []
+        path.write_text("".join(f"{line}\n" for line in [*whole, *twice]) + damage)
+        monkeypatch.setattr(lines_module, "_BLOCK", draw.choice([4096, 1 << 20] if twice else [100, 257, 4096]))
+        last = lines_module.cut_lines(path, last_step)
+        assert path.read_text().splitlines() == kept
+        assert not kept or last[json.loads(kept[-1])["split"]] == json.loads(kept[-1])["step"]
+
+
+def test_a_resume_reads_little_of_a_long_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    line = '{"step": %d, "split": "train", "loss": 1.0, "lr": 0.001, "samples_per_second": 1000.0}\n'
+    path.write_text("".join(line % step for step in range(500_000)))  # 40 MB
+    tracemalloc.start()
+    assert lines_module.cut_lines(path, 499_000) == {"train": 499_000}
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert path.stat().st_size == sum(len(line % step) for step in range(499_001))
+    assert peak < path.stat().st_size / 4  # reading all of it takes more than its size
 
 
 def test_a_full_disk_warns_once_and_leaves_whole_lines(tmp_path):

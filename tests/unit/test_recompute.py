@@ -23,7 +23,7 @@ from amp_core.layouts.memory_model import saved_bytes
 from amp_core.lowp.islands import island_names
 from amp_core.lowp.weights import master_params
 from amp_core.memory.recompute import recompute_blocks, recomputed
-from amp_tools.forecast import Census
+from amp_tools.census import Census
 
 OnRanks = Callable[..., list[Any]]
 

@@ -1,0 +1,119 @@
+"""The files of run folders, which may be damaged, or replaced by anything. Reading one is bounded and never waits."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+SMALL_FILE = 1 << 20
+"""Bytes; a summary has 2 KB, a configuration 5 KB."""
+YAML_FILE = 1 << 18
+"""The YAML parser reads about 250 KB per second."""
+_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket", stat.S_IFLNK: "a link"}
+_ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+
+
+def kind_of(path: Path) -> str:
+    """What stands there, itself and not what a link leads to: "a file", "a folder", "a pipe"; "" for nothing."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return ""
+    return "a file" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a device")
+
+
+def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """Returns a descriptor of a regular file. A pipe, a device or a folder is refused and not waited for.
+
+    Raises:
+        OSError: it is none, or cannot be opened.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no regular file", os.fspath(path))
+    return descriptor
+
+
+def read_bytes(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> bytes:
+    """The content of a small file.
+
+    Raises:
+        OSError: it is missing, no regular file, or cannot be read.
+        ValueError: it is longer than `limit`.
+    """
+    with os.fdopen(open_file(path), "rb") as file:
+        content = file.read(limit + 1)
+        if len(content) > limit:
+            raise ValueError(f"has {os.fstat(file.fileno()).st_size:,} bytes, expected at most {limit:,}")
+    return content
+
+
+def read_text(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> str:
+    """The same as text.
+
+    Raises:
+        OSError: as `read_bytes`.
+        ValueError: as `read_bytes`; or it is empty, or no UTF-8.
+    """
+    content = read_bytes(path, limit)
+    if not content.strip(b"\0 \n"):
+        raise ValueError("is empty")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"is no UTF-8 (byte {problem.start})") from problem
+
+
+def read_json(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        OSError: as `read_bytes`.
+        ValueError: as `read_text`; or it holds no JSON object.
+    """
+    text = read_text(path, limit)
+    try:
+        content = json.loads(text)
+    except RecursionError as problem:
+        raise ValueError("is nested too deeply") from problem
+    if not isinstance(content, dict):
+        raise ValueError("is no JSON object")
+    return content
+
+
+def read_yaml(path: str | os.PathLike[str]) -> Any:
+    """The plain data of a YAML file.
+
+    Raises:
+        OSError: as `read_bytes`.
+        ValueError: as `read_text`; or it cannot be parsed, or would unfold to more than it is.
+    """
+    return parse_own_yaml(read_text(path, YAML_FILE))
+
+
+def parse_own_yaml(text: str) -> Any:
+    """The plain data of YAML that a run has written.
+
+    Raises:
+        ValueError: it cannot be parsed, or would unfold to more than it is.
+    """
+    if len(re.findall(r"(?:^|[\s\[,{:-])[*&][\w-]", text)) > 20:
+        raise ValueError("has more YAML anchors than any run writes")  # a few of them unfold to gigabytes
+    from amp_core.config.schema import parse_yaml
+
+    try:
+        return parse_yaml(text)
+    except Exception as problem:  # the parser raises many kinds
+        raise ValueError(getattr(problem, "problem", None) or str(problem) or type(problem).__name__) from problem
+
+
+def visible(text: str) -> str:
+    """`text` with what would act on a terminal, or turn the order of letters around, shown as \\x1b and the like."""
+    text = text.encode("utf-8", "backslashreplace").decode()  # names of files that are no UTF-8
+    return _ACTING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -1,0 +1,159 @@
+"""Whatever stands in place of a run folder's files, no program hangs, ends with a traceback, or acts on the terminal."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import train
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 5
+SMALL = ["data=synthetic", "data.num_samples=32", "data.image_size=8", "data.num_classes=4", "model.options.width=4"]
+SMALL += ["device=cpu", "log.progress=false", "batch_size=8", "save_every=1", "doctor=off"]
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)
+)
+STEP = "checkpoints/step_00000002"
+FILES = (
+    *(".hydra/config.yaml", ".hydra/overrides.yaml", "summary.json", "metrics.jsonl", "environment.json", "train.log"),
+    *(".lock", "wandb_id", f"{STEP}/manifest.json", f"{STEP}/state.pt"),
+)
+
+
+def a_socket(path):
+    here = os.getcwd()
+    os.chdir(path.parent)  # the name of a socket may have 107 bytes
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path.name)
+    os.chdir(here)
+
+
+def huge(path):
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)
+
+
+KINDS = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "socket": a_socket,
+    "loop of links": lambda path: path.symlink_to(path.name),
+    "folder": os.mkdir,
+    "huge": huge,
+    "junk": lambda path: path.write_bytes(bytes(range(256)) * 40),
+    "bomb": lambda path: path.write_text(BOMB),
+    "no permission": lambda path: (path.write_text("x"), path.chmod(0)),
+    "numbers": lambda path: path.write_text(
+        '{"step": 1e400, "split": "train", "metrics": {"accuracy": 1' + "0" * 400 + '}}\n{"step": 1e400}\n'
+    ),
+    "escapes": lambda path: path.write_text(
+        '{"status": "\x1b[31mred", "error": "\\u001b[2J\\u202e", "seed": "\x1b[5m"}\n'
+    ),
+}
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(f"hostile_{name}", ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+def resume(folder):
+    return train.main([*SMALL, f"run_dir={folder}", "steps=3"])
+
+
+PROGRAMS = {
+    "train.py": (resume, {0, 2, 3, 4}),
+    "doctor.py": (lambda folder: script("doctor")(["locate", str(folder), "--step", "2"]), {0, 2, 3, 4}),
+    "report.py": (lambda folder: script("report")([str(folder), "--out", f"{folder}.html"]), {0}),
+    "runs.py": (lambda folder: script("runs")([str(folder)]), {0}),
+    "export.py": (lambda folder: script("export")([str(folder), f"{folder}.pt"]), {0, 2, 3, 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def ready():
+    """A run of two steps, in a folder that everybody may enter."""
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o777)
+        assert train.main([*SMALL, f"run_dir={place}/run", "steps=2"]) == 0
+        yield Path(place, "run")
+
+
+def hangs(*_):
+    raise TimeoutError(f"more than {SECONDS} s")
+
+
+def attempt(ready, program, name, kind, capfd):
+    """Run a program on a copy of the folder with something else in place of a file. Returns what is wrong."""
+    folder = ready.parent / "hostile"
+    shutil.copytree(ready, folder)
+    (folder / name).unlink(missing_ok=True)
+    KINDS[kind](folder / name)
+    if kind == "no permission" and os.geteuid() == 0:  # root may read everything
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, 65534, 65534)
+        os.seteuid(65534)
+    main, codes = PROGRAMS[program]
+    capfd.readouterr()
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(SECONDS)
+    try:
+        code = main(folder)
+    except BaseException as problem:
+        code = f"{type(problem).__name__}: {problem}"
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        if os.getuid() == 0:
+            os.seteuid(0)
+        shutil.rmtree(folder, ignore_errors=True)
+        for path in ready.parent.glob("hostile*"):
+            path.unlink()
+    out, err = capfd.readouterr()
+    if code not in codes or "Traceback" in out + err or "\x1b" in out + err or "\u202e" in out + err:
+        return f"{program}, {kind} for {name}: {code}; {err[-300:]!r}"
+    return None
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        *((".hydra/config.yaml", kind) for kind in ("pipe", "bomb")),
+        *(("metrics.jsonl", kind) for kind in ("device", "numbers", "folder")),
+        *(("summary.json", "escapes"), (".lock", "pipe"), ("train.log", "pipe"), (f"{STEP}/manifest.json", "numbers")),
+    ],
+)
+def test_a_hostile_file_ends_no_program(program, name, kind, ready, capfd):
+    assert attempt(ready, program, name, kind, capfd) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_kind_of_object_in_place_of_every_file(program, ready, capfd):
+    found = [attempt(ready, program, name, kind, capfd) for name in FILES for kind in KINDS]
+    assert not [problem for problem in found if problem], "\n".join(map(str, filter(None, found)))
+
+
+def test_a_pipe_where_a_run_writes_is_named_and_nothing_is_changed(ready, capfd):
+    folder = ready.parent / "piped"
+    shutil.copytree(ready, folder)
+    (folder / "metrics.jsonl").unlink()
+    os.mkfifo(folder / "metrics.jsonl")
+    before = json.loads((folder / "summary.json").read_text())
+    assert resume(folder) == 2
+    assert "metrics.jsonl is a pipe, expected a file; remove it" in capfd.readouterr().err
+    assert json.loads((folder / "summary.json").read_text()) == before
+    shutil.rmtree(folder)
