@@ -199,6 +199,41 @@ def test_malformed_command_lines_exit_with_2_and_one_message_and_create_nothing(
         refuse(arguments, capsys, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "overrides, group, options",
+    [
+        (["schedule.name=StepLR", "schedule.options.step_size=10"], "schedule", {"step_size": 10}),
+        (["schedule.name=StepLR", "schedule.options={step_size: 10}"], "schedule", {"step_size": 10}),
+        (["schedule=step", "schedule.options.gamma=0.5"], "schedule", {"step_size": 500, "gamma": 0.5}),
+        (["schedule.name=warmup_linear", "schedule.options.final=0.01"], "schedule", {"final": 0.01}),
+        (["model.options={width: 8}"], "model", {"width": 8}),
+        (["model=cnn_small", "model.name=mlp"], "model", {}),
+        (["optimizer=sgd", "optimizer.name=RMSprop", "optimizer.options.momentum=0.8"], "optimizer", {"momentum": 0.8}),
+        (["recipe=language_model", "optimizer.name=SGD"], "optimizer", {}),
+    ],
+)
+def test_another_name_drops_the_options_that_a_file_brought_and_keeps_those_that_were_typed(overrides, group, options):
+    values, cfg, _ = train.checked(overrides)
+    assert values[group]["options"] == options == getattr(cfg, group).options
+
+
+def test_glob_chooses_options_and_a_pattern_without_any_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    planned, _, _ = train._plan_sweep(["amp=glob(fp*,exclude=*_*)", "recipe=glob(c*)"])
+    chosen = [[f"amp={a}", f"recipe={b}"] for a in ("fp16", "fp32", "fp8") for b in ("classification", "contrastive")]
+    assert [job for job in planned.jobs if "recipe=custom_function" not in job] == chosen
+    assert "no such option" in refuse(["-m", "amp=glob(zz*)"], capsys, tmp_path)
+    assert "amp=glob(fp*)" in refuse(["amp=glob(fp*)"], capsys, tmp_path)
+    assert "options of a group" in refuse(["-m", "seed=glob(*)"], capsys, tmp_path)
+
+
+def test_home_is_put_in_place_of_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert values_of("data.path=~/a")["data"]["path"] == values_of("data.path='~/a'")["data"]["path"] == f"{tmp_path}/a"
+    assert values_of("hydra.run.dir=~/b")["run_dir"] == f"{tmp_path}/b"
+    assert values_of("run_dir='a~/b'")["run_dir"] == "a~/b"
+
+
 @pytest.mark.parametrize("text", rows([*UNKNOWN[::10], *WRONG_TYPE[::5], *OUT_OF_RANGE[::3]], every=5))
 def test_the_message_names_the_full_key(text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -213,7 +248,7 @@ def test_settings_that_contradict_each_other_are_refused_by_name(key, tmp_path, 
 
 def test_a_typo_gets_the_nearest_key_and_the_nearest_option(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert "Did you mean accumulation?" in refuse(["acumulation=2"], capsys, tmp_path)
+    assert "Did you mean accumulation=2?" in refuse(["acumulation=2"], capsys, tmp_path)
     assert "Did you mean fp16?" in refuse(["amp=fp_16"], capsys, tmp_path)
     assert "Did you mean AdamW?" in refuse(["optimizer.name=AdmW"], capsys, tmp_path)
 
@@ -340,14 +375,14 @@ def test_help_has_a_text_for_every_key_of_a_group(capsys):
 @pytest.mark.parametrize(
     "arguments, hint",
     [
-        (["optimizer.learning_rate=0.1"], "Did you mean optimizer.lr?"),
-        (["layout.gpus=2"], "Did you mean layout.nproc_per_node?"),
+        (["optimizer.learning_rate=0.1"], "Did you mean optimizer.lr=0.1?"),
+        (["layout.gpus=2"], "Did you mean layout=ddp layout.nproc_per_node=2?"),
         (["model.width=8"], "model.options.width="),
         (["device=gpu"], "Did you mean cuda?"),
         (["steps=1e3"], "Write steps=1000."),
         (["--seed=3"], "Did you mean seed=3?"),
         (["-m", "hydra/launcher=jobllib", "seed=1,2"], "Did you mean joblib?"),
-        (["-m", "hydra/launcher=joblib", "hydra.launcher.njobs=2", "seed=1,2"], "Did you mean n_jobs?"),
+        (["-m", "hydra/launcher=joblib", "hydra.launcher.njobs=2", "seed=1,2"], "Did you mean hydra.launcher.n_jobs?"),
         (["-m", "optimizer.lr=interval(0,1)"], "hydra/sweeper=optuna"),
     ],
 )
