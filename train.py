@@ -195,8 +195,6 @@ def _prepare(overrides: list[str]) -> Any:
     from amp_core.run.environment import Job
 
     values, cfg, warnings = checked(overrides)
-    if swept := compose.swept_by_experiment(compose.check_overrides(overrides, multirun=False)[0]):
-        raise ConfigError(f"{' '.join(overrides)}: the experiment gives {', '.join(swept)} several values; add -m")
     run_dir = compose.choose_run_dir(values, cfg)
     if run_dir is not None and compose.is_finished(run_dir, values):
         say(f"already finished: {run_dir}")
@@ -452,7 +450,7 @@ def _show_config(flags: argparse.Namespace) -> int:
     sound, problems = compose.check_overrides(flags.overrides, multirun=False)
     if problems:
         raise ConfigError(problems)
-    values: Any = OmegaConf.create(compose.compose(sound))
+    values: Any = OmegaConf.create(compose.compose(sound, to_show=True))
     if flags.package not in (None, "_global_", "") and (values := OmegaConf.select(values, flags.package)) is None:
         raise ConfigError(
             f"--package={flags.package}: there is no such key. {suggest(flags.package, compose.groups())}"

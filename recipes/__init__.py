@@ -10,6 +10,7 @@ installed package names in its entry points, group `amp_recipes`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -76,10 +77,15 @@ def runner(name: str) -> Callable[[Any, Any], dict[str, float]]:
     return run
 
 
+@functools.cache
+def _installed() -> list[tuple[str, str]]:
+    return [(entry.name, entry.module) for entry in entry_points(group="amp_recipes")]
+
+
 def _own() -> dict[str, str | Path]:
     """The modules, or files, of recipes that are not ours."""
     found: dict[str, str | Path] = {}
-    places = [(entry.name, entry.module) for entry in entry_points(group="amp_recipes")]
+    places: list[tuple[str, str | Path]] = list(_installed())
     places += [(file.stem, file) for folder in config_dirs()[1:] for file in sorted((folder / "recipe").glob("*.py"))]
     for name, place in places:
         if other := RECIPES.get(name) or found.get(name):

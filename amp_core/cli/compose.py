@@ -26,6 +26,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override, QuotedString
 from hydra.core.plugins import Plugins
@@ -35,7 +36,7 @@ from amp_core.cli.lease import num_cores
 from amp_core.config.errors import ConfigError
 from amp_core.config.redact import refuse_secret, secrets_in
 from amp_core.config.rules import differences, flatten, node_range
-from amp_core.config.schema import CONFIG_DIR, Config, choices, conf_dir, config_dirs, option_file, parse_yaml, suggest
+from amp_core.config.schema import CONFIG_DIR, Config, choices, conf_dir, config_dirs, read_option, suggest
 
 HYDRA = {
     "hydra.run.dir": "a sweep has a folder of its own; use hydra.sweep.dir=multirun/mine",
@@ -95,8 +96,7 @@ FREE = ("model", "optimizer", "schedule")
 """Groups whose `options` are arguments of what they build; `name` takes more than there are files."""
 PATHS = ("data.path", "data.eval_path", "run_dir", "resume", "recipe.teacher", "hydra.sweep.dir", "hydra.run.dir")
 """Keys that hold a path."""
-HOME = re.compile(rf"\+*({'|'.join(map(re.escape, PATHS))})=(['\"]?)(~(?:/.*)?)\2$")
-"""A shell leaves a ~ behind = as it is."""
+PATH = re.compile(rf"\+*({'|'.join(map(re.escape, PATHS))})=(['\"]?)(.*)\2$", re.DOTALL)
 Problems = Callable[[list[str]], list[str]]
 
 
@@ -172,11 +172,14 @@ def check_overrides(
         if problem := refuse_secret(text):
             problems.append(problem)
             continue
-        if home := HOME.match(text):
-            text = quoted(home[1], os.path.expanduser(home[3]))
         try:
             override = _parse(text)
         except Exception:  # the parser raises several kinds
+            override = None
+        if (path := PATH.match(text)) and (override is None or path[3].startswith("~")):
+            # Hydra reads neither umlauts nor ~ without quotes, and a shell leaves a ~ behind = as it is.
+            override = _parse(quoted(path[1], os.path.expanduser(path[3])))
+        if override is None:
             how = ", without spaces" if " =" in text or "= " in text else ", lists in quotes: 'key=[a,b]'"
             problems.append(f"{text!r}: cannot be read; expected key=value{how}")
             continue
@@ -214,6 +217,10 @@ def _sound_form(override: Override, multirun: bool) -> list[str]:
             options = value.filter(choices(key)) if isinstance(value, Glob) else [str(v) for v in value.list]  # type: ignore[union-attr]
             for option in options or [typed]:
                 _check_option(key, option)
+                if key == "experiment" and "params" in _option(key, option, tuple(config_dirs())).get("hydra", {}).get(
+                    "sweeper", {}
+                ):
+                    raise ConfigError(f"{text}: {option} is a sweep of its own; start one after the other")
             return [f"{key}={','.join(options)}"]
         if isinstance(value, Glob):
             raise ConfigError(f"{text}: glob chooses among the options of a group; write the values: {key}=a,b")
@@ -234,6 +241,11 @@ def _check_option(group: str, option: Any) -> None:
     if not isinstance(option, str) or option not in choices(group):
         more = f" {group}.name= takes further names, see --help {group}." if group in FREE else ""
         raise ConfigError(f"{group}={option}: there is no such option. {suggest(str(option), choices(group))}{more}")
+
+
+@functools.lru_cache(256)
+def _option(group: str, option: str, folders: tuple[Path, ...]) -> dict[str, Any]:
+    return read_option(group, option)
 
 
 def _off(key: str) -> str:
@@ -345,8 +357,13 @@ def search_path() -> list[str]:
 @functools.lru_cache(64)
 def _read(chosen: tuple[str, ...]) -> Any:
     """The configuration with these options of groups, before any key is set. The jobs of a sweep share a few."""
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return hydra_compose("config", list(chosen), return_hydra_config=True)
+    present = GlobalHydra.instance()
+    around, present.hydra = present.hydra, None  # that of a sweep, within a job of it
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            return hydra_compose("config", list(chosen), return_hydra_config=True)
+    finally:
+        GlobalHydra.instance().hydra = around
 
 
 def _compose(overrides: Sequence[str]) -> Any:
@@ -367,34 +384,34 @@ def _compose(overrides: Sequence[str]) -> Any:
     return cfg
 
 
-def compose(overrides: Sequence[str]) -> dict[str, Any]:
+def compose(overrides: Sequence[str], *, to_show: bool = False) -> dict[str, Any]:
     """The composed configuration as plain values. Types and ranges are not checked yet.
 
     Args:
         overrides: sound ones, from `check_overrides`.
+        to_show: not to run, so an experiment that is a sweep is as good as any.
 
     Raises:
         ConfigError: with the first problem that Hydra finds.
     """
     try:
-        return _plain(_compose(overrides), set(flatten_typed(overrides)))
+        cfg, typed = _compose(overrides), set(_typed(overrides))
+        swept = [str(key) for key in cfg.hydra.sweeper.get("params") or () if key not in typed]
+        if swept and not to_show:
+            name = cfg.hydra.runtime.choices.get("experiment")
+            raise ConfigError(f"experiment={name}: gives {', '.join(swept)} several values, which is a sweep; add -m")
+        return _plain(cfg, typed)
     except ConfigError:
         raise
     except Exception as problem:  # Hydra and OmegaConf raise dozens of kinds; each is a bad command line
         raise ConfigError(one_line(problem)) from problem
 
 
-def flatten_typed(overrides: Sequence[str]) -> Iterator[str]:
+def _typed(overrides: Sequence[str]) -> Iterator[str]:
     """The keys that are set, those in dictionaries, too."""
     for override in map(_parse, overrides):
         value: Any = override.value()
         yield from flatten({override.key_or_group: value} if not isinstance(value, Glob) else {})
-
-
-def swept_by_experiment(overrides: Sequence[str]) -> list[str]:
-    """The keys to which an experiment gives several values, and `overrides` none."""
-    params = _compose(overrides).hydra.sweeper.get("params") or {}
-    return [str(key) for key in params if key not in set(flatten_typed(overrides))]
 
 
 def _plain(cfg: Any, typed: set[str]) -> dict[str, Any]:
@@ -410,7 +427,7 @@ def _plain(cfg: Any, typed: set[str]) -> dict[str, Any]:
     if problems := [p for key in PATHS if (p := check_length(key, flat.get(key)))]:
         raise ConfigError(problems)
     for group in FREE:
-        _drop_options_of_another(group, parse_yaml(option_file(group, chosen[group]).read_text()), values, typed)
+        _drop_options_of_another(group, _option(group, chosen[group], tuple(config_dirs())), values, typed)
     if "data.num_workers" not in typed and isinstance(flat.get("data.num_workers"), int):
         values["data"]["num_workers"] = min(flat["data.num_workers"], num_cores())
     return values

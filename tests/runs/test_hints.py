@@ -121,3 +121,57 @@ def test_a_hint_that_is_followed_is_taken(line):
         if refusal(arguments) is None:
             return
     pytest.fail(f"{line}: {said} -> {arguments}: {refusal(arguments)}")
+
+
+WORKS = [
+    "amp=fp16", "+amp=fp16", "++amp=fp16", "+steps=5", "++steps=5", "steps=null", "epochs=1.5", "optimizer.lr=1e-3",
+    "+experiment=null", "ema={decay:0.9,warmup:true}", "optimizer.options.betas=[0.9,0.99]", "+model.options.width=8",
+    "optimizer.options={betas:[0.9,0.99]}", "++model.options={width:8}", "log.wandb_tags=[a,b]", "log.wandb_project='a b'",
+    "batch_size=${accumulation}", "eval_every=${save_every}", "seed=${oc.decode:'7'}",
+    "batch_size=int(32.0)", "optimizer.lr=float(1)", "log.wandb_project=str(3)", "deterministic=bool(1)", "run_dir=null", "run_dir=grün",
+    "hydra.run.dir=x", "hydra.run.dir=x/${now:%Y-%m-%d}", "hydra.job.chdir=false", "hydra.mode=RUN",
+    "-m seed=1,2", "--multirun seed=1,2", "hydra.mode=MULTIRUN seed=1,2", "seed=1,2 -m", "-m seed=range(1,4)",
+    "-m seed=range(start=1,stop=9,step=2)", "-m seed=choice(1,2)", "-m amp=glob(*)", "-m amp=glob([fp*,bf*],exclude=*_*)",
+    "-m +amp=fp16,fp32", "-m seed=sort(3,1,2)", "-m seed=sort(1,2,reverse=true)", "-m seed=shuffle(1,2,3)",
+    "-m seed=shuffle(range(1,4))", "-m optimizer.lr=tag(log,choice(0.1,0.2))", "-m log.wandb_tags=[a],[b]",
+    "-m ema={decay:0.9,warmup:true},{decay:null,warmup:true}", "-m model.options.width=8,16", "-m model=cnn,mlp seed=1,2",
+    "-m hydra.sweeper.params={seed:'1,2'}", "-m +hydra.sweeper.params.seed=1,2", "-m hydra.sweeper.max_batch_size=2 seed=1,2",
+    "-m hydra/launcher=joblib hydra.launcher.n_jobs=2 seed=1,2", "-m +hydra/launcher=joblib seed=1,2", "-m experiment=tune",
+    "-m hydra/sweeper=optuna hydra.sweeper.num_trials=3 optimizer.lr=interval(0.001,0.1)", "-m +experiment=default_gan",
+    "-m hydra/sweeper=optuna batch_size=int(interval(8,32)) amp=glob(fp*)", "-m hydra.sweep.dir=x/${now:%H} seed=1,2",
+]  # fmt: skip
+SENTENCES = {
+    "model@teacher=cnn": "use model=cnn",
+    "+recipe@pre=gan": "packages",
+    "steps=???": "Missing mandatory value",
+    "--config-name other": "--config-dir <folder> experiment=mine",
+    "--config-path conf": "--config-dir <folder>",
+    "--config-dir no/such/folder": "there is no such folder",
+    "--experimental-rerun x": "run_dir=<folder of the run>",
+    "model._target_=os.system": "a config never runs code",
+    "+hydra.callbacks.a._target_=os.system": "a config never runs code",
+    "hydra/callbacks=x": "a callback names a class",
+    "hydra.searchpath=[x]": "--config-dir <folder>",
+    "-m hydra.sweeper.params=3": "Cannot assign int",
+    "-m seed=interval(1,3)": "use hydra/sweeper=optuna",
+    "-m experiment=default_gan,default_contrastive": "start one after the other",
+    "-m hydra.launcher.n_jobs=1,2 seed=1,2": "expected one value",
+    "seed=glob(*)": "add -m",
+    "-m seed=glob(*)": "write the values: seed=a,b",
+    "amp.init_scale=${nothing}": "'nothing' not found",
+}
+
+
+@pytest.mark.parametrize("line", rows(WORKS, every=2))
+def test_what_hydra_documents_works(line):
+    assert refusal(line.split() if "'a b'" not in line else [line]) is None
+
+
+@pytest.mark.parametrize("line", rows(SENTENCES, every=2))
+def test_what_of_hydra_is_not_used_is_refused_in_one_sentence(line):
+    said = refusal(line.split())
+    assert said is not None and SENTENCES[line] in said and "\n" not in said and "Multiple values" not in said
+
+
+def test_there_are_forty_idioms():
+    assert len(set(WORKS) | set(SENTENCES)) >= 40
