@@ -84,11 +84,6 @@ def main(arguments: list[str]) -> int:
         return refused.exit_code
 
 
-def console() -> NoReturn:
-    """The command `amp-recipes`."""
-    sys.exit(main(sys.argv[1:]))
-
-
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = get_args_parser()
 
@@ -109,6 +104,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
             raise ConfigError(f"--{name.replace('_', '-')}: is not used here: {how}")
     if flags.config_dir:
         compose.use_config_dir(flags.config_dir)
+    compose.check_config_dirs()
     if "hydra.mode=MULTIRUN" in flags.overrides:
         flags.multirun = True
     return flags
@@ -227,7 +223,9 @@ def _launch(job: Any) -> Any:
 
 def _add_to_path() -> None:
     path = os.environ.get("PYTHONPATH", "")
-    if ROOT not in path.split(os.pathsep):  # workers are started as `python -m recipes`, from any folder
+    if Path(ROOT, "recipes").is_dir() and ROOT not in path.split(
+        os.pathsep
+    ):  # workers are started as `python -m recipes`, from any folder
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, path]))
 
 

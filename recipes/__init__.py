@@ -4,18 +4,16 @@ The module of a recipe has `Knobs`, the dataclass of the keys that belong to it 
 of data sets it takes, or `own` if it brings its data itself; and `MODELS`, the family of networks. Where its keys have
 rules, `check(knobs, cfg)` lists the problems; `LAYOUTS` names the layouts that it runs in, if not the usual ones.
 
-A recipe of your own is `recipe/mine.py` beside `recipe/mine.yaml` in the folder of `--config-dir`, or a module that an
-installed package names in its entry points, group `amp_recipes`.
+A recipe of your own is `recipe/mine.py` beside `recipe/mine.yaml` in the folder of `--config-dir`, or in a package that
+an installed project names in its entry points, group `amp_recipes`.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -35,33 +33,37 @@ RECIPES = {
 }
 
 if sys.argv[0] == "-m" and (_asked := sys.orig_argv[sys.orig_argv.index("-m") + 1]) in RECIPES.values():
-    sys.exit(f"error: {_asked} is not a program; use python train.py recipe={_asked.rpartition('.')[2]}")
+    print(f"error: {_asked} is not a program; use python train.py recipe={_asked.rpartition('.')[2]}", file=sys.stderr)
+    sys.exit(2)
 
 
 def names() -> list[str]:
-    """All recipes: ours, those of installed packages, those of --config-dir.
-
-    Raises:
-        ConfigError: two of them have one name.
-    """
+    """All recipes, ours and others'."""
     return sorted({**RECIPES, **_own()})
 
 
 def find(name: str) -> Any:
-    """The module of a recipe."""
-    place = RECIPES.get(name) or _own()[name]
-    if isinstance(place, str):
-        return importlib.import_module(place)
-    module = sys.modules.get(f"own_recipe_{name}")
-    if module is None:
-        spec = importlib.util.spec_from_file_location(f"own_recipe_{name}", place)
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[spec.name]
-            raise
+    """The module of a recipe.
+
+    Raises:
+        ConfigError: the file of somebody's own is no recipe.
+    """
+    if name in RECIPES:
+        return importlib.import_module(RECIPES[name])
+    file = _own()[name]
+    known = sys.modules.get(f"own_recipe_{name}")
+    if known is not None and known.__file__ == str(file):
+        return known
+    spec = importlib.util.spec_from_file_location(f"own_recipe_{name}", file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        if missing := [part for part in ("Knobs", "DATA", "MODELS", "run") if not hasattr(module, part)]:
+            raise AttributeError(f"it has no {', no '.join(missing)}")
+    except Exception as problem:  # whatever the code of somebody else raises
+        del sys.modules[spec.name]
+        raise ConfigError(f"{file}: is no recipe: {type(problem).__name__}: {problem}") from problem
     return module
 
 
@@ -77,18 +79,13 @@ def runner(name: str) -> Callable[[Any, Any], dict[str, float]]:
     return run
 
 
-@functools.cache
-def _installed() -> list[tuple[str, str]]:
-    return [(entry.name, entry.module) for entry in entry_points(group="amp_recipes")]
+def _own() -> dict[str, Path]:
+    """The files of recipes that are not ours.
 
-
-def _own() -> dict[str, str | Path]:
-    """The modules, or files, of recipes that are not ours."""
-    found: dict[str, str | Path] = {}
-    places: list[tuple[str, str | Path]] = list(_installed())
-    places += [(file.stem, file) for folder in config_dirs()[1:] for file in sorted((folder / "recipe").glob("*.py"))]
-    for name, place in places:
-        if other := RECIPES.get(name) or found.get(name):
-            raise ConfigError(f"recipe={name}: there are two of this name, {other} and {place}; rename one")
-        found[name] = place
+    Raises:
+        ConfigError: one has the name of one of ours.
+    """
+    found = {file.stem: file for folder in config_dirs()[1:] for file in (folder / "recipe").glob("[!_]*.py")}
+    if twice := sorted(RECIPES.keys() & found.keys()):
+        raise ConfigError(f"{found[twice[0]]}: has the name of our recipe {twice[0]}; rename yours")
     return found

@@ -135,18 +135,29 @@ def use_config_dir(folder: str) -> None:
     """Look for options, experiments and recipes in a folder of the user's, too.
 
     Raises:
-        ConfigError: there is no such folder, it holds none of our groups, or an option that is ours, too.
+        ConfigError: there is no such folder, or it holds nothing of the kind.
     """
     own = Path(folder).expanduser().absolute()
     known = [*groups(), "experiment", "hydra"]
     if not os.path.isdir(own):
-        raise ConfigError(f"--config-dir={folder}: there is no such folder; expected one with {', '.join(known)}")
-    files = [file for group in known for file in (own / group).glob("**/*.yaml")]
-    if not files and not any(own.glob("*.yaml")):
+        raise ConfigError(f"--config-dir={folder[:200]}: there is no such folder; expected one with {', '.join(known)}")
+    if not any(file for group in known for file in (own / group).glob("**/*.yaml")):
         raise ConfigError(f"--config-dir={folder}: holds no option of a group; expected files such as recipe/mine.yaml")
-    if twice := [file.relative_to(own) for file in files if (conf_dir() / file.relative_to(own)).is_file()]:
-        raise ConfigError(f"--config-dir={folder}: {twice[0]} is there under the same name in ours; rename yours")
     os.environ[CONFIG_DIR] = str(own)
+
+
+def check_config_dirs() -> None:
+    """Hold the names of all folders against each other.
+
+    Raises:
+        ConfigError: two options, experiments or recipes have one name.
+    """
+    first: dict[str, Path] = {}
+    for folder in config_dirs() if config_dirs()[1:] else ():
+        for file in (*folder.glob("*/*.yaml"), *folder.glob("recipe/*.py")):
+            other = first.setdefault(f"{file.parent.name}/{file.name}", file)
+            if other != file:
+                raise ConfigError(f"{file}: has the name of {other}; rename yours")
 
 
 def check_overrides(

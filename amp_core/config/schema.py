@@ -10,6 +10,8 @@ import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -349,9 +351,16 @@ CONFIG_DIR = "AMP_RECIPES_CONFIG_DIR"
 
 
 def config_dirs() -> list[Path]:
-    """The folders of YAML files: ours first, then the user's own."""
+    """The folders of YAML files: ours, those of installed packages, that of --config-dir."""
     own = os.environ.get(CONFIG_DIR)
-    return [conf_dir(), Path(own)] if own else [conf_dir()]
+    return [conf_dir(), *_installed_dirs(), *([Path(own)] if own else [])]
+
+
+@functools.cache
+def _installed_dirs() -> list[Path]:
+    """The packages of YAML files and recipes that others have installed: entry points of the group `amp_recipes`."""
+    specs = [find_spec(entry.value) for entry in entry_points(group="amp_recipes")]
+    return [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
 
 
 def option_file(group: str, option: str) -> Path:

@@ -427,9 +427,9 @@ def test_what_hydra_answers_may_stand_anywhere_and_shows_no_traceback(arguments,
 @pytest.mark.parametrize(
     "arguments, code, said",
     [
-        (["-m", "recipes.classification"], 1, "error: recipes.classification is not a program; use python train.py"),
-        (["-m", "recipes", "--help"], 1, "error: python -m recipes is what train.py starts"),
-        (["-m", "recipes"], 1, "error: python -m recipes is what train.py starts"),
+        (["-m", "recipes.classification"], 2, "error: recipes.classification is not a program; use python train.py"),
+        (["-m", "recipes", "--help"], 2, "error: python -m recipes is what train.py starts"),
+        (["-m", "recipes"], 2, "error: python -m recipes is what train.py starts"),
         (["train.py", "--version"], 0, f"amp-recipes {amp_core.__version__}, torch {version('torch')}, hydra "),
     ],
 )
