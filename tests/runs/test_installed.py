@@ -148,3 +148,42 @@ print(sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
         "tqdm",
     }
     assert not heavy & imported
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_all_and_its_program_runs_from_another_folder(own_folder):
+    pytest.importorskip("setuptools", "77.0.3")
+    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if names.returncode:
+        pytest.skip("needs git to know which files are ours")
+    for name in filter(lambda name: (ROOT / name).is_file(), names.stdout.split("\n")):
+        (own_folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, own_folder / "source" / name)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "./source", "--no-deps", "--no-build-isolation", "--no-index", "-w", "wheel"]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = Path("wheel").glob("*.whl")
+    install = [*pip, "install", "--no-deps", "--no-index", "--target", "lib", str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    for name in ("amp_core/conf/recipe/gan.yaml", "amp_core/py.typed", "recipes/gan.py", "recipes/py.typed"):
+        assert Path("lib", name).is_file()
+    assert not Path("lib/train.py").exists()
+    shutil.rmtree("source")
+    write_own(own_folder / "conf")
+    environ = os.environ | {"PYTHONPATH": str(own_folder / "lib")}
+
+    def program(*arguments):
+        command = [sys.executable, "lib/bin/amp-recipes", *arguments]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "named sets of settings" in program("--help")
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.num_trials=1", "optimizer.lr=interval(0.001,0.01)"]
+    assert "1 finished of 1 trials" in program(*SMALL, "-m", *search)
+    program(*SMALL, "run_dir=a")
+    program(*SMALL, "run_dir=b", "layout=ddp", "layout.nproc_per_node=2", "--config-dir", "conf", "recipe=mine")
+    for folder in ("a", "b"):
+        assert json.loads(Path(folder, "summary.json").read_text())["status"] == "finished"
+    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    assert "2 of 2 jobs" in program(*SMALL, "--config-dir", "conf", "-m", "experiment=both", *launcher)
