@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # There while an installation runs, and holds make's process id, so a leftover tells of one that was killed.
 BUSY := $(VENV)/.installing
-EXTRAS := wandb,tensorboard,data,dev
+EXTRAS := vision,wandb,tensorboard,data,dev
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-all matrix check format bench docs faults isa sweep results report clean distclean

@@ -1,12 +1,18 @@
 """Which packages ship; everything else stands in pyproject.toml.
 
 The configuration lies in `conf/`, where people edit it, and ships as `amp_core/conf`, where an installed core reads it.
+train.py ships as `amp_recipes/train.py`: a module `train` of its own would stand in the way of other people's.
 """
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["amp_*", "amp_*.*", "recipes", "recipes.*"]), "amp_core.conf"],
-    package_dir={"amp_core.conf": "conf"},
-    package_data={"amp_core.conf": ["**/*.yaml"], "amp_tools.report": ["*.html"]},
+    packages=[
+        *find_packages(include=["amp_*", "amp_*.*", "recipes", "recipes.*"]),
+        *find_namespace_packages(include=["hydra_plugins.*"]),
+        "amp_core.conf",
+    ],
+    py_modules=["amp_recipes.train"],
+    package_dir={"amp_core.conf": "conf", "amp_recipes": "."},
+    package_data={"": ["py.typed"], "amp_core.conf": ["**/*.yaml"], "amp_tools.report": ["*.html"]},
 )

@@ -39,14 +39,17 @@ import contextlib
 import re
 import shlex
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from amp_core import __version__
 from amp_core.cli import compose, sweep
 from amp_core.cli.help import help_text
 from amp_core.cli.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
@@ -62,12 +65,17 @@ ROOT = str(Path(__file__).resolve().parent)
 def main(arguments: list[str]) -> int:
     """Run a command line. Returns the exit code."""
     try:
+        if "--version" in arguments:
+            say(f"amp-recipes {__version__}, torch {version('torch')}, hydra {version('hydra-core')}")
+            return 0
         flags = _parse(arguments)
         if flags.help:
             say(help_text(flags.overrides))
             return 0
-        if flags.multirun:
+        if flags.multirun and not flags.cfg and not flags.info:
             return _sweep(flags.overrides)
+        if flags.cfg == "job":
+            return _show_config(flags)
         if flags.hydra_help or flags.cfg or flags.info or flags.shell_completion:
             return _ask_hydra(arguments, flags)
         return _single(flags.overrides)
@@ -80,18 +88,39 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
-        if dashed := re.match(r"unrecognized arguments: --?([\w.-]+)(?:[= ](\S+))?", message):
-            key = dashed[1].replace("-", "_")
-            message = f"{message}. Did you mean {key}={dashed[2] or '...'}?"
+        if dashed := re.match(r"unrecognized arguments: --?([\w.-]+)(?:=(\S+))?", message):
+            message = f"{message}. {_without_dashes(dashed[1].replace('-', '_'), dashed[2], arguments)}"
         raise ConfigError(f"{message}; settings are written key=value, see python train.py --help")
 
     parser.error = refuse
     flags = parser.parse_intermixed_args(arguments)
-    for name in ("config_path", "config_name", "config_dir", "experimental_rerun"):
+    instead = {
+        "config_path": "--config-dir <folder> adds your YAML files to ours",
+        "config_name": "put it into <folder>/experiment/mine.yaml; use --config-dir <folder> experiment=mine",
+        "experimental_rerun": "use run_dir=<folder of the run>, which continues it",
+    }
+    for name, how in instead.items():
         if getattr(flags, name, None):
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag}: is not used here; put an experiment into conf/experiment")
+            raise ConfigError(f"--{name.replace('_', '-')}: is not used here: {how}")
+    if flags.config_dir:
+        compose.use_config_dir(flags.config_dir)
+    compose.check_config_dirs()
+    if "hydra.mode=MULTIRUN" in flags.overrides:
+        flags.multirun = True
     return flags
+
+
+def _without_dashes(key: str, value: str | None, arguments: list[str]) -> str:
+    """What a flag of another program is called here."""
+    if value is None:
+        place = next(i for i, text in enumerate(arguments) if text.lstrip("-").replace("-", "_") == key) + 1
+        is_value = place < len(arguments) and not re.match(r"-|[\w.+~/@]+=", arguments[place])
+        value = arguments[place] if is_value else "true"
+    _, problems = compose.check_overrides([f"{key}={value}"], multirun=True, problems_of=_problems_of)
+    said = re.search(r"Did you mean (.*?)\?", problems[0]) if problems else None
+    if problems and said is None:
+        return ""
+    return f"Did you mean {said[1] if said else f'{key}={value}'}?"
 
 
 def _say_error(refused: ConfigError) -> None:
@@ -111,7 +140,7 @@ def checked(overrides: list[str]) -> tuple[dict[str, Any], Config, list[str]]:
     Raises:
         ConfigError: with every problem that can be found before the start.
     """
-    sound, problems = compose.check_overrides(overrides, multirun=False)
+    sound, problems = compose.check_overrides(overrides, multirun=False, problems_of=_problems_of)
     try:
         values = compose.compose(sound)
     except ConfigError as refused:
@@ -119,17 +148,26 @@ def checked(overrides: list[str]) -> tuple[dict[str, Any], Config, list[str]]:
     return values, *_checked_values(values, overrides, problems)
 
 
+def _problems_of(sound: list[str]) -> list[str]:
+    """What is wrong with sound overrides."""
+    try:
+        _checked_values(compose.compose(sound), sound, [])
+    except ConfigError as refused:
+        return refused.problems
+    return []
+
+
 def _checked_values(values: dict[str, Any], overrides: list[str], problems: list[str]) -> tuple[Config, list[str]]:
     cfg, found, broken = validate(values)
     problems += found
     # torch is imported from here on: `--help` and `--cfg job` do not need it.
     from amp_core.run.preflight import preflight
-    from recipes import RECIPES, find
+    from recipes import find, names
 
     warnings = []
     name = None if "recipe" in broken else cfg.recipe["name"]
-    if name is not None and name not in RECIPES:
-        problems.append(f"recipe.name={name}: there is no such recipe. {suggest(name, RECIPES)}")
+    if name is not None and name not in names():
+        problems.append(f"recipe.name={name}: there is no such recipe. {suggest(name, names())}")
     elif name is not None:
         found, warnings = preflight(cfg, find(name), broken)
         problems += found
@@ -152,9 +190,6 @@ def _prepare(overrides: list[str]) -> Any:
     """The job of a single run, or None when its folder holds it finished."""
     from amp_core.run.environment import Job
 
-    for text in overrides:
-        if text.lstrip("+~").startswith(("hydra.", "hydra/")):
-            raise ConfigError(f"{text}: has an effect only in a sweep; add -m, or leave it out")
     values, cfg, warnings = checked(overrides)
     run_dir = compose.choose_run_dir(values, cfg)
     if run_dir is not None and compose.is_finished(run_dir, values):
@@ -188,7 +223,9 @@ def _launch(job: Any) -> Any:
 
 def _add_to_path() -> None:
     path = os.environ.get("PYTHONPATH", "")
-    if ROOT not in path.split(os.pathsep):  # workers are started as `python -m recipes`, from any folder
+    if Path(ROOT, "recipes").is_dir() and ROOT not in path.split(
+        os.pathsep
+    ):  # workers are started as `python -m recipes`, from any folder
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, path]))
 
 
@@ -244,6 +281,7 @@ def _sweep(overrides: list[str]) -> int:
         threads = num_cores() // (planned.num_parallel * num_processes(cfg))
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # or every job would use all cores
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions on instead of printing them
+    BasicSweeper.validate_batch_is_legal = lambda self, batch: None  # every job was checked: a minute for 400 of them
     sweep.begin(sweep_dir)
     before = {number: signal.getsignal(number) for number in sweep.SIGNALS}
     code, failed = 0, False
@@ -281,10 +319,10 @@ def _sweep(overrides: list[str]) -> int:
 def _plan_sweep(overrides: list[str]) -> tuple[compose.Sweep, list[str], Config]:
     """The sweep, its overrides as Hydra takes them, and the first job's configuration. Every job is checked."""
     _collect_again()
-    sound, problems = compose.check_overrides(overrides, multirun=True)
-    for text in overrides:
+    sound, problems = compose.check_overrides(overrides, multirun=True, problems_of=_problems_of)
+    for text in sound:
         if text.startswith(("run_dir=", "resume=last")):
-            problems.append(f"{text}: each job of a sweep has a folder of its own; use hydra.sweep.dir=")
+            problems.append(f"{text}: each job of a sweep has a folder of its own; use hydra.sweep.dir=multirun/mine")
     if problems:
         raise ConfigError(problems)
     try:
@@ -308,7 +346,8 @@ def _plan_sweep(overrides: list[str]) -> tuple[compose.Sweep, list[str], Config]
 
 
 def _hydra(arguments: list[str]) -> None:
-    sys.argv = [sys.argv[0], *arguments]
+    """Hand over to Hydra; flags stand before `--`."""
+    sys.argv = [sys.argv[0], *arguments, *compose.search_path()]
     hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(sweep_job)()
 
 
@@ -322,7 +361,7 @@ def sweep_job(config: DictConfig) -> float | None:
     overrides = [str(text) for text in hydra_config.overrides.task]
     sweep_dir, folder = Path(hydra_config.sweep.dir), compose.sweep_subdir(overrides)
     launcher = hydra_config.runtime.choices["hydra/launcher"]
-    values: Any = OmegaConf.to_container(config, resolve=True)
+    values = compose.compose(overrides)
     if code := sweep.asked_to_stop(sweep_dir):
         if launcher == "basic":
             raise SystemExit(code)
@@ -405,10 +444,23 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
     return outcome.signalled
 
 
+def _show_config(flags: argparse.Namespace) -> int:
+    sound, problems = compose.check_overrides(flags.overrides, multirun=False)
+    if problems:
+        raise ConfigError(problems)
+    values: Any = OmegaConf.create(compose.compose(sound, to_show=True))
+    if flags.package not in (None, "_global_", "") and (values := OmegaConf.select(values, flags.package)) is None:
+        raise ConfigError(
+            f"--package={flags.package}: there is no such key. {suggest(flags.package, compose.groups())}"
+        )
+    say(OmegaConf.to_yaml(values).rstrip() if OmegaConf.is_config(values) else str(values))
+    return 0
+
+
 def _ask_hydra(arguments: list[str], flags: argparse.Namespace) -> int:
     overrides = [] if flags.hydra_help else flags.overrides
     if flags.cfg or flags.info:
-        overrides, problems = compose.check_overrides(overrides, multirun=False)
+        overrides, problems = compose.check_overrides(overrides, multirun=flags.multirun)
         if problems:
             raise ConfigError(problems)
     asked = [argument for argument in arguments if argument not in flags.overrides and argument != "--"]

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from amp_core.step.schedule import Schedule
     from amp_core.step.window import MicroBatch, sync_grads, windows
 
+__version__ = "0.2.0"
+
 _HOME = {
     "Amp": "step.amp",
     "AmpConfig": "config.schema",

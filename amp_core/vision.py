@@ -15,6 +15,8 @@ from types import ModuleType
 
 import torch
 
+from amp_core.config.errors import ConfigError
+
 _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -23,9 +25,17 @@ _declared: list[torch.library.Library] = []  # torch forgets the operators when 
 
 
 def import_torchvision() -> ModuleType:
-    """The torchvision module, without whatever part of its compiled code cannot be loaded."""
+    """The torchvision module, without whatever part of its compiled code cannot be loaded.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         return _import()
+    except ModuleNotFoundError as missing:
+        if missing.name != "torchvision":
+            raise
+        raise ConfigError("this needs the package torchvision: pip install 'amp-recipes[vision]'") from missing
     except RuntimeError as error:
         if _declared or "operator torchvision::nms does not exist" not in str(error):
             raise

@@ -3,13 +3,22 @@
 The module of a recipe has `Knobs`, the dataclass of the keys that belong to it alone; `run(cfg, env)`; `DATA`, the kind
 of data sets it takes, or `own` if it brings its data itself; and `MODELS`, the family of networks. Where its keys have
 rules, `check(knobs, cfg)` lists the problems; `LAYOUTS` names the layouts that it runs in, if not the usual ones.
+
+A recipe of your own is `recipe/mine.py` beside `recipe/mine.yaml` in the folder of `--config-dir`, or in a package that
+an installed project names in its entry points, group `amp_recipes`.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from amp_core.config.errors import ConfigError
+from amp_core.config.schema import config_dirs
 
 RECIPES = {
     "classification": "recipes.classification",
@@ -23,10 +32,39 @@ RECIPES = {
     "segmentation": "recipes.segmentation",
 }
 
+if sys.argv[0] == "-m" and (_asked := sys.orig_argv[sys.orig_argv.index("-m") + 1]) in RECIPES.values():
+    print(f"error: {_asked} is not a program; use python train.py recipe={_asked.rpartition('.')[2]}", file=sys.stderr)
+    sys.exit(2)
+
+
+def names() -> list[str]:
+    """All recipes, ours and others'."""
+    return sorted({**RECIPES, **_own()})
+
 
 def find(name: str) -> Any:
-    """The module of a recipe."""
-    return importlib.import_module(RECIPES[name])
+    """The module of a recipe.
+
+    Raises:
+        ConfigError: the file of somebody's own is no recipe.
+    """
+    if name in RECIPES:
+        return importlib.import_module(RECIPES[name])
+    file = _own()[name]
+    known = sys.modules.get(f"own_recipe_{name}")
+    if known is not None and known.__file__ == str(file):
+        return known
+    spec = importlib.util.spec_from_file_location(f"own_recipe_{name}", file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        if missing := [part for part in ("Knobs", "DATA", "MODELS", "run") if not hasattr(module, part)]:
+            raise AttributeError(f"it has no {', no '.join(missing)}")
+    except Exception as problem:  # whatever the code of somebody else raises
+        del sys.modules[spec.name]
+        raise ConfigError(f"{file}: is no recipe: {type(problem).__name__}: {problem}") from problem
+    return module
 
 
 def runner(name: str) -> Callable[[Any, Any], dict[str, float]]:
@@ -39,3 +77,15 @@ def runner(name: str) -> Callable[[Any, Any], dict[str, float]]:
         return find(name).run(cfg, env)
 
     return run
+
+
+def _own() -> dict[str, Path]:
+    """The files of recipes that are not ours.
+
+    Raises:
+        ConfigError: one has the name of one of ours.
+    """
+    found = {file.stem: file for folder in config_dirs()[1:] for file in (folder / "recipe").glob("[!_]*.py")}
+    if twice := sorted(RECIPES.keys() & found.keys()):
+        raise ConfigError(f"{found[twice[0]]}: has the name of our recipe {twice[0]}; rename yours")
+    return found

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from amp_core.config.checks import package_folder
 from amp_core.config.schema import Config
 from amp_core.data import build_data
 from amp_core.models import build_model
@@ -93,6 +94,8 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
             f"perf.compile={cfg.perf.compile}: recipe=gan differentiates a gradient and keeps graphs for a second "
             f"loss, which compiled code does not; use perf=default"
         )
+    if package_folder("torchvision") is None:
+        problems.append("recipe=gan needs the package torchvision for its samples: pip install 'amp-recipes[vision]'")
     if knobs.num_critic_steps < 1:
         problems.append(f"recipe.num_critic_steps={knobs.num_critic_steps}: expected at least 1")
     if knobs.penalty == "none" and weight is not None:

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from amp_core.config import schema
 from amp_core.config.errors import ConfigError
-from amp_core.config.schema import Config, choices, conf_dir, suggest
+from amp_core.config.schema import Config, choices, conf_dir, option_file, suggest
 
 HEADER = """amp-recipes: reference training recipes for mixed precision in PyTorch
 
@@ -24,7 +24,8 @@ HEADER = """amp-recipes: reference training recipes for mixed precision in PyTor
 """
 FOOTER = """Keys of a group are set with a dot: amp.init_scale=1024; `--cfg job` prints them all. Lists go in quotes:
 'amp.keep_fp32=["head","*.norm"]'. Exit codes: 0 done, 1 failed, 2 bad configuration, 3 no usable checkpoint,
-4 cannot save, 5 diverged, 75 time limit, 130 and 143 interrupted after a checkpoint.
+4 cannot save, 5 diverged (most steps skipped, or a last metric that is not finite), 75 time limit, 130 and 143
+interrupted after a checkpoint.
 More: --help GROUP, --help GROUP=OPTION, --help KEY, --help sweep. Also: dry_run=true, --cfg job, --hydra-help.
 Tab completion: eval "$(python train.py -sc install=bash)"."""
 SWEEP = """A sweep runs every combination of the values that keys are given:
@@ -93,7 +94,7 @@ def _topic(topic: str) -> str:
     if option and group in groups:
         if option not in choices(group):
             raise ConfigError(f"--help {topic}: there is no such option. {suggest(option, choices(group))}")
-        return f"{topic} sets\n\n{textwrap.indent(_file(group, option).read_text().rstrip(), '  ')}"
+        return f"{topic} sets\n\n{textwrap.indent(option_file(group, option).read_text().rstrip(), '  ')}"
     if topic in groups:
         return _group(topic, groups[topic])
     keys = {key: (kind, said) for key, kind, said in _keys(Config, "")}
@@ -110,7 +111,7 @@ def _group(group: str, default: str) -> str:
     lines = [f"{group}=", ""]
     for option in choices(group):
         shown = f"[{option}]" if option == default else option
-        lines.append(f"  {shown:<26}{_first_comment(_file(group, option))}".rstrip())
+        lines.append(f"  {shown:<26}{_first_comment(option_file(group, option))}".rstrip())
     kind = get_type_hints(Config).get(group)
     if kind is not None and dataclasses.is_dataclass(kind):
         lines += ["", "Keys:", ""]
@@ -122,10 +123,6 @@ def _group(group: str, default: str) -> str:
     if group == "recipe":
         lines += ["", "The keys of a recipe: --help recipe=gan, and the head of recipes/gan.py."]
     return "\n".join(lines)
-
-
-def _file(group: str, option: str) -> Path:
-    return conf_dir() / group / f"{option}.yaml"
 
 
 def _first_comment(path: Path) -> str:

@@ -188,6 +188,8 @@ def run_apart(
         reader.join(timeout=5.0)
     if process.returncode < 0:
         return 1, f"killed by {signal.Signals(-process.returncode).name}"
+    if process.returncode == 0:
+        return 0, None
     text = b"".join(said).decode(errors="replace")
     start = text.rfind("error: ")
     return process.returncode, first_line(text[start:] if start >= 0 else text.rstrip().rpartition("\n")[2])

@@ -58,6 +58,8 @@ PREPARED = ("mnist_subset", "cifar10", "image_folder", "imagenet")
 """Data sets whose training images can be prepared on the device."""
 DECODED = ("image_folder", "imagenet")
 """Those of files, which a GPU decodes."""
+PACKAGES = {"torchvision": (*DECODED, "cifar10"), "PIL": ("mask_folder", "identity_folder", "records")}
+"""Packages that read images, and the data sets that need them."""
 _EXAMPLES = {"image_size": "a number of pixels, such as 224", "path": "a file or folder"}
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """Those of torchvision's ImageFolder, which cannot be asked without importing torch."""
@@ -77,6 +79,9 @@ def check_data(cfg: DataConfig, kind: str | None = None) -> list[str]:
     if cfg.name not in valid:
         return [f"data={cfg.name}: holds {KINDS[cfg.name]}, the recipe takes {kind}. {suggest(cfg.name, valid)}"]
     problems = _check_use(cfg)
+    for package, names in PACKAGES.items():
+        if cfg.name in names and package_folder(package) is None:
+            problems.append(f"data={cfg.name} needs the package {package}: pip install 'amp-recipes[vision]'")
     if not any(problem.startswith("data.path") for problem in problems):
         problems += CHECKS.get(cfg.name, lambda cfg: [])(cfg)
     return problems

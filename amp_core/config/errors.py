@@ -5,7 +5,7 @@
 | 2 | `ConfigError`: a bad command line or configuration |
 | 3 | `CheckpointError`: no usable checkpoint |
 | 4 | `SaveError`: a checkpoint cannot be written |
-| 5 | `Diverged`: too many skipped steps in a row |
+| 5 | `Diverged`: too many skipped steps in a row or in all, or a last metric that is not finite |
 | 75, 130, 143 | `Interrupted`: the time limit or SIGUSR1, SIGINT, SIGTERM, after a checkpoint; resume to go on |
 
 Everything else that escapes a run is a failure and exits with 1.
@@ -52,7 +52,7 @@ class SaveError(RunError):
 
 
 class Diverged(RunError):
-    """Too many steps in a row had non-finite gradients."""
+    """Too many steps had non-finite gradients, or the last evaluation is not finite."""
 
     exit_code = 5
 

@@ -38,17 +38,15 @@ def _positive(problems: list[str], values: Mapping[str, Any], *, least: float | 
 
 def _check_amp(amp: AmpConfig, problems: list[str]) -> None:
     policy = {f"amp.{key}": getattr(amp, key) for key in SCALE_KEYS}
-    if not amp.scaling:
+    if not amp.scaling and ("float16" in (amp.dtype, amp.weights)) and amp.update != "nearest":
+        problems.append("amp.scaling=false: float16 gradients underflow without a loss scale; leave it out")
+    elif not amp.scaling:
         for key, value in policy.items():
             if value is not None:
                 problems.append(
                     f"{key}={show_value(value)}: has no effect in amp={amp.name}, which does not scale the loss; "
                     f"use amp=fp16 or leave it out"
                 )
-        if amp.dtype == "float16":
-            problems.append("amp.scaling=false: float16 gradients underflow without a loss scale; use amp=fp16")
-        elif amp.weights == "float16" and amp.update == "master":
-            problems.append("amp.scaling=false: float16 gradients underflow without a loss scale; use amp=o2")
     else:
         for key in ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale", "dynamic"):
             if getattr(amp, key) is None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import os
+import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -191,6 +196,16 @@ class LogConfig:
     wandb_project: str
     wandb_mode: Literal["auto", "online", "offline"]
     """auto: online when an account is configured, else offline."""
+    wandb_entity: str | None
+    """Team or user that the run belongs to; null: wandb's default."""
+    wandb_group: str | None
+    """Group of the run, such as a sweep."""
+    wandb_tags: list[str]
+    """Tags of the run."""
+    wandb_name: str | None
+    """Name of the run; null: the recipe and its folder."""
+    quiet: bool
+    """Only warnings and errors on the terminal; train.log has everything."""
 
 
 @dataclass(frozen=True)
@@ -331,9 +346,32 @@ def conf_dir() -> Path:
     raise FileNotFoundError(f"conf/config.yaml was found neither in {package.parent} nor in {package}; reinstall")
 
 
+CONFIG_DIR = "AMP_RECIPES_CONFIG_DIR"
+"""Environment variable that hands `--config-dir` on to the processes of a run."""
+
+
+def config_dirs() -> list[Path]:
+    """The folders of YAML files: ours, those of installed packages, that of --config-dir."""
+    own = os.environ.get(CONFIG_DIR)
+    return [conf_dir(), *_installed_dirs(), *([Path(own)] if own else [])]
+
+
+@functools.cache
+def _installed_dirs() -> list[Path]:
+    """The packages of YAML files and recipes that others have installed: entry points of the group `amp_recipes`."""
+    specs = [find_spec(entry.value) for entry in entry_points(group="amp_recipes")]
+    return [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
+
+
+def option_file(group: str, option: str) -> Path:
+    """The YAML file of one option of a group; its folder is the user's where ours has none."""
+    files = [folder / group / f"{option}.yaml" for folder in config_dirs()]
+    return next((file for file in files if file.is_file()), files[0])
+
+
 def choices(group: str) -> list[str]:
     """The options of a config group, sorted."""
-    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+    return sorted(path.stem for folder in config_dirs() for path in (folder / group).glob("*.yaml"))
 
 
 def read_option(group: str, option: str) -> dict[str, Any]:
@@ -342,25 +380,38 @@ def read_option(group: str, option: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such option.
     """
-    from omegaconf import OmegaConf
-
     if option not in choices(group):
         raise ConfigError(f"{group}={option}: there is no such option. {suggest(option, choices(group))}")
-    return OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{option}.yaml"))  # type: ignore[return-value]
+    return parse_yaml(option_file(group, option).read_text())
 
 
 def parse_yaml(text: str) -> Any:
     """Plain data of YAML text; nothing is resolved, nothing executed. A damaged text raises the parser's own kinds."""
-    from omegaconf import OmegaConf
+    return _loader()(text).get_single_data()
 
-    return OmegaConf.to_container(OmegaConf.create(text))
+
+@functools.cache
+def _loader() -> Any:
+    """PyYAML's safe loader, which reads numbers as OmegaConf does, such as 1e-3, and leaves dates as text."""
+    from yaml import SafeLoader
+
+    class Loader(SafeLoader):
+        pass
+
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, expression) for tag, expression in resolvers if not tag.endswith("timestamp")]
+        for first, resolvers in SafeLoader.yaml_implicit_resolvers.items()
+    }
+    number = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    return Loader
 
 
 def suggest(word: str, valid: Iterable[str]) -> str:
     """A sentence with the nearest valid choice first, then all of them (the first 12)."""
     valid = list(valid)
     word = {"gpu": "cuda", "on": "", "true": "", "yes": ""}.get(str(word).lower(), word)  # the nearest would be far off
-    close = difflib.get_close_matches(str(word).lower(), [v.lower() for v in valid], n=1, cutoff=0.4)
+    close = difflib.get_close_matches(str(word).lower(), [v.lower() for v in valid], n=1)
     hint = f"Did you mean {next(v for v in valid if v.lower() == close[0])}? " if close else ""
     shown = ", ".join(valid[:12]) + (", ..." if len(valid) > 12 else "")
     return f"{hint}Valid: {shown}." if valid else hint

@@ -82,6 +82,8 @@ class Log:
         if self._is_main:
             run_dir.mkdir(parents=True, exist_ok=True)
         self._open_text(run_dir, rank)
+        if cfg.quiet:
+            self._handlers[0].setLevel(logging.WARNING)
         if not self._is_main:
             return
 

@@ -39,6 +39,7 @@ from amp_core.run.inject import fault
 from amp_core.run.log import Log, say
 from amp_core.run.meters import Clock, Metrics
 from amp_core.run.monitor import Finding, Symptoms
+from amp_core.run.outcome import check_result
 from amp_core.run.plan import measuring, plan, plan_in_detail
 from amp_core.run.resume import open_checkpoint, progress_of, resume
 from amp_core.run.stop import TIME_LIMIT
@@ -397,6 +398,7 @@ class Loop:
 
     def _end(self) -> None:
         self._summarise()
+        check_result(self.eval, step=self.step, skipped=self.env.summary["skipped"])
         self.env.write_summary("finished", 0)
         if self._log is not None and self.env.is_main:
             self._log.info(f"finished {self.step} steps: {spell(self.eval)}")

@@ -68,7 +68,10 @@ class Wandb:
         start = {
             "init": {
                 "project": cfg.wandb_project,
-                "name": name,
+                "entity": cfg.wandb_entity,
+                "group": cfg.wandb_group,
+                "tags": cfg.wandb_tags,
+                "name": cfg.wandb_name or name,
                 "id": _wandb_id(run_dir / "wandb_id"),
                 "resume": "allow",
                 "dir": str(run_dir),

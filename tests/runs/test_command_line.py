@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from tiers import rows
 
+import amp_core
 import train
 from amp_core.cli import compose
 from amp_core.config.rules import build
@@ -199,6 +201,114 @@ def test_malformed_command_lines_exit_with_2_and_one_message_and_create_nothing(
         refuse(arguments, capsys, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "overrides, group, options",
+    [
+        (["schedule.name=StepLR", "schedule.options.step_size=10"], "schedule", {"step_size": 10}),
+        (["schedule.name=StepLR", "schedule.options={step_size: 10}"], "schedule", {"step_size": 10}),
+        (["schedule=step", "schedule.options.gamma=0.5"], "schedule", {"step_size": 500, "gamma": 0.5}),
+        (["schedule.name=warmup_linear", "schedule.options.final=0.01"], "schedule", {"final": 0.01}),
+        (["model.options={width: 8}"], "model", {"width": 8}),
+        (["model=cnn_small", "model.name=mlp"], "model", {}),
+        (["optimizer=sgd", "optimizer.name=RMSprop", "optimizer.options.momentum=0.8"], "optimizer", {"momentum": 0.8}),
+        (["recipe=language_model", "optimizer.name=SGD"], "optimizer", {}),
+    ],
+)
+def test_another_name_drops_the_options_that_a_file_brought_and_keeps_those_that_were_typed(overrides, group, options):
+    values, cfg, _ = train.checked(overrides)
+    assert values[group]["options"] == options == getattr(cfg, group).options
+
+
+def test_glob_chooses_options_and_a_pattern_without_any_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    planned, _, _ = train._plan_sweep(["amp=glob(fp*,exclude=*_*)", "recipe=glob(c*)"])
+    chosen = [[f"amp={a}", f"recipe={b}"] for a in ("fp16", "fp32", "fp8") for b in ("classification", "contrastive")]
+    assert [job for job in planned.jobs if "recipe=custom_function" not in job] == chosen
+    assert "no such option" in refuse(["-m", "amp=glob(zz*)"], capsys, tmp_path)
+    assert "amp=glob(fp*)" in refuse(["amp=glob(fp*)"], capsys, tmp_path)
+    assert "options of a group" in refuse(["-m", "seed=glob(*)"], capsys, tmp_path)
+
+
+def test_no_class_comes_in_by_an_interpolation_or_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HIDDEN", "{_target_: os.getcwd}")
+    hidden = "'${oc.decode:${oc.env:HIDDEN}}'"
+    refuse([f"recipe.teacher={hidden}"], capsys, tmp_path)
+    refuse(["-m", "seed=1,2", "hydra/launcher=joblib", f"hydra.launcher.backend={hidden}"], capsys, tmp_path)
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "conf")
+    monkeypatch.setenv("AMP_RECIPES_CONFIG_DIR", "")
+    for number, text in enumerate(
+        [
+            "hydra: {callbacks: {a: {_target_: os.getcwd}}}",
+            "hydra: {sweeper: {_target_: os.getcwd}}",
+            "hydra: {launcher: {_target_: os.getcwd}}",
+            "defaults: [{override /hydra/sweeper: optuna}]\nhydra: {sweeper: {params: {seed: {_target_: os.getcwd}}}}",
+            "hydra: {sweeper: {params: {model.options: '{_target_: os.getcwd}'}}}",
+            f"hydra: {{sweeper: {{params: {{seed: {hidden}}}}}}}",
+            "model: {options: {_target_: os.getcwd}}",
+        ]
+    ):
+        (folder / f"bad{number}.yaml").write_text(f"# @package _global_\n{text}\n")
+        arguments = ["--config-dir", str(tmp_path / "conf"), "-m", f"experiment=bad{number}", "steps=1,2"]
+        assert train.main(arguments) == 2
+        said = capsys.readouterr().err
+        assert "_target_" in said and "Traceback" not in said, (text, said)
+    assert os.listdir(".") == ["experiment"]
+
+
+LONG = "n" * 256
+DEEP = "/".join(["d" * 200] * 25)
+
+
+@pytest.mark.parametrize("place", [LONG, f"a/{LONG}/b", DEEP, "ü" * 128])
+@pytest.mark.parametrize(
+    "arguments",
+    [["run_dir="], ["resume="], ["data=image_folder", "data.path="], ["-m", "seed=1,2", "hydra.sweep.dir="]],
+)
+def test_names_and_paths_that_no_file_system_takes_are_refused(arguments, place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    *others, key = arguments
+    said = refuse([*others, f"{key}{place}"], capsys, tmp_path)
+    assert said.startswith(f"error: {key}{place[:20]}") and "longer than" in said
+
+
+def test_other_long_values_are_refused_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for arguments in ([f"amp={LONG}"], [f"model.name={LONG}"], ["--config-dir", LONG], ["-m", f"amp=fp32,{LONG}"]):
+        refuse(arguments, capsys, tmp_path)
+
+
+def test_the_jobs_of_a_sweep_share_what_hydra_composes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    composed = []
+    read = compose.hydra_compose
+    monkeypatch.setattr(
+        compose, "hydra_compose", lambda *args, **kwargs: composed.append(args) or read(*args, **kwargs)
+    )
+    compose._read.cache_clear()
+    planned, _, _ = train._plan_sweep(["amp=fp16,bf16", "optimizer.lr=0.1,0.2,0.3,0.4,0.5", "seed=range(20)"])
+    assert len(planned.jobs) == 200
+    assert len(composed) == 3  # the sweep itself and each mode: a tenth of a second each
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, how: "a" not in Path(path).parts and may(path, how))  # root may all
+    for arguments in ([], ["run_dir=b"], ["-m", "seed=1,2"], ["-m", "seed=1,2", "hydra.sweep.dir=b"]):
+        assert "is read-only" in refuse(arguments, capsys, tmp_path / "a")
+
+
+def test_home_is_put_in_place_of_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert values_of("data.path=~/a")["data"]["path"] == values_of("data.path='~/a'")["data"]["path"] == f"{tmp_path}/a"
+    assert values_of("hydra.run.dir=~/b")["run_dir"] == f"{tmp_path}/b"
+    assert values_of("run_dir='a~/b'")["run_dir"] == "a~/b"
+
+
 @pytest.mark.parametrize("text", rows([*UNKNOWN[::10], *WRONG_TYPE[::5], *OUT_OF_RANGE[::3]], every=5))
 def test_the_message_names_the_full_key(text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -213,7 +323,7 @@ def test_settings_that_contradict_each_other_are_refused_by_name(key, tmp_path, 
 
 def test_a_typo_gets_the_nearest_key_and_the_nearest_option(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert "Did you mean accumulation?" in refuse(["acumulation=2"], capsys, tmp_path)
+    assert "Did you mean accumulation=2?" in refuse(["acumulation=2"], capsys, tmp_path)
     assert "Did you mean fp16?" in refuse(["amp=fp_16"], capsys, tmp_path)
     assert "Did you mean AdamW?" in refuse(["optimizer.name=AdmW"], capsys, tmp_path)
 
@@ -315,6 +425,20 @@ def test_what_hydra_answers_may_stand_anywhere_and_shows_no_traceback(arguments,
 
 
 @pytest.mark.parametrize(
+    "arguments, code, said",
+    [
+        (["-m", "recipes.classification"], 2, "error: recipes.classification is not a program; use python train.py"),
+        (["-m", "recipes", "--help"], 2, "error: python -m recipes is what train.py starts"),
+        (["-m", "recipes"], 2, "error: python -m recipes is what train.py starts"),
+        (["train.py", "--version"], 0, f"amp-recipes {amp_core.__version__}, torch {version('torch')}, hydra "),
+    ],
+)
+def test_other_ways_to_start_say_what_to_type(arguments, code, said):
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, (done.stdout + done.stderr)[: len(said)]) == (code, said)
+
+
+@pytest.mark.parametrize(
     "topic, expected",
     [
         (["amp"], "amp.growth_interval (a whole number or null)"),
@@ -340,14 +464,14 @@ def test_help_has_a_text_for_every_key_of_a_group(capsys):
 @pytest.mark.parametrize(
     "arguments, hint",
     [
-        (["optimizer.learning_rate=0.1"], "Did you mean optimizer.lr?"),
-        (["layout.gpus=2"], "Did you mean layout.nproc_per_node?"),
+        (["optimizer.learning_rate=0.1"], "Did you mean optimizer.lr=0.1?"),
+        (["layout.gpus=2"], "Did you mean layout=ddp layout.nproc_per_node=2?"),
         (["model.width=8"], "model.options.width="),
         (["device=gpu"], "Did you mean cuda?"),
         (["steps=1e3"], "Write steps=1000."),
         (["--seed=3"], "Did you mean seed=3?"),
         (["-m", "hydra/launcher=jobllib", "seed=1,2"], "Did you mean joblib?"),
-        (["-m", "hydra/launcher=joblib", "hydra.launcher.njobs=2", "seed=1,2"], "Did you mean n_jobs?"),
+        (["-m", "hydra/launcher=joblib", "hydra.launcher.njobs=2", "seed=1,2"], "Did you mean hydra.launcher.n_jobs?"),
         (["-m", "optimizer.lr=interval(0,1)"], "hydra/sweeper=optuna"),
     ],
 )

@@ -38,7 +38,8 @@ spec = importlib.util.spec_from_file_location("amp_log", {str(ROOT / "amp_core" 
 amp_log = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(amp_log)
 def make(run_dir, **changes):
-    cfg = dict(name="test", progress=False, tensorboard=False, wandb=False, wandb_project="p", wandb_mode="auto")
+    cfg = dict(name="test", progress=False, tensorboard=False, wandb=False, wandb_project="p", wandb_mode="auto",
+               wandb_entity=None, wandb_group=None, wandb_tags=[], wandb_name=None, quiet=False)
     return amp_log.Log(run_dir, types.SimpleNamespace(**cfg | changes), rank=0, run_config={{"seed": 1}}, name="n",
                        start_step=0, total_steps=100)
 """
@@ -48,7 +49,8 @@ def make_log(
     run_dir: Path, rank: int = 0, start_step: int = 0, last_line_step: int | None = None, **changes: Any
 ) -> Log:
     values = {"name": "test", "progress": False, "tensorboard": False, "wandb": False, "wandb_project": "p"}
-    cfg = LogConfig(**{**values, "wandb_mode": "offline", **changes})
+    more = {"wandb_entity": None, "wandb_group": None, "wandb_tags": [], "wandb_name": None, "quiet": False}
+    cfg = LogConfig(**{**values, **more, "wandb_mode": "offline", **changes})
     return Log(
         run_dir,
         cfg,
@@ -630,7 +632,7 @@ def test_the_id_is_made_once(tmp_path):
 
 
 def test_missing_packages_are_named_with_the_remedy(tmp_path, monkeypatch):
-    cfg = LogConfig("all", True, True, True, "p", "auto")
+    cfg = LogConfig("all", True, True, True, "p", "auto", None, None, [], None, False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     (tmp_path / "wandb").mkdir()  # as a run leaves it in the working directory
@@ -639,7 +641,7 @@ def test_missing_packages_are_named_with_the_remedy(tmp_path, monkeypatch):
         "log=all needs the package tensorboard: pip install 'amp-recipes[tensorboard]'",
         "log=all needs the package wandb: pip install 'amp-recipes[wandb]'",
     ]
-    assert check_log(LogConfig("default", True, False, False, "p", "auto")) == []
+    assert check_log(LogConfig("default", True, False, False, "p", "auto", None, None, [], None, False)) == []
 
 
 def test_checking_imports_nothing(tmp_path):
@@ -666,6 +668,7 @@ def test_the_options_hold_every_key_of_the_config():
     yaml = pytest.importorskip("yaml")
     for name, tensorboard, wandb in (
         ("default", False, False),
+        ("none", False, False),
         ("tensorboard", True, False),
         ("wandb", False, True),
         ("all", True, True),

@@ -119,7 +119,8 @@ def executing(path):
                 found.append(f"{called} without weights_only=True")
         elif isinstance(node, ast.Import | ast.ImportFrom) and name not in MAKES_PICKLES:
             modules = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            found += [f"import {module}" for module in modules if (module or "").split(".")[0] in UNSAFE]
+            if ast.unparse(node) != "from yaml import SafeLoader":  # which makes nothing but plain data
+                found += [f"import {module}" for module in modules if (module or "").split(".")[0] in UNSAFE]
         yield from (f"{name}:{node.lineno}: {what}" for what in found)
 
 

@@ -34,7 +34,10 @@ def minors(texts):
 
 def test_every_promise_of_versions_is_the_range_that_is_tested():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ranges = dict(re.match(r"(\w+)(.*)", text).groups() for text in project["dependencies"])
+    ranges = dict(
+        re.match(r"(\w+)(.*)", text).groups()
+        for text in [*project["dependencies"], *project["optional-dependencies"]["vision"]]
+    )
     for found, texts in (
         (project["requires-python"], [row[2] for row in TESTED]),
         (ranges["torch"], [row[0] for row in TESTED]),

@@ -1,0 +1,177 @@
+"""What people type who come from Hydra or from other programs: it works, or one sentence says what to type instead.
+
+Hints are followed as they stand, and a run takes the result.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from tiers import rows
+
+import train
+from amp_core.config.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+def key_of(text):
+    return re.split(r"[=@]", text.lstrip("+~-"), maxsplit=1)[0]
+
+
+def refusal(arguments):
+    """What is said about a command line; None when it is taken."""
+    try:
+        flags = train._parse(list(arguments))
+        if flags.multirun:
+            train._plan_sweep(flags.overrides)
+        else:
+            train._prepare(flags.overrides)
+    except ConfigError as refused:
+        return "\n".join(refused.problems)
+    return None
+
+
+def follow(arguments, said):
+    """The command line with what the message says to type."""
+    about = re.match(r"(?:unrecognized arguments: )?([^\s=:@]+)", said)[1].rstrip(".")
+    wrong = next((text for text in arguments if key_of(text) == key_of(about)), None)
+    if wrong is None:
+        return None
+    rest = [text for text in arguments if text != wrong]
+    if about.startswith("-") and "=" not in wrong:  # --seed 3
+        after = arguments[arguments.index(wrong) + 1 :][:1]
+        rest = [text for text in rest if text not in after or "=" in text]
+    if meant := re.search(r"Did you mean (.+?)\?(?= |$|;)", said):
+        words = meant[1].split(" or ")[0].split()
+        if not any("=" in word for word in words):  # an option, a name or a key
+            key, _, value = wrong.partition("=")
+            words = [f"{words[0]}={value}" if key_of(about) not in wrong or "." in words[0] else f"{key}={words[0]}"]
+        return [*rest, *words]
+    if meant := re.search(r"(?:use|Write) ([\w./]+=[^\s;,]+?)\.?(?=[\s;,]|$)", said):
+        replaced = wrong[0] in "~-" or "@" in wrong or wrong.startswith("hydra") or key_of(wrong) == key_of(meant[1])
+        replaced |= meant[1].startswith("hydra.sweep.dir")
+        others = [text for text in (rest if replaced else arguments) if key_of(text) != key_of(meant[1])]
+        return [*others, meant[1]]
+    if "add -m" in said:
+        return ["-m", *arguments]
+    return rest if "leave it out" in said else None
+
+
+def swap(word):
+    return f"{word[:-2]}{word[-1]}{word[-2]}"
+
+
+TYPOS = [f"{swap(key)}={value}" for key, value in {
+    "accumulation": 2, "batch_size": 32, "steps": 5, "epochs": 1, "seed": 3, "deterministic": "true", "save_every": 10,
+    "optimizer.lr": 0.1, "optimizer.weight_decay": 0.1, "schedule.horizon": 10, "ema.decay": 0.9, "ema.warmup": "false",
+    "amp.keep_fp32": "[]", "amp.init_scale": 1024, "amp.growth_interval": 10, "amp.max_consecutive_skips": 5,
+    "clip.max_norm": 1.0, "clip.max_value": 0.5, "layout.nproc_per_node": 2, "layout.timeout_minutes": 3,
+    "data.num_workers": 1, "data.augment": "false", "checkpoint.keep": 3, "doctor.after_skips": 3, "log.tensorboard": "true",
+    "perf.channels_last": "true", "recipe.label_smoothing": 0.2, "max_minutes": 3, "log_every": 5, "task": "train",
+}.items()]  # fmt: skip
+OPTIONS = [f"{group}={swap(option)}" for group, option in {
+    "amp": "fp16", "clip": "norm", "model": "cnn_narrow", "optimizer": "sgd", "schedule": "constant", "doctor": "watch",
+    "log": "none", "recipe": "custom_function", "perf": "default", "checkpoint": "single", "layout": "single",
+}.items()]  # fmt: skip
+NAMES = ["optimizer.name=AdmW", "model.name=resnt18", "schedule.name=warmup_cosin", "recipe.name=clasification"]
+NAMES += ["device=gpu", "device=CPU", "task=trian", "steps=1e3", "batch_size=64.0", "data.prepare_on=devise"]
+OTHERS = ["precision=16-mixed", "trainer.precision=bf16-mixed", "fp16=true", "trainer.max_epochs=2", "trainer=gpu"]
+OTHERS += ["trainer=ddp", "trainer.gradient_clip_val=0.5", "trainer.accumulate_grad_batches=4", "data.batch_size=32"]
+OTHERS += ["model.optimizer.lr=0.02", "optimizer.learning_rate=0.1", "lr=0.1", "learning_rate=0.1", "gpus=2"]
+OTHERS += ["num_train_epochs=2", "max_steps=9", "gradient_accumulation_steps=2", "max_grad_norm=1.0", "output_dir=x"]
+OTHERS += ["model.width=8", "logger=tensorboard", "lr_scheduler=constant", "weight_decay=0.1", "trainer.max_steps=7"]
+OTHERS += ["mixed_precision=bf16", "--fp16", "--lr=0.1", "--seed 3", "--dry-run", "--max-steps=4"]
+HYDRA = ["~clip", "~schedule", "~doctor", "~log", "~steps", "~ema.decay", "~data", "~model", "model@teacher=cnn"]
+HYDRA += ["hydra.job.chdir=true", "hydra.job.name=mine", "hydra.output_subdir=null"]
+HYDRA += ["hydra.sweep.subdir=x", "hydra.sweep.dir=x", "hydra.verbose=true", "hydra/job_logging=disabled"]
+HYDRA += ["hydra/hydra_logging=colorlog", "hydra.callbacks.a=1", "+hydra.callbacks.a.b=1", "hydra.mode=MULTIRUN2"]
+HYDRA += ["seed=1,2", "amp=fp16,bf16", "experiment=tune", "+experiment=tune_scale", "+hydra.sweeper.params.seed=1,2"]
+HYDRA += ["-m seed=1,2 run_dir=x", "-m seed=1,2 hydra.run.dir=x", "-m optimizer.lr=interval(0.001,0.1)", "-m seeds=1,2"]
+HYDRA += ["-m seed=1,2 hydra/launcher=joblibb", "-m seed=1,2 hydra/launcher=joblib hydra.launcher.njobs=2"]
+RULES = ["amp=bf16 amp.init_scale=1024", "layout.nproc_per_node=2", "clip.max_norm=1.0", "schedule=none"]
+RULES += [
+    "amp=fp16 amp.scaling=false",
+    "layout.bucket_mb=3",
+    "data.num_classes=5",
+    "perf.dynamic=true",
+    "perf.graph=maybe",
+]
+WRONG = [*TYPOS, *OPTIONS, *NAMES, *OTHERS, *HYDRA, *RULES]
+NO_OTHER_WAY = {"schedule=none", "perf.graph=maybe", "trainer.x=1"}
+"""Those that only name what is valid."""
+
+
+def test_there_are_more_than_sixty_hints():
+    assert len(set(WRONG) - NO_OTHER_WAY) > 100
+
+
+@pytest.mark.parametrize("line", rows(WRONG, every=4))
+def test_a_hint_that_is_followed_is_taken(line):
+    arguments = line.split()
+    for _ in range(2):
+        said = refusal(arguments)
+        assert said is not None and "\n" not in said and "Multiple values" not in said, (line, said)
+        arguments = follow(arguments, said)
+        if line in NO_OTHER_WAY:
+            assert arguments is None and ("Valid: " in said or "expected" in said)
+            return
+        assert arguments is not None, said
+        if refusal(arguments) is None:
+            return
+    pytest.fail(f"{line}: {said} -> {arguments}: {refusal(arguments)}")
+
+
+WORKS = [
+    "amp=fp16", "+amp=fp16", "++amp=fp16", "+steps=5", "++steps=5", "steps=null", "epochs=1.5", "optimizer.lr=1e-3",
+    "+experiment=null", "ema={decay:0.9,warmup:true}", "optimizer.options.betas=[0.9,0.99]", "+model.options.width=8",
+    "optimizer.options={betas:[0.9,0.99]}", "++model.options={width:8}", "log.wandb_tags=[a,b]", "log.wandb_project='a b'",
+    "batch_size=${accumulation}", "eval_every=${save_every}", "seed=${oc.decode:'7'}",
+    "batch_size=int(32.0)", "optimizer.lr=float(1)", "log.wandb_project=str(3)", "deterministic=bool(1)", "run_dir=null", "run_dir=grün",
+    "hydra.run.dir=x", "hydra.run.dir=x/${now:%Y-%m-%d}", "hydra.job.chdir=false", "hydra.mode=RUN",
+    "-m seed=1,2", "--multirun seed=1,2", "hydra.mode=MULTIRUN seed=1,2", "seed=1,2 -m", "-m seed=range(1,4)",
+    "-m seed=range(start=1,stop=9,step=2)", "-m seed=choice(1,2)", "-m amp=glob(*)", "-m amp=glob([fp*,bf*],exclude=*_*)",
+    "-m +amp=fp16,fp32", "-m seed=sort(3,1,2)", "-m seed=sort(1,2,reverse=true)", "-m seed=shuffle(1,2,3)",
+    "-m seed=shuffle(range(1,4))", "-m optimizer.lr=tag(log,choice(0.1,0.2))", "-m log.wandb_tags=[a],[b]",
+    "-m ema={decay:0.9,warmup:true},{decay:null,warmup:true}", "-m model.options.width=8,16", "-m model=cnn,mlp seed=1,2",
+    "-m hydra.sweeper.params={seed:'1,2'}", "-m +hydra.sweeper.params.seed=1,2", "-m hydra.sweeper.max_batch_size=2 seed=1,2",
+    "-m hydra/launcher=joblib hydra.launcher.n_jobs=2 seed=1,2", "-m +hydra/launcher=joblib seed=1,2", "-m experiment=tune",
+    "-m hydra/sweeper=optuna hydra.sweeper.num_trials=3 optimizer.lr=interval(0.001,0.1)", "-m +experiment=default_gan",
+    "-m hydra/sweeper=optuna batch_size=int(interval(8,32)) amp=glob(fp*)", "-m hydra.sweep.dir=x/${now:%H} seed=1,2",
+]  # fmt: skip
+SENTENCES = {
+    "model@teacher=cnn": "use model=cnn",
+    "+recipe@pre=gan": "packages",
+    "steps=???": "Missing mandatory value",
+    "--config-name other": "--config-dir <folder> experiment=mine",
+    "--config-path conf": "--config-dir <folder>",
+    "--config-dir no/such/folder": "there is no such folder",
+    "--experimental-rerun x": "run_dir=<folder of the run>",
+    "model._target_=os.system": "a config never runs code",
+    "+hydra.callbacks.a._target_=os.system": "a config never runs code",
+    "hydra/callbacks=x": "a callback names a class",
+    "hydra.searchpath=[x]": "--config-dir <folder>",
+    "-m hydra.sweeper.params=3": "Cannot assign int",
+    "-m seed=interval(1,3)": "use hydra/sweeper=optuna",
+    "-m experiment=default_gan,default_contrastive": "start one after the other",
+    "-m hydra.launcher.n_jobs=1,2 seed=1,2": "expected one value",
+    "seed=glob(*)": "add -m",
+    "-m seed=glob(*)": "write the values: seed=a,b",
+    "amp.init_scale=${nothing}": "'nothing' not found",
+}
+
+
+@pytest.mark.parametrize("line", rows(WORKS, every=2))
+def test_what_hydra_documents_works(line):
+    assert refusal(line.split() if "'a b'" not in line else [line]) is None
+
+
+@pytest.mark.parametrize("line", rows(SENTENCES, every=2))
+def test_what_of_hydra_is_not_used_is_refused_in_one_sentence(line):
+    said = refusal(line.split())
+    assert said is not None and SENTENCES[line] in said and "\n" not in said and "Multiple values" not in said
+
+
+def test_there_are_forty_idioms():
+    assert len(set(WORKS) | set(SENTENCES)) >= 40

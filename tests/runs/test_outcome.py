@@ -1,0 +1,54 @@
+"""A run that made its steps and learned nothing is no finished one."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from running import summary
+
+import train
+from amp_core.config.errors import Diverged
+from amp_core.run.outcome import check_result
+
+SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
+SMALL += ["device=cpu", "log=none", "batch_size=8", "doctor=off", "amp.max_consecutive_skips=1000", "run_dir=a"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_last_metric_that_is_not_finite_is_no_success(value):
+    with pytest.raises(Diverged, match=r"loss (nan|inf|-inf) at the end, and 0 of 9 steps were skipped"):
+        check_result({"accuracy": 0.5, "loss": value}, step=9, skipped=0)
+
+
+def test_half_of_the_steps_may_be_skipped_and_not_more():
+    check_result({"loss": 1.0}, step=10, skipped=5)
+    with pytest.raises(Diverged, match="6 of 10 steps"):
+        check_result({"loss": 1.0}, step=10, skipped=6)
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        (["optimizer.lr=1e9", "schedule=constant", "steps=12"], "loss nan at the end"),
+        (
+            ["amp=fp16", "amp.init_scale=16777216", "amp.growth_interval=1", "optimizer.lr=1e-3", "steps=4"],
+            "of 4 steps",
+        ),
+    ],
+)
+def test_a_run_that_diverged_says_so_and_ends_with_5_also_when_it_is_started_again(settings, said, own_folder, capsys):
+    for _ in range(2):
+        assert train.main([*SMALL, *settings]) == 5
+        out, err = capsys.readouterr()
+        assert said in err and err.count("error: diverged: ") == 1 and "finished" not in out
+        assert (summary("a")["status"], summary("a")["exit_code"]) == ("diverged", 5)
+    json.loads((own_folder / "a" / "summary.json").read_text())
+    assert list((own_folder / "a" / "checkpoints").iterdir())
+
+
+def test_log_none_prints_nothing_and_train_log_has_all(own_folder, capsys):
+    assert train.main([*SMALL, "steps=3"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert "finished 3 steps" in (own_folder / "a" / "train.log").read_text()
