@@ -86,7 +86,7 @@ class Clip:
 
 
 def _unit_norms(tensor: Tensor) -> Tensor:
-    """Norms of the units in this rank's shard. A vector (bias, gain) is one unit; a matrix or kernel has one per output
+    """Norms of the units in this rank's shard: a vector (bias, gain) is one unit, a matrix or kernel has one per
     row."""
     (mine,) = local([tensor.detach()])
     return torch.linalg.vector_norm(mine, dim=tuple(range(1, mine.ndim)) or None, keepdim=True)

@@ -201,8 +201,7 @@ def counts_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
 
 
 def torch_step(optimizer: torch.optim.Optimizer, found_inf: Tensor, divisor: Tensor | None) -> None:
-    """`optimizer.step()` of a fused optimizer, with `found_inf` and `grad_scale` as `torch.amp.GradScaler` sets
-    them."""
+    """`optimizer.step()` with `found_inf` and `grad_scale` set as `torch.amp.GradScaler` sets them."""
     _fill_momentum(optimizer)
     optimizer.found_inf, optimizer.grad_scale = found_inf, divisor  # type: ignore[attr-defined]
     try:
