@@ -86,8 +86,7 @@ class Clip:
 
 
 def _unit_norms(tensor: Tensor) -> Tensor:
-    """Norms of the units in this rank's shard: a vector (bias, gain) is one unit, a matrix or kernel has one per
-    row."""
+    """Norms of the units in this rank's shard: one for a vector (bias, gain), one per row of a matrix or kernel."""
     (mine,) = local([tensor.detach()])
     return torch.linalg.vector_norm(mine, dim=tuple(range(1, mine.ndim)) or None, keepdim=True)
 
