@@ -109,7 +109,7 @@ class Range:
     """Smallest value that is not 0."""
     largest: float
     zeros: float
-    """Share."""
+    """Share of zeros."""
     not_finite: int
 
     @classmethod
