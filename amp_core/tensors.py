@@ -1,4 +1,4 @@
-"""What several floors need of tensors: DTensors and their local shards, ranks, wrappers."""
+"""Tensor helpers shared by the floors below: DTensors and local shards, ranks, wrappers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from amp_core.torch_private import foreach_mul_, foreach_norm
 
 @dataclass(frozen=True)
 class Plan:
-    """How a network was wrapped, and an unwrapped twin of it without memory, to make copies from."""
+    """How a network was wrapped, and its unwrapped outline on the meta device, to make copies from."""
 
     outline: nn.Module
     dtype: torch.dtype | None
@@ -33,7 +33,7 @@ plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
 
 
 def blocks(net: nn.Module) -> Iterator[nn.Module]:
-    """What is gathered by itself, see `wrap_fsdp`, or computed once more, see `recompute_blocks`."""
+    """The blocks that are gathered one at a time (`wrap_fsdp`) or recomputed (`recompute_blocks`)."""
     users: dict[nn.Parameter, int] = {}
     for module in net.modules():
         for param in module.parameters(recurse=False):
@@ -71,7 +71,7 @@ def tensors_of(net: nn.Module) -> list[Tensor]:
 
 
 def copy_with(net: nn.Module, tensors: dict[Tensor, Tensor]) -> nn.Module:
-    """A deep copy that holds other tensors, tied where the original's are."""
+    """A deep copy with other tensors, tied like the original's."""
     memo: dict[int, Any] = {}
     for old, new in tensors.items():
         memo[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
@@ -80,14 +80,14 @@ def copy_with(net: nn.Module, tensors: dict[Tensor, Tensor]) -> nn.Module:
 
 @torch.no_grad()
 def full_copy(net: nn.Module, device: str | torch.device | None = None) -> nn.Module:
-    """A copy of a sharded network that is whole on every rank, on `device` or that of the network. Collective."""
+    """An unsharded copy of a sharded network on every rank, on `device` or the network's. Collective."""
     plan = plans[net]
     values = [full_tensor(tensor).to(device or tensor.device, copy=True) for tensor in tensors_of(net)]
     return copy_with(plan.outline, dict(zip(tensors_of(plan.outline), values, strict=True)))
 
 
 def sharded_copy(net: nn.Module) -> nn.Module:
-    """A copy of a sharded network that is sharded in the same way. Collective; whole for a moment, in host memory."""
+    """A copy of a sharded network, sharded in the same way. Collective; briefly unsharded in host memory."""
     return plans[net].shard(full_copy(net, "cpu"))
 
 
@@ -95,40 +95,40 @@ def sharded_copy(net: nn.Module) -> nn.Module:
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether a tensor is this rank's part of one that lies over several, a DTensor."""
-    # Where the module is not loaded nobody has made one, and loading it takes half a second.
+    """Whether a tensor is a DTensor, this rank's shard of a full tensor."""
+    # If the module is not loaded there are no DTensors, and loading it takes half a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """What this rank holds, in the same memory: of parts the plain tensors in them. Empty ones remain, too.
+    """The local tensors of this rank, in the same memory: the local shards of DTensors, empty ones included.
 
-    What is no tensor is left as it is.
+    Anything that is not a tensor is returned unchanged.
     """
     with torch.no_grad():
         return [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]  # type: ignore[operator]
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The tensor of which this is a part, on the same device; anything else itself. Collective."""
+    """The full tensor of a DTensor, on the same device; other tensors unchanged. Collective."""
     return tensor.detach().full_tensor() if is_dtensor(tensor) else tensor.detach()  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Of a tensor that lies over ranks, what this rank has of it: a plain tensor, and where it belongs."""
+    """This rank's shard of a tensor: a plain tensor and its position."""
 
     tensor: Tensor
     start: int
-    """Its first place along `dim`; it ends `tensor.shape[dim]` places later."""
+    """Its first index along `dim`; it ends `tensor.shape[dim]` indices later."""
     total: int
-    """Size of the whole along `dim`."""
+    """Size of the full tensor along `dim`."""
     dim: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """The shape of the full tensor."""
         return *self.tensor.shape[: self.dim], self.total, *self.tensor.shape[self.dim + 1 :]
 
     @property
@@ -137,11 +137,11 @@ class Slice:
 
 
 def dtensor_like(value: Any, live: Any) -> Any:
-    """This rank's part of `value`, which all ranks have, where `live` is such a part; else `value`. No collective.
+    """This rank's shard of `value`, laid out like `live`, if `live` is a DTensor; else `value`. No collective.
 
     Args:
-        value: a whole tensor, or the `Slice` that this rank holds; anything else stays what it is.
-        live: what it is to be laid out like.
+        value: a full tensor, or this rank's `Slice`; anything else is returned unchanged.
+        live: the tensor whose layout to copy.
     """
     if isinstance(value, Slice) and is_dtensor(live) and value.shape == tuple(live.shape):
         from torch.distributed.tensor import DTensor
@@ -159,23 +159,23 @@ def dtensor_like(value: Any, live: Any) -> Any:
 
 
 def load_state(net: nn.Module, state: dict[str, Any]) -> None:
-    """`net.load_state_dict(state)` of whole tensors, of which a sharded network takes its parts."""
+    """`net.load_state_dict(state)` of full tensors; a sharded network takes its shards."""
     live = net.state_dict()
     net.load_state_dict({name: dtensor_like(value, live.get(name)) for name, value in state.items()})
 
 
 def shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
-    """The ranks whose parts make up the whole `tensor`; None if this rank holds all of it.
+    """The ranks whose shards make up the full `tensor`; None if this rank holds all of it.
 
     Raises:
-        TypeError: it is not only split over one dimension of its mesh, and copied over the others.
+        TypeError: it is not sharded over one dimension of its mesh and replicated over the others.
     """
     split = split_dimension(tensor) if is_dtensor(tensor) else None
     return None if split is None else tensor.device_mesh.get_group(split)  # type: ignore[attr-defined]
 
 
 def split_dimension(part: Tensor) -> int | None:
-    """The dimension of the mesh over which a part is split; None if each rank holds all of it."""
+    """The mesh dimension over which a DTensor is sharded; None if each rank holds all of it."""
     placements = part.placements  # type: ignore[attr-defined]
     split = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
     if not split:
@@ -186,7 +186,7 @@ def split_dimension(part: Tensor) -> int | None:
 
 
 def global_grad_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """L2 norm of whole tensors of which these are parts, 0-d float32 on `device`, the same on all ranks of a mesh."""
+    """The global L2 norm of sharded tensors, 0-d float32 on `device`, the same on all ranks of a mesh."""
     groups: dict[dist.ProcessGroup | None, list[Tensor]] = {}
     for tensor, mine in zip(tensors, local(tensors), strict=True):
         groups.setdefault(shard_group(tensor), []).append(mine)
@@ -213,13 +213,13 @@ def register_view(applies: Callable[[torch.optim.Optimizer], bool], view: Optimi
 
 
 def is_state_sharded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this rank holds a part of the optimizer's state only, while weights and gradients are replicated."""
+    """Whether the optimizer's state is sharded while weights and gradients are replicated (ZeRO stage 1)."""
     return bool(_views) and any(applies(optimizer) for applies, _ in _views)
 
 
 @contextlib.contextmanager
 def step_on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Around a step: the optimizer sees what this rank holds of weights, gradients and state; collective if sharded.
+    """Around a step: the optimizer sees this rank's shards of weights, gradients and state. Collective if sharded.
 
     Raises:
         TypeError: the optimizer is known to look at whole matrices.
@@ -234,10 +234,10 @@ def step_on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_plain_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Around a step: the optimizer sees the plain tensors of this rank in place of DTensors, its moments included.
+    """Around a step: the optimizer sees local shards in place of DTensors, also of its moments.
 
-    Most optimizers compute element by element, so that each rank can by itself. Torch's DTensors lack some of their
-    operations, such as those of fused SGD with a learning rate on the device, and cost more than the step.
+    Most optimizers are elementwise, so each rank can step its own shards. DTensors lack some operators, such as fused
+    SGD with a learning rate on the device, and cost more time than the step.
 
     Raises:
         TypeError: the optimizer is known to look at whole matrices.
@@ -273,7 +273,7 @@ def _on_plain_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _as_part(value: Any, before: Any, param: Any) -> Any:
-    """An optimizer's plain `value` as a part of a whole, like `param`; `before` if that is still what it stands for."""
+    """An optimizer's local `value` as a DTensor like `param`; `before` if it still holds that value."""
     if is_dtensor(before) and before.to_local() is value:
         return before
     if not isinstance(value, Tensor) or not value.ndim or value.shape != param.to_local().shape:
@@ -285,7 +285,7 @@ def _as_part(value: Any, before: Any, param: Any) -> Any:
 
 
 def multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply by a 0-d tensor in place, on whatever devices they lie. Does not wait for any."""
+    """Multiply by a 0-d tensor in place, on any devices. No host-device sync."""
     tensors = local(tensors)
     for device in {tensor.device for tensor in tensors}:
         here = [tensor for tensor in tensors if tensor.device == device]
@@ -293,7 +293,7 @@ def multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def share_buffers(*nets: nn.Module) -> None:
-    """Put rank 0's buffers on all ranks: running statistics differ between them. Collective."""
+    """Broadcast rank 0's buffers: running statistics differ between ranks. Collective."""
     if several_ranks():
         for buffer in (buffer for net in nets for buffer in net.buffers()):
             dist.broadcast(buffer, 0)
@@ -303,7 +303,7 @@ _HAS_DISTRIBUTED = dist.is_available()
 
 
 def several_ranks() -> bool:
-    """Whether this process trains together with others."""
+    """Whether there is a process group of more than one rank."""
     return _HAS_DISTRIBUTED and dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -1,4 +1,4 @@
-"""Imports torchvision, also where its C++ operators cannot be loaded. The one place that knows about it.
+"""Import torchvision, also if its C++ operators cannot be loaded.
 
 torchvision's wheel is built against one build of torch. Beside another one (the usual wheel from PyPI beside a CPU-only
 torch) its shared library does not load, and `import torchvision` fails with `operator torchvision::nms does not exist`:
@@ -21,7 +21,7 @@ _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-_declared: list[torch.library.Library] = []  # torch forgets the operators when the object is collected
+_declared: list[torch.library.Library] = []  # torch removes the operators when the object is collected
 
 
 def import_torchvision() -> ModuleType:
@@ -50,6 +50,6 @@ def import_torchvision() -> ModuleType:
 
 def _import() -> ModuleType:
     with warnings.catch_warnings():
-        # Said when TORCHVISION_WARN_WHEN_EXTENSION_LOADING_FAILS is set: the case handled here.
+        # Raised when TORCHVISION_WARN_WHEN_EXTENSION_LOADING_FAILS is set: the case handled here.
         warnings.filterwarnings("ignore", message="Failed to load '.*' extension", category=UserWarning)
         return importlib.import_module("torchvision")

@@ -18,8 +18,8 @@ def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Da
 
     Args:
         cfg: the `data` group.
-        seed: of the augmentation. What is in the data set and how it is split does not depend on it.
-        channels: colour channels that the model takes; gray images are repeated. None: as they are.
+        seed: seed of the augmentation. The samples and the split do not depend on it.
+        channels: colour channels that the model takes; gray images are repeated. None: unchanged.
 
     Raises:
         ConfigError: settings or files that do not fit.

@@ -1,7 +1,7 @@
-"""What every data set is, and randomness as a function of (seed, sample, pass).
+"""The data set protocol, and randomness as a function of (seed, sample, epoch).
 
-How a sample is augmented is a function of (seed, sample, pass) and of nothing else: no global generator takes part, so
-the number of workers, the size of a batch and the sample at which a run went on make no difference.
+Augmentation is a function of (seed, sample, epoch) only, without a global generator: the number of workers, the batch
+size and the sample at which a run resumed make no difference.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Key = tuple[int, int]
-"""(sample index, pass over the data)"""
+"""(sample index, epoch)"""
 
 
 class Dataset(Protocol):
-    """What the loaders need. torch's DataLoader calls `__getitems__`, so that a batch is made at once.
+    """A data set for the loaders. torch's DataLoader calls `__getitems__`, which returns a whole batch.
 
-    A batch is a tensor or tuples, lists and dicts of tensors, the first dimension being that of the samples.
+    A batch is a tensor, or tuples, lists and dicts of tensors, with samples along the first dimension.
     """
 
     def __len__(self) -> int: ...
@@ -30,14 +30,14 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class Data:
-    """The two parts of a data set, and what a network must know of it."""
+    """The training and evaluation parts of a data set, and the facts that a network needs."""
 
     train: Dataset
     eval: Dataset
     facts: dict[str, Any]
-    """What networks are built from, for example `num_classes` and `image_shape`, (C, H, W)."""
+    """Facts that networks are built from, for example `num_classes` and `image_shape`, (C, H, W)."""
     finish: Callable[[Any], Any] | None = None
-    """What is left to do with a batch of `train` when it is on the device; None: nothing."""
+    """Applied to a batch of `train` on the device; None: nothing."""
 
 
 # --- randomness -------------------------------------------------------------------------------------------------------
@@ -46,14 +46,14 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The output function of splitmix64 (Steele, Lea, Flood 2014). Arrays only: numpy warns of scalars that wrap."""
+    """The output function of splitmix64 (Steele, Lea, Flood 2014). Arrays only: numpy warns if scalars wrap."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def uniforms(seed: int, indices: ArrayLike, passes: ArrayLike, num: int) -> NDArray[np.float64]:
-    """Random numbers in [0, 1), float64 [B, num]: row i is a function of (seed, indices[i], passes[i]) alone."""
+    """Random numbers in [0, 1), float64 [B, num]: row i is a function of (seed, indices[i], passes[i])."""
     state = _mix(np.array([seed % 2**64], dtype=np.uint64) + _GOLDEN)
     for values in (indices, passes):
         state = _mix(state + np.asarray(values, dtype=np.int64).astype(np.uint64) + _GOLDEN)
@@ -62,6 +62,6 @@ def uniforms(seed: int, indices: ArrayLike, passes: ArrayLike, num: int) -> NDAr
 
 
 def unpack(keys: Sequence[Key]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(sample indices, passes) of a batch of keys."""
+    """(sample indices, epochs) of a batch of keys."""
     pairs = np.array(keys, dtype=np.int64).reshape(-1, 2)
     return pairs[:, 0], pairs[:, 1]

@@ -1,6 +1,6 @@
-"""Identities: images of many classes to train on, and images of others on which embeddings are compared.
+"""Identities: images of many classes for training, and images of other classes to evaluate embeddings.
 
-The labels of both parts count from 0 and have nothing to do with each other.
+Labels of both parts start at 0 and are unrelated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from amp_core.data.images import ArrayImages, Batch, shift_rotate_scale
 from amp_core.data.records import Records
 
 _MOST_PROBES = 20
-"""Images of an identity that are evaluated on: 190 pairs of them."""
+"""Evaluation images per identity: 190 pairs."""
 
 # --- glyphs -----------------------------------------------------------------------------------------------------------
 
@@ -36,10 +36,10 @@ _SAME_FACES = 4
 
 
 def draw_glyphs(size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """(images [N, 1, size, size], identities [N]): letters of all scripts that 8 or more of the DejaVu faces have.
+    """(images [N, 1, size, size], identities [N]): letters of all scripts in 8 or more DejaVu faces.
 
-    A letter is an identity, its forms (sans, serif and mono, bold, oblique) are the images. Letters that are drawn
-    alike in 4 or more faces, as the Latin A and the Greek Alpha, are one, of which the first is taken.
+    A letter is an identity, its forms (sans, serif and mono, bold, oblique) are the images. Letters that look the same
+    in 4 or more faces, like Latin A and Greek Alpha, are merged.
     """
     from fontTools.ttLib import TTFont
     from PIL import Image, ImageDraw, ImageFont
@@ -61,7 +61,7 @@ def draw_glyphs(size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
             image = Image.new("L", (size, size))
             ImageDraw.Draw(image).text((size / 2, 0.72 * size), chr(code), fill=255, font=font, anchor="ms")
             pixels = np.asarray(image)
-            if not pixels.any():  # the cmap promises some that are empty
+            if not pixels.any():  # some letters in the cmap are empty
                 continue
             drawn[code].append(pixels)
             alike[first.setdefault(pixels.tobytes(), code), code] += 1
@@ -96,18 +96,18 @@ def _glyphs(cfg: DataConfig, seed: int, channels: int | None) -> Data:
 
 
 class Faces:
-    """Aligned faces in image files. Pixels from -1 to 1; training images are mirrored every second time.
+    """Aligned faces in image files. Pixels from -1 to 1; training images are flipped with probability 1/2.
 
     Args:
-        read: from a number to what the file is called and its bytes.
-        numbers: of the images, what `read` is given.
-        labels: of the images, [N].
+        read: returns the file name and the bytes of an image number.
+        numbers: image numbers, passed to `read`.
+        labels: labels of the images, [N].
         size: height and width of what is given out.
         augment: as in training.
         seed: of the augmentation.
 
     Raises:
-        RunError: from a batch: an image cannot be read.
+        RunError: in a batch: an image cannot be read.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Faces:
         try:
             with Image.open(io.BytesIO(data)) as file:
                 image = file.convert("RGB")
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow's readers raise
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # raised by Pillow's readers
             raise RunError(f"cannot read the image {name}: {error}. Replace or remove it") from error
         if image.size != (self._size, self._size):
             image = image.resize((self._size, self._size), Image.Resampling.BILINEAR)
@@ -165,7 +165,7 @@ class _Folder:
             )
             paths += found
             labels += [number] * len(found)
-        # One array: a list of a million strings is copied page by page into every forked worker that touches it.
+        # One array: forked workers would copy a list of a million strings page by page when they touch it.
         self._paths = np.array([os.fsencode(path) for path in paths])
         self.numbers, self.labels = np.arange(len(paths)), np.array(labels, dtype=np.int64)
 
@@ -197,7 +197,7 @@ def _files(make: Callable[[Path], Any], cfg: DataConfig, seed: int, channels: in
         probes = np.ones(len(others.labels), dtype=bool)
     else:
         others, names = images, np.unique(images.labels)
-        # Every tenth identity, and at most a thousand of them: what is compared is pairs.
+        # Every tenth identity, at most a thousand: the evaluation compares pairs.
         held_out = names[max(10, -(-len(names) // 1000)) - 1 :: max(10, -(-len(names) // 1000))]
         probes = np.isin(images.labels, held_out if len(held_out) > 1 else names[-2:])
         train = ~probes
@@ -217,7 +217,7 @@ def _files(make: Callable[[Path], Any], cfg: DataConfig, seed: int, channels: in
 
 
 def _place_in_identity(labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many images of the same identity come before each one."""
+    """The number of earlier images of the same identity, for each image."""
     order = np.argsort(labels, kind="stable")
     _, first, counts = np.unique(labels[order], return_index=True, return_counts=True)
     places = np.empty(len(labels), dtype=np.int64)
@@ -232,16 +232,16 @@ _MOST_SYNTHETIC_PROBES = 4096
 
 
 class SyntheticIdentities:
-    """Made up and learnable: a pattern per identity, made when it is asked for, and noise from a pool.
+    """Synthetic and learnable: a pattern per identity, generated on demand, plus noise from a pool.
 
-    Costs no memory per identity, so that there may be millions.
+    Needs no memory per identity, so there may be millions.
 
     Args:
         num_samples: its length.
         num_classes: number of identities; None: one for each 4 samples.
         first: number of the first identity; parts of one data set do not overlap.
         image_shape: (C, H, W).
-        augment: other noise in every pass.
+        augment: different noise in each epoch.
         seed: of the augmentation.
     """
 
@@ -275,7 +275,7 @@ class SyntheticIdentities:
         return self._patterns(labels + self._first).add(noise, alpha=0.5), torch.from_numpy(labels)
 
     def _patterns(self, identities: NDArray[np.int64]) -> Tensor:
-        """The product of a slow wave down and one across per channel: float32 [B, C, H, W], mean square about 1."""
+        """The product of a slow vertical and horizontal wave per channel: float32 [B, C, H, W], mean square about 1."""
         channels, height, width = self.image_shape
         u = uniforms(0, identities, np.zeros_like(identities), 4 * channels).reshape(-1, channels, 4, 1)
         down = np.sin(2 * math.pi * ((0.5 + 2 * u[:, :, 0]) * np.arange(height) / height + u[:, :, 1]))

@@ -35,12 +35,12 @@ _NUM_UNIFORMS = 4
 
 @dataclass(frozen=True)
 class Augment:
-    """An augmentation in two parts: what is drawn for each image on the CPU, and its application on any device."""
+    """An augmentation in two parts: parameters drawn for each image on the CPU, and their application on any device."""
 
     draw: Callable[[NDArray[np.float64]], Tensor]
-    """Uniform numbers [B, 4] to what `apply` takes, [B, ...]. In float64, so that a device does not change it."""
+    """Uniform numbers [B, 4] to the parameters of `apply`, [B, ...]. In float64, independent of the device."""
     apply: Callable[[Tensor, Tensor], Tensor]
-    """(images float32 [B, C, H, W], drawn on the same device) to images. Never waits for the device."""
+    """(images float32 [B, C, H, W], parameters on the same device) to images. No host-device sync."""
 
     def __call__(self, images: Tensor, u: NDArray[np.float64]) -> Tensor:
         return self.apply(images, self.draw(u))
@@ -53,7 +53,7 @@ def _draw_affine(u: NDArray[np.float64]) -> Tensor:
 
 
 def _apply_affine(images: Tensor, drawn: Tensor) -> Tensor:
-    """The grid is computed element by element: affine_grid multiplies matrices, whose rounding depends on the batch."""
+    """The grid is computed elementwise: affine_grid uses matmuls, whose rounding depends on the batch."""
     height, width = images.shape[-2:]
     cos, sin, right, down = drawn[:, :, None, None].unbind(1)
     x = torch.arange(width, device=images.device) - (width - 1) / 2
@@ -63,7 +63,7 @@ def _apply_affine(images: Tensor, drawn: Tensor) -> Tensor:
 
 
 shift_rotate_scale = Augment(_draw_affine, _apply_affine)
-"""Move by up to 2 pixels, turn by up to 10 degrees, scale by 0.9 to 1.1. Outside is 0. For digits."""
+"""Shift by up to 2 pixels, rotate by up to 10 degrees, scale by 0.9 to 1.1, zero padding. For digits."""
 
 
 def _draw_crop_flip(u: NDArray[np.float64]) -> Tensor:
@@ -71,7 +71,7 @@ def _draw_crop_flip(u: NDArray[np.float64]) -> Tensor:
 
 
 def _apply_crop_flip(images: Tensor, drawn: Tensor) -> Tensor:
-    """Only moves pixels, so that all devices give the same bits, of any dtype."""
+    """Only moves pixels: the same bits on all devices, for any dtype."""
     height, width = images.shape[-2:]
     down, right, mirrored = drawn[:, :, None].unbind(1)
     x = torch.arange(width, device=images.device).expand(len(images), -1)
@@ -83,14 +83,14 @@ def _apply_crop_flip(images: Tensor, drawn: Tensor) -> Tensor:
 
 
 crop_flip = Augment(_draw_crop_flip, _apply_crop_flip)
-"""Move by up to 4 pixels, outside is 0; mirror every second image. For CIFAR."""
+"""Shift by up to 4 pixels with zero padding; flip with probability 1/2. For CIFAR."""
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------
 
 
 class ArrayImages:
-    """Images that lie in memory.
+    """Images in memory.
 
     Args:
         images: uint8 [N, C, H, W].
@@ -99,9 +99,9 @@ class ArrayImages:
         mean, std: per channel, of pixels from 0 to 1.
         augment: applied to pixels from 0 to 1; None for evaluation.
         seed: of the augmentation.
-        on_device: batches are the stored pixels, and `finish` makes images of them where they are then.
+        on_device: batches are the stored pixels, which `finish` augments and normalises on their device.
         size: height and width of what is given out; None: as stored.
-        channels: of what is given out, where stored images have one; None: as stored.
+        channels: output channels if stored images have one; None: as stored.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class ArrayImages:
         return stored if self._on_device else self.finish(stored)
 
     def finish(self, batch: tuple[Tensor, Tensor, Tensor | None]) -> Batch:
-        """Images and labels of (stored pixels, labels, what was drawn), on their device. Never waits for it."""
+        """Images and labels from (stored pixels, labels, augmentation), on their device. No host-device sync."""
         images, labels, drawn = batch
         images = images.float().div_(255)
         if self._augment is not None:
@@ -151,7 +151,7 @@ class ArrayImages:
 
 
 def per_channel(values: Sequence[float], device: torch.device) -> Tensor:
-    """fp32 [C, 1, 1]. Copied to a device once, since such a copy waits."""
+    """fp32 [C, 1, 1]. Copied to a device once, since such a copy syncs."""
     return _per_channel(tuple(map(float, values)), device)
 
 
@@ -166,18 +166,18 @@ def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 class Synthetic:
-    """Made up and learnable: a smooth pattern per class plus noise from a pool. Costs one multiplication per pixel.
+    """Synthetic and learnable: a smooth pattern per class plus noise from a pool. One multiplication per pixel.
 
     Args:
         num_samples: its length.
         first: number of its first sample; parts of one data set do not overlap.
         num_classes: number of classes.
         image_shape: (C, H, W).
-        augment: other noise in every pass.
+        augment: different noise in each epoch.
         seed: of the augmentation.
     """
 
-    _POOL = 61  # noise images; a prime, so that no class always meets the same ones
+    _POOL = 61  # noise images; a prime, so that classes do not always get the same ones
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class Synthetic:
         self._num_samples, self._first, self._augment, self._seed = num_samples, first, augment, seed
         channels, height, width = image_shape
         rng = np.random.default_rng(0)
-        # A pattern is the product of a column and a row of slow waves: little memory, whatever the size.
+        # A pattern is the product of a column and a row of slow waves: little memory at any size.
         self._columns = _waves(rng, num_classes, channels, height)[..., None]
         self._rows = _waves(rng, num_classes, channels, width)[..., None, :]
         self._noise = torch.from_numpy(rng.standard_normal((self._POOL, *image_shape), dtype=np.float32))
@@ -205,7 +205,7 @@ class Synthetic:
         indices, passes = unpack(keys)
         indices = indices + self._first
         labels = torch.from_numpy(indices % self.num_classes)
-        # A data set does not change with the seed of a run; its augmentation does.
+        # The seed of a run changes the augmentation, not the data set.
         seed, passes = (self._seed, passes) if self._augment else (0, np.zeros_like(passes))
         u = uniforms(seed, indices, passes, 2)
         strength = torch.from_numpy(0.75 + 0.5 * u[:, 1]).float()[:, None, None, None]
@@ -221,18 +221,19 @@ def _waves(rng: np.random.Generator, num_classes: int, channels: int, length: in
 
 
 class ImageFiles:
-    """Image files. Training: a random part (8 to 100 % of the area), resized, mirrored every second time. Evaluation:
-    the shorter side resized to 256/224 of the size, the middle cut out. Normalised with the statistics of ImageNet.
+    """Image files. Training: random resized crop (8 to 100 % of the area) and horizontal flip.
+
+    Evaluation: shorter side resized to 256/224 of the size, centre crop. Normalised with ImageNet's statistics.
 
     Args:
-        paths: of the files.
+        paths: paths of the files.
         labels: [N].
         num_classes: number of classes.
         size: height and width of what is given out.
         augment: as in training.
         seed: of the augmentation.
-        on_device: batches are JPEG files as they are, and `finish` decodes them on the device. Resizing there rounds
-            in other places: pixels differ by a few of 255.
+        on_device: batches are JPEG bytes, which `finish` decodes on the device. Resizing there rounds differently:
+            pixels differ by a few of 255.
     """
 
     _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -249,7 +250,7 @@ class ImageFiles:
         on_device: bool = False,
     ) -> None:
         self._on_device = on_device
-        # One array: a list of a million strings is copied page by page into every forked worker that touches it.
+        # One array: forked workers would copy a list of a million strings page by page when they touch it.
         self._paths = np.array([os.fsencode(path) for path in paths])
         self.labels = labels.astype(np.int64)
         self.num_classes, self.image_shape = num_classes, (3, size, size)
@@ -264,7 +265,7 @@ class ImageFiles:
         labels = torch.from_numpy(self.labels[indices])
         paths = [os.fsdecode(bytes(self._paths[index])) for index in indices]
         if self._on_device:
-            # As bytes: tensors would be copied to the device, and decoders want them on the host.
+            # As bytes: tensors would be copied to the device, but decoders need them on the host.
             return [self._file(path, u[row]) for row, path in enumerate(paths)], labels
         pixels = np.empty((len(keys), self._size, self._size, 3), dtype=np.uint8)
         for row, path in enumerate(paths):
@@ -273,7 +274,7 @@ class ImageFiles:
         return images.sub_(per_channel(self._MEAN, images.device)).div_(per_channel(self._STD, images.device)), labels
 
     def _file(self, path: str, u: NDArray[np.float64]) -> tuple[bytes, tuple[int, int, int, int], bool]:
-        """A JPEG, the part of it that is wanted, and whether it is to be mirrored."""
+        """A JPEG, its crop, and whether to flip it."""
         from PIL import Image
 
         try:
@@ -289,12 +290,12 @@ class ImageFiles:
         return content, random_crop(width, height, u), bool(u[0] < 0.5)
 
     def finish(self, batch: tuple[list[tuple[bytes, tuple[int, int, int, int], bool]], Tensor]) -> Batch:
-        """Images and labels of (files, labels), on the device of the labels."""
+        """Images and labels from (files, labels), on the device of the labels."""
         files, labels = batch
         if labels.device.type != "cuda":
             return self._decoded(files, labels.device), labels
-        # torchvision takes memory of the present stream and writes it on a stream of its own, without waiting for what
-        # the present one still does there. So the present one is one that has nothing to do.
+        # torchvision allocates memory on the current stream and writes it on its own stream without waiting for the
+        # current one. So use an idle stream as the current one.
         side, current = _decoding_stream(labels.device), torch.cuda.current_stream(labels.device)
         side.synchronize()  # with the batch before
         with torch.cuda.stream(side):
@@ -315,7 +316,7 @@ class ImageFiles:
         return self.cut(decoded, files)
 
     def cut(self, decoded: Sequence[Tensor], files: Sequence[tuple[bytes, tuple[int, int, int, int], bool]]) -> Tensor:
-        """The wanted parts of decoded images, uint8 [3, H, W] each, resized, mirrored and normalised where they are."""
+        """Crop, resize, flip and normalise decoded images, uint8 [3, H, W] each, on their device."""
         images = torch.empty(len(files), *self.image_shape, device=decoded[0].device)
         for row, (image, (_, (left, top, right, bottom), mirrored)) in enumerate(zip(decoded, files, strict=True)):
             part = image[None, :, top:bottom, left:right].float()
@@ -330,7 +331,7 @@ class ImageFiles:
         try:
             with Image.open(path) as file:
                 image = file.convert("RGB")
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow's readers raise
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # raised by Pillow's readers
             raise RunError(f"cannot read the image {path}: {error}. Replace or remove it") from error
         size, (width, height) = self._size, image.size
         if self._augment:
@@ -360,7 +361,7 @@ def random_crop(width: int, height: int, u: NDArray[np.float64]) -> tuple[int, i
         if 0 < w <= width and 0 < h <= height:
             left, top = int(x * (width - w + 1)), int(y * (height - h + 1))
             return left, top, left + w, top + h
-    # The image is so long that nothing fitted: its middle, as much as the ratio allows.
+    # No crop fits a very long image: take its centre, as far as the ratio allows.
     w, h = min(width, round(height * high)), min(height, round(width / low))
     left, top = (width - w) // 2, (height - h) // 2
     return left, top, left + w, top + h
@@ -388,7 +389,7 @@ def read_mnist_subset() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 
 def every_fifth(labels: NDArray[Any]) -> NDArray[np.bool_]:
-    """True for every fifth sample of each class: an evaluation part with the same share of each class."""
+    """True for every fifth sample of each class: a stratified evaluation part."""
     chosen = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         chosen[np.flatnonzero(labels == label)[4::5]] = True
@@ -472,11 +473,11 @@ def _cifar10(cfg: DataConfig, seed: int, channels: int | None) -> Data:
 
 
 def _read_cifar10(cfg: DataConfig, train: bool) -> Any:
-    """torchvision's CIFAR10: it compares MD5 sums before it unpickles anything, which could run any code."""
+    """torchvision's CIFAR10: it checks MD5 sums before unpickling, which could run any code."""
     assert cfg.path, "check_data was not asked"
     reader = import_torchvision().datasets.CIFAR10
     with warnings.catch_warnings():
-        # The files were pickled by an old numpy, which wrote the flag as 0.
+        # The files were pickled by an old numpy that wrote the flag as 0.
         warnings.filterwarnings("ignore", message=r"dtype\(\): align should be passed as Python or NumPy boolean")
         try:
             return reader(root=Path(cfg.path).expanduser(), train=train, download=False)

@@ -1,8 +1,8 @@
-"""The order of samples without state, loaders, and batches on their way to the device.
+"""Stateless sample order, loaders, and copies of batches to the device.
 
-The order of a pass over the data is a function of (seed, pass), augmentation one of (seed, sample, pass). So the same
-samples arrive in the same order for any number of workers, for any split of a step over micro-batches and ranks, and
-after a resume at any sample. Nothing of it needs saving but the number of samples seen.
+The order of an epoch is a function of (seed, epoch), augmentation one of (seed, sample, epoch). So the same samples
+arrive in the same order for any number of workers, any split of a step over micro-batches and ranks, and after a resume
+at any sample. The only state is the number of samples seen.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _end_workers = find("torch.utils.data.dataloader._MultiProcessingDataLoaderIter.
 
 
 class Sampler:
-    """The micro-batches of one rank, endless, from any sample on: an iterable of lists of keys.
+    """The endless micro-batches of one rank from any sample on: an iterable of lists of keys.
 
-    Pass p over the data is a permutation that (seed, p) decides. A step takes the next `samples_per_step` of this
-    endless sequence; micro-batch m of rank r is the (m * world_size + r)-th piece of them. So a step has the same
-    samples however it is split over `accumulation` and `world_size`, and a run may go on with another number of ranks.
-    A micro-batch may hold the end of one pass and the beginning of the next.
+    Epoch p is a permutation seeded by (seed, p). A step takes the next `samples_per_step` of this endless sequence;
+    micro-batch m of rank r is the (m * world_size + r)-th chunk of them. So a step has the same samples for any split
+    over `accumulation` and `world_size`, and a run may resume with another number of ranks. A micro-batch may hold the
+    end of one epoch and the beginning of the next.
 
     Args:
         num_samples: length of the data set.
-        seed: of the order, at least 0.
+        seed: seed of the order, at least 0.
         batch_size: samples per micro-batch and rank.
         accumulation: micro-batches per step.
         rank: this process.
         world_size: number of processes.
-        start_sample: how many samples, over all ranks, came before.
-        shuffle: False keeps the order of the data set in every pass.
+        start_sample: number of earlier samples, over all ranks.
+        shuffle: False keeps the order of the data set in every epoch.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Sampler:
             yield self.keys(self.start_sample + piece * self.batch_size, self.batch_size)
 
     def keys(self, position: int, count: int) -> list[Key]:
-        """`count` keys from a position of the endless sequence on."""
+        """`count` keys of the endless sequence, from a position on."""
         keys: list[Key] = []
         while len(keys) < count:
             number, offset = divmod(position + len(keys), self.num_samples)
@@ -94,7 +94,7 @@ class Sampler:
         if not self._shuffle:
             number = 0
         if number not in self._orders:
-            if len(self._orders) == 2:  # more are never in use: a pass begins when the one before it ends
+            if len(self._orders) == 2:  # no more are in use: an epoch starts when the previous one ends
                 self._orders.clear()
             rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, number])))
             self._orders[number] = rng.permutation(self.num_samples) if self._shuffle else np.arange(self.num_samples)
@@ -104,9 +104,9 @@ class Sampler:
 def eval_keys(num_samples: int, *, batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[Key]]:
     """The batches of one rank: every sample once over all ranks.
 
-    All ranks have the same number of batches, since they gather sharded weights together: what is left for the last
-    round is shared out evenly. Less than a sample each goes to the round before, whose batches grow by one. Only with
-    fewer samples than ranks some of these have nothing.
+    All ranks have the same number of batches, since gathering sharded weights is collective: the rest is distributed
+    evenly over the last round. Less than one sample per rank goes to the round before, whose batches grow by one. Only
+    with fewer samples than ranks some ranks have none.
     """
     num_rounds, rest = divmod(num_samples, world_size * batch_size)
     sizes = [world_size * batch_size] * num_rounds
@@ -134,14 +134,14 @@ def train_loader(
     prefetch: int = 2,
     start_method: str | None = None,
 ) -> Batches:
-    """Micro-batches on the CPU, as the sampler orders them. Workers start here and live until `close`.
+    """Micro-batches on the CPU, in the sampler's order. Workers start here and live until `close`.
 
     Args:
-        dataset: where batches come from; with a `start_method` other than fork it is pickled.
-        sampler: gives the keys of each micro-batch.
-        num_workers: processes; 0 makes batches in this one.
-        pin_memory: give out page-locked memory, for copies to CUDA that do not wait.
-        prefetch: micro-batches that each worker makes ahead.
+        dataset: the data set; pickled with a `start_method` other than fork.
+        sampler: yields the keys of each micro-batch.
+        num_workers: processes; 0 loads in this one.
+        pin_memory: return pinned memory, for asynchronous copies to CUDA.
+        prefetch: micro-batches that each worker loads ahead.
         start_method: fork, spawn or forkserver; None: Python's default.
     """
     return Batches(
@@ -164,9 +164,9 @@ def eval_loader(
     pin_memory: bool = False,
     start_method: str | None = None,
 ) -> EvalLoader:
-    """Batches on the CPU: every sample exactly once over all ranks, in order, none twice to fill up.
+    """Batches on the CPU: every sample exactly once over all ranks, in order, without padding.
 
-    The last batch may be smaller, or larger by one, and its size differ between ranks: gather sums at the end.
+    The last batch may be smaller, or larger by one, and differ between ranks: reduce sums at the end.
     """
     keys = eval_keys(len(dataset), batch_size=batch_size, rank=rank, world_size=world_size)
     return EvalLoader(dataset, keys, num_workers=num_workers, pin_memory=pin_memory, start_method=start_method)
@@ -177,7 +177,7 @@ _check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None
 
 @contextlib.contextmanager
 def interruptible(check: Callable[[], None]) -> Iterator[None]:
-    """Around evaluations: `check` is called between any two batches of an `eval_loader`, and may raise to stop it.
+    """Around evaluations: `check` is called between batches of an `eval_loader`, and may raise to stop it.
 
     Every rank calls it equally often, since all have the same number of batches or at most one.
     """
@@ -189,14 +189,14 @@ def interruptible(check: Callable[[], None]) -> Iterator[None]:
 
 
 class EvalLoader:
-    """One evaluation per `iter`, with workers of its own that end with it."""
+    """One evaluation per `iter`, with its own workers."""
 
     def __init__(self, dataset: Dataset, keys: list[list[Key]], **options: Any) -> None:
         self._dataset, self._keys, self._options = dataset, keys, options
 
     @property
     def rows(self) -> list[slice]:
-        """Which samples of the data set each batch holds."""
+        """The samples of the data set in each batch."""
         return [slice(batch[0][0], batch[-1][0] + 1) for batch in self._keys]
 
     def __len__(self) -> int:
@@ -214,11 +214,11 @@ class EvalLoader:
 class Batches:
     """An iterator of batches that owns its worker processes. A context manager; `close` ends the workers at once.
 
-    Workers compute with one thread each (torch sees to that) and ignore signals that end a run: Ctrl-C and schedulers
-    signal every process of a job, and a run that still wants to finish its step and save must keep its workers.
+    Workers use one thread each (set by torch) and ignore signals that end a run: Ctrl-C and schedulers signal every
+    process of a job, and a run needs its workers to finish the step.
 
     Raises:
-        RunError: from `next`: a worker died, or an image cannot be read.
+        RunError: in `next`: a worker died, or an image cannot be read.
     """
 
     def __init__(
@@ -240,18 +240,18 @@ class Batches:
             prefetch_factor=prefetch if num_workers else None,
             worker_init_fn=_ignore_signals if num_workers else None,
             multiprocessing_context=start_method if num_workers else None,
-            generator=torch.Generator(),  # else it draws from the global one
+            generator=torch.Generator(),  # else it uses the global one
         )
         with warnings.catch_warnings():
-            # Python 3.12 says this of any fork beside other threads. torch forks by default; its workers take no lock
-            # of the parent's thread pools.
+            # Python 3.12 warns about any fork beside other threads. torch forks by default; its workers take no lock of
+            # the parent's thread pools.
             warnings.filterwarnings(
                 "ignore", message=".*use of fork.*may lead to deadlocks", category=DeprecationWarning
             )
             self._iterator: Iterator[Any] = iter(loader)
-        # For a child of multiprocessing, which runs no atexit; above 10, where queues give up their threads.
+        # For a child of multiprocessing, which runs no atexit; above 10, where queues end their threads.
         self._end = multiprocessing.util.Finalize(self, _shut_down, args=(self._iterator,), exitpriority=20)
-        # For any other process: multiprocessing's own turn comes after torch has let go of its workers, and would wait.
+        # For other processes: multiprocessing's own handler runs after torch has released its workers, and would hang.
         atexit.register(self._end)
 
     def __iter__(self) -> Batches:
@@ -265,7 +265,7 @@ class Batches:
             raise
         except RunError as error:
             self.close()
-            # torch puts the worker's traceback in front of the message.
+            # torch puts the worker's traceback before the message.
             raise RunError(str(error).strip().rpartition("RunError: ")[2]) from error
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
@@ -288,14 +288,14 @@ class Batches:
         )
 
     def _dead_workers(self) -> list[int]:
-        """Process ids. Waits a moment, since the connection to a killed worker ends before the worker does."""
+        """Process ids of dead workers. Waits briefly, since a killed worker's connection closes before it ends."""
         workers = getattr(self._iterator, "_workers", [])
         for worker in workers:
             worker.join(0.2)
         return [worker.pid for worker in workers if not worker.is_alive()]
 
     def close(self) -> None:
-        """End the workers. The iterator is exhausted then. May be called twice."""
+        """End the workers and exhaust the iterator. Idempotent."""
         self._end()
         atexit.unregister(self._end)
         self._iterator = iter(())
@@ -319,7 +319,7 @@ def _ignore_signals(worker: int) -> None:
 def _shut_down(iterator: Any) -> None:
     workers = getattr(iterator, "_workers", [])
     for worker in workers:
-        worker.terminate = worker.kill  # what torch does to a worker that is stuck, and these ignore SIGTERM
+        worker.terminate = worker.kill  # torch terminates stuck workers, and these ignore SIGTERM
     if workers and _end_workers:
         _end_workers(iterator)
 
@@ -335,14 +335,13 @@ def to_device(
     finish: Callable[[Any], Any] | None = None,
     channels_last: bool = False,
 ) -> Iterator[Any]:
-    """Batches on the device. Never waits for it, given pinned memory.
+    """Copy batches to the device. No host-device sync with pinned memory.
 
     Args:
         batches: tensors in any nesting of tuples, lists and dicts; other values pass through.
-        device: where to.
-        ahead: on CUDA, copy so many batches ahead, such as the next window, on a stream of its own, while those before
-            are used.
-        finish: applied to each batch when it is there, before it is used.
+        device: the target.
+        ahead: on CUDA, copy this many batches ahead, such as the next window, on a separate stream.
+        finish: applied to each batch on the device before it is used.
         channels_last: store 4-d tensors in NHWC order.
     """
     device = torch.device(device)
@@ -359,13 +358,13 @@ def to_device(
 
     def copy(batch: Any) -> tuple[Any, Any]:
         with torch.cuda.stream(side):
-            # What need not be finished gets its memory format here, too.
+            # Batches without `finish` get their memory format here.
             return (move(batch) if finish is not None else ready(move(batch))), side.record_event()
 
     def hand_over(batch: Any, copied: Any) -> Any:
         current = torch.cuda.current_stream(device)
         current.wait_event(copied)
-        # The memory belongs to the side stream: it must not be used again there before its reader here is done.
+        # The memory belongs to the side stream: it must not be reused there before this stream has read it.
         _map_tensors(batch, lambda tensor: tensor.record_stream(current))
         return batch if finish is None else ready(batch)
 

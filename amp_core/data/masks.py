@@ -1,7 +1,6 @@
-"""Images with binary masks: brain slices, digits on photographs, folders of one's own.
+"""Images with binary masks: brain slices, digits on photographs, your own folders.
 
-A mask is uint8: 0, 1, or VOID for pixels that count neither in a loss nor in a metric, such as those that the
-augmentation brought in from outside of the image.
+A mask is uint8: 0, 1, or VOID for pixels that losses and metrics ignore, such as padding by augmentation.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from amp_core.data.images import (
 )
 
 VOID = 255
-"""In a mask: neither 0 nor 1."""
+"""Ignored pixels of a mask."""
 
 Batch = tuple[Tensor, Tensor]
 """(images float32 [B, C, H, W], masks uint8 [B, K, H, W])"""
 
 
 def normalised(pixels: Tensor) -> Tensor:
-    """Pixels from 0 to 1 to numbers from -2 to 2, in place."""
+    """Map pixels from [0, 1] to [-2, 2], in place."""
     return pixels.sub_(0.5).mul_(4)
 
 
@@ -45,7 +44,7 @@ def normalised(pixels: Tensor) -> Tensor:
 
 
 class Slices:
-    """Slices that lie in memory. Augmented ones are moved, turned and scaled, and differ in brightness by up to 10 %.
+    """Slices in memory. Augmentation shifts, rotates, scales, and changes brightness by up to 10 %.
 
     Args:
         images: uint8 [N, C, H, W].
@@ -67,7 +66,7 @@ class Slices:
         masks = torch.from_numpy(self.masks[indices])
         if self._augment:
             u = uniforms(self._seed, indices, passes, _NUM_UNIFORMS + 1)
-            # Moved together; of the masks and of a plane of ones, half or more of a pixel decides.
+            # Transformed together; masks and a plane of ones are thresholded at half a pixel.
             stack = torch.cat([images, masks.float(), torch.ones_like(images[:, :1])], dim=1)
             images, shares, inside = shift_rotate_scale(stack, u).split([images.shape[1], masks.shape[1], 1], dim=1)
             masks = (shares >= 0.5).to(torch.uint8).masked_fill_(inside < 0.5, VOID)
@@ -77,7 +76,7 @@ class Slices:
 
 _BLOCK, _NUM_BLOCKS, _FIRST = 36, 4, 4
 _TRAIN, _EVAL = range(24), range(27, 33)
-"""Of each block of 36 slices: 24 to train, 3 left out, 6 to evaluate, 3 left out."""
+"""Per block of 36 slices: 24 for training, 3 unused, 6 for evaluation, 3 unused."""
 
 
 def read_brain() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -122,11 +121,11 @@ def _brain(cfg: DataConfig, seed: int, channels: int | None) -> Data:
 
 
 class DigitScenes:
-    """One to three handwritten digits on a piece of a photograph; the mask is where there is ink.
+    """One to three handwritten digits on a crop of a photograph; the mask is the ink.
 
-    A digit is light on dark ground and dark on light ground, in any colour and half to fully opaque, and turned, scaled
-    and moved; where its opacity is 1/2 or more, there is ink. Pieces are exposed differently (gammas of 0.2 to 1.5), so
-    that about half of them are light: with few of them, networks of some seeds overlook all dark digits.
+    A digit is light on dark ground and dark on light ground, in any colour, half to fully opaque, rotated, scaled and
+    shifted; it is ink where its opacity is 1/2 or more. Crops get gammas of 0.2 to 1.5, so that about half of them are
+    light: with few light ones, networks of some seeds miss all dark digits.
 
     The photographs are those of scikit-learn (3-clause BSD licence), both under CC BY 2.0: china.jpg by danielbuechele
     and flower.jpg by vultilion, on flickr.
@@ -137,7 +136,7 @@ class DigitScenes:
         photos: uint8 [H, W, 3] each, larger than `size`.
         digits: uint8 [N, 1, 28, 28].
         size: height and width of a scene.
-        augment: other scenes in every pass.
+        augment: different scenes in each epoch.
         seed: of the scenes, if augmented.
     """
 
@@ -163,7 +162,7 @@ class DigitScenes:
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
         indices, passes = unpack(keys)
-        # A data set does not change with the seed of a run; its augmentation does.
+        # The seed of a run changes the augmentation, not the data set.
         seed, passes = (self._seed, passes) if self._augment else (0, np.zeros_like(passes))
         u = uniforms(seed, indices + self._first, passes, self._NUM_UNIFORMS)
         ink = self._ink(u[:, 5:].reshape(-1, 8 + _NUM_UNIFORMS)).reshape(len(keys), self._MOST, 28, 28)
@@ -239,8 +238,9 @@ def _digit_scenes(cfg: DataConfig, seed: int, channels: int | None) -> Data:
 
 
 class MaskFiles:
-    """Image files and mask files. Training: a random part (8 to 100 % of the area), resized, mirrored every second
-    time. Evaluation: the whole image at its own ratio, in the middle of a square whose rest is void.
+    """Image files and mask files. Training: random resized crop (8 to 100 % of the area) and horizontal flip.
+
+    Evaluation: the whole image at its own ratio, centred in a square whose rest is void.
 
     A mask file has one value per pixel: 0, 1 or 255 for 1, and 128 for void.
 
@@ -252,7 +252,7 @@ class MaskFiles:
     """
 
     def __init__(self, pairs: Sequence[tuple[str, str]], *, size: int, augment: bool, seed: int) -> None:
-        # One array: a list of a million strings is copied page by page into every forked worker that touches it.
+        # One array: forked workers would copy a list of a million strings page by page when they touch it.
         self._paths = np.array([[os.fsencode(path) for path in pair] for pair in pairs])
         self._size, self._augment, self._seed = size, augment, seed
 
@@ -308,7 +308,7 @@ def _open(path: str) -> Any:
         with Image.open(path) as file:
             file.load()
             return file
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow's readers raise
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # raised by Pillow's readers
         raise RunError(f"cannot read the image {path}: {error}. Replace or remove it") from error
 
 
@@ -319,7 +319,7 @@ _MEANING[[0, 1, 255, 128]] = 0, 1, 1, VOID
 def _values(path: str) -> NDArray[np.uint8]:
     """A mask file as [H, W] of 0, 1 and VOID."""
     mask = _open(path)
-    if mask.mode not in ("1", "L", "P"):  # of palette images the index counts, not the colour
+    if mask.mode not in ("1", "L", "P"):  # for palette images the index, not the colour
         mask = mask.convert("L")
     values = np.asarray(mask)
     meaning = _MEANING[values.astype(np.uint8)]

@@ -1,13 +1,13 @@
 """insightface's face data sets, `train.rec` with `train.idx`, read and written without mxnet.
 
 The file is RecordIO: each record is the number 0xced7230a, a word with 3 bits of flag and 29 bits of length, the data,
-and zeros up to a multiple of 4 bytes. Where the data itself holds that number at a multiple of 4 bytes, the record is
-cut there, the number is left out, and the flags say begin, middle and end. All numbers are little-endian.
+and zeros up to a multiple of 4 bytes. Where the data holds that number at a multiple of 4 bytes, the record is
+split there without the number, and the flags mark begin, middle and end. All numbers are little-endian.
 
-The data begins with a header: `flag` (uint32), `label` (float32), `id` and `id2` (uint64); with a flag above 0 so many
-float32 labels follow. The rest is an image file. `train.idx` has a line "key<tab>offset" per record. In insightface's
-layout the images have the keys 1 to N, further records have labels [first, beyond], the keys of the images of one
-identity, and record 0 has labels [N + 1, key beyond the last identity].
+The data begins with a header: `flag` (uint32), `label` (float32), `id` and `id2` (uint64); with a flag above 0 that
+many float32 labels follow. The rest is an image file. `train.idx` has a line "key<tab>offset" per record. In
+insightface's layout the images have the keys 1 to N, further records have labels [first, beyond], the keys of the
+images of one identity, and record 0 has labels [N + 1, key beyond the last identity].
 
 Sources: dmlc-core's recordio.h, mxnet's recordio.py (IRHeader), insightface's face2rec2.py and image_iter.py.
 """
@@ -36,7 +36,7 @@ class Records:
     """The records of a folder with `train.rec` and `train.idx`. Can be pickled and shared by forked workers.
 
     Attributes:
-        keys: of the records, int64 [N], sorted.
+        keys: keys of the records, int64 [N], sorted.
 
     Raises:
         ConfigError: the index does not fit the file.
@@ -59,13 +59,13 @@ class Records:
         """(labels, at least one; image file) of a record.
 
         Raises:
-            RunError: the record is not there, or damaged.
+            RunError: the record is missing or damaged.
         """
         row = int(np.searchsorted(self.keys, key))
         if row == len(self.keys) or self.keys[row] != key:
             raise RunError(f"{self.path}: has no record {key}; copy {self.path.name} and train.idx again")
         try:
-            # Opened for each record: a file that is shared by workers has one position.
+            # Opened for each record: a file shared by workers has one position.
             with open(self.path, "rb") as file:
                 file.seek(self._offsets[row])
                 return _unpack(_read_record(file))
@@ -75,7 +75,7 @@ class Records:
     def identities(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(keys of the images, an identity's number for each), both [number of images].
 
-        From the identities' own records where there are any, which is quick; else from the header of each image.
+        From the identities' own records if there are any, which is fast; else from the header of each image.
         """
         labels, image = self.read(int(self.keys[0]))
         if image or len(labels) < 2:
@@ -93,7 +93,7 @@ class Records:
         data = np.memmap(self.path, dtype=np.uint8, mode="r")
         offsets = self._offsets[np.searchsorted(self.keys, keys)]
         labels = np.empty(len(keys), dtype=np.int64)
-        step = 1 << 16  # of 8 bytes of framing, 24 of header and the first further label
+        step = 1 << 16  # 8 bytes of framing, 24 of header, and the first label after it
         for first in range(0, len(keys), step):
             places = offsets[first : first + step, None] + np.arange(36)
             heads = np.ascontiguousarray(data[np.minimum(places, len(data) - 1)])
@@ -109,7 +109,7 @@ def write_records(folder: Path, records: Iterable[tuple[int, float | Sequence[fl
     """Write `train.rec` and `train.idx`.
 
     Args:
-        folder: where to; made if it is not there.
+        folder: the target; created if missing.
         records: (key, label or labels, image file) each.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Text as bytes: a token is a byte, so any file in any language will do and nothing is fitted beforehand.
+"""Text as bytes: a token is a byte, so any file in any language works without a tokenizer.
 
-A sample is a piece of one file. The last piece of a file is short: its targets end with `IGNORE`, so samples, and
-with them micro-batches and ranks, differ in their number of valid tokens.
+A sample is a chunk of one file. The last chunk of a file is short: its targets end with `IGNORE`, so samples,
+micro-batches and ranks differ in their number of valid tokens.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Batch = tuple[Tensor, Tensor]
 
 VOCAB_SIZE = 256
 IGNORE = -100
-"""Target of a position that holds no token; `cross_entropy` leaves it out by default."""
+"""Target of a position without a token; `cross_entropy` ignores it by default."""
 EVAL_SHARE = 16
-"""One sample is evaluated for so many that are trained on, where text is held out or `data.num_samples` is given."""
+"""Training samples per evaluation sample, if text is held out or `data.num_samples` is given."""
 
 
 class TextPieces:
-    """Pieces of files, in the order of the files. Every byte but the first of a file is a target exactly once.
+    """Chunks of files, in file order. Every byte but the first of a file is a target exactly once.
 
-    A file is read when one of its samples is asked for; in memory there are names and sizes.
+    A file is read when one of its samples is requested; only names and sizes are in memory.
 
     Args:
         paths: of the files.
         length: tokens of a sample.
-        span: first and last (exclusive) of the pieces to give out; None: all.
-        num_samples: at most so many of these, evenly spread; None: all.
+        span: first and last (exclusive) chunk to use; None: all.
+        num_samples: at most this many of these, evenly spread; None: all.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TextPieces:
         num_samples: int | None = None,
     ) -> None:
         self.length = length
-        # One array: a list of a million strings is copied page by page into every forked worker that touches it.
+        # One array: forked workers would copy a list of a million strings page by page when they touch it.
         self._paths = np.array([os.fsencode(path) for path in paths])
         self._num_targets = np.array([max(path.stat().st_size - 1, 0) for path in paths], dtype=np.int64)
         num_pieces = -(-self._num_targets // length)
@@ -92,7 +92,7 @@ def _read(path: str, start: int, size: int) -> NDArray[np.uint8]:
 
 
 def _parts(cfg: DataConfig, paths: Sequence[Path], eval_paths: Sequence[Path] | None) -> Data:
-    """Training on `paths`; evaluation on other files, or on the tail of these."""
+    """Training on `paths`; evaluation on other files, or on the end of these."""
     assert cfg.length, "check_data was not asked"
     few = None if cfg.num_samples is None else max(1, cfg.num_samples // EVAL_SHARE)
     span = None

@@ -1,1 +1,1 @@
-"""What breaks a window, why, and what to change: locate, watch, heal, forecast, advise."""
+"""The doctor: finds the first non-finite value of a window, its cause and a fix: locate, watch, heal, statistics."""

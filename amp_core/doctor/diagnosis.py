@@ -1,4 +1,4 @@
-"""What was found in a window, in words: which operation, why, and what to change."""
+"""A diagnosis: the operation, the cause, and the fix, as data and as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from amp_core.doctor.trace import Collision, FirstNonFinite, Location, Range
 
 _LARGEST = 3.4028234663852886e38
-"""Of fp32."""
+"""The largest finite fp32 value."""
 
 Cause = Literal[
     "overflow in a product",
@@ -69,25 +69,25 @@ _ABOVE_ZERO = {"log", "log2", "log10", "sqrt", "rsqrt", "xlogy"}
 
 @dataclass(frozen=True)
 class Fix:
-    """The smallest change that is known to help."""
+    """A change that fixes the window."""
 
     kind: Literal["override", "code", "data", "none"]
     text: str
     override: str | None = None
-    """What to add to the command line."""
+    """The override to add to the command line."""
     verified: bool | None = None
-    """Whether the same window was finite with it; None: not tried, since it is a change of code or data."""
+    """Whether the window was finite with it; None: not tried, because it changes code or data."""
 
 
 @dataclass
 class Diagnosis:
-    """Where the first number that is not finite was born in a window, why, and what to change."""
+    """Where the first non-finite value of a window appeared, why, and how to fix it."""
 
     cause: Cause
     why: str
     op: str = ""
     module: str | None = None
-    """Name as in `named_modules()`; None outside of the networks."""
+    """Name as in `named_modules()`; None outside the networks."""
     module_class: str = ""
     source: str = ""
     code: str = ""
@@ -95,37 +95,37 @@ class Diagnosis:
     inputs: list[Range] = field(default_factory=list)
     output: Range | None = None
     tensor: str = ""
-    """Name of the weight, buffer or batch entry that was not finite, or too large, from the start."""
+    """Name of the weight, buffer or batch entry that was non-finite, or too large, from the start."""
     reached: list[str] = field(default_factory=list)
-    """Losses and gradients that it made not finite."""
+    """Losses and gradients that it made non-finite."""
     fixes: list[Fix] = field(default_factory=list)
     step: int | None = None
     rank: int = 0
     num_ranks: int = 1
     ranks: list[int] = field(default_factory=list)
-    """The ranks with a birth of their own."""
+    """The ranks on which a first non-finite value appeared."""
     amp: str = ""
     loss_scale: float = 1.0
     scale_that_fits: float | None = None
-    """The largest power of two at which the window is finite, for a loss scale that was too large."""
+    """If the loss scale was too large: the largest power of two at which the window is finite."""
     samples: list[int] = field(default_factory=list)
-    """Indices into the training data of the samples concerned."""
+    """Indices of the affected samples in the training data."""
     window: list[int] = field(default_factory=list)
-    """Indices into the training data of all samples of the window, of the rank."""
+    """Indices of all samples of this rank's window in the training data."""
     weights: str = ""
-    """Which weights the window was replayed with."""
+    """Which weights the window was rerun with."""
     islands: list[str] = field(default_factory=list)
     """Modules that the fix keeps in fp32."""
     healed: bool = False
     skips: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Up to now, by optimizer (an empty name where there is one): steps skipped, and losses that were not finite on
-    any rank. A skip with a finite loss comes from the backward pass or the loss scale."""
+    """So far, by optimizer (an empty name if there is only one): skipped steps, and losses that were non-finite on any
+    rank. A skip with a finite loss comes from the backward pass or the loss scale."""
     others: list[str] = field(default_factory=list)
-    """Later births in the same window."""
+    """Later non-finite values in the same window."""
 
     @property
     def headline(self) -> str:
-        """The report in one line."""
+        """The report as one line."""
         where = "outside of the networks" if self.module is None else self.module or "the network itself"
         parts = [f"step {self.step}: {self.cause}"]
         parts += [f"{self.op} in {where}"] if self.op else []
@@ -172,14 +172,14 @@ class Diagnosis:
 
 
 def keep_fp32_override(names: Sequence[str]) -> str:
-    """The override that makes these modules islands, as it is typed in a shell."""
+    """The override that makes these modules islands, quoted for a shell."""
     if all(re.fullmatch(r"[A-Za-z_][\w.]*", name) for name in names):
         return f"amp.keep_fp32=[{','.join(names)}]"
     return "'amp.keep_fp32=[" + ",".join(f'"{name}"' for name in names) + "]'"
 
 
 def cause_of(birth: FirstNonFinite) -> Cause:
-    """The class of a birth, by the operation and what it is in float64."""
+    """The cause of a first non-finite value, from the operation and its result in float64."""
     if not birth.op:
         kind = birth.tensor.split()[0].split("[")[0]
         kinds: dict[str, Cause] = {"buffer": "poisoned buffer", "weight": "poisoned weight", "unseen": "not found"}
@@ -201,7 +201,7 @@ def cause_of(birth: FirstNonFinite) -> Cause:
         return "division or logarithm of zero"
     if birth.tensor and birth.output.dtype == "float16":
         return "bad input"
-    # bfloat16 ends where float32 does.
+    # bfloat16 has the range of float32.
     if birth.output.dtype not in ("float16", *_FLOAT8) or (birth.wide or 0) > _LARGEST:
         return "overflow in fp32"
     if name in ("_to_copy", "copy"):
@@ -214,7 +214,7 @@ def cause_of(birth: FirstNonFinite) -> Cause:
 
 
 def explain(birth: FirstNonFinite, cause: Cause) -> str:
-    """Why, in a sentence."""
+    """The cause as a sentence."""
     dtype = birth.output.dtype
     limit = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4e38}.get(dtype, float("nan"))
     what = birth.op.split(".")[-1].strip("_")

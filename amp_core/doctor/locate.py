@@ -1,11 +1,11 @@
-"""Replaying a window until it is known where it breaks, why, and what mends it.
+"""Rerun a window to find where it becomes non-finite, why, and what fixes it.
 
     doctor = Doctor(amp, model)
     diagnosis = doctor.locate(lambda: train_step(window), window)
     print(diagnosis)
 
-A replay is a step that is skipped: the window is computed as in training, `amp` takes no step, and nothing is left
-behind. `Loop` replays the windows of a run in the same way, by handing them to the recipe again.
+A rerun is a rehearsed step: the window is computed as in training, `amp` takes no step, and no state changes. `Loop`
+reruns the windows of a run in the same way, by passing them to the recipe again.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _CURED_BY_ISLANDS: tuple[Cause, ...] = (
 
 
 class Doctor:
-    """Finds where a window breaks.
+    """Finds where a window becomes non-finite.
 
     Args:
-        amp: the mode that trains.
-        nets: one network, or pairs of a name and a network, wrapped or not. The name stands before those of the
-            modules, as in `generator.blocks.0`; one network has none.
-        agree: in a process group, gathers a value of every rank, on every rank. Replays contain collectives: all
-            ranks must come to the same conclusions.
+        amp: the mode of training.
+        nets: one network, or pairs of a name and a network, wrapped or not. The name prefixes those of the modules, as
+            in `generator.blocks.0`; a single network has none.
+        agree: in a process group, gathers a value from every rank on every rank. Reruns contain collectives, so all
+            ranks must reach the same conclusions.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class Doctor:
 
         Args:
             step: computes the window: forward, backward, `amp.step`, `amp.update`, `zero_grad`. Called several times.
-            batch: its tensors in any nesting, to look for bad ones.
+            batch: its tensors in any nesting, to check for non-finite ones.
 
         Returns:
-            None when the window is finite and no position is lost.
+            None if the window is finite and no positions collide.
         """
         random = RandomState(self.amp.device)
 
@@ -113,10 +113,11 @@ class Doctor:
     # --- the search -------------------------------------------------------------------------------------------------
 
     def diagnose(self, replay: Replay) -> Generator[Any, None, Diagnosis | None]:
-        """Yields the window as often as it is to be computed; returns the diagnosis.
+        """Yield the window each time it has to be rerun; return the diagnosis.
 
         Args:
-            replay: a context in which the window is computed once, without a trace; gives the rehearsal and the window.
+            replay: a context in which the window is computed once without changing state; gives the rehearsal and the
+                window.
         """
         trace, rehearsal = yield from self._trace(replay)
         found = self._summary(trace, rehearsal)
@@ -165,7 +166,7 @@ class Doctor:
         culprit = trace.culprit
         finite = rehearsal.is_finite
         if culprit is None and not finite and trace.births and trace.reached:
-            # What autograd does between operations is not seen: the trail may be lost, and the first birth is it.
+            # Autograd's work between operations is not seen, so the trail may be lost: take the first non-finite value.
             culprit = trace.births[0] if set(trace.reached) != {REMOTE} else None
         return {
             "finite": finite,
@@ -176,7 +177,7 @@ class Doctor:
         }
 
     def _silent(self, replay: Replay, everywhere: list[dict[str, Any]]) -> Generator[Any, None, Diagnosis | None]:
-        """Of a window that is finite: positions that fell together."""
+        """Diagnose a finite window: positions that collide in 16 bits."""
         for rank, one in enumerate(everywhere):
             for collision in one["collisions"][:1]:
                 diagnosis = Diagnosis(
@@ -219,11 +220,11 @@ class Doctor:
             others=[f"{b.op}{' (backward)' if b.backward else ''} in {b.place}" for b in others],
         )
 
-    # --- what mends it ------------------------------------------------------------------------------------------------
+    # --- fixes --------------------------------------------------------------------------------------------------------
 
     def _largest_scale(self, replay: Replay, scale: float) -> Generator[Any, None, float | None]:
-        """The largest power of two below `scale` at which the window is finite; None when there is none."""
-        low, high = 0, math.floor(math.log2(scale))  # 2^high is known to be too large
+        """The largest power of two below `scale` at which the window is finite; None if there is none."""
+        low, high = 0, math.floor(math.log2(scale))  # 2^high is too large
         if high == low or not (yield from self._at_scale(replay, 1.0)):
             return None
         while high - low > 1:
@@ -259,7 +260,7 @@ class Doctor:
         advice = _ADVICE.get(cause)
         if cause in _CURED_BY_ISLANDS and self.can_make_islands:
             scale = diagnosis.loss_scale
-            # What a smaller loss scale mends needs no island.
+            # A window that a smaller loss scale fixes needs no island.
             with self.amp.scaler.held_at(min(scale, 1.0)):
                 names = yield from self._smallest_islands(replay, diagnosis.module)
             if names:
@@ -282,7 +283,7 @@ class Doctor:
         text = f"compute in fp32: {', '.join(name or '.' for name in names)}"
         if "" in names:
             text += " (that is the whole network; better move the line into a function with @keep_fp32)"
-        # An override replaces the list: what is in fp32 already must stand in it, too.
+        # An override replaces the list: include the existing islands.
         override = keep_fp32_override([*self.island_names(), *names])
         if scale is not None:
             text += "; and begin with a smaller loss scale"
@@ -290,7 +291,7 @@ class Doctor:
         return Fix("override", text, override, verified=True)
 
     def _casts_by_itself(self, replay: Replay, birth: FirstNonFinite) -> Generator[Any, None, bool]:
-        """Whether an operation stays in 16 bits, and overflows, where its module is an island."""
+        """Whether an operation still runs in 16 bits, and overflows, in an island."""
         if birth.place.module is None:
             return False
         with self.as_islands([birth.place.module]):
@@ -302,15 +303,15 @@ class Doctor:
 
     @property
     def can_make_islands(self) -> bool:
-        """Whether modules can be put into fp32."""
+        """Whether modules can become fp32 islands."""
         return can_make_islands(self.amp, self.nets)
 
     def _smallest_islands(self, replay: Replay, culprit: str | None) -> Generator[Any, None, list[str]]:
-        """A smallest set of modules whose computing in fp32 makes the window finite; [] when there is none.
+        """A smallest set of islands that makes the window finite; [] if there is none.
 
-        First the culprit alone; then, with it, the culprits that come to light behind it; and when those are not
-        enough every module. From what is enough, halves are taken away as long as the rest is enough (delta debugging:
-        Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", 2002).
+        First the culprit alone, then also the culprits found after it, then every module. From a sufficient set, halves
+        are removed while the rest is sufficient (delta debugging: Zeller and Hildebrandt, "Simplifying and isolating
+        failure-inducing input", 2002).
         """
         names: list[str] = [] if culprit is None else [culprit]
         enough = False
@@ -351,32 +352,32 @@ class Doctor:
 
     @contextlib.contextmanager
     def as_islands(self, names: Sequence[str]) -> Iterator[list[str]]:
-        """Islands for a while. Gives the names of those that could be made."""
+        """Make islands inside the context. Yields the names of those that could be made."""
         names = list(dict.fromkeys(map(self._called, names)))
         with contextlib.ExitStack() as stack:
             made = []
             for name in names:
-                with contextlib.suppress(ValueError):  # a forward that was patched or compiled would bypass the island
+                with contextlib.suppress(ValueError):  # a patched or compiled forward would bypass the island
                     made += [name] if stack.enter_context(as_islands(self.modules([name]))) else []
             yield made
 
     def _called(self, name: str) -> str:
-        """The module itself, or the nn.MultiheadAttention around it, which uses the weights of its parts by itself."""
+        """The module itself, or the nn.MultiheadAttention around it, which uses its submodules' weights directly."""
         above = [module for module, each in self.names.items() if name.startswith(f"{each}.") or each == name]
         return next((self.names[m] for m in above if isinstance(m, nn.MultiheadAttention)), name)
 
     def modules(self, names: Sequence[str]) -> list[nn.Module]:
-        """The modules of these names."""
+        """The modules with these names."""
         return [module for module, name in self.names.items() if name in set(names)]
 
     def island_names(self) -> list[str]:
-        """The islands there are."""
+        """The names of the existing islands."""
         return [".".join(filter(None, [prefix, name])) for prefix, net in self.nets for name in island_names(net)]
 
 
 @contextlib.contextmanager
 def _one_thread(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Stages one after the other, which changes no bit: what other threads compute is not watched."""
+    """Run pipeline stages sequentially, which is bit-identical: other threads are not watched."""
     threaded = [module for module in modules if isinstance(module, Stages) and module.threads]
     for module in threaded:
         module.threads = False
@@ -388,7 +389,7 @@ def _one_thread(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class RandomState:
-    """The state of the generators that a window may draw from."""
+    """A snapshot of the random generators that a window may use."""
 
     def __init__(self, device: torch.device) -> None:
         self._cpu = torch.get_rng_state()
@@ -396,7 +397,7 @@ class RandomState:
         self._device = device
 
     def restore(self) -> None:
-        """Draw the same numbers again."""
+        """Restore the snapshot."""
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)

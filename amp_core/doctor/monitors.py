@@ -1,4 +1,5 @@
-"""The doctor in a run: fills the protocols of `amp_core.run.monitor`, as `doctor` and `doctor.statistics_every` say."""
+"""The doctor in a run: implements the protocols of `amp_core.run.monitor` for `doctor` and
+`doctor.statistics_every`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from amp_core.torch_private import is_missing
 
 
 def monitors(loop: Loop) -> tuple[Watch | None, Statistics | None]:
-    """What watches this run and what measures it. Without what the trace needs of torch, nothing watches."""
+    """The watch and the statistics of this run, or None. The watch needs the private torch names of the trace."""
     watch = None if loop.cfg.doctor.name == "off" or is_missing(*NEEDED) else Watch(loop)
     sampled = loop.cfg.doctor.statistics_every is not None and loop.env.is_main
     return watch, Statistics(loop) if sampled else None

@@ -1,15 +1,15 @@
-"""The ranges of every layer's numbers, sampled in training: largest number, share lost in fp16, histogram of exponents.
+"""Ranges of every layer's values, sampled in training: largest value, share lost in fp16, histogram of exponents.
 
-Every `doctor.statistics_every` steps one window is measured on the device, without waiting for it. Hooks are there
-during this window only, so the steps between cost nothing. What was measured is copied to the host in the background
-and written with the next log line, to `doctor/statistics.jsonl` and to the trackers.
+Every `doctor.statistics_every` steps one window is measured on the device, without host-device sync. Hooks exist only
+during this window, so other steps cost nothing. Results are copied to the host in the background and written with the
+next log line, to `doctor/statistics.jsonl` and to the trackers.
 
-    weights               as the window begins, in the dtype in which they are stored
-    activations           what the modules without parts return
-    activation_gradients  of these, as the backward pass computes them: times the loss scale
-    weight_gradients      after the window, summed over micro-batches (and by DDP over ranks), without the loss scale
+    weights               at the start of the window, in their storage dtype
+    activations           outputs of modules without submodules
+    activation_gradients  their gradients in the backward pass, scaled by the loss scale
+    weight_gradients      after the window, summed over micro-batches (and by DDP over ranks), unscaled
 
-A layer that is called several times in a window, such as in accumulation, counts with all of its calls.
+A layer that is called several times in a window, such as with accumulation, counts all calls.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from amp_core.run.loop import Loop
 
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients")
 LOST = 2.0**-25
-"""Up to here fp16 rounds to 0; half of its smallest number, and ties go to the even neighbour, which is 0."""
+"""fp16 rounds to 0 up to here: half of its smallest value, and ties go to even, which is 0."""
 LIMIT = 2**16
-"""Of a larger tensor at most so many elements are counted; its largest number is that of all of them."""
+"""At most this many elements of a tensor are counted; its largest value covers all elements."""
 
 Key = tuple[str, str]
 
 
 class Statistics:
-    """Measures sampled windows of one run. On rank 0 alone: its activations are its own share of the window.
+    """Measures sampled windows of one run, on rank 0 only: its activations are those of its micro-batches.
 
     Args:
-        loop: whose windows they are; `doctor.statistics_every` must be set.
+        loop: the run's loop; `doctor.statistics_every` must be set.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -55,7 +55,7 @@ class Statistics:
         self._leaves = [(name, module) for module, name in names.items() if not any(module.children())]
         own = {p: name for module, name in names.items() for p in module.parameters(recurse=False)}
         self._weights = [(name, p) for p, name in own.items() if p.is_floating_point()]
-        # With 16-bit weights gradients arrive on their fp32 sides.
+        # With 16-bit weights gradients are on their fp32 sides.
         pairs = [pair for _, net in doctor.nets for pair in zip(net.parameters(), master_params(net), strict=True)]
         self._owners = {side: own[p] for p, side in pairs if p in own}
         self._found: dict[Key, list[_Measured]] = {}
@@ -63,12 +63,12 @@ class Statistics:
 
     @contextlib.contextmanager
     def sampling(self, step: int) -> Iterator[None]:
-        """Around the computation of a step's window; measures it if it is its turn. Does not wait for the device."""
+        """Around the computation of a step's window; measures it if due. No host-device sync."""
         if step % self.every:
             yield
             return
         self._found = {}
-        scale = self._amp.scaler.scale.clone()  # the step may move it
+        scale = self._amp.scaler.scale.clone()  # the step may change it
         for name, weight in self._weights:
             self._measure(name, "weights", weight)
         handles: list[Any] = [
@@ -85,14 +85,14 @@ class Statistics:
         self._found = {}
 
     def write(self, log: Log, upto: int | None = None) -> None:
-        """Report the samples up to a step, whose numbers are waited for; None: all."""
+        """Write the samples up to a step, waiting for their values; None: all."""
         while self._pending and (upto is None or self._pending[0].step <= upto):
             log.statistics(self._pending.pop(0).line())
 
     def _after_forward(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if recomputed() is not None:
             return
-        found = self._found  # a graph that is kept beyond its window belongs to none
+        found = self._found  # a graph retained beyond its window belongs to none
         for tensor in _tensors(output):
             self._measure(name, "activations", tensor)
             if tensor.requires_grad:
@@ -113,12 +113,12 @@ class Statistics:
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.numel():
             return
         tensor = tensor.detach()
-        largest = torch.stack(torch.aminmax(tensor)).abs().amax().float()  # copies nothing, keeps NaN
+        largest = torch.stack(torch.aminmax(tensor)).abs().amax().float()  # no copy, propagates NaN
         values = spread(tensor, LIMIT).float().abs()
         lost = ((values > 0) & (values <= LOST)).sum()
         if scale is not None:
             largest, values = largest / scale.to(values.device), values / scale.to(values.device)
-        # The exponent as it is stored, and for 0 a place of its own. Sums of integers do not depend on their order.
+        # The stored exponent, with a bin of its own for 0. Integer sums do not depend on order.
         place = torch.where(values != 0, (values.view(torch.int32) >> 23) + 1, 0)
         counts = torch.zeros(_NUM_PLACES, dtype=torch.int64, device=values.device)
         counts.index_add_(0, place, torch.ones_like(place, dtype=torch.int64))
@@ -126,21 +126,21 @@ class Statistics:
 
 
 _NUM_PLACES = 257
-"""0, the subnormal numbers, the exponents from -126 to 127, and what is not finite."""
+"""Bins: 0, subnormal, exponents from -126 to 127, non-finite."""
 
 
 @dataclass(frozen=True)
 class _Measured:
     largest: Tensor
-    """0-d; not finite when the tensor is not."""
+    """0-d; non-finite if the tensor is."""
     lost: Tensor
-    """0-d: how many of the sampled numbers are not 0 and too small for fp16."""
+    """0-d: number of sampled values that are not 0 and too small for fp16."""
     counts: Tensor
-    """How many of them are where."""
+    """Count per bin."""
 
 
 class _Sampled:
-    """What was measured in one window, on its way to the host."""
+    """The measurements of one window, being copied to the host."""
 
     def __init__(self, step: int, found: dict[Key, list[_Measured]], scale: Tensor) -> None:
         self.step = step
@@ -183,13 +183,13 @@ def _shares(row: list[float]) -> dict[str, Any]:
 
 
 def spread(tensor: Tensor, limit: int) -> Tensor:
-    """At most `limit` elements of a tensor, one-dimensional, from all over it. A view where its memory is dense."""
-    # In the order of memory, so that images in channels_last are not copied.
+    """At most `limit` evenly spread elements of a tensor, one-dimensional. A view if its memory is dense."""
+    # In memory order, so that channels_last images are not copied.
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     flat = tensor.permute(order).reshape(-1)
     step = -(-len(flat) // limit)
     while step > 1 and math.gcd(step, len(flat)) > 1:
-        step += 1  # one that divides a dimension would see the same few channels over and over
+        step += 1  # a divisor of a dimension would sample the same few channels
     return flat[::step]
 
 

@@ -1,14 +1,13 @@
-"""Every operation of a window, forward and backward, watched for the first number that is not finite.
+"""Watch every operation of a window, forward and backward, for the first non-finite value.
 
-Hooks on modules cannot find it: an overflow inside one module, in the functional code of a parent, in the loss or in
-the backward pass lies between them, and BatchNorm, which turns an inf into NaN, looks guilty of what the convolution
-before it did. A dispatch mode sees each operation below autograd and autocast, with the tensors that it is computed
-with.
+Module hooks cannot find it: they miss an overflow inside a module, in the functional code of a parent, in the loss or
+in the backward pass, and they blame the BatchNorm that turned the convolution's inf into NaN. A dispatch mode sees
+each operation below autograd and autocast, with its actual inputs.
 
-Two things are kept per tensor storage. Its *origins*: which births the numbers in it that are not finite descend from.
-So a mask of -inf that a softmax consumed is no culprit, and of several births the one that reached the loss or a
-gradient is. And *marks*: that an eps was rounded to 0 on the way, that it is a probability of a 16-bit sigmoid, or
-that it came from the data set and was only moved since.
+Two things are recorded per tensor storage. *Origins*: the first non-finite values from which its non-finite elements
+descend. So a mask of -inf that a softmax consumed is no culprit, and of several candidates the one that reached the
+loss or a gradient is. *Marks*: an eps was rounded to 0 on the way, it is a probability of a 16-bit sigmoid, or it came
+from the data set and was only moved since.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ NEEDED = (
     "torch.autograd.graph.Node._sequence_nr",
     "torch.ops.aten.add.Tensor._schema",
 )
-"""Private names of torch without which nothing can be traced."""
+"""Private names of torch that the trace needs."""
 current_node, _sequence_number = find("torch._C._current_autograd_node"), find("torch._C._autograd._get_sequence_nr")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _WATCHING = ("doctor/", "lowp/islands.py", "lowp/op_policy.py", "step/amp.py", "memory/recompute.py")
 _WATCHING += ("layouts/fsdp.py", "layouts/stages.py", "tensors.py", "../amp_tools/")
 _NOT_SHOWN = tuple(os.path.normpath(_CORE + name) + ("" if name.endswith("py") else os.sep) for name in _WATCHING)
-"""Frames of these say nothing about where in a network an operation stands."""
+"""Frames that do not locate an operation in a network."""
 _ROOTS = (os.path.dirname(_CORE.rstrip(os.sep)) + os.sep, os.getcwd() + os.sep)
 
 UNWRITTEN = {
@@ -61,34 +60,35 @@ UNWRITTEN = {
 _CONSTANTS = {"full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor", "where"}
 _CONSTANTS |= {"constant_pad_nd", "lift_fresh", "index_fill", "index_fill_"}
 _CONSTANTS |= {"add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_"}
-"""An inf that the program wrote down itself, such as in an attention mask."""
+"""Operations that write a constant inf, such as for an attention mask."""
 _FORMAT = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "out"}
 _SPREADS_INPUT = {"_to_copy", "clone", "cat", "stack", "index", "index_select", "copy_"}
 _TAKES_MASKS = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "sub", "rsub"}
-"""With nothing but infinities in a row they give NaN, and the row is to blame, not the mask; `sub` in one by hand."""
+"""They return NaN for a row of only infinities: the empty row is the cause, not the mask; `sub` in a handwritten
+one."""
 _SPREADS_SIGMOID = {"_to_copy", "rsub", "sub", "add", "neg", "clamp", "clamp_min", "clamp_max", "index", "where", "mul"}
 _SPREADS_BCE = {"_to_copy", "mul", "clone", "sum", "expand", "div", "sigmoid_backward"}
 _ADDS_EPS = {"add", "add_", "clamp_min", "clamp_min_", "clamp", "clamp_", "maximum", "sub", "rsub"}
 _POSITIONAL = {"mul", "add", "sub", "div", "pow", "rsub"}
 
 OUTSIDE, REMOTE, CONSTANT = -1, -2, -3
-"""Origins that are no births: made before the window, by another rank, a number. Below: constants of the program."""
+"""Origins outside the window: before it, another rank, a number. Below: constants of the program."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where in a program an operation stands."""
+    """Where an operation is in the program."""
 
     module: str | None
-    """Name as in `named_modules()`; None outside of the networks."""
+    """Name as in `named_modules()`; None outside the networks."""
     kind: str
     """Class of the module."""
     source: str
-    """file:line of the innermost frame that belongs neither to torch nor to this project's core."""
+    """file:line of the innermost frame outside torch and this project's core."""
     code: str
     """That line."""
     forward: str = ""
-    """In the backward pass: the operation that is differentiated. Module and source are its."""
+    """In the backward pass: the differentiated operation, to which module and source belong."""
 
     def __str__(self) -> str:
         if self.module is None:
@@ -100,16 +100,16 @@ class Location:
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers of a tensor. Absolute values, of its finite numbers."""
+    """The range of absolute values of a tensor's finite elements."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     smallest: float
-    """Of those that are not 0."""
+    """Smallest value that is not 0."""
     largest: float
     zeros: float
-    """Share."""
+    """Share of zeros."""
     not_finite: int
 
     @classmethod
@@ -138,34 +138,34 @@ class Range:
 
 @dataclass
 class FirstNonFinite:
-    """An operation with finite inputs and an output that is not; or a tensor that was not finite from the start."""
+    """An operation with finite inputs and a non-finite output; or a tensor that was non-finite from the start."""
 
     number: int
     op: str
-    """As torch names it: `aten.convolution`. Empty for a tensor that was not finite from the start."""
+    """torch's name: `aten.convolution`. Empty for a tensor that was non-finite from the start."""
     place: Location
     backward: bool
     inputs: list[Range]
     output: Range
     has_nan: bool
     wide: float | None
-    """Largest absolute value when the same inputs are computed with in float64; inf or NaN when it is so there, too."""
+    """Largest absolute value of the same operation in float64; inf or NaN if it is non-finite there too."""
     at_a_pole: bool = False
-    """A division by zero, a logarithm of zero and the like."""
+    """A pole: division by zero, logarithm of zero and the like."""
     only_masks: bool = False
-    """The inputs held infinities that the program wrote down, as in a mask."""
+    """The inputs held constant infinities, as in a mask."""
     marks: frozenset[tuple[str, str]] = frozenset()
     is_constant: bool = False
-    """The program wrote it down."""
+    """A constant of the program."""
     rows: list[int] = field(default_factory=list)
-    """Of the first dimension, those with numbers that are not finite, at most 16."""
+    """Indices along the first dimension with non-finite elements, at most 16."""
     tensor: str = ""
-    """Name of the weight, buffer or batch entry that was not finite from the start, or that 16 bits cannot hold."""
+    """Name of the weight, buffer or batch entry that was non-finite from the start, or that overflows 16 bits."""
 
 
 @dataclass(frozen=True)
 class Collision:
-    """Integers, such as positions, that 16 bits cannot tell apart."""
+    """Integers, such as positions, that collide in 16 bits."""
 
     place: Location
     op: str
@@ -194,13 +194,13 @@ class _Call:
 
 
 class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
-    """Watches what is computed inside of `with trace:`; waits for the device at each operation.
+    """Watches operations inside `with trace:`; syncs with the device at each one.
 
-    Operations in other threads are not seen: dispatch modes are thread-local. Those of autograd are, on every device.
+    Other threads are not seen, since dispatch modes are thread-local; autograd's are, on every device.
 
     Args:
-        names: of modules, for the places.
-        tensors: what is there before the window, by name: weights, buffers, batches.
+        names: names of modules, for locations.
+        tensors: tensors from before the window, by name: weights, buffers, batches.
     """
 
     def __init__(self, names: Mapping[nn.Module, str], tensors: Mapping[str, Tensor]) -> None:
@@ -208,10 +208,10 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         super().__init__()
         self.births: list[FirstNonFinite] = []
         self.constants: list[FirstNonFinite] = []
-        """Infinities and NaN that the program wrote down, such as those of a mask."""
+        """Constant infinities and NaN of the program, such as those of a mask."""
         self.collisions: list[Collision] = []
         self.reached: dict[int, list[str]] = {}
-        """Origins of what came out not finite: number of the birth -> names of losses and gradients."""
+        """Origins of non-finite results: number of the first non-finite value -> names of losses and gradients."""
         self.num_operations = 0
         self._names = names
         self._modules: list[tuple[str | None, str, nn.Module]] = []
@@ -256,7 +256,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
                 )
 
     def pause(self) -> None:
-        """What follows belongs to the step, not to the window."""
+        """Stop watching: what follows belongs to the step, not to the window."""
         self._pauses += 1
 
     def resume(self) -> None:
@@ -264,7 +264,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
 
     @property
     def culprit(self) -> FirstNonFinite | None:
-        """The earliest birth that reached a loss or a gradient; else an infinite constant that did."""
+        """The earliest non-finite value that reached a loss or a gradient; else an infinite constant that did."""
         numbers = [number for number in self.reached if number >= 0]
         if numbers:
             return self.births[min(numbers)]
@@ -297,11 +297,11 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # What happens to a part of a sharded tensor happens between passes, or to a plain tensor that is seen.
+        # DTensor operations happen between passes, or on local tensors that are seen.
         if self._pauses or any(map(is_dtensor, tensors_in((args, kwargs)))):
             return func(*args, **kwargs)
         if "c10d" in func.namespace or func.overloadpacket.__name__ == "all_gather_copy_in":
-            # May not be done when it returns. What other ranks send is looked at where it is used; this one's is in it.
+            # It may still run when it returns. Data of other ranks is checked where it is used; this rank's is in it.
             keys = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
             origins = frozenset().union(*(self._origins.get(key, frozenset()) for key in keys))
             self._shared.update(keys)
@@ -314,24 +314,24 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         written = {storage_key(tensor) for tensor in _written(func, args, kwargs)}
         inputs = [_Input(n, tensor, storage_key(tensor)) for n, tensor in _named(func, args, kwargs)]
         read = {each.key for each in inputs} - written
-        if read and read <= self._unwritten:  # only a collective can have written it, by way of memory of its own
+        if read and read <= self._unwritten:  # only a collective can have written it, through its own memory
             self._shared.update(written)
             return func(*args, **kwargs)
         inputs = [each for each in inputs if each.key not in self._unwritten]
         for each in inputs:
-            if each.key in written:  # what is overwritten is kept for a look
+            if each.key in written:  # keep a copy of what is overwritten
                 each.tensor = each.tensor.clone()
         result = func(*args, **kwargs)
         if name in UNWRITTEN:
             for key in map(storage_key, tensors_in(result)):
                 self._unwritten.add(key)
-                if key not in written:  # fresh memory, perhaps that of a tensor that is no more
+                if key not in written:  # new memory, perhaps of a freed tensor
                     self._forget(key)
             return result
         outputs = [tensor for tensor in tensors_in(result) if _has_fractions(tensor)]
-        if result is None:  # what fully_shard copies into its buffers
+        if result is None:  # fully_shard's copies into its buffers
             outputs = [tensor for tensor in _written(func, args, kwargs) if _has_fractions(tensor)]
-        if outputs and not is_view(func):  # a view shares the storage of what it is a view of, and all that is known
+        if outputs and not is_view(func):  # a view shares the storage of its base, and its records
             self._look(_Call(func, name, args, kwargs, place, node is not None, inputs), outputs, written)
         return result
 
@@ -350,24 +350,24 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             key = storage_key(tensor)
             self._unwritten.discard(key)
             in_place = key in written
-            if not in_place:  # fresh memory, perhaps that of a tensor that is no more
+            if not in_place:  # new memory, perhaps of a freed tensor
                 self._shared.discard(key)
             self._update(self._marks, key, marks, keep=in_place)
             is_bad = any(tensor is each for each in bad)
-            # A write to a part of a storage says nothing about the rest.
+            # A write to a part of a storage does not change the rest.
             keep = in_place and (is_bad or not _is_whole(tensor))
             self._update(self._origins, key, origins if is_bad else frozenset(), keep=keep)
 
     def _origins_of(self, call: _Call, bad: list[Tensor], marks: frozenset[tuple[str, str]]) -> frozenset[int]:
-        """Where the numbers in `bad` that are not finite come from: an origin of the inputs, or this operation."""
+        """The origins of the non-finite elements of `bad`: those of the inputs, or this operation."""
         origins: set[int] = set()
         has_nan = any(bool(tensor.isnan().any()) for tensor in bad)
-        # The last act of some collectives (gloo's) is a copy from memory of their own.
+        # Some collectives (gloo's) end with a copy from their own memory.
         to = storage_key(call.args[0]) if call.name == "copy_" else None
         received = self._origins.get(to) or {REMOTE} if to in self._shared else None
         for each in call.inputs:
             if _has_fractions(each.tensor) and not _finite(each.tensor):
-                has_nan &= not bool(each.tensor.isnan().any())  # a NaN that was there is not born here
+                has_nan &= not bool(each.tensor.isnan().any())  # this operation did not produce an existing NaN
                 origins |= self._origins.get(each.key) or received or {self._unknown(each, call.place)}
         constants = {origin for origin in origins if origin <= CONSTANT}
         if origins - constants:
@@ -392,7 +392,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             table.pop(key, None)
 
     def _unknown(self, found: _Input, place: Location) -> int:
-        """The origin of numbers that are not finite and that no operation here has made."""
+        """The origin of non-finite values that no watched operation produced."""
         if found.key in self._shared:
             return REMOTE
         name = self._tensors.get(found.key) or self._own_tensor(found.key)
@@ -401,7 +401,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         return CONSTANT
 
     def _own_tensor(self, key: int) -> str | None:
-        """Name of a weight or buffer of the module that computes, which may belong to none of the networks."""
+        """Name of a weight or buffer of the current module, which may be in none of the networks."""
         if not self._modules:
             return None
         module = self._modules[-1][-1]
@@ -443,7 +443,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         )
 
     def _moved_from(self, found: _Input) -> str:
-        """Name of the batch entry whose numbers these are, the first one of several."""
+        """Name of the first batch entry that holds these values."""
         return min((name for kind, name in self._marks.get(found.key, ()) if kind == "input"), default="")
 
     # --- marks and positions --------------------------------------------------------------------------------------
@@ -489,7 +489,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             values = source.flatten().double()
             if not all(bool((part == part.round()).all()) for part in (values[:64], values)):
                 continue
-            # A line of integers with gaps is a table of something; positions come without.
+            # Integers with gaps are a table of something; positions have none.
             distinct = values.unique()
             if len(distinct) > 2 and bool((distinct.diff() == 1).all()):
                 kept = len(distinct.to(dtype).unique())
@@ -507,9 +507,9 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         if node is not None and again is None:
             place = self._places.get(node._sequence_nr())
             if place is not None:
-                if torch.is_grad_enabled():  # nodes of a second derivative
+                if torch.is_grad_enabled():  # a second derivative
                     self._places.setdefault(last_node(), place)
-                if isinstance(node, FunctionCtx):  # a backward that is written in Python has lines of its own
+                if isinstance(node, FunctionCtx):  # a backward written in Python has its own lines
                     source, code = _source()
                     return replace(place, source=source, code=code)
                 return place
@@ -519,8 +519,8 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             module, kind = self._names.get(again), _class_name(again)
         source, code = _source()
         place = Location(module, kind, source, code, name)
-        # Autograd makes the node of an operation just before the operation gets here. One that makes none finds its
-        # predecessor's number, which is taken.
+        # Autograd creates an operation's node just before the operation gets here. One without a node finds the number
+        # of its predecessor, which is already used.
         self._places.setdefault(last_node(), place)
         return place
 
@@ -543,9 +543,9 @@ def _source() -> tuple[str, str]:
 
 def _class_name(module: nn.Module) -> str:
     cls, *bases = type(module).__mro__
-    if bases[0].__name__ == "FSDPModule":  # what fully_shard makes of a class
+    if bases[0].__name__ == "FSDPModule":  # the class that fully_shard made
         cls = bases[1]
-    return getattr(cls, "_of", cls).__name__  # what an fp32 island was made of
+    return getattr(cls, "_of", cls).__name__  # the original class of an fp32 island
 
 
 def _dtype_name(tensor: Tensor) -> str:
@@ -555,7 +555,7 @@ def _dtype_name(tensor: Tensor) -> str:
 def storage_key(tensor: Tensor) -> int:
     try:
         return storage_of(tensor)
-    except (NotImplementedError, RuntimeError):  # no storage of its own: sparse, or a wrapper
+    except (NotImplementedError, RuntimeError):  # no storage: sparse, or a wrapper
         return id(tensor)
 
 
@@ -588,7 +588,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """The tensors among the inputs, by the names of the operation's schema."""
+    """The input tensors, by their names in the operation's schema."""
     names = [argument.name for argument in func._schema.arguments]
     found = []
     for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
@@ -650,7 +650,7 @@ def _is_at_a_pole(name: str, args: Sequence[Any], tensors: list[Tensor]) -> bool
 
 
 def _in_float64(call: _Call, output: Tensor) -> float | None:
-    """Largest absolute value of the operation on the same inputs in float64; None where it cannot be computed so."""
+    """Largest absolute value of the operation in float64 on the same inputs; None if it cannot be computed."""
     if call.name in ("_to_copy", "copy_"):
         return _largest(call.inputs[-1].tensor.double())
     func = _functional(call.func) if call.func._schema.is_mutable else call.func
@@ -673,16 +673,16 @@ def _in_float64(call: _Call, output: Tensor) -> float | None:
         results = [t for t in tensors_in(func(*args, **kwargs)) if t.shape == output.shape]
         return _largest(results[0])
     except (AssertionError, IndexError, NotImplementedError, RuntimeError, StopIteration, TypeError):
-        return None  # an operation that float64 does not have
+        return None  # no float64 kernel
 
 
 def _largest(tensor: Tensor) -> float:
-    """NaN if there is one: unlike an infinity, it is not too large a number."""
+    """NaN if there is one: unlike an infinity it is not an overflow."""
     return tensor.abs().amax().item()
 
 
 def _functional(func: Any) -> Callable[..., Any] | None:
-    """The operation that returns what this one writes in place."""
+    """The out-of-place variant of an in-place operation."""
     name = func.overloadpacket.__name__.rstrip("_")
     packet = getattr(torch.ops.aten, name, None)
     return getattr(packet, func._schema.overload_name or "default", None) if packet is not None else None
@@ -695,7 +695,7 @@ def named_tensors(nets: Iterable[tuple[str, nn.Module]], batch: Any) -> dict[str
         dot = f"{prefix}." if prefix else ""
         own = {f"weight {dot}{name}": tensor for name, tensor in net.named_parameters()}
         own |= {f"buffer {dot}{name}": tensor for name, tensor in net.named_buffers()}
-        # Two networks may have no prefix, and the same names.
+        # Two networks without a prefix may have the same names.
         own = dict(zip(own, local(own.values()), strict=True))
         found |= {f"{name} of network {number}" if name in found else name: tensor for name, tensor in own.items()}
     for name, tensor in _walk(batch, "batch"):

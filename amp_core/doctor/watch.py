@@ -1,15 +1,15 @@
-"""The doctor of a run: notices steps that should not have been skipped, replays their window, reports, heals.
+"""The doctor of a run: detects steps that should not be skipped, reruns their window, reports, heals.
 
-Between two log lines nothing is read back: the first skipped step and the first loss that was not finite are kept on
-the device, and read with the metrics. A window needs no copy of its data: its samples and its randomness are functions
-of (seed, rank, step). Called for are
+Nothing is read back between log lines: the first skipped step and the first non-finite loss are recorded on the device
+and read with the metrics. A window needs no copy of its data: its samples and randomness are functions of (seed, rank,
+step). The doctor acts on
 
 - any skipped step in a mode without a loss scale, and a loss that is not finite in any mode;
-- `doctor.after_skips` skipped steps in a row, and skipped steps at the floor of the scale, in modes with one.
+- `doctor.after_skips` skipped steps in a row, and skipped steps at the minimum scale, in modes with one.
 
-As long as steps are skipped the weights stay as they are, and the replay shows what happened. Otherwise the window is
-replayed with the present weights, and where these do not break it, everything is put back to the last checkpoint,
-trained again up to that step, examined there, and put forward again.
+While steps are skipped the weights do not change, and the rerun is exact. Otherwise the window is rerun with the
+current weights, and if it is finite with them, the run restores its last checkpoint, trains again up to that step,
+examines it, and restores the current state.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from amp_core.step.window import MicroBatch
 
 logger = logging.getLogger("amp_recipes")
 
-_NEVER = 2**52  # a float64 still holds it exactly
+_NEVER = 2**52  # exact in float64
 _SMALL = 2**30
-"""Bytes of state that are kept in host memory until there is a checkpoint."""
+"""Largest state in bytes that is snapshot in host memory until there is a checkpoint."""
 Windows = Generator[list[MicroBatch], None, Any]
 
 
 class Watch:
-    """Watches over one run.
+    """Watches one run.
 
     Args:
-        loop: whose run it is.
+        loop: the run's loop.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -66,14 +66,14 @@ class Watch:
     # --- during the steps -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Remember where the run starts from, if that is small, for as long as there is no checkpoint."""
+        """Snapshot the initial state, if it is small, until there is a checkpoint."""
         weights = [p for net in self.loop.nets for p in net.parameters()]
         if sum(p.numel() * p.element_size() for p in weights) < _SMALL:
             self._origin, self._origin_step = snapshot(self.loop), self.loop.step
         self._seen = int(self.loop.amp.num_skipped)
 
     def note(self, of: str, report: StepReport, loss: Tensor | None) -> None:
-        """Count skipped steps and losses that are not finite, and keep the first of each. Does not wait."""
+        """Count skipped steps and non-finite losses, and record the first of each. No host-device sync."""
         finite = report.taken if loss is None else torch.isfinite(loss.detach())
         bad = torch.stack([report.taken, finite]).logical_not_()
         if of not in self._counts:
@@ -82,7 +82,7 @@ class Watch:
         torch.maximum(self._firsts, bad * (_NEVER - (self.loop.step + 1)), out=self._firsts)
 
     def facts(self) -> dict[str, Tensor]:
-        """What is to be read back with the metrics; starts anew."""
+        """The values to read back with the metrics; resets them."""
         firsts = self._firsts
         self._firsts = torch.zeros_like(firsts)
         if self.loop.env.world_size > 1:
@@ -90,17 +90,17 @@ class Watch:
         return {"first_skip": firsts[0], "first_bad_loss": firsts[1]}
 
     def symptoms(self, step: int, found: dict[str, float], skipped: int, streak: int, scale: float) -> Symptoms:
-        """What was read back."""
+        """The symptoms in the values that were read back."""
         firsts = [_NEVER - int(found[name]) if found[name] else None for name in ("first_skip", "first_bad_loss")]
         new, self._seen = skipped - self._seen, skipped
         return Symptoms(step, new, streak, scale, *firsts)
 
     def is_called(self, symptoms: Symptoms) -> bool:
-        """Whether these symptoms need a doctor."""
+        """Whether these symptoms need a diagnosis."""
         policy = self.loop.amp.scaler.policy
         if self.num_calls >= self.cfg.max_reports:
             return False
-        if symptoms.first_bad_loss is not None:  # no loss scale makes a loss infinite
+        if symptoms.first_bad_loss is not None:  # a loss scale does not make a loss infinite
             return True
         if policy is None:
             return symptoms.first_skip is not None
@@ -110,13 +110,13 @@ class Watch:
     # --- the examination -------------------------------------------------------------------------------------------
 
     def examine(self, symptoms: Symptoms) -> Windows:
-        """Yields windows to be computed again; returns the diagnosis, or None."""
+        """Yield windows to rerun; return the diagnosis, or None."""
         loop = self.loop
         streak, policy = int(loop.amp.num_consecutive_skips), loop.amp.scaler.policy
         begin = loop.step - streak + 1
         first = symptoms.first_bad_loss if symptoms.first_bad_loss is not None else symptoms.first_skip
         if streak and symptoms.first_bad_loss is None and (policy is not None or first is None or first >= begin):
-            first = begin  # of steps that are skipped in a row, all with the same weights
+            first = begin  # the first of consecutive skipped steps, all with the same weights
         if first is None or self._examined >= (begin if streak else first):
             return self.last
         self._examined = first
@@ -177,7 +177,7 @@ class Watch:
         diagnosis.healed = True
         if policy is None or not policy.dynamic or not streak:
             return
-        # The scale fell for nothing: back to where it was, or as near as the healed window allows.
+        # The scale fell needlessly: restore it, as far as the healed window allows.
         scale = loop.amp.scale
         wanted = min(scale * policy.backoff_factor ** -min(streak, 126), policy.max_scale)
         while wanted > scale:
@@ -202,7 +202,7 @@ class Watch:
             return
         text = str(diagnosis)
         folder = env.run_dir / "doctor"
-        with contextlib.suppress(OSError):  # a full disk must not end a run that goes on
+        with contextlib.suppress(OSError):  # a full disk must not end the run
             folder.mkdir(exist_ok=True)
             (folder / f"step_{diagnosis.step:08d}.txt").write_text(text + "\n")
             write_json(folder / f"step_{diagnosis.step:08d}.json", diagnosis.to_dict())
@@ -216,20 +216,20 @@ def _same(a: Diagnosis, b: Diagnosis) -> bool:
 
 
 def add_samples(loop: Loop, diagnosis: Diagnosis, step: int) -> None:
-    """From rows of a micro-batch to indices of the data set."""
+    """Convert rows of a micro-batch to indices of the data set."""
     batches = indices_of(loop, step, diagnosis.rank)
     diagnosis.window = [index for batch in batches for index in batch]
     rows, diagnosis.samples = diagnosis.samples, []
-    # An entry of the window is called batch[micro-batch][...]; of an operation it is not known whose rows it has.
+    # An entry of the window is called batch[micro-batch][...]; an operation's micro-batch is unknown.
     named = re.match(r"batch\[(\d+)\]", diagnosis.tensor)
     batch = batches[int(named[1])] if named else batches[0] if len(batches) == 1 else []
-    # When most of a batch is concerned, it is not the samples.
+    # If most of a batch is affected, the samples are not the cause.
     if rows and max(rows) < len(batch) and len(rows) <= max(1, len(batch) // 4):
         diagnosis.samples = [batch[row] for row in rows]
 
 
 def diagnose_step(loop: Loop, step: int, found: list[Diagnosis | None]) -> Windows:
-    """A driver (`env.driver`) that trains again up to a step of a run and examines it. Fills `found`."""
+    """A driver (`env.driver`) that trains up to a step of a run again and examines it. Fills `found`."""
     if step <= loop.step:
         raise ConfigError(f"--step {step}: the checkpoint is at step {loop.step}; expected a later step")
     while loop.step < step - 1:

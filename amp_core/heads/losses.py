@@ -1,16 +1,16 @@
-"""The cross entropy of a large vocabulary, without ever holding all of its logits.
+"""Cross entropy over a large vocabulary, without materialising all logits.
 
     give_loss(net.head, chunk=512)       # before `keep_fp32`, `Amp.prepare` and the layout: the head's class changes
     loss = net.head(hidden, targets)     # summed over the valid tokens; net.head(hidden) are logits as before
 
-A vocabulary of 50,257 makes 300 KB of every token: 16-bit logits, fp32 ones, and their log-softmax, which waits for the
-backward pass. Here a chunk of tokens is multiplied, reduced to one fp32 number per token and thrown away. The backward
-pass multiplies once more, four products instead of three, and keeps what `hidden` has: 1.5 KB for a width of 768.
+A vocabulary of 50,257 takes 300 KB per token: 16-bit logits, fp32 logits, and their log-softmax, saved for the backward
+pass. Here the logits of a chunk of tokens are computed, reduced to one fp32 number per token and discarded. The
+backward pass computes them again, four matmuls instead of three, and saves only `hidden`: 1.5 KB for a width of 768.
 
-The other way, gradients computed in the forward pass (Liger's kernels, torch 2.13's `F.linear_cross_entropy`), saves
-that product, and holds the weight's whole fp32 gradient from the forward pass on. Above all the loss scale is not known
-there: a probability of 1/50,257 is subnormal in fp16, and a factor of one's own cannot fall after an overflow. Here
-16-bit gradients have the numbers that they have without chunks, and overflow when those do.
+The alternative, gradients computed in the forward pass (Liger's kernels, torch 2.13's `F.linear_cross_entropy`), saves
+that matmul, but holds the weight's fp32 gradient from the forward pass on, and does not know the loss scale: a
+probability of 1/50,257 is subnormal in fp16, and a separate factor would not fall after an overflow. Here 16-bit
+gradients are those without chunks, and overflow when those do.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, reduction="sum")`, `chunk` tokens at a time.
 
-    Products have the dtype of autocast, or without it that of `hidden`; all else is fp32, or float64 for such inputs.
-    The gradient of the weight is summed over chunks in fp32. Never waits for the device.
+    Matmuls run in the autocast dtype, or without autocast in that of `hidden`; the rest is fp32, or float64 for float64
+    inputs. The weight gradient is summed over chunks in fp32. No host-device sync.
 
     Args:
         hidden: floating point [..., D].
         weight: [V, D].
-        targets: int64 [...], from 0 to V - 1 or `ignore_index`. Tokens without a target cost 0, also all of them.
+        targets: int64 [...], from 0 to V - 1 or `ignore_index`. Ignored tokens have loss 0, also if all are ignored.
         bias: [V].
-        chunk: tokens whose logits are there at a time, at least 1.
-        ignore_index: the target of tokens that do not count.
+        chunk: tokens whose logits are materialised at a time, at least 1.
+        ignore_index: the target of ignored tokens.
 
     Returns:
         A 0-d tensor, float32 or float64.
@@ -53,24 +53,24 @@ def linear_cross_entropy(
 
 
 class LossHead(nn.Linear):
-    """A last layer that gives logits, or with targets the loss. Made by `give_loss`."""
+    """A last layer that returns logits, or the loss if it gets targets. Made by `give_loss`."""
 
     chunk: int
 
     def forward(self, input: Tensor, targets: Tensor | None = None) -> Tensor:
-        """[..., in_features] to logits [..., out_features]; with int64 targets [...] to their summed cross entropy."""
+        """[..., in_features] to logits [..., out_features]; with int64 targets [...] to the summed cross entropy."""
         if targets is None:
             return super().forward(input)
         return linear_cross_entropy(input, self.weight, targets, self.bias, chunk=self.chunk)
 
 
 def give_loss(head: nn.Linear, chunk: int) -> None:
-    """Let a network's last layer compute the loss of `chunk` tokens at a time, in place: names and weights stay.
+    """Make a network's last layer compute the loss of `chunk` tokens at a time, in place: names and weights stay.
 
     In layout=fsdp its weights are gathered in fp32, and in amp=fp8 it multiplies in bfloat16.
 
     Raises:
-        ValueError: the layer is another class than `nn.Linear` already.
+        ValueError: the layer's class is not `nn.Linear`.
     """
     if type(head) is not nn.Linear:
         raise ValueError(
@@ -81,7 +81,7 @@ def give_loss(head: nn.Linear, chunk: int) -> None:
 
 
 class _Loss(torch.autograd.Function):
-    """Of rows [N, D] with labels [N]."""
+    """The summed loss of rows [N, D] with labels [N]."""
 
     @staticmethod
     def forward(
@@ -99,7 +99,7 @@ class _Loss(torch.autograd.Function):
         valid = labels != ignore_index
         labels = labels.where(valid, 0)
         total = torch.zeros((), dtype=exact, device=hidden.device)
-        # Of a token that does not count infinity, with which its probabilities below are 0.
+        # Infinity for an ignored token, so that its probabilities below are 0.
         log_sums = torch.full(labels.shape, torch.inf, dtype=exact, device=hidden.device)
         for start in range(0, len(rows), chunk):
             here = slice(start, start + chunk)
@@ -132,7 +132,7 @@ class _Loss(torch.autograd.Function):
                 slope = _logits(rows[here], low, bias, exact).sub_(log_sums[here, None]).exp_()
                 counted = log_sums[here, None].isinf().logical_not_().to(exact)
                 slope.scatter_add_(1, labels[here, None], counted.neg_())
-                # The loss scale and the share of the tokens come in before 16 bits do.
+                # Apply the loss scale and the token weights before casting to 16 bits.
                 slope = slope.mul_(grad)
                 if to_bias is not None:
                     to_bias += slope.sum(0)
@@ -149,12 +149,12 @@ class _Loss(torch.autograd.Function):
 
 
 def _logits(rows: Tensor, low: Tensor, bias: Tensor | None, exact: torch.dtype) -> Tensor:
-    """A new tensor [n, V] of dtype `exact`, as `nn.Linear` and a cast to it make them."""
+    """A new tensor [n, V] of dtype `exact`: the output of `nn.Linear`, cast."""
     return F.linear(rows, low, None if bias is None else bias.to(low.dtype)).to(exact)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, each sum in fp32: CUDA's 16-bit products can leave theirs as they are, the CPU's round it."""
+    """total += a @ b, accumulated in fp32: CUDA's 16-bit matmuls can return fp32 sums, the CPU's round them."""
     if a.dtype is total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:

@@ -1,22 +1,22 @@
-"""Margin softmax over Partial FC: class centres in slices over the ranks, of which a step uses a sample.
+"""Margin softmax with Partial FC: class centres sharded over ranks, of which a step uses a sample.
 
     head = PartialFC(num_classes=2_000_000, embedding=512, sample_rate=0.1, device="cuda")
     optimizer = torch.optim.SGD([head.active], lr=0.1, momentum=0.9, fused=True)
-    state = head.carry(optimizer)                                # the momentum goes with its row; part of a checkpoint
+    state = head.carry(optimizer)                                # momentum follows its row; part of a checkpoint
 
     head.sample(labels)                                          # once per window, from the labels of all micro-batches
     loss, x_grad = head(features.detach(), labels, micro.weight)
-    amp.backward(features, gradient=x_grad)                      # a gradient is scaled here, not a loss
+    amp.backward(features, gradient=x_grad)                      # scales a gradient instead of a loss
     report = amp.step([backbone_optimizer, optimizer], clip, unscaled=[optimizer], sharded=[optimizer])
-    head.write_back()                                            # the rows that were used go back to their place
+    head.write_back()                                            # writes the sampled rows back
 
-A classifier over millions of identities does not fit on one device: [num_classes, embedding] weights, and
-[batch, num_classes] logits. Here each rank holds a contiguous slice of the centres and computes its columns of the
-logits for the samples of all ranks; maximum and sum of the softmax are reduced over the ranks. Of its slice a rank uses
-a random part in each step, with every class that has a sample in the window.
+A classifier over millions of identities does not fit on one device: [num_classes, embedding] weights, and [batch,
+num_classes] logits. Here each rank holds a contiguous slice of the centres and computes its columns of the logits for
+the samples of all ranks; maximum and sum of the softmax are reduced over ranks. In each step a rank uses a random
+subset of its slice that contains every class with a sample in the window.
 
-Everything is float32 with autocast off. In fp16 the cosine of two near-equal directions rounds to above 1, from where
-acos gives NaN, and the square root under cos(a + m) a NaN or an infinite slope.
+Everything is float32 with autocast off. In fp16 the cosine of two nearly equal directions rounds to above 1, where acos
+is NaN and the square root in cos(a + m) has a NaN or infinite gradient.
 
 Sources: ArcFace, Deng et al. (arXiv:1801.07698); CosFace, Wang et al. (arXiv:1801.09414); Partial FC, An et al.
 (arXiv:2010.05222, arXiv:2203.15565).
@@ -40,11 +40,11 @@ from amp_core.tensors import Slice, several_ranks
 
 
 def arcface(cosine: Tensor, margin: float) -> Tensor:
-    """cos(a + margin) of the angle a, without computing it: acos has an infinite slope at 1.
+    """cos(a + margin) for the angle a, without computing a: acos has an infinite gradient at 1.
 
-    Where a + margin would exceed pi, and the cosine rise again, a straight line goes on falling.
+    Where a + margin exceeds pi and the cosine would rise again, a falling straight line continues it.
     """
-    # The slope is cosine / sine; below a sine of 0.001 it counts as 0. The normalisation before it has the slope sine.
+    # The gradient is cosine / sine; for a sine below 0.001 it is set to 0. The normalisation before has gradient sine.
     sine = (1.0 - cosine * cosine).clamp(min=1e-6).sqrt()
     turned = cosine * math.cos(margin) - sine * math.sin(margin)
     return torch.where(cosine > -math.cos(margin), turned, cosine - math.sin(margin) * margin)
@@ -56,30 +56,30 @@ def cosface(cosine: Tensor, margin: float) -> Tensor:
 
 
 MARGINS: dict[str, Callable[[Tensor, float], Tensor]] = {"arcface": arcface, "cosface": cosface}
-"""What is done to the cosine between a sample and the centre of its own class."""
+"""Functions of the cosine between a sample and the centre of its own class."""
 
 
 # --- the head ---------------------------------------------------------------------------------------------------------
 
 
 class PartialFC:
-    """Softmax cross-entropy of scaled cosines, the own class's with a margin, over centres that lie on all ranks.
+    """Softmax cross-entropy of scaled cosines with a margin for the own class, over centres sharded over ranks.
 
-    In a process group every method is called on all ranks. None waits for the device but those of the state.
+    In a process group every method is called on all ranks. Only the state methods sync with the device.
 
     Args:
         num_classes: over all ranks, at least one per rank; they differ by at most one.
         embedding: length of a feature vector.
         kind: one of `MARGINS`.
         margin: ArcFace: an angle in radians (0.5 is usual); CosFace: a cosine (0.4 is usual).
-        scale: of the cosines, before the softmax.
-        sample_rate: share of its classes that a rank uses in a step, above 0 and at most 1. More are used where the
-            window has more samples: their classes always fit.
-        device: of the centres.
-        seed: of the initial centres, which do not depend on the number of ranks.
+        scale: scale of the cosines before the softmax.
+        sample_rate: share of its classes that a rank uses in a step, above 0 and at most 1. More are used if the window
+            has more samples: their classes always fit.
+        device: device of the centres.
+        seed: seed of the initial centres, which do not depend on the number of ranks.
 
     Attributes:
-        active: the rows in use, float32 [K, embedding]. This is what an optimizer steps; gradients accumulate here.
+        active: the sampled rows, float32 [K, embedding], which an optimizer steps; gradients accumulate here.
         centres: all rows of this rank, float32 [stop - start, embedding].
         start, stop: the classes of this rank.
 
@@ -115,23 +115,23 @@ class PartialFC:
         self.start, self.stop = self._slice(self.rank)
         self.centres = _initial_centres(self.start, self.stop, embedding, seed).to(device)
         self.active = nn.Parameter(self.centres)
-        self._index: Tensor | None = None  # the rows of `active` among those of `centres`; None: all of them
+        self._index: Tensor | None = None  # indices of `active` in `centres`; None: all rows
         self._state: RowState | None = None
 
     def carry(self, optimizer: torch.optim.Optimizer) -> RowState:
-        """Let the state of the optimizer of `active` follow the rows. To be called once, before `sample`."""
+        """Make the state of the optimizer of `active` follow the rows. Call it once, before `sample`."""
         self._state = RowState(self, optimizer)
         return self._state
 
     @torch.no_grad()
     def sample(self, *labels: Tensor) -> None:
-        """Choose the classes of a window, and put their rows into `active`.
+        """Sample the classes of a window, and copy their rows into `active`.
 
-        All classes with a sample in the window, on any rank, and random others up to a number that does not depend on
-        them. Draws from the default generator of the device.
+        All classes with a sample in the window, on any rank, and random others up to a fixed number. Uses the default
+        generator of the device.
 
         Args:
-            *labels: of each micro-batch of this rank, int64 [B]; as many on every rank.
+            *labels: labels of each micro-batch of this rank, int64 [B]; equally many on every rank.
         """
         num_rows = self.stop - self.start
         everyone = _gather(torch.cat(labels))
@@ -139,7 +139,7 @@ class PartialFC:
         if count == num_rows:
             self._index, self.active.data = None, self.centres
         else:
-            priority = torch.rand(num_rows + 1, device=everyone.device)  # the last one stands for other ranks' classes
+            priority = torch.rand(num_rows + 1, device=everyone.device)  # the last one is for other ranks' classes
             local = torch.where(self._is_here(everyone), everyone - self.start, num_rows)
             priority.index_fill_(0, local, 2.0)
             self._index = priority[:-1].topk(count).indices.sort().values
@@ -152,18 +152,19 @@ class PartialFC:
     def __call__(self, features: Tensor, labels: Tensor, weight: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
         """Loss and gradient of a micro-batch. Adds the gradient of the centres, unscaled, to `active.grad`.
 
-        Holds one matrix of [samples of all ranks, K], the cosines, which become logits, then probabilities, then their
-        gradient in place.
+        Uses one matrix of [samples of all ranks, K], which holds cosines, logits, probabilities and their gradient in
+        turn.
 
         Args:
             features: float [B, embedding], as many samples on every rank; need not be normalised.
             labels: int64 [B], classes that `sample` was given.
-            weight: of the mean loss over these samples, such as `micro.weight`: a share of the window over all ranks.
+            weight: weight of the mean loss over these samples, such as `micro.weight`: their share of the window over
+                all ranks.
 
         Returns:
             The loss of these samples times `weight`, 0-d: its sum over micro-batches and ranks is the loss of the
-            window. And the gradient of that sum with respect to `features`, float32 [B, embedding]: complete, to be
-            summed over the ranks by the backbone's reduction and not averaged.
+            window. And the gradient of that sum with respect to `features`, float32 [B, embedding]: complete; the
+            backbone's reduction must sum it over ranks, not average it.
         """
         batch = len(labels)
         x, y, w = _gather(features.detach()), _gather(labels), _gather(torch.ones_like(features[:, 0]) * weight / batch)
@@ -197,9 +198,9 @@ class PartialFC:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Put the rows of `active`, and what the optimizer keeps for them, back among all rows of this rank.
+        """Write the rows of `active` and their optimizer state back to this rank's rows.
 
-        After the step, taken or not. Rows that were not sampled are not touched.
+        Call it after the step, taken or skipped. Rows that were not sampled do not change.
         """
         if self._index is not None:
             self.centres.index_copy_(0, self._index, self.active)
@@ -219,10 +220,10 @@ class PartialFC:
         return {"weight": Slice(self.centres.detach(), self.start, self.num_classes)}
 
     def span(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
-        """Which rows of the tensor at `path` of a state belong to this rank: (first, behind the last).
+        """This rank's rows of the tensor at `path` of a state: (first, last + 1).
 
         Raises:
-            ValueError: there is no such tensor, or it is of other classes or another embedding.
+            ValueError: no such tensor, or another number of classes or embedding size.
         """
         if path != ("weight",):
             raise ValueError(f"has no {'.'.join(map(str, path))}")
@@ -232,7 +233,7 @@ class PartialFC:
         """Take this rank's slice of a state that was saved on any number of ranks.
 
         Args:
-            state: of `state_dict`, or of `sharded_state_dict` with the `Slice` that belongs here.
+            state: from `state_dict`, or from `sharded_state_dict` with this rank's `Slice`.
 
         Raises:
             ValueError: it has other classes or another embedding.
@@ -242,7 +243,7 @@ class PartialFC:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def gather_rows(self, rows: Tensor) -> Tensor | None:
-        """All rows of all ranks on the CPU of rank 0, None elsewhere. Called on all ranks."""
+        """The rows of all ranks on the CPU of rank 0, None elsewhere. Called on all ranks."""
         rows = rows.detach().cpu()
         if self.world_size == 1:
             return rows
@@ -284,7 +285,8 @@ class PartialFC:
         return (labels >= self.start) & (labels < self.stop)
 
     def _locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The column of each sample's own class, and whether this rank has it (else the column is 0): both [N, 1]."""
+        """The column of each sample's own class (0 if another rank has it), and whether this rank has it: both [N,
+        1]."""
         here = self._is_here(labels)
         column = torch.where(here, labels - self.start, 0)
         if self._index is not None:
@@ -293,9 +295,9 @@ class PartialFC:
 
 
 class RowState:
-    """What the optimizer of `PartialFC.active` remembers, kept for all rows of a rank. Made by `PartialFC.carry`.
+    """The optimizer state of `PartialFC.active` for all rows of a rank. Made by `PartialFC.carry`.
 
-    Tensors in the shape of the rows (momentum, second moments) go with them; others (a step count) are shared.
+    Tensors with the shape of the rows (momentum, second moments) follow them; others (a step count) are shared.
     """
 
     def __init__(self, head: PartialFC, optimizer: torch.optim.Optimizer) -> None:
@@ -303,13 +305,13 @@ class RowState:
         self.rows: dict[str, Tensor] = {}
 
     def fetch(self, index: Tensor | None) -> None:
-        """Give the optimizer the state of the rows `index`; None: of all rows."""
+        """Give the optimizer the state of rows `index`; None: all rows."""
         state = self.optimizer.state[self.head.active]
         for key, rows in self.rows.items():
             state[key] = rows if index is None else rows[index]
 
     def store(self, index: Tensor | None) -> None:
-        """Take the state of the rows `index` from the optimizer; None: of all rows."""
+        """Store the optimizer's state of rows `index`; None: all rows."""
         for key, value in self.optimizer.state[self.head.active].items():
             if not isinstance(value, Tensor) or value.shape != self.head.active.shape:
                 continue
@@ -335,7 +337,7 @@ class RowState:
         return {"rows": rows, "shared": self._shared()}
 
     def span(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
-        """As `PartialFC.span`."""
+        """Like `PartialFC.span`."""
         if len(path) != 2 or path[0] != "rows":
             raise ValueError(f"has no {'.'.join(map(str, path))}")
         return self.head.span_of_rows(shape)
@@ -344,7 +346,7 @@ class RowState:
         """Take this rank's slice of a state that was saved on any number of ranks.
 
         Args:
-            state: of `state_dict`, or of `sharded_state_dict` with the slices that belong here.
+            state: from `state_dict`, or from `sharded_state_dict` with this rank's slices.
 
         Raises:
             ValueError: it has other classes or another embedding.
@@ -352,7 +354,7 @@ class RowState:
         self.rows = {key: torch.empty_like(self.head.centres) for key in state["rows"]}
         for key, everything in state["rows"].items():
             self.head.take_rows(self.rows[key], everything)
-        # torch knows on which device and in which dtype it wants what is shared.
+        # torch chooses device and dtype of shared state.
         own = self.optimizer.state_dict()
         self.optimizer.load_state_dict(own | {"state": {0: dict(state["shared"])}})
 
@@ -361,7 +363,7 @@ class RowState:
 
 
 def _gather(tensor: Tensor) -> Tensor:
-    """[B, ...] of each rank as [world_size * B, ...] on every rank."""
+    """All-gather [B, ...] of each rank to [world_size * B, ...]."""
     if not several_ranks():
         return tensor
     everyone = tensor.new_empty(dist.get_world_size() * len(tensor), *tensor.shape[1:])
@@ -370,7 +372,7 @@ def _gather(tensor: Tensor) -> Tensor:
 
 
 def _reduce_scatter(tensor: Tensor, batch: int) -> Tensor:
-    """This rank's [batch, ...] of the sum of `tensor`, [world_size * batch, ...], over the ranks."""
+    """Reduce-scatter: this rank's [batch, ...] of the sum over ranks of `tensor`, [world_size * batch, ...]."""
     if not several_ranks():
         return tensor
     own = torch.empty_like(tensor[:batch])
@@ -387,7 +389,7 @@ _BLOCK = 4096
 
 
 def _initial_centres(start: int, stop: int, embedding: int, seed: int) -> Tensor:
-    """Rows `start` to `stop` of an endless matrix of normal numbers with standard deviation 0.01, as in insightface."""
+    """Rows `start` to `stop` of an infinite normal matrix with standard deviation 0.01, as in insightface."""
     generator = torch.Generator()
     rows = torch.empty(stop - start, embedding)
     for block in range(start // _BLOCK, math.ceil(stop / _BLOCK)):

@@ -1,7 +1,7 @@
-"""How well embeddings tell identities apart that were never trained on: pairs of images, same or different.
+"""Verification of embeddings on unseen identities: pairs of images, same or different.
 
-The protocol is that of Labeled Faces in the Wild (Huang et al. 2007): the threshold on the cosine is chosen on nine
-tenths of the pairs and judged on the last. True accept rates at a false accept rate are those of IJB-A (Klare et al.
+The protocol is that of Labeled Faces in the Wild (Huang et al. 2007): the cosine threshold is chosen on nine tenths of
+the pairs and evaluated on the last. True accept rates at a false accept rate are those of IJB-A (Klare et al.
 2015).
 """
 
@@ -20,21 +20,21 @@ _CHUNK = 4096
 
 
 def verify(embeddings: Tensor, labels: Tensor, *, scale: float) -> dict[str, float]:
-    """Metrics of embeddings. Deterministic: the same pairs each time. Waits for the device.
+    """Metrics of embeddings. Deterministic: the same pairs each time. Syncs with the device.
 
     Args:
         embeddings: float32 [N, D], need not be normalised.
-        labels: int64 [N]. Some identities have two images or more.
-        scale: of the cosines in the loss.
+        labels: int64 [N]. Some identities must have two images or more.
+        scale: scale of the cosines in the loss.
 
     Returns:
-        accuracy: share of right answers to "same or different?" over as many pairs of each, ten-fold.
-        tar_at_far_1e-2, ...: share of same pairs that are accepted at the threshold at which at most that share of the
-            different pairs is. Left out where there are too few pairs to tell.
+        accuracy: ten-fold accuracy of "same or different?" over equally many pairs of each. tar_at_far_1e-2, ...: share
+            of same pairs accepted at the threshold where at most that share of different pairs is accepted. Omitted if
+            there are too few pairs.
         loss: mean cross-entropy of an image among the mean embeddings of all identities, its own mean without it.
-        rank1: share of images that are nearest to their own identity's mean.
+        rank1: share of images nearest to their own identity's mean.
 
-        An embedding that is not finite counts as the zero vector.
+        A non-finite embedding counts as the zero vector.
     """
     embeddings = F.normalize(torch.nan_to_num(embeddings.float(), nan=0.0, posinf=0.0, neginf=0.0))
     loss, rank1 = _identify(embeddings, labels, scale)
@@ -50,9 +50,9 @@ def verify(embeddings: Tensor, labels: Tensor, *, scale: float) -> dict[str, flo
 
 
 def choose_pairs(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pairs of images of one identity, and of two: int64 [P, 2] and [Q, 2], in random order, none twice.
+    """Pairs of images of the same and of different identities: int64 [P, 2] and [Q, 2], in random order, unique.
 
-    All pairs of one identity, up to 20,000 of them; and up to 200,000 of the others.
+    All same pairs, up to 20,000; and up to 200,000 different ones.
 
     Raises:
         ValueError: no identity has two images, or there is only one identity.
@@ -94,7 +94,7 @@ def _accuracy(same: NDArray[np.float32], different: NDArray[np.float32]) -> floa
 
 
 def _best_threshold(same: NDArray[np.float32], different: NDArray[np.float32]) -> np.float32:
-    """Of all cosines, the one above which most same and at or below which most different pairs lie."""
+    """The cosine threshold with the most correct answers: same pairs above, different pairs at or below it."""
     values = np.unique(np.concatenate([same, different]))
     accepted = len(same) - np.searchsorted(np.sort(same), values, side="right")
     refused = np.searchsorted(np.sort(different), values, side="right")

@@ -1,1 +1,1 @@
-"""A model over processes."""
+"""How a model is distributed over processes and devices."""

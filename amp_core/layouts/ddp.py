@@ -1,6 +1,6 @@
-"""How a model lies over processes: wrapped once at the start, unwrapped for checkpoints and averages."""
+"""Replicas: DistributedDataParallel and nn.DataParallel, wrapped once, unwrapped for checkpoints and EMA."""
 
-# No postponed annotations here: DistributedDataParallel looks at those of its communication hooks.
+# No postponed annotations: DistributedDataParallel checks the annotations of its communication hooks.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,16 +14,16 @@ from amp_core.config.errors import ConfigError
 from amp_core.lowp.islands import carry_autocast
 from amp_core.torch_private import find
 
-# The same function: torch 2.13 gave it the first name, and warns of the second.
+# The same function: torch 2.13 renamed it and deprecates the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Reduction = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class _Ddp(DistributedDataParallel):
-    """Reduces gradients by a hook of this module, which `no_sync` can switch off in static graphs, too.
+    """Reduces gradients by a hook of this module, which `no_sync` can disable also in static graphs.
 
-    DDP learns a static graph from its first backward pass and needs the hooks of a reduction there; its own `no_sync`
-    has none (torch 2.13 fails in an internal assertion).
+    DDP records a static graph in its first backward pass, where it needs the reduction hooks; its own `no_sync` has
+    none (torch 2.13 fails an internal assertion).
     """
 
     def __init__(self, net: nn.Module, reduction: Reduction, **options: Any) -> None:
@@ -54,18 +54,18 @@ def wrap_ddp(
 ) -> DistributedDataParallel:
     """DistributedDataParallel whose reduction *sums* gradients over ranks.
 
-    The weights of a window already sum to 1 over all ranks, so a mean on top would divide twice.
+    The weights of a window already sum to 1 over all ranks; a mean would divide twice.
 
     Args:
         net: on `device`.
-        device: None for a network that lies on several devices and moves its inputs by itself.
-        exact: sum in the same order in every step, whenever the run was begun or resumed. DDP otherwise arranges its
-            buckets anew after its first step, and with three or more ranks an element's place in a bucket decides in
-            which order the ranks are added. The gradients of the first layers, the last to be ready, then go first.
-        static_graph: every backward pass reaches the same weights, equally often. Also in windows of several.
-        bucket_mb: MiB of gradients that are reduced at a time; None: torch's own choice.
-        compress: send bfloat16, half the bytes. Sums are fp32, rounded once: 512 times 1/512 is 0.5 where bfloat16 is
-            added to bfloat16. There is no float16: a true gradient of 3 overflows at a loss scale of 65536.
+        device: None for a network on several devices that moves its own inputs.
+        exact: sum in the same order in every step, also after a resume. DDP otherwise rebuilds its buckets after the
+            first step, and with three or more ranks an element's position in a bucket decides the order in which ranks
+            are added. The cost: the gradients of the first layers, ready last, are then in the first bucket.
+        static_graph: every backward pass reaches the same weights, equally often. Also with accumulation.
+        bucket_mb: MiB of gradients per all-reduce; None: torch's default.
+        compress: send bfloat16, half the bytes. Sums are fp32, rounded once: summed in bfloat16, 512 times 1/512 is
+            0.5. There is no float16: a gradient of 3 overflows at a loss scale of 65536.
 
     Raises:
         ConfigError: the process group cannot send bfloat16.
@@ -77,7 +77,7 @@ def wrap_ddp(
     reduction = _sum_compressed if compress else _sum
     ddp = _Ddp(net, reduction, device_ids=[device] if on_one_gpu else None, static_graph=static_graph, **options)
     if exact:
-        # Arranges them now, in the order of the parameters; it does so only once. torch has no public name for it.
+        # Build the buckets now, in parameter order; it happens only once. torch has no public name for it.
         push = find("torch.distributed.Reducer._push_all_rebuilt_params")
         rebuild = find("torch.distributed.Reducer._rebuild_buckets")
         if push and rebuild:
@@ -106,7 +106,7 @@ def _sum(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
 
 
 def _sum_compressed(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """As many bytes as an all-reduce in bfloat16: each rank adds its share of the bucket, then all gather the sums."""
+    """As many bytes as a bfloat16 all-reduce: each rank sums its part of the bucket, then all gather the sums."""
     buffer, num_ranks = bucket.buffer(), dist.get_world_size()
     share = -(-buffer.numel() // num_ranks)
     sent = torch.zeros(num_ranks * share, dtype=torch.bfloat16, device=buffer.device)
@@ -123,7 +123,7 @@ def _sum_compressed(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tenso
     work: Any = dist.all_to_all_single(received, sent, async_op=True)
     if buffer.is_cuda:
         return work.get_future().then(lambda future: add(future.value()[0]))
-    work.wait()  # gloo runs callbacks in threads, which could begin the second halves of two buckets in any order
+    work.wait()  # gloo runs callbacks in threads, which could start the second halves of two buckets in any order
     return _done(add(received))
 
 
@@ -142,8 +142,8 @@ def _require_bfloat16(device: torch.device) -> None:
 class ReplicaParallel(nn.DataParallel):
     """nn.DataParallel whose replicas compute in the autocast mode of the thread that calls it.
 
-    Each replica runs in a thread of its own, and autocast is thread-local: torch (2.11 to 2.13) hands on whether it is
-    enabled and forgets the dtype, so that float16 outside is the default dtype inside.
+    Each replica runs in its own thread, and autocast is thread-local: torch (2.11 to 2.13) passes on whether it is
+    enabled but not the dtype, so float16 outside becomes the default dtype inside.
     """
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
@@ -151,5 +151,5 @@ class ReplicaParallel(nn.DataParallel):
 
 
 def wrap_data_parallel(net: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
-    """A replica of `net` on each GPU, for one process; on a CPU `net` itself, as nn.DataParallel would do."""
+    """A replica of `net` on each GPU, in one process; on a CPU `net` itself, as in nn.DataParallel."""
     return net if devices[0].type == "cpu" else ReplicaParallel(net, devices)

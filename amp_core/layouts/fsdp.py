@@ -1,15 +1,15 @@
-"""Weights, gradients and moments of which every rank holds a part (FSDP2): wrapping, and what lies on which rank.
+"""Sharded weights, gradients and moments (FSDP2): wrapping, and the shards of a rank.
 
-How 16 bits and sharding fit together. The shards are fp32, and so are the optimizer's moments, the gradients that are
-summed over ranks, and averages. Before a block computes, its weights are gathered from all ranks, in one of two groups:
+Shards, optimizer moments, EMA and the gradients summed over ranks are fp32. Before a block computes, its weights are
+gathered from all ranks, in one of two groups:
 
-- Weights that autocast casts as a whole, those of linear layers and convolutions, are cast shard by shard and gathered
-  in 16 bits: half the bytes. Autocast would make the very same 16-bit numbers after gathering in fp32, and then keep
-  them from the forward to the backward pass, which is what sharding is to avoid; gathered ones are freed in between.
-- All other weights are gathered in fp32: those of norms and embeddings, which autocast leaves alone; those of islands,
-  which have to be fp32; and whatever a module of another kind does with its own.
+- Weights that autocast casts, those of linear layers and convolutions, are cast shard by shard and gathered in 16 bits:
+  half the bytes. Autocast would make the same 16-bit values after an fp32 gather, and then cache them from the forward
+  to the backward pass, which sharding is meant to avoid; gathered ones are freed in between.
+- All other weights are gathered in fp32: norms and embeddings, which autocast does not cast; islands; and weights of
+  other kinds of modules.
 
-So a network computes what it computes in one process, and a mode is still a matter of `amp.autocast`.
+So a network computes the same as in one process, and `amp.autocast` still sets the mode.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _CAST_WHOLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, n
 
 
 def build_mesh(device: torch.device, world_size: int, shard_size: int | None = None) -> DeviceMesh:
-    """All ranks as one group that shards (fsdp), or as replicas of groups of `shard_size` that do (hsdp). Collective.
+    """A mesh of one sharding group (fsdp), or of replicated sharding groups of `shard_size` ranks (hsdp). Collective.
 
-    Ranks of a group are neighbours, so that a group lies on one machine where the sizes allow it.
+    Ranks of a group are consecutive, so that a group is on one machine if the sizes allow.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -65,17 +65,17 @@ def build_mesh(device: torch.device, world_size: int, shard_size: int | None = N
 def wrap_fsdp(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> nn.Module:
     """Shard the weights of `net` over the ranks of `mesh`, in place, by `fully_shard`. Gradients are *summed*.
 
-    One group of weights lies whole on a device at a time: that of a block. Blocks are the elements of every
-    `nn.ModuleList` and `nn.Sequential` that have weights and parts of their own, the outermost ones; what is in none,
-    or has weights in common with what is outside, belongs to the network itself, the last group.
+    One group of weights is gathered at a time: that of a block. Blocks are the outermost elements of `nn.ModuleList`
+    and `nn.Sequential` that have weights and submodules; weights in no block, or shared with something outside it, form
+    the last group, that of the network itself.
 
-    All ranks begin with the weights and buffers of rank 0. Collective.
+    All ranks start with the weights and buffers of rank 0. Collective.
 
     Args:
-        net: whole, after `keep_fp32`, on the device, or on the CPU if the process group has a backend for it. Its
+        net: unsharded, after `keep_fp32`, on the device, or on the CPU if the process group has a backend for it. Its
             weights move to the device block by block, and become DTensors. Names stay, and `isinstance`.
         mesh: from `build_mesh`.
-        dtype: of autocast in the mode that trains, or None if it casts nothing. Forward passes must then run inside it.
+        dtype: the autocast dtype of training, or None without autocast. Forward passes must then run inside autocast.
 
     Raises:
         ConfigError: torch cannot shard a weight of it, such as one without dimensions.
@@ -91,8 +91,8 @@ def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Mo
     plan = Plan(_outline(net), dtype, functools.partial(_shard, mesh=mesh, dtype=dtype))
     full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     low = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # Also the root, which torch would leave whole after a forward pass: an evaluation is not followed by a backward
-    # pass, and would leave weights that a later step, average or checkpoint does not reach.
+    # Also the root, which torch would keep gathered after a forward pass: no backward pass follows an evaluation, and
+    # its gathered weights would miss later steps, EMA updates and checkpoints.
     shard = functools.partial(fully_shard, mesh=mesh, reshard_after_forward=True)
     in_16bit = {} if dtype is None else cast_whole(net)
     for module, name in in_16bit.items():
@@ -107,7 +107,7 @@ def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Mo
         raise ConfigError(f"layout: {type(net).__name__} cannot be sharded: {problem}; use layout=ddp") from problem
     for module in net.modules():
         if isinstance(module, FSDPModule):
-            # Sums, since the weights of a window already average. As plain sums: gloo has no scaled ones.
+            # Sums, since the weights of a window already average. Plain sums: gloo has no scaled ones.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     net.register_forward_hook(_close_groups)
@@ -116,10 +116,10 @@ def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Mo
 
 
 def _close_groups(net: nn.Module, inputs: Any, output: Any) -> None:
-    """Free the weights of groups of which a module did not run, such as a head that only training has.
+    """Free the gathered weights of groups with a module that did not run, such as a training-only head.
 
-    Before torch 2.13 the next backward pass does that, and an evaluation has none: its weights would stay, and a later
-    step or average would not reach them.
+    Before torch 2.13 the next backward pass does that, but an evaluation has none: its weights would stay gathered, and
+    miss later steps and EMA updates.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -128,7 +128,7 @@ def _close_groups(net: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(module, FSDPModule):
             state = state_of(module)
             pending = getattr(state, "_modules_to_run_forward", None)
-            if pending is None:  # it cannot be told
+            if pending is None:  # unknown in this torch
                 module.reshard()
             elif pending:
                 pending.clear()
@@ -142,7 +142,7 @@ def cast_whole(net: nn.Module) -> dict[nn.Module, str]:
     named = [
         (name, module)
         for name, module in net.named_modules()
-        # The very class: one that was derived may do other things with its weights.
+        # The exact class: a subclass may use its weights in other ways.
         if type(module) in _CAST_WHOLE and module not in in_islands
     ]
     found = {module: name for name, module in named}
@@ -167,12 +167,12 @@ def _require_autocast(dtype: torch.dtype | None, name: str, module: nn.Module, i
 
 
 def outline(net: nn.Module) -> nn.Module:
-    """What a sharded network was before, without memory."""
+    """The unsharded network on the meta device."""
     return plans[net].outline
 
 
 def gathers_16bit(net: nn.Module) -> bool:
-    """Whether weights of `net` arrive in 16 bits: these cannot be made islands any more."""
+    """Whether weights of `net` are gathered in 16 bits: these can no longer become islands."""
     return net in plans and plans[net].dtype is not None
 
 
@@ -181,10 +181,10 @@ def _outline(net: nn.Module) -> nn.Module:
 
 
 def slice_of(part: Tensor) -> Slice:
-    """The `Slice` that a part holds, in the same memory. No collective.
+    """The `Slice` of a DTensor's local shard, in the same memory. No collective.
 
     Raises:
-        TypeError: it is split over more than one dimension of its mesh, or in unusual sizes.
+        TypeError: it is sharded over more than one mesh dimension, or in unusual sizes.
     """
     mine, split = part.to_local().detach(), split_dimension(part)  # type: ignore[attr-defined]
     if split is None:
@@ -198,7 +198,7 @@ def slice_of(part: Tensor) -> Slice:
 
 
 def replicas(part: Tensor) -> tuple[int, int]:
-    """(which copy of the same part this rank holds, how many there are)."""
+    """(index of this rank's replica of the shard, number of replicas)."""
     mesh, split = part.device_mesh, split_dimension(part)  # type: ignore[attr-defined]
     number, count = 0, 1
     for i in range(mesh.ndim):
@@ -208,14 +208,14 @@ def replicas(part: Tensor) -> tuple[int, int]:
 
 
 def gather_full_state(value: Any, *, keep: bool = True) -> Any:
-    """A nested state with whole tensors in place of parts, these in host memory. Collective.
+    """A nested state with full tensors, in host memory, in place of DTensors. Collective.
 
     Args:
         value: of the same structure on all ranks.
-        keep: false on ranks that need it for nothing: they take part, and get None in place of each.
+        keep: false on ranks that do not need it: they take part and get None in place of each tensor.
     """
     if is_dtensor(value):
-        full = full_tensor(value)  # one after the other: the device holds a single whole tensor at a time
+        full = full_tensor(value)  # one at a time: the device holds a single full tensor
         return full.cpu() if keep else None
     if isinstance(value, dict):
         return {key: gather_full_state(item, keep=keep) for key, item in value.items()}

@@ -1,12 +1,11 @@
-"""What a layout costs: bytes that a rank holds, and bytes that it sends per step. `docs/SCALING.md` is made of it.
+"""The memory model: bytes that a rank holds and sends per step, by layout. `docs/SCALING.md` is made from it.
 
-    weights = weights_of(net, amp_config)                          # of any network, also one on the meta device
+    weights = weights_of(net, amp_config)                          # any network, also on the meta device
     weights = lay_out(weights, "fsdp", num_ranks=8)
     memory(weights, amp_config).total, [each.sent for each in traffic(weights, amp_config, 8)]
 
-Counted are weights, gradients, optimizer state, averages and the copies that autocast makes: what grows with the number
-of weights. Activations grow with the batch and come on top: `saved_for_backward` counts them as they are kept. All of
-it is counted for the rank that holds the most.
+It counts weights, gradients, optimizer state, EMA and autocast's weight copies, for the rank that holds the most.
+Activations grow with the batch and come on top: `saved_for_backward` measures them.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ FP32, LOW = 4, 2
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight, and what hangs on it."""
+    """One weight, and what depends on it."""
 
     shape: tuple[int, ...]
     low: bool = False
-    """Held in 16 bits, in the modes that do so."""
+    """Stored in 16 bits, in modes with 16-bit weights."""
     cast: bool = False
-    """Autocast casts it as a whole, so that sharded layouts gather it in 16 bits."""
+    """Autocast casts it, so that sharded layouts gather it in 16 bits."""
     group: int = 0
     """Weights of one group are gathered together."""
     moments: float | None = 2.0
-    """Optimizer state per element, in fp32 elements; None: it is not trained."""
+    """Optimizer state per element, in fp32 elements; None: not trained."""
     averaged: bool = False
     parts: int = 1
-    """Ranks that it is cut over."""
+    """Number of ranks over which it is sharded."""
     slices: int = 1
-    """Ranks that its optimizer state is cut over, while the weight is whole."""
+    """Number of ranks over which only its optimizer state is sharded."""
 
     @property
     def numel(self) -> int:
@@ -60,33 +59,33 @@ class Weight:
 
     @property
     def part(self) -> int:
-        """Elements of the largest part: rows are not cut."""
+        """Elements of the largest shard: rows are not split."""
         return self.numel if self.parts == 1 else -(-self.shape[0] // self.parts) * math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a rank between two steps, and what comes to it within one."""
+    """Bytes on a rank between steps, and what is added within a step."""
 
     weights: int = 0
     gradients: int = 0
     moments: int = 0
     averages: int = 0
     copies: int = 0
-    """Of weights, in 16 bits, from the forward to the backward pass."""
+    """16-bit weights cached from the forward to the backward pass."""
     gathered: int = 0
-    """Of sharded weights: the largest block, whole."""
+    """The largest gathered block of sharded weights."""
     unreduced: int = 0
-    """Of sharded weights: whole gradients that wait for the last micro-batch of a window."""
+    """Unsharded gradients of sharded weights, kept until the last micro-batch of a window."""
 
     @property
     def total(self) -> int:
-        """What is there between the backward pass and the step."""
+        """Bytes between the backward pass and the step."""
         return self.weights + self.gradients + self.moments + self.averages
 
     @property
     def most(self) -> int:
-        """With all that comes to it within a step; not all of it need be there at the same time."""
+        """An upper bound within a step; not all of it needs to exist at the same time."""
         return self.total + self.copies + self.gathered + self.unreduced
 
     def __add__(self, other: Memory) -> Memory:
@@ -94,7 +93,7 @@ class Memory:
 
 
 def weights_of(net: nn.Module, amp: AmpConfig) -> list[Weight]:
-    """The weights of a network, on any device; a wrapped one as it is laid out, others in one piece."""
+    """The weights of a network, on any device, in its layout if it is wrapped."""
     net = unwrap(net)
     shape_of = outline(net) if is_sharded(net) else net
     casts = amp.dtype != "float32"
@@ -119,7 +118,7 @@ def weights_of(net: nn.Module, amp: AmpConfig) -> list[Weight]:
 def lay_out(
     weights: Iterable[Weight], layout: str, num_ranks: int, *, shard_size: int | None = None, zero: bool = False
 ) -> list[Weight]:
-    """The same weights as they would be in another layout."""
+    """The same weights in another layout."""
     parts = (shard_size or num_ranks) if layout in SHARDED else 1
     return [replace(weight, parts=parts, slices=num_ranks if zero else 1) for weight in weights]
 
@@ -146,23 +145,23 @@ def memory(weights: Sequence[Weight], amp: AmpConfig, *, accumulation: int = 1) 
 
 @dataclass(frozen=True)
 class Collective:
-    """What one kind of exchange amounts to in a step."""
+    """One kind of communication in a step."""
 
     what: str
     """gradients, weights, or checks."""
     kind: str
     """all_reduce, all_gather, reduce_scatter or all_to_all."""
     num_ranks: int
-    """That take part."""
+    """Number of ranks that take part."""
     payload: int
-    """Bytes of the whole tensors, all calls of a step together."""
+    """Bytes of the full tensors, over all calls of a step."""
     calls: int
     strides: bool = False
-    """Between replicas of groups, which lie on different machines."""
+    """Between replicated groups, on different machines."""
 
     @property
     def sent(self) -> float:
-        """Bytes that a rank sends, as rings and pairwise exchanges do."""
+        """Bytes that a rank sends in ring and pairwise algorithms."""
         passes = 2 if self.kind == "all_reduce" else 1
         return passes * self.payload * (self.num_ranks - 1) / self.num_ranks
 
@@ -176,7 +175,7 @@ def traffic(
     compress: bool = False,
     bucket_mb: float = 25.0,
 ) -> list[Collective]:
-    """What the ranks exchange in one step of one optimizer. Running statistics and logged numbers come on top."""
+    """The communication of one step of one optimizer. Running statistics and logged values come on top."""
     if num_ranks == 1:
         return []
     found = [Collective("checks", "all_reduce", num_ranks, 4, 1)]
@@ -197,7 +196,7 @@ def traffic(
     if cut:
         parts = cut[0].parts
         groups = len({weight.group for weight in cut})
-        # Each group once before the forward and once before the backward pass of each micro-batch, rows made even.
+        # Each group once before the forward and once before the backward pass of each micro-batch, rows padded.
         once = sum(weight.part * parts * (LOW if weight.cast else FP32) for weight in cut)
         found.append(Collective("weights", "all_gather", parts, 2 * accumulation * once, 2 * accumulation * groups))
         whole = FP32 * sum(weight.part * parts for weight in cut)
@@ -213,7 +212,7 @@ def traffic(
 
 
 class Saved:
-    """Bytes that autograd keeps from forward to backward passes. Each memory counts once, that of weights not."""
+    """Bytes that autograd saves for backward passes. Each storage counts once, weights do not."""
 
     def __init__(self, weights: Iterable[Tensor], recast: Recast | None = None) -> None:
         self._weights = {_memory(weight) for weight in weights}
@@ -251,13 +250,13 @@ class Saved:
             self._live[kept.kind] -= kept.num_bytes
 
     def _is_copy(self, tensor: Tensor) -> bool:
-        """Whether it is a weight that autocast has cast."""
+        """Whether it is a weight cast by autocast."""
         weight = cast_weight(tensor if base_of(tensor) is None else base_of(tensor))
         return weight is not None and _memory(weight) in self._weights
 
     @property
     def total(self) -> int:
-        """When most was kept, as all that follows."""
+        """At the peak, like all that follows."""
         return sum(self._most.values())
 
     @property
@@ -266,17 +265,17 @@ class Saved:
 
     @property
     def copies(self) -> int:
-        """Of weights, made by autocast."""
+        """Autocast's copies of weights."""
         return self.total - self.activations
 
     @property
     def by_dtype(self) -> dict[str, int]:
-        """Of activations; `float32`, `bfloat16`, ..."""
+        """Activations by dtype: `float32`, `bfloat16`, ..."""
         return {dtype: num_bytes for (dtype, is_copy), num_bytes in self._most.items() if not is_copy}
 
 
 class _Kept:
-    """A tensor as long as a graph holds it."""
+    """A saved tensor, alive while a graph holds it."""
 
     __slots__ = ("kind", "memory", "num_bytes", "saved", "tensor")
 
@@ -295,13 +294,13 @@ def _memory(tensor: Tensor) -> int:
 
 @contextlib.contextmanager
 def saved_for_backward(weights: Iterable[Tensor], recast: Recast | None = None) -> Iterator[Saved]:
-    """Around forward and backward passes: counts what is kept from one to the other. Never waits for the device.
+    """Around forward and backward passes: measure what is saved for backward. No host-device sync.
 
-    Blocks that are computed once more count with their inputs. Fake tensors count as real ones. Other threads do not.
+    Recomputed blocks count with their inputs. Fake tensors count like real ones. Other threads are not counted.
 
     Args:
-        weights: what is there anyway, such as all parameters and buffers.
-        recast: what is in force for copies of weights; its own hooks would hide these, or these would hide them.
+        weights: tensors not to count, such as all parameters and buffers.
+        recast: the weight-cast recompute in use; nested hooks for saved tensors would hide one another.
     """
     saved = Saved(weights, recast)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
@@ -309,7 +308,7 @@ def saved_for_backward(weights: Iterable[Tensor], recast: Recast | None = None) 
 
 
 def saved_bytes(forward: Callable[[], Tensor], weights: Iterable[Tensor]) -> int:
-    """What `forward()` keeps for the backward pass of its result, in bytes, but for `weights`."""
+    """Bytes that `forward()` saves for the backward pass of its result, without `weights`."""
     with saved_for_backward(weights) as saved:
         output = forward()
     assert output.requires_grad, "nothing is kept without gradients"
@@ -327,7 +326,7 @@ def memory_of(
     *,
     accumulation: int = 1,
 ) -> Memory:
-    """Of what is there, wrapped or not; optimizers may own weights outside of the networks. No collective."""
+    """The memory of existing networks, wrapped or not; optimizers may own other weights too. No collective."""
     ratios = [(optimizer, state_ratio(optimizer)) for optimizer in optimizers]
     state_of = {p: ratio for optimizer, ratio in ratios for group in optimizer.param_groups for p in group["params"]}
     averaged = None if ema is None else ema.source
@@ -345,7 +344,7 @@ def memory_of(
 
 
 def state_ratio(optimizer: torch.optim.Optimizer) -> float:
-    """Optimizer state per element of weight, in fp32 elements, found by one step on a small weight."""
+    """Optimizer state per weight element, in fp32 elements, measured by one step on a small weight."""
     weight = nn.Parameter(torch.zeros(16, 16))
     weight.grad = torch.zeros_like(weight)
     group: dict[str, Any] = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}

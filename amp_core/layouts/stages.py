@@ -1,10 +1,10 @@
-"""A network cut into stages that lie on several devices of one process.
+"""A network split into stages on several devices of one process.
 
     net = Stages(net, [torch.device("cuda", 0), torch.device("cuda", 1)], amp, image_shape=(3, 224, 224))
 
-Autocast is entered inside of `forward`, by each stage in the thread that runs it: autocast is thread-local, and a
-thread begins without it. Plain model parallelism leaves all devices but one idle; with `threads` a micro-batch is cut
-into chunks, and a stage computes one chunk while the stage before it computes the next (Huang et al., "GPipe",
+Autocast is entered inside `forward`, by each stage in its thread: autocast is thread-local, and a new thread starts
+without it. Plain model parallelism leaves all devices but one idle; with `threads` a micro-batch is split into chunks,
+and a stage computes one chunk while the stage before computes the next (Huang et al., "GPipe",
 arXiv:1811.06965).
 """
 
@@ -25,28 +25,28 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 
 class Stages(nn.Module):
-    """The layers of `net` under their own names, so that its state dict and this one's are the same.
+    """The layers of `net` under their own names, so the state dict does not change.
 
-    Outputs come back to the first device. In evaluation a batch is not cut into chunks.
+    Outputs return to the first device. In evaluation a batch is not split into chunks.
 
-    With the same `chunks`, threads change no bit: every layer sees the same chunks in the same order, and autograd sums
-    their gradients in that order. BatchNorm normalises with the statistics of a chunk, so that another number of chunks
-    is another training; without it only the order of sums changes.
+    With the same `chunks` threads are bit-identical: every layer sees the same chunks in the same order, and autograd
+    sums their gradients in that order. BatchNorm uses the statistics of a chunk, so another number of chunks trains
+    differently; without BatchNorm only the order of sums changes.
 
     Args:
-        net: a chain: its children are called in their order, each with the output of the one before. `nn.Sequential`,
-            and torchvision's AlexNet, VGG, ResNet, MobileNetV3, EfficientNet, ConvNeXt and RegNet. Its parts are moved
-            to the devices; fp32 islands must have been made.
+        net: a chain: its children are called in order, each with the output of the previous one. `nn.Sequential`, and
+            torchvision's AlexNet, VGG, ResNet, MobileNetV3, EfficientNet, ConvNeXt and RegNet. Its layers are moved to
+            the devices; make fp32 islands before.
         devices: one per stage; the same one several times is allowed.
         amp: the mode.
-        image_shape: (C, H, W), with which the chain is tried and the floating-point operations of its layers counted.
-            Cuts make the costliest stage as cheap as they can.
-        chunks: parts of a training batch.
-        threads: compute stages at the same time, each in a thread of its own.
+        image_shape: (C, H, W), to check the chain and count the floating-point operations of its layers. Stages are
+            split so that the costliest one is as cheap as possible.
+        chunks: number of chunks of a training batch.
+        threads: compute stages concurrently, each in its own thread.
 
     Raises:
-        ValueError: `net` is no chain, or has fewer layers than there are devices; or several stages would draw from one
-            generator at the same time.
+        ValueError: `net` is not a chain, or has fewer layers than devices; or several stages would use one random
+            generator concurrently.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Stages(nn.Module):
                 layers[name].to(device)
         for name, child in net.named_children():
             self.add_module(name, child)
-        # A function, because copies of the network share it; a bound method would be copied with the mode.
-        # Without the cache of cast weights: all threads share one, and the first to leave its region empties it.
+        # A function, which copies of the network share; a bound method would copy the mode. Without the weight cache:
+        # all threads share it, and the first to leave its region clears it.
         self._autocast = lambda: amp.autocast(cache=False)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -99,8 +99,8 @@ class Stages(nn.Module):
         return x
 
     def _threaded(self, chunks: Sequence[Tensor]) -> list[Tensor]:
-        """One thread per stage but the first, which is computed here. A thread takes its chunks in their order."""
-        grad = torch.is_grad_enabled()  # thread-local, as autocast is
+        """One thread per stage but the first, which runs here. A thread takes its chunks in order."""
+        grad = torch.is_grad_enabled()  # thread-local, like autocast
 
         def follow(stage: int, before: Future[Tensor]) -> Tensor:
             with torch.set_grad_enabled(grad):
@@ -126,12 +126,12 @@ class Stages(nn.Module):
 
 
 def cuts(costs: Sequence[float], num_parts: int) -> list[tuple[int, int]]:
-    """The ranges of a list that is cut into non-empty parts, whose costliest is as cheap as can be."""
+    """Split a list into non-empty ranges so that the costliest is as cheap as possible."""
     best: dict[int, tuple[float, list[tuple[int, int]]]] = {
         start: (sum(costs[start:]), [(start, len(costs))]) for start in range(len(costs))
     }
     for rest in range(1, num_parts):
-        # From the front: entries behind still have one part less. `<=` leaves what costs nothing with what it follows.
+        # From the front: later entries still have one range less. `<=` keeps entries without cost with the one before.
         for start in range(len(costs) - rest):
             choice: tuple[float, list[tuple[int, int]]] | None = None
             for end in range(start + 1, len(costs) - rest + 1):
@@ -144,7 +144,7 @@ def cuts(costs: Sequence[float], num_parts: int) -> list[tuple[int, int]]:
 
 
 def _layers(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The children, those of plain `nn.Sequential` containers in their place."""
+    """The children; plain `nn.Sequential` containers are replaced by theirs."""
     for name, child in net.named_children():
         if type(child).forward is nn.Sequential.forward:
             yield from _layers(child, f"{prefix}{name}.")
@@ -153,13 +153,13 @@ def _layers(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]
 
 
 def _call(layer: nn.Module, x: Tensor) -> Tensor:
-    # Networks of torchvision flatten between two children.
+    # torchvision's networks flatten between two children.
     return layer(x.flatten(1) if isinstance(layer, nn.Linear) and x.ndim == 4 else x)
 
 
 @torch.no_grad()
 def _costs(net: nn.Module, layers: dict[str, nn.Module], image_shape: Sequence[int]) -> list[float]:
-    """Floating-point operations of each layer. The chain must give what the network gives."""
+    """Floating-point operations of each layer. The chain must return what the network returns."""
     training = net.training
     net.eval()
     x = images = torch.randn(2, *image_shape, generator=torch.Generator().manual_seed(0))
@@ -172,7 +172,7 @@ def _costs(net: nn.Module, layers: dict[str, nn.Module], image_shape: Sequence[i
             costs.append(float(counter.get_total_flops()))
         if not torch.equal(x, expected):
             raise ValueError("it computes something else")
-    except Exception as error:  # whatever a layer says of an input that it was not made for
+    except Exception as error:  # whatever a layer raises for an unsuitable input
         reason = " ".join(str(error).split())
         raise ValueError(f"{type(net).__name__} is not the chain of its children: {reason}") from error
     finally:

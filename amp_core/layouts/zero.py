@@ -1,18 +1,17 @@
-"""Optimizer state in slices over the replicas of DDP (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054).
+"""Optimizer state sharded over the replicas of DDP (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054).
 
     share_state(net)                      # once, on every rank, before the first step
     with on_slices(optimizer):            # around a step: `Amp.step` does it
         optimizer.step()
 
-Weights and gradients stay whole on every rank. The weights of an optimizer are laid end to end and cut into as many
-slices as there are ranks; a rank holds the moments of its slice and steps it; then all ranks gather the new weights.
-Most optimizers compute element by element, so a cut may go through a weight: at a multiple of 64 elements, where
-vectorised kernels begin anew, and no bit of a step depends on it. For optimizers that look at whole matrices the cuts
-lie between weights.
+Weights and gradients are replicated. The weights of an optimizer are concatenated and split into one slice per rank; a
+rank holds the moments of its slice and steps it; then all ranks gather the new weights. Most optimizers are
+elementwise, so a split may go through a weight, at a multiple of 64 elements, where vectorised kernels restart: the
+step is bit-identical. For optimizers that need whole matrices the splits are between weights.
 
-`torch.distributed.optim.ZeroRedundancyOptimizer` is not used: it is an optimizer around another one, which does not
-see the `found_inf` and `grad_scale` that fused steps are skipped by; it cuts between weights alone, so that a large
-embedding lies on one rank; and its state dict is made of pickled objects.
+`torch.distributed.optim.ZeroRedundancyOptimizer` is not used: it wraps another optimizer, which does not get
+`found_inf` and `grad_scale`, by which fused steps are skipped; it only splits between weights, so that a large
+embedding is on one rank; and its state dict consists of pickled objects.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ _ALIGN = 64  # elements
 
 @dataclass(frozen=True)
 class _Slice:
-    """A stretch of a weight, as its elements lie in memory."""
+    """A range of a weight's elements, in memory order."""
 
     number: int
-    """Of the weight, among those that are shared, in the order of the optimizer."""
+    """Index of the weight among the sharded ones, in the optimizer's order."""
     start: int
     end: int
 
 
 class _Cut:
-    """Which rank holds the state of what. The same on all ranks."""
+    """Which rank holds which state. The same on all ranks."""
 
     def __init__(self, params: Sequence[Tensor], num_ranks: int, *, between: bool) -> None:
         self.params = list(params)
@@ -73,15 +72,15 @@ class _Cut:
 
 
 _shared = WeakTensorKeyDictionary()
-"""Weights whose optimizer state is shared out -> how they lie in memory: their strides while a step is taken."""
+"""Weights whose optimizer state is sharded -> their strides during a step."""
 _cuts: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Cut] = weakref.WeakKeyDictionary()
 
 
 def share_state(net: nn.Module) -> None:
-    """From now on a rank holds a part of the state of any optimizer of these weights, which all ranks have whole.
+    """Shard the state of any optimizer of these replicated weights over the ranks.
 
-    Each step gathers the new weights, on top of what sums the gradients. Before the optimizer's first step, and after
-    `Amp.prepare`. A step of an optimizer is then collective, as are checkpoints (`Checkpoint` makes whole states).
+    Each step gathers the new weights, in addition to the all-reduce of gradients. Call it before the optimizer's first
+    step and after `Amp.prepare`. A step is then collective, as are checkpoints (`Checkpoint` gathers full states).
     """
     # The fp32 side of a 16-bit weight may have no memory between steps.
     for param, weight in zip(master_params(net), net.parameters(), strict=True):
@@ -89,17 +88,17 @@ def share_state(net: nn.Module) -> None:
 
 
 def bucket_size(num_ranks: int) -> int:
-    """Elements that are gathered at a time: 32 MiB, or with many ranks 256 KiB of each, so that few calls wait."""
+    """Elements per gather: 32 MiB, or with many ranks 256 KiB of each, to limit the number of calls."""
     return max(1 << 23, num_ranks << 16)
 
 
 def is_shared(param: Tensor) -> bool:
-    """Whether the optimizer state of a weight is, or will be, in slices over the ranks."""
+    """Whether the optimizer state of a weight is, or will be, sharded over the ranks."""
     return param in _shared
 
 
 def is_state_sharded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this rank holds a part of the optimizer's state only."""
+    """Whether the optimizer's state is sharded."""
     return _cut_of(optimizer) is not None
 
 
@@ -128,14 +127,14 @@ def _empty(param: Tensor, **options: Any) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Its elements in the order of memory, as a view."""
+    """A view of its elements in memory order."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     assert tensor.numel() == 0 or last == tensor.numel() - 1, "a weight with gaps in its memory"
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _part(tensor: Tensor, piece: _Slice) -> Tensor:
-    """A slice of a weight, or of what lies in memory as it does; the whole keeps its shape."""
+    """A slice of a weight, or of a tensor with its memory layout; a slice of all of it keeps its shape."""
     if piece.end - piece.start == tensor.numel():
         return tensor.detach()
     return _flat(tensor)[piece.start : piece.end]
@@ -146,10 +145,9 @@ def _part(tensor: Tensor, piece: _Slice) -> Tensor:
 
 @contextlib.contextmanager
 def on_slices(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Around a step: the optimizer sees this rank's slices in place of weights; then all ranks gather the weights.
+    """Around a step: the optimizer sees this rank's slices in place of weights, then all ranks gather the weights.
 
-    Collective, for weights that `share_state` was told of; gradients must be there for the same ones on all ranks. Does
-    not wait for the device.
+    Collective, for weights given to `share_state`; all ranks need gradients for the same ones. No host-device sync.
     """
     cut = _cut_of(optimizer)
     if cut is None:
@@ -182,7 +180,7 @@ def on_slices(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _gather(params: Sequence[Tensor | None], slices: Sequence[Sequence[_Slice]]) -> None:
-    """Put each rank's slices of the weights on all ranks, some megabytes at a time."""
+    """All-gather each rank's slices of the weights, some megabytes at a time."""
     rank, num_ranks = dist.get_rank(), len(slices)
     streams = [
         [_flat(param)[piece.start : piece.end] for piece in held if (param := params[piece.number]) is not None]
@@ -205,7 +203,7 @@ def _gather(params: Sequence[Tensor | None], slices: Sequence[Sequence[_Slice]])
 
 
 def _window(stream: Sequence[Tensor], start: int, end: int) -> Iterator[Tensor]:
-    """What lies between two places of tensors laid end to end."""
+    """A range of concatenated tensors, as views."""
     for part in stream:
         low, high = max(start, 0), min(end, part.numel())
         if low < high:
@@ -217,11 +215,11 @@ def _window(stream: Sequence[Tensor], start: int, end: int) -> Iterator[Tensor]:
 
 
 def whole_state(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[str, Any]:
-    """`optimizer.state_dict()` as one process would have it, shared tensors in host memory. Collective.
+    """`optimizer.state_dict()` as in one process, sharded tensors gathered in host memory. Collective.
 
     Args:
-        optimizer: of any kind; where nothing is shared its own state dict is returned.
-        keep: false on ranks that need it for nothing: they take part, and get None in place of each shared tensor.
+        optimizer: any; without sharded state its own state dict is returned.
+        keep: false on ranks that do not need it: they take part and get None in place of each sharded tensor.
     """
     cut = _cut_of(optimizer)
     if cut is None:
@@ -263,12 +261,12 @@ def whole_state(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[
 
 
 def slices_of(optimizer: torch.optim.Optimizer, states: dict[Any, Any], numbers: Sequence[Any]) -> dict[Any, Any]:
-    """What this rank holds of whole states by number of the weight. No collective.
+    """This rank's slices of full states, by number of the weight. No collective.
 
     Args:
-        optimizer: of any kind; where nothing is shared `states` itself is returned.
+        optimizer: any; without sharded state `states` itself is returned.
         states: number -> entries of that weight.
-        numbers: of the optimizer's weights, in their order.
+        numbers: numbers of the optimizer's weights, in their order.
     """
     cut = _cut_of(optimizer)
     if cut is None:
@@ -300,7 +298,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Sent:
-    """Stands for a tensor that its owner is going to send."""
+    """Placeholder for a tensor that its owner will send."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -5,14 +5,14 @@
         loss = net(inputs)                  # the rest computes in bfloat16
 
 Inputs and weights become e4m3 (3 bits after the point, up to 448), gradients e5m2 (2 bits, up to 57344), each tensor
-with a scale of its own that puts its largest element at the end of the range. Products are summed in fp32.
+with its own scale, which maps its largest element to the end of the range. Products are summed in fp32.
 
-On a GPU of compute capability 8.9 and higher (Ada, Hopper) the products are those of its float8 units; elsewhere they
-are emulated: the same numbers, multiplied in fp32, which is slower than bfloat16 and shows the accuracy alone.
+On a GPU of compute capability 8.9 and higher (Ada, Hopper) the matmuls run on float8 units; elsewhere they are
+emulated: the same numbers multiplied in fp32, which is slower than bfloat16 and only shows the accuracy.
 
-A cast to e4m3 saturates (since torch 2.13; before, it makes NaN): inf becomes 448, and an overflow would look finite to
-whoever checks the gradients. Here the scale of a tensor that holds inf or NaN is not finite either, so that the product
-is NaN and the step is skipped.
+A cast to e4m3 saturates (since torch 2.13; before, it makes NaN): inf becomes 448, and an overflow would pass
+the finite check of gradients. Here the scale of a tensor that holds inf or NaN is not finite either, so the product is
+NaN and the step is skipped.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ MULTIPLE = 16  # of both sizes of a layer, for the float8 units
 
 
 def use_float8(net: nn.Module, patterns: Iterable[str] = ("*",)) -> list[tuple[str, str]]:
-    """Let linear layers of `net` multiply in float8 under autocast. Call it after `keep_fp32`.
+    """Make linear layers of `net` multiply in float8 under autocast. Call it after `keep_fp32`.
 
-    Only the class of a layer changes: its weights and their names stay, copies and pickles of it work.
+    Only the class of a layer changes: weights and names stay, copies and pickles work.
 
     Args:
         net: changed in place.
         patterns: globs of names as in `named_modules()`.
 
     Returns:
-        (name, reason) of the linear layers, among those that are meant, which stay as they are.
+        (name, reason) of the matching linear layers that are not converted.
 
     Raises:
         ValueError: a pattern matches no linear layer, or no layer can be converted.
@@ -80,7 +80,7 @@ def _obstacle(name: str, layer: nn.Linear, islands: list[str]) -> str | None:
 
 
 def float8_is_emulated(device: str | torch.device) -> bool:
-    """Whether `device` has no float8 units, so that this module computes their results in fp32."""
+    """Whether `device` has no float8 units and results are emulated in fp32."""
     device = torch.device(device)
     return device.type != "cuda" or _scaled_mm is None or torch.cuda.get_device_capability(device) < (8, 9)
 
@@ -91,12 +91,12 @@ class Float8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features], in the dtype of autocast."""
         device_type = input.device.type
-        if not torch.is_autocast_enabled(device_type) or not input.numel():  # nothing has no largest element
+        if not torch.is_autocast_enabled(device_type) or not input.numel():  # an empty tensor has no maximum
             return super().forward(input)
         dtype = torch.get_autocast_dtype(device_type)
         with torch.autocast(device_type, enabled=False):
             rows = input.reshape(-1, self.in_features)
-            # The gradient of the weights sums over rows, and the units want multiples there, too.
+            # The weight gradient sums over rows, which must be a multiple too.
             missing = -len(rows) % MULTIPLE
             padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
             output: Tensor = _Product.apply(padded, self.weight, dtype)  # type: ignore[assignment]
@@ -130,13 +130,13 @@ class _Product(torch.autograd.Function):
 
 
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`x` in float8, and the 0-d fp32 factor by which it must be multiplied. Does not wait for the device.
+    """`x` in float8, and the 0-d fp32 factor by which to multiply it. No host-device sync.
 
     Returns:
-        What is finite never overflows, and zeros stay zeros. If `x` is not finite, neither is the factor.
+        Finite values never overflow, and zeros stay zeros. If `x` is not finite, neither is the factor.
     """
     largest = torch.finfo(dtype).max
-    # The bound keeps the reciprocal finite for zeros, and lets inf and NaN pass.
+    # The bound keeps the reciprocal finite for zeros, and propagates inf and NaN.
     factor = torch.linalg.vector_norm(x, torch.inf).float().clamp(min=1e-30) / largest
     return (x.float() / factor).clamp(-largest, largest).to(dtype), factor
 
@@ -147,11 +147,11 @@ def multiply(
     """a [M, K] times b [N, K], transposed; both contiguous and float8, not both e5m2.
 
     Args:
-        a_factor, b_factor: of `quantise`.
-        dtype: of the result.
-        fast: let Hopper's units add with fewer bits, which is good enough forward and not for gradients.
+        a_factor, b_factor: from `quantise`.
+        dtype: dtype of the result.
+        fast: let Hopper accumulate with fewer bits, enough for the forward pass but not for gradients.
     """
     if float8_is_emulated(a.device):
-        # TF32 units would do, for a float8 has fewer digits.
+        # TF32 suffices: float8 has fewer digits.
         return (a.float() @ b.float().t() * (a_factor * b_factor)).to(dtype)
     return _scaled_mm(a, b.t(), scale_a=a_factor, scale_b=b_factor, out_dtype=dtype, use_fast_accum=fast)

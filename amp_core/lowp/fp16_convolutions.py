@@ -1,15 +1,15 @@
 """Convolutions of fp16 tensors on a CPU, computed in fp32 and rounded to fp16.
 
-What a GPU's Tensor Cores compute: fp16 inputs, a sum in fp32, a result rounded once. Products of two fp16 numbers are
-exact in fp32, so a result is the true one but for the sum's rounding in fp32 and its own to fp16: what is above 65504
-is infinite, what is below 2^-25 is 0, in the forward pass and in gradients.
+Like a GPU's Tensor Cores: fp16 inputs, an fp32 sum, a result rounded once. Products of two fp16 numbers are exact in
+fp32, so the only errors are those of the fp32 sum and the final rounding: above 65504 is infinite, below 2^-25 is 0,
+in the forward pass and in gradients.
 
-torch's own kernels promise no more and are slow. On a CPU with AVX512-FP16 oneDNN has none for the gradient of the
-weights but a reference loop, a hundred times slower than the one for fp32; on a CPU without fp16 units the forward pass
-crawls, too. The same is done on every CPU: no measurement decides, so a run that is resumed computes the same way.
+torch's own kernels are no more exact, and slow. On a CPU with AVX512-FP16 oneDNN has only a reference loop for the
+weight gradient, a hundred times slower than fp32; without fp16 units the forward pass is slow too. All CPUs do the
+same and nothing is timed, so a resumed run computes the same way.
 
-The kernels are registered beneath autograd and autocast. Dtypes, graphs, saved tensors, double backward, compiled code
-and networks with fp16 weights are what they were; convolutions of other dtypes go to torch's kernels.
+The kernels are registered below autograd and autocast. Dtypes, graphs, saved tensors, double backward, compiled code
+and networks with fp16 weights are unchanged; convolutions of other dtypes use torch's kernels.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _end = find("torch.library.Library._destroy")
 
 
 def use_fp32_convolutions() -> None:
-    """Compute fp16 convolutions on CPUs in fp32, in the whole process and all its threads. Twice is once.
+    """Compute fp16 convolutions on CPUs in fp32, in the whole process and all its threads. Idempotent.
 
-    Does nothing with a torch that could not give its own kernels back.
+    Does nothing if this torch cannot restore its own kernels.
     """
     global _library
     with _switching:
@@ -51,7 +51,7 @@ def use_fp32_convolutions() -> None:
 
 
 def restore_convolutions() -> None:
-    """Give convolutions torch's own kernels back. Twice is once."""
+    """Restore torch's own convolution kernels. Idempotent."""
     global _library
     with _switching:
         if _library is not None:
@@ -66,7 +66,7 @@ def in_use() -> bool:
 
 @contextlib.contextmanager
 def kept_convolutions() -> Iterator[None]:
-    """At the end, go back to the kernels that were in use at the beginning."""
+    """Restore the current kernels at the end of the context."""
     before = in_use()
     try:
         yield
@@ -75,7 +75,7 @@ def kept_convolutions() -> Iterator[None]:
 
 
 def note(net: nn.Module) -> str | None:
-    """What to log about a network when they are in use; None if it has no convolutions in fp16."""
+    """The log message for a network when they are in use; None if it has no fp16 convolutions."""
     if in_use() and any(isinstance(module, CONVOLUTIONS) for _, module in in_16_bits(net, torch.float16)):
         return "fp16 convolutions compute in fp32 on this CPU and round to fp16: torch's own kernels are far slower"
     return None
@@ -84,7 +84,7 @@ def note(net: nn.Module) -> str | None:
 def _through_fp32(kernel: Any) -> Callable[..., Any]:
     def rounded(keys: Any, *args: Any) -> Any:
         tensors = [value for value in args if isinstance(value, Tensor)]
-        if any(tensor.dtype is not torch.float16 for tensor in tensors):  # or mixed, which is an error
+        if any(tensor.dtype is not torch.float16 for tensor in tensors):  # or mixed dtypes, an error
             return kernel.call_boxed(keys, *args)
         results = kernel.call_boxed(keys, *(value.float() if isinstance(value, Tensor) else value for value in args))
         if isinstance(results, Tensor):

@@ -1,4 +1,4 @@
-"""Islands: parts of a model that compute in fp32 while autocast runs the rest in 16 bits.
+"""Islands: modules that compute in fp32 while autocast runs the rest in 16 bits.
 
     keep_fp32(model, ["decoder.head", "*.norm*", nn.BatchNorm2d, "LayerNorm"])     # by name, by class, by class name
     keep_fp32(model.head)                                                          # one module
@@ -6,11 +6,12 @@
     @keep_fp32                                                                     # a function, or an nn.Module class
     def total_variation(image): ...
 
-Find the module in which the first inf is *born*: an island around a BatchNorm cannot mend the convolution before it.
+Choose the module that produces the first non-finite value: an island around a BatchNorm does not fix the convolution
+before it.
 
-A module becomes an island by a change of its class, to a subclass made on the fly whose `forward` switches autocast
-off and casts its inputs. The widely copied patch, `module.forward = MethodType(partial(wrapper, module.forward), ..)`,
-keeps hold of one module: a deep copy, so every EMA, goes on computing with the weights of the original.
+A module becomes an island by changing its class to a generated subclass whose `forward` disables autocast and casts
+its inputs. The widely copied patch, `module.forward = MethodType(partial(wrapper, module.forward), ..)`, holds a
+reference to one module: a deep copy, such as an EMA, computes with the weights of the original.
 """
 
 from __future__ import annotations
@@ -44,36 +45,36 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def keep_fp32(target: Target, patterns: Pattern | Iterable[Pattern] = "") -> Target:
-    """Makes `target`, or the parts of it that `patterns` name, compute in fp32 under autocast.
+    """Make `target`, or the modules in it that match `patterns`, compute in fp32 under autocast.
 
     Inside an island autocast is off on CPU and CUDA, and float16 and bfloat16 tensors among the arguments arrive as
-    fp32, also in tuples, lists, dicts, named tuples and dataclasses; a container that holds such a tensor arrives as
-    a copy. All other dtypes are left alone. Outputs are what it computes: fp32, which autocast casts down again where
-    a 16-bit operation follows. Only `forward` is covered, and hooks of the module run outside of the island. Gradients
-    are computed in fp32 as long as `backward()` is called outside of autocast, where it belongs.
+    fp32, also in tuples, lists, dicts, named tuples and dataclasses; a container that holds such a tensor arrives as a
+    copy. Other dtypes are not cast. Outputs are fp32; autocast casts them again for 16-bit operations. Only `forward`
+    is covered; hooks of the module run outside the island. Gradients are computed in fp32 if `backward()` is called
+    outside autocast, as it should be.
 
-    The module keeps its weights, hooks, state_dict keys and `isinstance`; copies, pickles and EMAs of it are islands
-    with weights of their own. Calling this twice changes nothing. Call it after what replaces modules (such as
+    The module keeps its weights, hooks, state_dict keys and `isinstance`; copies, pickles and EMAs are islands with
+    their own weights. Idempotent. Call it after anything that replaces modules (such as
     `SyncBatchNorm.convert_sync_batchnorm`) and before `torch.compile` and DDP. A file written by `torch.save(module)`
     needs this package to load; a state_dict does not.
 
-    Never waits for the device. Source: https://docs.pytorch.org/docs/stable/amp.html (autocast-disabled subregions).
+    No host-device sync. Source: https://docs.pytorch.org/docs/stable/amp.html (autocast-disabled subregions).
 
     Args:
-        target: a module (changed in place), a function, or an `nn.Module` class (changed in place; a subclass with a
-            `forward` of its own is no island).
-        patterns: which parts of a module: globs of names as in `named_modules()`, where `*` also matches dots;
-            `nn.Module` classes; class names. Classes include subclasses. The default "" is the name of the module
-            itself, [] chooses nothing. `island_names` tells what became of it.
+        target: a module (changed in place), a function, or an `nn.Module` class (changed in place; a subclass with its
+            own `forward` is not an island).
+        patterns: which modules: globs of names as in `named_modules()`, where `*` also matches dots; `nn.Module`
+            classes; class names. Classes include subclasses. The default "" is the module itself, [] is none.
+            `island_names` lists the result.
 
     Returns:
         `target`; for a function, its fp32 form.
 
     Raises:
         ValueError: a pattern matches nothing, or only what is never called (`ModuleList`, the inside of
-            `nn.MultiheadAttention`); the weights of a part are 16-bit; a part has a patched or compiled `forward`.
-            Nothing has been changed then. Also from the forward pass, if weights have become 16-bit since.
-        TypeError: the target or a pattern is of another kind.
+            `nn.MultiheadAttention`); a module's weights are 16-bit; its `forward` is patched or compiled. Nothing has
+            been changed then. Also raised in the forward pass if weights have become 16-bit since.
+        TypeError: the target or a pattern has another type.
     """
     if isinstance(target, nn.Module):
         for module in _choose(target, [patterns] if isinstance(patterns, str | type) else list(patterns)):
@@ -112,7 +113,7 @@ def named_modules(nets: Iterable[tuple[str, nn.Module]]) -> dict[nn.Module, str]
 
 @contextlib.contextmanager
 def as_islands(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
-    """Makes modules compute in fp32 for a while. Gives those that could be made islands and were none."""
+    """Make modules islands inside the context. Yields those that became islands."""
     made = []
     try:
         for module in modules:
@@ -128,7 +129,7 @@ def as_islands(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
 
 
 def carry_autocast(fn: Callable[P, R]) -> Callable[P, R]:
-    """Takes the autocast state of here and now along, so that `fn` runs under it wherever it is called.
+    """Capture the current autocast state, so that `fn` runs under it in any thread.
 
     Autocast is thread-local: a new thread starts with autocast off and with the default dtypes.
 
@@ -136,11 +137,11 @@ def carry_autocast(fn: Callable[P, R]) -> Callable[P, R]:
             future = pool.submit(carry_autocast(model), images)
 
     Carries for CPU and CUDA whether autocast is on and its dtype, and whether it caches weights. Grad mode is
-    thread-local too and is not carried. Threads that share weights have to agree on the dtype or switch the cache off:
-    torch keeps one cache of cast weights for all threads, whatever their dtype. Never waits for the device.
+    thread-local too and is not carried. Threads that share weights must use the same dtype or disable the cache: torch
+    has one cache of cast weights for all threads and dtypes. No host-device sync.
 
     Raises:
-        TypeError: `fn` is a generator or coroutine function: its body runs after the call, outside of the region.
+        TypeError: `fn` is a generator or coroutine function: its body runs after the call, outside the region.
     """
     _refuse_deferred(fn)
     states = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in _DEVICE_TYPES]
@@ -148,7 +149,7 @@ def carry_autocast(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def carried(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Regions are made anew for each call: they hold the state to go back to, which differs between threads.
+        # A new region per call: it holds the state to restore, which differs between threads.
         with contextlib.ExitStack() as stack:
             for device_type, dtype, enabled in states:
                 stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cached))
@@ -160,7 +161,7 @@ def carry_autocast(fn: Callable[P, R]) -> Callable[P, R]:
 # --- the fp32 region --------------------------------------------------------------------------------------------------
 
 _wrappers: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-"""What `_in_fp32` returned. A mark on the function would be copied by any `functools.wraps` around it."""
+"""What `_in_fp32` returned. An attribute of the function would be copied by `functools.wraps`."""
 
 
 def _in_fp32(fn: Any) -> Any:
@@ -173,7 +174,7 @@ def _in_fp32(fn: Any) -> Any:
             with _autocast_off("cpu"), _autocast_off("cuda"):
                 return fn(*_as_fp32(args, known), **_as_fp32(kwargs, known))
         except RuntimeError as error:
-            # FSDP and a later `.half()` make weights 16-bit; what torch says of it names neither module nor cause.
+            # FSDP and a later `.half()` make weights 16-bit; torch's error names neither module nor cause.
             if args and isinstance(args[0], nn.Module):
                 _require_fp32_weights("", args[0], error)
             raise
@@ -221,7 +222,7 @@ def _as_fp32(value: Any, known: dict[Tensor, Tensor]) -> Any:
     """`value` with its 16-bit tensors in fp32, or `value` itself if there are none.
 
     Args:
-        known: what was cast so far. One tensor in several places stays one tensor: attention asks `query is key`.
+        known: tensors cast so far. One tensor in several places stays one tensor: attention checks `query is key`.
     """
     if not _holds_16bit(value):
         return value
@@ -230,7 +231,7 @@ def _as_fp32(value: Any, known: dict[Tensor, Tensor]) -> Any:
             known[value] = value.float()
         return known[value]
     if isinstance(value, dict):
-        # Item by item: torch.compile cannot trace the copy of a plain dict, nor has every dict class an `update`.
+        # Item by item: torch.compile cannot trace copying a plain dict, and not every dict class has `update`.
         fresh = {} if type(value) is dict else copy.copy(value)
         for key, part in value.items():
             fresh[key] = _as_fp32(part, known)
@@ -239,7 +240,7 @@ def _as_fp32(value: Any, known: dict[Tensor, Tensor]) -> Any:
         parts = [_as_fp32(part, known) for part in value]
         # `_make` skips `__new__`, which takes other arguments in PackedSequence.
         return getattr(type(value), "_make", type(value))(parts)
-    # By hand, because torch.compile cannot trace the copy of a class with __slots__.
+    # By hand: torch.compile cannot trace copying a class with __slots__.
     fresh = object.__new__(type(value))
     for name in dict.fromkeys([*getattr(value, "__dict__", ()), *(field.name for field in dataclasses.fields(value))]):
         if hasattr(value, name):
@@ -251,19 +252,19 @@ def _as_fp32(value: Any, known: dict[Tensor, Tensor]) -> Any:
 
 
 class _Island:
-    """What the class of an island has besides its `forward`; stands before the module's class in its bases."""
+    """Mixin of an island's class, before the module's class in its bases."""
 
     _of: ClassVar[type[nn.Module]]
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Stops here, so that no registry that a model fills from its own `__init_subclass__` sees islands."""
+        """Stop here, so that a model's own `__init_subclass__` registry does not see islands."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
         cls = type(self)
         if "_of" not in cls.__dict__ or isinstance(reduced, str):
-            return reduced  # a subclass that somebody made of an island's class, such as FSDP's
-        # Pickle can import the class that the island was made of, not the island's own.
+            return reduced  # a subclass of an island's class, such as FSDP's
+        # Pickle can import the original class, not the island's.
         make, args, *state = reduced
         make, *args = (cls._of if part is cls else part for part in (make, *args))
         return _rebuild, (make, tuple(args)), *state
@@ -281,7 +282,7 @@ def _island_class(base: Any) -> Any:
 
 
 def _is_island(cls: type[nn.Module]) -> bool:
-    # What a block computes that is computed twice stands under another name, see recompute.py.
+    # The forward of a recomputed block has another name, see recompute.py.
     return _is_wrapper(cls.forward) or _is_wrapper(getattr(cls, "computes", None))
 
 
@@ -292,13 +293,14 @@ def _to_island(module: nn.Module) -> nn.Module:
 
 
 def _forget_compiled(*, methods_changed: bool) -> None:
-    """Lets compiled code that was traced before follow, where torch does not guard what changed.
+    """Drop compiled code that torch's guards would not invalidate.
 
-    No torch guards the methods of a class, and 2.11 not the class of a module: it would go on in 16 bits.
+    No version of torch guards the methods of a class, and 2.11 not the class of a module: it would still run in 16
+    bits.
     """
     if (methods_changed or torch.__version__ < "2.12") and "torch._dynamo" in sys.modules:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # where there is a GPU, it imports inductor, of which torch warns
+            warnings.simplefilter("ignore")  # with a GPU it imports inductor, which warns
             torch.compiler.reset()
 
 

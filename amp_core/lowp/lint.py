@@ -1,7 +1,7 @@
-"""What can be said against a network in 16 bits before it has seen a number: unsafe parts, and sizes that waste units.
+"""Static checks of a network for 16 bits: numerically unsafe modules, and sizes that waste Tensor Cores.
 
-Only modules are looked at, not the functions that their `forward` calls. Islands (`keep_fp32`) and what lies in them
-are left out. Nothing here waits for the device, and networks on the meta device will do.
+Only modules are checked, not the functions that their `forward` calls. Islands (`keep_fp32`) are left out. Works on
+the meta device, without host-device sync.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _NATIVE_NORMS = {
 """Their kernels add eps in fp32, whatever the dtype of the input."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _SMALLEST = 64
-"""Narrower products are bound by memory traffic, which Tensor Cores do not speed up."""
+"""Narrower matmuls are memory-bound; Tensor Cores do not speed them up."""
 
 
 def find_unsafe(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tuple[str, str]]:
-    """Parts of a network that go wrong under autocast to `dtype`.
+    """Modules of a network that are unsafe under autocast to `dtype`.
 
     - `nn.BCELoss`. Its gradient at a probability p is about 1/p, up to 1e12: a 16-bit sigmoid before it has already
-      rounded p to 0 or 1. Autocast refuses it on CUDA and lets it pass on a CPU.
+      rounded p to 0 or 1. Autocast refuses it on CUDA and allows it on a CPU.
     - fp16: an `eps` that rounds to 0, as all up to 2^-25 do, half of the smallest subnormal number. `x * rsqrt(mean +
       eps)` of zeros is then NaN; `nn.CosineSimilarity` has 1e-8 by default. The norms of `torch.nn` add theirs in fp32
       and are safe; a norm written in Python may be, too, if it casts its input to fp32 itself.
@@ -62,9 +62,9 @@ def find_unsafe(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tu
 
 
 def find_slow(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tuple[str, str]]:
-    """Linear layers and convolutions whose sizes are no multiples of 8, which Tensor Cores take best in 16 bits.
+    """Linear layers and convolutions whose sizes are not multiples of 8, which Tensor Cores prefer in 16 bits.
 
-    Sizes below 64, such as image channels and few classes, are left alone. Source: NVIDIA, "Matrix Multiplication
+    Sizes below 64, such as image channels and few classes, are ignored. Source: NVIDIA, "Matrix Multiplication
     Background User's Guide", Tensor Core requirements.
 
     Args:
@@ -79,7 +79,7 @@ def find_slow(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tupl
         if isinstance(module, nn.Linear):
             sizes = {"in_features": module.in_features, "out_features": module.out_features}
         elif isinstance(module, CONVOLUTIONS):
-            # Per group: that is the size of the product.
+            # Per group, the size of the matmul.
             sizes = {
                 "in_channels": module.in_channels // module.groups,
                 "out_channels": module.out_channels // module.groups,

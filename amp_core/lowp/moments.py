@@ -2,13 +2,13 @@
 
     optimizer = Adam16(net.parameters(), lr=1e-3, decoupled_weight_decay=True)     # AdamW; False: Adam
 
-With betas of 0.9 and 0.999 a step changes the second moment by a thousandth of the way, and bfloat16 tells numbers
-apart that differ by 1/256: rounded to nearest, a moment stays where it is, however small the gradients have become. So
-a step happens in fp32, by torch's own fused kernel, and what it leaves is rounded up or down by chance, without a bias.
-A skipped step leaves bfloat16 numbers, which rounding does not touch: no trace of it remains.
+With betas of 0.9 and 0.999 a step changes the second moment by a thousandth, but bfloat16 only resolves 1/256: rounded
+to nearest, a moment never moves, however small the gradients become. So a step is computed in fp32 by torch's fused
+kernel, and its result is stochastically rounded, without bias. A skipped step leaves bfloat16 values, which rounding
+does not change.
 
-torchao's and bitsandbytes' 8-bit optimizers hold half of this. Their steps take neither `found_inf` nor `grad_scale` as
-tensors, so that each would wait for the device, and bitsandbytes reads the learning rate on the host.
+The 8-bit optimizers of torchao and bitsandbytes need half of this memory. They take neither `found_inf` nor
+`grad_scale` as tensors, so each step would sync, and bitsandbytes reads the learning rate on the host.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from amp_core.torch_private import foreach_copy_
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _BUCKET = 1 << 23
-"""Elements whose moments are there in fp32 at a time: 64 MiB."""
+"""Elements whose moments are in fp32 at a time: 64 MiB."""
 
 
 class Adam16(torch.optim.Optimizer):
-    """Adam with bfloat16 moments. A step never waits for the device, and is skipped by `found_inf` as fused ones are.
+    """Adam with bfloat16 moments. A step never syncs and is skipped by `found_inf`, like fused ones.
 
-    Its state dict is one of `torch.optim.Adam`, with bfloat16 in it. What chance rounds is a function of the number of
-    steps and of the place of a weight: the same after a resume, on every replica, and on any device.
+    Its state dict is that of `torch.optim.Adam`, in bfloat16. The rounding noise is a function of the step count and
+    the position of a weight: the same after a resume, on every replica and on any device.
 
     Args:
-        params: as for any optimizer: fp32 weights without gaps in their memory.
+        params: as for any optimizer: dense fp32 weights.
         lr: a number or a 0-d tensor.
         betas, eps, weight_decay: as in `torch.optim.Adam`.
-        decoupled_weight_decay: AdamW's, which does not go through the moments.
-        fused: nothing else than True, by which `amp_core` knows that the device decides about a step.
+        decoupled_weight_decay: AdamW's weight decay, which bypasses the moments.
+        fused: must be True, which tells `amp_core` that steps are decided on the device.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Adam16(torch.optim.Optimizer):
             [],
             steps,
             fused=True,
-            # What `Amp.step` sets, and torch's GradScaler.
+            # Set by `Amp.step` and by torch's GradScaler.
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
             decoupled_weight_decay=group["decoupled_weight_decay"],
@@ -120,8 +120,8 @@ class Adam16(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of any optimizer; moments get bfloat16 and the strides of their weights."""
-        super().load_state_dict(state_dict)  # casts all that is floating point to the dtype of the weights
+        """As for any optimizer; moments become bfloat16 with the strides of their weights."""
+        super().load_state_dict(state_dict)  # casts all floating-point state to the dtype of the weights
         for param, state in self.state.items():
             for key in _MOMENTS:
                 if key in state:
@@ -143,5 +143,5 @@ def _buckets(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Its elements in the order of memory, as a view."""
+    """A view of its elements in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,12 +1,12 @@
-"""CUDA's autocast decisions on a CPU, so that a GPU's fp16 trouble can be met without one.
+"""CUDA's autocast decisions on a CPU, to reproduce a GPU's fp16 problems without one.
 
-Which operators autocast sends to 16 bits, which to fp32, and which it leaves alone is a list per device, and the lists
-disagree: on a CPU softmax, layer norms, sums, powers and exponentials stay in 16 bits, on CUDA they compute in fp32.
-`use_cuda_policy` registers kernels of our own for the CPU, which decide by CUDA's list and compute for real, gradients
-included. What both devices decide alike keeps torch's kernels. What the installed torch does is asked of its
-dispatcher where it can be told from there; `docs/OP_POLICY.md` is the result, made by `scripts/op_policy.py`.
+Each device has its own lists of operators that autocast runs in 16 bits or in fp32, and the lists differ: on a CPU
+softmax, layer norms, sums, powers and exponentials stay in 16 bits, on CUDA they compute in fp32. `use_cuda_policy`
+registers CPU autocast kernels that follow CUDA's lists, with real arithmetic, gradients included. Operators on which
+both devices agree keep torch's kernels. Where possible the installed torch's dispatcher is queried;
+`docs/OP_POLICY.md` is the result, made by `scripts/op_policy.py`.
 
-A kernel of ours adds 5 to 10 microseconds to its operator.
+Each of our kernels adds 5 to 10 microseconds to its operator.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from amp_core.torch_private import base_of, find, need
 
 # --- what CUDA decides ------------------------------------------------------------------------------------------------
 
-# The lists are those of `ATen/autocast_mode.h`, which torch installs, without what torch's own CPU kernels do alike,
-# and without overloads for named dimensions, which only older versions have.
+# The lists are those of `ATen/autocast_mode.h`, which torch installs, without operators that torch's CPU kernels treat
+# the same, and without overloads for named dimensions, which only older versions have.
 LOWER = """
     _convolution convolution addmv addr mv einsum chain_matmul linalg_multi_dot
     lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
@@ -51,7 +51,7 @@ FP32_RESULT = """
 """`dtype=torch.float32`, unless the caller gave a dtype."""
 
 FP32_APPENDED = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
-"""As `FP32_RESULT`, in another overload, since this one takes no dtype."""
+"""As `FP32_RESULT`, through another overload, since this one takes no dtype."""
 
 WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
 """fp32 if any floating input is, else 16 bits."""
@@ -63,10 +63,10 @@ GPU_ONLY = """
     cudnn_convolution cudnn_convolution_transpose _thnn_fused_lstm_cell _thnn_fused_gru_cell
     _scaled_dot_product_flash_attention _cudnn_rnn miopen_rnn
 """
-"""Decided by CUDA about kernels that a CPU does not have."""
+"""CUDA's decisions about kernels that a CPU does not have."""
 
 THROUGH_FP32 = "avg_pool3d" if torch.__version__ >= "2.13" else "avg_pool3d trace"
-"""Left alone by CUDA, and without a 16-bit kernel on a CPU: computed in fp32, and the result rounded."""
+"""Not cast by CUDA, but without a 16-bit kernel on a CPU: computed in fp32, and the result rounded."""
 
 KEPT = {
     "complex64, for want of 16-bit complex kernels": """
@@ -76,7 +76,7 @@ KEPT = {
     "16 bits, as CUDA does for the convolution inside": "conv1d.padding conv2d.padding conv3d.padding",
     "16 bits, in layers that CUDA does otherwise": "mkldnn_rnn_layer _native_multi_head_attention _addmm_activation",
 }
-"""Kernels of torch that only a CPU has, and that stay. The others are taken out: CUDA leaves these operators alone."""
+"""Autocast kernels that only a CPU has, and that stay. The others are removed: CUDA does not cast these operators."""
 
 
 # --- the switch -------------------------------------------------------------------------------------------------------
@@ -97,9 +97,9 @@ _has_kernel, _all_names, _transforms_active, _excluded, _key_set, _key, _end = m
 
 
 def use_cuda_policy() -> None:
-    """Let CPU autocast decide as CUDA's does, in the whole process and all its threads. Twice is once.
+    """Make CPU autocast follow CUDA's lists, in the whole process and all its threads. Idempotent.
 
-    Until `restore_policy`, `torch.clear_autocast_cache` is ours, too: it empties one more cache.
+    Until `restore_policy`, `torch.clear_autocast_cache` is replaced too, to clear one more cache.
     """
     global _library
     with _switching:
@@ -121,7 +121,7 @@ def use_cuda_policy() -> None:
 
 
 def restore_policy() -> None:
-    """Give CPU autocast torch's own kernels back. Twice is once."""
+    """Restore torch's own CPU autocast kernels. Idempotent."""
     global _library
     with _switching:
         if _library is not None:
@@ -132,13 +132,13 @@ def restore_policy() -> None:
 
 
 def policy_in_use() -> Literal["device", "cuda"]:
-    """`device`: each device decides by its own list, as torch does; `cuda`: a CPU by CUDA's."""
+    """`device`: each device uses its own lists, as in torch; `cuda`: a CPU uses CUDA's."""
     return "device" if _library is None else "cuda"
 
 
 @contextlib.contextmanager
 def kept_policy() -> Iterator[None]:
-    """At the end, go back to the policy that was in use at the beginning."""
+    """Restore the current policy at the end of the context."""
     before = policy_in_use()
     try:
         yield
@@ -148,7 +148,7 @@ def kept_policy() -> Iterator[None]:
 
 @contextlib.contextmanager
 def cuda_policy() -> Iterator[None]:
-    """`use_cuda_policy` for as long as the context lasts; like it, for all threads."""
+    """`use_cuda_policy` inside the context, for all threads."""
     with kept_policy():
         use_cuda_policy()
         yield
@@ -161,7 +161,7 @@ def kernels_of(key: Literal["AutocastCPU", "AutocastCUDA"]) -> set[str]:
 
 
 def _kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """A name and a kernel for each operator that a CPU and CUDA decide about differently."""
+    """A name and a kernel for each operator that CPU and CUDA treat differently."""
     on_cuda, on_cpu = kernels_of("AutocastCUDA"), kernels_of("AutocastCPU")
     for names, kernel in (
         (LOWER, _lower),
@@ -232,7 +232,7 @@ def _fp32_appended(op: Any) -> Callable[..., Any]:
     defaults = [argument.default_value for argument in schema.arguments]
 
     def kernel(*args: Any) -> Any:
-        # The dispatcher leaves out trailing arguments that have their default; the other overload wants them.
+        # The dispatcher omits trailing default arguments; the other overload needs them.
         args = (*args, *defaults[len(args) :])
         with _beneath_autocast():
             return with_dtype(*args, dtype=torch.float32 if _is_eligible(args[0]) else args[0].dtype)
@@ -295,9 +295,9 @@ def _tensors(values: Any) -> Iterator[Any]:
 
 
 _copies: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
-"""16-bit copies of weights, each beside its weight, which keeps the id its own.
+"""16-bit copies of weights, each stored with its weight, so that the id stays unique.
 
-One per region is more than thrift: the gradients of all uses of a copy are summed in 16 bits, as on CUDA.
+One copy per region also matters numerically: the gradients of all its uses are summed in 16 bits, as on CUDA.
 """
 
 _clear_cache_of_torch = torch.clear_autocast_cache
@@ -320,7 +320,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _clear_cache() -> None:
-    """Stands in for `torch.clear_autocast_cache`, which regions call at their end: our copies go with torch's own."""
+    """Replaces `torch.clear_autocast_cache`, which regions call at their end, to clear our copies too."""
     _copies.clear()
     _clear_cache_of_torch()
 
@@ -329,9 +329,9 @@ def _clear_cache() -> None:
 
 
 class Inputs:
-    """Makes the tensors that an operator of `OPERATORS` is tried on.
+    """Makes the tensors on which an operator of `OPERATORS` is called.
 
-    Calling it makes an operator's first tensor, `second` its other ones, `fp32` statistics that are never 16-bit.
+    A call returns an operator's first tensor, `second` its others, `fp32` statistics that are never 16-bit.
     """
 
     def __init__(self, device: str, first: torch.dtype, second: torch.dtype) -> None:
@@ -362,7 +362,7 @@ def _losses(names: str) -> dict[str, Case]:
 
 
 def _resized(names: str) -> dict[str, Case]:
-    """Interpolation modes, each with an input of its number of dimensions."""
+    """Interpolation modes, each with an input of the right number of dimensions."""
     dims = {"linear": 1, "trilinear": 3}
     return {
         f"interpolate {mode}": lambda x, mode=mode: F.interpolate(
@@ -390,7 +390,7 @@ def _cell(name: str, gates: int) -> Case:
 
 
 OPERATORS: Mapping[str, Case] = {
-    # Products.
+    # Matrix products.
     "linear": lambda x: F.linear(x(2, 3), x.second(4, 3)),
     "matmul": lambda x: torch.matmul(x(2, 3), x.second(3, 2)),
     "mm": lambda x: torch.mm(x(2, 3), x.second(3, 2)),
@@ -423,7 +423,7 @@ OPERATORS: Mapping[str, Case] = {
     "lstm_cell": _cell("lstm_cell", 4),
     "rnn_tanh_cell": _cell("rnn_tanh_cell", 1),
     "rnn_relu_cell": _cell("rnn_relu_cell", 1),
-    # One element at a time.
+    # Elementwise.
     **_unary("acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan square"),
     **_unary("sigmoid tanh relu erf sin cos sqrt abs"),
     "pow": lambda x: x(3) ** 2,
@@ -493,7 +493,7 @@ OPERATORS: Mapping[str, Case] = {
     "interpolate bilinear, antialiased": lambda x: F.interpolate(
         x(1, 1, 4, 4), size=2, mode="bilinear", antialias=True
     ),
-    # Rearranging, and the rest.
+    # Reshaping, and others.
     "cat": lambda x: torch.cat([x(3), x.second(3)]),
     "stack": lambda x: torch.stack([x(3), x.second(3)]),
     "index_put": lambda x: x(3).index_put((x.index(2),), x.second(2)),
@@ -506,7 +506,7 @@ OPERATORS: Mapping[str, Case] = {
     "exp_": lambda x: x(3).exp_(),
     "softmax, dtype given": lambda x: torch.softmax(x(2, 3), 1, dtype=x.dtypes[0]),
 }
-"""Operators by name, each as a function that calls one on tiny tensors."""
+"""Operators by name, each as a function that calls it on tiny tensors."""
 
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -514,14 +514,14 @@ SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 def observed(
     device_type: Literal["cpu", "cuda"], dtype: torch.dtype = torch.float16, ops: Mapping[str, Case] = OPERATORS
 ) -> dict[str, str]:
-    """What autocast to `dtype` makes of each operator in the installed torch, by calling it.
+    """The dtypes that autocast to `dtype` gives each operator in the installed torch, found by calling it.
 
-    Needs no GPU for `cuda`: tensors without data take their dtypes through CUDA's real dispatch.
+    `cuda` needs no GPU: fake tensors go through CUDA's real dispatch.
 
     Returns:
         By operator: the dtype of its result if it is the same for 16-bit and for fp32 inputs (`fp16`, `fp32`); `as
-        given`, or of several inputs the `widest`; `as given, not mixed` where 16-bit and fp32 inputs do not go
-        together; `raises`; otherwise the results for 16-bit and fp32 inputs, with a slash.
+        given`, or the `widest` of several inputs; `as given, not mixed` if 16-bit and fp32 inputs cannot be mixed;
+        `raises`; otherwise the results for 16-bit and fp32 inputs, with a slash.
     """
     fakes = "torch._subclasses.fake_tensor.FakeTensorMode"  # only the table needs it
     if device_type != "cpu":
@@ -530,7 +530,7 @@ def observed(
     before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     with warnings.catch_warnings(), torch.no_grad(), no_data:
         warnings.simplefilter("ignore")  # some operators are deprecated
-        # Not torch.autocast: without a GPU it warns and leaves autocast to cuda off.
+        # Not torch.autocast: without a GPU it warns and disables CUDA autocast.
         torch.set_autocast_enabled(device_type, True)
         torch.set_autocast_dtype(device_type, dtype)
         try:

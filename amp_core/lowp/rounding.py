@@ -1,4 +1,4 @@
-"""fp32 numbers kept in 16 bits without a bias: as a sum of two, or rounded up and down by chance."""
+"""fp32 values in 16 bits without bias: as a sum of two, or stochastically rounded."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two 16-bit tensors whose sum is `value` to about twice the digits of one. Splitting the sum gives the same two.
+    """Two 16-bit tensors whose sum is `value` with about twice the precision of one. Idempotent.
 
     Args:
-        value: float32, of any shape. Its difference to the sum is at most 2^-17 of it (bfloat16).
+        value: float32, of any shape. Relative error at most 2^-17 (bfloat16).
         dtype: bfloat16 or float16.
     """
     low = value.to(dtype)
@@ -21,9 +21,9 @@ def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def round_stochastically(value: Tensor, noise: Tensor) -> Tensor:
-    """fp32 to bfloat16, up with the probability that is the share cut off, so that the mean error is 0.
+    """Round fp32 to bfloat16, up with the probability of the truncated fraction, so that the mean error is 0.
 
-    What bfloat16 can hold, inf and NaN stay as they are.
+    Values representable in bfloat16, inf and NaN do not change.
 
     Args:
         value: float32, of any shape.
@@ -35,9 +35,9 @@ def round_stochastically(value: Tensor, noise: Tensor) -> Tensor:
 
 
 def noise_16bit(count: int, step: Tensor) -> Tensor:
-    """[count] int32 from 0 to 65535: a function of `step` and the place alone, in integers.
+    """[count] int32 from 0 to 65535, a function of `step` and the position only, in integer arithmetic.
 
-    So it is the same on all devices and ranks, and there is no generator whose state would have to be saved. Mixes bits
+    The same on all devices and ranks, without a generator state to save. Mixes bits
     as lowbias32 of https://github.com/skeeto/hash-prospector does (public domain).
 
     Args:
@@ -45,12 +45,12 @@ def noise_16bit(count: int, step: Tensor) -> Tensor:
         step: 0-d int64 tensor.
     """
     places = torch.arange(count, dtype=torch.int32, device=step.device)
-    # A hash of the step, not the step, or the next one's noise were this one's, moved by a place.
+    # A hash of the step: with the step itself the next noise would be this one shifted by one position.
     return _mix(places.add_(_mix(step.to(torch.int32, copy=True)))).bitwise_and_(0xFFFF)
 
 
 def _mix(x: Tensor) -> Tensor:
-    x ^= (x >> 16) & 0xFFFF  # the shift copies the sign
+    x ^= (x >> 16) & 0xFFFF  # the shift extends the sign
     x *= 0x7FEB352D
     x ^= (x >> 15) & 0x1FFFF
     x *= 0x846CA68B - (1 << 32)

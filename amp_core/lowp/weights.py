@@ -1,7 +1,7 @@
-"""Networks whose weights are 16-bit numbers, and the four ways in which a step may change them.
+"""Networks with 16-bit weights, and four ways to update them.
 
     weights = LowPrecisionWeights(net, torch.bfloat16, "stochastic")
-    optimizer = Adam(master_params(net), fused=True)         # owns fp32 weights, and keeps fp32 moments
+    optimizer = Adam(master_params(net), fused=True)     # owns fp32 weights, and keeps fp32 moments
     ...                                                  # net(inputs), loss.backward(): without autocast
     params = [p for p in master_params(net) if p.grad is not None]
     weights.reduce_(params)                              # in place of DistributedDataParallel
@@ -9,18 +9,18 @@
     optimizer.step()
     weights.end_step(params, taken)
 
-An update below half of a weight's last digit is lost: 1 - 1000 * 1e-3 stays 1.0 in bfloat16. So a step always happens
-in fp32, and what differs is how much of its result is kept:
+An update below half of a weight's last digit is lost: 1 - 1000 * 1e-3 stays 1.0 in bfloat16. So a step is always
+computed in fp32, and the modes differ in how much of the result they keep:
 
     update       a weight is                                     bytes per weight between steps
-    master       the rounded copy of an fp32 number              6   (Micikevicius et al., arXiv:1710.03740; apex's O2)
+    master       the rounded copy of an fp32 master weight       6   (Micikevicius et al., arXiv:1710.03740; apex's O2)
     kahan        the sum of two bfloat16 numbers                 4   (Zamirai et al., arXiv:2010.06192)
-    stochastic   bfloat16, rounded up or down by chance          2   (Gupta et al., arXiv:1502.02551)
+    stochastic   bfloat16, stochastically rounded                2   (Gupta et al., arXiv:1502.02551)
     nearest      16-bit, rounded to nearest                      2   (apex's O3; stalls)
 
-Gradients are 16-bit in the backward pass and summed in fp32, layer by layer as they appear: 512 times 1/512 is 0.5 in
-bfloat16. The moments of an optimizer are fp32, since it only ever sees fp32: with fp16 moments Adam's eps of 1e-8 is 0
-and its first step divides by zero.
+Gradients are 16-bit in the backward pass and summed in fp32, layer by layer: 512 times 1/512 sums to 0.5 in bfloat16.
+The optimizer only sees fp32, so its moments are fp32: with fp16 moments Adam's eps of 1e-8 is 0 and its first step
+divides by zero.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ _BUCKET = 1 << 23  # elements that are reduced over ranks at a time: 32 MiB
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Fp32:
-    """The fp32 side of a 16-bit weight. Does not hold the weight, which `_sides` would then keep alive."""
+    """The fp32 side of a 16-bit weight. Holds no reference to the weight, which `_sides` would keep alive."""
 
     master: nn.Parameter
-    """What the optimizer owns. Unless `keeps`, it has memory during a step only, and reads as NaN in between."""
+    """The tensor that the optimizer owns. Unless `keeps`, it has memory only during a step and reads as NaN between
+    steps."""
     keeps: bool
     rest: Tensor | None
     """kahan: value minus weight, in 16 bits."""
@@ -65,7 +66,7 @@ class _Fp32:
         return low.detach().float() if self.rest is None else low.detach().float() + self.rest
 
     def take(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Remember `value`, and return what the weight is to hold."""
+        """Store `value`, and return the 16-bit weight."""
         if self.keeps:
             self.master.copy_(value)
         elif self.rest is not None:
@@ -79,9 +80,9 @@ _sides = WeakTensorKeyDictionary()
 
 
 def master_params(net: nn.Module) -> list[nn.Parameter]:
-    """What an optimizer is to own: the fp32 side of each 16-bit weight, and all other weights, in the usual order.
+    """The parameters for an optimizer: the fp32 side of each 16-bit weight, and all other weights, in the usual order.
 
-    Shapes are those of the weights, gradients arrive here. For any network or part of one.
+    They have the weights' shapes and get the gradients. For any network or module of one.
     """
     return [_sides[p].master if p in _sides else p for p in net.parameters()]
 
@@ -92,12 +93,12 @@ def is_low(param: Tensor) -> bool:
 
 
 def fp32_values(params: Iterable[Tensor]) -> list[Tensor]:
-    """The values of weights, in fp32 where these are 16-bit. For reading only."""
+    """The values of weights, in fp32 for 16-bit ones. Read only."""
     return [_sides[p].value(p) if p in _sides else p.detach() for p in params]
 
 
 def fp32_copy(net: nn.Module) -> nn.Module:
-    """A deep copy of `net` with its fp32 values, which computes in fp32. Of a sharded one it is whole; collective."""
+    """A deep copy of `net` with its fp32 values, which computes in fp32. Unsharded; collective if `net` is sharded."""
     if is_sharded(net):
         return full_copy(net)
     twin = copy.deepcopy(net)
@@ -112,18 +113,18 @@ def fp32_copy(net: nn.Module) -> nn.Module:
 
 
 class LowPrecisionWeights:
-    """Stores the fp32 weights of `net` in 16 bits from now on. It computes in them, without autocast.
+    """Stores the weights of `net` in 16 bits and computes in them, without autocast.
 
     Islands (`keep_fp32`) and batch or instance normalisation keep fp32 weights; PyTorch refuses 16-bit ones beside fp32
-    statistics. All buffers stay fp32: running variances in fp16 are inf after one batch of standard deviation 2000,
-    tables of positions collide. Modules with 16-bit weights cast their floating inputs, islands cast their outputs
-    back, and `net` returns fp32, in nested containers, too.
+    statistics. All buffers stay fp32: fp16 running variances are inf after one batch of standard deviation 2000, and
+    positions collide. Modules with 16-bit weights cast their floating inputs, islands cast their outputs back, and
+    `net` returns fp32, also in nested containers.
 
-    `state_dict()` holds fp32 values, so that each mode can continue each other's checkpoint. What is loaded is kept as
-    exactly as the mode can, which for its own checkpoints is bit by bit, with `num_taken`.
+    `state_dict()` holds fp32 values, so that every mode resumes from every other's checkpoint. Loaded values are kept
+    as exactly as the mode can: bit-exact from its own checkpoints, with `num_taken`.
 
-    To be made on the device, after `keep_fp32` and before optimizers, averages and guards. In a process group the ranks
-    begin with the weights and buffers of rank 0.
+    Create it on the device, after `keep_fp32` and before optimizers, EMA and guards. In a process group all ranks start
+    with the weights and buffers of rank 0.
 
     Args:
         net: the outermost module that is called.
@@ -131,12 +132,12 @@ class LowPrecisionWeights:
         update: see the top of this file.
 
     Attributes:
-        num_taken: 0-d int64 tensor, steps taken, of which the noise of stochastic rounding is a function. Save it, and
-            set it when continuing.
+        num_taken: 0-d int64 tensor, taken steps, which seed the noise of stochastic rounding. Save it, and set it when
+            resuming.
 
     Raises:
-        ValueError: `dtype` or `update` is none of these, or does not suit the other; the weights are 16-bit already, or
-            none would be.
+        ValueError: `dtype` or `update` is unknown, or they do not fit together; the weights are 16-bit already, or none
+            would be.
     """
 
     @torch.no_grad()
@@ -171,7 +172,7 @@ class LowPrecisionWeights:
             if not any(p in _sides for p in module.parameters(recurse=False)):
                 continue
             if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()  # cuDNN wants them in one piece
+                module.flatten_parameters()  # cuDNN needs them contiguous
             module.register_state_dict_post_hook(_save_fp32)
             module.register_load_state_dict_pre_hook(_load_fp32)
             module.register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
@@ -204,12 +205,12 @@ class LowPrecisionWeights:
 
     @torch.no_grad()
     def reduce_(self, params: Iterable[Tensor]) -> None:
-        """Sum gradients over ranks, in fp32 and few large pieces. Once per step, before they are unscaled or read.
+        """Sum gradients over ranks in fp32, in a few large buckets. Once per step, before they are unscaled or read.
 
         All ranks must have gradients for the same weights. Does not overlap with the backward pass.
 
         Args:
-            params: of an optimizer; what does not belong to this network is left alone.
+            params: an optimizer's parameters; those of other networks are ignored.
         """
         grads = [p.grad for p in params if p in self._owned and p.grad is not None] if several_ranks() else []
         while grads:
@@ -225,17 +226,17 @@ class LowPrecisionWeights:
 
     @torch.no_grad()
     def begin_step(self, params: Iterable[Tensor]) -> None:
-        """Give the optimizer's `params` their values, before anything reads them, adaptive clipping included."""
+        """Give the optimizer's `params` their values, before anything reads them, including adaptive clipping."""
         for low, side in self._of(params):
             if not side.keeps:
                 side.master.data = side.value(low)
 
     @torch.no_grad()
     def end_step(self, params: Iterable[Tensor], taken: Tensor) -> None:
-        """Write the 16-bit weights. After a skipped step they keep every bit. Does not wait for the device.
+        """Write the 16-bit weights. A skipped step leaves every bit unchanged. No host-device sync.
 
         Args:
-            params: as given to `begin_step`. Without any of this network nothing happens.
+            params: as given to `begin_step`. Does nothing if none belong to this network.
             taken: 0-d bool tensor, whether the step was taken.
         """
         mine = self._of(params)
@@ -279,11 +280,11 @@ def _cast_output(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors in `dtype`, within containers, too."""
+    """`value` with its floating-point tensors in `dtype`, also within containers."""
     if isinstance(value, Tensor):
         if value.dtype is dtype or not value.is_floating_point():
             return value
-        # What an island at the end computed is returned unrounded, unless it was written into since.
+        # The output of a final island is returned unrounded, unless it was modified since.
         whole, version = getattr(value, "whole", (None, None))
         return (value if whole is None or version != version_of(value) else whole).to(dtype)
     if isinstance(value, dict):
@@ -296,7 +297,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return value
     fresh = {key: _cast(part, dtype) for key, part in parts.items()}
     if all(fresh[key] is part for key, part in parts.items()):
-        return value  # itself: a module may write into what it was given
+        return value  # the same object: a module may write into its input
     if isinstance(value, tuple | list):
         return getattr(type(value), "_make", type(value))(fresh.values())
     twin = copy.copy(value)
@@ -320,5 +321,5 @@ def _load_fp32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: 
         raise ValueError("load_state_dict(assign=True) would replace 16-bit weights; use assign=False")
     for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
         new = state.get(prefix + name)
-        if p in _sides and isinstance(new, Tensor) and new.shape == p.shape:  # else torch has the word for it
+        if p in _sides and isinstance(new, Tensor) and new.shape == p.shape:  # else torch raises its own error
             state[prefix + name] = _sides[p].take(new, p.dtype)

@@ -1,1 +1,1 @@
-"""The same bits in less memory or time."""
+"""The same bits in less memory or time: recomputation, torch.compile, CUDA graphs."""

@@ -1,15 +1,15 @@
-"""Networks compiled by torch.compile, part by part, with the eager code as the way out.
+"""Networks compiled by torch.compile block by block, falling back to eager code.
 
     compile_parts(net, Compiler("inductor"))     # after `keep_fp32` and `Amp.prepare`, before `recompute_blocks`
 
-A part becomes one by a change of its class, as an fp32 island does: names, hooks, `isinstance` and copies stay, and no
-`_orig_mod` appears in a state dict. Blocks of one kind share their code, so that each kind is compiled once. Only
-`forward` is compiled. What surrounds it runs as ever: hooks, the autocast region, the loss scale, the finite check, the
-optimizer. So neither a scale nor a rate can become a constant of a graph.
+A block is compiled by changing its class, like an fp32 island: names, hooks, `isinstance` and copies stay, and state
+dicts have no `_orig_mod`. Blocks of one kind share code, so each kind is compiled once. Only `forward` is compiled;
+hooks, autocast, loss scale, finite check and optimizer run eagerly. So neither a scale nor a learning rate becomes a
+constant of a graph.
 
-Two graphs are made per kind. With gradients, for the very shapes of training, which never change; without, for any
-shapes, since the last batch of an evaluation is a shorter one and generated text grows. Autocast, evaluation mode and
-fp32 islands are guarded by torch: nothing compiled under one dtype runs under another.
+There are two graphs per kind: with gradients for the fixed shapes of training, without gradients for any shape, since
+the last batch of an evaluation is shorter and generated text grows. torch guards autocast, evaluation mode and fp32
+islands: code compiled under one dtype does not run under another.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ Pass = Callable[..., Any]
 
 NEEDED = ("torch._dynamo", "torch._functorch.config", "torch._inductor.config")
 MOST_GRAPHS = 64
-"""Of one forward function. torch's 8 are too few: those of a ResNet-50's blocks are 8 in training alone, and beyond the
-limit it runs eagerly without saying so loudly."""
+"""Graphs per forward function. torch's default of 8 is too low: a ResNet-50's blocks need 8 in training alone, and
+beyond the limit it silently falls back to eager."""
 
 
 class Compiler:
-    """Compiles graphs; what it cannot compile runs eagerly, and the reason is said once.
+    """Compiles graphs; falls back to eager if it cannot, and logs the reason once.
 
     Args:
         backend: a backend of torch.compile.
-        any_shape: graphs of training are for any shapes, too.
+        any_shape: compile training graphs for any shape too.
 
     Attributes:
         num_graphs: compiled so far; forward and backward count as one.
@@ -61,18 +61,18 @@ class Compiler:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Pass:
         """Called by torch.compile for each graph that it has traced."""
-        # Backward passes are compiled now, too, or their failure would come in the middle of one; and outside of
-        # autocast, where `Amp.backward` runs them: by default the products of fp32 islands would be 16-bit in them.
+        # Compile backward passes now too, or a failure would come in the middle of one; and outside autocast, where
+        # `Amp.backward` runs them: by default the matmuls of fp32 islands would be 16-bit.
         backward = find("torch._functorch.config").patch(
             force_non_lazy_backward_lowering=True, backward_pass_autocast="off"
         )
-        # Random numbers as eager code draws them: the doctor replays a window eagerly.
+        # Use eager random numbers: the doctor reruns a window eagerly.
         random = find("torch._inductor.config").patch(fallback_random=True)
         try:
             with backward, random:
                 compiled = self._compile(graph, inputs)
         except (self._again.RestartAnalysis, self._again.SkipFrame):
-            raise  # torch asks itself to trace once more, or not at all
+            raise  # torch's request to trace again, or not at all
         except Exception as problem:  # whatever a compiler raises
             if not self.num_failed:
                 reason = _sentence(problem)
@@ -83,7 +83,7 @@ class Compiler:
         return compiled
 
     def passes(self, function: Pass) -> Pass:
-        """`function`, compiled when it is called: with gradients and without are compiled apart."""
+        """`function`, compiled at its first call, separately with and without gradients."""
         with_grad = torch.compile(function, backend=self, dynamic=None if self.any_shape else False)
         without = torch.compile(function, backend=self, dynamic=True)
 
@@ -96,10 +96,10 @@ class Compiler:
 
 
 def _warnings_shown() -> contextlib.AbstractContextManager[Any]:
-    """Inside of it warnings that are errors (`python -W error`, pytest) are shown instead.
+    """Show warnings instead of raising them (`python -W error`, pytest).
 
-    torch warns of itself while it traces and compiles. Raised, such a warning would count as a failure to compile, and
-    the part would run eagerly.
+    torch's tracer and compiler emit warnings. Raised, one would count as a failed compilation, and the block would fall
+    back to eager.
     """
     filters: list[Any] = list(warnings.filters)
     if all(action != "error" for action, *_ in filters):
@@ -111,21 +111,21 @@ def _warnings_shown() -> contextlib.AbstractContextManager[Any]:
 
 
 def compile_parts(net: nn.Module, compiler: Compiler, *, whole: bool = False) -> int:
-    """Let each block of `net` compute compiled code, in place; a network without blocks does as one.
+    """Compile each block of `net`, in place; a network without blocks as a whole.
 
-    Blocks are those that layout=fsdp gathers by themselves, see `amp_core.tensors.blocks`. What lies between them stays
-    eager. Compiling happens at the first forward pass of each kind.
+    Blocks are those that layout=fsdp gathers one at a time, see `amp_core.tensors.blocks`. Code between them stays
+    eager. Compilation happens at the first forward pass of each kind.
 
     Args:
         net: on the device.
-        compiler: what compiles.
-        whole: the network as one, though it has blocks.
+        compiler: the compiler to use.
+        whole: compile the network as one, even if it has blocks.
 
     Returns:
-        The number of parts.
+        The number of compiled modules.
 
     Raises:
-        ValueError: the `forward` of one was patched in the instance, which would bypass it.
+        ValueError: an instance's patched `forward` would bypass it.
     """
     parts = [net] if whole else list(blocks(net)) or [net]
     for part in parts:
@@ -136,7 +136,7 @@ def compile_parts(net: nn.Module, compiler: Compiler, *, whole: bool = False) ->
 
 
 class _Brief(logging.Filter):
-    """What torch's tracer could not trace, as one sentence instead of pages for each frame."""
+    """Shortens the tracer's messages from pages per frame to one sentence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,15 +158,15 @@ def _sentence(problem: BaseException) -> str:
 
 @contextlib.contextmanager
 def allow_graphs() -> Iterator[None]:
-    """As many graphs per function as networks have kinds of blocks. For the whole process, put back afterwards.
+    """Raise the limit of graphs per function, for the whole process; restored afterwards.
 
-    At the end what was compiled is dropped: jobs of a sweep share the functions and would reach any limit.
+    Compiled code is dropped at the end: jobs of a sweep share functions and would reach any limit.
     """
     limits = find("torch._dynamo").config
     with limits.patch(
         recompile_limit=MOST_GRAPHS,
         accumulated_recompile_limit=max(MOST_GRAPHS, limits.accumulated_recompile_limit),
-        suppress_errors=True,  # where tracing itself fails, as where compiling does
+        suppress_errors=True,  # fall back where tracing fails, as where compiling does
     ):
         tracer, brief = logging.getLogger("torch._dynamo.convert_frame"), _Brief()
         tracer.addFilter(brief)
@@ -178,17 +178,17 @@ def allow_graphs() -> Iterator[None]:
 
 
 def eagerly() -> contextlib.AbstractContextManager[None]:
-    """Inside of it compiled parts run their eager code, so that hooks and dispatch modes see every operation."""
+    """Run the eager code of compiled modules, so that hooks and dispatch modes see every operation."""
     return torch.compiler.set_stance("force_eager")  # type: ignore[return-value]
 
 
 def cache_folder() -> str:
-    """Where inductor keeps what it compiled, for this run and others."""
+    """The folder of inductor's cache, shared by runs."""
     return find("torch._inductor.runtime.cache_dir_utils.cache_dir", lambda: "torch's own folder")()
 
 
 def missing_compiler(backend: str, device_type: str) -> str | None:
-    """Why inductor cannot compile for a device on this machine, or None. Starts nothing."""
+    """Why inductor cannot compile for a device on this machine, or None. Starts no process."""
     if backend != "inductor":
         return None
     if device_type == "cuda":
@@ -209,15 +209,15 @@ def missing_compiler(backend: str, device_type: str) -> str | None:
 
 
 class _Compiled:
-    """Stands before the class of a part in its bases."""
+    """Mixin of a compiled module's class, first in its bases."""
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Stops here, so that no registry that a model fills from its own `__init_subclass__` sees it."""
+        """Stop here, so that a model's own `__init_subclass__` registry does not see it."""
 
 
 @functools.cache
 def _class_of(base: Any, compiler: Compiler) -> Any:
-    # `islands` looks at `computes` to tell whether a part is one.
+    # `islands` uses `computes` to detect islands.
     computes = getattr(base, "computes", base.forward)
     body = {
         "__module__": base.__module__,
@@ -227,7 +227,7 @@ def _class_of(base: Any, compiler: Compiler) -> Any:
     }
     if hasattr(base, "__deepcopy__"):  # may build its result from the class by name
         body["__deepcopy__"] = lambda self, memo: _to_compiled(base.__deepcopy__(self, memo), compiler)
-    # Under its own name, which is what messages and reports show.
+    # Keep the original name, which messages and reports show.
     return types.new_class(base.__name__, (_Compiled, base), exec_body=lambda namespace: namespace.update(body))
 
 

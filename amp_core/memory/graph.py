@@ -1,22 +1,20 @@
-"""A whole optimizer step as one CUDA graph: recorded once, then played again without Python in between.
+"""A whole optimizer step as one CUDA graph: captured once, then replayed without Python.
 
     report, loss = loop.run(train_step, window)      # with perf=graph
 
-In the graph is all that `train_step` does: micro-batches, loss scale, finite check, clipping, optimizer, the new scale,
-the schedule, the average, the guard of statistics. What makes that possible is the core's habit of
-deciding on the device (a skipped step is a tensor, the learning rate is one, counters are), and of ending a window
-without gradients: `zero_grad(set_to_none=True)` inside of the recording leaves them in the graph's own memory, and
-nothing outside has their addresses.
+The graph contains all of `train_step`: micro-batches, loss scale, finite check, clipping, optimizer, scale update,
+schedule, EMA, and restoring of running statistics. This works because the skip decision, the learning rate and the
+counters are tensors on the device, and because a window ends without gradients: `zero_grad(set_to_none=True)` inside
+the capture leaves them in the graph's memory pool, and nothing outside has their addresses.
 
-A graph reads and writes the memory that was there when it was recorded. So a window is copied into buffers that stay,
-what the step returns is the same tensors each time, and random numbers follow the seed that is set before each step:
-torch hands seed and offset of the default generator to a graph when it is played. Everything else that Python does in a
-step happens once, in the recording; hence the steps that are computed as ever: those that somebody looks into (replays
-of the doctor, sampled statistics, faults on purpose), and windows of another shape.
+A graph reads and writes fixed memory. So a window is copied into static buffers, the step returns the same tensors
+each time, and random numbers follow the seed set before each step: torch passes seed and offset of the default
+generator to a graph at replay. Other Python code of a step runs only once, at capture; so steps fall back to eager if
+they are inspected (reruns of the doctor, sampled statistics, injected faults) or if a window has another shape.
 
-A capture that CUDA refuses half-way cannot be undone: torch's allocators and, before 2.13, its generator of random
-numbers stay in it, so that later steps fail or leak memory. So the last step before it is watched, and one that waits
-for the device is never captured. Should CUDA refuse a capture all the same, the run ends.
+A failed capture cannot be undone: torch's allocators and, before 2.13, its random generator stay in it, so that later
+steps fail or leak memory. So the last step before it runs under sync detection, and a step that syncs is never
+captured. If CUDA still refuses a capture, the run ends.
 
 Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs, and NVIDIA's
 https://docs.nvidia.com/dl-cuda-graph/ (streams of gradients, capture modes, pinned memory).
@@ -54,9 +52,9 @@ logger = logging.getLogger("amp_recipes")
 Step = Callable[[list[MicroBatch]], Any]
 
 NUM_WARM_UPS = 3
-"""Steps before the recording, of the same run: libraries choose their kernels, optimizers make their state."""
+"""Eager steps before the capture: libraries choose their kernels, optimizers create their state."""
 NUM_WARM_UPS_DDP = 11
-"""DistributedDataParallel measures its first ten steps with events, which cannot be recorded."""
+"""DistributedDataParallel times its first ten steps with events, which cannot be captured."""
 
 
 def why_not_capturable(
@@ -65,13 +63,13 @@ def why_not_capturable(
     world_size: int,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> str | None:
-    """Why the steps of a run cannot be a graph, as far as it can be told before one, or None.
+    """Why the steps of a run cannot be captured, as far as known before the first step, or None.
 
     Args:
-        devices: of this process.
-        layout: over processes and devices.
+        devices: devices of this process.
+        layout: the layout over processes and devices.
         world_size: number of ranks.
-        optimizers: all that a step steps.
+        optimizers: all optimizers that a step uses.
     """
     if devices[0].type != "cuda":
         return f"CUDA graphs are for GPUs, this is a {devices[0].type}"
@@ -87,7 +85,7 @@ def why_not_capturable(
 
 
 def unfit(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
-    """Which of these optimizers asks the host whether to step, if any."""
+    """Why an optimizer's steps need the host to decide, or None."""
     for optimizer in optimizers:
         if not can_skip_on_device(optimizer):
             return f"{type(optimizer).__name__} is not fused, so the host decides whether a step is taken"
@@ -99,10 +97,10 @@ class CudaGraphStep:
 
     Args:
         nets: wrapped or not.
-        optimizers: those that are parts of the run. Optimizers that only a schedule knows are stepped, too.
-        schedules: which a step moves.
-        amp: whose window is left when a capture fails.
-        reseed: sets the random numbers of the present step.
+        optimizers: the run's optimizers. Optimizers that only a schedule knows step too.
+        schedules: the schedules that a step advances.
+        amp: its window is dropped if a capture fails.
+        reseed: seeds the current step.
     """
 
     def __init__(
@@ -120,17 +118,17 @@ class CudaGraphStep:
         self._refused: str | None = None
         self.is_capturing = False
         for optimizer in self._optimizers:
-            # Moments that were loaded lie elsewhere than those in the graph.
+            # Loaded moments have other addresses than those in the graph.
             optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
         self.forget()
 
     @property
     def is_used(self) -> bool:
-        """Whether it was called for a step of the present run."""
+        """Whether it was called for a step of the current run."""
         return self._step is not None or self._refused is not None
 
     def forget(self) -> None:
-        """Record anew: something the graph knows by its address was replaced."""
+        """Capture again: memory that the graph knows by its address was replaced."""
         self._step: Step | None = None
         self._key: Any = None
         self._num_computed = 0
@@ -145,13 +143,13 @@ class CudaGraphStep:
         if self._refused is not None:
             return step(window)
         tensors, key = _split(window)
-        if self._step != step:  # of another network, in a recipe that trains one after the other
+        if self._step != step:  # another network's step, in a recipe that trains several in turn
             self.forget()
             self._step, self._key = step, key
         if key != self._key:  # a window of another shape
             return step(window)
         if self._play is not None and not all(map(is_, self._counts, map(counts_of, self._optimizers))):
-            # A step that was computed in between has put the counts of steps elsewhere.
+            # An eager step in between has moved the step counts.
             self.forget()
             self._step, self._key = step, key
         if self._play is None:
@@ -172,17 +170,17 @@ class CudaGraphStep:
             buffer.copy_(tensor, non_blocking=True)
         assert self._play is not None
         self._play()
-        # The one thing that Python remembers of a step.
+        # The only Python state of a step.
         for schedule, moved in zip(self._schedules, self._moved, strict=True):
             schedule.moved = moved
         return self._returned
 
     def _try(self, step: Step, window: list[MicroBatch], tensors: list[Tensor]) -> str | None:
-        """Record; or what is in the way."""
+        """Capture; returns the reason if it is not possible."""
         self._static = [tensor.clone() for tensor in tensors]
         fixed = _join(window, self._static)
         before, put_back = self._addresses(), self._places()
-        torch.clear_autocast_cache()  # a copy of a weight made outside would be a constant inside
+        torch.clear_autocast_cache()  # a cast weight cached outside would be a constant inside
         self.is_capturing = True
         try:
             with _capturable(self._optimizers):
@@ -203,12 +201,13 @@ class CudaGraphStep:
         return None
 
     def _addresses(self) -> dict[str, int]:
-        """Where the state of a run lies."""
+        """The addresses of the run's state."""
         found: dict[str, int] = {}
         for i, net in enumerate(self._nets):
             for kind, named in (("weight", net.named_parameters()), ("buffer", net.named_buffers())):
                 found |= {f"the {kind} {name} of network {i}": tensor.data_ptr() for name, tensor in named}
-        # Of those that are no part of the run the state is a part of something else, which may gather it in each step.
+        # The state of optimizers that are no part of the run belongs to another object, which may gather it in each
+        # step.
         for i, optimizer in enumerate(self._owned):
             for j, state in enumerate(optimizer.state.values()):
                 values = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -216,7 +215,7 @@ class CudaGraphStep:
         return found
 
     def _places(self) -> Callable[[], None]:
-        """A function that puts the state of the run back into its places: what a recording put there has no numbers."""
+        """A function that restores the tensors of the run's state: a capture leaves tensors without values."""
         modules = [module for net in self._nets for module in net.modules()]
         tables: list[Any] = [table for module in modules for table in vars(module).values() if isinstance(table, dict)]
         for optimizer in self._optimizers:
@@ -231,7 +230,7 @@ class CudaGraphStep:
         return put_back
 
     def _give_up(self, problem: str) -> None:
-        """Leave no trace of the recording, of which nothing was computed."""
+        """Undo the capture, which computed nothing."""
         self._refuse(problem)
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -245,22 +244,22 @@ class CudaGraphStep:
 
 
 def capture_on_cuda(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Record what `call` does as one CUDA graph, without doing it.
+    """Capture what `call` does as one CUDA graph, without running it.
 
-    On the present stream, which is not the default one (`Environment` sees to it): nodes of autograd remember the
-    stream on which they were made, and a graph may use no other.
+    On the current stream, which is not the default one (`Environment` makes sure): autograd nodes remember their
+    stream, and a graph may use no other.
 
     Returns:
-        What `call` returned, whose tensors hold numbers only when they were computed; and what computes them.
+        What `call` returned, whose tensors have values only after a replay; and the function that replays.
 
     Raises:
         RuntimeError: what `call` raised; nothing is left of the capture.
-        RunError: CUDA refused the capture, which this process cannot leave.
+        RunError: CUDA refused the capture; this process cannot recover.
     """
     graph = torch.cuda.CUDAGraph()
     raised: Exception | None = None
     try:
-        # thread_local: threads that pin memory and watch collectives go on meanwhile, and do nothing on this stream.
+        # thread_local: threads that pin memory and watch collectives keep running, and do nothing on this stream.
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
             try:
                 returned = call()
@@ -278,7 +277,7 @@ def capture_on_cuda(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
 
 
 def _told(problem: Exception) -> str:
-    """The first line of an exception, and where it was raised, outside of torch's own files."""
+    """The first line of an exception, and where it was raised outside torch's files."""
     frames = traceback.extract_tb(problem.__traceback__)
     outside = [frame for frame in frames if "/site-packages/" not in frame.filename] or frames
     where = f" ({Path(outside[-1].filename).name}:{outside[-1].lineno}: {outside[-1].line})" if outside else ""
@@ -286,7 +285,7 @@ def _told(problem: Exception) -> str:
 
 
 def _split(window: list[MicroBatch]) -> tuple[list[Tensor], Any]:
-    """The tensors of a window, and all the rest: two windows of an equal rest differ in numbers alone."""
+    """The tensors of a window, and its structure: windows of equal structure differ only in values."""
     leaves, tree = _pytree.tree_flatten([(micro.batch, micro.weight) for micro in window])
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     rest = [
@@ -306,9 +305,9 @@ def _join(window: list[MicroBatch], tensors: list[Tensor]) -> list[MicroBatch]:
 
 @contextlib.contextmanager
 def _capturable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Adam refuses to be recorded unless its groups say so; fused, it computes the same either way.
+    """Adam refuses to be captured unless its groups are `capturable`; fused, it computes the same either way.
 
-    Only meanwhile: groups are part of checkpoints, and other devices refuse the word.
+    Only inside the context: groups are part of checkpoints, and other devices refuse the flag.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups if "capturable" in group]
     before = [group["capturable"] for group in groups]

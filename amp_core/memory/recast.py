@@ -1,4 +1,4 @@
-"""16-bit copies of weights that are made once more for the backward pass, instead of being kept for it.
+"""Weight-cast recompute: cast weights to 16 bits again in the backward pass instead of saving the copies.
 
     recast = Recast(net.parameters())
     with recast.hooks():
@@ -6,9 +6,9 @@
             loss = loss_fn(net(inputs), targets)
         amp.backward(loss)
 
-Autocast casts a weight, the product keeps the copy for its backward pass: 2 bytes per weight for as long as there are
-activations, 162 MiB of GPT-2's 124 million. A cast reads 4 bytes and writes 2, which is little beside the product that
-follows. The numbers are the same, bit for bit, since the weight is: a changed one is refused.
+Autocast casts a weight and the matmul saves the copy for its backward pass: 2 bytes per weight, 162 MiB of GPT-2's 124
+million. A cast reads 4 bytes and writes 2, which is little beside the matmul that follows. Results are bit-identical,
+since a weight that changed in between is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from amp_core.torch_private import base_of, is_missing, version_of
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Stands for a view of a copy of a weight."""
+    """Placeholder for a view of a cast weight."""
 
     weight: Tensor
     version: int
@@ -37,23 +37,23 @@ class _Copy:
 
 
 class Recast:
-    """Hooks for what autograd keeps: of a copy of a weight in 16 bits it keeps the weight.
+    """Hooks for saved tensors: in place of a 16-bit cast of a weight they save the weight.
 
     Args:
-        weights: those whose copies are not to be kept.
+        weights: those whose casts are not saved.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        # Whether one was written into cannot be told without its version.
+        # Without a version counter a write cannot be detected.
         self._weights = set() if is_missing("torch.Tensor._version") else set(weights)
 
     def pack(self, tensor: Tensor) -> Any:
-        """What to keep in place of `tensor`; often itself."""
+        """What to save in place of `tensor`; often itself."""
         if tensor.dtype not in (torch.bfloat16, torch.float16):
             return tensor
         copy = tensor if base_of(tensor) is None else base_of(tensor)
         weight = cast_weight(copy)
-        # A weight that is cast twice has another graph in between, and a copy with other strides is another tensor.
+        # A weight that is cast twice has other nodes in between, and a copy with other strides is another tensor.
         if weight is None or weight not in self._weights or weight.stride() != copy.stride():
             return tensor
         return _Copy(
@@ -81,7 +81,7 @@ class Recast:
 
 
 def cast_weight(tensor: Tensor) -> Tensor | None:
-    """The leaf of which `tensor` is a cast, or None. Views of the cast are none."""
+    """The leaf of which `tensor` is a cast, or None. Views of the cast do not count."""
     node = tensor.grad_fn
     if node is None or "ToCopy" not in node.name():
         return None

@@ -1,13 +1,13 @@
-"""Blocks that keep their inputs alone for the backward pass, and compute the rest once more when it is needed.
+"""Activation checkpointing: blocks save only their inputs and recompute the rest in the backward pass.
 
     recompute_blocks(net)     # after `keep_fp32` and `Amp.prepare`, before the network is wrapped for a layout
 
-The second computation must be the first one again, and leave no trace. `torch.utils.checkpoint` sees to random numbers
-and autocast; here, to buffers: a BatchNorm would move its running statistics twice in every window, and what depends on
-a buffer that the forward pass changed (spectral normalisation) would compute something else. So it is computed with
-copies of the buffers as they were before, which are thrown away.
+The recomputation must repeat the forward pass without side effects. `torch.utils.checkpoint` restores random state and
+autocast; this module handles buffers: a BatchNorm would update its running statistics twice, and a result that depends
+on a buffer changed by the forward pass (spectral normalisation) would differ. So a block is recomputed with copies of
+the buffers from before the forward pass, which are then discarded.
 
-A block becomes one by a change of its class, as an fp32 island does: names, hooks, `isinstance` and copies stay.
+The class of a block changes, like that of an fp32 island: names, hooks, `isinstance` and copies stay.
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ _here = threading.local()
 
 
 def recomputed() -> nn.Module | None:
-    """The block that is being computed for the second time, in this thread: what counts things leaves that out."""
+    """The block that is being recomputed in this thread; counters ignore it."""
     return getattr(_here, "block", None)
 
 
 def recompute_blocks(net: nn.Module) -> int:
-    """Let each block of `net` recompute its activations in the backward pass, in place. Never waits for the device.
+    """Make each block of `net` recompute its activations in the backward pass, in place. No host-device sync.
 
-    Blocks are those that layout=fsdp gathers by themselves, see `tensors.blocks`. Gradients, random numbers and
-    buffers are bit for bit those without it. In evaluation nothing changes. Buffers that are no part of the state dict
-    are taken for constants.
+    Blocks are those that layout=fsdp gathers one at a time, see `tensors.blocks`. Gradients, random numbers and buffers
+    are bit-identical. Evaluation does not change. Non-persistent buffers are assumed to be constant.
 
     Returns:
         The number of blocks.
 
     Raises:
-        ValueError: there is none; or the `forward` of one was patched in the instance, which would bypass it.
+        ValueError: there is none; or an instance's patched `forward` would bypass it.
     """
     found = list(blocks(net))
     if not found:
@@ -59,10 +58,10 @@ def recompute_blocks(net: nn.Module) -> int:
 
 
 class _Recomputed:
-    """Stands before the class of a block in its bases."""
+    """Mixin of a recomputed block's class, first in its bases."""
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Stops here, so that no registry that a model fills from its own `__init_subclass__` sees it."""
+        """Stop here, so that a model's own `__init_subclass__` registry does not see it."""
 
 
 @functools.cache
@@ -75,12 +74,12 @@ def _class_of(base: Any) -> Any:
         contexts = functools.partial(_contexts, again)
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    # `islands` looks at `computes` to tell whether a block is one.
+    # `islands` uses `computes` to detect islands.
     body = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward}
     body["computes"] = getattr(base, "computes", base.forward)
     if hasattr(base, "__deepcopy__"):  # may build its result from the class by name
         body["__deepcopy__"] = lambda self, memo: _to_recomputed(base.__deepcopy__(self, memo))
-    # Under its own name, which is what messages and reports show.
+    # Keep the original name, which messages and reports show.
     return types.new_class(base.__name__, (_Recomputed, base), exec_body=lambda namespace: namespace.update(body))
 
 
@@ -95,9 +94,9 @@ def _contexts(again: _Again) -> tuple[contextlib.AbstractContextManager[Any], co
 
 
 class _Again:
-    """Around each second computation: buffers are as they were before the first one, and afterwards what they are now.
+    """Around each recomputation: use the buffers from before the forward pass, then restore the current ones.
 
-    Can be entered several times, one after the other: a graph that is kept may be gone through more than once.
+    May be entered repeatedly: a retained graph may run several backward passes.
     """
 
     def __init__(self, block: nn.Module) -> None:

@@ -1,8 +1,8 @@
 """torch.cuda.set_sync_debug_mode for a region: which operations make the host wait for the GPU.
 
-The first call in a process warns that the mode is a prototype. Where warnings are errors (`python -W error`, pytest
-with filterwarnings=error) that warning is raised after the mode was set, and everything that follows runs in it. So the
-mode is set here and nowhere else.
+The first call in a process warns that the mode is a prototype. If warnings are errors (`python -W error`, pytest
+with filterwarnings=error) it is raised after the mode was set, and everything that follows runs in that mode. So the
+mode is set only here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def set_sync_debug(mode: Mode) -> None:
 
 @contextlib.contextmanager
 def sync_debug(mode: Mode) -> Iterator[None]:
-    """Set the mode inside of the region, and "default" again however it ends."""
+    """Set the mode inside the context, and "default" again at its end."""
     try:
         set_sync_debug(mode)
         yield
@@ -38,10 +38,10 @@ def sync_debug(mode: Mode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted_waits() -> Iterator[list[str]]:
-    """Collect where this thread waits for the GPU inside of the region: "file.py:12", once per wait.
+    """Collect where this thread waits for the GPU inside the context: "file.py:12", once per wait.
 
-    The region runs to its end, also where it waits. Backward passes count at the call that started them. Other warnings
-    pass. torch.cuda.synchronize and waits for events are not seen by torch.
+    Waits do not interrupt the context. Backward passes count at the call that started them. Other warnings pass. torch
+    does not see torch.cuda.synchronize and waits for events.
     """
     here, found = threading.get_ident(), []
     with warnings.catch_warnings():

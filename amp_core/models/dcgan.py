@@ -1,7 +1,7 @@
 """Generator and discriminator of images: strided convolutions (Radford et al., arXiv:1511.06434), small.
 
-The discriminator has no BatchNorm: a penalty on the gradient of each sample's score means nothing where the score
-depends on the rest of the batch (Gulrajani et al., arXiv:1704.00028).
+The discriminator has no BatchNorm: a penalty on each sample's gradient is meaningless if its score depends on the rest
+of the batch (Gulrajani et al., arXiv:1704.00028).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def dcgan(*, image_shape: ImageShape, width: int = 16, latent: int = 64, norm: s
 
     Args:
         width: channels at the finest resolution, doubled with each halving of it. Multiples of 8 suit Tensor Cores.
-        latent: numbers of noise that an image is made from.
-        norm: of the generator: group, or batch, whose statistics belong to the micro-batch.
+        latent: size of the noise vector.
+        norm: the generator's normalisation: group, or batch, whose statistics are per micro-batch.
     """
     check_count("width", width)
     check_count("latent", latent)

@@ -1,4 +1,4 @@
-"""Families of networks: those that are built from the same facts of the data and take and return the same tensors.
+"""Families of networks that are built from the same facts of the data and take and return the same tensors.
 
 Names are looked up in an explicit table, so that a configuration can choose but never run code.
 """
@@ -19,21 +19,21 @@ from amp_core.config.schema import suggest
 ImageShape = tuple[int, int, int]
 """(channels, height, width)"""
 Builder = Callable[..., nn.Module]
-"""Takes the facts of the data and its own options, all by keyword; gives a network with fresh weights on the CPU."""
+"""Takes the facts of the data and its own options by keyword; returns a network with initial weights on the CPU."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """The networks that a recipe can be given.
+    """The networks that a recipe accepts.
 
     Attributes:
         what: "a language model", for messages.
         builders: our own networks by name.
-        example: facts of some data set, with which options are checked before there is one.
+        example: facts of an example data set, to check options before there is one.
         more_names: further names, found when needed.
         more: the builder of a further name.
-        probe: from the facts, inputs on the meta device with which a network of `more` is tried; None where it is known
-            to take them. Our own take images of any size.
+        probe: makes inputs on the meta device from the facts, to try a network of `more`; None if it is known to take
+            them. Our own take images of any size.
         in_channels: colour channels that a network takes, by name; None: any number.
     """
 
@@ -50,7 +50,7 @@ class Family:
         return [*self.builders, *(self.more_names() if self.more_names else ())]
 
     def builder(self, name: str) -> Builder:
-        """The builder of a name that is known to be one of the family."""
+        """The builder of a name in the family."""
         if name in self.builders:
             return self.builders[name]
         assert self.more is not None
@@ -88,20 +88,20 @@ def check_model(name: str, options: Mapping[str, Any], family: Family) -> list[s
                 builder(**family.example, **options)
         except NotImplementedError:
             pass  # RegNet computes its widths with tensors: it cannot be built without data
-        except Exception as error:  # a constructor's complaint about its options has no common type
+        except Exception as error:  # constructors raise different types for bad options
             given = ", ".join(f"{key}={value}" for key, value in options.items())
             problems.append(f"model.options: {name} cannot be built with {given}: {_one_line(error)}")
     return problems
 
 
 def build_model(name: str, family: Family, *, options: Mapping[str, Any], **facts: Any) -> nn.Module:
-    """A network of the family with fresh weights, on the CPU.
+    """A network of the family with initial weights, on the CPU.
 
     Args:
         name: one of `family.names()`.
         family: what kind of network.
         options: keyword arguments of its builder.
-        **facts: of the data, as the family needs them (`Data.facts`), such as `num_classes` and `image_shape`.
+        **facts: facts of the data that the family needs (`Data.facts`), such as `num_classes` and `image_shape`.
 
     Raises:
         ConfigError: unknown name or option, or a network that cannot take such data.
@@ -114,7 +114,7 @@ def build_model(name: str, family: Family, *, options: Mapping[str, Any], **fact
     if shape is not None and needed not in (None, shape[0]):
         raise ConfigError(f"model.name={name}: takes images with {needed} channels; these have {shape[0]}")
     builder = family.builder(name)
-    # A trial imports torch's compiler, which takes as long as importing torch.
+    # Trying a network imports torch's compiler, which takes as long as importing torch.
     inputs = None if name in family.builders else family.probe(**facts)
     if inputs is not None:
         try:

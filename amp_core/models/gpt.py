@@ -1,8 +1,8 @@
-"""A language model: a GPT whose positions are computed in fp32, or, to see what goes wrong, from ids of 16 bits.
+"""A GPT whose positions are computed in fp32, or from 16-bit ids, to show what goes wrong.
 
-Position ids are numbers like any other: bfloat16 counts exactly to 256, float16 to 2048, and beyond neighbours share an
-id. Nothing of it shows while sequences are short. And fp32 ids are not enough: under autocast a product of matrices,
-`ids @ frequencies`, casts them down again. So ids become phases and distances in an fp32 island, element by element.
+bfloat16 counts exactly to 256, float16 to 2048; beyond, neighbouring positions share an id, which short sequences do
+not show. fp32 ids are not enough: under autocast a matmul, `ids @ frequencies`, casts them to 16 bits again. So phases
+and distances are computed from ids in an fp32 island, elementwise.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ POSITIONS = ("learned", "rope", "alibi")
 
 
 def position_ids(length: int, *, offset: int = 0, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """[length] ids from `offset` on, rounded to `dtype`. Of 4096, bfloat16 tells 769 apart, float16 3073."""
+    """[length] ids from `offset` on, rounded to `dtype`: of 4096, 769 are distinct in bfloat16, 3073 in float16."""
     return (torch.arange(length, device=device) + offset).to(dtype)
 
 
 def num_shared_ids(length: int, *, offset: int = 0, dtype: torch.dtype) -> int:
-    """How many positions have the id of one before them: of the first 257 none in bfloat16, of 2049 in float16."""
+    """How many positions have the id of an earlier one: none of the first 257 in bfloat16, of 2049 in float16."""
     return length - position_ids(length, offset=offset, dtype=dtype).unique().numel()
 
 
 @keep_fp32
 def rope_phases(ids: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles by which RoPE turns pairs of features (Su et al., arXiv:2104.09864).
+    """Cosines and sines of the angles by which RoPE rotates pairs of features (Su et al., arXiv:2104.09864).
 
-    Computed anew for each forward pass: frequencies in a buffer would follow the weights into 16 bits.
+    Computed in each forward pass: frequencies in a buffer would be cast to 16 bits with the weights.
 
     Args:
-        ids: floating point [L]; 16-bit ones arrive in fp32, as far as they were rounded.
+        ids: floating point [L]; 16-bit ones are cast to fp32, already rounded.
         dim: features of a head, an even number.
 
     Returns:
@@ -47,11 +47,11 @@ def rope_phases(ids: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn feature i and feature i + D / 2 of each position. The product with fp32 phases is fp32; x keeps its dtype.
+    """Rotate features i and i + D / 2 of each position, in fp32 with fp32 phases; x keeps its dtype.
 
     Args:
         x: [B, H, L, D] in any floating dtype.
-        phases: of `rope_phases`.
+        phases: from `rope_phases`.
     """
     cos, sin = phases
     a, b = x.chunk(2, dim=-1)
@@ -60,26 +60,26 @@ def rotate(x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
 
 @keep_fp32
 def alibi_bias(ids: Tensor, heads: int) -> Tensor:
-    """What ALiBi adds to attention scores (Press et al., arXiv:2108.12409): minus the distance, steeper in some heads.
+    """ALiBi's bias of attention scores (Press et al., arXiv:2108.12409): minus the distance, with a slope per head.
 
-    The difference of two ids is exact as long as the ids are. The result may be cast to 16 bits, the ids may not.
+    The difference of two exact ids is exact. The result may be cast to 16 bits, the ids may not.
 
     Args:
         ids: as for `rope_phases`.
         heads: number of heads.
 
     Returns:
-        fp32 [heads, L, L]; minus infinity where a key lies in the future.
+        fp32 [heads, L, L]; minus infinity for keys in the future.
     """
     slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=ids.device) / heads)
     bias = -slopes[:, None, None] * (ids[:, None] - ids)
-    # By the order, not by the ids: rounded ones would show the future.
+    # By index, not by id: rounded ids would leak the future.
     future = torch.ones(len(ids), len(ids), dtype=torch.bool, device=ids.device).triu(1)
     return bias.masked_fill(future, -torch.inf)
 
 
 class Block(nn.Module):
-    """Attention and a multilayer perceptron, each on normalised inputs and added to the stream."""
+    """Attention and a multilayer perceptron, pre-normalised and residual."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, phases: tuple[Tensor, Tensor] | None, bias: Tensor | None) -> Tensor:
-        """x [B, L, width], and what tells attention the positions: phases for RoPE, a bias for ALiBi."""
+        """x [B, L, width], with phases for RoPE or a bias for ALiBi."""
         dropout = self.dropout if self.training else 0.0
         q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if phases is not None:
@@ -106,16 +106,16 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A small GPT: tokens int64 [B, L] to logits [B, L, vocab_size] of the token that follows each.
 
-    Logits and all that leads to them have the dtype of autocast, or without it that of the weights.
+    Logits have the autocast dtype, or without autocast that of the weights.
 
     Args:
         vocab_size: number of tokens.
-        length: tokens of a training sample, and all positions that `learned` ones have.
-        width: features of the stream, a multiple of `heads`. Multiples of 16 suit the matrix units of every dtype.
+        length: tokens of a training sample, and the number of `learned` positions.
+        width: features of the residual stream, a multiple of `heads`. Multiples of 16 suit Tensor Cores in every dtype.
         depth: number of blocks.
-        heads: attention heads; with 64 features each they suit fused attention best.
+        heads: attention heads; 64 features per head suit fused attention best.
         dropout: probability, after the embedding, in attention, and after each half of a block.
-        positions: `rope`: queries and keys are turned; `alibi`: far keys count less; `learned`: a table.
+        positions: `rope`: rotates queries and keys; `alibi`: penalises distance; `learned`: a table.
         positions_dtype: dtype that holds the position ids: fp32, bf16, fp16.
         tied: the last layer has the weights of the embedding.
     """
@@ -150,7 +150,8 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocab_size, bias=False)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                # Each block adds to the stream twice: it should not grow with depth (Radford et al. 2019).
+                # Each block adds to the residual stream twice: scale so that it does not grow with depth (Radford et
+                # al. 2019).
                 num_added = 2 * depth if name.endswith((".out", ".down")) else 1
                 nn.init.normal_(module.weight, std=(num_added * module.in_features) ** -0.5)
             elif isinstance(module, nn.Embedding):
@@ -159,7 +160,7 @@ class GPT(nn.Module):
             self.embed.weight = self.head.weight
 
     def forward(self, tokens: Tensor, offset: int = 0, targets: Tensor | None = None) -> Tensor:
-        """Logits; or the summed loss, given targets [B, L] and a head of `heads.losses`. Never waits for the device.
+        """Logits; or the summed loss, given targets [B, L] and a head of `heads.losses`. No host-device sync.
 
         Args:
             tokens: int64 [B, L].
@@ -167,7 +168,7 @@ class GPT(nn.Module):
             targets: int64 [B, L], each the token that follows.
 
         Raises:
-            ValueError: a learned table ends before the last position.
+            ValueError: the learned table is shorter than the sequence.
         """
         length = tokens.shape[1]
         ids = position_ids(length, offset=offset, dtype=self.ids_dtype, device=tokens.device)

@@ -20,7 +20,7 @@ from amp_core.vision import import_torchvision
 def cnn(*, num_classes: int, image_shape: ImageShape, width: int = 24, dropout: float = 0.1) -> nn.Module:
     """Four convolutions with batch normalisation, for small images. 137,000 parameters with the defaults.
 
-    Strides instead of pooling: on a CPU, half the time of a step for the same accuracy.
+    Strides instead of pooling: on a CPU half the step time at the same accuracy.
 
     Args:
         width: channels of the first layer, doubled in the second and the third. Multiples of 8 suit Tensor Cores.
@@ -68,7 +68,7 @@ def mlp(
 
 OWN: dict[str, Callable[..., nn.Module]] = {"cnn": cnn, "mlp": mlp}
 
-# Without init_weights these two warn that its default will change.
+# Without init_weights these two warn about its future default.
 _ALWAYS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
 
 
@@ -83,9 +83,9 @@ def _torchvision_names() -> Iterable[str]:
 
 
 def _torchvision(name: str) -> Callable[..., nn.Module]:
-    """The builder of a torchvision model, with a signature of what its class accepts by name.
+    """The builder of a torchvision model, with the signature of the keywords that its class accepts.
 
-    Some classes would swallow any other keyword in silence.
+    Some classes silently accept any other keyword.
     """
     models = import_torchvision().models
     cls = inspect.signature(models.get_model_builder(name)).return_annotation
@@ -107,7 +107,7 @@ def _torchvision(name: str) -> Callable[..., nn.Module]:
 
 
 def _probe(*, image_shape: ImageShape, **_: Any) -> tuple[Tensor, ...] | None:
-    if image_shape[1:] == (224, 224):  # what all of torchvision's were made for
+    if image_shape[1:] == (224, 224):  # the size that all torchvision models take
         return None
     return (torch.empty(2, *image_shape, device="meta"),)
 

@@ -18,7 +18,7 @@ from amp_core.models.family import Family, ImageShape, check_count, check_probab
 
 
 def glyphnet(*, image_shape: ImageShape, embedding: int, width: int = 16, dropout: float = 0.0) -> nn.Module:
-    """Three convolutions and a layer of embeddings, for small gray images. Without batch statistics.
+    """Three convolutions and an embedding layer, for small gray images. Without BatchNorm.
 
     Args:
         width: channels of the first layer, doubled in each further one. Multiples of 8 suit Tensor Cores.
@@ -44,12 +44,12 @@ def iresnet(
     """See the module's docstring.
 
     Args:
-        blocks: in each of the four stages, of 64, 128, 256 and 512 channels.
+        blocks: number of blocks in each of the four stages, of 64, 128, 256 and 512 channels.
         dropout: probability, before the last layer.
     """
     check_probability("dropout", dropout)
     net = _IResNet(image_shape, embedding, blocks, dropout)
-    # The last product has 25,088 terms, and its gradient is the first of the backward pass.
+    # The last matmul sums 25,088 terms, and its gradient comes first in the backward pass.
     return keep_fp32(net, ["fc", "features"])
 
 
@@ -70,7 +70,7 @@ class _IResNet(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.fc = nn.Linear(512 * math.ceil(height / 16) * math.ceil(columns / 16), embedding)
         self.features = nn.BatchNorm1d(embedding)
-        self.features.weight.requires_grad_(False)  # a gain would be taken away by the normalisation in the head
+        self.features.weight.requires_grad_(False)  # the head's normalisation would cancel a gain
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.normal_(module.weight, std=0.1)

@@ -17,7 +17,7 @@ def unet(*, num_masks: int, image_shape: ImageShape, width: int = 8, depth: int 
     Args:
         width: channels at full resolution, doubled with each halving of it. Multiples of 8 suit Tensor Cores.
         depth: how often the resolution is halved.
-        dropout: probability, of whole channels at the lowest resolution.
+        dropout: probability, for whole channels at the lowest resolution.
     """
     check_count("width", width)
     check_count("depth", depth)
@@ -47,7 +47,7 @@ class UNet(nn.Module):
         x = self.dropout(skips.pop())
         for narrow, block in zip(self.narrow, self.up, strict=True):
             skip = skips.pop()
-            # Nearest: its backward pass has one order of summation on a GPU, that of bilinear does not.
+            # Nearest: its backward pass is deterministic on a GPU, that of bilinear is not.
             x = F.interpolate(narrow(x), size=skip.shape[-2:], mode="nearest")
             x = block(torch.cat([skip, x], dim=1))
         return self.head(x)

@@ -1,1 +1,1 @@
-"""What an optimizer step is."""
+"""One optimizer step: scale, check, clip, step, update, and what follows it."""

@@ -1,14 +1,14 @@
-"""One path for every mode of mixed precision: autocast, backward, step, update.
+"""One code path for every mode of mixed precision: autocast, backward, step, update.
 
     amp = Amp.named("fp16", device="cuda")
     for window in windows(loader, accumulation=4):
         for micro in window:
             with amp.autocast():
                 loss = loss_fn(model(micro.batch[0]), micro.batch[1])
-            amp.backward(loss * micro.weight)
+            amp.backward(loss, micro.weight)
         report = amp.step(optimizer, clip=Clip.norm(1.0))
         amp.update()
-        optimizer.zero_grad()
+        amp.zero_grad(optimizer)
 
 `step` unscales, checks, clips and steps, in that order, in fp32 and bf16 too: a non-finite gradient never reaches a
 weight. With a fused optimizer all of it happens on the device; the host reads nothing back.
@@ -60,7 +60,7 @@ logger = logging.getLogger("amp_recipes")
 
 
 class Amp:
-    """A mode of mixed precision at work: what to cast, how to scale, when to skip.
+    """A mode of mixed precision: what to cast, how to scale, when to skip.
 
     Every method works in every mode; in fp32 and bf16 the loss scale is 1. In a process group all ranks skip the same
     steps, also when their gradients differ (sharded heads): `step` reduces one number over the ranks.
@@ -90,7 +90,7 @@ class Amp:
         self.scaler = LossScale(_policy(config, samples), self.device)
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision(config.matmul_precision)
-            # Convolutions use TF32 unless told not to, which would make `fp32` something else.
+            # Convolutions use TF32 by default, which would not be `fp32`.
             torch.backends.cudnn.allow_tf32 = config.matmul_precision != "highest"
         if config.op_policy == "cuda" and self.device.type == "cpu" and self._casts:
             from amp_core.lowp.op_policy import use_cuda_policy  # other runs need none of it
@@ -102,7 +102,7 @@ class Amp:
         self._checked: set[frozenset[tuple[int, int]]] = set()
         self._guards: list[BufferGuard] = []
         self.weights: list[LowPrecisionWeights] = []
-        """Of the networks that hold 16-bit weights, in the order of `prepare`."""
+        """The weights of networks with 16-bit weights, in the order of `prepare`."""
         self._in_window = False
         self._sharing = 0
         self._said_waits = False
@@ -110,16 +110,16 @@ class Amp:
         self.observers: list[Observer] = []
         """Called by `step` for each optimizer, before it changes anything."""
         self.beginnings: list[Callable[[Tensor], None]] = []
-        """Called by `backward` with what the backward pass begins with: the loss's weight times the loss scale."""
+        """Called by `backward` with the initial gradient: the loss's weight times the loss scale."""
         self._zero = torch.zeros((), device=self.device)
         # float64 counts exactly, and adds `found_inf` without a cast.
         self._skips = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.num_skipped, self.num_consecutive_skips = self._skips.unbind()
-        """Windows of which any step was skipped, and skipped windows since the last taken one: 0-d float64 tensors."""
+        """Windows with a skipped step, in total and since the last window without one: 0-d float64 tensors."""
 
     @classmethod
     def named(cls, mode: str, device: str | torch.device = "cpu", *, samples: int | None = None, **fields: Any) -> Amp:
-        """A mode of `conf/amp`, with any of its fields replaced.
+        """A mode of `conf/amp`, with some fields replaced.
 
         Raises:
             ConfigError: no such mode or field, or values that contradict each other.
@@ -129,10 +129,10 @@ class Amp:
     # --- forward and backward ---------------------------------------------------------------------------------------
 
     def autocast(self, *, cache: bool = True) -> contextlib.AbstractContextManager[Any]:
-        """The context of the forward pass and the loss, in training and in evaluation. Not of the backward pass.
+        """The context for forward pass and loss, in training and evaluation. Not for the backward pass.
 
-        Use one region per forward: inside a region 16-bit copies of the weights are cached, and go stale when the
-        weights change. `cache_weight_casts` keeps them for all micro-batches of a window.
+        Use one region per forward: a region caches 16-bit copies of the weights, which go stale when the weights
+        change. `cache_weight_casts` keeps them for all micro-batches of a window.
 
         Args:
             cache: False casts weights anew at each use, for regions of several threads at a time: these share one
@@ -145,14 +145,15 @@ class Amp:
 
     @contextlib.contextmanager
     def cache_weight_casts(self, *nets: nn.Module) -> Iterator[None]:
-        """Around the micro-batches of a window: each weight is cast once for all of them, not once for each.
+        """Around the micro-batches of a window: cast each weight once per window, not once per micro-batch.
 
         Gradients are those without it, bit for bit, but for weights that are also used in fp32, as an embedding that
         is tied to the last layer: there the same numbers are summed in another order, in fp32. Weights may be changed
         inside by nothing but `step`. The copies stay in memory until the window ends.
 
         Args:
-            nets: what runs inside. Does nothing if one of them is sharded, whose weights are whole for a moment only.
+            nets: the networks that run inside. Does nothing if one of them is sharded: its weights are gathered only
+                briefly.
         """
         if not self._casts or any(is_sharded(net) for net in nets):
             yield
@@ -178,10 +179,10 @@ class Amp:
 
         Args:
             loss: a scalar of any floating dtype; or any tensor, with a gradient of its shape.
-            gradient: how much the loss counts, a number or a 0-d tensor, such as `micro.weight`. Or, of a loss computed
-                elsewhere, its gradient with respect to the tensor `loss`. It is scaled.
+            gradient: the weight of the loss, a number or a 0-d tensor, such as `micro.weight`; or the gradient of a
+                loss computed elsewhere with respect to the tensor `loss`. It is scaled.
             retain_graph: keep the graph for another backward pass.
-            inputs: the weights whose gradients are wanted, where the graph holds others, too; None: all.
+            inputs: the weights that get gradients; None: all in the graph.
 
         Raises:
             RuntimeError: it reaches weights whose gradients were already unscaled in this window.
@@ -202,8 +203,8 @@ class Amp:
             loss = loss.float() if loss.ndim == 0 else loss.float().reshape(())
             if self._rehearsal is not None:
                 self._tell_loss(loss)
-        # Where the backward pass begins: weight and scale add no operator to the graph. Made anew each time, since the
-        # gradients of single numbers may be views of it.
+        # The initial gradient: weight and scale add no operator to the graph. A new tensor each time, since gradients
+        # of scalars may be views of it.
         if self.scaler.policy is not None:
             gradient = self.scaler.scale * gradient
         elif not isinstance(gradient, Tensor):
@@ -246,16 +247,16 @@ class Amp:
             return tuple(g if g is None else g.float() * self.scaler.inverse for g in grads)
 
     def _autocast_off(self) -> contextlib.AbstractContextManager[Any]:
-        # A backward pass inside autocast would run the products of fp32 islands in 16 bit.
+        # A backward pass inside autocast would run the matmuls of fp32 islands in 16 bits.
         return torch.autocast(self.device.type, enabled=False)
 
     # --- networks -----------------------------------------------------------------------------------------------------
 
     def prepare(self, net: nn.Module) -> None:
-        """Give a network what the mode asks for beyond autocast, in place: float8 layers, 16-bit weights.
+        """Prepare a network for modes beyond autocast, in place: float8 layers, 16-bit weights.
 
-        On the device, after `keep_fp32`, and before `guard`, optimizers (which own `master_params(net)`) and averages.
-        Gradients of 16-bit weights are reduced over ranks by `step`: leave out DistributedDataParallel. Logs what is
+        Call it on the device, after `keep_fp32` and before `guard`, optimizers (over `master_params(net)`) and EMA.
+        `step` reduces gradients of 16-bit weights over ranks: do not wrap in DistributedDataParallel. Logs what is
         unsafe in 16 bits, and on a GPU what is slow.
         """
         for name, reason in find_unsafe(net, self._low):
@@ -280,7 +281,8 @@ class Amp:
     def guard(self, net: nn.Module) -> None:
         """Restore the buffers of `net` (running statistics) after a skipped step.
 
-        They follow the step of the optimizer that has weights of `net`; in a window without one, all of its steps.
+        They follow the step of the optimizer that owns weights of `net`; in a window without one, all steps of the
+        window.
 
         Args:
             net: the outermost module that is called in training, wrapped or not.
@@ -325,20 +327,19 @@ class Amp:
         unscaled: Collection[torch.optim.Optimizer] = (),
         sharded: Collection[torch.optim.Optimizer] = (),
     ) -> StepReport:
-        """Unscale, check, clip, and step where the gradients of all ranks are finite. Once per window and optimizer.
+        """Unscale, check, clip, and step if the gradients of all ranks are finite. Once per window and optimizer.
 
-        What is checked is their joint norm in float32, so that gradients beyond 1e19 count as an overflow, too.
+        The check uses their global norm in float32, so gradients beyond 1e19 also count as an overflow.
 
-        Does not wait for the device when the optimizer is fused; otherwise waits once. A window without a single
-        gradient takes no step and leaves the scale alone.
+        No host-device sync if the optimizer is fused; otherwise one. A window without any gradient takes no step and
+        does not move the scale.
 
         Args:
-            optimizer: any optimizer of dense gradients and no closure. Several in a list are stepped together or not
-                at all, each clipped by its own norm; stepped in calls of their own, each skips alone.
+            optimizer: any optimizer of dense gradients without a closure. Several in a list step together or not at
+                all, each clipped by its own norm; stepped in separate calls, each skips alone.
             clip: a `Clip`, or any function of (parameters, unscaled gradients) that changes the gradients in place.
-            unscaled: those of the optimizers whose gradients do not carry the loss scale, because they do not come
-                from `backward`.
-            sharded: those whose gradients are this rank's part of one that lies over all ranks; its norm is theirs.
+            unscaled: the optimizers whose gradients are not scaled, because they do not come from `backward`.
+            sharded: the optimizers whose gradients are this rank's shard; they are clipped by the global norm.
 
         Raises:
             RuntimeError: a second step before `update`.
@@ -415,13 +416,13 @@ class Amp:
     def _examine(
         self, optimizer: torch.optim.Optimizer, clip: Clip | Callable[..., None] | None, *, scaled: bool, joined: bool
     ) -> PendingStep:
-        """Norm, finiteness and clipping of one optimizer's gradients, before it is known whether the step is taken.
+        """Norm, finite check and clipping of one optimizer's gradients, before it is decided whether to step.
 
         Args:
             optimizer: not stepped yet in this window.
             clip: as in `step`.
-            scaled: the gradients carry the loss scale, if they were not unscaled before.
-            joined: the norm is that of all ranks' gradients together.
+            scaled: the gradients are scaled, unless they were unscaled before.
+            joined: use the global norm over all ranks.
         """
         state = self._state_of(optimizer)
         if state.stepped:
@@ -459,13 +460,13 @@ class Amp:
                 multiply_(grads, scale.reciprocal())
             clip(params, grads)
             divisor = None
-            # Clamping keeps what is finite finite; anything else may divide zero by zero.
+            # Clamping keeps finite values finite; other clipping may divide zero by zero.
             if not isinstance(clip, Clip) or clip.kind != "value":
                 found_inf = torch.maximum(found_inf, _not_finite(self._norm(grads, in_parts)))
         return PendingStep(optimizer, state, params, grads, in_parts, norm, found_inf, divisor)
 
     def update(self) -> None:
-        """End the window: move the loss scale once, however many optimizers stepped. Does not wait for the device.
+        """End the window: update the loss scale once, however many optimizers stepped. No host-device sync.
 
         Raises:
             RuntimeError: no optimizer was stepped since the last update.
@@ -478,7 +479,7 @@ class Amp:
         self._optimizer_states.clear()
         self._in_window = False
         found_inf = None if not found else found[0] if len(found) == 1 else torch.stack(found).amax()
-        # Nets that ran in this window without a step of their own, such as a generator under its critic's.
+        # Networks that ran without a step of their own in this window, such as a generator in its critic's.
         for guard in self._guards:
             guard.settle(None if found_inf is None else found_inf == 0)
             guard.was_called = False
@@ -489,7 +490,7 @@ class Amp:
         self.num_consecutive_skips.mul_(found_inf)
 
     def zero_grad(self, *optimizers: torch.optim.Optimizer) -> None:
-        """`optimizer.zero_grad(set_to_none=True)`, without its profiler scope, which takes longer than all the rest."""
+        """`optimizer.zero_grad(set_to_none=True)`, without its profiler scope, which takes longer than the rest."""
         for optimizer in optimizers:
             if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in vars(optimizer):
                 optimizer.zero_grad(set_to_none=True)
@@ -499,7 +500,7 @@ class Amp:
                     param.grad = None
 
     def forget_window(self) -> None:
-        """Drop what is known of the present window, of which nothing was computed: its recording failed."""
+        """Forget the current window after a failed capture, which computed nothing."""
         self._optimizer_states.clear()
         self._in_window = False
         for guard in self._guards:
@@ -507,10 +508,10 @@ class Amp:
 
     @contextlib.contextmanager
     def rehearse(self) -> Iterator[Rehearsal]:
-        """Inside of it no step is taken: all of them are skipped, and neither the scale nor the counters move.
+        """Run a window as a rehearsal: every step is skipped, and neither the scale nor the counters move.
 
-        So a window can be computed again, to look at it. Statistics of networks that are guarded, averages and
-        schedules stay as they are, as after any skipped step.
+        Used to rerun a window for inspection. Guarded running statistics, EMA and schedules do not move, as after any
+        skipped step.
         """
         assert self._rehearsal is None
         self._rehearsal = Rehearsal()
@@ -534,9 +535,9 @@ class Amp:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The smallest positive and the largest finite number that an activation and its gradient can be.
+        """The smallest positive and the largest finite value of activations and their gradients.
 
-        What is smaller becomes 0, what is larger becomes infinite. Subnormal numbers count.
+        Smaller values become 0, larger ones infinite. Subnormal numbers count.
         """
         info = torch.finfo(self._low)
         return info.smallest_normal * info.eps, info.max
@@ -545,7 +546,7 @@ class Amp:
         """The loss scale in the layout of `torch.amp.GradScaler`; {} in modes without one. Waits for the device.
 
         Raises:
-            RuntimeError: called between a step and its update, when the scale is not settled.
+            RuntimeError: called between a step and its update, when the scale is stale.
         """
         if any(state.stepped for state in self._optimizer_states.values()):
             raise RuntimeError("amp.state_dict() between amp.step and amp.update; save after the update")
@@ -555,7 +556,7 @@ class Amp:
         """Continue the loss scale of a checkpoint made in any mode. The policy stays the configured one.
 
         Raises:
-            RuntimeError: in the middle of a window, whose gradients have another scale.
+            RuntimeError: called within a window, whose gradients have another scale.
         """
         if self._in_window and self.scaler.policy is not None:
             raise RuntimeError(
@@ -610,9 +611,9 @@ class Amp:
             state.reduced = True
 
     def _norm(self, grads: list[Tensor], in_parts: bool) -> Tensor:
-        """Joint L2 norm, 0-d float32 on this device. Not finite exactly when a gradient is not, up to 1e19.
+        """The global L2 norm, also of sharded gradients: 0-d float32 on this device.
 
-        Of gradients in parts the norm of the whole ones: a reduction over ranks.
+        Not finite exactly when a gradient is not, up to 1e19. Sharded gradients need a reduction over ranks.
         """
         if not grads:
             return self._zero.clone()
@@ -682,7 +683,7 @@ def _policy(config: AmpConfig, samples: int | None) -> ScalePolicy | None:
 
 
 def _with_grads(optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-    """The weights that have gradients, and these."""
+    """The weights that have gradients, and the gradients."""
     params: list[Tensor] = []
     grads: list[Tensor] = []
     for group in optimizer.param_groups:
@@ -695,7 +696,7 @@ def _with_grads(optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Te
 
 
 def _are_parts(grads: Sequence[Tensor]) -> bool:
-    """Whether any of them is a part of a whole, without a call for each in the usual case."""
+    """Whether any gradient is sharded, without a call per gradient in the usual case."""
     return {type(grad) for grad in grads} != {Tensor} and any(map(is_dtensor, grads))
 
 
@@ -710,7 +711,7 @@ def _take_on_device(pending: PendingStep, taken: Tensor, found_inf: Tensor) -> N
 def _backward(loss: Tensor, seed: Tensor, retain_graph: bool, inputs: Sequence[Tensor] | None) -> None:
     """`torch.autograd.backward(loss, seed, ...)` of plain tensors.
 
-    That one, given a gradient, imports sympy for the comparison of two shapes: half a second before the first step.
+    torch's function imports sympy to compare two shapes when it gets a gradient: half a second before the first step.
     """
     if (
         _run_backward is None
@@ -726,7 +727,7 @@ def _backward(loss: Tensor, seed: Tensor, retain_graph: bool, inputs: Sequence[T
 
 
 def _grad_versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
-    """Changes whenever a gradient of this optimizer is made or written."""
+    """A key that changes whenever a gradient of this optimizer is created or written."""
     return [(id(grad), version_of(grad)) for grad in _with_grads(optimizer)[1]]
 
 

@@ -1,8 +1,8 @@
-"""Running statistics that a skipped step leaves untouched.
+"""Restore running statistics after a skipped step.
 
 A batch that overflows in the forward pass puts inf into `running_mean` and NaN into `running_var` of every BatchNorm
-behind it. The skipped step saves the weights; nothing saves the statistics, and evaluation returns NaN for ever after.
-Even an overflow in the backward pass alone leaves the statistics of a batch that was never learned from.
+behind it. Skipping the step protects the weights but not the statistics, and every later evaluation returns NaN. An
+overflow only in the backward pass leaves the statistics of a batch that was not trained on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger("amp_recipes")
 
 
 class BufferGuard:
-    """Remembers a network's buffers at the first forward of a window and puts them back after a skipped step.
+    """Snapshots a network's buffers at the first forward of a window and restores them after a skipped step.
 
     All buffers that belong to the network's state are remembered: BatchNorm writes its statistics without a trace in
     their version counters, so which ones change cannot be told. Buffers that are not part of the state
@@ -44,7 +44,7 @@ class BufferGuard:
         self.parameters = frozenset(master_params(net))
 
     def _before_forward(self, net: nn.Module, inputs: Any) -> None:
-        # A deep copy of the network carries this hook along; it must not speak for the original.
+        # A deep copy of the network copies this hook; it must not act for the original.
         if self._armed or net is not self._net():
             return
         found = [
@@ -67,7 +67,7 @@ class BufferGuard:
                 torch.cat(group.parts, out=group.kept)
 
     def settle(self, taken: Tensor | None) -> None:
-        """End the window: keep what the forward passes wrote where `taken` (0-d bool), else put it back.
+        """End the window: keep what the forward passes wrote if `taken` (0-d bool), else restore the snapshot.
 
         None keeps all of it.
         """
@@ -89,7 +89,7 @@ class BufferGuard:
 
     @torch.no_grad()
     def _choose(self, taken: Tensor) -> None:
-        # What a forward pass replaced by another tensor is chosen by itself; the replaced one does not matter.
+        # Buffers that a forward pass replaced by new tensors are restored one by one.
         replaced = [
             i for i, (module, name, buffer) in enumerate(self._owners) if buffers_of(module)[name] is not buffer
         ]
@@ -108,13 +108,14 @@ class BufferGuard:
 
 
 class _Group:
-    """Buffers of one dtype on one device, taken as one: a network has dozens, and each would cost three operations.
+    """Buffers of one dtype on one device, handled together: a network has dozens, each of which would cost three
+    operations.
 
     Attributes:
-        numbers: of the buffers.
-        parts: their elements, flat views; one with gaps in its memory is alone, in its shape.
-        sizes: of the parts.
-        kept: a copy of all.
+        numbers: indices of the buffers.
+        parts: flat views of them; a non-contiguous one is alone, in its shape.
+        sizes: sizes of the parts.
+        kept: the snapshot, concatenated.
     """
 
     def __init__(self, numbers: list[int], buffers: list[Tensor]) -> None:
@@ -124,7 +125,7 @@ class _Group:
         self.kept = torch.cat(self.parts)
 
     def kept_of(self, numbers: list[int]) -> Iterator[tuple[int, Tensor]]:
-        """Those of the buffers that are in this group, as they were."""
+        """The snapshots of those buffers that are in this group."""
         for number, kept in zip(self.numbers, self.kept.split(self.sizes), strict=True):
             if number in numbers:
                 yield number, kept

@@ -18,12 +18,12 @@ from amp_core.torch_private import foreach_clamp_max_, foreach_clamp_min_, forea
 
 @dataclass(frozen=True)
 class Clip:
-    """What to do with gradients that are too large. Made by `Clip.norm`, `Clip.value` or `Clip.adaptive`."""
+    """How to clip gradients. Made by `Clip.norm`, `Clip.value` or `Clip.adaptive`."""
 
     kind: str
     threshold: float
     folded: bool = True
-    """norm: the optimizer divides, where it is fused; otherwise gradients are multiplied before its step."""
+    """norm: a fused optimizer divides by the factor; otherwise gradients are multiplied before its step."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.threshold < float("inf"):
@@ -31,7 +31,7 @@ class Clip:
 
     @classmethod
     def norm(cls, max_norm: float, *, folded: bool = True) -> Clip:
-        """Scale all gradients by max_norm / norm when their joint L2 norm is larger.
+        """Scale all gradients by max_norm / norm when their global L2 norm is larger.
 
         Args:
             max_norm: the largest norm.
@@ -51,17 +51,17 @@ class Clip:
 
     @classmethod
     def of(cls, config: ClipConfig) -> Clip | None:
-        """The clipping that the `clip` group asks for."""
+        """The clipping of the `clip` group, or None."""
         thresholds = {"norm": config.max_norm, "value": config.max_value, "adaptive": config.factor}
         threshold = thresholds.get(config.name)
         return None if threshold is None else cls(config.name, threshold, config.folded is not False)
 
     def divisor(self, norm: Tensor) -> Tensor:
-        """norm: what all gradients are to be divided by, a 0-d tensor of at least 1, from their 0-d joint norm."""
+        """norm: the divisor of all gradients, a 0-d tensor of at least 1, from their 0-d global norm."""
         return (norm + 1e-6).div_(self.threshold).clamp_(min=1.0)
 
     def factor(self, norm: Tensor) -> Tensor:
-        """norm: what all gradients are to be multiplied by, a 0-d tensor of at most 1, rounded as torch rounds it."""
+        """norm: the factor of all gradients, a 0-d tensor of at most 1, rounded as in torch."""
         return (self.threshold / (norm + 1e-6)).clamp_(max=1.0)
 
     def __call__(self, params: list[Tensor], grads: list[Tensor]) -> None:
@@ -86,15 +86,15 @@ class Clip:
 
 
 def _unit_norms(tensor: Tensor) -> Tensor:
-    """Of this rank's part of a tensor. A vector (bias, gain) is one unit; a matrix or kernel has one per output row."""
+    """Norms of the units in this rank's shard: one for a vector (bias, gain), one per row of a matrix or kernel."""
     (mine,) = local([tensor.detach()])
     return torch.linalg.vector_norm(mine, dim=tuple(range(1, mine.ndim)) or None, keepdim=True)
 
 
 def _join_vectors(tensors: list[Tensor], norms: list[Tensor]) -> None:
-    """Make norms of parts of vectors those of whole vectors, in place, in one reduction per group of ranks.
+    """Turn norms of sharded vectors into those of the full vectors, in place, with one reduction per group of ranks.
 
-    Rows are whole on the rank that has them: sharding cuts the first dimension.
+    Rows are complete on their rank: sharding splits the first dimension.
     """
     groups: dict[dist.ProcessGroup, list[Tensor]] = {}
     for tensor, norm in zip(tensors, norms, strict=True):

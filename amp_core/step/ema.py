@@ -1,4 +1,4 @@
-"""Averaged weights that ignore skipped steps (Polyak and Juditsky, https://doi.org/10.1137/0330046)."""
+"""EMA of weights that ignores skipped steps (Polyak and Juditsky, https://doi.org/10.1137/0330046)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class Ema:
     Args:
         net: the network that is trained, wrapped or not.
         decay: weight of the old average per taken step, at least 0 and below 1.
-        warmup: use min(decay, (1 + t) / (10 + t)) after t taken steps, so that the average forgets the start early.
+        warmup: use min(decay, (1 + t) / (10 + t)) after t taken steps, so that the average soon forgets the initial
+            weights.
 
     Attributes:
         model: the averaged copy: unwrapped, in evaluation mode, without gradients; in fp32 also beside 16-bit weights.
-            Of a sharded network it is sharded, too: all ranks call it, inside autocast.
+            Sharded if the network is: then all ranks call it, inside autocast.
         num_taken: 0-d int64 tensor, taken steps; set it when continuing from a checkpoint.
     """
 
@@ -55,7 +56,7 @@ class Ema:
         if self.warmup:
             keep = torch.minimum(keep, (1.0 + self.num_taken) / (10.0 + self.num_taken))
         weight = (1.0 - keep) * taken
-        # average += weight * (value - average): with weight 0 nothing changes by a bit, since weights stay finite.
+        # average += weight * (value - average): with weight 0 no bit changes, since weights are finite.
         averages = local(self._averages)
         steps = foreach_sub(fp32_values(local(self._weights)), averages)
         multiply_(steps, weight)
@@ -72,7 +73,7 @@ class Ema:
         self.num_taken += taken
 
     def reset(self) -> None:
-        """Begin again from the present weights."""
+        """Restart from the current weights."""
         self.model.load_state_dict(self.source.state_dict())
         self.num_taken.zero_()
 
@@ -86,11 +87,11 @@ class Ema:
 
 
 def _grouped(averages: list[Tensor], values: list[Tensor | None]) -> list[tuple[list[Tensor], list[Tensor], list[int]]]:
-    """Buffers of one kind, taken as one: a ResNet-50 has 159, and each by itself would cost up to four kernels.
+    """Group buffers of one kind: a ResNet-50 has 159, and each would cost up to four kernels.
 
     Returns:
-        For each kind: flat views of the averages and of the values, and their sizes. Those with gaps in their memory
-        are alone, in their shape.
+        Per kind: flat views of the averages and of the values, and their sizes. A non-contiguous one is alone, in its
+        shape.
     """
     found: dict[Any, tuple[list[Tensor], list[Tensor], list[int]]] = {}
     for i, (average, value) in enumerate(zip(averages, values, strict=True)):
@@ -107,5 +108,5 @@ def _grouped(averages: list[Tensor], values: list[Tensor | None]) -> list[tuple[
 
 
 def build_ema(cfg: EmaConfig, net: nn.Module) -> Ema | None:
-    """The average that the `ema` group asks for, or None."""
+    """The EMA of the `ema` group, or None."""
     return None if cfg.decay is None else Ema(net, cfg.decay, warmup=cfg.warmup)

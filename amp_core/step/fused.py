@@ -1,9 +1,9 @@
-"""The step of torch's fused optimizers, without the Python that torch runs anew in each one.
+"""The step of torch's fused optimizers without torch's per-step Python overhead.
 
-`optimizer.step()` looks up the state of every weight, sorts tensors by device and dtype, enters a profiler scope, and
-counts every weight's step up and, when it is skipped, down again, a tensor at a time. For a small network that takes
-longer than the arithmetic. Here the lists are made once and the counts lie in one tensor; kernels, arguments and every
-bit of the result are torch's, and the state is where torch has it, so the two may take turns.
+`optimizer.step()` looks up the state of every weight, groups tensors by device and dtype, enters a profiler scope, and
+increments each weight's step count (and decrements it after a skipped step), one tensor at a time. For a small network
+that takes longer than the arithmetic. Here the lists are cached and the counts share one tensor. Kernels, arguments,
+state and every bit of the result are torch's, so both may be mixed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _MOMENTS: dict[Any, tuple[str, ...]] = {
     )
     if None not in kernels
 }
-# Where torch does not say whether there are hooks, there may be.
+# If torch does not tell whether there are hooks, assume there are.
 _all_before = find("torch.optim.optimizer._global_optimizer_pre_hooks", True)
 _all_after = find("torch.optim.optimizer._global_optimizer_post_hooks", True)
 _before = reader("torch.optim.Optimizer._optimizer_step_pre_hooks", lambda optimizer: True)
 _after = reader("torch.optim.Optimizer._optimizer_step_post_hooks", lambda optimizer: True)
 _TORCHS = getattr(find("torch.optim.Optimizer.profile_hook_step"), "__globals__", {})
-is_missing("torch.autograd.profiler._is_profiler_enabled")  # for the log: it changes, and is read in each step
+is_missing("torch.autograd.profiler._is_profiler_enabled")  # logged here; it changes and is read in each step
 
 
 class FusedStep:
-    """A step of one optimizer whose state is there; made by `of`.
+    """A cached step of an optimizer with initialised state; made by `of`.
 
     Attributes:
         params: the weights that it steps, in the order of the groups.
@@ -60,7 +60,7 @@ class FusedStep:
         self._counts: Tensor | None = None
         self._steps: list[list[Tensor]] = []
         if type(optimizer) is not torch.optim.SGD:
-            # Views of one tensor, so that one operator counts for all of them.
+            # Views of one tensor, so that one operator increments all.
             entries = [entry for members in self._members for entry in members]
             self._counts = torch.stack([entry["step"] for entry in entries])
             for entry, step in zip(entries, self._counts.unbind(), strict=True):
@@ -69,7 +69,7 @@ class FusedStep:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, params: list[Tensor], device: torch.device) -> FusedStep | None:
-        """The step of `optimizer` over those of its weights that have gradients; None where only torch's own will do.
+        """The cached step of `optimizer` over its weights that have gradients; None if only torch's own step works.
 
         Args:
             optimizer: fused.
@@ -92,7 +92,7 @@ class FusedStep:
         return cls(optimizer, params)
 
     def fits(self, params: list[Tensor]) -> bool:
-        """Whether nothing has changed that the lists were made of: weights, groups, state."""
+        """Whether the weights, groups and state that the lists were made from are unchanged."""
         state = self._optimizer.state
         return (
             state is self._state
@@ -109,16 +109,16 @@ class FusedStep:
         )
 
     def take(self, grads: list[Tensor], taken: Tensor, found_inf: Tensor, divisor: Tensor | None) -> None:
-        """What `optimizer.step()` does. Does not wait for the device.
+        """Do what `optimizer.step()` does. No host-device sync.
 
         Args:
             grads: of `params`, in their order.
             taken: 0-d bool, whether the step is taken.
             found_inf: 0-d float32, 1 where it is not.
-            divisor: 0-d float32, what gradients are divided by before anything else; they are left divided.
+            divisor: 0-d float32; gradients are divided by it first, in place.
         """
         if self._counts is not None:
-            self._counts.add_(taken)  # the kernels leave a skipped step alone, whatever its count is
+            self._counts.add_(taken)  # the kernels do nothing in a skipped step, whatever the count is
         for i, group in enumerate(self._optimizer.param_groups):
             start, end = self._ranges[i]
             if start == end:
@@ -169,15 +169,15 @@ def take_step(
     found_inf: Tensor,
     divisor: Tensor | None,
 ) -> None:
-    """A step of a fused optimizer that decides on the device whether to take it. Does not wait for the device.
+    """A step of a fused optimizer that is taken or skipped on the device. No host-device sync.
 
     Args:
         optimizer: fused, with plain tensors.
         params: its weights that have gradients, in the order of the groups.
-        grads: theirs.
+        grads: their gradients.
         taken: 0-d bool.
         found_inf: 0-d float32, 1 where it is not taken.
-        divisor: 0-d float32, what the gradients are divided by first, or None.
+        divisor: 0-d float32 by which gradients are divided first, or None.
     """
     own: FusedStep | None = optimizer.__dict__.get("_amp_core_step")
     if own is None and not is_watched(optimizer):
@@ -188,20 +188,20 @@ def take_step(
     if own is None:
         torch_step(optimizer, found_inf, divisor)
     elif getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
-        with _scope(optimizer):  # what is profiled is what happens without a profiler
+        with _scope(optimizer):  # profile the same path that runs without a profiler
             own.take(grads, taken, found_inf, divisor)
     else:
         own.take(grads, taken, found_inf, divisor)
 
 
 def counts_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """The memory in which its steps are counted, if there is one for all of them."""
+    """The tensor that holds all of its step counts, if they share one."""
     own: FusedStep | None = optimizer.__dict__.get("_amp_core_step")
     return None if own is None else own._counts
 
 
 def torch_step(optimizer: torch.optim.Optimizer, found_inf: Tensor, divisor: Tensor | None) -> None:
-    """`optimizer.step()` of a fused optimizer, told as `torch.amp.GradScaler` tells it."""
+    """`optimizer.step()` with `found_inf` and `grad_scale` set as `torch.amp.GradScaler` sets them."""
     _fill_momentum(optimizer)
     optimizer.found_inf, optimizer.grad_scale = found_inf, divisor  # type: ignore[attr-defined]
     try:
@@ -213,8 +213,7 @@ def torch_step(optimizer: torch.optim.Optimizer, found_inf: Tensor, divisor: Ten
 def bare_step(optimizer: torch.optim.Optimizer) -> None:
     """`optimizer.step()` without importing torch's compiler, which takes as long as importing torch. Without gradients.
 
-    Around a step torch puts a scope of the profiler, and inside of that a function that sets the grad mode and tells
-    the compiler so.
+    torch wraps a step in a profiler scope and in a function that sets the grad mode and informs the compiler.
     """
     step: Any = None if is_watched(optimizer) else type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
     if (
@@ -234,12 +233,12 @@ def bare_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _scope(optimizer: torch.optim.Optimizer) -> torch.autograd.profiler.record_function:
-    """The profiler's, as torch names it."""
+    """The profiler scope, with torch's name for it."""
     return torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step")
 
 
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody would notice that `optimizer.step()` was not called: hooks, a scheduler."""
+    """Whether something depends on `optimizer.step()` being called: hooks, a scheduler."""
     return bool(
         "step" in optimizer.__dict__  # a learning rate scheduler or a tracker has put its own there
         or not getattr(type(optimizer).step, "hooked", False)
@@ -251,7 +250,7 @@ def is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
-    """Of each group, what decides which lists there are."""
+    """The settings of each group that determine the lists."""
     return [
         (len(group["params"]), group.get("amsgrad"), not group.get("momentum"), group.get("differentiable"))
         for group in optimizer.param_groups
@@ -261,7 +260,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
 def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Zero momentum buffers before the first step of a fused SGD.
 
-    It would allocate them without writing when that step is skipped, and the next one moves the weights to 1e20.
+    torch allocates them uninitialised if that step is skipped, and the next step would move the weights to 1e20.
     """
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Optimizers by name, with weight decay where it belongs and fused wherever torch has it; steps without detours."""
+"""Optimizers by name: fused where torch supports it, weight decay only on weights of two or more dimensions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _has_fused(cls: type[torch.optim.Optimizer], *, on_cuda: bool = False) -> bo
 
 
 def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]:
-    """Problems of the `optimizer` group on such a device, found by building one on a single weight of the CPU."""
+    """Problems of the `optimizer` group, found by building one over a single CPU weight."""
     if cfg.name in REFUSED:
         return [f"optimizer.name={cfg.name}: {REFUSED[cfg.name]}. {suggest('', _available())}"]
     if cfg.name not in _available():
@@ -60,7 +60,7 @@ def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]
     if not problems:
         try:
             _build(cfg, [{"params": [nn.Parameter(torch.zeros(shape))]} for shape in ((2, 2), (2,))])
-        except Exception as problem:  # whatever the constructor raises is the user's to know
+        except Exception as problem:  # report to the user whatever the constructor raises
             problems.append(f"optimizer.name={cfg.name}: refuses its settings: {problem}")
     return problems
 
@@ -84,8 +84,8 @@ _KNOWN = ("betas", "eps")
 def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of the `optimizer` group over the weights of `nets` that need gradients.
 
-    Weight decay applies to weights of two and more dimensions; norms and biases have none. A step waits for the device
-    0 times when fused, else once.
+    Weight decay applies to weights of two and more dimensions; norms and biases have none. A fused step never syncs
+    with the device, others once.
     """
     params = [p for net in nets for p in master_params(net) if p.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -98,8 +98,8 @@ def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optim
 def _build(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     cls = _available()[cfg.name]
     options = dict(cfg.options)
-    # A differentiable step excludes fused; it is rare, and wins unless both were asked for. So do weights on several
-    # devices in SGD, whose fused form takes its learning rate from one of them.
+    # A differentiable step excludes fused and wins unless both were requested. So do weights on several devices in SGD,
+    # whose fused form takes its learning rate from one device.
     devices = {p.device for group in groups for p in group["params"]}
     spread = cls is torch.optim.SGD and len(devices) > 1
     has_fused = _has_fused(cls, on_cuda=any(device.type == "cuda" for device in devices))
@@ -127,12 +127,12 @@ _ANSWER = "__dynamo_disable"
 
 
 def spare_compiler() -> None:
-    """Keep optimizers from importing torch's compiler, which takes as long as importing torch.
+    """Keep optimizers from importing torch's compiler, which takes as long as importing torch itself.
 
-    Four of their methods ask it not to look into them (`torch._disable_dynamo`), and import it to ask. What it answers
-    is kept beside the method. As long as nothing else imported it nothing is compiled, and the method itself may stand
-    there; once it is there, the next call hands back to torch. A torch that keeps its answers elsewhere notices
-    nothing, and starts a second later.
+    Four of their methods are excluded from compilation by `torch._disable_dynamo`, which imports the compiler and
+    caches its answer beside the method. While nothing else has imported the compiler nothing is compiled, so the plain
+    method is cached instead; once it is imported, the next call returns to torch's own way. If a torch version caches
+    the answer elsewhere, this has no effect but a second at start-up.
     """
     for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
         method = getattr(Optimizer, name)
@@ -146,7 +146,7 @@ def _until_compiling(method: Callable[..., Any], own: Callable[..., Any]) -> Cal
         if "torch._dynamo" not in sys.modules:
             return own(*args, **options)
         if getattr(own, _ANSWER, None) is call:
-            vars(own).pop(_ANSWER, None)  # another thread may have been faster
+            vars(own).pop(_ANSWER, None)  # another thread may have removed it
         return method(*args, **options)
 
     return call

@@ -14,13 +14,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What became of a step. The tensors lie on the device; reading one waits for it.
+    """The outcome of a step. The tensors are on the device; reading one syncs.
 
     Attributes:
         taken: 0-d bool, false when the step was skipped.
-        grad_norm: 0-d float32, the joint L2 norm of the unscaled gradients before clipping; not finite when skipped.
-        taken_on_host: the same as `taken`, known without waiting, for optimizers that the host decides about; None for
-            those that decide on the device.
+        grad_norm: 0-d float32, the global L2 norm of the unscaled gradients before clipping; not finite when skipped.
+        taken_on_host: `taken` as a bool for optimizers whose steps the host decides; None if decided on the device.
     """
 
     taken: Tensor
@@ -29,7 +28,7 @@ class StepReport:
 
 
 class Watcher(Protocol):
-    """What is told of a rehearsal; `amp_core.doctor.trace.Trace` is one."""
+    """Gets the events of a rehearsal; `amp_core.doctor.trace.Trace` is one."""
 
     def on_loss(self, loss: Tensor) -> None: ...
 
@@ -41,11 +40,11 @@ class Watcher(Protocol):
 
 
 Observer = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
-"""(weights, their gradients, whether these carry the loss scale)."""
+"""(weights, their gradients, whether these are scaled)."""
 
 
 class Rehearsal:
-    """What a window came to whose step was not taken."""
+    """The outcome of a rehearsed window."""
 
     def __init__(self) -> None:
         self.watcher: Watcher | None = None
@@ -90,7 +89,7 @@ class OptimizerState:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """An optimizer that is about to step."""
+    """An optimizer whose step is pending."""
 
     optimizer: torch.optim.Optimizer
     state: OptimizerState
@@ -100,12 +99,12 @@ class PendingStep:
     norm: Tensor
     found_inf: Tensor
     divisor: Tensor | None
-    """What the gradients are still to be divided by, 0-d; None: nothing."""
+    """The divisor still to be applied to the gradients, 0-d; None: none."""
 
 
 def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step of this optimizer can be skipped by a tensor: fused ones, but for SGD with dampening.
 
-    Dampening applies to all steps except the first, and the host cannot know which one that was.
+    Dampening applies to all steps but the first taken one, which the host does not know.
     """
     return all(group.get("fused") and not group.get("dampening") for group in optimizer.param_groups)

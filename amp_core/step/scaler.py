@@ -1,10 +1,9 @@
-"""The loss scale as a policy: dynamic, static or capped, with a floor, all of it on the device.
+"""The loss scale: dynamic, static or capped, with a floor, on the device.
 
 The rule is that of Micikevicius et al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740), as in
-`torch.amp.GradScaler`: halve after an overflow, double after `growth_interval` steps without one. Three things are
-added. The scale never exceeds a cap: an uncapped one reaches 2^127 on a quiet run. It never falls below a floor: at
-2^-128 its reciprocal is infinite and writes NaN into the weights. And it may be static while bad steps are skipped
-all the same.
+`torch.amp.GradScaler`: halve after an overflow, double after `growth_interval` steps without one. Three additions: a
+cap, since without overflows the scale reaches 2^127; a floor, since at 2^-128 its reciprocal is infinite and writes NaN
+into the weights; and a static scale that still skips bad steps.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ logger = logging.getLogger("amp_recipes")
 
 @dataclass(frozen=True)
 class ScalePolicy:
-    """How the loss scale moves. All factors are plain numbers; `growth_interval` counts steps."""
+    """How the loss scale changes. `growth_interval` counts steps."""
 
     init_scale: float
     growth_factor: float
@@ -55,10 +54,10 @@ class LossScale:
         return self.scale.reciprocal()
 
     def update(self, found_inf: Tensor) -> None:
-        """Move the scale after a window. Does not wait for the device.
+        """Update the scale after a window. No host-device sync.
 
         Args:
-            found_inf: 0-d float32 tensor, above 0 when any gradient of the window was not finite.
+            found_inf: 0-d float32 tensor, above 0 if any gradient of the window was not finite.
         """
         policy = self.policy
         if policy is None or not policy.dynamic:
@@ -66,12 +65,12 @@ class LossScale:
         update_scale_(
             self.scale, self._tracker, found_inf, policy.growth_factor, policy.backoff_factor, policy.growth_interval
         )
-        # Clamped here and not at use, so that no step ever sees a scale beyond its bounds and none is ever saved.
+        # Clamped here and not at use, so that no step sees and no checkpoint holds a scale out of bounds.
         self.scale.clamp_(policy.min_scale, policy.max_scale)
 
     @contextlib.contextmanager
     def held_at(self, scale: float) -> Iterator[None]:
-        """Another scale for a while."""
+        """Use another scale inside the context."""
         before = self.scale.clone()
         self.set(scale)
         try:
@@ -80,7 +79,7 @@ class LossScale:
             self.set(before)
 
     def set(self, scale: float | Tensor) -> None:
-        """Move the scale to a number. Does not wait for the device."""
+        """Set the scale. No host-device sync."""
         self.scale.fill_(scale)
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,10 +95,10 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved scale. The policy stays the configured one; a difference is logged.
+        """Restore a saved scale. The policy stays the configured one; differences are logged.
 
         Args:
-            state: of this class or of `torch.amp.GradScaler`; {} (a run that did not scale) begins afresh.
+            state: of this class or of `torch.amp.GradScaler`; {} (from a mode without scaling) starts fresh.
 
         Raises:
             ValueError: it holds no scale that is a positive finite number.

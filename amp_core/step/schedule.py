@@ -1,9 +1,8 @@
 """Learning rates as a table on the device, indexed by the number of taken steps.
 
-A scheduler that is stepped by the loop counts windows; after three overflows it is three steps ahead of the weights.
-Here any `torch.optim.lr_scheduler` that needs no metric is run once, ahead of time, on a stand-in optimizer. A step
-then copies one entry of the table into the optimizer's groups, and the index moves by `report.taken`, all on the
-device.
+A scheduler stepped by the loop counts windows; after three overflows it is three steps ahead of the weights. Here any
+`torch.optim.lr_scheduler` that needs no metric is run once, ahead of time, on a stand-in optimizer. A step then copies
+one entry of the table into the optimizer's groups and advances the index by `report.taken`, all on the device.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Make = Callable[[torch.optim.Optimizer, int], LRScheduler]
 
 
 class Schedule:
-    """Moves the learning rate of every group of `optimizer` with its taken steps.
+    """Sets the learning rate of every group of `optimizer` by its number of taken steps.
 
     Construct it right after the optimizer: it reads the groups' learning rates as the peaks, and replaces them by 0-d
     device tensors (shared by groups of equal rates) where the optimizer is fused.
@@ -50,7 +49,7 @@ class Schedule:
         """Taken steps, an int64 tensor of shape [1]."""
         self._rates: dict[int, Tensor] = {}
         self._set_table(num_steps)
-        # load_state_dict of an optimizer replaces the very tensors that hold its rates.
+        # load_state_dict of an optimizer replaces the tensors that hold its rates.
         optimizer.register_load_state_dict_post_hook(lambda _: self._link())
 
     def _set_table(self, num_steps: int) -> None:
@@ -70,20 +69,20 @@ class Schedule:
         self._link()
 
     def _link(self) -> None:
-        """Put the rates of this schedule into the optimizer's groups."""
+        """Use this schedule's tensors as the rates of the optimizer's groups."""
         if self._on_device:
             for group, i in zip(self.optimizer.param_groups, self._owner, strict=True):
                 group["lr"] = self._rates[i][0]
         self._apply(int(self.num_taken.item()))
 
     def advance(self, report: StepReport) -> None:
-        """Move on if the step was taken. Does not wait for the device."""
+        """Advance if the step was taken. No host-device sync."""
         self.moved = report.taken
         if not self._on_device:
             assert report.taken_on_host is not None
             if report.taken_on_host:
                 self.num_taken += 1
-                # Host memory: reading it waits for nothing.
+                # In host memory: reading it does not sync.
                 self._apply(int(self.num_taken.numpy()[0]))
             return
         self.num_taken += report.taken
@@ -102,7 +101,7 @@ class Schedule:
 
     @property
     def rate(self) -> Tensor | float:
-        """The first group's learning rate: a 0-d device tensor, or a float where the host decides."""
+        """The first group's learning rate: a 0-d device tensor, or a float if the host decides about steps."""
         return self.optimizer.param_groups[0]["lr"]
 
     def last_rate(self) -> Tensor:
@@ -116,7 +115,7 @@ class Schedule:
         return {"num_taken": int(self.num_taken.item()), "num_steps": self.num_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` ended, with its length unless a length was fixed."""
+        """Resume from `state`, with its length unless a length was fixed."""
         self.num_taken.fill_(int(state["num_taken"]))
         if not self._fixed and int(state["num_steps"]) != self.num_steps:
             self._set_table(int(state["num_steps"]))
@@ -124,7 +123,7 @@ class Schedule:
 
 
 class _StandIn(torch.optim.SGD):
-    """What schedulers move. Its steps do nothing: torch warns of schedulers that run ahead of them."""
+    """The optimizer that schedulers step. Its own steps do nothing; torch warns if they are missing."""
 
     def step(self, closure: Any = None) -> None:
         pass
@@ -139,7 +138,7 @@ def rate_table(make: Make, peaks: list[float], num_steps: int) -> list[list[floa
     stand_in = _StandIn([{"params": [torch.zeros(1)], "lr": lr} for lr in peaks], lr=peaks[0], momentum=0.5)
     scheduler = make(stand_in, num_steps)
     if type(scheduler) is LambdaLR:
-        # What its steps would compute, without the steps: a million of them take half a minute.
+        # Closed form of its steps: a million of them take half a minute.
         pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
         return [[float(base * factor(step)) for step in range(num_steps)] for base, factor in pairs]
     columns: list[list[float]] = [[] for _ in peaks]
@@ -225,7 +224,7 @@ def _maker(cfg: ScheduleConfig) -> Make:
     parameters = inspect.signature(target).parameters
 
     def make(optimizer: torch.optim.Optimizer, num_steps: int) -> LRScheduler:
-        # What follows from the run need not be typed.
+        # Values that follow from the run need not be given.
         peak = max(float(group["lr"]) for group in optimizer.param_groups)
         known = {"T_max": num_steps, "total_steps": num_steps, "max_lr": peak}
         return target(optimizer, **{k: v for k, v in known.items() if k in parameters} | cfg.options)
@@ -246,7 +245,7 @@ def check_schedule(cfg: ScheduleConfig) -> list[str]:
         return [f"schedule.options.{key}: {cfg.name} has no such option. {suggest(key, valid)}" for key in unknown]
     try:
         table = rate_table(_maker(cfg), [0.1], 8)
-    except Exception as problem:  # whatever a scheduler's constructor raises is the user's to know
+    except Exception as problem:  # report to the user whatever a scheduler's constructor raises
         return [f"schedule.options={cfg.options}: {cfg.name} refuses them: {problem}"]
     if any(not math.isfinite(rate) or rate < 0 for rate in table[0]):
         return [f"schedule.options={cfg.options}: {cfg.name} gives rates that are negative or not finite"]

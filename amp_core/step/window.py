@@ -1,4 +1,4 @@
-"""The micro-batches of one optimizer step, and what each of them weighs.
+"""The micro-batches of one optimizer step, and their weights.
 
 Accumulated gradients equal those of the one big batch only when each micro-batch's mean loss is weighted by its share
 of the samples (or tokens) of the whole window over all ranks. Dividing by a fixed number makes a ragged tail too
@@ -57,16 +57,16 @@ def windows(
 
     In a process group every rank takes part: the weights are shares of the window over all ranks, and all ranks see the
     same number of windows of the same length. A rank that has fewer micro-batches repeats its last one with weight 0,
-    so that no collective is left waiting.
+    so that no collective blocks.
 
     Args:
         batches: finite or endless.
         accumulation: micro-batches per window, at least 1; the last window may hold fewer.
-        count: what a batch weighs, for example its valid tokens: an int, or a 0-d tensor that stays on its device.
-            Default: its samples. Where it may be 0, compute the loss as a sum divided by `count.clamp(min=1)`:
-            the mean over nothing is NaN.
+        count: the size of a batch, for example its valid tokens: an int, or a 0-d tensor that stays on its device.
+            Default: its samples. If it may be 0, compute the loss as a sum divided by `count.clamp(min=1)`: an empty
+            mean is NaN.
         world_size: for a plain DistributedDataParallel network, which averages gradients over its ranks: its number of
-            ranks. Weights are multiplied by it, which undoes that division. Leave it for networks wrapped by this
+            ranks. Weights are multiplied by it, which undoes that division. Omit it for networks wrapped by this
             project, which sum.
 
     Yields:
@@ -88,7 +88,7 @@ def windows(
             length, starved = _agree(length, starved)
         if length == 0:
             return
-        if starved:  # on every rank: one that raised alone would leave the others waiting
+        if starved:  # on every rank: if only one raised, the others would hang
             raise ValueError("a rank has no batch at all while others have some; give every rank data")
         counts: list[int | Tensor] = [count(batch) for batch in window]
         if len(window) < length:
@@ -108,13 +108,13 @@ def window_of(batches: Sequence[Any], weights: Sequence[float | Tensor]) -> list
 
 
 def microbatch_weights(counts: Sequence[int | Tensor]) -> list[float | Tensor]:
-    """What each micro-batch of a window weighs: its count over that of the whole window on all ranks.
+    """The weights of a window's micro-batches: each count divided by that of the window on all ranks.
 
     Args:
         counts: of this rank's micro-batches, ints or 0-d tensors, which stay on their device; collective.
     """
     total = _total(counts)
-    # Counted tokens may all be masked; 0 / 0 would poison the weights.
+    # All tokens may be masked; 0 / 0 would write NaN into the weights.
     return [c / total.clamp(min=1) if isinstance(total, Tensor) else c / max(total, 1) for c in counts]
 
 
@@ -132,7 +132,7 @@ def _agree(length: int, starved: bool) -> tuple[int, bool]:
 
 
 def _total(counts: Sequence[int | Tensor]) -> int | Tensor:
-    """What the window weighs over all ranks. Stays on the device when the counts are tensors."""
+    """The count of the window over all ranks. Stays on the device if the counts are tensors."""
     total = sum(counts)
     if not several_ranks():
         return total
@@ -146,7 +146,7 @@ def _total(counts: Sequence[int | Tensor]) -> int | Tensor:
 
 
 def sync_grads(*nets: nn.Module, when: bool) -> contextlib.AbstractContextManager[Any]:
-    """Reduce gradients over ranks in this forward and backward only `when` it is the last of its window.
+    """Reduce gradients over ranks in this forward and backward only `when` it is the window's last.
 
     Both passes must lie inside: DistributedDataParallel decides in the forward pass, other layouts in the backward.
     Without a wrapper that reduces gradients this does nothing.
@@ -165,7 +165,7 @@ def sync_grads(*nets: nn.Module, when: bool) -> contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def _without_reduction(net: Any) -> Iterator[None]:
-    """What `no_sync` is to DDP, for networks sharded by `fully_shard`: gradients stay whole, in fp32, until reduced."""
+    """`no_sync` for networks sharded by `fully_shard`: gradients stay unsharded, in fp32, until reduced."""
     net.set_requires_gradient_sync(False)
     try:
         yield
