@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
 from amp_core.layouts.fsdp import gathers_16bit
 from amp_core.lowp.islands import keep_fp32, named_modules
+from amp_core.run.state import Run
 from amp_core.step.amp import Amp
 
-if TYPE_CHECKING:
-    from amp_core.run.loop import Loop
 
-
-def make_islands(loop: Loop, names: list[str]) -> None:
+def make_islands(run: Run, names: list[str]) -> None:
     """Keep modules in fp32 from here on, in the networks and in their average."""
-    nets = [loop.env.nets] if loop.ema is None else [loop.env.nets, [("", loop.ema.model)]]
+    nets = [run.env.nets] if run.ema is None else [run.env.nets, [("", run.ema.model)]]
     for module in (module for each in nets for module, name in named_modules(each).items() if name in set(names)):
         keep_fp32(module)
-    if loop.graph is not None:
-        loop.graph.forget()
-    loop.islands += [name for name in names if name not in loop.islands]
-    loop.env.summary["islands"] = loop.islands
+    if run.graph is not None:
+        run.graph.forget()
+    run.islands += [name for name in names if name not in run.islands]
+    run.env.summary["islands"] = run.islands
 
 
 def can_make_islands(amp: Amp, nets: list[tuple[str, nn.Module]]) -> bool:

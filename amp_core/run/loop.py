@@ -32,6 +32,7 @@ from amp_core.checkpoints.checkpoint import Loaded
 from amp_core.config.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
 from amp_core.data import Data
 from amp_core.memory.graph import CudaGraphStep, Step, why_not_capturable
+from amp_core.memory.recast import Recast
 from amp_core.run.environment import Environment, exit_code_of, outcome_of, peak_memory
 from amp_core.run.evaluation import Evaluate, Evaluation, spell
 from amp_core.run.feed import Feed
@@ -74,11 +75,7 @@ class Loop:
         self.schedules = {name: part for name, part in parts.items() if isinstance(part, Schedule)}
         self.model, self.schedule = self.nets[0], next(iter(self.schedules.values()))
         self.ema = next((part for part in parts.values() if isinstance(part, Ema)), None)
-        if any(map(is_sharded, self.nets)) and len(data.eval) < env.world_size:
-            raise ConfigError(
-                f"layout={self.cfg.layout.name}: {len(data.eval)} evaluation samples for {env.world_size} ranks, which "
-                f"gather weights together; expected at least one each: use fewer ranks, or layout=ddp"
-            )
+        _require_samples(self)
         self.clock = Clock()
         self.feed = Feed(env, data, self.clock.waiting)
         self.metrics = Metrics(amp, self.schedules, env.world_size)
@@ -96,11 +93,8 @@ class Loop:
         self.is_replay = False
         """Whether the present window is computed again, for somebody who looks into it."""
         self.graph = _cuda_graph(self)
-        self.recast = None
-        if self.cfg.perf.recast_weights:
-            from amp_core.memory.recast import Recast
-
-            self.recast = Recast(p for net in self.nets for p in net.parameters())
+        recasts = self.cfg.perf.recast_weights
+        self.recast = Recast(p for net in self.nets for p in net.parameters()) if recasts else None
         self.monitor, self.measurement = env.monitors(self)
         self._log: Log | None = None
         self._symptoms: Symptoms | None = None
@@ -406,6 +400,15 @@ class Loop:
                 sizes = (f"{what} {size / 2**20:.1f} MiB" for what, size in self.memory.items() if size)
                 self._log.info(f"memory per rank: {', '.join(sizes)}")
             self._log.info(f"run folder: {self.env.run_dir}")
+
+
+def _require_samples(loop: Loop) -> None:
+    env, num_samples = loop.env, len(loop.data.eval)
+    if any(map(is_sharded, loop.nets)) and num_samples < env.world_size:
+        raise ConfigError(
+            f"layout={loop.cfg.layout.name}: {num_samples} evaluation samples for {env.world_size} ranks, which "
+            f"gather weights together; expected at least one each: use fewer ranks, or layout=ddp"
+        )
 
 
 def _open_log(loop: Loop, loaded: Loaded | None, notes: list[str], warnings: list[str]) -> Log:

@@ -5,97 +5,94 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from amp_core.config.rules import scale_cap
 from amp_core.layouts.memory_model import Memory, memory_of, saved_for_backward, traffic, weights_of
 from amp_core.lowp.islands import island_names
+from amp_core.run.state import Run
 from amp_core.tensors import unwrap
 
-if TYPE_CHECKING:
-    from amp_core.run.loop import Loop
 
-
-def plan(loop: Loop) -> str:
+def plan(run: Run) -> str:
     """What runs, in a few lines."""
-    cfg, env, data = loop.cfg, loop.env, loop.data
-    params = [p for net in loop.nets for p in unwrap(net).parameters()]
-    memory = _memory(loop)
+    cfg, env, data = run.cfg, run.env, run.data
+    params = [p for net in run.nets for p in unwrap(net).parameters()]
+    memory = _memory(run)
     more = memory.most - memory.total
     within = f", up to {more / 2**20:.1f} MiB more within a step" if more else ""
-    optimizer = loop.optimizers[0]
-    smallest, largest = loop.amp.limits
+    optimizer = run.optimizers[0]
+    smallest, largest = run.amp.limits
     amp = f"amp={cfg.amp.name} (numbers from {smallest:.1e} to {largest:.1e}"
     amp += f", scale at most {scale_cap(cfg.amp, cfg.batch_size):g})" if cfg.amp.scaling else ")"
-    passes = loop.num_steps * loop.feed.samples_per_step / len(data.train)
+    passes = run.num_steps * run.feed.samples_per_step / len(data.train)
     return "\n".join(
         [
             f"{cfg.recipe['name']}: {cfg.model.name} ({sum(p.numel() for p in params):,} parameters) on "
             f"{cfg.data.name} ({len(data.train):,} training samples)",
             f"  {amp} on {env.world_size} x {env.device.type}, "
             f"{type(optimizer).__name__}{' fused' if _is_fused(optimizer) else ''}, "
-            f"schedule {cfg.schedule.name} over {loop.schedule.num_steps} steps",
-            f"  {loop.num_steps} steps of {loop.feed.samples_per_step} samples ({cfg.batch_size} x accumulation "
-            f"{loop.feed.accumulation} x {env.world_size} rank(s)), {passes:.3g} passes over the data",
+            f"schedule {cfg.schedule.name} over {run.schedule.num_steps} steps",
+            f"  {run.num_steps} steps of {run.feed.samples_per_step} samples ({cfg.batch_size} x accumulation "
+            f"{run.feed.accumulation} x {env.world_size} rank(s)), {passes:.3g} passes over the data",
             f"  {memory.total / 2**20:.1f} MiB per rank for weights, gradients, moments"
-            f"{' and averages' if loop.ema else ''}{within}; activations come on top",
+            f"{' and averages' if run.ema else ''}{within}; activations come on top",
         ]
     )
 
 
-def plan_in_detail(loop: Loop) -> str:
+def plan_in_detail(run: Run) -> str:
     """What a dry run tells besides: where memory goes, what is sent, when it evaluates and saves."""
-    cfg, env, mib = loop.cfg, loop.env, 2**20
-    memory = memory_of(loop.nets, loop.optimizers, loop.ema, cfg.amp, accumulation=loop.feed.accumulation)
+    cfg, env, mib = run.cfg, run.env, 2**20
+    memory = memory_of(run.nets, run.optimizers, run.ema, cfg.amp, accumulation=run.feed.accumulation)
     kinds = {name: size for name, size in vars(memory).items() if size}
     spelled = ", ".join(f"{name} {size / mib:.1f}" for name, size in kinds.items())
     lines = [f"  MiB per rank: {spelled}; with the activations of {cfg.batch_size} samples on top"]
     if env.world_size > 1:
         sent = traffic(
-            [weight for net in loop.nets for weight in weights_of(net, cfg.amp)],
+            [weight for net in run.nets for weight in weights_of(net, cfg.amp)],
             cfg.amp,
             env.world_size,
-            accumulation=loop.feed.accumulation,
+            accumulation=run.feed.accumulation,
             compress=cfg.layout.compress is not None,
             bucket_mb=cfg.layout.bucket_mb or 25.0,
         )
         lines.append(f"  each rank sends {sum(one.sent for one in sent) / mib:.1f} MiB per step")
-    steps = loop.num_steps
+    steps = run.num_steps
     lines += [
-        f"  evaluates {len(loop.data.eval):,} samples {_times(cfg.eval_every, steps)}, and counts by "
+        f"  evaluates {len(run.data.eval):,} samples {_times(cfg.eval_every, steps)}, and counts by "
         f"{cfg.recipe['best']} ({cfg.recipe['best_is']})",
         f"  saves about {(memory.weights + memory.moments + memory.averages) / mib:.1f} MiB a rank "
         f"{_times(cfg.save_every, steps)}, keeps {cfg.checkpoint.keep} and the best; "
         f"metrics {_times(cfg.log_every, steps)}",
     ]
-    inside = [name or "the whole network" for net in loop.nets for name in island_names(unwrap(net))]
+    inside = [name or "the whole network" for net in run.nets for name in island_names(unwrap(net))]
     if inside:
         lines.append(f"  fp32 islands: {', '.join(inside[:8])}{', ...' if len(inside) > 8 else ''}")
     return "\n".join([*lines, "checked: settings, names, data, device, network, optimizer; nothing was written"])
 
 
 @contextlib.contextmanager
-def measuring(loop: Loop) -> Iterator[None]:
+def measuring(run: Run) -> Iterator[None]:
     """Around the first window: counts what its backward passes need, where one thread computes it as written."""
-    if loop.memory is not None:
-        with contextlib.nullcontext() if loop.recast is None else loop.recast.hooks():
+    if run.memory is not None:
+        with contextlib.nullcontext() if run.recast is None else run.recast.hooks():
             yield
         return
-    loop.memory = vars(_memory(loop)) | {"activations": None}
-    if loop.cfg.perf.name != "default" or loop.cfg.layout.name not in ("single", "ddp"):
+    run.memory = vars(_memory(run)) | {"activations": None}
+    if run.cfg.perf.name != "default" or run.cfg.layout.name not in ("single", "ddp"):
         yield
         return
-    tensors = (t for net in loop.nets for t in (*net.parameters(), *net.buffers()))
-    with saved_for_backward(tensors, loop.recast) as saved:
+    tensors = (t for net in run.nets for t in (*net.parameters(), *net.buffers()))
+    with saved_for_backward(tensors, run.recast) as saved:
         yield
-    loop.memory["activations"] = saved.activations
+    run.memory["activations"] = saved.activations
 
 
-def _memory(loop: Loop) -> Memory:
-    memory = memory_of(loop.nets, loop.optimizers, loop.ema, loop.cfg.amp, accumulation=loop.feed.accumulation)
-    return memory if loop.recast is None else replace(memory, copies=0)
+def _memory(run: Run) -> Memory:
+    memory = memory_of(run.nets, run.optimizers, run.ema, run.cfg.amp, accumulation=run.feed.accumulation)
+    return memory if run.recast is None else replace(memory, copies=0)
 
 
 def _times(every: int, steps: int) -> str:

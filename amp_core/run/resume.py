@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,41 +13,39 @@ from amp_core.config.rules import SHARDED, differences, is_elastic
 from amp_core.lowp.islands import island_names
 from amp_core.run.islands import can_make_islands, make_islands
 from amp_core.run.machine import moved
+from amp_core.run.state import Run
 from amp_core.tensors import unwrap
 
-if TYPE_CHECKING:
-    from amp_core.run.loop import Loop
 
-
-def progress_of(loop: Loop) -> dict[str, Any]:
+def progress_of(run: Run) -> dict[str, Any]:
     """What a checkpoint keeps besides the parts. Waits for the device."""
     return {
-        "samples": loop.samples,
-        "samples_per_step": loop.feed.samples_per_step,
-        "planned_samples": loop.planned_samples,
-        "skipped": int(loop.amp.num_skipped),
-        "consecutive_skips": int(loop.amp.num_consecutive_skips),
-        "skipped_of": {of: int(meter.num_skipped) for of, meter in loop.metrics.meters.items() if of},
-        "averaged": int(loop.ema.num_taken) if loop.ema else 0,
-        "rounded": [int(weights.num_taken) for weights in loop.amp.weights],
-        "islands": loop.islands,
+        "samples": run.samples,
+        "samples_per_step": run.feed.samples_per_step,
+        "planned_samples": run.planned_samples,
+        "skipped": int(run.amp.num_skipped),
+        "consecutive_skips": int(run.amp.num_consecutive_skips),
+        "skipped_of": {of: int(meter.num_skipped) for of, meter in run.metrics.meters.items() if of},
+        "averaged": int(run.ema.num_taken) if run.ema else 0,
+        "rounded": [int(weights.num_taken) for weights in run.amp.weights],
+        "islands": run.islands,
     }
 
 
-def set_progress(loop: Loop, progress: dict[str, Any]) -> None:
+def set_progress(run: Run, progress: dict[str, Any]) -> None:
     """Put what `progress_of` gave back."""
-    loop.step, loop.samples = int(progress["step"]), int(progress["samples"])
-    loop.amp.num_skipped.fill_(int(progress["skipped"]))
-    loop.amp.num_consecutive_skips.fill_(int(progress["consecutive_skips"]))
-    if loop.ema is not None:
-        loop.ema.num_taken.fill_(int(progress["averaged"]))
-    for weights, num_taken in zip(loop.amp.weights, progress.get("rounded", []), strict=False):
+    run.step, run.samples = int(progress["step"]), int(progress["samples"])
+    run.amp.num_skipped.fill_(int(progress["skipped"]))
+    run.amp.num_consecutive_skips.fill_(int(progress["consecutive_skips"]))
+    if run.ema is not None:
+        run.ema.num_taken.fill_(int(progress["averaged"]))
+    for weights, num_taken in zip(run.amp.weights, progress.get("rounded", []), strict=False):
         weights.num_taken.fill_(int(num_taken))
 
 
-def open_checkpoint(loop: Loop) -> Checkpoint:
+def open_checkpoint(run: Run) -> Checkpoint:
     """The checkpoints of a run, in its folder. Collective."""
-    env, cfg = loop.env, loop.cfg
+    env, cfg = run.env, run.cfg
     own = None if env.run_dir is None else env.run_dir / "checkpoints"
     in_shards = cfg.checkpoint.name == "sharded"
     return Checkpoint(
@@ -59,11 +57,11 @@ def open_checkpoint(loop: Loop) -> Checkpoint:
         # What a thread sends must not come between what training sends.
         group=env.new_host_group() if in_shards and cfg.checkpoint.background else env.host_group,
         guard=env.check_folder,
-        **loop.parts,
+        **run.parts,
     )
 
 
-def resume(loop: Loop) -> tuple[Loaded | None, list[str], list[str]]:
+def resume(run: Run) -> tuple[Loaded | None, list[str], list[str]]:
     """Load the checkpoint that a run begins with, if there is one, and set where it stands. Collective.
 
     Returns:
@@ -73,68 +71,68 @@ def resume(loop: Loop) -> tuple[Loaded | None, list[str], list[str]]:
         ConfigError: the checkpoint was made with other settings.
         CheckpointError: no usable checkpoint, or different ones on different ranks.
     """
-    env, cfg = loop.env, loop.cfg
+    env, cfg = run.env, run.cfg
     notes = list(env.job.notes)
-    warnings = _spread(loop, notes)
-    planned = {name: schedule.num_steps for name, schedule in loop.schedules.items()}
-    loaded = loop.checkpoint.load() if env.run_dir is not None else None
+    warnings = _spread(run, notes)
+    planned = {name: schedule.num_steps for name, schedule in run.schedules.items()}
+    loaded = run.checkpoint.load() if env.run_dir is not None else None
     if loaded is None and cfg.resume not in ("auto", "last", "never"):
-        loaded = loop.checkpoint.load(cfg.resume)
+        loaded = run.checkpoint.load(cfg.resume)
     elif loaded is None and cfg.task == "evaluate":
-        loaded = loop.checkpoint.load(cfg.run_dir)
-    _agree_on(loop, loaded)
+        loaded = run.checkpoint.load(cfg.run_dir)
+    _agree_on(run, loaded)
     if loaded is None:
         if env.run_dir is not None and (env.run_dir / "metrics.jsonl").exists():
             notes.append("the run folder holds no checkpoint yet: beginning from the start")
         return None, notes, warnings
     notes += loaded.notes
     if cfg.task == "train":
-        _check_changes(loop, loaded, notes)
-        warnings = _keep_samples_per_step(loop, loaded, notes, warnings)
-    set_progress(loop, loaded.progress)
-    loop.metrics.set_skipped(loaded.progress.get("skipped_of", {}))
-    _make_islands(loop, list(loaded.progress.get("islands", [])), notes)
+        _check_changes(run, loaded, notes)
+        warnings = _keep_samples_per_step(run, loaded, notes, warnings)
+    set_progress(run, loaded.progress)
+    run.metrics.set_skipped(loaded.progress.get("skipped_of", {}))
+    _make_islands(run, list(loaded.progress.get("islands", [])), notes)
     old_mode = loaded.config.get("amp", {}).get("name")
     if old_mode != cfg.amp.name:
         notes.append(f"the checkpoint was made with amp={old_mode}, going on with amp={cfg.amp.name}")
     verb = "continuing from" if cfg.task == "train" else "evaluating"
-    notes.append(f"{verb} step {loop.step}: {loaded.path}")
+    notes.append(f"{verb} step {run.step}: {loaded.path}")
     if cfg.task == "train" and (elsewhere := moved(loaded.path, env.device)):
         notes.append(elsewhere)
-    if cfg.task == "train" and any(s.num_steps < planned[name] for name, s in loop.schedules.items()):
-        notes.append(f"steps beyond the schedule's {loop.schedule.num_steps} keep its last learning rate")
+    if cfg.task == "train" and any(s.num_steps < planned[name] for name, s in run.schedules.items()):
+        notes.append(f"steps beyond the schedule's {run.schedule.num_steps} keep its last learning rate")
     return loaded, notes, warnings
 
 
-def _make_islands(loop: Loop, islands: list[str], notes: list[str]) -> None:
+def _make_islands(run: Run, islands: list[str], notes: list[str]) -> None:
     """The islands that the doctor had made."""
-    nets = loop.env.nets
+    nets = run.env.nets
     there = {".".join(filter(None, [prefix, name])) for prefix, net in nets for name in island_names(unwrap(net))}
-    if set(islands) - there and loop.cfg.layout.name in SHARDED and loop.amp.dtype is not torch.float32:
+    if set(islands) - there and run.cfg.layout.name in SHARDED and run.amp.dtype is not torch.float32:
         raise ConfigError(
-            f"layout={loop.cfg.layout.name}: the doctor had put {', '.join(islands)} into fp32, which has to come "
+            f"layout={run.cfg.layout.name}: the doctor had put {', '.join(islands)} into fp32, which has to come "
             f"before weights are sharded: add amp.keep_fp32=[{','.join(islands)}]"
         )
-    if islands and can_make_islands(loop.amp, nets):
-        make_islands(loop, islands)
+    if islands and can_make_islands(run.amp, nets):
+        make_islands(run, islands)
         notes.append(f"the doctor had put {', '.join(islands)} into fp32: so it stays")
 
 
-def _agree_on(loop: Loop, loaded: Loaded | None) -> None:
-    if loop.env.world_size == 1:
+def _agree_on(run: Run, loaded: Loaded | None) -> None:
+    if run.env.world_size == 1:
         return
-    found: list[Any] = [None] * loop.env.world_size
+    found: list[Any] = [None] * run.env.world_size
     mine = None if loaded is None else (loaded.step, loaded.digest)
-    dist.all_gather_object(found, mine, group=loop.env.host_group)
+    dist.all_gather_object(found, mine, group=run.env.host_group)
     if any(other != found[0] for other in found):
         raise CheckpointError(f"the ranks loaded different checkpoints: {found}; do all see the same run folder?")
 
 
-def _check_changes(loop: Loop, loaded: Loaded, notes: list[str]) -> None:
-    changed = differences(loaded.config, loop.cfg.to_dict())
+def _check_changes(run: Run, loaded: Loaded, notes: list[str]) -> None:
+    changed = differences(loaded.config, run.cfg.to_dict())
     if not changed:
         return
-    if loop.cfg.allow_changes:
+    if run.cfg.allow_changes:
         notes.append("settings changed since the checkpoint: " + "; ".join(changed))
         return
     raise ConfigError(
@@ -143,19 +141,19 @@ def _check_changes(loop: Loop, loaded: Loaded, notes: list[str]) -> None:
     )
 
 
-def _keep_samples_per_step(loop: Loop, loaded: Loaded, notes: list[str], warnings: list[str]) -> list[str]:
+def _keep_samples_per_step(run: Run, loaded: Loaded, notes: list[str], warnings: list[str]) -> list[str]:
     """Hold the samples per step when the number of ranks changed, by another accumulation. Returns warnings."""
-    cfg, progress, old = loop.cfg, loaded.progress, loaded.config
-    before, now = int(progress.get("planned_samples", progress["samples_per_step"])), loop.planned_samples
+    cfg, progress, old = run.cfg, loaded.progress, loaded.config
+    before, now = int(progress.get("planned_samples", progress["samples_per_step"])), run.planned_samples
     if before == now:
         return warnings
-    per_micro_batch = cfg.batch_size * loop.env.world_size
+    per_micro_batch = cfg.batch_size * run.env.world_size
     same = all(old.get(key) == getattr(cfg, key) for key in ("batch_size", "accumulation"))
     if same and (before % per_micro_batch == 0 or is_elastic(cfg)):
-        loop.planned_samples = before
-        return _spread(loop, notes)
+        run.planned_samples = before
+        return _spread(run, notes)
     problem = (
-        f"batch_size={cfg.batch_size}, accumulation={cfg.accumulation}, {loop.env.world_size} rank(s): "
+        f"batch_size={cfg.batch_size}, accumulation={cfg.accumulation}, {run.env.world_size} rank(s): "
         f"{now} samples per step, the checkpoint has {before}; choose values whose product is {before}, "
         f"or allow_changes=true"
     )
@@ -165,17 +163,17 @@ def _keep_samples_per_step(loop: Loop, loaded: Loaded, notes: list[str], warning
     return warnings
 
 
-def _spread(loop: Loop, notes: list[str]) -> list[str]:
+def _spread(run: Run, notes: list[str]) -> list[str]:
     """Choose the accumulation with which these ranks make the planned samples per step, or nearly. Returns warnings."""
-    cfg, env, wanted = loop.cfg, loop.env, loop.planned_samples
-    loop.feed.accumulation = max(1, round(wanted / (cfg.batch_size * env.world_size)))
-    found, ranks = loop.feed.samples_per_step, f"{env.world_size} rank(s)"
-    change = f"accumulation={loop.feed.accumulation} instead of {cfg.accumulation}"
+    cfg, env, wanted = run.cfg, run.env, run.planned_samples
+    run.feed.accumulation = max(1, round(wanted / (cfg.batch_size * env.world_size)))
+    found, ranks = run.feed.samples_per_step, f"{env.world_size} rank(s)"
+    change = f"accumulation={run.feed.accumulation} instead of {cfg.accumulation}"
     if found != wanted:
         return [
             f"{change}: {found} samples per step on {ranks}, not the {wanted} of the plan, which no accumulation "
             f"gives with batch_size={cfg.batch_size}; the learning rate stays as it is"
         ]
-    if loop.feed.accumulation != cfg.accumulation:
+    if run.feed.accumulation != cfg.accumulation:
         notes.append(f"{change}: keeps {wanted} samples per step on {ranks}")
     return []

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from operator import eq
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.rules import amp_config, scale_cap
+from amp_core.config.rules import amp_config
 from amp_core.config.schema import AmpConfig
 from amp_core.lowp.fp16_convolutions import use_fp32_convolutions
 from amp_core.lowp.lint import find_slow, find_unsafe
@@ -35,6 +34,7 @@ from amp_core.lowp.weights import LowPrecisionWeights
 from amp_core.step.buffers import BufferGuard
 from amp_core.step.clip import Clip
 from amp_core.step.fused import bare_step, take_step, torch_step
+from amp_core.step.gradients import check_gradients, grad_versions, norm_of, not_finite, run_backward, with_grads
 from amp_core.step.report import (
     Observer,
     OptimizerState,
@@ -43,19 +43,16 @@ from amp_core.step.report import (
     StepReport,
     require_no_closure,
 )
-from amp_core.step.scaler import LossScale, ScalePolicy
+from amp_core.step.scaler import LossScale, policy_of
 from amp_core.tensors import (
-    global_grad_norm,
-    is_dtensor,
     is_sharded,
     is_state_sharded,
     multiply_,
     several_ranks,
     step_on_local_shards,
 )
-from amp_core.torch_private import find, foreach_norm, log_missing, version_of
+from amp_core.torch_private import log_missing
 
-_run_backward = find("torch.autograd.graph._engine_run_backward")
 logger = logging.getLogger("amp_recipes")
 
 
@@ -87,7 +84,7 @@ class Amp:
         self.dtype = getattr(torch, config.dtype)
         self._casts = self.dtype is not torch.float32
         self._low = self.dtype if config.update is None else getattr(torch, config.weights)
-        self.scaler = LossScale(_policy(config, samples), self.device)
+        self.scaler = LossScale(policy_of(config, samples), self.device)
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision(config.matmul_precision)
             # Convolutions use TF32 by default, which would not be `fp32`.
@@ -192,7 +189,7 @@ class Amp:
         unscaled = []
         if self._optimizer_states:  # something was stepped or unscaled in this window
             self._forget_abandoned()
-            unscaled = [(o, _grad_versions(o)) for o, state in self._optimizer_states.items() if state.unscaled]
+            unscaled = [(o, grad_versions(o)) for o, state in self._optimizer_states.items() if state.unscaled]
         if not isinstance(gradient, Tensor) or gradient.ndim == 0:
             if loss.numel() != 1:
                 raise ValueError(
@@ -216,10 +213,10 @@ class Amp:
             tell(seed)
         if torch.is_autocast_enabled(self.device.type):
             with self._autocast_off():
-                _backward(loss, seed, retain_graph, inputs)
+                run_backward(loss, seed, retain_graph, inputs)
         else:
-            _backward(loss, seed, retain_graph, inputs)
-        if unscaled and any(_grad_versions(optimizer) != before for optimizer, before in unscaled):
+            run_backward(loss, seed, retain_graph, inputs)
+        if unscaled and any(grad_versions(optimizer) != before for optimizer, before in unscaled):
             raise RuntimeError(
                 "amp.backward added scaled gradients to gradients that amp.unscale_ had unscaled; call unscale_ once, "
                 "after the last backward of the window"
@@ -311,11 +308,11 @@ class Amp:
                 "once, after the last backward and before amp.step"
             )
         self._reduce(state, optimizer)
-        params, grads = _with_grads(optimizer)
-        in_parts = self._check(params, grads)
+        params, grads = with_grads(optimizer)
+        in_parts = check_gradients(params, grads, scaled=self.scaler.policy is not None)
         if grads:
             inverse = self.scaler.inverse
-            state.found_inf = _not_finite(self._norm(grads, in_parts) * inverse)
+            state.found_inf = not_finite(norm_of(grads, self._zero, sharded=in_parts) * inverse)
             multiply_(grads, inverse)
         state.unscaled = True
 
@@ -362,11 +359,11 @@ class Amp:
         watcher = None if self._rehearsal is None else self._rehearsal.watcher
         if watcher is not None:
             for each in optimizers:
-                watcher.on_gradients(*_with_grads(each))
+                watcher.on_gradients(*with_grads(each))
             watcher.pause()
         for observe in self.observers:
             for each in optimizers:
-                observe(*_with_grads(each), each not in unscaled and not self._state_of(each).unscaled)
+                observe(*with_grads(each), each not in unscaled and not self._state_of(each).unscaled)
         agree = several_ranks()
         pending = [self._examine(o, clip, scaled=o not in unscaled, joined=agree and o in sharded) for o in optimizers]
         found_inf = pending[0].found_inf
@@ -428,20 +425,20 @@ class Amp:
         if state.stepped:
             raise RuntimeError("amp.step was called twice for one optimizer; call amp.update() once per window")
         self._reduce(state, optimizer)
-        params, grads = _with_grads(optimizer)
-        in_parts = self._check(params, grads)
+        params, grads = with_grads(optimizer)
+        in_parts = check_gradients(params, grads, scaled=self.scaler.policy is not None)
         for weights in self.weights:
             weights.begin_step(params)
 
         scale = None if state.unscaled or not scaled or self.scaler.policy is None else self.scaler.scale
-        norm = self._norm(grads, in_parts)
+        norm = norm_of(grads, self._zero, sharded=in_parts)
         if joined:
             squares = norm.square()
             dist.all_reduce(squares)
             norm = squares.sqrt()
         if scale is not None:
             norm = norm / scale
-        found_inf = _not_finite(norm)
+        found_inf = not_finite(norm)
         if state.found_inf is not None:
             found_inf = torch.maximum(found_inf, state.found_inf)
 
@@ -462,7 +459,7 @@ class Amp:
             divisor = None
             # Clamping keeps finite values finite; other clipping may divide zero by zero.
             if not isinstance(clip, Clip) or clip.kind != "value":
-                found_inf = torch.maximum(found_inf, _not_finite(self._norm(grads, in_parts)))
+                found_inf = torch.maximum(found_inf, not_finite(norm_of(grads, self._zero, sharded=in_parts)))
         return PendingStep(optimizer, state, params, grads, in_parts, norm, found_inf, divisor)
 
     def update(self) -> None:
@@ -601,49 +598,14 @@ class Amp:
     def _forget_abandoned(self) -> None:
         """Optimizers that were unscaled and never stepped, and whose gradients are gone: their window was given up."""
         for optimizer, state in list(self._optimizer_states.items()):
-            if state.unscaled and not state.stepped and not _with_grads(optimizer)[1]:
+            if state.unscaled and not state.stepped and not with_grads(optimizer)[1]:
                 del self._optimizer_states[optimizer]
 
     def _reduce(self, state: OptimizerState, optimizer: torch.optim.Optimizer) -> None:
         if self.weights and not state.reduced:
             for weights in self.weights:
-                weights.reduce_(_with_grads(optimizer)[0])
+                weights.reduce_(with_grads(optimizer)[0])
             state.reduced = True
-
-    def _norm(self, grads: list[Tensor], in_parts: bool) -> Tensor:
-        """The global L2 norm, also of sharded gradients: 0-d float32 on this device.
-
-        Not finite exactly when a gradient is not, up to 1e19. Sharded gradients need a reduction over ranks.
-        """
-        if not grads:
-            return self._zero.clone()
-        if in_parts:
-            return global_grad_norm(grads, self.device)
-        norms = foreach_norm(grads)
-        if {norm.device for norm in norms} != {self._zero.device}:
-            norms = [norm.to(self.device, non_blocking=True) for norm in norms]
-        return torch.linalg.vector_norm(torch.stack(norms)).float()
-
-    def _check(self, params: Sequence[Tensor], grads: list[Tensor]) -> bool:
-        """Raises TypeError at gradients that cannot be handled; tells whether they are shards.
-
-        Gradients that lie in memory in another way than their weights are replaced, here and in the weights: fused
-        kernels go through both in the order of memory. autograd makes none; a program that sets `.grad` may.
-        """
-        for dtype in {grad.dtype for grad in grads}:
-            if dtype in (torch.float16, torch.bfloat16) and self.scaler.policy is not None:
-                raise TypeError(
-                    f"the weights are {dtype}, whose gradients cannot be unscaled without loss; keep them in "
-                    "float32 and let amp.autocast() cast: do not call model.half()"
-                )
-        if {grad.layout for grad in grads} - {torch.strided}:
-            raise TypeError("sparse gradients are not supported; use sparse=False in the embedding")
-        in_parts = _are_parts(grads)
-        if not in_parts and not all(map(eq, map(Tensor.stride, params), map(Tensor.stride, grads))):
-            for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-                if param.stride() != grad.stride():
-                    param.grad = grads[i] = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-        return in_parts
 
     def _say_that_it_waits(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._said_waits:
@@ -660,77 +622,9 @@ class Amp:
                     guard.note_bypass()
 
 
-def _policy(config: AmpConfig, samples: int | None) -> ScalePolicy | None:
-    if not config.scaling:
-        return None
-    if config.max_scale_per_sample is not None and samples is None:
-        raise ConfigError(
-            f"amp={config.name}: caps the scale at {config.max_scale_per_sample:g} times the samples of a micro-batch; "
-            f"pass samples= to Amp"
-        )
-    assert config.init_scale and config.growth_factor and config.backoff_factor  # checked with the configuration
-    assert config.growth_interval and config.min_scale and config.dynamic is not None
-    cap = scale_cap(config, samples)
-    return ScalePolicy(
-        init_scale=config.init_scale,
-        growth_factor=config.growth_factor,
-        backoff_factor=config.backoff_factor,
-        growth_interval=config.growth_interval,
-        max_scale=cap,
-        min_scale=min(config.min_scale, cap),
-        dynamic=config.dynamic,
-    )
-
-
-def _with_grads(optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-    """The weights that have gradients, and the gradients."""
-    params: list[Tensor] = []
-    grads: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            grad = param.grad
-            if grad is not None:
-                params.append(param)
-                grads.append(grad)
-    return params, grads
-
-
-def _are_parts(grads: Sequence[Tensor]) -> bool:
-    """Whether any gradient is sharded, without a call per gradient in the usual case."""
-    return {type(grad) for grad in grads} != {Tensor} and any(map(is_dtensor, grads))
-
-
 def _take_on_device(pending: PendingStep, taken: Tensor, found_inf: Tensor) -> None:
     if pending.in_parts or is_state_sharded(pending.optimizer):
         with step_on_local_shards(pending.optimizer):
             torch_step(pending.optimizer, found_inf, pending.divisor)
     else:
         take_step(pending.optimizer, pending.params, pending.grads, taken, found_inf, pending.divisor)
-
-
-def _backward(loss: Tensor, seed: Tensor, retain_graph: bool, inputs: Sequence[Tensor] | None) -> None:
-    """`torch.autograd.backward(loss, seed, ...)` of plain tensors.
-
-    torch's function imports sympy to compare two shapes when it gets a gradient: half a second before the first step.
-    """
-    if (
-        _run_backward is None
-        or type(loss) is not Tensor
-        or loss.shape != seed.shape
-        or (inputs is not None and not inputs)
-    ):
-        torch.autograd.backward(loss, seed, retain_graph, inputs=inputs)
-        return
-    _run_backward(
-        (loss,), (seed,), retain_graph, False, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True
-    )
-
-
-def _grad_versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
-    """A key that changes whenever a gradient of this optimizer is created or written."""
-    return [(id(grad), version_of(grad)) for grad in _with_grads(optimizer)[1]]
-
-
-def _not_finite(norm: Tensor) -> Tensor:
-    """0-d float32: 1 where `norm` is inf or NaN, else 0, as fused optimizers take it."""
-    return (norm - norm).ne_(0)  # 0 but for inf and NaN; fewer operators than isfinite and a cast

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_core.config.errors import ConfigError
+from amp_core.config.rules import scale_cap
+from amp_core.config.schema import AmpConfig
 from amp_core.torch_private import update_scale_
 
 logger = logging.getLogger("amp_recipes")
@@ -33,6 +36,33 @@ class ScalePolicy:
     max_scale: float
     min_scale: float
     dynamic: bool = True
+
+
+def policy_of(config: AmpConfig, samples: int | None) -> ScalePolicy | None:
+    """The policy of a mode, or None where it does not scale.
+
+    Raises:
+        ConfigError: its cap needs `samples`, those of a micro-batch, and they are None.
+    """
+    if not config.scaling:
+        return None
+    if config.max_scale_per_sample is not None and samples is None:
+        raise ConfigError(
+            f"amp={config.name}: caps the scale at {config.max_scale_per_sample:g} times the samples of a micro-batch; "
+            f"pass samples= to Amp"
+        )
+    assert config.init_scale and config.growth_factor and config.backoff_factor  # checked with the configuration
+    assert config.growth_interval and config.min_scale and config.dynamic is not None
+    cap = scale_cap(config, samples)
+    return ScalePolicy(
+        init_scale=config.init_scale,
+        growth_factor=config.growth_factor,
+        backoff_factor=config.backoff_factor,
+        growth_interval=config.growth_interval,
+        max_scale=cap,
+        min_scale=min(config.min_scale, cap),
+        dynamic=config.dynamic,
+    )
 
 
 class LossScale:

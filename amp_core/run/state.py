@@ -1,0 +1,48 @@
+"""What a run is made of, for what works on a run and is not the training loop itself. `Loop` is one."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from amp_core.checkpoints.checkpoint import Checkpoint
+from amp_core.config.schema import Config
+from amp_core.data import Data
+from amp_core.memory.graph import CudaGraphStep
+from amp_core.memory.recast import Recast
+from amp_core.run.environment import Environment
+from amp_core.run.feed import Feed
+from amp_core.run.meters import Metrics
+from amp_core.step.amp import Amp
+from amp_core.step.ema import Ema
+from amp_core.step.schedule import Schedule
+
+
+class Run(Protocol):
+    """Parts, settings and position of a run."""
+
+    env: Environment
+    cfg: Config
+    data: Data
+    amp: Amp
+    parts: dict[str, Any]
+    nets: list[nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    schedules: dict[str, Schedule]
+    schedule: Schedule
+    ema: Ema | None
+    feed: Feed
+    metrics: Metrics
+    checkpoint: Checkpoint
+    graph: CudaGraphStep | None
+    recast: Recast | None
+    memory: dict[str, int | None] | None
+    islands: list[str]
+    planned_samples: int
+    step: int
+    samples: int
+
+    @property
+    def num_steps(self) -> int: ...

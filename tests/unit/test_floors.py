@@ -1,0 +1,92 @@
+"""Imports go one way, from floor to floor; floors, files and the path of a step stay short enough to read."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import floors  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+LONG = {
+    "amp_core/step/amp.py": "one class, the interface that people import",
+    "amp_core/doctor/trace.py": "one dispatch mode, whose rules refer to each other",
+    "amp_core/lowp/op_policy.py": "mostly the table of CUDA's autocast policy",
+    "amp_core/cli/compose.py": "what people type and what to type instead, one case after the other",
+    "amp_core/run/environment.py": "set up and torn down in one place, in opposite order",
+}
+"""Files of more than 500 lines, each with its reason."""
+
+
+def test_every_import_goes_to_a_floor_above():
+    assert floors.upward() == []
+
+
+@pytest.mark.parametrize(
+    "module, line, allowed",
+    [
+        ("amp_core.step.amp", "from amp_core.tensors import local", True),
+        ("amp_core.step.amp", "from amp_core.layouts.zero import share_state", False),
+        ("amp_core.step.amp", "from amp_core.layouts import zero", False),
+        ("amp_core.memory.graph", "import amp_core.run.loop", False),
+        ("amp_core.models.gpt", "from amp_core.step.clip import Clip", False),
+        ("amp_core.models.gpt", "from amp_core.lowp.islands import keep_fp32", True),
+        ("amp_core.doctor.watch", "from amp_core.cli.compose import compose", False),
+        ("amp_core.run.loop", "def f():\n    from amp_tools import forecast", False),
+        ("amp_core.run.loop", "if TYPE_CHECKING:\n    from amp_core.doctor.watch import Watch", False),
+        ("amp_tools.forecast", "from amp_core.doctor.watch import Watch", True),
+    ],
+)
+def test_an_import_of_a_floor_below_is_seen(module, line, allowed, tmp_path, monkeypatch):
+    path = tmp_path / "code.py"
+    path.write_text(line + "\n")
+    known = floors.modules()
+    monkeypatch.setattr(floors, "ROOT", tmp_path)
+    monkeypatch.setattr(floors, "modules", lambda: known | {module: path})
+    monkeypatch.setattr(floors, "imports", lambda p, original=floors.imports: original(p) if p == path else iter(()))
+    assert (floors.upward() == []) is allowed
+
+
+@pytest.mark.parametrize("floor", floors.LIMITS)
+def test_a_floor_is_as_short_as_its_limit(floor):
+    assert floors.sizes()[floor] <= floors.LIMITS[floor]
+
+
+def test_a_file_has_at_most_500_lines_but_for_those_with_a_reason():
+    found = {str(path.relative_to(ROOT)) for path in floors.modules().values() if floors.lines_of(path) > 500}
+    assert found == set(LONG)
+
+
+def test_the_loop_has_at_most_350_lines():
+    lines = (ROOT / "amp_core/run/loop.py").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("class Loop"))
+    end = next(i for i, line in enumerate(lines) if i > start and line and not line.startswith((" ", "#")))
+    assert end - start <= 350
+
+
+def test_no_module_is_in_a_circle_of_imports():
+    """Of imports that are made when a module is imported; deeper ones are made later."""
+    known = floors.modules()
+    graph = {module: set(floors.at_import(path)) & set(known) for module, path in known.items()}
+    done: set[str] = set()
+
+    def walk(module: str, stack: list[str]) -> None:
+        assert module not in stack, " -> ".join([*stack[stack.index(module) :], module])
+        if module not in done:
+            for other in graph[module] - {"amp_core"}:
+                walk(other, [*stack, module])
+            done.add(module)
+
+    for module in graph:
+        walk(module, [])
+
+
+def test_what_one_reads_to_follow_a_recipe_and_a_step():
+    files = floors.closure("recipes/classification.py")
+    assert len(files) <= floors.MOST_MODULES and sum(map(floors.lines_of, files)) <= floors.MOST_LINES
+    files = floors.closure("amp_core/step/amp.py")
+    assert sum(map(floors.lines_of, files)) <= floors.MOST_LINES_OF_STEP
