@@ -1,7 +1,7 @@
 """The floors of the core: how long each is, who imports from below, and what one reads to follow one step.
 
     python scripts/floors.py                                     # the tables
-    python scripts/floors.py --picture docs/pictures/floors.svg  # the picture of docs/ARCHITECTURE.md
+    python scripts/floors.py --write                             # list and picture of docs/ARCHITECTURE.md
 
 A floor imports only from those above it; models, data and heads only from config, tensors and lowp; doctor and cli not
 from each other; nothing in amp_core imports amp_tools. `tests/unit/test_floors.py` holds this and the limits below.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 
 LIMITS = {
     "config": 1700,
@@ -201,6 +203,36 @@ def path_of_a_step() -> dict[str, list[tuple[str, int]]]:
     return {path: list(functions.items()) for path, functions in found.items()}
 
 
+def listing() -> str:
+    """Every module with the first sentence of its docstring, by floor."""
+    text = []
+    for floor in LIMITS:
+        members = {module: path for module, path in modules().items() if floor_of(module) == floor}
+        text += [
+            f"### {floor if floor != 'base' else 'beside the floors'}: {ABOUT[floor]}",
+            "",
+            "| module | |",
+            "| --- | --- |",
+        ]
+        for module, path in members.items():
+            summary = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].replace("\n", " ")
+            if path.name != "__init__.py":
+                text.append(f"| [{module.split('.', 1)[1]}](../{path.relative_to(ROOT)}) | {first_sentence(summary)} |")
+        text.append("")
+    return "\n".join(text)
+
+
+def first_sentence(text: str) -> str:
+    """Up to the first full stop that ends a sentence."""
+    return re.split(r"\.(?= [A-Z`]|$)", text.replace("|", "/"), maxsplit=1)[0].strip()
+
+
+def written(page: str) -> str:
+    """The page with the present list between its marks."""
+    begin, end = "<!-- begin of the modules -->\n", "<!-- end of the modules -->"
+    return page[: page.index(begin) + len(begin)] + listing() + page[page.index(end) :]
+
+
 def draw(target: Path) -> None:
     """The floors as boxes whose width is their length, with an arrow for each floor that another imports from."""
     import matplotlib
@@ -231,8 +263,8 @@ def draw(target: Path) -> None:
         xytext=(-0.03, -len(rows) + 1),
         arrowprops={"arrowstyle": "->", "color": "#33507a", "lw": 1.4},
     )
-    axes.text(-0.055, -len(rows) / 2 + 1, "imports go upward", rotation=90, va="center", fontsize=9, color="#33507a")
-    axes.set_xlim(-0.07, 1.75)
+    axes.text(-0.065, -len(rows) / 2 + 1, "imports go upward", rotation=90, va="center", fontsize=9, color="#33507a")
+    axes.set_xlim(-0.09, 1.75)
     axes.set_ylim(-len(rows) + 0.8, 1)
     axes.set_axis_off()
     axes.set_title(f"The floors; widths are lines of code, {largest:,} the widest", fontsize=10, loc="left")
@@ -241,10 +273,11 @@ def draw(target: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--picture", type=Path, help="draw them into this file (SVG or PNG)")
+    parser.add_argument("--write", action="store_true", help="write the list and the picture of docs/ARCHITECTURE.md")
     flags = parser.parse_args()
-    if flags.picture:
-        draw(flags.picture)
+    if flags.write:
+        PAGE.write_text(written(PAGE.read_text()))
+        draw(ROOT / "docs" / "pictures" / "floors.png")
         return 0
     found = sizes()
     print(f"{'floor':12} {'lines':>6} {'limit':>6}")

@@ -71,7 +71,11 @@ def test_the_loop_has_at_most_350_lines():
 def test_no_module_is_in_a_circle_of_imports():
     """Of imports that are made when a module is imported; deeper ones are made later."""
     known = floors.modules()
-    graph = {module: set(floors.at_import(path)) & set(known) for module, path in known.items()}
+    graph = {
+        module: set(floors.at_import(path)) & set(known)
+        for module, path in known.items()
+        if floors.floor_of(module) != "amp_tools"
+    }
     done: set[str] = set()
 
     def walk(module: str, stack: list[str]) -> None:
@@ -90,3 +94,8 @@ def test_what_one_reads_to_follow_a_recipe_and_a_step():
     assert len(files) <= floors.MOST_MODULES and sum(map(floors.lines_of, files)) <= floors.MOST_LINES
     files = floors.closure("amp_core/step/amp.py")
     assert sum(map(floors.lines_of, files)) <= floors.MOST_LINES_OF_STEP
+
+
+def test_the_architecture_page_lists_every_module():
+    page = (ROOT / "docs/ARCHITECTURE.md").read_text()
+    assert floors.written(page) == page, "run python scripts/floors.py --write"
