@@ -366,7 +366,15 @@ class Checkpoint:
             raise CheckpointError(f"{path} is of another model: {'; '.join(problems)}. Nothing was loaded.")
         unused = [name for name, state in contents.items() if state and name not in (*self.parts, *RESERVED)]
         notes += [f"{name} of the checkpoint is not used here" for name in unused]
-        return reading.Selection(path, self.parts, wanted, fresh, notes, conversions)
+        want = parts.want_of(self.parts, wanted)
+
+        def checked(entry: Any) -> Any:
+            try:
+                return want(entry)
+            except ValueError as problem:
+                raise CheckpointError(f"{path} is of another model: {problem}. Nothing was loaded.") from problem
+
+        return reading.Selection(checked, wanted, fresh, notes, conversions)
 
     def newest_before(self, step: int) -> tuple[int, Path] | None:
         """The newest checkpoint of the own folder with fewer steps than `step`, whether it is sound or not.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_core.checkpoints.plain_state import type_name
-from amp_core.checkpoints.shards import Entry, Span
+from amp_core.checkpoints.shards import Entry, Span, StatePath, Want, want_all
 from amp_core.layouts.fsdp import gather_full_state, slice_of
 from amp_core.layouts.zero import is_state_sharded, slices_of, whole_state
 from amp_core.tensors import dtensor_like, is_dtensor, load_state
@@ -204,34 +204,45 @@ def first_few(items: list[str], count: int = 3) -> str:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def spans_of(part: Part, state: dict[str, Any]) -> Callable[[Entry], tuple[Span, bool]]:
-    """A function that returns which rows of a sharded tensor this rank needs, and whether it wants them as a `Slice`.
+def want_of(parts: Mapping[str, Part], states: Mapping[str, Any]) -> Want:
+    """What this rank wants of sharded tensors. It raises ValueError where a part has no such tensor.
 
-    It raises ValueError where the part has no such tensor.
+    Args:
+        parts: by name.
+        states: of those that take theirs, as they are in the file.
     """
-    if isinstance(part, ShardedPart):
-        return lambda entry: ((0, *part.span(entry.paths[0][1:], entry.shape)), True)
-    live: dict[Any, Tensor] = {}
-    if isinstance(part, Optimizer):
-        live = dict(parameters_of(part, state["param_groups"]))
-    elif (net := net_of(part)) is not None:
-        here = net.state_dict()
-        live = {plain: here[name] for plain, name in plain_names(net, here).items()}
+    known: dict[Any, Callable[[StatePath], Tensor | None]] = {}
 
-    def span(entry: Entry) -> tuple[Span, bool]:
-        _, *path = entry.paths[0]
-        if isinstance(part, Optimizer):
-            path = path[1:2] if len(path) == 3 and path[0] == "state" else ()
-        mine = live.get(path[0]) if len(path) == 1 else None
-        if mine is None or tuple(mine.shape) != entry.shape:
-            here = "nothing" if mine is None else str(tuple(mine.shape))
+    def want(entry: Entry) -> tuple[Span, bool] | None:
+        name, *path = entry.paths[0]
+        if name not in states:
+            return None
+        part = parts[str(name)]
+        if isinstance(part, ShardedPart):
+            return (0, *part.span(tuple(path), entry.shape)), True
+        if name not in known:
+            known[name] = _lookup(part, states[str(name)])
+        live = known[name](tuple(path))
+        if live is None or tuple(live.shape) != entry.shape:
+            here = "nothing" if live is None else str(tuple(live.shape))
             raise ValueError(f"{entry.name} is {entry.shape} there and {here} here")
-        if not is_dtensor(mine):
-            return (entry.dim, 0, entry.length), False
-        rows = slice_of(mine)
+        if not is_dtensor(live):
+            return want_all(entry)
+        rows = slice_of(live)
         return (rows.dim, rows.start, rows.stop), True
 
-    return span
+    return want
+
+
+def _lookup(part: Part, state: Any) -> Callable[[StatePath], Tensor | None]:
+    """The tensor that has the shape and the layout of the one at a path in the state of a part."""
+    if isinstance(part, Optimizer):
+        live: dict[Any, Tensor] = dict(parameters_of(part, state["param_groups"]))
+        return lambda path: live.get(path[1]) if len(path) == 3 and path[0] == "state" else None
+    net = net_of(part)
+    here = {} if net is None else net.state_dict()
+    names = {} if net is None else plain_names(net, here)
+    return lambda path: here[names[path[0]]] if len(path) == 1 and path[0] in names else None
 
 
 def load_part(part: Part, state: dict[str, Any], exact: bool) -> None:
