@@ -33,7 +33,7 @@ class Selection(NamedTuple):
 
 
 Select = Callable[[Path, dict[str, Any]], Selection]
-"""(folder or file, contents) -> what is taken, decided before shards are read: their tensors are on the device meta."""
+"""(folder or file, contents) -> what is taken, before shards are read. `want` raises ValueError if nothing fits."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,11 @@ def _open(folder: Path, select: Select, notes: tuple[str, ...]) -> Found:
             _put(contents, path, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
     selection = select(folder, contents)
     digests = {name: about["sha256"] for name, about in manifest["files"].items()}
-    for i, tensor in shards.read(folder, entries, digests, selection.want).items():
+    try:
+        found = shards.read(folder, entries, digests, selection.want)
+    except ValueError as problem:
+        raise CheckpointError(f"{folder} is of another model: {problem}. Nothing was loaded.") from problem
+    for i, tensor in found.items():
         for path in entries[i].paths:
             _put(contents, path, tensor)
     return Found(contents, manifest["step"], folder, manifest["digest"], selection, notes)

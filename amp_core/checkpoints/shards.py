@@ -53,12 +53,10 @@ class Shard:
 class Entry:
     """A tensor of the table."""
 
-    paths: tuple[StatePath, ...]
-    """Where it stands in the state: more than one if it is shared."""
+    paths: tuple[StatePath, ...]  # where it stands in the state: more than one if it is shared
     dtype: torch.dtype
     shape: tuple[int, ...]
-    dim: int
-    """The sharded dimension."""
+    dim: int  # the sharded one
     shards: tuple[Shard, ...] = ()
 
     @property
@@ -87,9 +85,6 @@ def want_all(entry: Entry) -> tuple[Span, bool]:
     return (entry.dim, 0, entry.length), False
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
-
-
 def encode(entries: Iterable[Entry]) -> list[dict[str, Any]]:
     """The table as JSON."""
     return [
@@ -105,11 +100,7 @@ def encode(entries: Iterable[Entry]) -> list[dict[str, Any]]:
 
 
 def decode(table: Any) -> list[Entry]:
-    """The inverse of `encode`.
-
-    Raises:
-        CorruptFile: it says something that cannot be, such as shards that overlap.
-    """
+    """The inverse of `encode`. CorruptFile: it says something that cannot be, such as shards that overlap."""
     try:
         entries = [
             Entry(
@@ -157,9 +148,6 @@ def check(entry: Entry) -> None:
         raise ValueError(f"{entry.name} has shards up to row {reached} of {entry.length}")
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
 def by_file(entries: Iterable[Entry]) -> dict[str, list[tuple[Entry, Shard]]]:
     """What each file holds, in order."""
     found: dict[str, list[tuple[Entry, Shard]]] = {}
@@ -199,15 +187,10 @@ def buffer_of(tensor: Tensor) -> memoryview:
 
 
 def read(folder: Path, entries: list[Entry], digests: Mapping[str, str], want: Want) -> dict[int, Tensor | Slice]:
-    """Reads what this process wants of the tensors. Opens the files that hold some of it, and verifies them meanwhile.
+    """Reads what this process wants of the tensors: number of an entry -> what was wanted, on the CPU.
 
-    Holds what is wanted, and one shard. `digests` are the SHA-256 of the files, in hex.
-
-    Returns:
-        Number of an entry -> what was wanted of it, on the CPU.
-
-    Raises:
-        CorruptFile: a file is not what it should be; nothing that was read may be used.
+    Opens only files that hold some of it, and compares them with `digests`, SHA-256 in hex. Holds what is wanted and
+    one shard. CorruptFile: a file is not what it should be, and nothing that was read may be used.
     """
     wanted = {i: one for i, entry in enumerate(entries) if (one := want(entry)) is not None}
     shapes = {
