@@ -25,35 +25,23 @@ class Ranks:
 
     def first(self, act: Callable[[], T]) -> T:
         """What `act` returns on rank 0. The others do not call it."""
-        if self.num == 1:
-            return act()
-        problem, told = _attempt(act) if self.rank == 0 else (None, None)
-        shared = [told]
-        dist.broadcast_object_list(shared, group=self.group, group_src=0)
-        return self._results([shared[0]], problem)[0]
+        return self.each(lambda: act() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def each(self, act: Callable[[], T]) -> list[T]:
         """What `act` returns on each rank, in order. Where several raise, the problem of the lowest rank counts."""
         if self.num == 1:
             return [act()]
-        problem, told = _attempt(act)
+        problem, told = None, (None, None)
+        try:
+            told = None, act()
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            problem = error
+            kind = type(error) if type(error) in (SaveError, CheckpointError, CorruptFile, ValueError) else RuntimeError
+            name = f"{type(error).__name__}: " if kind is RuntimeError and not isinstance(error, RunError) else ""
+            told = kind, f"{name}{error}"
         everyone: list[Any] = [None] * self.num
         dist.all_gather_object(everyone, told, group=self.group)
-        return self._results(everyone, problem)
-
-    def _results(self, everyone: list[Any], problem: Exception | None) -> list[Any]:
         for rank, (kind, value) in enumerate(everyone):
             if kind is not None:
                 raise problem if rank == self.rank and problem is not None else kind(f"rank {rank}: {value}")
         return [value for _, value in everyone]
-
-
-def _attempt(act: Callable[[], Any]) -> tuple[Exception | None, tuple[type[Exception] | None, Any]]:
-    """The problem of this rank; for the others None and the result, or the kind of error and its text."""
-    try:
-        return None, (None, act())
-    except Exception as problem:  # whatever it is, the others must not wait for this rank
-        if type(problem) in (SaveError, CheckpointError, CorruptFile, ValueError):
-            return problem, (type(problem), str(problem))
-        is_clear = isinstance(problem, RunError)
-        return problem, (RuntimeError, str(problem) if is_clear else f"{type(problem).__name__}: {problem}")

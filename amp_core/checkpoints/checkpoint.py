@@ -13,16 +13,17 @@
     checkpoints/step_00000500/parts_00003.safetensors    its shards of sharded tensors
     checkpoints/step_00000500/whole_00003.safetensors    some of the tensors that all ranks have
 
-with a table of the tensors in the manifest. `load` takes either format in any layout, on any number of ranks.
+with their table in the manifest. `load` takes either format in any layout, on any number of ranks.
 
-A save is written under a temporary name, brought to disk, and renamed; older ones are deleted only after that. So a
-process that dies at any moment, or a full disk, costs at most the save in progress. Nothing is unpickled before its
-SHA-256 was compared, and never with code execution allowed.
+A save is written under a temporary name, brought to disk, and renamed; older ones are deleted only after that: a
+process that dies, or a full disk, costs at most the save in progress. Nothing is unpickled before its SHA-256 was
+compared, and never with code execution allowed.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,31 +47,21 @@ _log = logging.getLogger("amp_recipes")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was loaded.
+    """A checkpoint that was loaded, with `progress` and `config` as they were saved."""
 
-    Attributes:
-        step: optimizer steps done when it was saved.
-        progress: as it was saved.
-        config: as it was saved.
-        path: the step folder, or the file when it had no manifest.
-        digest: SHA-256 in hex, of the file, or of the manifest if there are shards: ranks compare it.
-        notes: for the log: rejected checkpoints, parts that were ignored or start afresh, converted dtypes.
-    """
-
-    step: int
+    step: int  # optimizer steps done
     progress: dict[str, Any]
     config: dict[str, Any]
-    path: Path
-    digest: str
-    notes: tuple[str, ...]
+    path: Path  # the step folder, or the file when it had no manifest
+    digest: str  # SHA-256 in hex, of the file, or of the manifest if there are shards: ranks compare it
+    notes: tuple[str, ...]  # for the log: rejected checkpoints, ignored or fresh parts, converted dtypes
 
 
 class Checkpoint:
     """Saves and loads named parts in a folder of checkpoints.
 
-    Nets are stored unwrapped (DDP, DataParallel and torch.compile leave no trace in the names), all tensors on the CPU.
-    Sharded tensors are stored under the name of the full one, so a run may resume in any layout, on any number of
-    ranks, and in the other format. One folder has one writer at a time.
+    Names are those of unwrapped nets and full tensors, so a run may resume in any layout, on any number of ranks, and
+    in the other format. One folder has one writer at a time.
 
     Args:
         folder: where the `step_*` folders are; made by the first save.
@@ -83,9 +74,9 @@ class Checkpoint:
             next save), and a thread does the rest; see `prepare` and `wait`. Copies from a GPU are ordered before what
             training does next there, and not waited for.
         group: of all ranks, for tensors in host memory (gloo), in the same order as by default. With it all ranks agree
-            on what is loaded, and `load`, `newest_before` and, in format `sharded`, `save` are collective. Nothing else
-            may use the group of a sharded checkpoint with `background`. Default: none in format `single`, where every
-            rank finds out by itself; a new one in format `sharded` on several ranks, which makes this collective.
+            on what is loaded, and `load`, `newest_before` and, if `sharded`, `save` are collective. Nothing else may
+            use it with `background`. Default: none if `single`, where every rank finds out by itself; a new one if
+            `sharded` on several ranks, which makes this collective.
         guard: called before anything is written; what it raises ends the save.
         parts: name -> a `Part`; None is left out.
 
@@ -134,8 +125,6 @@ class Checkpoint:
         if writer:
             folders.remove_leftovers(self.folder)
 
-    # --- saving -------------------------------------------------------------------------------------------------------
-
     def save(
         self,
         step: int,
@@ -171,7 +160,8 @@ class Checkpoint:
             raise ValueError(f'step={step}, best={best}: expected a count and (metric, "max" or "min")')
         target = self.folder / f"step_{step:08d}"
         facts = {"progress": {**(progress or {}), "step": step}, "config": dict(config or {}), "format": FORMAT}
-        finite = {name: plain_state.finite(value) for name, value in (metrics or {}).items()}
+        numbers = {name: math.nan if value is None else float(value) for name, value in (metrics or {}).items()}
+        finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
         about = {"format": FORMAT, "step": step, "metrics": finite}
         if self.format == "sharded":
             self.wait()
@@ -182,7 +172,6 @@ class Checkpoint:
             if not self.writer:
                 return target
             self.wait()
-            self.guard()
             if folders.is_sound(target):
                 return target
             write = self._prepare_single(target, {**DEFAULTS, **states, **facts}, about)
@@ -202,11 +191,10 @@ class Checkpoint:
         return target
 
     def prepare(self) -> None:
-        """Makes the memory for the copies of a save in the background ahead of the first one, in the thread.
+        """Makes the memory for the copies of the first save in the background, in the thread: new memory is slow.
 
-        New memory takes several times as long to write as memory that was written before. To be called once the
-        optimizers have their states, after the first step. What has to be gathered first is left to the first save.
-        Does nothing without `background`. Does not wait for the device.
+        To be called once the optimizers have their states, after the first step. What has to be gathered is left to the
+        first save. Does nothing without `background`. Does not wait for the device.
         """
         is_sharded = self.format == "sharded"
         if self._writer is None or self._copies is None or not (self.writer or is_sharded):
@@ -227,10 +215,7 @@ class Checkpoint:
     def wait(self) -> None:
         """Waits until what `save` does in the background is done. Returns at once where nothing is.
 
-        To be called at the end, on every rank: a problem is not raised anywhere else than here and in the next `save`.
-
-        Raises:
-            SaveError: it could not be written. Earlier checkpoints are intact.
+        To be called at the end, on every rank: only this and the next `save` raise SaveError if it was not written.
         """
         task, self._task = self._task, None
         if task is not None:
@@ -310,8 +295,6 @@ class Checkpoint:
             self._verified.add(path)
         return path in self._verified
 
-    # --- loading ------------------------------------------------------------------------------------------------------
-
     def load(self, path: str | os.PathLike[str] | None = None) -> Loaded | None:
         """Loads all parts from the newest sound checkpoint, or from the one that is named.
 
@@ -366,13 +349,10 @@ class Checkpoint:
             raise CheckpointError(f"{path} is of another model: {'; '.join(problems)}. Nothing was loaded.")
         unused = [name for name, state in contents.items() if state and name not in (*self.parts, *RESERVED)]
         notes += [f"{name} of the checkpoint is not used here" for name in unused]
-        return reading.Selection(path, self.parts, wanted, fresh, notes, conversions)
+        return reading.Selection(parts.want_of(self.parts, wanted), wanted, fresh, notes, conversions)
 
     def newest_before(self, step: int) -> tuple[int, Path] | None:
-        """The newest checkpoint of the own folder with fewer steps than `step`, whether it is sound or not.
-
-        Waits for a save in the background. Collective with a `group`.
-        """
+        """The newest checkpoint of the own folder before `step`, sound or not. Collective with a `group`."""
         self._join()
         found = self._ranks.first(
             lambda: [item for item in folders.step_folders(self.folder).items() if item[0] < step]

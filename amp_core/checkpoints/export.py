@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from amp_core.checkpoints import folders, plain_state, reading, shards
-from amp_core.checkpoints.shards import Entry, Span
 from amp_core.config.errors import CheckpointError, ConfigError
 
 PARTS = ("model", "ema")
@@ -45,15 +43,29 @@ def export(source: Path, target: Path, part: str | None = None) -> list[str]:
         problems.append(f"{source}: there is no such file or folder; expected a run folder or a checkpoint")
     if problems:
         raise ConfigError(problems)
-    found = reading.find(source, None, _Choice(part, target.suffix).open)
+
+    def select(folder: Path, contents: dict[str, Any]) -> reading.Selection:
+        if part is None:
+            return reading.Selection(shards.want_all)
+        state = contents.get(part)
+        if not isinstance(state, dict) or part in folders.RESERVED:
+            names = [name for name, state in contents.items() if isinstance(state, dict)]
+            raise CheckpointError(f"{folder} has no {part}; it has {', '.join(names)}")
+        fits = [isinstance(value, Tensor) and value.dtype in shards.NAMES for value in state.values()]
+        if target.suffix != ".pt" and not all(fits):
+            other = list(state)[fits.index(False)]
+            raise CheckpointError(f"{folder}: {part} holds more than tensors ({other}): use a .pt file")
+        return reading.Selection(lambda entry: shards.want_all(entry) if entry.paths[0][0] == part else None)
+
+    found = reading.find(source, None, select)
     if found is None:
         raise CheckpointError(f"{source}: there is no checkpoint")
     contents = found.contents if part is None else found.contents[part]
     if target.suffix == ".pt":
         data = plain_state.serialise(contents)
     else:
-        head = shards.head((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in contents.items())
-        data = [head, *(shards.buffer_of(tensor) for tensor in contents.values())]
+        head = shards.head((str(name), tensor.dtype, tuple(tensor.shape)) for name, tensor in contents.items())
+        data = [head, *map(shards.buffer_of, contents.values())]
     temporary = target.absolute().with_name(f".tmp-{target.name}-{os.getpid()}")
     with folders.saving(target.absolute(), sum(map(len, data))):
         try:
@@ -64,34 +76,3 @@ def export(source: Path, target: Path, part: str | None = None) -> list[str]:
         folders.sync_folder(target.absolute().parent)
     what = f"all of step {found.step}" if part is None else f"{part} of step {found.step}"
     return [*found.notes, f"wrote {target} ({os.stat(target).st_size:,} bytes): {what}, {found.path}"]
-
-
-@dataclass
-class _Choice:
-    """The part that is taken of a checkpoint; None: all of them."""
-
-    part: str | None
-    suffix: str
-
-    def open(self, folder: Path, contents: dict[str, Any]) -> _Choice:
-        """Looks at a checkpoint before its shards are read."""
-        if self.part is None:
-            return self
-        state = contents.get(self.part)
-        if not isinstance(state, dict) or self.part in ("progress", "config"):
-            names = [name for name, state in contents.items() if isinstance(state, dict)]
-            raise CheckpointError(f"{folder} has no {self.part}; it has {', '.join(names)}")
-        others = [str(name) for name, value in state.items() if not (isinstance(name, str) and _fits(value))]
-        if others and self.suffix != ".pt":
-            raise CheckpointError(f"{folder}: {self.part} holds more than tensors ({others[0]}): use a .pt file")
-        return self
-
-    def span(self, entry: Entry) -> Span | None:
-        return (entry.dim, 0, entry.length) if self.part in (None, entry.paths[0][0]) else None
-
-    def value(self, entry: Entry, tensor: Tensor) -> Tensor:
-        return tensor
-
-
-def _fits(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in shards.NAMES

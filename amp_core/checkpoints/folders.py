@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -65,12 +66,7 @@ def step_folders(folder: Path) -> dict[int, Path]:
 
 
 def inspect(folder: Path) -> dict[str, Any]:
-    """The manifest, after all checks that need not read the other files.
-
-    Raises:
-        CorruptFile: it is damaged.
-        CheckpointError: it is sound but written by a newer version.
-    """
+    """The manifest, after all checks that need not read the other files. CheckpointError: it is of a newer version."""
     raw = read_file(folder / MANIFEST, LARGEST_MANIFEST)
     try:
         manifest = json.loads(raw)
@@ -89,7 +85,7 @@ def inspect(folder: Path) -> dict[str, Any]:
         for name, entry in files.items():
             if type(entry["sha256"]) is not str or (name != STATE and not SHARD_FILE.fullmatch(name)):
                 raise TypeError
-            if (found := _stat(folder / name).st_size) != entry["bytes"]:
+            if (found := _size_of(folder / name)) != entry["bytes"]:
                 raise CorruptFile(f"{name} has {found} bytes, not {entry['bytes']}")
     except (AttributeError, KeyError, MemoryError, RecursionError, TypeError, ValueError) as error:
         raise CorruptFile(f"{MANIFEST} cannot be understood") from error
@@ -111,13 +107,9 @@ def is_sound(folder: Path, rank: int = 0, num_ranks: int = 1) -> bool:
 
 def read_file(path: Path, limit: int | None = None) -> bytes:
     """The contents of a regular file that is not larger than `limit`, by default the memory of this machine."""
-    require_memory(path.name, _stat(path).st_size, limit)
-    try:
+    require_memory(path.name, _size_of(path), limit)
+    with _reading(path):
         return path.read_bytes()
-    except OSError as error:
-        raise CorruptFile(f"{path.name}: {error.strerror or error}") from error
-    except MemoryError as error:
-        raise CorruptFile(f"{path.name} does not fit into memory") from error
 
 
 def require_memory(name: str, num_bytes: int, limit: int | None = None) -> None:
@@ -127,35 +119,37 @@ def require_memory(name: str, num_bytes: int, limit: int | None = None) -> None:
         raise CorruptFile(f"{name} has {num_bytes} bytes, more than the {limit} that can be read at once")
 
 
-def _stat(path: Path) -> os.stat_result:
-    try:
+def _size_of(path: Path) -> int:
+    with _reading(path):
         found = os.stat(path)
-    except OSError as error:
-        raise CorruptFile(f"{path.name}: {error.strerror or error}") from error
     if not stat.S_ISREG(found.st_mode):  # reading a pipe or a device could last for ever
         raise CorruptFile(f"{path.name} is not a file")
-    return found
+    return found.st_size
 
 
-def stream(
-    path: Path, begin: bytes, parts: Iterable[tuple[int, Callable[[memoryview], None] | None]], sha256: str
-) -> None:
-    """Reads a file once and compares its SHA-256 at the end.
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CorruptFile(f"{path.name}: {error.strerror or error}") from error
+    except MemoryError as error:
+        raise CorruptFile(f"{path.name} does not fit into memory") from error
 
-    Args:
-        path: of the file.
-        begin: its first bytes.
-        parts: size of what follows, one after the other, and who takes it: in memory of its own, before it is verified.
-        sha256: of the whole file, in hex.
 
-    Raises:
-        CorruptFile: it is not this file; nothing that was read may be used.
+Taker = Callable[[memoryview], None]
+
+
+def stream(path: Path, begin: bytes, parts: Iterable[tuple[int, Taker | None]], sha256: str) -> None:
+    """Reads a file once: it has to begin with `begin`, and to have this SHA-256 in hex, which is known at the end.
+
+    `parts` are the sizes of what follows, and who takes it: in memory of its own, before it is verified.
     """
     digest = hashlib.sha256()
 
-    def fill(file: Any, data: memoryview) -> memoryview:
-        reached = 0
-        while reached < len(data):
+    def read(num_bytes: int) -> memoryview:
+        data, reached = memoryview(bytearray(num_bytes)), 0
+        while reached < num_bytes:
             count = file.readinto(data[reached : reached + _READ_AT_ONCE])
             if not count:
                 raise CorruptFile(f"{path.name} ends too early")
@@ -163,28 +157,20 @@ def stream(
         digest.update(data)
         return data
 
-    try:
-        _stat(path)
-        with open(path, "rb", buffering=0) as file:
-            if fill(file, memoryview(bytearray(len(begin)))) != begin:
-                raise CorruptFile(f"{path.name} does not begin as its table says")
-            for num_bytes, take in parts:
-                if take is not None:
-                    take(fill(file, memoryview(bytearray(num_bytes))))
-                    continue
+    _size_of(path)
+    with _reading(path), open(path, "rb", buffering=0) as file:
+        if read(len(begin)) != begin:
+            raise CorruptFile(f"{path.name} does not begin as its table says")
+        for num_bytes, take in parts:
+            if take is not None:
+                take(read(num_bytes))
+            else:
                 for rest in range(num_bytes, 0, -_READ_AT_ONCE):
-                    fill(file, memoryview(bytearray(min(rest, _READ_AT_ONCE))))
-            if file.read(1):
-                raise CorruptFile(f"{path.name} is too long")
-    except OSError as error:
-        raise CorruptFile(f"{path.name}: {error.strerror or error}") from error
-    except MemoryError as error:
-        raise CorruptFile(f"{path.name} does not fit into memory") from error
+                    read(min(rest, _READ_AT_ONCE))
+        if file.read(1):
+            raise CorruptFile(f"{path.name} is too long")
     if digest.hexdigest() != sha256:
         raise CorruptFile(f"{path.name} does not have the SHA-256 of the manifest")
-
-
-# --- writing --------------------------------------------------------------------------------------------------------
 
 
 def write_step(target: Path, files: Mapping[str, Sequence[Any]]) -> None:
@@ -229,12 +215,8 @@ def remove_old(
 ) -> None:
     """Removes what is neither among the newest nor the best. Damaged ones do not count, and stay.
 
-    Args:
-        folder: of the step folders.
-        current: the step that was just written, which stays.
-        keep: how many of the newest stay.
-        best: (metric, "max" or "min"): the one with the best value stays, too.
-        verify: whether the files of a step are sound; called for those that are to stay.
+    The step `current` was just written, and stays. `verify` says whether the files of a step are sound; it is called
+    for those that are to stay.
     """
     metrics: dict[int, dict[str, Any]] = {}
     paths = step_folders(folder)
@@ -280,9 +262,12 @@ def saving(target: Path, num_bytes: int = 0) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        free: int | str = "an unknown number"
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(next(path for path in target.parents if path.exists())).free
         raise SaveError(
-            f"cannot save {target}: {error.strerror or error} ({num_bytes} bytes needed, "
-            f"{_free_bytes(target.parent)} free). Earlier checkpoints are intact."
+            f"cannot save {target}: {error.strerror or error} ({num_bytes} bytes needed, {free} free). "
+            "Earlier checkpoints are intact."
         ) from error
 
 
@@ -295,21 +280,11 @@ def remove_leftovers(folder: Path) -> None:
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             match = _TEMPORARY.fullmatch(name)
-            if match and not _is_alive(int(match[1])):
-                remove(folder / name)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
+            if match:
+                try:
+                    os.kill(int(match[1]), 0)
+                except (ProcessLookupError, OverflowError):
+                    remove(folder / name)
 
 
 def make_folder(folder: Path) -> None:
@@ -348,14 +323,3 @@ def remove(path: Path) -> None:
         os.rmdir(path)
     else:
         os.unlink(path)
-
-
-def _free_bytes(folder: Path) -> int | str:
-    """Free space where `folder` is or would be."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        space = os.statvfs(folder)
-    except OSError:
-        return "an unknown number"
-    return space.f_bavail * space.f_frsize

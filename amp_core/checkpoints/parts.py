@@ -1,9 +1,8 @@
 """What a checkpoint asks of the parts that it saves, with the answers for torch's modules and optimizers.
 
-Any object with `state_dict` and `load_state_dict` is a part (`Part`). An object whose tensors lie over the ranks in its
-own way is a `ShardedPart`; one that averages a network is an `AveragedPart`. For an `nn.Module` and an `Optimizer` this
-module does what these classes leave open: names without wrappers, DTensors, sharded optimizer states, comparison before
-anything is loaded.
+A part is any object with `state_dict` and `load_state_dict` (`Part`); a `ShardedPart` lays its tensors over the ranks
+in its own way; an `AveragedPart` averages a network. For an `nn.Module` and an `Optimizer` this module adds names
+without wrappers, DTensors, sharded optimizer states, and comparison before anything is loaded.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_core.checkpoints.plain_state import type_name
-from amp_core.checkpoints.shards import Entry, Span
+from amp_core.checkpoints.shards import Entry, Span, StatePath, Want, want_all
 from amp_core.layouts.fsdp import gather_full_state, slice_of
 from amp_core.layouts.zero import is_state_sharded, slices_of, whole_state
 from amp_core.tensors import dtensor_like, is_dtensor, load_state
@@ -79,25 +77,18 @@ def plain_names(net: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Plain name -> the name in `net.state_dict()`, which has one more component for every wrapper on the way."""
     wrappers = []
     for path, module in net.named_modules(remove_duplicate=False):
-        inner = None
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            inner = "module"
-        elif "_orig_mod" in dict(module.named_children()):  # torch.compile; importing its class would cost 2 s
-            inner = "_orig_mod"
-        if inner:
+        inner = "module" if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) else "_orig_mod"
+        if inner == "module" or inner in dict(module.named_children()):  # importing torch.compile's class costs 2 s
             prefix = f"{path}." if path else ""
             wrappers.append((f"{prefix}{inner}.", prefix))
-    plain_names = {}
+    found = {}
     for name in names:
         plain = name
         for wrapped, prefix in reversed(wrappers):  # innermost first: its path has the outer ones in it
             if plain.startswith(wrapped):
                 plain = prefix + plain[len(wrapped) :]
-        plain_names[plain] = name
-    return plain_names
-
-
-# --- saving -----------------------------------------------------------------------------------------------------------
+        found[plain] = name
+    return found
 
 
 def full_state(part: Part, *, keep: bool = True) -> Mapping[str, Any]:
@@ -106,7 +97,7 @@ def full_state(part: Part, *, keep: bool = True) -> Mapping[str, Any]:
         state = whole_state(part, keep=keep)
     else:
         state = gather_full_state(part.state_dict(), keep=keep)
-    return _portable(part, state)
+    return _portable(part, state) if keep else state
 
 
 def local_state(part: Part) -> Mapping[str, Any]:
@@ -134,21 +125,17 @@ def _portable(part: Part, state: Mapping[str, Any]) -> Mapping[str, Any]:
     return state
 
 
-# --- comparing --------------------------------------------------------------------------------------------------------
-
-
 def compare(part: Part, state: Any) -> tuple[list[str], list[str]]:
     """What does not fit; and what will be converted, because it is floating point here and there but not the same."""
     if not isinstance(state, dict):
-        return [f"is a {type_name(state)}, not a state dict"], []
+        return [f"is a {type(state).__name__}, not a state dict"], []
     if isinstance(part, nn.Module):
         return _compare_net(part, state)
     return (list(_compare_optimizer(part, state)) if isinstance(part, Optimizer) else []), []
 
 
 def _compare_net(net: nn.Module, state: dict[str, Any]) -> tuple[list[str], list[str]]:
-    live = net.state_dict()
-    here = {plain: live[name] for plain, name in plain_names(net, live).items()}
+    here = _portable(net, net.state_dict())
     missing, shapes, types, converted = [], [], [], []
     for key, new in here.items():
         old = state.get(key)
@@ -157,7 +144,7 @@ def _compare_net(net: nn.Module, state: dict[str, Any]) -> tuple[list[str], list
         elif not isinstance(new, Tensor):  # what a module's get_extra_state returned
             continue
         elif not isinstance(old, Tensor):
-            types.append(f"{key} is a {type_name(old)}")
+            types.append(f"{key} is a {type(old).__name__}")
         elif old.shape != new.shape:
             shapes.append(f"{key} is {tuple(old.shape)} there and {tuple(new.shape)} here")
         elif old.dtype != new.dtype:
@@ -201,37 +188,39 @@ def first_few(items: list[str], count: int = 3) -> str:
     return ", ".join(items[:count]) + (f" and {more} more" if more > 0 else "")
 
 
-# --- loading ----------------------------------------------------------------------------------------------------------
+def want_of(parts: Mapping[str, Part], states: Mapping[str, Any]) -> Want:
+    """What this rank wants of sharded tensors, for parts and their states in the file. ValueError: no such tensor."""
+    known: dict[str, Callable[[StatePath], Tensor | None]] = {}
 
-
-def spans_of(part: Part, state: dict[str, Any]) -> Callable[[Entry], tuple[Span, bool]]:
-    """A function that returns which rows of a sharded tensor this rank needs, and whether it wants them as a `Slice`.
-
-    It raises ValueError where the part has no such tensor.
-    """
-    if isinstance(part, ShardedPart):
-        return lambda entry: ((0, *part.span(entry.paths[0][1:], entry.shape)), True)
-    live: dict[Any, Tensor] = {}
-    if isinstance(part, Optimizer):
-        live = dict(parameters_of(part, state["param_groups"]))
-    elif (net := net_of(part)) is not None:
-        here = net.state_dict()
-        live = {plain: here[name] for plain, name in plain_names(net, here).items()}
-
-    def span(entry: Entry) -> tuple[Span, bool]:
-        _, *path = entry.paths[0]
-        if isinstance(part, Optimizer):
-            path = path[1:2] if len(path) == 3 and path[0] == "state" else ()
-        mine = live.get(path[0]) if len(path) == 1 else None
-        if mine is None or tuple(mine.shape) != entry.shape:
-            here = "nothing" if mine is None else str(tuple(mine.shape))
+    def want(entry: Entry) -> tuple[Span, bool] | None:
+        name, path = str(entry.paths[0][0]), entry.paths[0][1:]
+        if name not in states:
+            return None
+        part = parts[name]
+        if isinstance(part, ShardedPart):
+            return (0, *part.span(path, entry.shape)), True
+        if name not in known:
+            known[name] = _lookup(part, states[name])
+        live = known[name](path)
+        if live is None or tuple(live.shape) != entry.shape:
+            here = "nothing" if live is None else str(tuple(live.shape))
             raise ValueError(f"{entry.name} is {entry.shape} there and {here} here")
-        if not is_dtensor(mine):
-            return (entry.dim, 0, entry.length), False
-        rows = slice_of(mine)
+        if not is_dtensor(live):
+            return want_all(entry)
+        rows = slice_of(live)
         return (rows.dim, rows.start, rows.stop), True
 
-    return span
+    return want
+
+
+def _lookup(part: Part, state: Any) -> Callable[[StatePath], Tensor | None]:
+    """The tensor that has the shape and the layout of the one at a path in the state of a part."""
+    if isinstance(part, Optimizer):
+        live: dict[Any, Tensor] = dict(parameters_of(part, state["param_groups"]))
+        return lambda path: live.get(path[1]) if len(path) == 3 and path[0] == "state" else None
+    net = net_of(part)
+    tensors: Mapping[Any, Tensor] = {} if net is None else _portable(net, net.state_dict())
+    return lambda path: tensors.get(path[0]) if len(path) == 1 else None
 
 
 def load_part(part: Part, state: dict[str, Any], exact: bool) -> None:
@@ -247,10 +236,7 @@ def load_part(part: Part, state: dict[str, Any], exact: bool) -> None:
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) -> None:
     """Takes the state only: a group's `fused` of the file would switch it on or off here, and its `lr` be a new tensor.
 
-    Args:
-        optimizer: keeps its very groups.
-        state: of the same number of parameters per group.
-        exact: the parameters have the dtypes of the file, and so must their states.
+    `exact`: the parameters have the dtypes of the file, and so must their states.
     """
     groups = optimizer.param_groups
     saved = [{**group, "params": old["params"]} for group, old in zip(groups, state["param_groups"], strict=True)]
@@ -258,8 +244,8 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
     states = slices_of(optimizer, dict(state["state"]), numbers)
     for number, parameter in parameters_of(optimizer, saved):
         if number in states:
-            laid_out = {key: _laid_out(value, parameter) for key, value in states[number].items()}
-            states[number] = {key: dtensor_like(value, parameter) for key, value in laid_out.items()}
+            own = states[number].items()
+            states[number] = {key: dtensor_like(_laid_out(value, parameter), parameter) for key, value in own}
     optimizer.load_state_dict({"state": states, "param_groups": saved})
     optimizer.param_groups = groups
     # torch casts all but `step` to the parameter's dtype: NAdam's fp32 product of momenta to bf16, for example.
@@ -279,6 +265,8 @@ def _laid_out(value: Any, parameter: Tensor) -> Any:
     """
     if not isinstance(value, Tensor) or is_dtensor(parameter) or value.shape != parameter.shape:
         return value
-    if value.stride() == parameter.stride():
-        return value
-    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+    return (
+        value
+        if value.stride() == parameter.stride()
+        else torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+    )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-import math
 import pickletools
 import re
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,9 +26,6 @@ _LARGE = 1 << 16  # bytes of a tensor from which on it is not copied to be writt
 _MOST_BITS = 2000  # of an integer: pickle has a code for longer ones that a safe load lacks
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 def unpickle(data: bytes, path: Path) -> dict[str, Any]:
     """Plain data from the bytes of a `state.pt`.
 
@@ -42,7 +38,7 @@ def unpickle(data: bytes, path: Path) -> dict[str, Any]:
         contents = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True, mmap=False)
         _require_plain(contents, len(data), num_items)
     except Exception as error:  # a hostile file can make the readers raise anything
-        reason = str(error).split("WeightsUnpickler error: ")[-1].strip() or type_name(error)
+        reason = str(error).split("WeightsUnpickler error: ")[-1].strip() or type(error).__name__
         raise CorruptFile(f"{path.name}: refused: {reason.splitlines()[0][:200]}") from error
     if not isinstance(contents, dict) or type(contents.get("format")) is not int:
         raise CorruptFile(f"{path.name}: refused: it is not a checkpoint of this project (it has no `format`)")
@@ -65,9 +61,8 @@ _CALLED = {
 def _scan(data: bytes) -> int:
     """Looks at the pickle before it is executed. Returns its size, which bounds the number of items it can hold.
 
-    What is allowed is what `torch.save` of plain containers writes: no other calls, and only strings and numbers of 64
-    bits as keys. A hash of nested tuples that share their items takes 2^n steps, and large integers can be chosen to
-    have the same hash.
+    Allowed is what `torch.save` of plain containers writes: no other calls, and as keys strings and numbers of 64 bits.
+    A hash of nested tuples that share their items takes 2^n steps, and large integers can be chosen to have the same.
     """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
@@ -112,10 +107,7 @@ def _require_plain(contents: object, num_bytes: int, num_items: int) -> None:
         if count > num_items:
             raise ValueError("its containers hold each other more often than the file has bytes")
         if not isinstance(value, Tensor):
-            if type(value) not in _SCALARS:
-                raise ValueError(f"{_name(where)} is a {type_name(value)}")
-            if type(value) is int and value.bit_length() > _MOST_BITS:
-                raise ValueError(f"{_name(where)} is an integer of {value.bit_length()} bits")
+            _require_scalar(value, where)
             continue
         _require_dense(value, where)
         storage = value.untyped_storage()
@@ -153,25 +145,25 @@ def _name(where: _Where) -> str:
     return ".".join(reversed(names))
 
 
+def _require_scalar(value: object, where: _Where) -> None:
+    if type(value) not in _SCALARS:
+        what = "tensors, str, int, float, bool, None, list, tuple and dict"
+        raise ValueError(f"{_name(where)} is a {type(value).__name__}; a checkpoint takes {what}")
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        raise ValueError(f"{_name(where)} is an integer of {value.bit_length()} bits")
+
+
 def _require_dense(tensor: Tensor, where: _Where) -> None:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-        raise ValueError(f"{_name(where)} is a {type_name(tensor)} ({tensor.layout}); gather it into a dense tensor")
+        raise ValueError(f"{_name(where)} is a {type(tensor).__name__} ({tensor.layout}); expected a dense tensor")
     if tensor.is_meta or tensor.is_quantized:
         raise ValueError(f"{_name(where)} is a meta or quantized tensor")
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
-Data = Sequence[bytes | bytearray | memoryview]
-"""The contents of a file, in order."""
-
-
-def serialise(contents: dict[str, Any]) -> Data:
+def serialise(contents: dict[str, Any]) -> list[bytearray | memoryview]:
     """What `to_plain` returned as the contents of a file, which look into its large tensors and copy the rest.
 
-    torch.save to a full disk raises "unexpected pos" instead of the reason, and to memory would copy all once more,
-    holding the interpreter's lock.
+    torch.save to a full disk hides the reason, and to memory copies all once more, holding the interpreter's lock.
     """
     file = _Collector(all_tensors(contents))
     crc = torch.serialization.get_crc32_options()
@@ -232,20 +224,12 @@ def to_plain(
     if isinstance(value, dict):
         for key in value:
             if type(key) not in _SCALARS:
-                raise ValueError(
-                    f"{_name(where)} has a {type_name(key)} as a key; a checkpoint takes str, int, float, bool"
-                )
+                raise ValueError(f"{_name(where)} has a {type(key).__name__} as a key: expected str, int, float, bool")
         return {key: to_plain(item, copies, to_host, (where, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         items = [to_plain(item, copies, to_host, (where, index)) for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
-    if type(value) not in _SCALARS:
-        raise ValueError(
-            f"{_name(where)} is a {type_name(value)}; a checkpoint takes tensors, str, int, float, bool, None, list,"
-            " tuple and dict"
-        )
-    if type(value) is int and value.bit_length() > _MOST_BITS:
-        raise ValueError(f"{_name(where)} is an integer of {value.bit_length()} bits")
+    _require_scalar(value, where)
     return value
 
 
@@ -273,21 +257,6 @@ def copied(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: copied(item) for key, item in value.items()}
     return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value
-
-
-def finite(value: Any) -> float | None:
-    try:
-        number = math.nan if value is None else float(value)
-    except (OverflowError, TypeError, ValueError):  # an integer of 400 digits, or what a manifest holds instead
-        return None
-    return number if math.isfinite(number) else None
-
-
-def type_name(value: object) -> str:
-    return type(value).__name__
-
-
-# --- copies -----------------------------------------------------------------------------------------------------------
 
 
 class Copies:

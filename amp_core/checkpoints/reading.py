@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,19 +16,44 @@ from torch import Tensor
 from amp_core.checkpoints import shards
 from amp_core.checkpoints.agreement import Ranks
 from amp_core.checkpoints.folders import MANIFEST, STATE, STEP_FOLDER, CorruptFile, inspect, read_file, step_folders
-from amp_core.checkpoints.parts import AveragedPart, Part, spans_of
+from amp_core.checkpoints.parts import AveragedPart
 from amp_core.checkpoints.plain_state import unpickle
-from amp_core.checkpoints.shards import Entry, Span, StatePath
+from amp_core.checkpoints.shards import StatePath, Want
 from amp_core.config.errors import CheckpointError
-from amp_core.tensors import Slice
+
+
+class Selection(NamedTuple):
+    """What is taken of a checkpoint."""
+
+    want: Want
+    wanted: Mapping[str, Any] = MappingProxyType({})  # name of a part -> its state
+    fresh: Sequence[AveragedPart] = ()  # parts that the checkpoint lacks
+    notes: Sequence[str] = ()
+    conversions: Sequence[str] = ()
+
+
+Select = Callable[[Path, dict[str, Any]], Selection]
+"""(folder or file, contents) -> what is taken, before shards are read. `want` raises ValueError if nothing fits."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A sound checkpoint."""
+
+    contents: dict[str, Any]
+    step: int
+    path: Path
+    digest: str
+    selection: Selection
+    notes: tuple[str, ...] = ()
 
 
 def read(path: str | os.PathLike[str], *, notes: list[str] | None = None) -> dict[str, Any]:
-    """Reads a checkpoint with no parts at hand: verified as in `Checkpoint.load`, tensors whole and on the CPU.
+    """Reads a checkpoint with no parts at hand: verified as in `Checkpoint.load`, full tensors on the CPU.
 
     Args:
         path: a step folder, a `state.pt`, a folder of checkpoints, or a run folder (the newest sound one of it).
-        notes: what has to be said is appended here.
+        notes: rejected checkpoints are appended here.
 
     Raises:
         CheckpointError: there is none, none is sound, or it is refused.
@@ -40,86 +66,34 @@ def read(path: str | os.PathLike[str], *, notes: list[str] | None = None) -> dic
     return found.contents
 
 
-# Finding, verifying, unpickling.
+def _select_all(path: Path, contents: dict[str, Any]) -> Selection:
+    return Selection(shards.want_all)
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The states that parts take of a checkpoint, and the rows of sharded tensors that this rank needs."""
-
-    path: Path
-    parts: Mapping[str, Part]
-    wanted: dict[str, Any]
-    """Name of a part -> its state."""
-    fresh: list[AveragedPart]
-    """Parts that the checkpoint lacks."""
-    notes: list[str]
-    conversions: list[str]
-    _spans: dict[str, Callable[[Entry], tuple[Span, bool]]] = field(default_factory=dict)
-
-    def span(self, entry: Entry) -> Span | None:
-        """The rows of a tensor that this rank needs. CheckpointError: no part has such a tensor."""
-        return None if entry.paths[0][0] not in self.wanted else self._span(entry)[0]
-
-    def value(self, entry: Entry, tensor: Tensor) -> Tensor | Slice:
-        """What was read, as the part wants it."""
-        (dim, start, _), is_slice = self._span(entry)
-        return Slice(tensor, start, entry.shape[dim], dim) if is_slice else tensor
-
-    def _span(self, entry: Entry) -> tuple[Span, bool]:
-        name = str(entry.paths[0][0])
-        if name not in self._spans:
-            self._spans[name] = spans_of(self.parts[name], self.wanted[name])
-        try:
-            return self._spans[name](entry)
-        except ValueError as problem:
-            text = f"{self.path} is of another model: {name}: {problem}. Nothing was loaded."
-            raise CheckpointError(text) from problem
-
-
-_Select = Callable[[Path, dict[str, Any]], Any]
-"""(folder, contents) -> a `Selection`, or what has its `span` and `value`."""
-
-
-@dataclass(frozen=True)
-class _Found:
-    contents: dict[str, Any]
-    step: int
-    path: Path
-    digest: str
-    notes: list[str]
-    selection: Any
-    """What `select` returned."""
-
-
-def find(path: Path, ranks: Ranks | None = None, select: _Select | None = None) -> _Found | None:
+def find(path: Path, ranks: Ranks | None = None, select: Select = _select_all) -> Found | None:
     """The checkpoint that `path` means: the named one, or the newest sound one of a folder; None if that has none.
 
-    Args:
-        path: see `read`.
-        ranks: that are to find the same one.
-        select: selects of the tensors in shards; None: all of them.
+    With `ranks` all of them find the same one. Collective.
     """
     ranks = ranks or Ranks()
-    is_named, candidates = ranks.first(lambda: _candidates(path))
+    kind, candidates = ranks.first(lambda: _candidates(path))
     notes: list[str] = []
     for candidate in candidates:
-        opened: list[_Found] = []
+        opened: list[Found] = []
 
-        def attempt(candidate: Path = candidate, opened: list[_Found] = opened) -> tuple[int, str]:
-            opened.append((_open if is_named != "file" else _open_file)(candidate, select))
+        def attempt(candidate: Path = candidate, opened: list[Found] = opened) -> tuple[int, str]:
+            opened.append((_open_file if kind == "file" else _open)(candidate, select, tuple(notes)))
             return opened[0].step, opened[0].digest
 
         try:
             told = ranks.each(attempt)
         except CorruptFile as rejected:
-            if is_named:
+            if kind:
                 raise CheckpointError(f"{path} is damaged: {rejected}") from rejected
             notes.append(f"{candidate} is damaged and was not used: {rejected}")
             continue
         if any(one != told[0] for one in told):
             raise CheckpointError(f"{candidate}: the ranks read different ones: {told}; do all see the same folder?")
-        opened[0].notes.extend(notes)
         return opened[0]
     if notes:
         raise CheckpointError("no checkpoint is sound: " + "; ".join(notes))
@@ -140,7 +114,7 @@ def _candidates(path: Path) -> tuple[str, list[Path]]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _open_file(path: Path, select: _Select | None) -> _Found:
+def _open_file(path: Path, select: Select, notes: tuple[str, ...]) -> Found:
     """A state without a manifest."""
     data = read_file(path)
     contents = unpickle(data, path)
@@ -148,33 +122,34 @@ def _open_file(path: Path, select: _Select | None) -> _Found:
         raise CheckpointError(f"{path} is one file of a sharded checkpoint: name its folder, with the {MANIFEST}")
     step = contents["progress"].get("step")
     step = step if type(step) is int and step >= 0 else 0
-    note = f"{path} has no {MANIFEST}: it was not verified"
-    selection = select(path, contents) if select else None
-    digest = hashlib.sha256(data).hexdigest()
-    return _Found(contents, step, path, digest, [note], selection)
+    notes = (*notes, f"{path} has no {MANIFEST}: it was not verified")
+    return Found(contents, step, path, hashlib.sha256(data).hexdigest(), select(path, contents), notes)
 
 
-def _open(folder: Path, select: _Select | None = None) -> _Found:
+def _open(folder: Path, select: Select, notes: tuple[str, ...]) -> Found:
     manifest, data = _verify(folder)
     contents = unpickle(data, folder / STATE)
     count = contents.pop("sharded", None)
-    digest = manifest["files"][STATE]["sha256"]
     if count is None and "tensors" not in manifest:
-        return _Found(contents, manifest["step"], folder, digest, [], select(folder, contents) if select else None)
-    entries = _table(manifest)
-    if count != len(entries):
-        raise CorruptFile(f"{STATE} and {MANIFEST} do not belong together")
+        digest = manifest["files"][STATE]["sha256"]
+        return Found(contents, manifest["step"], folder, digest, select(folder, contents), notes)
+    entries = shards.decode(manifest.get("tensors"))
+    files = {name: entry["bytes"] for name, entry in manifest["files"].items() if name != STATE}
+    if count != len(entries) or files != {name: shards.size_of(own) for name, own in shards.by_file(entries).items()}:
+        raise CorruptFile(f"{STATE}, {MANIFEST} and shards do not belong together")
     for entry in entries:
         for path in entry.paths:
             _put(contents, path, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
-    selection = select(folder, contents) if select else None
+    selection = select(folder, contents)
     digests = {name: about["sha256"] for name, about in manifest["files"].items()}
-    span = selection.span if selection else lambda entry: (entry.dim, 0, entry.length)
-    found = shards.read(folder, entries, digests, span)
+    try:
+        found = shards.read(folder, entries, digests, selection.want)
+    except ValueError as problem:
+        raise CheckpointError(f"{folder} is of another model: {problem}. Nothing was loaded.") from problem
     for i, tensor in found.items():
         for path in entries[i].paths:
-            _put(contents, path, selection.value(entries[i], tensor) if selection else tensor)
-    return _Found(contents, manifest["step"], folder, manifest["digest"], [], selection)
+            _put(contents, path, tensor)
+    return Found(contents, manifest["step"], folder, manifest["digest"], selection, notes)
 
 
 def _put(contents: dict[str, Any], path: StatePath, value: Any) -> None:
@@ -198,13 +173,3 @@ def _verify(folder: Path) -> tuple[dict[str, Any], bytes]:
     if hashlib.sha256(data).hexdigest() != manifest["files"][STATE]["sha256"]:
         raise CorruptFile(f"{STATE} does not have the SHA-256 of the manifest")
     return manifest, data
-
-
-def _table(manifest: dict[str, Any]) -> list[Entry]:
-    """The table of tensors, if it and the files belong together."""
-    entries = shards.decode(manifest.get("tensors"))
-    contents = shards.by_file(entries)
-    files = {name: entry["bytes"] for name, entry in manifest["files"].items() if name != STATE}
-    if files != {name: shards.size_of(items) for name, items in contents.items()}:
-        raise CorruptFile(f"{MANIFEST}: the files are not those that its table needs")
-    return entries

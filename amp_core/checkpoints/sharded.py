@@ -1,4 +1,4 @@
-"""Saving in shards: which rank writes what, the files of each rank, and the table of all."""
+"""Saving in shards: which rank writes what, its files, and the table of all."""
 
 from __future__ import annotations
 
@@ -40,10 +40,8 @@ def assign_shards(
     """Decides which rank writes what. Every rank comes to the same result by itself, but for the tensors.
 
     A sharded tensor is written by the ranks that hold it, copies of a shard in turns. Weights and moments that every
-    rank has are divided among the ranks by size. The rest, as running statistics, is what rank 0 has.
-
-    Returns:
-        The table without its shards; what this rank writes; the states with None in place of the tensors of the table.
+    rank has are divided among the ranks by size. The rest, as running statistics, is what rank 0 has. Returns the table
+    without its shards, what this rank writes, and the states with None in place of the tensors of the table.
     """
     entries: list[Entry] = []
     mine: list[OwnShard] = []
@@ -115,13 +113,7 @@ def write_sharded(
 ) -> bool:
     """Writes a step folder together with all other ranks; False if a sound one is there already. Collective.
 
-    Args:
-        ranks: rank 0 makes the folder and publishes it.
-        target: the step folder.
-        entries: the table, the same on all ranks.
-        mine: what this rank writes.
-        contents: of `state.pt`, on rank 0.
-        about: the manifest, without files and tensors.
+    `contents` are those of `state.pt`, on rank 0; `about` is the manifest without files and tensors.
     """
     if ranks.first(lambda: os.path.lexists(target)) and all(
         ranks.each(lambda: is_sound(target, ranks.rank, ranks.num))

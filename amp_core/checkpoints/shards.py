@@ -1,8 +1,7 @@
 """Tensors in shards over several files: the table of what lies where, the files, and reading what a rank needs.
 
-A table has one `Entry` for each tensor: its dtype and shape, the dimension along which it is sharded, and in which file
-each shard lies. It stands in the manifest of a checkpoint. The files are safetensors, which any reader of that format
-opens; here nothing in them is believed: what the head of a file has to be follows from the table, byte for byte.
+The table stands in the manifest of a checkpoint. The files are safetensors, which any reader of that format opens; here
+nothing in them is believed: what the head of a file has to be follows from the table, byte for byte.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 
 from amp_core.checkpoints.folders import CorruptFile, require_memory, stream
+from amp_core.tensors import Slice
 
 StatePath = tuple[str | int, ...]
 """Keys of dictionaries and numbers in lists, from the top of a nested state down to a tensor."""
@@ -54,12 +53,10 @@ class Shard:
 class Entry:
     """A tensor of the table."""
 
-    paths: tuple[StatePath, ...]
-    """Where it stands in the state: more than one if it is shared."""
+    paths: tuple[StatePath, ...]  # where it stands in the state: more than one if it is shared
     dtype: torch.dtype
     shape: tuple[int, ...]
-    dim: int
-    """The sharded dimension."""
+    dim: int  # the sharded one
     shards: tuple[Shard, ...] = ()
 
     @property
@@ -80,9 +77,12 @@ class Entry:
 
 Span = tuple[int, int, int]
 """(dimension, start, stop)"""
+Want = Callable[[Entry], tuple[Span, bool] | None]
+"""The rows of a tensor that are wanted, and whether as a `Slice`; None: nothing of it."""
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+def want_all(entry: Entry) -> tuple[Span, bool]:
+    return (entry.dim, 0, entry.length), False
 
 
 def encode(entries: Iterable[Entry]) -> list[dict[str, Any]]:
@@ -100,11 +100,7 @@ def encode(entries: Iterable[Entry]) -> list[dict[str, Any]]:
 
 
 def decode(table: Any) -> list[Entry]:
-    """The inverse of `encode`.
-
-    Raises:
-        CorruptFile: it says something that cannot be, such as shards that overlap.
-    """
+    """The inverse of `encode`. CorruptFile: it says something that cannot be, such as shards that overlap."""
     try:
         entries = [
             Entry(
@@ -152,9 +148,6 @@ def check(entry: Entry) -> None:
         raise ValueError(f"{entry.name} has shards up to row {reached} of {entry.length}")
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
 def by_file(entries: Iterable[Entry]) -> dict[str, list[tuple[Entry, Shard]]]:
     """What each file holds, in order."""
     found: dict[str, list[tuple[Entry, Shard]]] = {}
@@ -193,74 +186,48 @@ def buffer_of(tensor: Tensor) -> memoryview:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def read(
-    folder: Path,
-    entries: list[Entry],
-    digests: Mapping[str, str],
-    span: Callable[[Entry], Span | None],
-) -> dict[int, Tensor]:
-    """Reads what this process needs of the tensors. Opens the files that hold some of it, and verifies them meanwhile.
+def read(folder: Path, entries: list[Entry], digests: Mapping[str, str], want: Want) -> dict[int, Tensor | Slice]:
+    """Reads what this process wants of the tensors: number of an entry -> what was wanted, on the CPU.
 
-    Holds what is wanted, and one shard.
-
-    Args:
-        folder: of the files.
-        entries: of a table that was checked.
-        digests: SHA-256 of each file, in hex.
-        span: what is wanted of a tensor; None: nothing.
-
-    Returns:
-        Number of an entry -> a tensor on the CPU.
-
-    Raises:
-        CorruptFile: a file is not what it should be; nothing that was read may be used.
+    Opens only files that hold some of it, and compares them with `digests`, SHA-256 in hex. Holds what is wanted and
+    one shard. CorruptFile: a file is not what it should be, and nothing that was read may be used.
     """
-    wanted: dict[int, Span] = {}
-    shapes: dict[int, tuple[int, ...]] = {}
-    for entry in entries:
-        if (rows := span(entry)) is not None:
-            wanted[id(entry)] = dim, start, stop = rows
-            shapes[id(entry)] = *entry.shape[:dim], stop - start, *entry.shape[dim + 1 :]
-    num_bytes = sum(entry.dtype.itemsize * math.prod(shapes.get(id(entry), (0,))) for entry in entries)
+    wanted = {i: one for i, entry in enumerate(entries) if (one := want(entry)) is not None}
+    shapes = {
+        i: (*entries[i].shape[:dim], stop - start, *entries[i].shape[dim + 1 :])
+        for i, ((dim, start, stop), _) in wanted.items()
+    }
+    num_bytes = sum(entries[i].dtype.itemsize * math.prod(shape) for i, shape in shapes.items())
     require_memory("what is needed of the shards", num_bytes)
+    found = {i: torch.empty(shape, dtype=entries[i].dtype) for i, shape in shapes.items()}
     numbers = {id(entry): i for i, entry in enumerate(entries)}
-    found: dict[int, Tensor] = {}
-
-    def target(entry: Entry) -> Tensor:
-        """The memory for what is wanted of a tensor, made with its first shard."""
-        i = numbers[id(entry)]
-        if i not in found:
-            found[i] = torch.empty(shapes[id(entry)], dtype=entry.dtype)
-        return found[i]
-
-    def overlap(entry: Entry, shard: Shard) -> tuple[int, int] | None:
-        """The rows of a shard that are wanted."""
-        if id(entry) not in wanted:
-            return None
-        dim, start, stop = wanted[id(entry)]
-        if dim != entry.dim:
-            return (shard.start, shard.stop) if start < stop else None
-        first, last = max(shard.start, start), min(shard.stop, stop)
-        return (first, last) if first < last else None
-
-    def take(entry: Entry, shard: Shard, rows: tuple[int, int], bytes: memoryview) -> None:
-        data = torch.frombuffer(bytes, dtype=entry.dtype).view(entry.shape_of(shard.start, shard.stop))
-        (first, last), (dim, start, stop) = rows, wanted[id(entry)]
-        data = data.narrow(entry.dim, first - shard.start, last - first)
-        if dim == entry.dim:
-            target(entry).narrow(dim, first - start, last - first).copy_(data)
-        else:
-            target(entry).narrow(entry.dim, first, last - first).copy_(data.narrow(dim, start, stop - start))
-
     for name, contents in by_file(entries).items():
-        rows = [overlap(entry, shard) for entry, shard in contents]
-        if any(rows):
-            parts = [
-                (entry.num_bytes(shard.start, shard.stop), each and partial(take, entry, shard, each))
-                for (entry, shard), each in zip(contents, rows, strict=True)
-            ]
-            stream(folder / name, head_of(contents), parts, digests[name])
-    for entry in entries:
-        if id(entry) in wanted:
-            target(entry)  # also of what has no rows
-    return found
+        takers = [
+            _taker(found[i], entry, shard, wanted[i][0]) if (i := numbers[id(entry)]) in found else None
+            for entry, shard in contents
+        ]
+        if any(takers):
+            sizes = [entry.num_bytes(shard.start, shard.stop) for entry, shard in contents]
+            stream(folder / name, head_of(contents), zip(sizes, takers, strict=True), digests[name])
+    return {
+        i: Slice(found[i], start, entries[i].shape[dim], dim) if is_slice else found[i]
+        for i, ((dim, start, _), is_slice) in wanted.items()
+    }
+
+
+def _taker(target: Tensor, entry: Entry, shard: Shard, span: Span) -> Callable[[memoryview], None] | None:
+    """Copies what is wanted of a shard from its bytes to `target`, the wanted rows of the tensor; None: nothing is."""
+    dim, start, stop = span
+    first, last, offset = shard.start, shard.stop, 0
+    if dim == entry.dim:
+        first, last, offset = max(first, start), min(last, stop), start
+    if first >= last or start >= stop:
+        return None
+
+    def take(data: memoryview) -> None:
+        rows = torch.frombuffer(data, dtype=entry.dtype).view(entry.shape_of(shard.start, shard.stop))
+        rows = rows.narrow(entry.dim, first - shard.start, last - first)
+        rows = rows if dim == entry.dim else rows.narrow(dim, start, stop - start)
+        target.narrow(entry.dim, first - offset, last - first).copy_(rows)
+
+    return take

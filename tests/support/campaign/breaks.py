@@ -136,7 +136,7 @@ def _prune_before(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _verify_nothing(folder: Path) -> tuple[dict[str, Any], bytes]:
-    manifest = json.loads((folder / "folders.json").read_bytes())
+    manifest = json.loads((folder / "manifest.json").read_bytes())
     return manifest, (folder / "state.pt").read_bytes()
 
 
