@@ -91,8 +91,12 @@ def ready():
         yield Path(place, "run")
 
 
+class Hangs(BaseException):
+    """No program catches it."""
+
+
 def hangs(*_):
-    raise TimeoutError(f"more than {SECONDS} s")
+    raise Hangs(f"more than {SECONDS} s")
 
 
 def attempt(ready, program, name, kind, capfd):
