@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from amp_core.checkpoints.checkpoint import Checkpoint
 from amp_core.cli.compose import overrides_of, stored_config
 from amp_core.config.errors import ConfigError
+from amp_core.config.files import read_json
 
 
 def overrides_before(run_dir: str, step: int) -> list[str]:
@@ -21,9 +21,9 @@ def overrides_before(run_dir: str, step: int) -> list[str]:
         raise ConfigError(f"{run_dir}: its .hydra/config.yaml is missing or damaged")
     before = Checkpoint(Path(run_dir, "checkpoints"), writer=False).newest_before(step)
     try:
-        summary = json.loads(Path(run_dir, "summary.json").read_text())
+        summary = read_json(Path(run_dir, "summary.json"))
         # One rank takes the samples of all.
         accumulation = int(config["accumulation"]) * int(summary["world_size"])
-    except (OSError, KeyError, TypeError, ValueError, RecursionError) as problem:
+    except (OSError, KeyError, TypeError, ValueError, OverflowError) as problem:
         raise ConfigError(f"{run_dir}: summary.json or .hydra/config.yaml is missing or damaged") from problem
     return [*overrides, f"resume={before[1] if before else 'never'}", f"accumulation={accumulation}"]

@@ -1,6 +1,6 @@
 """The runs that there are: list, pick, compare and prune them.
 
-    python scripts/runs.py                                              # all below outputs and multirun
+    python scripts/runs.py                                              # all below outputs, multirun and runs
     python scripts/runs.py multirun/lr --where status=finished 'eval.accuracy>0.98' --sort -result
     python scripts/runs.py --where amp=fp16* --columns amp,seed,optimizer.lr,result,folder
     python scripts/runs.py compare outputs/classification/A outputs/classification/B
@@ -36,11 +36,12 @@ from amp_tools.report.prune import as_dict as plan_as_dict
 from amp_tools.report.table import COLUMNS, SHOWN, cell, check_names, condition, sort_runs, table, value_of
 
 COMMANDS = ("list", "compare", "prune")
+PLACES = ("outputs", "multirun", "runs")
 
 
 def picked(args: argparse.Namespace) -> list[Run]:
     """The runs that are asked for; what was passed over is told on stderr."""
-    folders = args.folders or [folder for folder in (Path("outputs"), Path("multirun")) if folder.is_dir()]
+    folders = args.folders or [folder for folder in map(Path, PLACES) if folder.is_dir()]
     if gone := [str(folder) for folder in folders if not folder.exists()]:
         raise ConfigError([f"{folder}: there is no such folder" for folder in gone])
     notes: list[str] = []
@@ -161,7 +162,7 @@ def main(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     chosen = argparse.ArgumentParser(add_help=False)
-    chosen.add_argument("folders", nargs="*", type=Path, help="where to look; default: outputs and multirun")
+    chosen.add_argument("folders", nargs="*", type=Path, help="where to look; default: outputs, multirun and runs")
     chosen.add_argument("--where", nargs="+", action="extend", default=[], metavar="CONDITION", help="such as amp=bf16")
     chosen.add_argument("--json", action="store_true")
 

@@ -48,10 +48,10 @@ def read_bytes(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> bytes:
         ValueError: it is longer than `limit`.
     """
     with os.fdopen(open_file(path), "rb") as file:
-        content = file.read(limit + 1)
-        if len(content) > limit:
-            raise ValueError(f"has {os.fstat(file.fileno()).st_size:,} bytes, expected at most {limit:,}")
-    return content
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"has {size:,} bytes, expected at most {limit:,}")
+        return file.read(size)
 
 
 def read_text(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> str:

@@ -11,6 +11,7 @@ reruns the windows of a run in the same way, by passing them to the recipe again
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -258,6 +259,10 @@ class Doctor:
     def _prescribe(self, diagnosis: Diagnosis, birth: FirstNonFinite, replay: Replay) -> Generator[Any, None, None]:
         cause = diagnosis.cause
         advice = _ADVICE.get(cause)
+        if cause == "poisoned buffer" and advice is not None:
+            # A guard restores buffers after skipped steps: what it has let through came with a step that was taken.
+            more = "lower optimizer.lr, or clip gradients" if self.amp.is_guarding else "amp.guard(net) keeps it clean"
+            advice = dataclasses.replace(advice, text=f"{advice.text}; {more}")
         if cause in _CURED_BY_ISLANDS and self.can_make_islands:
             scale = diagnosis.loss_scale
             # A window that a smaller loss scale fixes needs no island.
@@ -414,9 +419,7 @@ _ADVICE: dict[Cause, Fix] = {
     ),
     "nothing left by a mask": Fix("code", "leave one key to every row, or replace the rows that have none by 0"),
     "overflow in fp32": Fix("code", "lower optimizer.lr, clip gradients (clip=norm), and look at the data"),
-    "poisoned buffer": Fix(
-        "data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer; amp.guard(net) keeps it clean"
-    ),
+    "poisoned buffer": Fix("data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer"),
     "poisoned weight": Fix("data", "start from an earlier checkpoint: resume=<folder>"),
     "infinite constant": Fix("code", "write a finite number, or keep what it masks from the loss"),
     "bad input": Fix("data", "repair or remove the samples; if all are like that, normalise them"),

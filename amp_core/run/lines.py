@@ -28,7 +28,7 @@ TICK_SECONDS = 0.1
 LINE_SECONDS = 5.0
 """Least time between progress lines when stderr is not a terminal."""
 _OURS = re.compile(rb'\{"step": ?(\d{1,15}), *"split": ?"([a-z]*)"')
-_BLOCK, _LONG_LINE = 1 << 20, 4 << 20
+_BLOCK, _LONG_LINE, _MOST_BLANK = 1 << 20, 4 << 20, 64
 LARGE_WAIT = 0.1
 """A share of the time spent waiting for data that the progress line mentions."""
 
@@ -107,7 +107,7 @@ def cut_lines(path: Path, last_step: int) -> dict[str, int]:
         The last step of each split that was read.
 
     Raises:
-        OSError: it is no regular file, or cannot be read or written.
+        OSError: it is no regular file, ends with much that is no line, or cannot be read or written.
     """
     try:
         file = os.fdopen(open_file(path, os.O_RDWR), "r+b")
@@ -136,7 +136,7 @@ def cut_lines(path: Path, last_step: int) -> dict[str, int]:
 
 def _start_of_tail(file: BinaryIO, last_step: int) -> int:
     """Where the last lines begin that are in order and all stay; 0 when there are none."""
-    end = file.seek(0, os.SEEK_END)
+    end, num_blank = file.seek(0, os.SEEK_END), 0
     while end > 0:
         start = max(0, end - _BLOCK)
         file.seek(start)
@@ -147,6 +147,9 @@ def _start_of_tail(file: BinaryIO, last_step: int) -> int:
         steps = [step for _, step in known]
         if keys and len(set(known)) == len(keys) and steps == sorted(steps):
             return start + first
+        num_blank = 0 if any(keys) else num_blank + 1
+        if num_blank == _MOST_BLANK:
+            raise OSError(0, f"has no line of a run in its last {num_blank * _BLOCK >> 20} MiB; move it away")
         end = start
     return 0
 

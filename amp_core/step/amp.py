@@ -275,6 +275,11 @@ class Amp:
 
     # --- step ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def is_guarding(self) -> bool:
+        """Whether buffers of a network are restored after a skipped step."""
+        return bool(self._guards)
+
     def guard(self, net: nn.Module) -> None:
         """Restore the buffers of `net` (running statistics) after a skipped step.
 

@@ -28,8 +28,8 @@ from amp_core.config.rules import flatten
 
 MARKS = ("summary.json", "metrics.jsonl", "environment.json", ".hydra", ".lock", "train.log")
 """A folder with one of these is one of a run, if only a begun one."""
-INSIDE = {".hydra", "checkpoints", "doctor", "samples", "tensorboard", "wandb"}
-"""Folders of a run that hold no runs."""
+INSIDE = {"checkpoints", "doctor", "samples", "tensorboard", "wandb"}
+"""Folders of a run that hold no runs; neither do hidden ones, such as .jobs of a sweep."""
 LARGE_FILE = 64 << 20
 """Bytes; of a longer one, pieces from all over it are read."""
 LONG_LINE = 4 << 20
@@ -156,7 +156,7 @@ def _find(folder: Path, notes: list[str], seen: set[tuple[int, int]]) -> Iterato
         elif of_sweep and not any(is_folder for is_folder, _ in inside.values()):
             notes.append(f"{here}: a job of a sweep that holds no run: it never began, or was removed")
         for name, (is_folder, is_link) in inside.items():
-            if is_folder and name not in INSIDE and depth < DEEPEST:
+            if is_folder and name not in INSIDE and not name.startswith(".") and depth < DEEPEST:
                 waiting.append((here / name, depth + 1, "multirun.yaml" in inside))
             elif is_link and not is_run and (here / name).is_dir():
                 notes.append(f"{here / name}: a link to a folder, not followed")
@@ -251,14 +251,23 @@ def _settings(text: str) -> dict[str, Any]:
     is_plain = not blocks[0].strip() and len(set(names)) == len(names)
     values: dict[str, Any] = {}
     for block in blocks[1:] if is_plain else [text]:
-        parsed = _parsed(block)
-        if not isinstance(parsed, dict):
-            raise ValueError("expected keys with values")
-        values |= parsed
+        if found := _RUN_DIR.fullmatch(block):
+            values["run_dir"] = found[1]
+        else:
+            values |= _parsed(block)
+    return values
+
+
+_RUN_DIR = re.compile(r"run_dir: ([\w.]?/?[\w.,=+-]+/[\w./,=+-]*\w)\n*")
+"""A line that no two runs share; with a slash in it, a plain value is text in YAML."""
+
+
+@functools.lru_cache(4096)
+def _parsed(text: str) -> dict[str, Any]:
+    values = files.parse_own_yaml(text)
+    if not isinstance(values, dict):
+        raise ValueError("expected keys with values")
     return flatten(values)
-
-
-_parsed = functools.lru_cache(4096)(files.parse_own_yaml)
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
@@ -281,7 +290,7 @@ def read_curves(run: Run, keys: Iterable[str], most: int = 2000) -> Curves:
 
     A number that is not finite is left out. What is wrong is added to `run.problems`.
     """
-    curves, keys = Curves(), tuple(keys)
+    curves, keys = Curves(), set(keys)
     lines = _lines_of(run.path / "metrics.jsonl", run.problems, curves)
     split = {"eval": [line for line in lines if b'"eval"' in line]}
     split["train"] = [line for line in lines if b'"eval"' not in line]
@@ -294,7 +303,7 @@ def read_curves(run: Run, keys: Iterable[str], most: int = 2000) -> Curves:
             if entry is None or step is None or entry.get("split") != name:
                 curves.damaged += bool(line.strip())
                 continue
-            for key in keys:
+            for key in keys & entry.keys():
                 finite = number(entry.get(key))
                 if finite is not None:
                     target.setdefault(key, {})[int(step)] = finite
@@ -337,7 +346,7 @@ def _object(line: bytes) -> Mapping[str, Any] | None:
     if not 2 < len(line) < LONG_LINE:
         return None
     try:
-        entry = json.loads(line)
+        entry = json.loads(line.decode())
     except (ValueError, RecursionError):  # invalid UTF-8 is a ValueError, too
         return None
     return entry if isinstance(entry, dict) else None

@@ -194,6 +194,9 @@ def differing_settings(runs: Sequence[Run], irrelevant: Iterable[str] = IRRELEVA
     for key in keys:
         if key in dropped or key.startswith(tuple(f"{name}." for name in dropped)):
             continue
+        first = runs[0].config.get(key)
+        if all(run.config.get(key) is first for run in runs):  # what was parsed once is one object
+            continue
         values = {repr(run.config.get(key)): run.config.get(key) for run in runs}
         if len(values) > 1:
             found[key] = list(values.values())

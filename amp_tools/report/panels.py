@@ -32,7 +32,7 @@ def drawn_groups(section: Section) -> list[Group]:
 def panels_of(section: Section, colours: dict[str, int], num_runs: int) -> list[tuple[str, list[Panel]]]:
     """The pictures of a section under their headings; those without content are left out."""
     groups = drawn_groups(section)
-    most = min(2000, max(200, MOST_LINES // max(num_runs, 1)))
+    most = min(2000, max(40, MOST_LINES // max(num_runs, 1)))
     few = min(40, max(4, 8000 // max(num_runs, 1)))
     keys = {section.metric, "loss", "loss_scale", "skipped", "samples_per_second"}
     curves = {id(run): read_curves(run, keys, most) for group in groups for run in group.runs}

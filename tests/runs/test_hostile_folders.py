@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import train
+from amp_core.config import files
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 5
@@ -91,8 +92,12 @@ def ready():
         yield Path(place, "run")
 
 
+class Hangs(BaseException):
+    """No program catches it."""
+
+
 def hangs(*_):
-    raise TimeoutError(f"more than {SECONDS} s")
+    raise Hangs(f"more than {SECONDS} s")
 
 
 def attempt(ready, program, name, kind, capfd):
@@ -138,6 +143,17 @@ def attempt(ready, program, name, kind, capfd):
 )
 def test_a_hostile_file_ends_no_program(program, name, kind, ready, capfd):
     assert attempt(ready, program, name, kind, capfd) is None
+
+
+def test_plain_reading_of_a_pipe_hangs(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(Hangs):
+        (tmp_path / "pipe").read_text()
+    signal.signal(signal.SIGALRM, before)
+    with pytest.raises(OSError, match="is no regular file"):
+        files.read_text(tmp_path / "pipe")
 
 
 @pytest.mark.slow

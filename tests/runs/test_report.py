@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+import train
 from amp_core.checkpoints import folders as steps
 from amp_core.cli.compose import compose, stored_config
 from amp_core.config.rules import flatten
@@ -228,6 +229,19 @@ def test_one_seed_run_twice_counts_once(tmp_path):
 def test_settings_read_in_pieces_are_those_read_whole(tmp_path):
     folder = make_run(tmp_path / "run", "recipe=language_model", "amp=fp16", "amp.keep_fp32=['*.norm']")
     path = folder / ".hydra" / "config.yaml"
+    for place in (
+        "outputs/a/2026-01-31_12-00-00-123",
+        "/tmp/a=1,b-3f",
+        "./a",
+        "../b/1",
+        "a/b.c",
+        "1/2",
+        "'a/b'",
+        "a/",
+        "x",
+    ):
+        path.write_text(re.sub(r"(?m)^run_dir: .*$", f"run_dir: {place}", path.read_text()))
+        assert read_run(folder).config == flatten(stored_config(folder) or {})
     for more in ("", "x:\n- 1\n- {a: b}\n", 'y: "two\n\n  lines"\n', "# of\nz: {a: {b: [1, '&c']}}\n"):
         path.write_text(path.read_text() + more)
         assert read_run(folder).config == flatten(stored_config(folder) or {})
@@ -284,6 +298,8 @@ def test_links_files_and_what_is_no_run_are_passed_over(tmp_path):
     (runs / "file").write_text("")
     (runs / "multirun.yaml").write_text("")
     (runs / "never_began").mkdir()
+    (runs / ".jobs").mkdir()  # a sweep's records
+    (runs / ".submitit").mkdir()
     notes = []
     assert find([runs, runs / "a", runs / "file"], notes) == [runs / "a"]
     assert sorted(re.sub(r".*/runs/(\w+): (\w+ \w+).*", r"\1: \2", note) for note in notes) == [
@@ -403,6 +419,35 @@ def test_runs_are_listed_picked_and_compared(tmp_path, capsys):
     for bad in (["--where", "amp.nam=bf16"], ["--where", "step>x"], ["--sort", "stepp"], ["nowhere"]):
         arguments = bad if bad == ["nowhere"] else [str(tmp_path), *bad]
         assert runs.main(arguments) == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+def test_runs_are_found_where_the_readme_puts_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for place in ("outputs", "multirun", "runs", "elsewhere"):
+        make_run(tmp_path / place / "a", "amp=bf16")
+    assert script("runs").main(["--columns", "folder"]) == 0
+    assert capsys.readouterr().out.split() == ["folder", "multirun/a", "outputs/a", "runs/a"]
+
+
+def test_what_no_two_runs_share_is_not_parsed_again(tmp_path):
+    """A YAML parser takes a millisecond for a line; 20,000 runs have 20,000 folders."""
+    for name in ("a", "b"):
+        folder = make_run(tmp_path / name, "amp=bf16")
+        path = folder / ".hydra" / "config.yaml"
+        path.write_text(re.sub(r"(?m)^run_dir: .*$", f"run_dir: outputs/{name}", path.read_text()))
+    assert read_run(tmp_path / "a").config["run_dir"] == "outputs/a"
+    before = folders._parsed.cache_info().misses
+    assert read_run(tmp_path / "b").config["run_dir"] == "outputs/b"
+    assert folders._parsed.cache_info().misses == before
+
+
+def test_the_report_of_a_run_with_a_poisoned_buffer_advises_what_the_recipe_does_not_do_yet(tmp_path):
+    about = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "device=cpu", "log.progress=false"]
+    train.main([*about, "batch_size=8", "model=cnn", "optimizer.lr=1e9", "steps=8", f"run_dir={tmp_path}/run"])
+    [report] = folders.read_reports(read_run(tmp_path / "run"), 1)
+    assert report["cause"] == "poisoned buffer"
+    [fix] = report["fixes"]
+    assert "optimizer.lr" in fix["text"] and "guard" not in fix["text"]  # recipes guard their networks
 
 
 def old(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import random
@@ -21,6 +22,8 @@ from test_recipes import run as run_recipe
 from tiers import rows
 
 import train
+from amp_core.run import environment
+from amp_core.run.lines import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
@@ -542,6 +545,21 @@ def test_a_file_system_that_is_full_ends_with_4_and_keeps_the_last_checkpoint():
     assert "error: cannot save" in out and "Traceback" not in out
     assert [p.name for p in checkpoints("a")] == ["step_00000002", "step_00000004"]
     assert not math.isnan(state("a")["progress"]["samples"])
+
+
+def test_a_last_summary_that_cannot_be_written_ends_with_4(monkeypatch, capfd):
+    def on_a_full_disk(path, content):
+        if Path(path).name == "summary.json" and content["status"] == "finished":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_json(path, content)
+
+    monkeypatch.setattr(environment, "write_json", on_a_full_disk)
+    run("run_dir=a", "steps=2", code=4)
+    assert "a/summary.json: cannot be written: No space left on device" in capfd.readouterr().err
+    assert summary("a")["status"] == "failed" and len(checkpoints("a")) == 1
+    monkeypatch.undo()
+    run("run_dir=a", "steps=2")
+    assert summary("a")["status"] == "finished"
 
 
 # --- speed ----------------------------------------------------------------------------------------------------------------
