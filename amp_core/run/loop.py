@@ -392,7 +392,8 @@ class Loop:
 
     def _end(self) -> None:
         self._summarise()
-        check_result(self.eval, step=self.step, skipped=self.env.summary["skipped"])
+        skipped = self.env.summary["skipped"]
+        check_result(self.eval, step=self.step, skipped=skipped, amp=self.cfg.amp, scale=self.amp.scale)
         self.env.write_summary("finished", 0)
         if self._log is not None and self.env.is_main:
             self._log.info(f"finished {self.step} steps: {spell(self.eval)}")

@@ -72,7 +72,8 @@ class Wandb:
                 "group": cfg.wandb_group,
                 "tags": cfg.wandb_tags,
                 "name": cfg.wandb_name or name,
-                "id": _wandb_id(run_dir / "wandb_id"),
+                "id": os.environ.get("WANDB_RUN_ID")
+                or _wandb_id(run_dir / "wandb_id"),  # an agent of a sweep gives one
                 "resume": "allow",
                 "dir": str(run_dir),
                 "mode": _wandb_mode(cfg),
