@@ -92,7 +92,9 @@ def resume(loop: Loop) -> tuple[Loaded | None, list[str], list[str]]:
         _check_changes(loop, loaded, notes)
         warnings = _keep_samples_per_step(loop, loaded, notes, warnings)
     set_progress(loop, loaded.progress)
-    loop.metrics.set_skipped(loaded.progress.get("skipped_of", {}))
+    progress = loaded.progress
+    loop.metrics.load_states(progress.get("meters", []), env.rank, progress.get("skipped_of", {}))
+    loop.owes_evaluation = not progress.get("is_evaluated", True) and loop.step % cfg.eval_every == 0
     _make_islands(loop, list(loaded.progress.get("islands", [])), notes)
     old_mode = loaded.config.get("amp", {}).get("name")
     if old_mode != cfg.amp.name:
