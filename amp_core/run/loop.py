@@ -88,6 +88,8 @@ class Loop:
         self.evaluation = Evaluation(env, evaluate, self.model, self.ema, self.clock)
         self.islands: list[str] = []
         """What the doctor keeps in fp32, besides what amp.keep_fp32 names."""
+        self.owes_evaluation = False
+        """The checkpoint was written by a stop that came before the evaluation of its step."""
         self.memory: dict[str, int | None] | None = None
         """Bytes per rank, from the first window on."""
         self.is_replay = False
@@ -171,7 +173,7 @@ class Loop:
         begin, end = self.step, self.num_steps
         with self.feed.loading(self.samples) as windows:
             self.clock.start(self.samples)
-            if self.step >= end:  # stopped between its last step and its result
+            if self.step >= end or self.owes_evaluation:  # stopped between a step and its result
                 yield from self._after_step(end)
             while self.step < end:
                 window = next(windows)
@@ -229,7 +231,8 @@ class Loop:
         stop = self.env.stop.poll()
         assert self._log is not None
         self._log.advance(self.step)
-        if at_end or stop or self.step % cfg.log_every == 0:
+        # Not at a stop: the resumed run writes the line, over the same steps as without the stop.
+        if at_end or self.step % cfg.log_every == 0:
             self._begin_line()
         yield from self._consult(in_a_hurry=bool(stop))
         evaluated = True
@@ -295,7 +298,8 @@ class Loop:
         self._finish_line()
         rate, waited = self.clock.lap(self.samples)
         facts = self.monitor.facts() if self.monitor is not None else {}
-        self.metrics.begin_line(self.step, rate, waited, facts)
+        # A longer run goes on from the end of this one as if it had not ended here.
+        self.metrics.begin_line(self.step, rate, waited, facts, is_extra=self.step % self.cfg.log_every != 0)
         if self.env.device.type == "cpu":
             self._finish_line()
 
@@ -354,7 +358,11 @@ class Loop:
         try:
             self.checkpoint.save(
                 self.step,
-                progress=progress_of(self),
+                progress=progress_of(self)
+                | {
+                    "meters": self.metrics.states(self.env.host_group),
+                    "is_evaluated": self.evaluation.step == self.step,
+                },
                 config=self.cfg.to_dict(),
                 metrics=self.eval if self.evaluation.step == self.step else None,
                 best=(self.cfg.recipe["best"], self.cfg.recipe["best_is"]),

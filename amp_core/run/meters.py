@@ -21,7 +21,8 @@ class Meter:
     """What is to be logged of the steps of one optimizer, summed on the device since the last line."""
 
     def __init__(self, device: torch.device, num_skipped: int = 0) -> None:
-        self.report: StepReport | None = None
+        self.grad_norm: Tensor | None = None
+        """Of the last step; None: there was none."""
         self.num_skipped = torch.full((), num_skipped, dtype=torch.int64, device=device)
         self._zero = torch.zeros((), device=device)
         self.clear()
@@ -32,13 +33,30 @@ class Meter:
         self.num_taken = self._zero
 
     def add(self, report: StepReport, values: dict[str, Tensor]) -> None:
-        self.report, self.is_fresh = report, True
+        self.grad_norm, self.is_fresh = report.grad_norm, True
         for name, value in values.items():
             # A skipped step has no loss: NaN would spoil the mean.
             value = torch.where(report.taken, value.detach().float(), 0.0)
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self.num_taken = self.num_taken + report.taken
         self.num_skipped = self.num_skipped + ~report.taken
+
+    def state(self) -> dict[str, Any]:
+        """What is added up, as plain numbers. Waits for the device."""
+        return {
+            "sums": {name: float(value) for name, value in self.sums.items()},
+            "num_taken": int(self.num_taken),
+            "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
+            "is_fresh": self.is_fresh,
+        }
+
+    def load_state(self, state: Mapping[str, Any], sums: Mapping[str, float]) -> None:
+        """Restore what `state` returned, with these sums."""
+        device = self._zero.device
+        self.sums = {name: torch.tensor(value, device=device) for name, value in sums.items()}
+        self.num_taken = torch.tensor(float(state["num_taken"]), device=device)
+        self.grad_norm = None if state["grad_norm"] is None else torch.tensor(state["grad_norm"], device=device)
+        self.is_fresh = bool(state["is_fresh"])
 
 
 class Reading:
@@ -93,10 +111,34 @@ class Metrics:
         self._extra: list[str] = []
         self._skip_noted = self._floor_noted = False
 
-    def set_skipped(self, skipped_of: Mapping[str, int]) -> None:
-        """Steps skipped before this run, by optimizer."""
-        for of, skipped in skipped_of.items():
-            self.meters[of] = Meter(self._amp.device, int(skipped))
+    def states(self, group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+        """What each rank has added up since the last line, for `load_states`. Waits for the device. Collective.
+
+        Not their sum: in another order of additions, the mean of a run that was resumed would differ in its last bits.
+        """
+        states: list[Any] = [{of: meter.state() for of, meter in self.meters.items()}]
+        if self._world_size > 1:
+            own, states = states[0], [None] * self._world_size
+            dist.all_gather_object(states, own, group=group)
+        return states
+
+    def load_states(self, states: list[dict[str, Any]], rank: int, skipped_of: Mapping[str, int]) -> None:
+        """Restore what `states` returned. With another number of ranks, rank 0 takes the sums of all.
+
+        Args:
+            states: of all ranks; empty for a checkpoint that holds none.
+            rank: of this process.
+            skipped_of: steps skipped before, by optimizer.
+        """
+        for of in dict.fromkeys([*skipped_of, *(states[0] if states else ())]):
+            self.meters[of] = Meter(self._amp.device, int(skipped_of.get(of, 0)))
+        for of, state in states[0].items() if states else ():
+            if len(states) == self._world_size:
+                sums = states[rank][of]["sums"]
+            else:
+                total = {name: math.fsum(each[of]["sums"][name] for each in states) for name in state["sums"]}
+                sums = total if rank == 0 else dict.fromkeys(total, 0.0)
+            self.meters[of].load_state(state, sums)
 
     def add(self, of: str, report: StepReport, values: dict[str, Tensor]) -> None:
         """Add a step. Does not wait for the device."""
@@ -104,7 +146,9 @@ class Metrics:
             self.meters[of] = Meter(self._amp.device)
         self.meters[of].add(report, values)
 
-    def begin_line(self, step: int, rate: float, waited: float, extra: Mapping[str, Tensor]) -> None:
+    def begin_line(
+        self, step: int, rate: float, waited: float, extra: Mapping[str, Tensor], *, is_extra: bool = False
+    ) -> None:
         """Begin to read the numbers of a line. Does not wait for the device. Without any step since, nothing happens.
 
         Args:
@@ -112,8 +156,9 @@ class Metrics:
             rate: samples per second.
             waited: share of the time in which data were waited for.
             extra: 0-d tensors to be read with it.
+            is_extra: the next line includes the steps of this one, too.
         """
-        meters = {of: meter for of, meter in self.meters.items() if meter.report is not None}
+        meters = {of: meter for of, meter in self.meters.items() if meter.grad_norm is not None}
         # Without those of a phase that is over, unless nothing at all was logged since the last line.
         meters = {of: meter for of, meter in meters.items() if meter.is_fresh} or meters
         if not meters:
@@ -133,9 +178,10 @@ class Metrics:
             ("", "streak"): self._amp.num_consecutive_skips,
         }
         for of, meter in meters.items():
-            assert meter.report is not None
-            facts |= {(of, "grad_norm"): meter.report.grad_norm, (of, "skips"): meter.num_skipped}
-            meter.clear()
+            assert meter.grad_norm is not None
+            facts |= {(of, "grad_norm"): meter.grad_norm, (of, "skips"): meter.num_skipped}
+            if not is_extra:
+                meter.clear()
         self._extra = list(extra)
         facts |= {("", name): value for name, value in extra.items()}
         for name, schedule in self._schedules.items():

@@ -90,7 +90,9 @@ def resume(run: Run) -> tuple[Loaded | None, list[str], list[str]]:
         _check_changes(run, loaded, notes)
         warnings = _keep_samples_per_step(run, loaded, notes, warnings)
     set_progress(run, loaded.progress)
-    run.metrics.set_skipped(loaded.progress.get("skipped_of", {}))
+    progress = loaded.progress
+    run.metrics.load_states(progress.get("meters", []), env.rank, progress.get("skipped_of", {}))
+    run.owes_evaluation = not progress.get("is_evaluated", True) and run.step % cfg.eval_every == 0
     _make_islands(run, list(loaded.progress.get("islands", [])), notes)
     old_mode = loaded.config.get("amp", {}).get("name")
     if old_mode != cfg.amp.name:

@@ -41,6 +41,7 @@ class Run(Protocol):
     memory: dict[str, int | None] | None
     islands: list[str]
     planned_samples: int
+    owes_evaluation: bool
     step: int
     samples: int
 

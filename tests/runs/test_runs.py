@@ -23,7 +23,9 @@ from tiers import rows
 
 import train
 from amp_core.run import environment
+from amp_core.run.evaluation import Evaluation
 from amp_core.run.lines import write_json
+from amp_core.run.stop import Stop
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
@@ -308,12 +310,64 @@ def kill_and_compare(settings, begin, complete):
     assert not unfinished or "continuing from step" in out
     assert not same_but(state("whole"), state("broken"))
     assert state("whole")["progress"]["skipped"] >= 1
-    numbers = [
-        [(li["step"], li["split"], li["loss"], li["lr"], li["loss_scale"]) for li in lines(f) if li["split"] == "train"]
-        for f in ("whole", "broken")
-    ]
-    assert [n[:2] for n in numbers[0]] == [n[:2] for n in numbers[1]]
+    assert timeless(lines("whole")) == timeless(lines("broken"))
     assert unfinished
+
+
+def timeless(metrics):
+    """Lines without what the clock decides."""
+    return [{k: v for k, v in line.items() if k not in ("samples_per_second", "data_wait")} for line in metrics]
+
+
+class Killed(BaseException):
+    """In place of SIGKILL: nothing more is saved or logged."""
+
+
+@pytest.mark.parametrize("recipe", ["classification", "gan"])
+def test_the_lines_of_an_interrupted_run_are_those_of_one_that_was_not(recipe, monkeypatch):
+    """Killed or stopped between log lines, and stopped where an evaluation is due; the cadences are coprime."""
+    settings = ["steps=29", "log_every=5", "save_every=7", "eval_every=3", "amp=fp16", "amp.init_scale=16777216"]
+    poll, interruptions = Stop.poll, {}
+    step = 0
+
+    def polled(self):
+        nonlocal step
+        step += 1
+        what = interruptions.pop(step, None)
+        if what is Killed:
+            raise Killed
+        self.code = what or self.code
+        return poll(self)
+
+    run_recipe(recipe, "whole", *settings)
+    monkeypatch.setattr(Stop, "poll", polled)
+    monkeypatch.setattr(Evaluation, "_check_stop", lambda self: None)  # polls count steps
+    interruptions |= {8: Killed, 9: 143, 13: 130, 17: Killed, 20: 75, 24: 143, 29: Killed}
+    while interruptions:
+        at, what = min(interruptions.items())
+        if what is Killed:
+            with pytest.raises(Killed):
+                run_recipe(recipe, "torn", *settings)
+        else:
+            run_recipe(recipe, "torn", *settings, code=what)
+            assert state("torn")["progress"]["step"] == at
+        found = state("torn")["progress"]
+        step = found["step"] - (not found["is_evaluated"] and found["step"] % 3 == 0)  # which is evaluated first
+    run_recipe(recipe, "torn", *settings)
+    assert timeless(lines("torn")) == timeless(lines("whole"))
+    assert [line["step"] for line in lines("torn") if line["split"] == "eval"] == [*range(3, 28, 3), 29]
+    assert not same_but(state("whole"), state("torn"), "config")
+    assert state("whole")["progress"]["meters"][0]  # what the missing keys of an old checkpoint are worth
+
+
+def test_a_longer_run_goes_on_with_the_mean_of_a_line():
+    """The line at the end of a run that is made longer takes nothing from the next one."""
+    run("run_dir=a", "steps=13", "log_every=5", "schedule.horizon=13")
+    run("run_dir=a", "steps=20", "log_every=5", "schedule.horizon=13")
+    run("run_dir=b", "steps=20", "log_every=5", "schedule.horizon=13")
+    whole, longer = timeless(lines("b")), timeless(lines("a"))
+    assert [line for line in longer if line["step"] != 13] == whole
+    assert [line["split"] for line in longer if line["step"] == 13] == ["train", "eval"]
 
 
 def wait_for(condition, process, timeout=90):
@@ -553,11 +607,11 @@ def test_a_last_summary_that_cannot_be_written_ends_with_4(monkeypatch, capfd):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_json(path, content)
 
-    monkeypatch.setattr(environment, "write_json", on_a_full_disk)
-    run("run_dir=a", "steps=2", code=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(environment, "write_json", on_a_full_disk)
+        run("run_dir=a", "steps=2", code=4)
     assert "a/summary.json: cannot be written: No space left on device" in capfd.readouterr().err
     assert summary("a")["status"] == "failed" and len(checkpoints("a")) == 1
-    monkeypatch.undo()
     run("run_dir=a", "steps=2")
     assert summary("a")["status"] == "finished"
 

@@ -318,14 +318,12 @@ def last_step(folder: Path) -> int:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """All of a finished run that must not depend on what happened to it on the way.
-
-    Of the evaluations only the last: one more is made where a run came to its end before it was made longer.
-    """
-    told, read = summary(folder), lines(folder)
-    read = [line for line in read if line["split"] == "train"] + read[-1:]
+    """All of a finished run that must not depend on what happened to it on the way."""
+    told, read, saved = summary(folder), lines(folder), state(folder)
+    # The checkpoint of a stop in the last evaluation is not written again after it.
+    saved["progress"].pop("is_evaluated")
     kept = {key: told[key] for key in ("status", "exit_code", "step", "eval", "skipped")}
-    return {"state": state(folder) | {"config": None}, "lines": read, "summary": kept}
+    return {"state": saved | {"config": None}, "lines": read, "summary": kept}
 
 
 def unequal(a: Any, b: Any, path: str = "") -> list[str]:

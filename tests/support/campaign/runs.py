@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
+import random
 import shutil
 import signal
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,9 @@ from campaign.harness import (
 from campaign.saves import Calls
 
 TORN = ["steps=12", "save_every=1", "eval_every=5", "checkpoint.keep=2", *TELLING]
+CADENCES = ("log_every", "save_every", "eval_every")
+MOST = (5, 4, 7)
+"""The largest of each that is drawn."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,16 @@ KINDS = [
     _kind("face_recognition", *SHARDS, num_ranks=2),
 ]
 NUM_SHORT = 3
+NUM_VARIANTS = 3
+"""Cadences that are drawn for each kind; each needs a run that is left alone."""
+
+
+def with_cadences(kind: Kind, plan: Plan, draw: object) -> tuple[Kind, list[int]]:
+    """The kind with cadences of logging, saving and evaluating that are drawn one by one."""
+    rng = random.Random(f"{plan.seed}/cadences/{draw}")
+    drawn = [rng.randint(1, most) for most in MOST]
+    settings = (f"{name}={every}" for name, every in zip(CADENCES, drawn, strict=True))
+    return replace(kind, settings=(*kind.settings, *settings)), drawn
 
 
 class Deadly(Calls):
@@ -159,14 +174,15 @@ def kills(plan: Plan) -> Result:
     kinds = KINDS if plan.long else KINDS[:NUM_SHORT]
     longest = 0.0
     for case, rng in plan.cases("kills", short=6, long=200):
-        kind = kinds[case // 2 % len(kinds)]
+        number, variant = case // 2 % len(kinds), case // 2 // len(kinds) % NUM_VARIANTS
+        kind, (log_every, save_every, _) = with_cadences(kinds[number], plan, f"{number}/{variant}")
         expected, seconds = alone.of(kind)
-        what = [kind.name]
+        what = [f"{kind.name} with {' '.join(kind.settings[-3:])}"]
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
             if case % 2:
                 who = rng.randrange(kind.num_ranks) if kind.is_sharded else 0
                 # A save with its pruning has 21 calls, and some more with shards; a rank above 0 writes one file.
-                at = rng.randrange(1, 12 * (5 if who else 27 if kind.is_sharded else 21))
+                at = rng.randrange(1, math.ceil(12 / save_every) * (5 if who else 27 if kind.is_sharded else 21))
                 die = functools.partial(_die_in_a_save, who=who, at=at)
                 children = start(torn, kind.command, num_ranks=kind.num_ranks, before=die)
                 children[who].wait()
@@ -183,7 +199,7 @@ def kills(plan: Plan) -> Result:
                 what.append(f"killed after {pause:.3f} s")
                 result.counts["kills at a random moment"] += died
                 # Until the ranks are connected it is the agent that ends the others; after the last step they may part.
-                if died and one < kind.num_ranks > 1 and before < last_step(torn) < 11:
+                if died and one < kind.num_ranks > 1 and before < last_step(torn) < 12 - log_every:
                     children[one].kill()
                     began = time.monotonic()
                     what.append(f"rank {one} alone")
@@ -227,13 +243,13 @@ def signals(plan: Plan) -> Result:
     result = Result()
     folder = plan.inside("signals")
     alone, torn = Alone(folder), folder / "torn"
-    settings = (*TELLING, "steps=60", "save_every=1000", "eval_every=17", BAD)
+    settings = (*TELLING, "steps=60", BAD)
     most, longest = 0, 0.0
     for case, rng in plan.cases("signals", short=5, long=60):
         num_ranks = [1, 2, 3, 4][case % 4] if plan.long else [1, 2, 1, 3][case % 4]
         number = SIGNALS[case % 3]
         expected_code = exit_code_of(128 + number)
-        kind = Kind(settings, num_ranks=num_ranks)
+        kind, _ = with_cadences(Kind(settings, num_ranks=num_ranks), plan, f"{num_ranks}/{case // 4 % NUM_VARIANTS}")
         expected, seconds = alone.of(kind)
         children = start(torn, kind.command, num_ranks=num_ranks, before=functools.partial(_note_polls, folder=torn))
         wait_until(lambda: last_step(torn) > 0, children[0])

@@ -1,0 +1,57 @@
+"""What a checkpoint holds of the sums between two log lines."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from amp_core import Amp
+from amp_core.run.meters import Metrics
+from amp_core.step.report import StepReport
+from amp_core.step.schedule import Schedule
+
+
+def metrics(world_size: int) -> Metrics:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    schedule = Schedule(optimizer, lambda o, n: torch.optim.lr_scheduler.ConstantLR(o, 1.0), 10)
+    return Metrics(Amp.named("fp32"), {"schedule": schedule}, world_size)
+
+
+def step(taken: bool = True) -> StepReport:
+    return StepReport(torch.tensor(taken), torch.tensor(1.0 if taken else torch.inf))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_another_number_of_ranks_goes_on_with_the_same_mean(world_size, monkeypatch) -> None:
+    """Two ranks' shares of the losses 5, 9 and, after a skipped step and the resume, 1: their mean is 5."""
+    before = []
+    for shares in ((2.0, 4.0), (3.0, 5.0)):
+        rank = metrics(1)
+        for share in shares:
+            rank.add("", step(), {"loss": torch.tensor(share)})
+        rank.add("", step(taken=False), {"loss": torch.tensor(torch.nan)})
+        before += rank.states(None)
+    ranks = [metrics(world_size) for _ in range(world_size)]
+    sums = []
+    for number, rank in enumerate(ranks):
+        rank.load_states(before, number, {})
+        rank.add("", step(), {"loss": torch.tensor(1.0 / world_size)})
+        monkeypatch.setattr("torch.distributed.all_reduce", lambda summed: sums.append(summed.clone()))
+        rank.begin_line(4, 0.0, 0.0, {})
+        if world_size == 1:
+            line = rank.finish_line()
+            assert line is not None and line.numbers["loss"] == 5.0
+            return
+    loss, num_taken = torch.stack(sums).sum(0).tolist()
+    assert loss == pytest.approx(15.0, rel=3 * torch.finfo(torch.float32).eps) and num_taken == 3
+
+
+def test_the_same_number_of_ranks_restores_every_bit() -> None:
+    first, second = metrics(1), metrics(1)
+    for share in (0.1, 1e8, 0.3):
+        first.add("generator", step(), {"loss": torch.tensor(share)})
+    second.load_states(first.states(None), 0, {"generator": 7})
+    assert second.states(None) == first.states(None)
+    assert int(second.meters["generator"].num_skipped) == 7
+    second.load_states([], 0, {})  # of a checkpoint that holds none
