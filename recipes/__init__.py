@@ -1,8 +1,8 @@
 """The recipes by name: one file, one lesson.
 
-The module of a recipe has `Knobs`, the dataclass of the keys that belong to it alone; `run(cfg, env)`; `DATA`, the kind
-of data sets it takes, or `own` if it brings its data itself; and `MODELS`, the family of networks. Where its keys have
-rules, `check(knobs, cfg)` lists the problems; `LAYOUTS` names the layouts that it runs in, if not the usual ones.
+A recipe's module has `Knobs`, the dataclass of its own settings; `run(cfg, env)`; `DATA`, the kind of data sets it
+takes, or `own` if it has its own data; and `MODELS`, the family of networks. Optional: `check(knobs, cfg)` lists
+problems of its settings; `LAYOUTS` names the supported layouts, if not the usual ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def find(name: str) -> Any:
 
 
 def runner(name: str) -> Callable[[Any, Any], dict[str, float]]:
-    """The `run` of a recipe, with the doctor to watch it."""
+    """The `run` of a recipe, watched by the doctor."""
 
     def run(cfg: Any, env: Any) -> dict[str, float]:
         from amp_core.doctor.monitors import monitors

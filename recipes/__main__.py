@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    gc.disable()  # collections look again and again at all that was imported so far
+    gc.disable()  # collections would scan everything imported so far
 
 from amp_core.run.launch import work
 from recipes import runner
@@ -20,7 +20,7 @@ def main() -> None:
     code = work(Path(sys.argv[1]), runner)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Teardown of gloo's threads aborts now and then; all work is done and written.
+    # gloo's threads sometimes abort at exit; all work is done and written.
     os._exit(code)
 
 
