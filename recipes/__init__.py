@@ -68,7 +68,7 @@ def find(name: str) -> Any:
 
 
 def runner(name: str) -> Callable[[Any, Any], dict[str, float]]:
-    """The `run` of a recipe, with the doctor to watch it."""
+    """The `run` of a recipe, watched by the doctor."""
 
     def run(cfg: Any, env: Any) -> dict[str, float]:
         from amp_core.doctor.monitors import monitors

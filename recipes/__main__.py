@@ -26,7 +26,7 @@ def main() -> None:
     code = work(Path(sys.argv[1]), runner)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Teardown of gloo's threads aborts now and then; all work is done and written.
+    # gloo's threads sometimes abort at exit; all work is done and written.
     os._exit(code)
 
 

@@ -1,15 +1,15 @@
-"""Image classification: the whole of mixed precision in one loop, in any mode.
+"""Image classification: the whole mixed-precision step in one loop, for every mode.
 
 The lesson: a step is unscale, check, clip, step, update, in that order, for fp32, bf16 and fp16 alike; micro-batches
-are weighted so that accumulation changes nothing; evaluation runs under the same autocast as training; averaged
-weights, schedule and BatchNorm statistics move with taken steps only.
+are weighted so that accumulation changes nothing; evaluation runs under the same autocast as training; EMA weights,
+schedule and BatchNorm statistics move only with taken steps.
 
     python train.py                                            a small CNN on 4,000 MNIST digits, bf16
     python train.py amp=fp16 accumulation=4 batch_size=16 clip=norm ema.decay=0.99
     python train.py model=resnet18 data=cifar10 data.path=/data/cifar optimizer=sgd
     python train.py model=resnet50 data=imagenet data.path=/data/imagenet batch_size=256 perf.channels_last=true
 
-Expected: accuracy 0.982 ± 0.002 on 1,000 held-out digits in fp32, bf16 and fp16 alike (five seeds each), in 12 to 15 s
+Expected: accuracy 0.982 ± 0.002 on 1,000 held-out digits in fp32, bf16 and fp16 (five seeds each), in 12 to 15 s
 on two CPU cores with bf16 units; fp16 takes 29 s of one core with AVX512-FP16 (its convolutions sum in fp32).
 
 Sources: Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740); torch's notes on automatic mixed precision
@@ -45,28 +45,28 @@ MODELS = CLASSIFIERS
 
 @dataclass(frozen=True)
 class Knobs:
-    """What belongs to this recipe alone."""
+    """This recipe's own settings."""
 
     name: str
     length: str
-    """Length of the run when none is given: a number and steps, epochs or samples."""
+    """Default length of a run: a number and steps, epochs or samples."""
     best: str
-    """The metric that decides which checkpoint is kept as the best."""
+    """The metric that selects the best checkpoint."""
     best_is: str
     """max or min."""
     label_smoothing: float
-    """Share of the target that is spread over all classes, from 0 to below 1."""
+    """Label smoothing, from 0 to below 1."""
 
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
-    """Problems of this recipe's own keys, found before anything starts."""
+    """Problems of this recipe's own settings, found before the start."""
     if 0 <= knobs.label_smoothing < 1:
         return []
     return [f"recipe.label_smoothing={knobs.label_smoothing:g}: expected at least 0 and below 1"]
 
 
 def run(cfg: Config, env: Environment) -> dict[str, float]:
-    """Train, and return the last evaluation: loss and accuracy, with `ema_` in front for averaged weights."""
+    """Train, and return the last evaluation: loss and accuracy, with the prefix `ema_` for EMA weights."""
     knobs = Knobs(**cfg.recipe)
     data = build_data(cfg.data, seed=cfg.seed, channels=MODELS.in_channels(cfg.model.name))
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)

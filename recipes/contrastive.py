@@ -1,12 +1,12 @@
-"""Contrastive learning whose batch is the whole window and all ranks: gradient caching under a loss scale.
+"""Contrastive learning over the whole window and all ranks: gradient caching with a loss scale.
 
-The lesson: some losses are no mean over samples. In InfoNCE every image is told apart from all others of the step, so a
-loss per micro-batch is another loss, with fewer negatives, and accumulation does not bring them back. Gradient caching
-does, in the memory of one micro-batch: embed the whole window without graphs; take the loss over all embeddings, in
-fp32, and its gradient with respect to each; then run each micro-batch once more, with a graph, and start its backward
-pass from the cached gradient. What is scaled there is a gradient, not a loss: it enters the network in 16 bits, and the
-larger the window, the smaller it is. Both forward passes must be the same one: dropout draws its masks again from the
-same state, and BatchNorm's running statistics move in the second pass only.
+The lesson: some losses are not a mean over samples. InfoNCE contrasts every image with all others of the step, so a
+loss per micro-batch has fewer negatives, and accumulation does not restore them. Gradient caching does, in the memory
+of one micro-batch: embed the whole window without a graph; compute the loss over all embeddings in fp32 and its
+gradient with respect to each; then run each micro-batch again with a graph, and start its backward pass from the cached
+gradient. That gradient is scaled instead of the loss: it enters the network in 16 bits, and shrinks with the size of
+the window. Both forward passes must match: dropout draws the same masks, and BatchNorm's running statistics move only
+in the second.
 
     python train.py recipe=contrastive                      4,000 MNIST digits without labels, 4 x 64 in a step, bf16
     python train.py recipe=contrastive amp=fp16 batch_size=32 accumulation=8       as many negatives, less memory
@@ -14,8 +14,8 @@ same state, and BatchNorm's running statistics move in the second pass only.
     python train.py recipe=contrastive model=resnet50 data=imagenet data.path=/data/imagenet accumulation=16
 
 Expected: accuracy 0.921 to 0.946 on 1,000 held-out digits over seeds 1 to 3 in bf16 (0.929 and 0.944 in fp32 for the
-first two), in 20 s of one core of a server CPU with AVX512-BF16; untrained it is 0.43. The pixels themselves, 784
-numbers instead of 64, give 0.95: digits are centred and upright, and these embeddings are told to ignore just that.
+first two), in 20 s of one core of a server CPU with AVX512-BF16; untrained it is 0.43. Raw pixels, 784 numbers instead
+of 64, give 0.95: digits are centred and upright, and these embeddings are trained to ignore that.
 
 Sources: gradient caching: Gao et al., arXiv:2101.06983; the loss and its two views: Chen et al. (SimCLR),
 arXiv:2002.05709; evaluation by weighted nearest neighbours: Wu et al., arXiv:1805.01978.
@@ -53,25 +53,25 @@ MODELS = CLASSIFIERS
 
 @dataclass(frozen=True)
 class Knobs:
-    """What belongs to this recipe alone."""
+    """This recipe's own settings."""
 
     name: str
     length: str
-    """Length of the run when none is given: a number and steps, epochs or samples."""
+    """Default length of a run: a number and steps, epochs or samples."""
     best: str
-    """The metric that decides which checkpoint is kept as the best."""
+    """The metric that selects the best checkpoint."""
     best_is: str
     """max or min."""
     embedding: int
-    """Numbers that an image is embedded in."""
+    """Dimension of the embeddings."""
     temperature: float
-    """Divides the cosines, which lie between -1 and 1."""
+    """Divides the cosines, which are in [-1, 1]."""
     num_neighbours: int
-    """Training images that vote on the class of a held-out one, when evaluated."""
+    """Number of nearest training images that vote on a class in the evaluation."""
 
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
-    """Problems of this recipe's own keys, found before anything starts."""
+    """Problems of this recipe's own settings, found before the start."""
     problems = [
         f"recipe.{key}={value}: expected at least {least}"
         for key, value, least in (("embedding", knobs.embedding, 2), ("num_neighbours", knobs.num_neighbours, 1))
@@ -87,7 +87,7 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
 
 
 def run(cfg: Config, env: Environment) -> dict[str, float]:
-    """Train, and return the last evaluation: accuracy, with `ema_` in front for averaged weights."""
+    """Train, and return the last evaluation: accuracy, with the prefix `ema_` for EMA weights."""
     knobs = Knobs(**cfg.recipe)
     channels = MODELS.in_channels(cfg.model.name)
     plain = build_data(replace(cfg.data, augment=False), seed=cfg.seed, channels=channels)
@@ -124,7 +124,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         return {"accuracy": (torch.cat(guesses) == labels).float().mean().item()}
 
     def embed_all(net: nn.Module, dataset: Dataset) -> tuple[Tensor, Tensor]:
-        """Unit embeddings [N, D] and labels [N] of a whole data set, on every rank; each makes its part."""
+        """Unit embeddings [N, D] and labels [N] of a data set on every rank; each rank computes its share."""
         batches = eval_loader(
             dataset,
             batch_size=max(cfg.batch_size, 128),
@@ -152,7 +152,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 class TwoViews:
     """Each image twice, augmented differently: a batch is two tensors [B, C, H, W].
 
-    View v in pass p is what the data set gives in pass 2 p + v.
+    View v in epoch p is the data set's sample of epoch 2 p + v.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -168,9 +168,9 @@ class TwoViews:
 
 @torch.no_grad()
 def embed_window(amp: Amp, model: nn.Module, window: list[MicroBatch]) -> Tensor:
-    """Both views of this rank's window, as the training pass that follows will embed them: fp32 [M, 2 B, D].
+    """Embeddings of both views of this rank's window, as the training pass will compute them: fp32 [M, 2 B, D].
 
-    The unwrapped network: nothing is to be reduced, and running statistics are not to come from rank 0.
+    Uses the unwrapped network: nothing to reduce, and no buffers from rank 0.
     """
     net, embeddings = unwrap(model), []
     with rehearsal(net, amp.device):
@@ -182,7 +182,7 @@ def embed_window(amp: Amp, model: nn.Module, window: list[MicroBatch]) -> Tensor
 
 @contextlib.contextmanager
 def rehearsal(net: nn.Module, device: torch.device) -> Iterator[None]:
-    """Forward passes in here leave no trace: running statistics and the random state are put back. Does not wait."""
+    """Restore running statistics and random state after forward passes. No host-device sync."""
     buffers = list(net.buffers())
     kept = [buffer.clone() for buffer in buffers]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -195,9 +195,9 @@ def cached_gradients(env: Environment, embeddings: Tensor, temperature: float) -
     """The loss over the windows of all ranks, and its gradient with respect to this rank's embeddings.
 
     Args:
-        env: for what the other ranks have.
-        embeddings: of this rank, fp32 [M, 2 B, D].
-        temperature: of the loss.
+        env: to gather from the other ranks.
+        embeddings: this rank's, fp32 [M, 2 B, D].
+        temperature: temperature of the loss.
 
     Returns:
         The loss, the same on all ranks, and gradients [M, 2 B, D].
@@ -212,10 +212,10 @@ def cached_gradients(env: Environment, embeddings: Tensor, temperature: float) -
 
 
 def info_nce(embeddings: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy of finding the other view of an image among all other embeddings. To be called outside autocast.
+    """Cross-entropy of finding the other view of an image among all other embeddings. Call it outside autocast.
 
     Args:
-        embeddings: fp32 [2, N, D], of any length; row n of both is of the same image.
+        embeddings: fp32 [2, N, D], of any norm; row n of both views is the same image.
         temperature: divides the cosines.
     """
     z = F.normalize(embeddings.flatten(0, 1), dim=1)
@@ -226,13 +226,13 @@ def info_nce(embeddings: Tensor, temperature: float) -> Tensor:
 
 
 def nearest_neighbours(queries: Tensor, memory: Tensor, classes: Tensor, num: int) -> Tensor:
-    """Classes [Q] by the votes of the `num` nearest, each weighing exp(cosine / 0.1).
+    """Classes [Q] by votes of the `num` nearest, weighted by exp(cosine / 0.1).
 
     Args:
         queries: unit vectors [Q, D].
         memory: unit vectors [N, D].
-        classes: of the memory, [N].
-        num: how many vote; all when there are fewer.
+        classes: classes of the memory, [N].
+        num: number of votes; all if there are fewer.
     """
     cosines, nearest = (queries @ memory.T).topk(min(num, len(memory)))
     votes = queries.new_zeros(len(queries), int(classes.max()) + 1)

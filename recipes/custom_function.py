@@ -1,7 +1,7 @@
-"""Custom autograd functions under autocast: three kinds, three rules.
+"""Custom autograd functions under autocast: three cases, three rules.
 
-The lesson: autocast casts the inputs of torch's own operations. It does not look into an `autograd.Function`: the
-forward runs under autocast, the backward runs without, and what was saved in between has the dtypes of the inputs.
+The lesson: autocast casts the inputs of torch's own operations. It does not handle an `autograd.Function`: the
+forward runs under autocast, the backward does not, and saved tensors have the dtypes of the inputs.
 
     of your own, any dtype will do     `custom_fwd` and `custom_bwd`, bare: the backward sees the autocast of the
                                        forward. Without them it fails where 16-bit gradients meet fp32 weights.
@@ -10,8 +10,8 @@ forward runs under autocast, the backward runs without, and what was saved in be
     somebody else's                    call it in an fp32 island, `keep_fp32`; there is nothing to edit.
 
 A function needs one of them when it has several floating-point inputs, when it calls something that autocast casts
-(products, convolutions), or when it needs a certain dtype. The network is a small classifier whose every layer is made
-of such functions; `model.options.functions=torch` is the same network of torch's operations, with the same accuracy.
+(products, convolutions), or when it needs a certain dtype. The network is a small classifier made
+of such functions; `model.options.functions=torch` is the same network with torch's operations and the same accuracy.
 
     python train.py recipe=custom_function
     python train.py recipe=custom_function amp=fp16 model.options.functions=torch
@@ -58,19 +58,19 @@ DATA = "images"
 
 @dataclass(frozen=True)
 class Knobs:
-    """What belongs to this recipe alone."""
+    """This recipe's own settings."""
 
     name: str
     length: str
-    """Length of the run when none is given: a number and steps, epochs or samples."""
+    """Default length of a run: a number and steps, epochs or samples."""
     best: str
-    """The metric that decides which checkpoint is kept as the best."""
+    """The metric that selects the best checkpoint."""
     best_is: str
     """max or min."""
 
 
 def run(cfg: Config, env: Environment) -> dict[str, float]:
-    """Train, and return the last evaluation: loss and accuracy, with `ema_` in front for averaged weights."""
+    """Train, and return the last evaluation: loss and accuracy, with the prefix `ema_` for EMA weights."""
     data = build_data(cfg.data, seed=cfg.seed, channels=MODELS.in_channels(cfg.model.name))
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
     model = env.wrap(build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts), amp)
@@ -127,10 +127,10 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
 
 def on_its_device(decorate: Callable[..., Any], **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`custom_fwd` or `custom_bwd` for the device on which the tensors lie when the function is called.
+    """`custom_fwd` or `custom_bwd` for the device of the tensors at the call.
 
-    Theirs is fixed when the class is made, and on another device they do nothing (`torch.cuda.amp.custom_fwd` on a
-    CPU); one around the other does not help, since the inner one overwrites what the outer one found.
+    torch fixes the device when the class is made, and does nothing on another one (`torch.cuda.amp.custom_fwd` on a
+    CPU); nesting them does not help, since the inner one overwrites the outer one's state.
     """
 
     def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,7 +147,7 @@ def on_its_device(decorate: Callable[..., Any], **options: Any) -> Callable[[Cal
 
 
 class Product(Function):
-    """x [B, N] times the transpose of weight [M, N], in whatever dtype autocast says: the backward the same."""
+    """x [B, N] times the transpose of weight [M, N], in the autocast dtype, forward and backward."""
 
     @staticmethod
     @on_its_device(custom_fwd)
@@ -163,7 +163,7 @@ class Product(Function):
 
 
 class RowNorm(Function):
-    """x / sqrt(mean(x²) + eps) over the last dimension, float32 under autocast (float64 stays as it is without)."""
+    """x / sqrt(mean(x²) + eps) over the last dimension, float32 under autocast (float64 is kept without)."""
 
     @staticmethod
     @on_its_device(custom_fwd, cast_inputs=torch.float32)
@@ -174,7 +174,7 @@ class RowNorm(Function):
         return y
 
     @staticmethod
-    @once_differentiable  # a second derivative would take what was saved, which is no input, for a constant
+    @once_differentiable  # a second derivative would treat saved non-inputs as constants
     @on_its_device(custom_bwd)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         y, inverse = ctx.saved_tensors
@@ -182,9 +182,9 @@ class RowNorm(Function):
 
 
 class SquaredDistance(Function):
-    """|x - c|² for rows x [B, N] and centres c [K, N]: [B, K]. Stands for a function out of another package.
+    """|x - c|² for rows x [B, N] and centres c [K, N]: [B, K]. Stands for a function of another package.
 
-    It knows nothing of autocast: its product would be rounded to 16 bits, and its backward fails for a 16-bit x.
+    It ignores autocast: its matmul would be rounded to 16 bits, and its backward fails for a 16-bit x.
     """
 
     @staticmethod
@@ -205,13 +205,13 @@ squared_distance = keep_fp32(SquaredDistance.apply)
 
 @keep_fp32
 def plain_norm(x: Tensor, eps: float) -> Tensor:
-    """`RowNorm` of torch's operations."""
+    """`RowNorm` with torch's operations."""
     return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 
 @keep_fp32
 def plain_distance(x: Tensor, centres: Tensor) -> Tensor:
-    """`SquaredDistance` of torch's operations."""
+    """`SquaredDistance` with torch's operations."""
     return (x[:, None] - centres).square().sum(2)
 
 
@@ -234,7 +234,7 @@ class Layer(nn.Module):
 
 
 class Prototypes(nn.Module):
-    """Logits: minus the squared distances to learned class centres, in a space of `features` dimensions."""
+    """Logits: negative squared distances to learned class centres in `features` dimensions."""
 
     def __init__(self, inputs: int, features: int, num_classes: int, *, custom: bool) -> None:
         super().__init__()
@@ -257,13 +257,13 @@ def prototype_net(
     features: int = 64,
     functions: str = "custom",
 ) -> nn.Module:
-    """Fully connected layers with normalised rows, and a class centre for each class.
+    """Fully connected layers with normalised rows, and a centre for each class.
 
     Args:
         width: units of each hidden layer. Multiples of 8 suit Tensor Cores.
         depth: number of hidden layers.
-        features: dimensions of the space in which the centres lie.
-        functions: custom, or torch for the same network of torch's operations.
+        features: dimension of the centres.
+        functions: custom, or torch for the same network with torch's operations.
     """
     for key, value in (("width", width), ("depth", depth), ("features", features)):
         check_count(key, value)

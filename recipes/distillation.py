@@ -1,19 +1,19 @@
 """Distillation: a frozen teacher in 16 bits, a student under autocast.
 
-The lesson: a network that only answers needs no fp32 weights. Half of the memory is enough, and nothing is cast at each
-call, as autocast would do. It stays out of autograd by `no_grad`; tensors made in `inference_mode` raise in a loss that
-saves them for the student's backward, such as a squared error. And the loss between two networks that agree is a small
-difference of large numbers: where their logits differ by 0.1, a sample's divergence from bf16 log-probabilities is off
-by 17 times its size, and every second one is negative. It is computed in fp32.
+The lesson: an inference-only network needs no fp32 weights. 16-bit ones take half of the memory and need no casts at
+each call. Use `no_grad` for it; tensors made in `inference_mode` raise in a loss that saves them for the student's
+backward, such as a squared error. The loss between two networks that agree is a small difference of large numbers: if
+their logits differ by 0.1, a sample's divergence from bf16 log-probabilities is off by 17 times its size, and every
+second one is negative. Compute it in fp32.
 
     python train.py recipe=distillation                                     trains its own teacher first
     python train.py recipe=distillation recipe.teacher=outputs/classification/<run>
-    python train.py recipe=distillation recipe.soft=0                       the student alone, to compare
+    python train.py recipe=distillation recipe.soft=0                       the student without a teacher, to compare
 
-One run, two phases: which one a step belongs to follows from its number, so that a run goes on in either of them. The
-checkpoint holds the teacher in fp32; the 16-bit copy is made when the student begins, and again after a resume.
+One run has two phases; the number of a step decides its phase, so a run resumes in either. The checkpoint holds the
+teacher in fp32; the 16-bit copy is made when the student starts, and again after a resume.
 
-Expected: accuracy 0.940 ± 0.002 on 1,000 held-out digits, of a student with 4,000 weights; its teacher has 0.970 (bf16,
+Expected: accuracy 0.940 ± 0.002 on 1,000 held-out digits with 4,000 weights; the teacher has 0.970 (bf16,
 seeds 1 to 3), in 20 s on one CPU core.
 
 Source: Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531).
@@ -56,33 +56,33 @@ MODELS = CLASSIFIERS
 
 @dataclass(frozen=True)
 class Knobs:
-    """What belongs to this recipe alone."""
+    """This recipe's own settings."""
 
     name: str
     length: str
-    """Length of the run when none is given: a number and steps, epochs or samples. Teacher and student together."""
+    """Default length of a run: a number and steps, epochs or samples. Teacher and student together."""
     best: str
-    """The metric that decides which checkpoint is kept as the best."""
+    """The metric that selects the best checkpoint."""
     best_is: str
     """max or min."""
     teacher: str | None
-    """Run folder or checkpoint of a classification run, the averaged weights if it has any; null: train a teacher."""
+    """Run folder or checkpoint of a classification run (its EMA weights, if any); null: train a teacher."""
     teacher_steps: int
-    """Without `teacher`: the first steps of the run train one."""
+    """Without `teacher`: number of steps that train one first."""
     teacher_model: str
     """Without `teacher`: its network. The student is the `model` group."""
     teacher_options: dict[str, Any]
-    """Without `teacher`: keyword arguments of its network."""
+    """Without `teacher`: options of its network."""
     temperature: float
-    """Divides the logits of both, so that wrong classes count, too."""
+    """Temperature: divides the logits of both, so that wrong classes count too."""
     soft: float
-    """Weight of the teacher's answers, from 0 to 1; the labels have the rest."""
+    """Weight of the teacher's soft targets, from 0 to 1; the rest is for the labels."""
     label_smoothing: float
-    """Share of a label that is spread over all classes, for teacher and student, from 0 to below 1."""
+    """Label smoothing for teacher and student, from 0 to below 1."""
 
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
-    """Problems of this recipe's own keys, found before anything starts."""
+    """Problems of this recipe's own settings, found before the start."""
     problems = []
     if knobs.teacher_steps < 1:
         problems.append(f"recipe.teacher_steps={knobs.teacher_steps}: expected at least 1")
@@ -103,7 +103,7 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
 
 
 def run(cfg: Config, env: Environment) -> dict[str, float]:
-    """Train, and return the last evaluation of the student: loss, accuracy, agreement with the teacher's answers."""
+    """Train, and return the student's last evaluation: loss, accuracy, agreement with the teacher."""
     knobs = Knobs(**cfg.recipe)
     name, options, weights = knobs.teacher_model, knobs.teacher_options, None
     if knobs.teacher is not None:
@@ -111,7 +111,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     channels = MODELS.in_channels(cfg.model.name) or MODELS.in_channels(name)
     data = build_data(cfg.data, seed=cfg.seed, channels=channels)
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
-    # The smallest of what the mode computes with; fp32 where it knows nothing else.
+    # The smallest dtype of the mode; fp32 if it has no other.
     dtype = min(amp.dtype, getattr(torch, cfg.amp.weights), key=lambda d: d.itemsize)
 
     student = env.wrap(build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts), amp)
@@ -135,7 +135,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     answering: nn.Module | None = None
 
     def frozen_teacher() -> nn.Module:
-        """The copy that answers; while the teacher still learns, of its present weights."""
+        """The frozen copy; while the teacher trains, of its current weights."""
         nonlocal answering
         if answering is not None:
             return answering
@@ -232,9 +232,9 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
 
 def divergence(logits: Tensor, answers: Tensor, temperature: float) -> Tensor:
-    """T² KL(answers || logits) of both at temperature T, mean over samples [B, K]. Float32 from any dtype.
+    """T² KL(answers || logits) at temperature T, mean over samples [B, K]. Float32 from any dtype.
 
-    The factor keeps the size of the gradient, which falls as 1 / T².
+    T² cancels the 1 / T² of the gradient.
     """
     log_q = F.log_softmax(logits.float() / temperature, dim=1)
     log_p = F.log_softmax(answers.float() / temperature, dim=1)
@@ -242,7 +242,7 @@ def divergence(logits: Tensor, answers: Tensor, temperature: float) -> Tensor:
 
 
 def frozen(net: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy that only answers: in evaluation mode, without gradients, its weights in `dtype`.
+    """An inference-only copy: in evaluation mode, without gradients, weights in `dtype`.
 
     Normalisation with running statistics stays in fp32: a variance above 65504 is infinite in fp16.
     """
@@ -258,11 +258,11 @@ def frozen(net: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def read_teacher(path: str) -> tuple[str, dict[str, Any], Mapping[str, Tensor]]:
-    """Name, options and weights of the network of another run, the averaged weights if it has them.
+    """Name, options and weights of another run's network (EMA weights, if any).
 
     Raises:
-        CheckpointError: there is none that can be read.
-        ConfigError: it is not a run that trained an image classification network.
+        CheckpointError: no readable checkpoint.
+        ConfigError: the run did not train an image classification network.
     """
     contents = read(path)
     model = contents["config"].get("model", {})
@@ -277,7 +277,7 @@ def load(net: nn.Module, weights: Mapping[str, Tensor], path: str | None) -> nn.
     """The teacher with the weights of `path`.
 
     Raises:
-        ConfigError: they are of another network.
+        ConfigError: they belong to another network.
     """
     try:
         net.load_state_dict(weights)

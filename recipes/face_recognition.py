@@ -1,35 +1,35 @@
-"""Face recognition: a backbone in 16 bits under a head in fp32 that lies in pieces over all ranks.
+"""Face recognition: a 16-bit backbone under an fp32 head that is sharded over all ranks.
 
-The lesson has four parts, and the order of a step is theirs.
+The lesson has four parts, in the order of a step.
 
-What is scaled is a gradient, not a loss. The margin softmax (ArcFace, CosFace) over Partial FC computes the loss and
-its gradient with respect to the features itself, in fp32 and unscaled: cosines are where fp16 hurts most (just above 1,
-acos is NaN). `amp.backward(features, gradient=x_grad)` multiplies that gradient by the loss scale on its way into the
-backbone. The head's own gradients carry no scale: `unscaled=[head_optimizer]`.
+A gradient is scaled, not a loss. The margin softmax (ArcFace, CosFace) over Partial FC computes the loss and its
+gradient with respect to the features itself, in fp32 and unscaled: fp16 is worst for cosines (just above 1, acos is
+NaN). `amp.backward(features, gradient=x_grad)` scales that gradient on its way into the backbone. The head's own
+gradients are not scaled: `unscaled=[head_optimizer]`.
 
-Nobody averages twice. The loss is a mean over the samples of all ranks and x_grad is complete, so the backbone's
-reduction has to sum. A plain DistributedDataParallel net averages: without a factor of world_size its gradients are
-exactly 1 / world_size of what they should be.
+The reduction sums. The loss is a mean over the samples of all ranks and x_grad is complete, so the backbone's gradients
+must be summed over ranks. Plain DistributedDataParallel averages: without a factor of world_size its gradients are too
+small by exactly that factor.
 
-All step, or none. The centres of a rank are its own, so one rank may see an inf where the others see none: the usual
-loop then has ranks with different weights and scales. And its head is stepped unconditionally: one overflowing batch
-leaves the backbone clean and NaN in the class centres, for good. `amp.step` takes both optimizers, agrees over the
-ranks, and skips both or none. Each is clipped by its own norm, the head's over all ranks (`sharded`).
+All optimizers step, or none. Each rank has its own centres, so one rank may see an inf that the others do not: in the
+usual loop weights and scales of ranks then diverge. The usual loop also always steps the head: one overflow leaves NaN
+in the class centres for good. `amp.step` takes both optimizers, agrees over ranks, and skips both or none. Each is
+clipped by its own norm, the head's over all ranks (`sharded`).
 
 The loss scale is capped (`amp=fp16_capped`): at 128 times the batch, as insightface does, before the norm is clipped.
 
 Expected with the defaults, one seed on one CPU core: 965 steps on 1,380 letters give, on 344 others, an accuracy of
 0.982 and a true accept rate of 0.68 at a false accept rate of 1e-3, in fp32 (23 s), bf16 (25 s) and fp16_capped with
-clipping (136 s: convolutions in fp16 are emulated there). An untrained net has 0.839 and 0.14.
+clipping (136 s: fp16 convolutions are emulated there). An untrained net has 0.839 and 0.14.
 
-    python train.py recipe=face_recognition                    letters in 12 faces; others are compared, bf16
+    python train.py recipe=face_recognition                    letters in 12 faces, evaluated on others, bf16
     python train.py recipe=face_recognition amp=fp16_capped clip=norm clip.max_norm=5
     python train.py recipe=face_recognition recipe.sample_rate=0.3 layout=ddp layout.nproc_per_node=2 batch_size=64
     python train.py recipe=face_recognition model=iresnet50 data=records data.path=/data/ms1m optimizer=sgd_face \\
         recipe.embedding=512 recipe.scale=64 recipe.margin=0.5 amp=fp16_capped clip=norm clip.max_norm=5 epochs=20 \\
         layout=ddp perf.channels_last=true
     python train.py recipe=face_recognition data=synthetic_identities data.num_classes=2000000 recipe.sample_rate=0.1 \\
-        recipe.embedding=512 optimizer=sgd_face steps=100      what a head of 2,000,000 identities costs
+        recipe.embedding=512 optimizer=sgd_face steps=100      cost of a head of 2,000,000 identities
 
 Sources: Deng et al., "ArcFace" (arXiv:1801.07698); Wang et al., "CosFace" (arXiv:1801.09414); An et al., "Partial FC"
 (arXiv:2010.05222) and "Killing Two Birds with One Stone" (arXiv:2203.15565); insightface's arcface_torch.
@@ -68,29 +68,29 @@ MODELS = EMBEDDERS
 
 @dataclass(frozen=True)
 class Knobs:
-    """What belongs to this recipe alone."""
+    """This recipe's own settings."""
 
     name: str
     length: str
-    """Length of the run when none is given: a number and steps, epochs or samples."""
+    """Default length of a run: a number and steps, epochs or samples."""
     best: str
-    """The metric that decides which checkpoint is kept as the best."""
+    """The metric that selects the best checkpoint."""
     best_is: str
     """max or min."""
     embedding: int
-    """Numbers per feature vector."""
+    """Dimension of a feature vector."""
     loss: Literal["arcface", "cosface"]
-    """Where the margin goes: to the angle between a feature and the centre of its class, or to its cosine."""
+    """arcface: margin on the angle between a feature and the centre of its class; cosface: on its cosine."""
     margin: float
     """ArcFace: radians, 0.5 for faces; CosFace: 0.4 for faces."""
     scale: float
-    """Of the cosines before the softmax; 64 for faces. It has nothing to do with the loss scale."""
+    """Scale of the cosines before the softmax; 64 for faces. Not the loss scale."""
     sample_rate: float
-    """Share of its classes that a rank uses in a step; those with a sample in the window are always among them."""
+    """Share of its classes that a rank uses in a step; those with a sample in the window are always included."""
 
 
 def run(cfg: Config, env: Environment) -> dict[str, float]:
-    """Train, and return the last verification: accuracy, tar_at_far_1e-3, ... on identities that were held out."""
+    """Train, and return the last verification: accuracy, tar_at_far_1e-3, ... on held-out identities."""
     knobs = Knobs(**cfg.recipe)
     data = build_data(cfg.data, seed=cfg.seed, channels=MODELS.in_channels(cfg.model.name))
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
@@ -128,7 +128,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
-        # Each rank fills in its rows; the sum over the ranks is all of them.
+        # Each rank fills in its rows; the sum over ranks has all of them.
         embeddings = torch.zeros(len(data.eval), knobs.embedding, device=env.device)
         identities = torch.zeros(len(data.eval), dtype=torch.int64, device=env.device)
         batches = eval_loader(
@@ -166,7 +166,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
-    """Problems of this recipe's own keys, found before anything starts."""
+    """Problems of this recipe's own settings, found before the start."""
     problems = []
     if knobs.embedding < 1:
         problems.append(f"recipe.embedding={knobs.embedding}: expected at least 1")
@@ -180,10 +180,10 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
 
 
 def build_head(knobs: Knobs, num_classes: int, env: Environment) -> PartialFC:
-    """This rank's part of the head.
+    """This rank's shard of the head.
 
     Raises:
-        ConfigError: a knob out of range, or more ranks than identities.
+        ConfigError: a setting out of range, or more ranks than identities.
     """
     try:
         return PartialFC(

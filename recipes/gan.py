@@ -1,14 +1,14 @@
 """A generative adversarial network: two networks, two optimizers, one loss scale, one update per step.
 
-The lesson: each loss is scaled and each optimizer is stepped by itself, so that one may skip while the other steps; the
-scale moves once, after both, because the gradients of the second still carry it. A gradient penalty differentiates a
-gradient: its inner pass is scaled like any backward pass, lest it underflow, and unscaled by hand, since no optimizer
-owns what it gives (`amp.grad` does both). In fp16 the default scale is too large by construction: the inner pass begins
-with a gradient of 1 times 65536, and fp16 ends at 65504. The discriminator skips 4 steps, of which the generator takes
-3, and the scale stays at 4096.
+The lesson: each loss is scaled and each optimizer steps separately, so one may skip while the other steps; the scale is
+updated once, after both, because the gradients of the second are still scaled. A gradient penalty differentiates a
+gradient: its inner pass is scaled like any backward pass, to avoid underflow, and unscaled explicitly, since no
+optimizer owns the result (`amp.grad` does both). In fp16 the default scale is always too large: the inner pass starts
+with a gradient of 1 times 65536, above fp16's 65504. The discriminator skips 4 steps, of which the generator takes 3,
+and the scale stays at 4096.
 
     python train.py recipe=gan                                       WGAN-GP on 4,000 MNIST digits, bf16, 500 steps
-    python train.py recipe=gan amp=fp16 recipe.num_critic_steps=5    five steps of the critic for one of the generator
+    python train.py recipe=gan amp=fp16 recipe.num_critic_steps=5    five critic steps per generator step
     python train.py recipe=gan recipe.penalty=r1 recipe.penalty_weight=1 recipe.share_graph=true
     python train.py recipe=gan data=image_folder data.path=/data/faces data.image_size=64 model.options.width=64
 
@@ -51,35 +51,35 @@ from amp_core.vision import import_torchvision
 
 DATA = "images"
 MODELS = GANS
-LAYOUTS = ("single", "data_parallel", "ddp")  # a penalty is differentiated twice: sharded weights are freed in between
-NUM_COMPARED = 1000  # held-out images, and as many generated ones
+LAYOUTS = ("single", "data_parallel", "ddp")  # double backward: sharded weights are freed in between
+NUM_COMPARED = 1000  # held-out images, and equally many generated ones
 Penalty = Literal["wgan_gp", "r1", "none"]
 
 
 @dataclass(frozen=True)
 class Knobs:
-    """What belongs to this recipe alone."""
+    """This recipe's own settings."""
 
     name: str
     length: str
-    """Length of the run when none is given: a number and steps, epochs or samples."""
+    """Default length of a run: a number and steps, epochs or samples."""
     best: str
-    """The metric that decides which checkpoint is kept as the best."""
+    """The metric that selects the best checkpoint."""
     best_is: str
     """max or min."""
     penalty: Penalty
-    """On the slope of the discriminator's score: wgan_gp, with Wasserstein losses; r1 or none, with logistic ones."""
+    """Gradient penalty of the discriminator: wgan_gp, with Wasserstein losses; r1 or none, with logistic ones."""
     penalty_weight: float | None
-    """Its weight, lambda or gamma in the papers; null: 10, as there, or with penalty=none nothing."""
+    """Its weight, lambda or gamma in the papers; null: 10, as there; unused with penalty=none."""
     num_critic_steps: int
-    """The generator steps in every so many-th window, the discriminator in each."""
+    """Discriminator steps per generator step; the discriminator steps in each window."""
     share_graph: bool
-    """Where both step: send the fakes through the discriminator once, for both losses, which saves a pass. Both
-    gradients are then those at the same weights; otherwise the generator answers the discriminator's new ones."""
+    """If both step: one forward pass of the fakes through the discriminator for both losses. Both gradients are then
+    those at the same weights; otherwise the generator sees the discriminator's new weights."""
 
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
-    """Problems of this recipe's own keys, found before anything starts."""
+    """Problems of this recipe's own settings, found before the start."""
     problems = []
     weight = knobs.penalty_weight
     if knobs.best.startswith("ema_") and cfg.ema.decay is None:
@@ -106,7 +106,7 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
 
 
 def run(cfg: Config, env: Environment) -> dict[str, float]:
-    """Train, and return the last evaluation: sliced_wasserstein, with `ema_` in front for averaged weights."""
+    """Train, and return the last evaluation: sliced_wasserstein, with the prefix `ema_` for EMA weights."""
     knobs = Knobs(**cfg.recipe)
     penalty_weight = 10.0 if knobs.penalty_weight is None else knobs.penalty_weight
     data = build_data(cfg.data, seed=cfg.seed)
@@ -136,7 +136,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                 with amp.autocast():
                     with torch.set_grad_enabled(shared):
                         fake = G(z)
-                    # In fp32 from here: a mean of 16-bit numbers is one.
+                    # In fp32 from here: a mean of 16-bit numbers would be 16-bit.
                     of_real, of_fake = D(torch.cat([real, fake])).float().chunk(2)
                     loss = discriminator_loss(knobs.penalty, of_real, of_fake)
                     slope = gradient_penalty(knobs.penalty, amp, D, real, fake, mix)
@@ -152,7 +152,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             for micro, z in zip(window, loop.draw(torch.randn, latent, stream=2), strict=True):
                 with sync_grads(G, when=micro.is_last):
                     with amp.autocast():
-                        # Unwrapped: this pass leaves no gradient in D for DDP to wait for.
+                        # Unwrapped: this pass creates no gradients in D for DDP to wait for.
                         loss = generator_loss(knobs.penalty, unwrap(D)(G(z)).float())
                     amp.backward(loss, micro.weight, inputs=G_weights)
                 loss_G += loss.detach() * micro.weight
@@ -168,14 +168,14 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     @functools.cache
     def held_out() -> Tensor:
-        # From all over the set: it may be sorted by class.
+        # Evenly spread: the set may be sorted by class.
         num = min(NUM_COMPARED, len(data.eval))
         images, _ = data.eval.__getitems__([(i * len(data.eval) // num, 0) for i in range(num)])
         return images.to(env.device)
 
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
-        # Every rank does all of it: the distance needs all images at once, and there are few.
+        # Every rank computes all of it: the distance needs all images, and there are few.
         z = torch.randn(len(held_out()), latent, generator=torch.Generator().manual_seed(0)).to(env.device)
         with amp.autocast():
             fakes = torch.cat([net(part) for part in z.split(100)]).float()
@@ -183,7 +183,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             write_samples(env.run_dir / "samples" / f"step_{loop.step:08}.png", fakes[:64], held_out())
         return {"sliced_wasserstein": sliced_wasserstein(fakes, held_out())}
 
-    # The first network is the one that is evaluated.
+    # The first network is evaluated.
     nets = {"generator": G, "discriminator": D}
     optimizers = {"generator_optimizer": G_optimizer, "discriminator_optimizer": D_optimizer}
     schedules = {"discriminator_schedule": D_schedule, "generator_schedule": G_schedule}
@@ -197,28 +197,30 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
 
 def discriminator_loss(penalty: Penalty, of_real: Tensor, of_fake: Tensor) -> Tensor:
-    """Of fp32 scores [B]. The logistic one is softplus, which has the logarithm inside and cannot be log(0)."""
+    """Discriminator loss from fp32 scores [B]. The logistic one is softplus, which avoids log(0)."""
     if penalty == "wgan_gp":
         return of_fake.mean() - of_real.mean()
     return F.softplus(of_fake).mean() + F.softplus(-of_real).mean()
 
 
 def generator_loss(penalty: Penalty, of_fake: Tensor) -> Tensor:
-    """Of fp32 scores [B]. The logistic one does not saturate where the discriminator is sure (arXiv:1406.2661)."""
+    """Generator loss from fp32 scores [B]. The logistic one is the non-saturating loss (arXiv:1406.2661)."""
     return -of_fake.mean() if penalty == "wgan_gp" else F.softplus(-of_fake).mean()
 
 
 def gradient_penalty(penalty: Penalty, amp: Amp, D: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> Tensor:
-    """How steep `D` is: wgan_gp, (slope - 1)^2 between real and fake images; r1, slope^2 / 2 at real ones. Mean, fp32.
+    """Penalty on the gradient norm g of `D`: wgan_gp, (g - 1)^2 between real and fake images; r1, g^2 / 2 at real ones.
 
-    To be called inside autocast: the penalty is part of the forward pass, and differentiated once more.
+    Mean over samples, fp32.
+
+    Call it inside autocast: the penalty is part of the forward pass, and differentiated again.
 
     Args:
         penalty: which one.
         amp: the mode.
         D: images -> scores [B].
         real: images, fp32 [B, C, H, W].
-        fake: as many generated ones.
+        fake: equally many generated ones.
         mix: share of the real image, [B, 1, 1, 1], from 0 to 1.
     """
     if penalty == "none":
@@ -228,19 +230,20 @@ def gradient_penalty(penalty: Penalty, amp: Amp, D: nn.Module, real: Tensor, fak
     square = gradient.flatten(1).square().sum(1)
     if penalty == "r1":
         return square.mean() / 2
-    # At a gradient of 0 the root is infinitely steep, and 0 times infinity is NaN.
+    # At 0 the root has an infinite gradient, and 0 times infinity is NaN.
     return ((square + 1e-12).sqrt() - 1).square().mean()
 
 
 def sliced_wasserstein(a: Tensor, b: Tensor, *, num_directions: int = 256) -> float:
-    """Wasserstein-2 distance of two sets of images, mean (of squares) over random directions of pixel space. Waits.
+    """Sliced Wasserstein-2 distance of two sets of images, over random directions of pixel space. Syncs.
 
-    In one dimension it is that of the sorted values (Rabin et al. 2011). The directions are always the same ones.
+    In one dimension it is that of the sorted values (Rabin et al. 2011). Squares are averaged over directions, which
+    are always the same.
 
     Args:
         a: fp32 [N, C, H, W].
-        b: as many.
-        num_directions: to project on.
+        b: equally many.
+        num_directions: number of projections.
     """
     directions = torch.randn(a[0].numel(), num_directions, generator=torch.Generator().manual_seed(0)).to(a.device)
     directions = F.normalize(directions, dim=0)

@@ -1,22 +1,22 @@
-"""A language model on bytes: losses that count tokens, and positions that 16 bits cannot count.
+"""A language model on bytes: losses weighted by tokens, and positions that collide in 16 bits.
 
 The lesson, in two parts. Samples differ in their number of valid tokens, so a mean of means is not the mean: each
-micro-batch weighs its share of the valid tokens of the window over all ranks, and one without any costs 0, not NaN. And
-position ids belong in fp32: bfloat16 counts to 256 and float16 to 2048, then neighbours share an id. Samples of 256
-tokens never show it. `recipe.eval_offset` evaluates the same text as if it stood further down a long one: RoPE and
-ALiBi see distances alone, so a loss that differs from the one at the beginning is an error of arithmetic.
+micro-batch is weighted by its share of the window's valid tokens over all ranks, and one without any has loss 0, not
+NaN. Position ids belong in fp32: bfloat16 counts to 256 and float16 to 2048, then neighbours share an id. Samples of
+256 tokens never show it. `recipe.eval_offset` evaluates the same text as if it stood further down a long one: RoPE and
+ALiBi depend only on distances, so a loss that differs from the one at offset 0 is a rounding error.
 
-With a vocabulary of ten thousands the logits outweigh the rest of the network: `recipe.loss_chunk=512` never holds more
-than those of 512 tokens (`amp_core/heads/losses.py`). For the 256 bytes here that is 5 % of the memory and costs time.
+With a vocabulary of tens of thousands the logits dominate memory: `recipe.loss_chunk=512` holds those of 512 tokens at
+a time (`amp_core/heads/losses.py`). For the 256 bytes here they are 5 % of the memory, and chunks cost time.
 
     python train.py recipe=language_model recipe.eval_offset=4096                        torch's own sources, bf16
     python train.py recipe=language_model recipe.eval_offset=4096 model.options.positions_dtype=bf16
     python train.py recipe=language_model data=text data.path=book.txt model.options.width=384 model.options.depth=6
 
 Expected, on a CPU with bf16 units: 2.20 nats (3.17 bits) per byte of another library's sources (seeds 0 to 2: 2.17 to
-2.22) after 85 s of one core. At 4096 as at 0 with positions in fp32; with the same weights (seed 0) 2.17 becomes 2.71
-with positions in fp16, 3.18 in bf16. Smaller, with data.length=128 and model.options of width=64 depth=2 heads=1, 300
-steps (seeds 1 to 3): 2.5693 in fp32, 2.5696 in bf16, 2.5693 in fp16, which takes a CPU without fp16 units long.
+2.22) after 85 s of one core. The same at 4096 with fp32 positions; with the same weights (seed 0) 2.17 becomes 2.71
+with fp16 positions, 3.18 with bf16. Smaller, with data.length=128 and model.options of width=64 depth=2 heads=1, 300
+steps (seeds 1 to 3): 2.5693 in fp32, 2.5696 in bf16, 2.5693 in fp16, which is slow on a CPU without fp16 units.
 
 Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); Su et al., "RoFormer"
 (arXiv:2104.09864); Press et al., "Train Short, Test Long" (arXiv:2108.12409).
@@ -55,25 +55,25 @@ MODELS = LANGUAGE_MODELS
 
 @dataclass(frozen=True)
 class Knobs:
-    """What belongs to this recipe alone."""
+    """This recipe's own settings."""
 
     name: str
     length: str
-    """Length of the run when none is given: a number and steps, epochs or samples."""
+    """Default length of a run: a number and steps, epochs or samples."""
     best: str
-    """The metric that decides which checkpoint is kept as the best."""
+    """The metric that selects the best checkpoint."""
     best_is: str
     """max or min."""
     eval_offset: int | None
-    """Evaluate a second time with the first token at this position, as `loss_at_<offset>`; null: do not."""
+    """Evaluate again with the first token at this position, as `loss_at_<offset>`; null: do not."""
     loss_chunk: int | None
-    """Tokens whose logits are there at a time; null: all, which is faster with a small vocabulary."""
+    """Tokens whose logits are materialised at a time; null: all, which is faster with a small vocabulary."""
     sample_bytes: int
-    """Bytes to sample when the run is done, into samples/ of the run folder; 0: none."""
+    """Bytes to sample at the end, into samples/ of the run folder; 0: none."""
     prompt: str
-    """Where the sampled text begins."""
+    """The prompt of the sampled text."""
     temperature: float
-    """Of sampling: above 0, lower is safer."""
+    """Sampling temperature: above 0, lower is safer."""
 
 
 def run(cfg: Config, env: Environment) -> dict[str, float]:
@@ -116,7 +116,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
         offsets = [0, knobs.eval_offset] if knobs.eval_offset else [0]
-        # A loss per offset, and tokens: summed on the device, read back once.
+        # Loss per offset, and tokens: summed on the device, read back once.
         totals = torch.zeros(len(offsets) + 1, dtype=torch.float64, device=env.device)
         batches = eval_loader(
             data.eval,
@@ -149,15 +149,15 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
 
 def num_valid(batch: Batch) -> Tensor:
-    """Tokens of a batch that are to be predicted, a 0-d int64 tensor."""
+    """Valid target tokens of a batch, a 0-d int64 tensor."""
     return (batch[1] != IGNORE).sum()
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy summed over the valid tokens, in fp32; 0 where there are none, whose mean would be 0 / 0.
+    """The cross entropy summed over the valid tokens, in fp32; 0 without any, whose mean would be 0 / 0.
 
     Args:
-        logits: [B, L, vocab_size] in any floating dtype. A sum of 16 bits would overflow or stop to grow.
+        logits: [B, L, vocab_size] in any floating dtype. A 16-bit sum would overflow or stop growing.
         targets: int64 [B, L].
     """
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -165,10 +165,10 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sample(net: nn.Module, amp: Amp, knobs: Knobs, *, length: int, seed: int) -> str:
-    """The prompt and `knobs.sample_bytes` more, each given at most `length` before it. The same for the same seed.
+    """The prompt and `knobs.sample_bytes` more, each given at most `length` before it. Deterministic for a seed.
 
-    Waits for the device once, at the end. The most likely of noisy logits is a sample of their softmax (Gumbel 1954),
-    and logits that are not finite make it a bad one instead of an error.
+    Syncs once, at the end. The argmax of logits plus Gumbel noise is a sample of their softmax (Gumbel 1954);
+    non-finite logits give a bad sample instead of an error.
     """
     net.eval()
     generator = torch.Generator(amp.device).manual_seed(seed)
@@ -182,7 +182,7 @@ def sample(net: nn.Module, amp: Amp, knobs: Knobs, *, length: int, seed: int) ->
 
 
 def shared_positions(net: nn.Module, *, length: int, offset: int) -> list[str]:
-    """A sentence for the log if the dtype of the position ids is too short to count to the last one."""
+    """A message for the log if positions collide in the dtype of the ids."""
     dtype = getattr(net, "ids_dtype", torch.float32)
     num_shared = num_shared_ids(length, offset=offset, dtype=dtype)
     if num_shared == 0:
@@ -194,7 +194,7 @@ def shared_positions(net: nn.Module, *, length: int, offset: int) -> list[str]:
 
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
-    """Problems of this recipe's own keys, found before anything starts."""
+    """Problems of this recipe's own settings, found before the start."""
     problems = []
     if knobs.eval_offset is not None and knobs.eval_offset < 1:
         problems.append(f"recipe.eval_offset={knobs.eval_offset}: expected a position above 0, or null")

@@ -1,17 +1,17 @@
-"""A network over several devices of one process, with autocast inside of `forward`.
+"""A network over several devices of one process, with autocast inside `forward`.
 
-The lesson: autocast is thread-local. Whoever runs parts of a network in threads (nn.DataParallel for its replicas, a
-pipeline for its stages) must enter autocast in each of them, and the safe place is the `forward` that the thread calls.
-A thread that is left without it computes in fp32, silently, or fails where a 16-bit input meets an fp32 weight.
-nn.DataParallel hands on whether autocast is enabled and forgets the dtype; `layout=data_parallel` mends that.
+The lesson: autocast is thread-local. Code that runs parts of a network in threads (nn.DataParallel its replicas, a
+pipeline its stages) must enter autocast in each thread; the safe place is the `forward` that the thread calls. A thread
+without it silently computes in fp32, or fails where a 16-bit input meets an fp32 weight. nn.DataParallel passes on
+whether autocast is enabled but not the dtype; `layout=data_parallel` fixes that.
 
-    python train.py recipe=model_parallel                                   two stages, on a CPU both of them there
+    python train.py recipe=model_parallel                                   two stages, on a CPU both on it
     python train.py recipe=model_parallel layout.nproc_per_node=2           and DistributedDataParallel over 2 processes
     python train.py recipe=model_parallel recipe.chunks=4 recipe.pipeline=threads
     python train.py recipe=model_parallel model=resnet50 data=imagenet data.path=/data/imagenet layout.num_stages=4
 
-Threads change no bit: `recipe.pipeline=off` with the same chunks gives the same weights. Another number of chunks
-does change a network with BatchNorm, which normalises each chunk by itself.
+Threads are bit-identical: `recipe.pipeline=off` with the same chunks gives the same weights. Another number of chunks
+changes a network with BatchNorm, which normalises each chunk separately.
 
 Expected: accuracy 0.975 ± 0.003 on 1,000 held-out digits (bf16, seeds 1 to 3), in 10 s on one CPU core.
 
@@ -52,25 +52,25 @@ LAYOUTS = ("model_parallel",)
 
 @dataclass(frozen=True)
 class Knobs:
-    """What belongs to this recipe alone."""
+    """This recipe's own settings."""
 
     name: str
     length: str
-    """Length of the run when none is given: a number and steps, epochs or samples."""
+    """Default length of a run: a number and steps, epochs or samples."""
     best: str
-    """The metric that decides which checkpoint is kept as the best."""
+    """The metric that selects the best checkpoint."""
     best_is: str
     """max or min."""
     chunks: int
-    """Parts that a micro-batch is cut into. One after the other they save memory; in threads they keep stages busy."""
+    """Chunks of a micro-batch. Sequentially they save memory; with threads they keep stages busy."""
     pipeline: str
-    """off: the stages compute one after the other. threads: each in a thread of its own, on different chunks."""
+    """off: stages run sequentially. threads: each stage in its own thread, on different chunks."""
     label_smoothing: float
-    """Share of the target that is spread over all classes, from 0 to below 1."""
+    """Label smoothing, from 0 to below 1."""
 
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
-    """Problems of this recipe's own keys, found before anything starts."""
+    """Problems of this recipe's own settings, found before the start."""
     problems = []
     if knobs.pipeline not in ("off", "threads"):
         problems.append(f'recipe.pipeline={knobs.pipeline}: expected "off" (in quotes in a file) or threads')
@@ -84,7 +84,7 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
 
 
 def run(cfg: Config, env: Environment) -> dict[str, float]:
-    """Train, and return the last evaluation: loss and accuracy, with `ema_` in front for averaged weights."""
+    """Train, and return the last evaluation: loss and accuracy, with the prefix `ema_` for EMA weights."""
     knobs = Knobs(**cfg.recipe)
     data = build_data(cfg.data, seed=cfg.seed, channels=MODELS.in_channels(cfg.model.name))
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
@@ -99,7 +99,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         for micro in window:
             images, labels = micro.batch
             with sync_grads(model, when=micro.is_last):
-                # Not under `amp.autocast()`: it would hold for this thread alone. Every stage enters it by itself.
+                # Not under `amp.autocast()`, which holds for this thread only: every stage enters it itself.
                 logits = model(images)
                 loss = F.cross_entropy(logits.float(), labels, label_smoothing=knobs.label_smoothing)
                 amp.backward(loss, micro.weight)
@@ -139,14 +139,14 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
 
 def build_stages(cfg: Config, knobs: Knobs, devices: list[torch.device], amp: Amp, **facts) -> Stages:
-    """The network of the `model` group, cut into as many stages as there are devices.
+    """The network of the `model` group, split into one stage per device.
 
     Raises:
-        ConfigError: it cannot be cut.
+        ConfigError: it cannot be split.
     """
     net = build_model(cfg.model.name, MODELS, options=cfg.model.options, **facts)
     try:
-        # Islands first: a container that is one computes as a whole and is not cut.
+        # Islands first: a container that is an island is not split.
         keep_fp32(net, cfg.amp.keep_fp32)
         return Stages(
             net,

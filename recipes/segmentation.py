@@ -1,22 +1,21 @@
-"""Segmentation with binary masks: the loss that autocast refuses, and two forms of it that are right.
+"""Segmentation with binary masks: the loss that autocast refuses, and two safe forms of it.
 
 The lesson: binary cross-entropy of a probability p has the gradient 1/p, up to 1e12, and fp16 ends at 65504. Autocast
-refuses `F.binary_cross_entropy` on CUDA; on a CPU it lets it pass. There are two cures (`recipe.loss`):
+refuses `F.binary_cross_entropy` on CUDA and allows it on a CPU. There are two fixes (`recipe.loss`):
 
     logits  `binary_cross_entropy_with_logits`: sigmoid and logarithm in one, in fp32 under autocast; the gradient is
             sigmoid(z) - y, which never overflows and never vanishes where the network is wrong
     fp32    an fp32 island that holds the sigmoid *and* the loss; the logits arrive there as fp32
 
-The cure that is often shown, sigmoid under autocast and only the loss in fp32, is no cure: the probability was rounded
-before it was cast. In fp16 it is exactly 1 from a logit of 8.3 on. Where such a pixel belongs to the background, its
-loss is 100, where torch clamps it, instead of 8.3, and its gradient NaN (infinity from the loss times p (1 - p) = 0).
-In bf16 it is 1 from a logit of 6.25 on: the gradient of the pixels that are most wrong is 0. Even the fp32 form goes
-blind at 16.7, where fp32 rounds to 1, so `logits` is the default. tests/recipes/test_segmentation.py shows each number.
+The usual fix, sigmoid under autocast and only the loss in fp32, does not work: the probability was rounded before it
+was cast. In fp16 it is exactly 1 from a logit of 8.3 on. If such a pixel is background, its loss is 100, where torch
+clamps it, instead of 8.3, and its gradient NaN (infinity from the loss times p (1 - p) = 0). In bf16 it is 1 from a
+logit of 6.25 on: the most wrong pixels have gradient 0. Even the fp32 form has gradient 0 from 16.7 on, where fp32
+rounds to 1, so `logits` is the default. tests/recipes/test_segmentation.py shows each number.
 
-`reduction="none"` changes nothing about that, and here it is needed: pixels have weights (void ones 0, those of a mask
-`mask_weight`), and the loss of a window is the sum of weighted losses over the sum of weights, over all micro-batches
-and ranks. BatchNorm keeps statistics of what it sees: a batch that overflows would leave NaN in them although the step
-is skipped; `env.wrap` guards them.
+`reduction="none"` does not change that, and is needed here: pixels have weights (void 0, mask `mask_weight`), and the
+loss of a window is the sum of weighted losses over the sum of weights, over all micro-batches and ranks. A batch that
+overflows would leave NaN in BatchNorm's statistics although the step is skipped; `env.wrap` guards them.
 
     python train.py recipe=segmentation                        digits on photographs, bf16
     python train.py recipe=segmentation data=brain             grey and white matter
@@ -63,30 +62,30 @@ MODELS = SEGMENTERS
 
 @dataclass(frozen=True)
 class Knobs:
-    """What belongs to this recipe alone."""
+    """This recipe's own settings."""
 
     name: str
     length: str
-    """Length of the run when none is given: a number and steps, epochs or samples."""
+    """Default length of a run: a number and steps, epochs or samples."""
     best: str
-    """The metric that decides which checkpoint is kept as the best."""
+    """The metric that selects the best checkpoint."""
     best_is: str
     """max or min."""
     loss: Literal["logits", "fp32"]
     """The form of binary cross-entropy, see above."""
     mask_weight: float
-    """Weight of a pixel of the mask; one of the background weighs 1, a void one 0."""
+    """Weight of a mask pixel; background pixels have 1, void ones 0."""
 
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
-    """Problems of this recipe's own keys, found before anything starts."""
+    """Problems of this recipe's own settings, found before the start."""
     if knobs.mask_weight > 0:
         return []
     return [f"recipe.mask_weight={knobs.mask_weight:g}: expected a number above 0"]
 
 
 def run(cfg: Config, env: Environment) -> dict[str, float]:
-    """Train, and return the last evaluation: loss, iou and dice, with `ema_` in front for averaged weights."""
+    """Train, and return the last evaluation: loss, iou and dice, with the prefix `ema_` for EMA weights."""
     knobs = Knobs(**cfg.recipe)
     pixel_losses = LOSSES[knobs.loss]
     data = build_data(cfg.data, seed=cfg.seed, channels=MODELS.in_channels(cfg.model.name))
@@ -105,7 +104,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             with sync_grads(model, when=micro.is_last):
                 with amp.autocast():
                     losses = pixel_losses(model(images), targets(masks))
-                # A micro-batch of nothing but void would divide 0 by 0.
+                # A micro-batch of only void pixels would divide 0 by 0.
                 loss = (losses * weights).sum() / weights.sum().clamp(min=1)
                 amp.backward(loss, micro.weight)
             total += loss.detach() * micro.weight
@@ -119,7 +118,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
-        # Over the whole set and not per image: small masks would count as much as large ones.
+        # Over the whole set, not per image: small masks would count as much as large ones.
         losses = torch.zeros(2, dtype=torch.float64, device=env.device)
         pixels = torch.zeros(3, data.facts["num_masks"], dtype=torch.float64, device=env.device)
         batches = eval_loader(
@@ -139,7 +138,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             pixels += overlap(logits, masks)
         loss, weight = env.sum_over_ranks(losses).tolist()
         both, predicted, true = env.sum_over_ranks(pixels)
-        # A mask that is nowhere and was predicted nowhere is right.
+        # An empty mask that was predicted empty is correct.
         iou = torch.where(predicted + true > 0, both / (predicted + true - both), 1.0)
         dice = torch.where(predicted + true > 0, 2 * both / (predicted + true), 1.0)
         return {"loss": loss / weight, "iou": iou.mean().item(), "dice": dice.mean().item()}
@@ -158,7 +157,7 @@ def with_logits(logits: Tensor, targets: Tensor) -> Tensor:
 
 @keep_fp32
 def in_fp32(logits: Tensor, targets: Tensor) -> Tensor:
-    """The same from probabilities. `keep_fp32` switches autocast off and calls `.float()` on 16-bit arguments."""
+    """The same from probabilities. `keep_fp32` disables autocast and casts 16-bit arguments to fp32."""
     return F.binary_cross_entropy(torch.sigmoid(logits), targets, reduction="none")
 
 
@@ -166,7 +165,7 @@ LOSSES = {"logits": with_logits, "fp32": in_fp32}
 
 
 def targets(masks: Tensor) -> Tensor:
-    """float32 [B, K, H, W] of 0 and 1; void pixels are 0 and weigh nothing."""
+    """float32 [B, K, H, W] of 0 and 1; void pixels are 0 with weight 0."""
     return (masks == 1).float()
 
 
@@ -176,6 +175,6 @@ def pixel_weights(masks: Tensor, mask_weight: float) -> Tensor:
 
 
 def overlap(logits: Tensor, masks: Tensor) -> Tensor:
-    """int64 [3, K]: pixels in both, predicted (a probability above 1/2) and true, void ones left out."""
+    """int64 [3, K]: pixels in both, predicted (a probability above 1/2) and true, without void pixels."""
     predicted, true = (logits > 0) & (masks != VOID), masks == 1
     return torch.stack([part.sum(dim=(0, 2, 3)) for part in (predicted & true, predicted, true)])

@@ -258,7 +258,7 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
     if cfg.optimizer.state_dtype == "bfloat16" and cfg.layout.shard_optimizer:
         problems.append(
             "optimizer.state_dtype=bfloat16: layout.shard_optimizer=true keeps every bit of a whole step, and what is "
-            "rounded by chance is so by its place in memory; use one of them"
+            "stochastically rounded is so by its place in memory; use one of them"
         )
     if cfg.perf is not None and cfg.amp is not None and cfg.perf.recast_weights:
         problems += _without_copies(cfg)

@@ -1,4 +1,4 @@
-"""The configuration as dataclasses: types and documentation of every key; values stand in conf/."""
+"""The configuration as dataclasses: types and documentation of every key. Values are in conf/."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from amp_core.config.errors import ConfigError
 
 @dataclass(frozen=True)
 class AmpConfig:
-    """A mode of mixed precision. The scale policy is null in modes that do not scale the loss."""
+    """A mode of mixed precision. The scale policy is null in modes without a loss scale."""
 
     name: str
-    """Name of the mode: the option of the group that was chosen."""
+    """Name of the mode: the chosen option of the group."""
     dtype: Literal["float32", "bfloat16", "float16"]
-    """What autocast casts to; float32 switches autocast off."""
+    """Dtype of autocast; float32 disables it."""
     weights: Literal["float32", "bfloat16", "float16"]
-    """What the network holds its weights in; 16 bits compute without autocast."""
+    """Dtype of the weights; 16-bit weights compute without autocast."""
     update: Literal["master", "stochastic", "kahan", "nearest"] | None
-    """How a step changes 16-bit weights: fp32 copies, stochastic rounding, a compensation, or plain rounding."""
+    """How a step updates 16-bit weights: master weights, stochastic rounding, Kahan summation, or rounding to
+    nearest."""
     float8: bool
-    """Multiply in float8 in the linear layers whose sizes allow it."""
+    """Use float8 matmuls in linear layers whose sizes allow it."""
     matmul_precision: Literal["highest", "high"]
-    """`high` lets CUDA use TF32 units for what stays in fp32."""
+    """`high` lets CUDA use TF32 for fp32 matmuls."""
     scaling: bool
-    """Scale the loss, so that small gradients survive in fp16."""
+    """Scale the loss, so that small gradients do not underflow in fp16."""
     init_scale: float | None
     """Loss scale of the first step."""
     growth_factor: float | None
@@ -51,58 +52,58 @@ class AmpConfig:
     min_scale: float | None
     """The scale never falls below this."""
     dynamic: bool | None
-    """False keeps the scale at `init_scale`; steps that overflow are skipped all the same."""
+    """False keeps the scale at `init_scale`; steps that overflow are still skipped."""
     max_consecutive_skips: int
-    """Stop with exit code 5 after so many skipped steps in a row."""
+    """Stop with exit code 5 after this many skipped steps in a row."""
     op_policy: Literal["device", "cuda"]
-    """`cuda`: CPU autocast decides about each operator as it does on CUDA, to meet a GPU's fp16 trouble without one."""
+    """`cuda`: CPU autocast uses CUDA's operator lists, to reproduce a GPU's fp16 problems without one."""
     keep_fp32: list[str]
-    """Parts of the model that compute in fp32: module names (globs) or type names."""
+    """Modules that compute in fp32: names (globs) or type names."""
 
 
 @dataclass(frozen=True)
 class ClipConfig:
-    """Gradient clipping, on unscaled gradients. Keys of the other kinds are null."""
+    """Gradient clipping of unscaled gradients. Keys of the other kinds are null."""
 
     name: Literal["none", "norm", "value", "adaptive"]
     max_norm: float | None
-    """norm: the largest L2 norm over all parameters."""
+    """norm: largest global L2 norm."""
     max_value: float | None
-    """value: the largest absolute value of an element."""
+    """value: largest absolute value of an element."""
     factor: float | None
     """adaptive: largest ratio of gradient norm to weight norm, per output unit (NFNets use 0.01)."""
     folded: bool | None
-    """norm: a fused optimizer divides by norm and loss scale as it reads the gradients: a pass over them less, and one
-    rounding. false: gradients are multiplied one by one before the step, as torch's functions do."""
+    """norm: a fused optimizer applies clipping and loss scale as it reads the gradients: one pass and one rounding
+    less. false: gradients are multiplied before the step, as in torch's functions."""
 
 
 @dataclass(frozen=True)
 class LayoutConfig:
-    """How the model and the data lie over processes."""
+    """How model and data are distributed over processes."""
 
     name: Literal["single", "data_parallel", "ddp", "fsdp", "hsdp", "model_parallel"]
     nproc_per_node: int | None
-    """Processes on this machine; null: as many as there are GPUs for, or one on a CPU."""
+    """Processes on this machine; null: as many as the GPUs allow, or one on a CPU."""
     num_stages: int | None
-    """model_parallel: devices that each process splits the network over, as many consecutive GPUs or all the CPU."""
+    """model_parallel: devices over which each process splits the network: consecutive GPUs, or the CPU for all."""
     shard_size: int | None
-    """hsdp: neighbouring ranks that share one copy of the weights; a divisor of all ranks, such as GPUs per machine."""
+    """hsdp: consecutive ranks that shard one replica; a divisor of the number of ranks, such as GPUs per machine."""
     static_graph: bool
-    """ddp: promise that each window uses the same weights, equally often: DDP then does not search its graph."""
+    """ddp: promise that each window uses the same weights, equally often; DDP then does not search the graph."""
     bucket_mb: float | None
-    """ddp: MiB of gradients that are summed over ranks at a time."""
+    """ddp: MiB of gradients per all-reduce."""
     compress: Literal["bf16"] | None
-    """ddp: send gradients in 16 bits, which halves the bytes; they are still added in fp32. null: in fp32."""
+    """ddp: send gradients in 16 bits, half the bytes, and sum them in fp32. null: in fp32."""
     shard_optimizer: bool
-    """ddp: each rank holds the optimizer's state of a part of the weights, and steps that part (ZeRO, stage 1)."""
+    """ddp: shard the optimizer state over ranks; each rank steps its shard (ZeRO stage 1)."""
     nnodes: int | str
     """Machines: a number, or "least:most" for elastic runs."""
     max_restarts: int
-    """How often dead workers are brought back from the last checkpoint."""
+    """How often failed workers are restarted from the last checkpoint."""
     rdzv_endpoint: str | None
-    """host:port at which several machines meet; null on one machine."""
+    """host:port of the rendezvous of several machines; null on one machine."""
     rdzv_id: str | None
-    """Name of the job, the same on all machines; needed on more than one."""
+    """Id of the job, the same on all machines; required for several."""
     timeout_minutes: float
     """A collective that waits longer than this fails."""
 
@@ -112,7 +113,7 @@ class ModelConfig:
     """The network."""
 
     name: str
-    """One of our own, or for classification any such model of `torchvision.models`."""
+    """One of our own, or for classification any classification model of `torchvision.models`."""
     options: dict[str, Any]
     """Keyword arguments of the model's constructor, such as `dropout`."""
 
@@ -122,22 +123,22 @@ class DataConfig:
     """The data set."""
 
     name: str
-    """The data set; which of the keys below it takes stands in `amp_core/config/checks.py`."""
+    """Name of the data set; `amp_core/config/checks.py` lists the keys that each one takes."""
     path: str | None
-    """File or folder of the data, for data sets that are not shipped with a package."""
+    """File or folder of the data, for data sets that do not ship with a package."""
     eval_path: str | None
-    """File or folder of other data to evaluate on; null: a part of `path` that is not trained on."""
+    """File or folder of evaluation data; null: a held-out part of `path`."""
     num_workers: int
     """Loader processes per rank; 0 loads in the training process."""
     image_size: int | None
     """Height and width of the images, in pixels; null: the data set's own."""
     augment: bool
-    """Random augmentation of training images, keyed on (seed, sample index, pass)."""
+    """Random augmentation of training images, seeded by (seed, sample index, epoch)."""
     prepare_on: Literal["loader", "device"]
-    """Where training images are decoded, augmented and normalised: by the loader on CPU cores, or on the device. There
-    decoding JPEG waits once per batch."""
+    """Where training images are decoded, augmented and normalised: by the loader on CPU cores, or on the device, where
+    JPEG decoding syncs once per batch."""
     num_samples: int | None
-    """Number of training samples: of synthetic data, or at most so many of a large data set."""
+    """Number of training samples: of synthetic data, or at most this many of a large data set."""
     num_classes: int | None
     """synthetic: number of classes."""
     length: int | None
@@ -149,22 +150,23 @@ class OptimizerConfig:
     """The optimizer."""
 
     name: str
-    """Any class of `torch.optim` that takes dense gradients and no closure."""
+    """Any class of `torch.optim` for dense gradients without a closure."""
     lr: float
     """Peak learning rate."""
     weight_decay: float
     """Not applied to norms and biases."""
     fused: bool | None
-    """null: fused where torch has it; a step then never waits for the device."""
+    """null: fused if torch supports it; a fused step has no host-device sync."""
     state_dtype: Literal["float32", "bfloat16"]
-    """What Adam and AdamW hold their moments in between steps; bfloat16 is rounded by chance, and halves them."""
+    """Dtype of Adam's and AdamW's moments between steps; bfloat16 is stochastically rounded, and halves their
+    memory."""
     options: dict[str, Any]
     """Further keyword arguments of the class, such as `momentum` or `betas`."""
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate, as a function of the number of taken steps."""
+    """The learning rate as a function of taken steps."""
 
     name: str
     """constant, warmup_cosine, warmup_linear, or any class of `torch.optim.lr_scheduler` that needs no metric."""
@@ -176,17 +178,17 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """Averaged weights."""
+    """EMA of the weights."""
 
     decay: float | None
     """Weight of the old average per taken step; null: off."""
     warmup: bool
-    """Begin with a smaller decay, (1 + t) / (10 + t) after t taken steps."""
+    """Start with a smaller decay, (1 + t) / (10 + t) after t taken steps."""
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Where metrics go besides metrics.jsonl."""
+    """Trackers besides metrics.jsonl."""
 
     name: str
     progress: bool
@@ -210,27 +212,28 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class PerfConfig:
-    """What changes speed or memory and nothing else."""
+    """Options for speed and memory."""
 
     name: str
     channels_last: bool
     """Keep images and convolutions in NHWC memory order."""
     prefetch: bool
-    """Copy the next window to the device while this one is computed."""
+    """Copy the next window to the device during this one."""
     cudnn_benchmark: bool
     """On a GPU: cuDNN times its algorithms for each shape and uses the fastest; off with deterministic=true."""
     checkpoint_activations: bool
-    """Keep the inputs of blocks alone for the backward pass, and compute each block once more there: less memory."""
+    """Activation checkpointing: save only the inputs of blocks, and recompute each block in the backward pass."""
     recast_weights: bool
-    """Cast weights once more in the backward pass instead of keeping 16-bit copies: 2 bytes per weight less memory."""
+    """Weight-cast recompute: cast weights again in the backward pass instead of saving 16-bit copies, 2 bytes per
+    weight."""
     compile: Literal["blocks", "network"] | None
-    """torch.compile for each kind of block (the whole network if it has none), or for the network as one."""
+    """torch.compile each kind of block (the whole network if it has none), or the network as one."""
     backend: str
-    """Of torch.compile: inductor; aot_eager and eager only trace, for looking into what goes wrong."""
+    """Backend of torch.compile: inductor; aot_eager and eager only trace, for debugging."""
     dynamic: bool
-    """With compile: training for any shapes; false compiles for each shape that occurs."""
+    """With compile: compile training for any shape; false: once per shape."""
     graph: bool
-    """Record a whole step as one CUDA graph and play it again, where nothing in it depends on the host."""
+    """Capture a whole step as one CUDA graph and replay it, if nothing in it depends on the host."""
 
 
 @dataclass(frozen=True)
@@ -238,39 +241,40 @@ class CheckpointConfig:
     """How checkpoints are stored."""
 
     name: Literal["single", "sharded"]
-    """single: one state.pt; sharded: each rank writes what it has, for models that do not fit one host."""
+    """single: one state.pt; sharded: each rank writes its shards, for models that do not fit one host."""
     keep: int
-    """How many of the newest are kept, besides the best one."""
+    """How many of the newest checkpoints to keep, besides the best one."""
     background: bool
-    """Training goes on while a checkpoint is written; needs host memory for a copy of the state."""
+    """Training continues while a checkpoint is written; needs host memory for a copy of the state."""
 
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """What happens when steps are skipped that should not be."""
+    """What to do about steps that should not be skipped."""
 
     name: Literal["off", "watch", "heal"]
-    """watch: find the operation that breaks the window and report it; heal: mend it with fp32 islands, too."""
+    """watch: find the operation that makes the window non-finite, and report it; heal: also fix it with fp32
+    islands."""
     after_skips: int
-    """So many skipped steps in a row call the doctor in modes that scale the loss; without scaling one is enough."""
+    """Skipped steps in a row before the doctor acts, in modes with a loss scale; without one it acts at the first."""
     max_reports: int
-    """The doctor is called so many times in a run at most: each time costs some steps of time."""
+    """Reports per run at most: each one takes the time of some steps."""
     statistics_every: int | None
-    """Steps between samples of the ranges of all layers, in doctor/statistics.jsonl; null: none."""
+    """Steps between samples of the value ranges of all layers, in doctor/statistics.jsonl; null: none."""
 
 
 @dataclass(frozen=True)
 class InjectConfig:
-    """A fault put into one step on purpose, for rehearsals and tests."""
+    """A fault injected into one step, for rehearsals and tests."""
 
     where: Literal["batch", "activation", "gradient", "drop"]
-    """The input, the first layer's output, a gradient; `drop` takes the window and does nothing with it."""
+    """The input, the first layer's output, a gradient; `drop` discards the window."""
     step: int
     """The step, counted from 1 as in metrics.jsonl."""
     rank: int
-    """The rank on which it happens; `drop` happens on all."""
+    """The rank; `drop` applies to all."""
     value: float
-    """What is put there: inf, -inf, nan or a number."""
+    """The injected value: inf, -inf, nan or a number."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +287,7 @@ class Config:
     """A whole run."""
 
     recipe: dict[str, Any]
-    """The recipe's name and its own knobs; each recipe documents and checks its own."""
+    """The recipe's name and its own settings; each recipe documents and checks its own."""
     amp: AmpConfig
     accumulation: int
     """Micro-batches per optimizer step, per rank."""
@@ -297,29 +301,29 @@ class Config:
     steps: int | None
     """Length of the run in steps (windows, taken or skipped)."""
     epochs: float | None
-    """Length of the run in passes over the training data."""
+    """Length of the run in epochs."""
     samples: int | None
     """Length of the run in training samples."""
     max_minutes: float | None
-    """Time limit: a checkpoint is written and the run ends with exit code 75."""
+    """Time limit: the run writes a checkpoint and ends with exit code 75."""
     batch_size: int
     """Samples per micro-batch and rank."""
     device: Literal["auto", "cuda", "cpu"]
     seed: int
     deterministic: bool
-    """Only algorithms that give the same bits each time; slower on a GPU."""
+    """Use only deterministic algorithms; slower on a GPU."""
     save_every: int
-    """Steps between checkpoints; one is always written at the end."""
+    """Steps between checkpoints; the last step always writes one."""
     eval_every: int
-    """Steps between evaluations; one is always made at the end."""
+    """Steps between evaluations; the run always ends with one."""
     log_every: int
     """Steps between lines of metrics."""
     run_dir: str | None
-    """Folder of the run; null: outputs/<recipe>/<date_time>. A folder that holds a run is continued."""
+    """Folder of the run; null: outputs/<recipe>/<date_time>. A folder that holds a run is resumed."""
     resume: str
     """auto, last, never, or the folder or checkpoint of another run to start from."""
     allow_changes: bool
-    """Permit a resume with settings that differ from those of the checkpoint."""
+    """Allow a resume with settings that differ from the checkpoint's."""
     task: Literal["train", "evaluate"]
     log: LogConfig
     perf: PerfConfig
@@ -327,7 +331,7 @@ class Config:
     doctor: DoctorConfig
     debug: DebugConfig
     dry_run: bool
-    """Say what would run, and stop."""
+    """Show what would run, and exit."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries, lists, strings and numbers."""
@@ -338,7 +342,7 @@ class Config:
 
 
 def conf_dir() -> Path:
-    """The folder of YAML files: beside the package in a checkout, inside it in an installed wheel."""
+    """The folder of YAML files: beside the package in a checkout, inside it in a wheel."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "conf", package.parent / "conf"):
         if (folder / "config.yaml").is_file():
@@ -375,10 +379,10 @@ def choices(group: str) -> list[str]:
 
 
 def read_option(group: str, option: str) -> dict[str, Any]:
-    """The values of one option of a group, as plain data, without Hydra.
+    """The values of an option of a group as plain data, without Hydra.
 
     Raises:
-        ConfigError: there is no such option.
+        ConfigError: no such option.
     """
     if option not in choices(group):
         raise ConfigError(f"{group}={option}: there is no such option. {suggest(option, choices(group))}")
@@ -408,7 +412,7 @@ def _loader() -> Any:
 
 
 def suggest(word: str, valid: Iterable[str]) -> str:
-    """A sentence with the nearest valid choice first, then all of them (the first 12)."""
+    """A sentence with the nearest valid choice, then the first 12 of all."""
     valid = list(valid)
     word = {"gpu": "cuda", "on": "", "true": "", "yes": ""}.get(str(word).lower(), word)  # the nearest would be far off
     close = difflib.get_close_matches(str(word).lower(), [v.lower() for v in valid], n=1)
@@ -421,7 +425,7 @@ def suggest(word: str, valid: Iterable[str]) -> str:
 
 
 def describe(kind: Any) -> str:
-    """What a type means to somebody who types a value."""
+    """A type as text for the user."""
     origin = get_origin(kind)
     if origin is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
@@ -457,7 +461,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def parse(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
-    """`values` as the dataclass `kind`; what does not fit is added to `problems` and left out."""
+    """Convert `values` to the dataclass `kind`; invalid values are added to `problems` and left out."""
     if not isinstance(values, Mapping):
         names = " or ".join(f"{key}.{name}=..." for name in list(get_type_hints(kind))[:3])
         how = f"choose an option with {key}=<option>" if choices(key) else f"set {names}"

@@ -224,7 +224,7 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
         origin = marks.get("sigmoid") or marks.get("bce") or "a sigmoid"
         return (
             f"A probability was rounded to exactly 0 or 1 ({origin}), so that its logarithm, or the gradient 1/p, "
-            "is infinite. The logits know better: a loss that takes them has the gradient p - y."
+            "is infinite. Use a loss that takes logits: its gradient is p - y."
         )
     if cause == "eps lost in 16 bits":
         return f"An eps that should have kept a divisor above 0 is itself 0 in 16 bits: {marks['eps']}."
@@ -238,14 +238,14 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
             given = "has no value for its inputs, such as a mean of nothing or a root of a negative number"
         return f"{what} {given} (in {pass_}): this is not finite in any precision."
     if cause == "nothing left by a mask":
-        return f"{what} was given nothing but the infinities of a mask, such as a row of attention with no key left."
+        return f"{what} got only infinities of a mask, such as a row of attention with no key left."
     if cause == "not found":
         return (
             f"{birth.tensor.removeprefix('unseen ')} was not finite when it got here, and no watched operation "
             "made it so: look at what other threads, extensions or processes compute."
         )
     if cause == "infinite constant":
-        return f"{what} wrote an infinity or NaN that stands in the program, and it reached the loss or the gradients."
+        return f"{what} wrote a constant infinity or NaN of the program, and it reached the loss or the gradients."
     if cause == "overflow in fp32":
         return "The numbers exceed even fp32, whose largest is 3.4e38: the training diverges, or an input is far off."
     if cause in ("poisoned buffer", "poisoned weight", "bad input"):
@@ -262,7 +262,7 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
     text = f"The result of {pass_} is {reach} in exact arithmetic, and {dtype} ends at {limit:g}"
     if cause == "overflow in a cast":
         text = f"A number of {reach} was cast to {dtype}, which ends at {limit:g}"
-    return f"{text}{'; NaN is what became of it' if birth.has_nan and cause != 'overflow in a cast' else ''}."
+    return f"{text}{'; it then became NaN' if birth.has_nan and cause != 'overflow in a cast' else ''}."
 
 
 def explain_collision(found: Collision) -> str:

@@ -130,8 +130,8 @@ class Doctor:
         if not broken:
             return Diagnosis(
                 "not found",
-                "The window is not finite, and no operation that was watched made it so. It may have been one in "
-                "another thread or process, or in a step of its own.",
+                "The window is not finite, and no watched operation caused it. It may have happened in "
+                "another thread or process, or in a separate step.",
                 amp=self.amp.config.name,
                 loss_scale=scale,
                 num_ranks=len(everywhere),
@@ -417,7 +417,7 @@ _ADVICE: dict[Cause, Fix] = {
     "16-bit sigmoid before a logarithm": Fix(
         "code", "use binary_cross_entropy_with_logits, or an fp32 region that holds the sigmoid *and* the loss"
     ),
-    "nothing left by a mask": Fix("code", "leave one key to every row, or replace the rows that have none by 0"),
+    "nothing left by a mask": Fix("code", "leave one key in every row, or set rows without keys to 0"),
     "overflow in fp32": Fix("code", "lower optimizer.lr, clip gradients (clip=norm), and look at the data"),
     "poisoned buffer": Fix("data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer"),
     "poisoned weight": Fix("data", "start from an earlier checkpoint: resume=<folder>"),

@@ -133,7 +133,7 @@ class Watch:
         if diagnosis is None:
             diagnosis = Diagnosis(
                 "not found",
-                "The step was skipped when it was trained, and is finite now. Weights or randomness were others: set "
+                "The step was skipped when it was trained, and is finite now. Weights or random numbers differed: set "
                 "deterministic=true and save_every smaller to have it replayed as it was.",
                 amp=loop.cfg.amp.name,
                 loss_scale=loop.amp.scale,

@@ -66,7 +66,7 @@ class Stages(nn.Module):
         layers = dict(_layers(net))
         costs = _costs(net, layers, image_shape)
         if len(layers) < len(devices):
-            raise ValueError(f"{len(layers)} layers cannot be cut into {len(devices)} stages")
+            raise ValueError(f"{len(layers)} layers cannot be split into {len(devices)} stages")
         names = list(layers)
         self.stages = [names[start:end] for start, end in cuts(costs, len(devices))]
         """The names of each stage's layers."""
@@ -74,7 +74,7 @@ class Stages(nn.Module):
         if threads and len({self.devices[i] for i in drawing}) < len(drawing):
             raise ValueError(
                 f"the stages {', '.join(map(str, drawing))} have dropout and draw from one random generator, in an "
-                f"order that threads would leave to chance; keep dropout in one stage"
+                f"order that depends on the timing of threads; keep dropout in one stage"
             )
         for device, stage in zip(self.devices, self.stages, strict=True):
             for name in stage:

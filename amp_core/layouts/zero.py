@@ -112,7 +112,7 @@ def _cut_of(optimizer: torch.optim.Optimizer) -> _Cut | None:
         cut = _cuts[optimizer] = _Cut(params, dist.get_world_size(), between=between)
     if cut is not None and (len(params) != len(cut.params) or any(map(_is_not, params, cut.params))):
         raise RuntimeError(
-            "the weights of an optimizer changed after its state was shared out over ranks; build another optimizer, "
+            "the weights of an optimizer changed after its state was sharded over ranks; build another optimizer, "
             "or use layout.shard_optimizer=false"
         )
     return cut

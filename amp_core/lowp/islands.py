@@ -82,7 +82,7 @@ def keep_fp32(target: Target, patterns: Pattern | Iterable[Pattern] = "") -> Tar
         _forget_compiled(methods_changed=False)
         return target
     if patterns != "":
-        raise TypeError(f"patterns choose parts of a module, and {target!r} is none")
+        raise TypeError(f"patterns choose modules of a module, and {target!r} is not one")
     if isinstance(target, type) and issubclass(target, nn.Module) and target.forward is not nn.Module.forward:
         if not _is_island(target):
             target.forward = _in_fp32(target.forward)

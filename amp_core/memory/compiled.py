@@ -76,7 +76,7 @@ class Compiler:
         except Exception as problem:  # whatever a compiler raises
             if not self.num_failed:
                 reason = _sentence(problem)
-                logger.warning("perf.backend=%s: cannot compile a part, which runs eagerly: %s", self.backend, reason)
+                logger.warning("perf.backend=%s: cannot compile a block, running it eagerly: %s", self.backend, reason)
             self.num_failed += 1
             return graph.forward
         self.num_graphs += 1
@@ -148,7 +148,7 @@ class _Brief(logging.Filter):
             return True
         if not self._said:
             self._said = True
-            logger.warning("torch.compile cannot trace a part, which runs eagerly: %s", _sentence(problem))
+            logger.warning("torch.compile cannot trace a block, running it eagerly: %s", _sentence(problem))
         return False
 
 

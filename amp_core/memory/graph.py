@@ -270,7 +270,7 @@ def capture_on_cuda(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         if problem is raised:  # the capture ended as it should
             raise
         raise RunError(
-            f"perf.graph=true: CUDA refused to record a step, and torch computes no further step in this process: "
+            f"perf.graph=true: CUDA refused to capture a step, and this process cannot take another step: "
             f"{_told(raised or problem)}. Use perf.graph=false"
         ) from problem
     return returned, graph.replay

@@ -48,7 +48,7 @@ def recompute_blocks(net: nn.Module) -> int:
     found = list(blocks(net))
     if not found:
         raise ValueError(
-            f"{type(net).__name__} has no blocks: modules with parts of their own in an nn.ModuleList or nn.Sequential"
+            f"{type(net).__name__} has no blocks: modules with submodules in an nn.ModuleList or nn.Sequential"
         )
     for block in found:
         if "forward" in vars(block):

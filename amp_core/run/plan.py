@@ -35,7 +35,7 @@ def plan(run: Run) -> str:
             f"{type(optimizer).__name__}{' fused' if _is_fused(optimizer) else ''}, "
             f"schedule {cfg.schedule.name} over {run.schedule.num_steps} steps",
             f"  {run.num_steps} steps of {run.feed.samples_per_step} samples ({cfg.batch_size} x accumulation "
-            f"{run.feed.accumulation} x {env.world_size} rank(s)), {passes:.3g} passes over the data",
+            f"{run.feed.accumulation} x {env.world_size} rank(s)), {passes:.3g} epochs",
             f"  {memory.total / 2**20:.1f} MiB per rank for weights, gradients, moments"
             f"{' and averages' if run.ema else ''}{within}; activations come on top",
         ]

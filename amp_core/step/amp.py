@@ -132,7 +132,7 @@ class Amp:
         change. `cache_weight_casts` keeps them for all micro-batches of a window.
 
         Args:
-            cache: False casts weights anew at each use, for regions of several threads at a time: these share one
+            cache: False casts weights at each use, for regions of several threads at a time: these share one
                 cache, which the first of them to end empties.
         """
         dtype = self.dtype if self._casts else None

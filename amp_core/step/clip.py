@@ -65,7 +65,7 @@ class Clip:
         return (self.threshold / (norm + 1e-6)).clamp_(max=1.0)
 
     def __call__(self, params: list[Tensor], grads: list[Tensor]) -> None:
-        """value and adaptive: change the unscaled gradients in place. Does not wait for the device.
+        """value and adaptive: change the unscaled gradients in place. No host-device sync.
 
         Args:
             params: the weights.

@@ -50,7 +50,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, report: StepReport) -> None:
-        """Move the average towards the weights if the step was taken. Does not wait for the device."""
+        """Move the average towards the weights if the step was taken. No host-device sync."""
         taken = report.taken
         keep = self._decay
         if self.warmup:
@@ -78,11 +78,11 @@ class Ema:
         self.num_taken.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averaged weights, a plain state dict of the network."""
+        """The EMA weights, a plain state dict of the network."""
         return self.model.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from averaged weights. `num_taken` is not part of them: set it for an exact continuation."""
+        """Resume from EMA weights. `num_taken` is not part of them: set it for an exact resume."""
         load_state(self.model, state)
 
 

@@ -145,7 +145,7 @@ class LossScale:
         if not state:
             self.scale.fill_(min(self.policy.init_scale, self.policy.max_scale))
             self._tracker.zero_()
-            logger.info("the checkpoint has no loss scale: beginning with %g", self.scale.item())
+            logger.info("the checkpoint has no loss scale: starting with %g", self.scale.item())
             return
         scale = float(state["scale"])
         if not 0.0 < scale < float("inf"):

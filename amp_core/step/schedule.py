@@ -105,7 +105,7 @@ class Schedule:
         return self.optimizer.param_groups[0]["lr"]
 
     def last_rate(self) -> Tensor:
-        """The first group's learning rate in the last step, taken or skipped: 0-d. Does not wait for the device."""
+        """The first group's learning rate in the last step, taken or skipped: 0-d. No host-device sync."""
         moved = 0 if self.moved is None else self.moved.to(self.num_taken)
         index = (self.num_taken - moved).clamp(min=0, max=self._last)
         return self._tables[self._owner[0]].index_select(0, index)[0]

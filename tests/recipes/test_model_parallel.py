@@ -219,7 +219,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
         Stages(make("squeezenet1_1", (3, 32, 32)), [CPU] * 2, amp, image_shape=(3, 32, 32))
     with pytest.raises(ValueError, match="VisionTransformer is not the chain of its children"):
         Stages(make("vit_b_32", (3, 32, 32)), [CPU] * 2, amp, image_shape=(3, 32, 32))
-    with pytest.raises(ValueError, match="16 layers cannot be cut into 17 stages"):
+    with pytest.raises(ValueError, match="16 layers cannot be split into 17 stages"):
         staged(amp, num_stages=17)
     with pytest.raises(ValueError, match="the whole network is an fp32 island"):
         Stages(keep_fp32(make()), [CPU] * 2, amp, image_shape=SHAPE)
@@ -357,7 +357,7 @@ REFUSED = {
     "recipe.pipeline=on": ["recipe.pipeline=on"],
     "recipe.pipeline=threads: recipe.chunks=1": ["recipe.pipeline=threads"],
     "recipe.chunks=0": ["recipe.chunks=0"],
-    "model.name=cnn: 16 layers cannot be cut into 17 stages": ["layout.num_stages=17"],
+    "model.name=cnn: 16 layers cannot be split into 17 stages": ["layout.num_stages=17"],
     "model.name=mlp: the stages 0, 1 have dropout": ["model=mlp", "model.options.dropout=0.1", *THREADS],
 }
 

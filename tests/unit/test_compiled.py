@@ -208,7 +208,7 @@ def test_what_cannot_be_traced_runs_eagerly_and_says_so_once(caplog, monkeypatch
     with caplog.at_level(logging.WARNING):
         assert not same_but(expected, trained(prepared("bf16", compiler), "bf16", 1))
     said = [record.message for record in caplog.records]
-    assert len(said) == 1 and "cannot trace a part, which runs eagerly" in said[0]
+    assert len(said) == 1 and "cannot trace a block, running it eagerly" in said[0]
 
 
 class Warns(Block):

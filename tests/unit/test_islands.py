@@ -651,7 +651,7 @@ def test_other_targets_are_refused():
     for target in (3, int, NoForward, [nn.Linear(1, 1)]):
         with pytest.raises(TypeError, match="keep_fp32 takes"):
             keep_fp32(target)
-    with pytest.raises(TypeError, match="patterns choose parts of a module"):
+    with pytest.raises(TypeError, match="patterns choose modules of a module"):
         keep_fp32(len, "head")
 
 
