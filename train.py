@@ -57,6 +57,7 @@ from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.redact import redact_typed
 from amp_core.config.rules import build, validate, warnings_of
 from amp_core.config.schema import Config, conf_dir, suggest
+from amp_core.config.threads import wait_passively
 from amp_core.run.log import say
 
 ROOT = str(Path(__file__).resolve().parent)
@@ -64,6 +65,7 @@ ROOT = str(Path(__file__).resolve().parent)
 
 def main(arguments: list[str]) -> int:
     """Run a command line. Returns the exit code."""
+    wait_passively()
     try:
         if "--version" in arguments:
             say(f"amp-recipes {__version__}, torch {version('torch')}, hydra {version('hydra-core')}")

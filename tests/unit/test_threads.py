@@ -1,0 +1,52 @@
+"""A run on a CPU does not collapse where another process holds a core: its threads sleep while they wait."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from amp_core.config import threads
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def policy(monkeypatch, *, imported: bool, **environ: str) -> str | None:
+    for name in threads._SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "modules", {name: m for name, m in sys.modules.items() if imported or name != "torch"})
+    threads.wait_passively()
+    return os.environ.get("OMP_WAIT_POLICY")
+
+
+def test_threads_sleep_unless_the_environment_says_otherwise(monkeypatch):
+    assert policy(monkeypatch, imported=False) == "passive"
+    assert policy(monkeypatch, imported=False, OMP_WAIT_POLICY="active") == "active"
+    assert policy(monkeypatch, imported=False, GOMP_SPINCOUNT="100") is None
+
+
+def test_too_late_it_is_left_alone(monkeypatch):
+    assert policy(monkeypatch, imported=True) is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_program_sets_it_before_torch_is_imported(tmp_path):
+    """OpenMP reads it when it is loaded."""
+    code = (
+        "import sys, os\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch': print('waits:', os.environ.get('OMP_WAIT_POLICY')); os._exit(0)\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import train\n"
+        "train.main(['steps=1', 'run_dir=r'])\n"
+    )
+    environ = {name: value for name, value in os.environ.items() if name not in threads._SETTINGS}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.stdout == "waits: passive\n", done.stderr
