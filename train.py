@@ -54,6 +54,7 @@ from amp_core.cli import compose, sweep
 from amp_core.cli.help import help_text
 from amp_core.cli.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
 from amp_core.config.errors import ConfigError, RunError
+from amp_core.config.files import visible
 from amp_core.config.redact import redact_typed
 from amp_core.config.rules import build, validate, warnings_of
 from amp_core.config.schema import Config, conf_dir, suggest
@@ -127,9 +128,7 @@ def _without_dashes(key: str, value: str | None, arguments: list[str]) -> str:
 
 def _say_error(refused: ConfigError) -> None:
     if refused.problems:
-        lines = "\n       ".join(
-            redact_typed(problem.encode("utf-8", "replace").decode()) for problem in refused.problems
-        )
+        lines = "\n       ".join(redact_typed(visible(problem)) for problem in refused.problems)
         print(f"error: {lines}", file=sys.stderr)
 
 
@@ -203,7 +202,7 @@ def _prepare(overrides: list[str]) -> Any:
 def _run(job: Any) -> int:
     outcome = _launch(job)
     if outcome.error:
-        print(f"error: {outcome.error}", file=sys.stderr)
+        print(visible(f"error: {outcome.error}"), file=sys.stderr)
     return outcome.exit_code
 
 
@@ -254,7 +253,7 @@ def _under_torchrun(overrides: list[str]) -> int:
     if outcome.exit_code == 1:
         report_failure(outcome.error or "")
     elif outcome.error and os.environ["RANK"] == "0":
-        print(f"error: {outcome.error}", file=sys.stderr)
+        print(visible(f"error: {outcome.error}"), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     # Teardown of the process group's threads aborts now and then; all work is done and written.
@@ -442,7 +441,7 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
     record.exit_code, record.error = outcome.exit_code, sweep.first_line(outcome.error)
     record.value = outcome.eval.get(str(record.metric))
     if outcome.error:
-        print(f"error: {' '.join(record.overrides)}: {outcome.error}", file=sys.stderr)
+        print(visible(f"error: {' '.join(record.overrides)}: {outcome.error}"), file=sys.stderr)
     return outcome.signalled
 
 

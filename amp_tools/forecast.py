@@ -50,7 +50,7 @@ _MOST_ROUNDS, _MOST_LINES, _MOST_NAMED = 64, 30, 8
 Windows = Generator[Any, None, Any]
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- the result -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -363,7 +363,7 @@ def _look_at(loop: Loop, doctor: Doctor, step: int) -> Generator[Any, None, Cens
 
 
 def _first_births(census: Census) -> list[Look]:
-    """Of the forward pass; where there is none, those of the backward pass at a loss scale of 1."""
+    """The first overflows of the forward pass, or else those of the backward pass at a loss scale of 1."""
     births = [look for look in census.looks if look.is_birth]
     return [look for look in births if not look.kind.endswith("gradients")] or births
 
@@ -431,7 +431,7 @@ class Check:
     scale_measured: float
     """The largest power of two, up to 2^24, at which all of the windows are finite; 0: none."""
     underflow: Score
-    """Of layers' gradients that lose more than 1 % at the scale that was forecast."""
+    """The gradients of layers that lose more than 1 % at the forecast scale."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.errors import ConfigError
+from amp_core.config.files import visible
 from train import checked
 
 _OF_MANY_RANKS = ("layout=ddp", "layout=data", "layout=fsdp", "layout=hsdp", "layout.shard_size", "layout.nproc")
@@ -43,7 +44,7 @@ def visit(overrides: list[str], driver: Any) -> int:
 
     outcome = in_process(Job(values, None, overrides, sys.argv, notes), visited)
     if outcome.error:
-        print(f"error: {outcome.error}", file=sys.stderr)
+        print(visible(f"error: {outcome.error}"), file=sys.stderr)
     return outcome.exit_code
 
 
@@ -177,7 +178,7 @@ def main(arguments: list[str]) -> int:
     try:
         return args.do(args)
     except ConfigError as refused:
-        print("error: " + "\n       ".join(refused.problems), file=sys.stderr)
+        print("error: " + visible("\n       ".join(refused.problems)), file=sys.stderr)
         return refused.exit_code
 
 

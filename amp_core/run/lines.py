@@ -28,6 +28,7 @@ TICK_SECONDS = 0.1
 LINE_SECONDS = 5.0
 """Least time between progress lines when stderr is not a terminal."""
 _OURS = re.compile(rb'\{"step": ?(\d{1,15}), *"split": ?"([a-z]*)"')
+_STEPS = re.compile(rb'\n\{"step": ?(\d{1,15}), *"split"')
 _BLOCK, _LONG_LINE, _MOST_BLANK = 1 << 20, 4 << 20, 64
 LARGE_WAIT = 0.1
 """A share of the time spent waiting for data that the progress line mentions."""
@@ -117,10 +118,11 @@ def cut_lines(path: Path, last_step: int) -> dict[str, int]:
         start = _start_of_tail(file, last_step)
         kept: dict[tuple[str, int], bytes] = {}
         file.seek(start)
-        while line := file.readline(_LONG_LINE):
-            key = _key(line)
-            if key is not None and key[1] <= last_step and _is_json(line):
-                kept[key] = line.removesuffix(b"\n") + b"\n"
+        while block := file.read(_BLOCK) + file.readline(_LONG_LINE):
+            for line in () if _is_beyond(block, last_step) else block.split(b"\n"):
+                key = _key(line)
+                if key is not None and key[1] <= last_step and _is_json(line):
+                    kept[key] = line + b"\n"
         content = b"".join(kept.values())
         file.seek(start)
         if file.read(len(content)) == content:
@@ -142,7 +144,11 @@ def _start_of_tail(file: BinaryIO, last_step: int) -> int:
         file.seek(start)
         block = file.read(end - start)
         first = block.find(b"\n") + 1 if start else 0
-        keys = [_key(line) for line in block[first:].split(b"\n")[:-1]]
+        whole = block[first : block.rfind(b"\n") + 1]
+        if _is_beyond(whole, last_step):
+            end, num_blank = start, 0
+            continue
+        keys = [_key(line) for line in whole.split(b"\n")[:-1]]
         known = [key for key in keys if key is not None and key[1] <= last_step]
         steps = [step for _, step in known]
         if keys and len(set(known)) == len(keys) and steps == sorted(steps):
@@ -152,6 +158,12 @@ def _start_of_tail(file: BinaryIO, last_step: int) -> int:
             raise OSError(0, f"has no line of a run in its last {num_blank * _BLOCK >> 20} MiB; move it away")
         end = start
     return 0
+
+
+def _is_beyond(block: bytes, last_step: int) -> bool:
+    """Whether all lines are of steps after the last one; many times as fast as a look at each."""
+    steps = _STEPS.findall(b"\n" + block)
+    return bool(steps) and len(steps) == block.count(b"\n") and min(map(int, steps)) > last_step
 
 
 def _key(line: bytes) -> tuple[str, int] | None:

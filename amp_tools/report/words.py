@@ -189,7 +189,7 @@ def reason(run: Run) -> str:
     if run.status == "unknown":
         return "what became of it cannot be read"
     if run.status == "stopped":
-        return "it ended without a word (killed, or the machine went down); the same command goes on with it"
+        return "it was killed, or the machine went down; the same command resumes it"
     lines = [line for line in run.error.strip().splitlines() if line.strip()]
     text = lines[-1] if lines and "Traceback" in lines[0] else lines[0] if lines else ""
     return text[:500]

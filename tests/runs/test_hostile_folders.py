@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -89,15 +92,38 @@ def ready():
     with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o777)
         assert train.main([*SMALL, f"run_dir={place}/run", "steps=2"]) == 0
-        yield Path(place, "run")
+        folder = Path(place, "run")
+        for name, (main, _) in PROGRAMS.items():  # imports what it needs
+            shutil.copytree(folder, Path(place, "sound"))
+            assert main(Path(place, "sound")) == 0, name
+            shutil.rmtree(Path(place, "sound"))
+        for path in folder.parent.glob("sound.*"):
+            path.unlink()
+        yield folder
 
 
 class Hangs(BaseException):
     """No program catches it."""
 
 
-def hangs(*_):
-    raise Hangs(f"more than {SECONDS} s")
+@contextlib.contextmanager
+def no_hang():
+    """Raises `Hangs` after 5 s of computing, or 5 s of waiting in which nothing is computed; other load does not count."""
+    began = last = time.process_time()
+
+    def look(*_):
+        nonlocal last
+        before, last = last, time.process_time()
+        if last - began > SECONDS or last - before < SECONDS / 100:
+            raise Hangs(f"computed for {last - began:.1f} s, in the last {SECONDS} s for {last - before:.3f} s")
+
+    handler = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def attempt(ready, program, name, kind, capfd):
@@ -112,15 +138,12 @@ def attempt(ready, program, name, kind, capfd):
         os.seteuid(65534)
     main, codes = PROGRAMS[program]
     capfd.readouterr()
-    before = signal.signal(signal.SIGALRM, hangs)
-    signal.alarm(SECONDS)
     try:
-        code = main(folder)
+        with no_hang():
+            code = main(folder)
     except BaseException as problem:
         code = f"{type(problem).__name__}: {problem}"
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
         if os.getuid() == 0:
             os.seteuid(0)
         shutil.rmtree(folder, ignore_errors=True)
@@ -145,13 +168,11 @@ def test_a_hostile_file_ends_no_program(program, name, kind, ready, capfd):
     assert attempt(ready, program, name, kind, capfd) is None
 
 
-def test_plain_reading_of_a_pipe_hangs(tmp_path):
+def test_plain_reading_of_a_pipe_hangs(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
-    before = signal.signal(signal.SIGALRM, hangs)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    with pytest.raises(Hangs):
+    monkeypatch.setattr(sys.modules[__name__], "SECONDS", 0.2)
+    with pytest.raises(Hangs), no_hang():
         (tmp_path / "pipe").read_text()
-    signal.signal(signal.SIGALRM, before)
     with pytest.raises(OSError, match="is no regular file"):
         files.read_text(tmp_path / "pipe")
 
@@ -161,6 +182,15 @@ def test_plain_reading_of_a_pipe_hangs(tmp_path):
 def test_every_kind_of_object_in_place_of_every_file(program, ready, capfd):
     found = [attempt(ready, program, name, kind, capfd) for name in FILES for kind in KINDS]
     assert not [problem for problem in found if problem], "\n".join(map(str, filter(None, found)))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_settings_of_a_run_do_not_act_on_the_terminal(program, ready, capfd, monkeypatch):
+    config = (ready / ".hydra" / "config.yaml").read_text()
+    assert "\nbatch_size: 8\n" in config
+    text = config.replace("\nbatch_size: 8\n", '\nbatch_size: "\\e[31mred\\u202e"\n').replace("accuracy", '"\\e[5m"')
+    monkeypatch.setitem(KINDS, "acting", lambda path: path.write_text(text))
+    assert attempt(ready, program, ".hydra/config.yaml", "acting", capfd) is None
 
 
 def test_a_pipe_where_a_run_writes_is_named_and_nothing_is_changed(ready, capfd):

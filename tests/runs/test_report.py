@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from omegaconf import OmegaConf
@@ -178,6 +179,7 @@ def test_a_sweep_is_answered_in_a_sentence(tmp_path):
     page = html_page(study, [tmp_path])
     assert study.headline in page and page.count("<svg") > 5
     pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert all(ElementTree.fromstring(picture).tag == "svg" for picture in pictures)  # well-formed
     assert all("var(--c1)" in picture for picture in pictures)  # the page's colours, light or dark, and no others
     assert not re.search(r"(?:fill|stroke): (?!var|none)|<g id=|xmlns", "".join(pictures))
     assert "**bf16 trains" in markdown(study) and "| `fp16` | 5 | 0.9502" in markdown(study)
