@@ -28,9 +28,7 @@ def export(source: Path, target: Path, part: str | None = None) -> list[str]:
         Lines for the user: where it came from, and checkpoints that were rejected.
 
     Raises:
-        ConfigError: a target that is there, or of another kind.
-        CheckpointError: no sound checkpoint, or none with this part.
-        SaveError: the target cannot be written.
+        ConfigError, CheckpointError, SaveError: a target of another kind, no such sound checkpoint, no way to write it.
     """
     problems = []
     if target.suffix not in SUFFIXES:

@@ -27,10 +27,8 @@ MANIFEST = "manifest.json"
 SHARD_FILE = re.compile(r"(parts|whole)_[0-9]{5,}\.safetensors")
 STEP_FOLDER = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 RESERVED = ("progress", "config", "format", "sharded")
-DEFAULTS: Mapping[str, Any] = {"scaler": {}}
-"""Entries that every checkpoint has, also of a run without such a part."""
-LARGEST_MANIFEST = 1 << 30
-"""Bytes; a run of 1024 ranks and 700 weights with two moments each has a quarter of it."""
+DEFAULTS: Mapping[str, Any] = {"scaler": {}}  # what every checkpoint has, also of a run without such a part
+LARGEST_MANIFEST = 1 << 30  # bytes; that of 1024 ranks and 700 weights with two moments each has a quarter of it
 _READ_AT_ONCE = 1 << 24
 _TEMPORARY = re.compile(r"\.tmp-(?:old-)?step_[0-9]{8,}-([0-9]+)")
 _CHUNK = 1 << 26  # macOS refuses to write 2 GiB at once
@@ -137,10 +135,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise CorruptFile(f"{path.name} does not fit into memory") from error
 
 
-Taker = Callable[[memoryview], None]
-
-
-def stream(path: Path, begin: bytes, parts: Iterable[tuple[int, Taker | None]], sha256: str) -> None:
+def stream(path: Path, begin: bytes, parts: Iterable[tuple[int, Any]], sha256: str) -> None:
     """Reads a file once: it has to begin with `begin`, and to have this SHA-256 in hex, which is known at the end.
 
     `parts` are the sizes of what follows, and who takes it: in memory of its own, before it is verified.

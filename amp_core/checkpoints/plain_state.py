@@ -27,11 +27,9 @@ _MOST_BITS = 2000  # of an integer: pickle has a code for longer ones that a saf
 
 
 def unpickle(data: bytes, path: Path) -> dict[str, Any]:
-    """Plain data from the bytes of a `state.pt`.
+    """Plain data from the bytes of a `state.pt`. CheckpointError: it is of a newer version.
 
-    Raises:
-        CorruptFile: it is refused: it holds anything else, or claims more memory or time than its size allows.
-        CheckpointError: it is of a newer version.
+    CorruptFile: it is refused, as it holds anything else, or claims more memory or time than its size allows.
     """
     try:
         num_items = _scan(data)
@@ -50,12 +48,10 @@ def unpickle(data: bytes, path: Path) -> dict[str, Any]:
 
 
 _KEYS = {"BINUNICODE", "BININT", "BININT1", "BININT2", "BINFLOAT", "NEWTRUE", "NEWFALSE", "NONE"}
-_GLOBALS = re.compile(r"torch (\w+Storage|u?int\d+|b?float\w+|complex\d+|bool)|torch\.storage UntypedStorage")
-_ORDERED = "collections OrderedDict"
-_CALLED = {
-    _ORDERED,
-    *(f"torch._utils {name}" for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")),
-}
+_GLOBALS = re.compile(
+    r"torch (\w+Storage|u?int\d+|b?float\w+|complex\d+|bool)|torch\.storage UntypedStorage|"
+    r"torch\._utils _rebuild_(tensor_v[23]|parameter)|collections OrderedDict"
+)
 
 
 def _scan(data: bytes) -> int:
@@ -88,13 +84,13 @@ def _scan(data: bytes) -> int:
         kind = memo[argument] if "GET" in code.name else code.name
         if code.name == "GLOBAL":
             kind = str(argument)
-            if kind not in _CALLED and not _GLOBALS.fullmatch(kind):
+            if not _GLOBALS.fullmatch(kind):
                 raise ValueError(f"it refers to {kind.replace(' ', '.')}")
         elif code.name == "LONG1" and int(argument or 0).bit_length() < 64:
             kind = "BININT"
         elif code.name in ("SETITEM", "SETITEMS") and not _KEYS.issuperset(taken[1:-1:2]):
             raise ValueError("a key of a dictionary is neither text nor a number of 64 bits")
-        elif code.name == "REDUCE" and taken[1] == _ORDERED and taken[0] != "EMPTY_TUPLE":
+        elif code.name == "REDUCE" and taken[1] == "collections OrderedDict" and taken[0] != "EMPTY_TUPLE":
             raise ValueError("a dictionary is made of something")
         stack += [kind] * len(code.stack_after)
     return entry.file_size
@@ -263,8 +259,7 @@ class Copies:
     """Copies of tensors in host memory that the next save uses again; pinned for what comes from a GPU."""
 
     def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-        """In the order of their use."""
+        self._buffers: list[Tensor] = []  # in the order of their use
         self._free: dict[Any, deque[Tensor]] = {}
         self._devices: set[torch.device] = set()
         self._on_their_way: list[torch.cuda.Event] = []

@@ -51,12 +51,8 @@ class Found:
 def read(path: str | os.PathLike[str], *, notes: list[str] | None = None) -> dict[str, Any]:
     """Reads a checkpoint with no parts at hand: verified as in `Checkpoint.load`, full tensors on the CPU.
 
-    Args:
-        path: a step folder, a `state.pt`, a folder of checkpoints, or a run folder (the newest sound one of it).
-        notes: rejected checkpoints are appended here.
-
-    Raises:
-        CheckpointError: there is none, none is sound, or it is refused.
+    `path` is a step folder, a `state.pt`, a folder of checkpoints, or a run folder (its newest sound one). Rejected
+    ones are appended to `notes`. CheckpointError: there is none, or none is sound.
     """
     found = find(Path(path))
     if found is None:

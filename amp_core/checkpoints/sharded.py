@@ -79,7 +79,8 @@ def assign_shards(
 
     rest = {}
     for name, part in parts.items():
-        tied = _tied_names(part)
+        weights = {} if (net := net_of(part)) is None else dict(net.named_parameters(remove_duplicate=False))
+        tied = {} if net is None else {plain: id(weights[name]) for plain, name in plain_names(net, weights).items()}
         sizes = {}
         if isinstance(part, Optimizer):
             sizes = {number: parameter.shape for number, parameter in parameters_of(part, states[name]["param_groups"])}
@@ -99,15 +100,6 @@ def assign_shards(
     return entries, mine, rest
 
 
-def _tied_names(part: Part) -> dict[str, int]:
-    """Plain names of the weights of a network or of its average -> the same number for tied ones."""
-    net = net_of(part)
-    if net is None:
-        return {}
-    weights = dict(net.named_parameters(remove_duplicate=False))
-    return {plain: id(weights[name]) for plain, name in plain_names(net, weights).items()}
-
-
 def write_sharded(
     ranks: Ranks, target: Path, entries: list[Entry], mine: list[OwnShard], contents: dict[str, Any], about: Any
 ) -> bool:
@@ -115,9 +107,8 @@ def write_sharded(
 
     `contents` are those of `state.pt`, on rank 0; `about` is the manifest without files and tensors.
     """
-    if ranks.first(lambda: os.path.lexists(target)) and all(
-        ranks.each(lambda: is_sound(target, ranks.rank, ranks.num))
-    ):
+    is_there = ranks.first(lambda: os.path.lexists(target))
+    if is_there and all(ranks.each(lambda: is_sound(target, ranks.rank, ranks.num))):
         return False
 
     def begin() -> Path:
@@ -173,9 +164,7 @@ def _complete(
     with folders.saving(target, files[STATE]["bytes"] + len(manifest)):
         for name, entry in files.items():
             if name != STATE and os.stat(temporary / name).st_size != entry["bytes"]:
-                raise SaveError(
-                    f"cannot save {target}: rank 0 does not see all of {name}. Earlier checkpoints are intact."
-                )
+                raise SaveError(f"cannot save {target}: rank 0 does not see all of {name}. Earlier ones are intact.")
         folders.write_file(temporary / STATE, *data)
         folders.write_file(temporary / MANIFEST, manifest)
         folders.publish(temporary, target)

@@ -20,24 +20,11 @@ from torch import Tensor
 from amp_core.checkpoints.folders import CorruptFile, require_memory, stream
 from amp_core.tensors import Slice
 
-StatePath = tuple[str | int, ...]
-"""Keys of dictionaries and numbers in lists, from the top of a nested state down to a tensor."""
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The name of a dtype in safetensors."""
-_DTYPES = {name: dtype for dtype, name in NAMES.items()}
+StatePath = tuple[str | int, ...]  # keys of dictionaries and numbers in lists, from the top down to a tensor
+_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BF16": torch.bfloat16, "BOOL": torch.bool}
+_DTYPES |= {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "U8": torch.uint8}
+_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
+NAMES = {dtype: name for name, dtype in _DTYPES.items()}  # as safetensors names them
 
 
 @dataclass(frozen=True, order=True)
@@ -75,8 +62,7 @@ class Entry:
         return ".".join(map(str, self.paths[0]))
 
 
-Span = tuple[int, int, int]
-"""(dimension, start, stop)"""
+Span = tuple[int, int, int]  # dimension, start, stop
 Want = Callable[[Entry], tuple[Span, bool] | None]
 """The rows of a tensor that are wanted, and whether as a `Slice`; None: nothing of it."""
 
