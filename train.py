@@ -44,9 +44,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig, OmegaConf
 
 from amp_core import __version__
@@ -282,7 +282,7 @@ def _sweep(overrides: list[str]) -> int:
         threads = num_cores() // (planned.num_parallel * num_processes(cfg))
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # or every job would use all cores
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions on instead of printing them
-    BasicSweeper.validate_batch_is_legal = lambda self, batch: None  # every job was checked: a minute for 400 of them
+    Sweeper.validate_batch_is_legal = lambda self, batch: None  # every job was checked: a minute for 400 of them
     sweep.begin(sweep_dir)
     before = {number: signal.getsignal(number) for number in sweep.SIGNALS}
     code, failed = 0, False
@@ -337,7 +337,7 @@ def _plan_sweep(overrides: list[str]) -> tuple[compose.Sweep, list[str], Config]
     first = None
     for job in planned.jobs:
         try:
-            _, cfg, _ = checked(job)
+            cfg, _ = _checked_values(compose.compose(job), job, [])
             first = first or cfg
         except ConfigError as refused:
             problems += [problem for problem in refused.problems if problem not in problems]

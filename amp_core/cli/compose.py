@@ -366,33 +366,42 @@ def search_path() -> list[str]:
 
 
 @functools.lru_cache(64)
-def _read(chosen: tuple[str, ...]) -> Any:
-    """The configuration with these options of groups, before any key is set. The jobs of a sweep share a few."""
+def _read(chosen: tuple[str, ...]) -> tuple[Any, Any]:
+    """The configuration with these options of groups before any key is set, and its node `hydra`.
+
+    The jobs of a sweep share a few.
+    """
     present = GlobalHydra.instance()
     around, present.hydra = present.hydra, None  # that of a sweep, within a job of it
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            return hydra_compose("config", list(chosen), return_hydra_config=True)
+            cfg = hydra_compose("config", list(chosen), return_hydra_config=True)
     finally:
         GlobalHydra.instance().hydra = around
+    OmegaConf.set_struct(cfg, False)
+    return cfg, cfg.pop("hydra")
 
 
-def _compose(overrides: Sequence[str]) -> Any:
-    """Hydra's own composition of sound overrides, with its node `hydra`; nothing is resolved."""
+def _compose(overrides: Sequence[str], *, with_hydra: bool = False) -> tuple[Any, Any]:
+    """Hydra's own composition of sound overrides, nothing resolved, and its node `hydra`: apart, or in its place."""
     parsed = [_parse(text) for text in overrides]
     is_choice = {*groups(), "experiment", "hydra/launcher", "hydra/sweeper"}.__contains__
     chosen = (o.input_line or "" for o in parsed if is_choice(o.key_or_group))
-    cfg = copy.deepcopy(_read((*search_path(), *chosen)))
+    before, hydra = _read((*search_path(), *chosen))
+    cfg = copy.deepcopy(before)
+    if with_hydra:
+        cfg["hydra"] = hydra
     for override in parsed:
         key = override.key_or_group
+        if is_choice(key) or (key.startswith("hydra.") and not with_hydra):
+            continue
         if key.startswith(("hydra.launcher.", "hydra.sweeper.")):
             head, _, tail = key.rpartition(".")
             known = [str(name) for name in OmegaConf.select(cfg, head) or () if name != "_target_"]
             if tail not in known:
                 raise ConfigError(f"{key}: there is no such key. {suggest(key, [f'{head}.{name}' for name in known])}")
-        if not is_choice(key):
-            OmegaConf.update(cfg, key, override.value(), merge=True, force_add=True)
-    return cfg
+        OmegaConf.update(cfg, key, override.value(), merge=True, force_add=True)
+    return cfg, cfg.hydra if with_hydra else hydra
 
 
 def compose(overrides: Sequence[str], *, to_show: bool = False) -> dict[str, Any]:
@@ -406,12 +415,13 @@ def compose(overrides: Sequence[str], *, to_show: bool = False) -> dict[str, Any
         ConfigError: with the first problem that Hydra finds.
     """
     try:
-        cfg, typed = _compose(overrides), set(_typed(overrides))
-        swept = [str(key) for key in cfg.hydra.sweeper.get("params") or () if key not in typed]
+        cfg, hydra = _compose(overrides)
+        chosen, typed = hydra.runtime.choices, set(_typed(overrides))
+        swept = [str(key) for key in hydra.sweeper.get("params") or () if key not in typed]
         if swept and not to_show:
-            name = cfg.hydra.runtime.choices.get("experiment")
+            name = chosen.get("experiment")
             raise ConfigError(f"experiment={name}: gives {', '.join(swept)} several values, which is a sweep; add -m")
-        return _plain(cfg, typed)
+        return _plain(cfg, chosen, typed)
     except ConfigError:
         raise
     except Exception as problem:  # Hydra and OmegaConf raise dozens of kinds; each is a bad command line
@@ -425,9 +435,7 @@ def _typed(overrides: Sequence[str]) -> Iterator[str]:
         yield from flatten({override.key_or_group: value} if not isinstance(value, Glob) else {})
 
 
-def _plain(cfg: Any, typed: set[str]) -> dict[str, Any]:
-    OmegaConf.set_struct(cfg, False)
-    chosen = cfg.pop("hydra").runtime.choices
+def _plain(cfg: Any, chosen: Mapping[str, str], typed: set[str]) -> dict[str, Any]:
     OmegaConf.resolve(cfg)
     values: Any = OmegaConf.to_container(cfg, throw_on_missing=True)
     if found := _find_target(values):
@@ -500,20 +508,20 @@ def sweep_of(overrides: list[str]) -> Sweep:
     """
     parsed = [_parse(text) for text in overrides]
     try:
-        composed = _compose([o.input_line or "" for o in parsed if not o.is_sweep_override()])
+        _, hydra = _compose([o.input_line or "" for o in parsed if not o.is_sweep_override()], with_hydra=True)
         config: dict[str, Any] = {
-            part: OmegaConf.to_container(composed.hydra[part], resolve=True) for part in ("launcher", "sweeper")
+            part: OmegaConf.to_container(hydra[part], resolve=True) for part in ("launcher", "sweeper")
         }
-        sweep_dir = str(composed.hydra.sweep.dir)
+        sweep_dir = str(hydra.sweep.dir)
     except ConfigError:
         raise
     except Exception as problem:  # Hydra and OmegaConf raise dozens of kinds; each is a bad command line
         raise ConfigError(one_line(problem)) from problem
     for part, settings in config.items():
         # Hydra makes these, so an interpolation or a file of the user's must not have brought another class.
-        if not settings.pop("_target_").startswith(PLUGINS) or _find_target(settings) or composed.hydra.callbacks:
+        if not settings.pop("_target_").startswith(PLUGINS) or _find_target(settings) or hydra.callbacks:
             raise ConfigError(f"hydra.{part}: _target_ is refused: a config never runs code")
-    chosen = composed.hydra.runtime.choices
+    chosen = hydra.runtime.choices
     sweeper, launcher = chosen["hydra/sweeper"], chosen["hydra/launcher"]
     params = config["sweeper"].get("params") or {}
     if not isinstance(params, dict):

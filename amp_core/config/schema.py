@@ -460,6 +460,9 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
+_hints = functools.cache(get_type_hints)
+
+
 def parse(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
     """Convert `values` to the dataclass `kind`; invalid values are added to `problems` and left out."""
     if not isinstance(values, Mapping):
@@ -467,7 +470,7 @@ def parse(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
         how = f"choose an option with {key}=<option>" if choices(key) else f"set {names}"
         problems.append(f"{key}={show_value(values)}: expected a group of keys; {how}")
         return None
-    fields = get_type_hints(kind)
+    fields = _hints(kind)
     dot = f"{key}." if key else ""
     for name in values:
         if name not in fields:
