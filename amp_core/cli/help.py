@@ -26,6 +26,7 @@ FOOTER = """Keys of a group are set with a dot: amp.init_scale=1024; `--cfg job`
 'amp.keep_fp32=["head","*.norm"]'. Exit codes: 0 done, 1 failed, 2 bad configuration, 3 no usable checkpoint,
 4 cannot save, 5 diverged (most steps skipped, or a last metric that is not finite), 75 time limit, 130 and 143
 interrupted after a checkpoint.
+Own options, experiments and recipes: --config-dir <folder> (docs/YOUR_OWN_MODEL.md).
 More: --help GROUP, --help GROUP=OPTION, --help KEY, --help sweep. Also: dry_run=true, --cfg job, --hydra-help.
 Tab completion: eval "$(python train.py -sc install=bash)"."""
 SWEEP = """A sweep runs every combination of the values that keys are given:
