@@ -75,7 +75,11 @@ def main(arguments: list[str]) -> int:
         if flags.help:
             say(help_text(flags.overrides))
             return 0
-        if flags.multirun and not flags.cfg and not flags.info:
+        if flags.multirun and (flags.cfg or flags.info):
+            raise ConfigError(
+                "-m: a sweep has a configuration for each job; leave it out, or leave out --cfg and --info"
+            )
+        if flags.multirun:
             return _sweep(flags.overrides)
         if flags.cfg == "job":
             return _show_config(flags)
@@ -461,7 +465,7 @@ def _show_config(flags: argparse.Namespace) -> int:
 def _ask_hydra(arguments: list[str], flags: argparse.Namespace) -> int:
     overrides = [] if flags.hydra_help else flags.overrides
     if flags.cfg or flags.info:
-        overrides, problems = compose.check_overrides(overrides, multirun=flags.multirun)
+        overrides, problems = compose.check_overrides(overrides, multirun=False)
         if problems:
             raise ConfigError(problems)
     asked = [argument for argument in arguments if argument not in flags.overrides and argument != "--"]

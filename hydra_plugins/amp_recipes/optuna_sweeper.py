@@ -52,6 +52,7 @@ class OptunaSweeper(Sweeper):
         from hydra.core.plugins import Plugins
 
         self._config = config
+        self._parser = OverridesParser.create(config_loader=hydra_context.config_loader)  # which glob asks for options
         self.launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -72,9 +73,7 @@ class OptunaSweeper(Sweeper):
             raise ConfigError("hydra/sweeper=optuna: Optuna is not installed: pip install -c constraints.txt optuna")
         if self.sampler not in ("tpe", "random"):
             raise ConfigError(f"hydra.sweeper.sampler={self.sampler}: expected tpe or random")
-        given = OverridesParser.create().parse_overrides(
-            [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
-        )
+        given = self._parser.parse_overrides([*(f"{key}={value}" for key, value in self.params.items()), *arguments])
         overrides = {override.get_key_element(): override for override in given}  # the command line wins
         space = {key: distribution(override) for key, override in overrides.items() if override.is_sweep_override()}
         if not space:

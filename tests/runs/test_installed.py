@@ -59,6 +59,20 @@ def test_recipes_and_options_of_a_config_dir_run_sweep_and_are_explained(own_fol
     assert train.main(["recipe=mine"]) == 2 and "no such option" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("sweeper", ["basic", "optuna"])
+def test_an_experiment_chooses_options_by_a_pattern(sweeper, own_folder, capsys):
+    if sweeper == "optuna":
+        pytest.importorskip("optuna")
+    own = write_own(own_folder / "conf")
+    params = f"defaults: [{{override /hydra/sweeper: {sweeper}}}]\nhydra: {{sweeper: {{params: {{amp: glob(bf*)}}}}}}"
+    (own / "experiment" / f"pattern_{sweeper}.yaml").write_text(f"# @package _global_\n{params}\n")
+    trials = ["hydra.sweeper.num_trials=1"] if sweeper == "optuna" else []
+    sweep = ["--config-dir=conf", "-m", f"experiment=pattern_{sweeper}", "hydra.sweep.dir=s", *trials]
+    assert train.main([*sweep, *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert "1 finished of 1 trials" in out if trials else "2 of 2 jobs finished" in out
+
+
 def test_an_installed_package_brings_recipes_by_an_entry_point(own_folder, monkeypatch):
     write_own(own_folder / "lib" / "my_project" / "conf")
     info = own_folder / "lib" / "my_project-1.dist-info"
