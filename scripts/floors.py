@@ -23,19 +23,19 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 
 LIMITS = {
-    "config": 1700,
+    "config": 1720,
     "base": 670,
     "lowp": 1850,
     "step": 2230,
     "memory": 830,
     "layouts": 1250,
-    "checkpoints": 2200,
+    "checkpoints": 1950,
     "models": 770,
     "data": 2000,
     "heads": 690,
     "run": 4150,
     "doctor": 1925,
-    "cli": 1330,
+    "cli": 1340,
     "amp_tools": 4700,
 }
 """Lines of each floor at most, in their order. `base` are the modules that lie beside the folders."""

@@ -244,10 +244,10 @@ class Loop:
             yield from self._consult(in_a_hurry=bool(stop))
             self._save(is_last=at_end or bool(stop))
         if at_end and evaluated:
-            self._end()
+            _end(self, self._log)
         elif stop:
             reason = "the time limit was reached" if stop == TIME_LIMIT else signal.Signals(stop - 128).name
-            self._summarise()
+            self.summarise()
             message = (
                 f"stopped at step {self.step} of {end}{' in its evaluation' if at_end else ''}: {reason}; a checkpoint "
                 f"was written; go on with run_dir={self.env.run_dir}"
@@ -374,7 +374,7 @@ class Loop:
         # Where only rank 0 writes, the others must not wait in a collective for one that gave up.
         if self.env.any_rank(problem is not None):
             raise problem or SaveError("rank 0 cannot save, see its message")
-        self._summarise()
+        self.summarise()
         self.env.write_summary("running", 0)
         self.clock.pause(time.monotonic() - began)
 
@@ -387,7 +387,8 @@ class Loop:
         except Exception as problem:  # the run ends already, with a problem of its own
             logger.warning("%s", problem)
 
-    def _summarise(self) -> None:
+    def summarise(self) -> None:
+        """Put where the run stands into its summary."""
         self.env.summary |= {
             "step": self.step,
             "eval": self.eval,
@@ -397,18 +398,6 @@ class Loop:
             "peak_memory_bytes": peak_memory(self.env.device),
             "memory": self.memory,
         }
-
-    def _end(self) -> None:
-        self._summarise()
-        skipped = self.env.summary["skipped"]
-        check_result(self.eval, step=self.step, skipped=skipped, amp=self.cfg.amp, scale=self.amp.scale)
-        self.env.write_summary("finished", 0)
-        if self._log is not None and self.env.is_main:
-            self._log.info(f"finished {self.step} steps: {spell(self.eval)}")
-            if self.memory is not None:
-                sizes = (f"{what} {size / 2**20:.1f} MiB" for what, size in self.memory.items() if size)
-                self._log.info(f"memory per rank: {', '.join(sizes)}")
-            self._log.info(f"run folder: {self.env.run_dir}")
 
 
 def _require_samples(loop: Loop) -> None:
@@ -484,6 +473,19 @@ def _evaluate_only(loop: Loop, loaded: Loaded | None, notes: list[str]) -> None:
         for note in notes:
             say(note)
         say(f"step {loaded.step}: {spell(loop.eval)}")
+
+
+def _end(loop: Loop, log: Log) -> None:
+    loop.summarise()
+    skipped = loop.env.summary["skipped"]
+    check_result(loop.eval, step=loop.step, skipped=skipped, amp=loop.cfg.amp, scale=loop.amp.scale)
+    loop.env.write_summary("finished", 0)
+    if loop.env.is_main:
+        log.info(f"finished {loop.step} steps: {spell(loop.eval)}")
+        if loop.memory is not None:
+            sizes = (f"{what} {size / 2**20:.1f} MiB" for what, size in loop.memory.items() if size)
+            log.info(f"memory per rank: {', '.join(sizes)}")
+        log.info(f"run folder: {loop.env.run_dir}")
 
 
 def _why_diverged(symptoms: Symptoms, most: int, finding: Finding | None) -> str:
