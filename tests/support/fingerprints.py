@@ -79,7 +79,9 @@ def fingerprint(recipe: str, mode: str) -> str:
         last = checkpoints("run")[-1]
         saved, manifest = state("run"), json.loads((last / "manifest.json").read_text())
         moments = {name: part for name, part in saved.items() if name.endswith("optimizer")}
-        others = {name: part for name, part in saved.items() if name not in moments and name != "config"}
+        others = {
+            name: part for name, part in saved.items() if name not in moments and name not in ("config", "progress")
+        }
         found = {
             "weights": digest(others),
             "moments": digest(moments),
