@@ -243,4 +243,4 @@ def test_pages_show_the_numbers_of_the_record():
 def test_an_experiment_names_its_command_and_composes():
     for path in (ROOT / "conf" / "experiment").glob("*.yaml"):
         assert f"python train.py -m experiment={path.stem}" in path.read_text()
-        assert not train.examine(compose.compose([f"experiment={path.stem}"]))[1]
+        train._checked_values(compose.compose([f"experiment={path.stem}"], to_show=True), [], [])
