@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 
 
 def main() -> None:
     """Run train.py as a program, so that what it sets up before it imports anything holds here, too."""
     above = Path(__file__).resolve().parents[2]
-    installed = above / "amp_recipes" / "train.py"
-    runpy.run_path(str(installed if installed.is_file() else above / "train.py"), run_name="__main__")
+    script = above / "amp_recipes" / "train.py"
+    if not script.is_file():  # a checkout: Hydra finds our sweeper in it
+        sys.path.insert(0, str(above))
+        script = above / "train.py"
+    runpy.run_path(str(script), run_name="__main__")

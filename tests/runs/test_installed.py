@@ -201,3 +201,12 @@ def test_the_wheel_holds_all_and_its_program_runs_from_another_folder(own_folder
         assert json.loads(Path(folder, "summary.json").read_text())["status"] == "finished"
     launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     assert "2 of 2 jobs" in program(*SMALL, "--config-dir", "conf", "-m", "experiment=both", *launcher)
+
+
+def test_the_command_of_a_checkout_finds_our_sweeper():
+    # As an editable installation does it: the packages are known by name, their folder is not on the path.
+    known = f"import sys; sys.path.append({str(ROOT)!r}); import amp_core, recipes; sys.path.remove({str(ROOT)!r})"
+    code = "sys.argv = ['amp-recipes', '--info', 'plugins']; from amp_core.cli.command import main; main()"
+    program = [sys.executable, "-P", "-c", f"{known}; {code}"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "OptunaSweeper" in done.stdout, done.stderr
