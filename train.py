@@ -96,7 +96,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
     def refuse(message: str) -> NoReturn:
         if dashed := re.match(r"unrecognized arguments: --?([\w.-]+)(?:=(\S+))?", message):
-            message = f"{message}. {_without_dashes(dashed[1].replace('-', '_'), dashed[2], arguments)}"
+            hint = _without_dashes(dashed[1].replace("-", "_"), dashed[2], arguments)
+            message = f"{message}. {hint}" if hint else message
         raise ConfigError(f"{message}; settings are written key=value, see python train.py --help")
 
     parser.error = refuse
@@ -120,9 +121,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _without_dashes(key: str, value: str | None, arguments: list[str]) -> str:
     """What a flag of another program is called here."""
     if value is None:
-        place = next(i for i, text in enumerate(arguments) if text.lstrip("-").replace("-", "_") == key) + 1
-        is_value = place < len(arguments) and not re.match(r"-|[\w.+~/@]+=", arguments[place])
-        value = arguments[place] if is_value else "true"
+        flags = [text.lstrip("-").replace("-", "_") for text in arguments]
+        after = arguments[flags.index(key) + 1 :][:1] if key in flags else []
+        value = after[0] if after and not re.match(r"-|[\w.+~/@]+=", after[0]) else "true"
     _, problems = compose.check_overrides([f"{key}={value}"], multirun=True, problems_of=_problems_of)
     said = re.search(r"Did you mean (.*?)\?", problems[0]) if problems else None
     if problems and said is None:

@@ -266,7 +266,7 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
     if inject is not None:
         _positive(problems, {"debug.inject.step": inject.step}, least=1)
         _positive(problems, {"debug.inject.rank": inject.rank}, least=0)
-        if cfg.layout.name in ONE_PROCESS and inject.rank > 0:
+        if cfg.layout.name in ONE_PROCESS and (inject.rank or 0) > 0:
             problems.append(f"debug.inject.rank={inject.rank}: layout={cfg.layout.name} has only rank 0")
     if cfg.resume not in ("auto", "last", "never", None) and not Path(cfg.resume).exists():
         problems.append(

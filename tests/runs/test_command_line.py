@@ -128,7 +128,15 @@ BAD_SYNTAX += ["amp@other=fp16", "+model@x=cnn", "amp=fp16 amp", "'", '"', "seed
 BAD_SYNTAX += ["steps=\udcff\udcfe", "\udcff=1", "+new=1", "+new.key=1", "++amp.other=1", "amp=fp16,bf16"]
 BAD_SYNTAX += ["model.options={_target_: os.system}", "+recipe._target_=os.system", "+model.options._target_=os.system"]
 BAD_SYNTAX += ["steps=range(1,3)", "seed=choice(1,2)", "amp=[fp16]", "hydra.job.chdir=true"]
-BAD_SYNTAX += ["hydra.sweep.subdir=x", "hydra/launcher=joblib", "hydra.verbose=true", "--dry-run", "--amp=fp16", "-x"]
+BAD_SYNTAX += [
+    "hydra.sweep.subdir=x",
+    "hydra/launcher=joblib",
+    "hydra.verbose=true",
+    "--dry-run",
+    "--amp=fp16",
+    "-x",
+    "-\u1346\u1e7ebW!mg",
+]
 
 PAIRS = {
     "amp.init_scale": ["amp=bf16", "amp.init_scale=1024"],
@@ -155,6 +163,7 @@ PAIRS = {
     "optimizer.fused": ["optimizer.name=Adafactor", "optimizer.fused=true"],
     "optimizer.options.lr": ["optimizer.options.lr=1"],
     "cycle_momentum=false": ["schedule=one_cycle", "schedule.options.cycle_momentum=true"],
+    "debug.inject.rank=Adam": ["debug.inject.rank=Adam"],
     "debug.inject.rank": ["debug.inject={where: batch, step: 1, rank: 3}"],
     "task=evaluate": ["task=evaluate"],
     "resume=never": ["task=evaluate", "resume=never", "run_dir=."],
