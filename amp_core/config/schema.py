@@ -124,6 +124,8 @@ class DataConfig:
     """File or folder of other data to evaluate on; null: a part of `path` that is not trained on."""
     num_workers: int
     """Loader processes per rank; 0 loads in the training process."""
+    timeout_minutes: float
+    """How long a batch of a loader process is waited for; then the run ends with 1 and says where that process is."""
     image_size: int | None
     """Height and width of the images, in pixels; null: the data set's own."""
     augment: bool
