@@ -463,6 +463,15 @@ def test_an_unreadable_image_is_named(folders: dict[str, DataConfig], content: b
         list(eval_loader(data.eval, batch_size=3, num_workers=num_workers))
 
 
+def test_an_image_of_too_many_pixels_is_named_at_once(folders: dict[str, DataConfig]) -> None:
+    """13,000 x 13,000 pixels: an empty PNG of 20 kB, which Pillow would decode, and only warn."""
+    path = Path(folders["image_folder"].path or "", "val/cat/1.png")
+    Image.new("1", (13_000, 13_000)).save(path)
+    data = build_data(folders["image_folder"], seed=0)
+    with pytest.raises(RunError, match=r"^cannot read the image \S*val/cat/1\.png: .*169000000 pixels.* or remove it$"):
+        list(eval_loader(data.eval, batch_size=3))
+
+
 def test_cifar_is_read_as_torchvision_reads_it(folders: dict[str, DataConfig]) -> None:
     data = build_data(dataclasses.replace(folders["cifar10"], augment=False), seed=0)
     assert isinstance(data.train, ArrayImages)
