@@ -229,7 +229,8 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
         problems.append(f"{' and '.join(given)}: expected at most one of steps, epochs, samples; leave one")
     cadences = ("accumulation", "batch_size", "steps", "samples", "save_every", "eval_every", "log_every")
     _positive(problems, {key: getattr(cfg, key) for key in cadences}, least=1)
-    _positive(problems, {"epochs": cfg.epochs, "max_minutes": cfg.max_minutes})
+    minutes = {"max_minutes": cfg.max_minutes, "data.timeout_minutes": cfg.data.timeout_minutes}
+    _positive(problems, {"epochs": cfg.epochs} | minutes)
     _positive(problems, {"data.num_workers": cfg.data.num_workers, "seed": cfg.seed}, least=0)
     _positive(problems, {"checkpoint.keep": cfg.checkpoint.keep, "data.image_size": cfg.data.image_size}, least=1)
     _positive(problems, {"data.num_samples": cfg.data.num_samples, "data.length": cfg.data.length}, least=1)
@@ -446,6 +447,7 @@ MAY_CHANGE = {
     "dry_run",
     "debug",
     "data.num_workers",
+    "data.timeout_minutes",
     "data.path",
     "accumulation",
     "batch_size",

@@ -130,6 +130,8 @@ class DataConfig:
     """File or folder of evaluation data; null: a held-out part of `path`."""
     num_workers: int
     """Loader processes per rank; 0 loads in the training process."""
+    timeout_minutes: float
+    """How long a batch of a loader process is waited for; then the run ends with 1 and says where that process is."""
     image_size: int | None
     """Height and width of the images, in pixels; null: the data set's own."""
     augment: bool

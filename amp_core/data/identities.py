@@ -23,7 +23,7 @@ from amp_core.config.checks import IMAGE_ENDINGS, class_names, dejavu_files
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Key, uniforms, unpack
-from amp_core.data.images import ArrayImages, Batch, shift_rotate_scale
+from amp_core.data.images import ArrayImages, Batch, open_image, shift_rotate_scale
 from amp_core.data.records import Records
 
 _MOST_PROBES = 20
@@ -141,11 +141,8 @@ class Faces:
     def _decode(self, name: str, data: bytes) -> NDArray[np.uint8]:
         from PIL import Image
 
-        try:
-            with Image.open(io.BytesIO(data)) as file:
-                image = file.convert("RGB")
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # raised by Pillow's readers
-            raise RunError(f"cannot read the image {name}: {error}. Replace or remove it") from error
+        with open_image(io.BytesIO(data), name) as file:
+            image = file.convert("RGB")
         if image.size != (self._size, self._size):
             image = image.resize((self._size, self._size), Image.Resampling.BILINEAR)
         return np.asarray(image)

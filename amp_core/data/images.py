@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
-import io
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,27 @@ from amp_core.vision import import_torchvision
 
 Batch = tuple[Tensor, Tensor]
 """(images float32 [B, C, H, W], labels int64 [B])"""
+
+
+@contextlib.contextmanager
+def open_image(file: Any, name: str) -> Iterator[Any]:
+    """An image, opened by Pillow; in the block its errors are those of the file.
+
+    Raises:
+        RunError: it cannot be read, or has more pixels than Pillow takes for sane (`Image.MAX_IMAGE_PIXELS`): one such
+            image holds its batch up for a minute.
+    """
+    from PIL import Image
+
+    bombs = Image.DecompressionBombWarning, Image.DecompressionBombError
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(file) as image:
+                yield image
+    except (OSError, SyntaxError, ValueError, *bombs) as error:  # what Pillow's readers raise
+        raise RunError(f"cannot read the image {name}: {str(error).rstrip('.')}. Replace or remove it") from error
+
 
 # --- augmentation: functions of the images and of uniform numbers, a row per image ------------------------------------
 
@@ -274,15 +295,10 @@ class ImageFiles:
         return images.sub_(per_channel(self._MEAN, images.device)).div_(per_channel(self._STD, images.device)), labels
 
     def _file(self, path: str, u: NDArray[np.float64]) -> tuple[bytes, tuple[int, int, int, int], bool]:
-        """A JPEG, its crop, and whether to flip it."""
-        from PIL import Image
-
-        try:
+        """A JPEG, the part of it that is wanted, and whether it is to be mirrored."""
+        with open_image(path, path) as file:  # reads its header
+            kind, (width, height) = file.format, file.size
             content = Path(path).read_bytes()
-            with Image.open(io.BytesIO(content)) as file:  # reads its header
-                kind, (width, height) = file.format, file.size
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise RunError(f"cannot read the image {path}: {error}. Replace or remove it") from error
         if kind != "JPEG":
             raise RunError(f"{path} is a {kind} file: data.prepare_on=device decodes JPEG; use data.prepare_on=loader")
         if not self._augment:
@@ -328,11 +344,8 @@ class ImageFiles:
     def _read(self, path: str, u: NDArray[np.float64]) -> NDArray[np.uint8]:
         from PIL import Image
 
-        try:
-            with Image.open(path) as file:
-                image = file.convert("RGB")
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # raised by Pillow's readers
-            raise RunError(f"cannot read the image {path}: {error}. Replace or remove it") from error
+        with open_image(path, path) as file:
+            image = file.convert("RGB")
         size, (width, height) = self._size, image.size
         if self._augment:
             image = image.crop(random_crop(width, height, u)).resize((size, size), Image.Resampling.BILINEAR)

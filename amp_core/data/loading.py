@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import itertools
 import multiprocessing.util
+import os
 import signal
+import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -188,6 +193,66 @@ def interruptible(check: Callable[[], None]) -> Iterator[None]:
         _check.reset(token)
 
 
+class GaveUp(BaseException):
+    """A run that was asked to stop no longer waits for a batch. No `Exception`: what reads data may catch those."""
+
+
+class _TimedOut(BaseException):
+    pass
+
+
+class _Waits:
+    """Looks at a wait for a batch once a second, in a signal handler: the main thread may be in a queue, or in a socket
+    to a worker that stands still after it announced its batch. Counts seconds in which this process runs."""
+
+    def __init__(self, seconds: float, is_asked: Callable[[], bool], patience: float) -> None:
+        self.seconds, self._is_asked, self._patience = seconds, is_asked, patience
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait. Somebody else's timer is kept, and fires after it at the earliest."""
+        began, self._waited, self._asked = time.monotonic(), 0, 0
+        handler = signal.signal(signal.SIGALRM, self._on_alarm)
+        delay, interval = signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
+        try:
+            yield
+        finally:
+            left = delay and max(delay - (time.monotonic() - began), 1e-6)
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, handler)
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+    def _on_alarm(self, number: int, frame: object) -> None:
+        self._waited += 1
+        self._asked += self._is_asked()
+        if self._asked >= self._patience:
+            raise GaveUp
+        if self._waited >= self.seconds:
+            raise _TimedOut
+
+
+_waits: ContextVar[_Waits | None] = ContextVar("waits", default=None)
+
+
+@contextlib.contextmanager
+def bounded_waits(minutes: float, is_asked: Callable[[], bool], patience: float) -> Iterator[None]:
+    """Around a run: no batch of a worker is waited for without end. In another thread than the main one without effect.
+
+    Args:
+        minutes: after which waiting ends with a `RunError`.
+        is_asked: whether the run is to stop; asked once a second of a wait.
+        patience: seconds for which it is waited all the same; then `GaveUp` is raised.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    token = _waits.set(_Waits(60.0 * minutes, is_asked, patience))
+    try:
+        yield
+    finally:
+        _waits.reset(token)
+
+
 class EvalLoader:
     """One evaluation per `iter`, with its own workers."""
 
@@ -218,7 +283,7 @@ class Batches:
     process of a job, and a run needs its workers to finish the step.
 
     Raises:
-        RunError: in `next`: a worker died, or an image cannot be read.
+        RunError: from `next`: a worker died or stands still (`bounded_waits`), or an image cannot be read.
     """
 
     def __init__(
@@ -231,14 +296,17 @@ class Batches:
         prefetch: int = 2,
         start_method: str | None = None,
     ) -> None:
+        self._ahead: deque[list[Key]] = deque()
+        """What the workers were given and have not returned yet."""
+        self._number = -1
         loader = DataLoader(
             cast(Any, dataset),
-            batch_sampler=cast(Any, keys),
+            batch_sampler=cast(Any, _noted(keys, self._ahead)),
             collate_fn=_identity,
             num_workers=num_workers,
             pin_memory=pin_memory,
             prefetch_factor=prefetch if num_workers else None,
-            worker_init_fn=_ignore_signals if num_workers else None,
+            worker_init_fn=_begin_worker if num_workers else None,
             multiprocessing_context=start_method if num_workers else None,
             generator=torch.Generator(),  # else it uses the global one
         )
@@ -258,8 +326,17 @@ class Batches:
         return self
 
     def __next__(self) -> Any:
+        self._number += 1
         try:
-            return next(self._iterator)
+            batch = self._wait()
+            self._ahead.popleft()
+            return batch
+        except GaveUp:
+            _kill_workers(self._iterator)
+            self.close()
+            raise
+        except _TimedOut:
+            raise self._stuck() from None
         except StopIteration:
             self.close()
             raise
@@ -280,6 +357,44 @@ class Batches:
                 raise
             raise self._died(f"DataLoader worker (pid {dead[0]}) died while it handed over a batch.") from error
 
+    def _wait(self) -> Any:
+        waits = _waits.get()
+        if waits is None or not self._workers:
+            return next(self._iterator)
+        with waits.waiting():
+            return next(self._iterator)
+
+    @property
+    def _workers(self) -> list[Any]:
+        return getattr(self._iterator, "_workers", [])
+
+    def _stuck(self) -> RunError:
+        """Writes the stacks of the worker and of this process to stderr."""
+        waits = _waits.get()
+        assert waits is not None
+        # torch gives batches to its workers in turn, and reads them as they come: a later one may be what it waits for.
+        turns = range(min(len(self._ahead), len(self._workers)))
+        workers = [(self._number + turn) % len(self._workers) for turn in turns]
+        turn = next((turn for turn in turns if is_stopped(self._workers[workers[turn]].pid)), 0)
+        number, keys = workers[turn], self._ahead[turn]
+        worker = self._workers[number]
+        state = "is stopped" if is_stopped(worker.pid) else "is alive" if worker.is_alive() else "has died"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGUSR2)
+        time.sleep(0.5)
+        faulthandler.dump_traceback(file=2)
+        samples = ", ".join(str(index) for index, _ in keys[:8])
+        more = ", ..." if len(keys) > 8 else ""
+        found = RunError(
+            f"no batch for {waits.seconds:g} s (data.timeout_minutes={waits.seconds / 60:g}): data worker {number} of "
+            f"{len(self._workers)} (pid {worker.pid}) {state}; it has to load the samples {samples}{more}. Its stack, "
+            f"if it can still write one, stands above. Look at the storage of data.path; where reading takes so long, "
+            f"use a larger data.timeout_minutes"
+        )
+        _kill_workers(self._iterator)
+        self.close()
+        return found
+
     def _died(self, what: str) -> RunError:
         self.close()
         return RunError(
@@ -288,11 +403,10 @@ class Batches:
         )
 
     def _dead_workers(self) -> list[int]:
-        """Process ids of dead workers. Waits briefly, since a killed worker's connection closes before it ends."""
-        workers = getattr(self._iterator, "_workers", [])
-        for worker in workers:
+        """Process ids. Waits a moment, since the connection to a killed worker ends before the worker does."""
+        for worker in self._workers:
             worker.join(0.2)
-        return [worker.pid for worker in workers if not worker.is_alive()]
+        return [worker.pid for worker in self._workers if not worker.is_alive()]
 
     def close(self) -> None:
         """End the workers and exhaust the iterator. Idempotent."""
@@ -311,17 +425,46 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def _ignore_signals(worker: int) -> None:
+def _noted(keys: Iterable[list[Key]], ahead: deque[list[Key]]) -> Iterator[list[Key]]:
+    for batch in keys:
+        ahead.append(batch)
+        yield batch
+
+
+def _begin_worker(worker: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # see `Batches._stuck`
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped, as by SIGSTOP. Linux; elsewhere False."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "Tt"
+    except OSError:
+        return False
 
 
 def _shut_down(iterator: Any) -> None:
     workers = getattr(iterator, "_workers", [])
     for worker in workers:
-        worker.terminate = worker.kill  # torch terminates stuck workers, and these ignore SIGTERM
+        worker.terminate = worker.kill  # what torch does to a worker that is stuck, and these ignore SIGTERM
+    if any(is_stopped(worker.pid) for worker in workers):
+        _kill_workers(iterator)
     if workers and _end_workers:
         _end_workers(iterator)
+
+
+def _kill_workers(iterator: Any) -> None:
+    """Before torch waits for them to end, and for its thread, which may wait for one of them."""
+    before = None
+    with contextlib.suppress(ValueError):  # not in the main thread
+        before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a worker is killed
+    for worker in iterator._workers:
+        worker.kill()
+        worker.join()
+    if before is not None:
+        signal.signal(signal.SIGCHLD, before)
 
 
 # --- to the device ----------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from amp_core.data.images import (
     _NUM_CROP_UNIFORMS,
     _NUM_UNIFORMS,
     every_fifth,
+    open_image,
     random_crop,
     read_mnist_subset,
     shift_rotate_scale,
@@ -302,14 +303,9 @@ class MaskFiles:
 
 
 def _open(path: str) -> Any:
-    from PIL import Image
-
-    try:
-        with Image.open(path) as file:
-            file.load()
-            return file
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # raised by Pillow's readers
-        raise RunError(f"cannot read the image {path}: {error}. Replace or remove it") from error
+    with open_image(path, path) as file:
+        file.load()
+        return file
 
 
 _MEANING = np.full(256, 2, dtype=np.uint8)

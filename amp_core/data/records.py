@@ -75,18 +75,40 @@ class Records:
     def identities(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(keys of the images, an identity's number for each), both [number of images].
 
-        From the identities' own records if there are any, which is fast; else from the header of each image.
+        From the identities' own records where there are any, which is quick; else from the header of each image.
+
+        Raises:
+            ConfigError: a label is no number of an identity or of a record.
         """
         labels, image = self.read(int(self.keys[0]))
         if image or len(labels) < 2:
             return self.keys, self._first_labels(self.keys)
-        beyond, last = int(labels[0]), int(labels[1])
+        beyond, last = self._whole(labels[:2], self.keys[[0, 0]]).tolist()
         if last <= beyond or last > _EXACT:
             keys = self.keys[(self.keys > 0) & (self.keys < beyond)] if beyond < _EXACT else self.keys[1:]
             return keys, self._first_labels(keys)
-        ranges = [self.read(key)[0][:2].astype(np.int64) for key in range(beyond, last)]
+        ranges = [self._range(key) for key in range(beyond, last)]
         keys = np.concatenate([np.arange(*pair) for pair in ranges])
         return keys, np.repeat(np.arange(len(ranges)), [second - first for first, second in ranges])
+
+    def _range(self, key: int) -> NDArray[np.int64]:
+        """[first, beyond], the keys of the images of the identity with this record."""
+        labels = self.read(key)[0]
+        pair = self._whole(labels[:2], np.full(len(labels[:2]), key))
+        if len(pair) < 2 or pair[0] > pair[1]:
+            raise ConfigError(f"{self.path}: record {key} has the labels {labels.tolist()}: expected [first, beyond]")
+        return pair
+
+    def _whole(self, labels: NDArray[np.float32], keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Labels of the records with these keys as whole numbers."""
+        bad = ~((labels >= 0) & (labels < 2.0**63))  # also NaN
+        if bad.any():
+            row = int(bad.argmax())
+            raise ConfigError(
+                f"{self.path}: record {keys[row]} has the label {labels[row]:g}: expected a finite number of at least "
+                f"0; make the file again from labels that count from 0"
+            )
+        return labels.astype(np.int64)
 
     def _first_labels(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """The first label of each record, without its image."""
@@ -101,7 +123,8 @@ class Records:
                 raise ConfigError(f"{self.path}: is not what train.idx says; copy both again")
             numbers = heads.view("<f4")
             several = heads.view("<u4")[:, 2] > 0
-            labels[first : first + step] = np.where(several, numbers[:, 8], numbers[:, 3])
+            found = np.where(several, numbers[:, 8], numbers[:, 3])
+            labels[first : first + step] = self._whole(found, keys[first : first + step])
         return labels
 
 

@@ -29,13 +29,14 @@ from amp_core.config.files import read_json
 from amp_core.config.lengths import num_steps
 from amp_core.config.rules import ONE_PROCESS, SHARDED, build, is_elastic, node_range
 from amp_core.config.schema import Config
+from amp_core.data.loading import bounded_waits
 from amp_core.lowp.fp16_convolutions import in_use, kept_convolutions, note
 from amp_core.run import locks
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.machine import describe_cpu, describe_device, describe_versions
 from amp_core.run.monitor import Measurement, Monitor
 from amp_core.run.rendezvous import launched, worker_store
-from amp_core.run.stop import SIGNALS, Stop
+from amp_core.run.stop import PATIENCE, SIGNALS, Stop
 from amp_core.run.teardown import end_process_group
 from amp_core.step.amp import Amp
 
@@ -414,6 +415,7 @@ def environment(job: Job) -> Iterator[Environment]:
             assert nodes is not None
             env.planned_ranks = nodes[1] * int(here)
         env.stop = Stop(env.host_group, cfg.max_minutes)
+        undo.enter_context(bounded_waits(cfg.data.timeout_minutes, env.stop.is_asked, PATIENCE[world_size > 1]))
         # After the process group exists: its set-up may not be interrupted half-way.
         stoppable = cfg.task == "train" and not cfg.dry_run  # the rest may be ended at any moment
         for number in SIGNALS if stoppable else ():

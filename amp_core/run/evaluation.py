@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import nn
 
-from amp_core.data.loading import interruptible
+from amp_core.data.loading import GaveUp, interruptible
 from amp_core.run.environment import Environment
 from amp_core.run.meters import Clock
 from amp_core.step.ema import Ema
@@ -44,6 +44,11 @@ class Evaluation:
             with interruptible(self._check_stop):
                 self.metrics = self.metrics_of_nets()
         except _Stopped:
+            return False
+        except GaveUp:
+            if self._env.world_size > 1:  # the others are still in it
+                raise
+            self.asked = self._env.stop.code
             return False
         self.step = step
         self._clock.pause(time.monotonic() - began)

@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from amp_core.config.lengths import num_steps
@@ -82,6 +84,15 @@ class Feed:
         """The data set's indices of the samples in that window, by micro-batch."""
         keys = itertools.islice(self._sampler(start, rank), self.accumulation)
         return [[index for index, _ in batch] for batch in keys]
+
+    def draw(self, random: Callable[..., Tensor], *shape: int, step: int, stream: int) -> list[Tensor]:
+        """Random numbers of a step, for each micro-batch of this rank; see `Loop.draw`."""
+        cfg, env = self._cfg, self._env
+        entropy = np.random.SeedSequence([cfg.seed, step, stream]).generate_state(1, np.uint64)
+        generator = torch.Generator(env.device).manual_seed(int(entropy[0]))
+        split = (self.accumulation, env.world_size, cfg.batch_size)
+        drawn = random(*split, *shape, generator=generator, device=env.device)
+        return list(drawn[:, env.rank])
 
     def _sampler(self, start: int, rank: int | None = None) -> Sampler:
         env, cfg = self._env, self._cfg

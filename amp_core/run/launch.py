@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
@@ -29,6 +30,7 @@ from amp_core.config.files import read_json
 from amp_core.config.redact import redact
 from amp_core.config.rules import build, node_range
 from amp_core.config.schema import Config
+from amp_core.data.loading import is_stopped
 from amp_core.run.environment import Environment, Job, environment, exit_code_of, lock_folder, outcome_of
 from amp_core.run.lines import write_json
 from amp_core.run.preflight import needs_agent, num_processes
@@ -37,6 +39,9 @@ from amp_core.run.stop import SIGNALS, TIME_LIMIT
 
 SHUTDOWN_SECONDS = 600
 """How long workers may take to finish their step and write a checkpoint after a signal."""
+
+STANDSTILL_SECONDS = 10
+"""How long a rank may be stopped by SIGSTOP when the run was asked to end."""
 
 TWICE = "interrupted twice: stopped at once; the steps since the last checkpoint are lost"
 
@@ -134,9 +139,9 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
                 elastic_launch(config, worker[0])(*worker[1:], str(job_file))
         except SignalException as stopped:
             outcome = _read_result(result_file)
-            code = exit_code_of(128 + int(stopped.sigval))
+            code = 130 if signals.killed == TWICE else exit_code_of(128 + int(stopped.sigval))
             if outcome is None:
-                said = TWICE if signals.twice else f"stopped by {signal.Signals(stopped.sigval).name}"
+                said = signals.killed or f"stopped by {signal.Signals(stopped.sigval).name}"
                 outcome = _failed(job, code, "preempted", said)
             return dataclasses.replace(outcome, signalled=code)
         except ChildFailedError as failed:
@@ -155,7 +160,7 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
 
 class _Signals:
     """Around the agent: the first signal makes it stop its workers, which finish their step and save; it waits for
-    them. Ctrl-C once more kills them at once. Others that come then change nothing.
+    them. A Ctrl-C after that kills them at once; so does a rank that stands still, for which the others would wait.
 
     Args:
         job_file: stands in the command line of every worker.
@@ -163,10 +168,12 @@ class _Signals:
     """
 
     def __init__(self, job_file: Path, stop: Callable[[str, signal.Signals], Exception]) -> None:
-        self.twice = False
+        self.killed: str | None = None
+        """Why the workers were killed."""
         self._job_file, self._stop = job_file, stop
-        self._first: int | None = None
         self._handlers: dict[int, Any] = {}
+        self._is_over = threading.Event()
+        self._watch: threading.Thread | None = None
 
     def __enter__(self) -> None:
         for number in SIGNALS:
@@ -174,18 +181,44 @@ class _Signals:
                 self._handlers[number] = signal.signal(number, self._on_signal)
 
     def __exit__(self, *_: object) -> None:
+        self._is_over.set()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        if self._first is None:
-            self._first = number
+        if self._watch is None:
+            self._watch = threading.Thread(target=self._kill_if_one_stands_still, daemon=True)
+            self._watch.start()
             raise self._stop(f"got {signal.Signals(number).name}", signal.Signals(number))
-        if number == self._first == signal.SIGINT:
-            self.twice = True
-            for pid in _processes_of(self._job_file):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        if number == signal.SIGINT:
+            self._kill(TWICE)
+
+    def _kill_if_one_stands_still(self) -> None:
+        seconds: dict[int, int] = {}
+        while not self._is_over.wait(1.0):
+            # Ranks; what they forked, they look after.
+            ranks = [pid for pid in _processes_of(self._job_file) if is_stopped(pid) and _parent_of(pid) == os.getpid()]
+            seconds = {pid: seconds.get(pid, 0) + 1 for pid in ranks}
+            if max(seconds.values(), default=0) >= STANDSTILL_SECONDS:
+                pids = ", ".join(map(str, ranks))
+                self._kill(
+                    f"a rank stands still (process {pids} is stopped): all were killed; the steps since the last "
+                    f"checkpoint are lost"
+                )
+                return
+
+    def _kill(self, why: str) -> None:
+        self.killed = why
+        for pid in _processes_of(self._job_file):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def _processes_of(job_file: Path) -> list[int]:

@@ -22,15 +22,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from amp_core.checkpoints.checkpoint import Loaded
 from amp_core.config.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
 from amp_core.data import Data
+from amp_core.data.loading import GaveUp
 from amp_core.memory.graph import CudaGraphStep, Step, why_not_capturable
 from amp_core.memory.recast import Recast
 from amp_core.run.environment import Environment, exit_code_of, outcome_of, peak_memory
@@ -173,20 +173,35 @@ class Loop:
         begin, end = self.step, self.num_steps
         with self.feed.loading(self.samples) as windows:
             self.clock.start(self.samples)
-            if self.step >= end or self.owes_evaluation:  # stopped between a step and its result
-                yield from self._after_step(end)
-            while self.step < end:
-                window = next(windows)
-                with self.step_of(window) as dropped, self.sampling(), measuring(self):
-                    if not dropped:
-                        yield window
-                if self.step == begin + 1:
-                    self.checkpoint.prepare()
-                if self.graph is not None and not self.graph.is_used and not (dropped or self._is_looked_into):
-                    self.graph = None
-                    name = self.cfg.recipe["name"]
-                    logger.info("perf.graph=true: recipe=%s does not use Loop.run: running eagerly instead", name)
-                yield from self._after_step(end)
+            try:
+                yield from self._windows_of(windows, begin, end)
+            except GaveUp as wait:
+                self._stop_waiting(begin, end, wait)
+
+    def _windows_of(self, windows: Iterator[list[MicroBatch]], begin: int, end: int) -> Iterator[list[MicroBatch]]:
+        if self.step >= end or self.owes_evaluation:  # stopped between a step and its result
+            yield from self._after_step(end)
+        while self.step < end:
+            window = next(windows)
+            with self.step_of(window) as dropped, self.sampling(), measuring(self):
+                if not dropped:
+                    yield window
+            if self.step == begin + 1:
+                self.checkpoint.prepare()
+            if self.graph is not None and not self.graph.is_used and not (dropped or self._is_looked_into):
+                self.graph = None
+                name = self.cfg.recipe["name"]
+                logger.info("perf.graph=true: recipe=%s does not use Loop.run: running eagerly instead", name)
+            yield from self._after_step(end)
+
+    def _stop_waiting(self, begin: int, end: int, wait: GaveUp) -> NoReturn:
+        """Stop in the middle of a wait for data, with a checkpoint of the last step where that needs no other rank."""
+        saves = self.env.world_size == 1 and self.step > begin
+        if saves:
+            self._finish_line()
+            self._save(is_last=True)
+        saved = "a checkpoint was written" if saves else "nothing was saved since the last checkpoint"
+        _interrupt(self, self.env.stop.code, f"{self.step} of {end}, waiting for data", saved, wait)
 
     def run(self, step: Step, window: list[MicroBatch]) -> Any:
         """`step(window)`; with perf.graph replayed from a CUDA graph, where it can be.
@@ -246,15 +261,8 @@ class Loop:
         if at_end and evaluated:
             _end(self, self._log)
         elif stop:
-            reason = "the time limit was reached" if stop == TIME_LIMIT else signal.Signals(stop - 128).name
-            self.summarise()
-            message = (
-                f"stopped at step {self.step} of {end}{' in its evaluation' if at_end else ''}: {reason}; a checkpoint "
-                f"was written; go on with run_dir={self.env.run_dir}"
-            )
-            if self.env.is_main:
-                self._log.warning(message)
-            raise Interrupted(message, exit_code_of(stop), by_signal=stop != TIME_LIMIT)
+            where = f"{self.step} of {end}{' in its evaluation' if at_end else ''}"
+            _interrupt(self, stop, where, "a checkpoint was written")
 
     def log(self, report: StepReport, *, of: str = "", **values: Tensor) -> None:
         """Record a step. Does not wait for the device.
@@ -285,11 +293,7 @@ class Loop:
         """
         if self.graph is not None and self.graph.is_capturing:
             raise RuntimeError("it draws numbers by the step's number, which a replay would repeat (Loop.draw)")
-        entropy = np.random.SeedSequence([self.cfg.seed, self.step, stream]).generate_state(1, np.uint64)
-        generator = torch.Generator(self.env.device).manual_seed(int(entropy[0]))
-        split = (self.accumulation, self.env.world_size, self.cfg.batch_size)
-        drawn = random(*split, *shape, generator=generator, device=self.env.device)
-        return list(drawn[:, self.env.rank])
+        return self.feed.draw(random, *shape, step=self.step, stream=stream)
 
     # --- metrics ------------------------------------------------------------------------------------------------------
 
@@ -486,6 +490,15 @@ def _end(loop: Loop, log: Log) -> None:
             sizes = (f"{what} {size / 2**20:.1f} MiB" for what, size in loop.memory.items() if size)
             log.info(f"memory per rank: {', '.join(sizes)}")
         log.info(f"run folder: {loop.env.run_dir}")
+
+
+def _interrupt(loop: Loop, stop: int, where: str, saved: str, cause: BaseException | None = None) -> NoReturn:
+    reason = "the time limit was reached" if stop == TIME_LIMIT else signal.Signals(stop - 128).name
+    loop.summarise()
+    message = f"stopped at step {where}: {reason}; {saved}; go on with run_dir={loop.env.run_dir}"
+    if loop.env.is_main:
+        logger.warning("%s", message)
+    raise Interrupted(message, exit_code_of(stop), by_signal=stop != TIME_LIMIT) from cause
 
 
 def _why_diverged(symptoms: Symptoms, most: int, finding: Finding | None) -> str:

@@ -14,6 +14,9 @@ from amp_core.run.rendezvous import launched, others_start_again
 
 TIME_LIMIT = 75
 """Why a run stops before its end: `max_minutes`. Other reasons are 128 and the number of a signal."""
+PATIENCE = (5.0, 20.0)
+"""Seconds for which a rank that was asked to stop still waits for data: alone, and where the others would have to stop
+without a checkpoint."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What ends a run in order: after the step, with a checkpoint."""
 
@@ -28,6 +31,7 @@ class Stop:
     def __init__(self, group: dist.ProcessGroup | None, max_minutes: float | None) -> None:
         self.code = 0
         """Why this rank asks to stop: 128 and a signal, or `TIME_LIMIT`; 0 goes on. Of two ranks the larger counts."""
+        self._is_signalled = False
         self._deadline = None if max_minutes is None else time.monotonic() + 60.0 * max_minutes
         self._group = group
         self._flag = torch.zeros(1, dtype=torch.int64)
@@ -35,10 +39,15 @@ class Stop:
         self._work: dist.Work | None = None
         self._parent = os.getppid() if launched() else None
 
-    def poll(self) -> int:
-        """Called by all ranks equally often. Returns the agreed reason to stop, 0 to go on."""
+    def is_asked(self) -> bool:
+        """Whether this rank asks to stop."""
         if not self.code and self._deadline is not None and time.monotonic() >= self._deadline:
             self.code = TIME_LIMIT
+        return bool(self.code)
+
+    def poll(self) -> int:
+        """Called by all ranks equally often. Returns the agreed reason to stop, 0 to go on."""
+        self.is_asked()
         if self._parent is not None and not self.code and os.getppid() != self._parent:
             # The agent was killed: without it, training would go on unseen and hold the run folder.
             if others_start_again():
@@ -59,8 +68,9 @@ class Stop:
         return int(self._host[0])
 
     def on_signal(self, number: int, frame: object) -> None:
-        if self.code == 130 and number == signal.SIGINT:
-            # Asked twice at the keyboard: no more patience.
+        if self._is_signalled and number == signal.SIGINT:
+            # Ctrl-C, and it was asked before, by whatever signal: no more patience.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             raise KeyboardInterrupt
+        self._is_signalled = True
         self.code = self.code or 128 + number

@@ -38,7 +38,8 @@ def end_process_group() -> None:
         chain += [other for other in others if other is not None and all(other is not one for one in chain)]
     gc.collect()  # a loop and its graph refer to each other
     _drop_reducers()
-    in_order = problem is None or isinstance(problem, Interrupted)  # which all ranks have agreed on
+    # All ranks agree on an interruption, unless one gave up waiting for its data.
+    in_order = problem is None or (isinstance(problem, Interrupted) and problem.__cause__ is None)
     # A failing teardown after complete work is no failure of the run.
     with contextlib.suppress(Exception):
         if in_order or "nccl" not in dist.get_backend_config():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import os
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -131,6 +133,25 @@ def test_identities_are_found_in_every_layout(tmp_path, layout):
     keys, labels = records.identities()
     assert keys.tolist() == list(range(1, 13)) and labels.tolist() == [i for i, _ in flat]
     assert [records.read(key)[1] for key in keys] == [image for _, image in flat]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 3e38])
+@pytest.mark.parametrize("where", ["image", "several labels", "header", "identity"])
+def test_labels_that_are_no_numbers_of_identities_are_named(tmp_path, value, where):
+    """In each place where labels stand: images with one or several, record 0, the record of an identity."""
+    records = {1: (1, 0.0, b"a"), 2: (2, (1.0, 5.0), b"b")}
+    if where in ("header", "identity"):
+        records |= {0: (0, (3.0, 5.0), b""), 3: (3, (1.0, 2.0), b""), 4: (4, (2.0, 3.0), b"")}
+    key = {"image": 1, "several labels": 2, "header": 0, "identity": 4}[where]
+    good = records[key]
+    records[key] = (key, value if where == "image" else (value, 5.0), good[2])
+    write_records(tmp_path, [records[number] for number in sorted(records)])
+    expected = f"record {key} has the label {value:g}: expected"
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        Records(tmp_path).identities()
+    records[key] = good
+    write_records(tmp_path, [records[number] for number in sorted(records)])
+    assert Records(tmp_path).identities()[1].tolist() == [0, 1]
 
 
 def test_a_damaged_file_is_named(tmp_path):

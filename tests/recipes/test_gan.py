@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam, Optimizer
 from amp_core import Amp
 from amp_core.models import build_model
 from amp_core.models.dcgan import GANS
-from amp_core.run.loop import Loop
+from amp_core.run.feed import Feed
 from recipes.gan import discriminator_loss, generator_loss, gradient_penalty, sliced_wasserstein
 
 SHAPE = (1, 12, 12)
@@ -318,10 +318,10 @@ def drawn(step: int, accumulation: int, world_size: int, batch_size: int, stream
     """The noise of a step in the order of its samples."""
     pieces = []
     for rank in range(world_size):
-        env = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
-        cfg = SimpleNamespace(seed=7, batch_size=batch_size)
-        loop: Any = SimpleNamespace(env=env, cfg=cfg, step=step, accumulation=accumulation, graph=None)
-        pieces.append(torch.stack(Loop.draw(loop, torch.randn, 3, stream=stream)))
+        cfg = SimpleNamespace(seed=7, batch_size=batch_size, accumulation=accumulation)
+        env: Any = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), cfg=cfg)
+        feed = Feed(env, SimpleNamespace(), iter)  # pyright: ignore[reportArgumentType]
+        pieces.append(torch.stack(feed.draw(torch.randn, 3, step=step, stream=stream)))
     return torch.stack(pieces, dim=1).flatten(0, 2)
 
 

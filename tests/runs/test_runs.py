@@ -8,6 +8,7 @@ import math
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from test_recipes import run as run_recipe
 from tiers import rows
 
 import train
+from amp_core.data import loading
 from amp_core.run import environment
 from amp_core.run.evaluation import Evaluation
 from amp_core.run.lines import write_json
@@ -409,6 +411,84 @@ def test_a_signal_finishes_the_step_and_writes_a_checkpoint(number, layout):
     assert state("a")["progress"]["step"] == summary("a")["step"]
     assert not [pid for pid in everyone if Path(f"/proc/{pid}").exists()]
     assert [line["step"] for line in lines("a")] == sorted({line["step"] for line in lines("a")})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("when", ["the first batch", "a step", "an evaluation"])
+def test_a_signal_ends_a_run_whose_data_worker_stands_still(when):
+    """With a checkpoint of the last step; and a second one, Ctrl-C, at once."""
+    steps = {"the first batch": 0, "a step": 3, "an evaluation": 4}[when]
+    settings = ["steps=1000000", "log_every=1", "run_dir=a", "data.num_workers=1", "eval_every=4"]
+
+    def begin():
+        process = Forked(run_with_a_stopped_worker, steps, [*SMALL, *settings])
+        wait_for(Path("stopped").exists, process)
+        Path("stopped").unlink()
+        return process
+
+    process = begin()
+    process.send_signal(signal.SIGTERM)
+    out = finish(process, code=143, timeout=30)
+    assert f"stopped at step {steps} of" in out and ("a checkpoint was written" in out) == bool(steps)
+    assert summary("a")["status"] == "preempted" and summary("a")["step"] == steps
+    assert [path.name for path in checkpoints("a")] == [f"step_{steps:08d}"] * bool(steps)
+    shutil.rmtree("a")
+    process = begin()
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    assert "interrupted twice" in finish(process, code=130, timeout=30)
+    assert time.monotonic() - begun < 4
+
+
+def run_with_a_stopped_worker(steps, arguments):
+    """All data workers are stopped when they are there, and so many steps were made."""
+    init = loading.Batches.__init__
+    polls = 0
+
+    def stop_them(batches):
+        for worker in batches._iterator._workers:
+            os.kill(worker.pid, signal.SIGSTOP)
+        Path("stopped").touch()
+
+    def made(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        made.last = self
+        if polls == steps:
+            stop_them(self)
+
+    def polled(self):
+        nonlocal polls
+        polls += 1
+        if polls == steps and steps % 4:
+            stop_them(made.last)
+        return poll(self)
+
+    poll, Stop.poll, loading.Batches.__init__ = Stop.poll, polled, made
+    return train.main(arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("second", [None, signal.SIGINT])
+def test_a_signal_ends_a_run_in_which_a_rank_stands_still(second):
+    process = start("steps=1000000", "log_every=1", "run_dir=a", "save_every=5", *TWO)
+    wait_for(lambda: Path("a/metrics.jsonl").exists() and len(lines("a")) > 6, process)
+    everyone = descendants(process.pid)
+    ranks = [pid for pid in everyone if b"recipes" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGSTOP)
+    begun = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    if second:
+        time.sleep(1)
+        process.send_signal(second)
+    out = finish(process, code=130 if second else 143, timeout=60)
+    assert time.monotonic() - begun < (5 if second else 30)
+    assert ("interrupted twice" if second else f"process {ranks[1]} is stopped") in out
+    assert summary("a")["status"] == "preempted"
+    assert not [pid for pid in everyone if Path(f"/proc/{pid}").exists()]
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step():

@@ -9,6 +9,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -32,7 +33,16 @@ from amp_core.config.schema import DataConfig, choices, read_option
 from amp_core.data import Data, build_data
 from amp_core.data.base import uniforms
 from amp_core.data.images import ArrayImages, crop_flip, every_fifth, random_crop, read_mnist_subset, shift_rotate_scale
-from amp_core.data.loading import Batches, Sampler, eval_keys, eval_loader, to_device, train_loader
+from amp_core.data.loading import (
+    Batches,
+    GaveUp,
+    Sampler,
+    bounded_waits,
+    eval_keys,
+    eval_loader,
+    to_device,
+    train_loader,
+)
 from amp_core.vision import import_torchvision
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -453,6 +463,15 @@ def test_an_unreadable_image_is_named(folders: dict[str, DataConfig], content: b
         list(eval_loader(data.eval, batch_size=3, num_workers=num_workers))
 
 
+def test_an_image_of_too_many_pixels_is_named_at_once(folders: dict[str, DataConfig]) -> None:
+    """13,000 x 13,000 pixels: an empty PNG of 20 kB, which Pillow would decode, and only warn."""
+    path = Path(folders["image_folder"].path or "", "val/cat/1.png")
+    Image.new("1", (13_000, 13_000)).save(path)
+    data = build_data(folders["image_folder"], seed=0)
+    with pytest.raises(RunError, match=r"^cannot read the image \S*val/cat/1\.png: .*169000000 pixels.* or remove it$"):
+        list(eval_loader(data.eval, batch_size=3))
+
+
 def test_cifar_is_read_as_torchvision_reads_it(folders: dict[str, DataConfig]) -> None:
     data = build_data(dataclasses.replace(folders["cifar10"], augment=False), seed=0)
     assert isinstance(data.train, ArrayImages)
@@ -789,3 +808,79 @@ def test_a_worker_that_dies_while_it_hands_over_a_batch_is_named():
     with train_loader(_NeverArrives(), [[(0, 0)]], num_workers=1) as batches:
         with pytest.raises(RunError, match=r"DataLoader worker \(pid \d+\).* data.num_workers"):
             next(batches)
+
+
+class _Stops:
+    """Stops its worker while the batch is read here, before the memory of the tensor behind it was handed over."""
+
+    def __reduce__(self):
+        return os.kill, (os.getpid(), signal.SIGSTOP)
+
+
+class _HalfArrives:
+    def __len__(self):
+        return 8
+
+    def __getitems__(self, keys):
+        return _Stops(), torch.zeros(3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("data", [Slow(), _HalfArrives()], ids=["computing", "handing over"])
+def test_a_worker_that_stands_still_is_named_with_its_samples(data, capfd) -> None:
+    with (
+        bounded_waits(2 / 60, lambda: False, 1),
+        train_loader(data, [[(number, 0)] for number in range(100)], num_workers=2) as batches,
+    ):
+        workers = workers_of(batches)
+        if isinstance(data, Slow):
+            take(batches, 2)
+            os.kill(workers[0].pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        with pytest.raises(RunError, match=r"data\.timeout_minutes=.*data worker \d of 2 .* is stopped") as found:
+            take(batches, 100)
+        assert time.monotonic() - begin < 5
+        assert not any(worker.is_alive() for worker in workers)
+    text = str(found.value)
+    ((number, pid, sample),) = re.findall(r"worker (\d) of 2 \(pid (\d+)\).* the samples (\d+)\.", text)
+    assert workers[int(number)].pid == int(pid) and int(sample) % 2 == int(number)  # they take turns
+    assert number == "0" or not isinstance(data, Slow)
+    assert "most recent call first" in capfd.readouterr().err
+
+
+class _Hangs:
+    def __len__(self):
+        return 8
+
+    def __getitems__(self, keys):
+        _read_a_hung_file()
+
+
+def _read_a_hung_file() -> None:
+    time.sleep(1000)
+
+
+def test_a_worker_that_hangs_writes_its_stack(capfd) -> None:
+    with bounded_waits(1 / 60, lambda: False, 1), train_loader(_Hangs(), [[(5, 0)]], num_workers=1) as batches:
+        with pytest.raises(RunError, match=r"is alive; it has to load the samples 5\. "):
+            next(batches)
+    assert "_read_a_hung_file" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_stopped_worker_does_not_delay_the_end() -> None:
+    """Whether or not its batch was waited for. Somebody else's timer is left as it was."""
+    handler, (delay, _) = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 500.0)
+    begin = time.monotonic()
+    for is_asked in (True, False):
+        with bounded_waits(10, lambda: True, 1), train_loader(Slow(), [[(0, 0)]] * 100, num_workers=2) as batches:
+            next(batches)
+            for worker in workers_of(batches):
+                os.kill(worker.pid, signal.SIGSTOP)
+            if is_asked:
+                with pytest.raises(GaveUp):
+                    take(batches, 100)
+    took = time.monotonic() - begin
+    assert took < 8  # torch alone waits 5 s for each of the workers
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert 500.0 - took - 0.1 < signal.setitimer(signal.ITIMER_REAL, delay)[0] <= 500.0 - took + 0.1

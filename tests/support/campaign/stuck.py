@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import train
+from amp_core.data.loading import Batches
+from amp_core.run.environment import exit_code_of
+from amp_core.run.loop import Loop
+from amp_core.run.stop import SIGNALS
 from campaign import Plan, Result
 from campaign.harness import (
     TELLING,
     Child,
     arguments,
+    checkpoints,
     first,
     last_step,
     outcome,
     slow_steps,
     start,
+    state,
+    summary,
     unequal,
     wait_until,
 )
@@ -26,6 +36,9 @@ from campaign.runs import BAD, Alone, Kind, clear, descendants, finishes_as_if_a
 SETTINGS = (*TELLING, "steps=60", "save_every=7", "eval_every=1000", BAD)
 PATIENCE = 0.05
 """layout.timeout_minutes: three seconds."""
+BOUND = 30.0
+"""Seconds in which a run ends that was asked to."""
+PHASES = ("start", "step", "evaluation", "save", "teardown")
 
 
 def stuck(plan: Plan) -> Result:
@@ -36,8 +49,10 @@ def stuck(plan: Plan) -> Result:
     _two_launchers(plan, folder, alone, result)
     _stopped(plan, folder, alone, result)
     _data_worker(plan, folder, alone, result)
+    _signals_while_a_worker_is_stopped(plan, folder, alone, result)
     if plan.long:
         _stopped_worker(plan, folder, result)
+        _signals_while_a_rank_is_stopped(plan, folder, result)
     return result
 
 
@@ -45,7 +60,7 @@ def _two_launchers(plan: Plan, folder: Path, alone: Alone, result: Result) -> No
     kind = Kind(SETTINGS)
     expected, _ = alone.of(kind)
     torn = folder / "torn"
-    for case, rng in plan.cases("launchers", short=2, long=12):
+    for case, rng in plan.cases("launchers", short=1, long=12):
         many = [start(torn, kind.command, before=slow_steps, output=folder / "torn.0")]
         time.sleep(rng.choice([0.0, 0.0, rng.uniform(0, 0.5), rng.uniform(0, 1.5)]))
         many += [start(torn, kind.command, before=slow_steps, output=folder / f"torn.{n}") for n in (1, 2)]
@@ -118,6 +133,135 @@ def _data_worker(plan: Plan, folder: Path, alone: Alone, result: Result) -> None
         result.expect("DataLoader worker" in child.text, case, f"{what}: {child.text[-700:]}")
         finishes_as_if_alone(torn, kind, expected, result, case, what)
         clear(torn)
+
+
+def _stop_workers(rank: int, *, phase: str, step: int, mark: Path) -> None:
+    """SIGSTOP to all data workers in a phase of the run, once, and a mark that it was done."""
+    init = Batches.__init__
+    opened: list[Batches] = []
+    evaluates = False
+
+    def stop() -> None:
+        if not mark.exists():
+            for batches in opened:
+                for worker in batches._workers:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(worker.pid, signal.SIGSTOP)
+            mark.touch()
+
+    def opening(self: Batches, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        opened.append(self)
+        if phase == "start" or (phase == "evaluation" and evaluates):
+            stop()
+
+    def before(owner: Any, name: str, when: str) -> None:
+        original = getattr(owner, name)
+
+        def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal evaluates
+            evaluates = name == "_evaluate"
+            if phase == when and getattr(self, "step", step) >= step:
+                stop()
+            return original(self, *args, **kwargs)
+
+        setattr(owner, name, observed)
+
+    setattr(Batches, "__init__", opening)  # noqa: B010 - an observer
+    before(Loop, "_after_step", "step")
+    before(Loop, "_evaluate", "")
+    before(Loop, "_save", "save")
+    before(Loop, "_end", "teardown")
+
+
+def _signals_while_a_worker_is_stopped(plan: Plan, folder: Path, alone: Alone, result: Result) -> None:
+    """Signals to a run whose data workers are stopped: it ends in time, saves, and goes on; a second, Ctrl-C, at once."""
+    kind = Kind((*SETTINGS, "steps=20", "save_every=5", "eval_every=3", "log_every=4", "data.num_workers=2"))
+    expected, _ = alone.of(kind)
+    torn, mark = folder / "torn", folder / "torn.mark"
+    longest, after_second = 0.0, 0.0
+    for case, rng in plan.cases("signals while a worker is stopped", short=2, long=60):
+        phase = PHASES[(case + 1) % len(PHASES)]
+        step = rng.randrange(2, 15)
+        before = functools.partial(_stop_workers, phase=phase, step=step, mark=mark)
+        (child,) = start(torn, kind.command, before=before)
+        wait_until(mark.exists, child)
+        number, twice = rng.choice(SIGNALS), case % 3 == 1
+        what = f"workers stopped in phase {phase} from step {step} on, {number.name}{' and SIGINT' if twice else ''}"
+        began = time.monotonic()
+        child.signal(number)
+        if twice:
+            time.sleep(rng.uniform(0.1, 1.0))
+            began = time.monotonic()
+            child.signal(signal.SIGINT)
+        code = child.wait(2 * BOUND)
+        took = time.monotonic() - began
+        result.counts["signals to runs with stopped data workers"] += 1
+        codes = (0, exit_code_of(128 + number), *((130, -signal.SIGINT) if twice else ()))
+        if result.expect(code in codes, case, f"{what}: exit code {code}: {child.text[-1500:]}"):
+            result.expect(took < BOUND, case, f"{what}: {took:.1f} s")
+        if twice:
+            after_second = max(after_second, took)
+        else:
+            longest = max(longest, took)
+            saved = state(torn)["progress"]["step"] if checkpoints(torn) else 0
+            told = summary(torn)["step"]
+            result.expect(saved == told, case, f"{what}: saved {saved}, stopped at {told}")
+        finishes_as_if_alone(torn, kind, expected, result, case, what)
+        clear(torn)
+    result.facts["longest from a signal to the end, with stopped data workers"] = f"{longest:.1f} s"
+    result.facts["longest from a second signal, SIGINT, to the end"] = f"{after_second:.1f} s"
+
+
+def _signals_while_a_rank_is_stopped(plan: Plan, folder: Path, result: Result) -> None:
+    """The same of a rank under our own launcher, which ends all of its workers."""
+    torn = folder / "torn"
+    cadences = {
+        "step": "log_every=1",
+        "evaluation": "eval_every=1",
+        "save": "save_every=1",
+        "start": "",
+        "teardown": "",
+    }
+    longest, after_second = 0.0, 0.0
+    for case, rng in plan.cases("signals while a rank is stopped", short=0, long=15):
+        phase = PHASES[case % len(PHASES)]
+        steps = 8 if phase == "teardown" else 1000000
+        settings = (*SETTINGS, f"steps={steps}", *filter(None, [cadences[phase]]), "data.num_samples=960")
+        command = arguments(*settings, f"run_dir={torn}", "layout=ddp", "layout.nproc_per_node=2")
+        child = Child(functools.partial(train.main, command), folder / "torn.0.txt")
+        if phase == "start":
+            wait_until(lambda child=child: len(workers_of(child.pid)) == 2, child)
+            time.sleep(rng.uniform(0, 4))
+        elif phase == "teardown":
+            wait_until(lambda: (torn / "summary.json").exists() and summary(torn)["status"] == "finished", child)
+        else:
+            wait_until(lambda: last_step(torn) > 3, child)
+            time.sleep(rng.uniform(0, 0.5))
+        workers = workers_of(child.pid)
+        number, twice = rng.choice(SIGNALS), case % 3 == 1
+        what = f"a rank stopped in phase {phase}, {number.name}{' and SIGINT' if twice else ''}"
+        if workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(workers), signal.SIGSTOP)
+        began = time.monotonic()
+        child.signal(number)
+        if twice:
+            time.sleep(rng.uniform(0.1, 1.0))
+            began = time.monotonic()
+            child.signal(signal.SIGINT)
+        code = child.wait(2 * BOUND)
+        took = time.monotonic() - began
+        result.counts["signals to launchers with a stopped rank"] += 1
+        codes = (0, exit_code_of(128 + number), *((130,) if twice else ()))
+        if result.expect(code in codes, case, f"{what}: exit code {code}: {child.text[-1500:]}"):
+            result.expect(took < BOUND, case, f"{what}: {took:.1f} s")
+        left = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+        result.expect(not left, case, f"{what}: {left} are left")
+        longest, after_second = (longest, max(after_second, took)) if twice else (max(longest, took), after_second)
+        clear(torn)
+    result.facts["longest from a signal to the end, with a stopped rank"] = f"{longest:.1f} s"
+    result.facts["longest from a second signal, with a stopped rank"] = f"{after_second:.1f} s"
 
 
 def _stopped_worker(plan: Plan, folder: Path, result: Result) -> None:
