@@ -274,7 +274,7 @@ BREAKS = [
         _wrap(environment.Environment, "seed_step", _seed_of_the_start),
         kills,
     ),
-    Break("the sums between log lines are not put back", _replace(meters.Metrics, "load_states", _nothing), kills),
+    Break("the sums between log lines are not put back", _replace(meters.Metrics, "load_states", _nothing), signals, 8),
     Break("lines after the checkpoint stay", _replace(log, "cut_lines", _keep_all_lines), kills),
     Break("signals are ignored", _replace(stop.Stop, "on_signal", _deaf), signals, 1),
     Break("each rank stops by itself", _replace(stop.Stop, "poll", _each_for_itself), signals, 8, is_slow=True),
