@@ -65,7 +65,8 @@ class Stopped(Exception):
         self.number = number
 
 
-def test_a_second_interrupt_kills_workers_that_do_not_end(tmp_path):
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_second_interrupt_kills_workers_that_do_not_end(first, tmp_path):
     job_file = tmp_path / "job.json"
     deaf = (
         "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print(flush=True); time.sleep(100)"
@@ -80,13 +81,13 @@ def test_a_second_interrupt_kills_workers_that_do_not_end(tmp_path):
     try:
         with signals:
             with pytest.raises(Stopped) as stopped:
-                signal.raise_signal(signal.SIGINT)
-            assert stopped.value.number == signal.SIGINT
+                signal.raise_signal(first)
+            assert stopped.value.number == first
             os.kill(os.getpid(), signal.SIGTERM)  # nothing more: the workers are being stopped already
-            assert [process.poll() for process in workers] == [None, None] and not signals.twice
+            assert [process.poll() for process in workers] == [None, None] and not signals.killed
             os.kill(os.getpid(), signal.SIGINT)
             assert [process.wait(10) for process in workers] == [-signal.SIGKILL] * 2
-            assert signals.twice and other.poll() is None
+            assert signals.killed == launch.TWICE and other.poll() is None
     finally:
         for process in (*workers, other):
             process.kill()

@@ -25,7 +25,7 @@ from amp_core.checkpoints import (
 from amp_core.config import redact
 from amp_core.config.errors import CheckpointError
 from amp_core.layouts import ddp as layout
-from amp_core.run import environment, log, loop, stop
+from amp_core.run import environment, evaluation, log, meters, resume, stop
 from amp_core.step import amp as precision
 from amp_core.step import buffers, schedule
 from campaign import Noticed, Plan, Result, harness
@@ -265,19 +265,20 @@ BREAKS = [
     Break("the optimizer is not put back", lambda: _without("AdamW"), kills),
     Break("the schedule is not put back", lambda: _without("Schedule"), kills),
     Break("the average is not put back", lambda: _without("Ema"), kills),
-    Break("samples begin again", _wrap(loop.Loop, "_set_progress", _samples_from_the_start), kills),
+    Break("samples begin again", _wrap(resume, "set_progress", _samples_from_the_start), kills),
     Break(
         "randomness is not a function of the step",
         _wrap(environment.Environment, "seed_step", _seed_of_the_start),
         kills,
     ),
+    Break("the sums between log lines are not put back", _replace(meters.Metrics, "load_states", _nothing), signals, 8),
     Break("lines after the checkpoint stay", _replace(log, "cut_lines", _keep_all_lines), kills),
     Break("signals are ignored", _replace(stop.Stop, "on_signal", _deaf), signals, 1),
     Break("each rank stops by itself", _replace(stop.Stop, "poll", _each_for_itself), signals, 8, is_slow=True),
     Break("a signal is acted upon late", _wrap(stop.Stop, "poll", _late), signals, 4),
     Break(
         "evaluations go on to their end",
-        _replace(loop, "interruptible", lambda check: contextlib.nullcontext()),
+        _replace(evaluation, "interruptible", lambda check: contextlib.nullcontext()),
         signals,
         1,
     ),
