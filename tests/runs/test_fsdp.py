@@ -30,6 +30,7 @@ from amp_core.layouts.ddp import wrap_ddp
 from amp_core.layouts.fsdp import build_mesh, gather_full_state, wrap_fsdp
 from amp_core.models.gpt import GPT
 from amp_core.step import amp as precision
+from amp_core.step import gradients
 from amp_core.tensors import full_copy, local
 
 CPU = torch.device("cpu")
@@ -257,7 +258,7 @@ def with_a_bad_gradient(rank: int, bad_rank: int | None, mode: str, agree: bool 
                 continue  # the run that never saw it
             if not agree:
                 precision.several_ranks = lambda: False  # type: ignore[assignment]
-                precision.global_grad_norm = lambda grads, device: torch.linalg.vector_norm(  # type: ignore[assignment]
+                gradients.global_grad_norm = lambda grads, device: torch.linalg.vector_norm(  # type: ignore[assignment]
                     torch.stack(torch._foreach_norm(local(grads)))
                 )
             taken.append(training.window(spoil if i == 1 else None)[2])

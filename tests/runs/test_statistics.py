@@ -176,7 +176,7 @@ def test_a_sample_is_from_all_over_a_tensor_and_copies_nothing() -> None:
 
 def test_a_run_with_statistics_keeps_every_bit() -> None:
     settings = ["steps=5", "amp=bf16", "accumulation=2", "ema.decay=0.9", "deterministic=true"]
-    without = run("classification", "without", *settings)
+    without = run("classification", "without", *settings, "log_every=3")
     sampling = run("classification", "with", *settings, "doctor.statistics_every=2", "log_every=3")
     assert not same_but(state(without), state(sampling))
     assert not Path(without, "doctor").exists()
