@@ -399,13 +399,13 @@ def parse_yaml(text: str) -> Any:
 @functools.cache
 def _loader() -> Any:
     """PyYAML's safe loader, which reads numbers as OmegaConf does, such as 1e-3, and leaves dates as text."""
-    from yaml import MarkedYAMLError, SafeLoader
+    from yaml import SafeLoader
 
     class Loader(SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             keys = [key.value for key, _ in node.value]
             if twice := next((key for key in keys if keys.count(key) > 1), None):
-                raise MarkedYAMLError(problem=f"found duplicate key {twice}", problem_mark=node.start_mark)
+                raise ValueError(f"found duplicate key {twice}, line {node.start_mark.line + 1}")
             return super().construct_mapping(node, deep)
 
     Loader.yaml_implicit_resolvers = {
