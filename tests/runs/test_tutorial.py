@@ -34,7 +34,7 @@ for command in json.loads(sys.argv[1]):
     try:
         run(sys.argv[0], run_name="__main__")
     except SystemExit as end:
-        if end.code:
+        if (end.code or 0) != (5 if "run_dir=runs/lost" in words else 0):  # the one that diverges, as the page says
             raise
 """
 
