@@ -34,7 +34,15 @@ from amp_core.lowp.weights import LowPrecisionWeights
 from amp_core.step.buffers import BufferGuard
 from amp_core.step.clip import Clip
 from amp_core.step.fused import bare_step, take_step, torch_step
-from amp_core.step.gradients import check_gradients, grad_versions, norm_of, not_finite, run_backward, with_grads
+from amp_core.step.gradients import (
+    check_gradients,
+    grad_versions,
+    lay_out_gradients,
+    norm_of,
+    not_finite,
+    run_backward,
+    with_grads,
+)
 from amp_core.step.report import (
     Observer,
     OptimizerState,
@@ -314,7 +322,9 @@ class Amp:
             )
         self._reduce(state, optimizer)
         params, grads = with_grads(optimizer)
-        in_parts = check_gradients(params, grads, scaled=self.scaler.policy is not None)
+        in_parts = check_gradients(grads, scaled=self.scaler.policy is not None)
+        if not in_parts and not self.weights:  # which show what they are in a step alone
+            lay_out_gradients(params, grads)
         if grads:
             inverse = self.scaler.inverse
             state.found_inf = not_finite(norm_of(grads, self._zero, sharded=in_parts) * inverse)
@@ -431,9 +441,11 @@ class Amp:
             raise RuntimeError("amp.step was called twice for one optimizer; call amp.update() once per window")
         self._reduce(state, optimizer)
         params, grads = with_grads(optimizer)
-        in_parts = check_gradients(params, grads, scaled=self.scaler.policy is not None)
+        in_parts = check_gradients(grads, scaled=self.scaler.policy is not None)
         for weights in self.weights:
             weights.begin_step(params)
+        if not in_parts:
+            lay_out_gradients(params, grads)
 
         scale = None if state.unscaled or not scaled or self.scaler.policy is None else self.scaler.scale
         norm = norm_of(grads, self._zero, sharded=in_parts)

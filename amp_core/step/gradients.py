@@ -52,12 +52,8 @@ def norm_of(grads: list[Tensor], zero: Tensor, *, sharded: bool) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)).float()
 
 
-def check_gradients(params: Sequence[Tensor], grads: list[Tensor], *, scaled: bool) -> bool:
-    """Raise TypeError for unsupported gradients; return whether they are sharded.
-
-    Gradients that lie in memory in another way than their weights are replaced, here and in the weights: fused
-    kernels go through both in the order of memory. autograd makes none; a program that sets `.grad` may.
-    """
+def check_gradients(grads: Sequence[Tensor], *, scaled: bool) -> bool:
+    """Raise TypeError for unsupported gradients; return whether they are sharded."""
     for dtype in {grad.dtype for grad in grads}:
         if dtype in (torch.float16, torch.bfloat16) and scaled:
             raise TypeError(
@@ -66,12 +62,19 @@ def check_gradients(params: Sequence[Tensor], grads: list[Tensor], *, scaled: bo
             )
     if {grad.layout for grad in grads} - {torch.strided}:
         raise TypeError("sparse gradients are not supported; use sparse=False in the embedding")
-    sharded = are_sharded(grads)
-    if not sharded and not all(map(eq, map(Tensor.stride, params), map(Tensor.stride, grads))):
+    return are_sharded(grads)
+
+
+def lay_out_gradients(params: Sequence[Tensor], grads: list[Tensor]) -> None:
+    """Replace gradients that lie in memory in another way than their weights, in `grads` and in the weights.
+
+    Fused kernels go through both in the order of memory. autograd makes no such gradient; a program that sets `.grad`
+    may.
+    """
+    if not all(map(eq, map(Tensor.stride, params), map(Tensor.stride, grads))):
         for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if param.stride() != grad.stride():
                 param.grad = grads[i] = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-    return sharded
 
 
 def run_backward(loss: Tensor, seed: Tensor, retain_graph: bool, inputs: Sequence[Tensor] | None) -> None:

@@ -269,10 +269,8 @@ def loader() -> Any:
 def graph() -> Any:
     from amp_core.memory.graph import why_not_capturable
 
-    layout = types.SimpleNamespace(name="single", shard_optimizer=False)
-    env = types.SimpleNamespace(device=torch.device("cuda"), world_size=1, devices=[torch.device("cuda")])
-    loop: Any = types.SimpleNamespace(env=env, cfg=types.SimpleNamespace(layout=layout), optimizers=[], schedules={})
-    return str(why_not_capturable(loop))
+    layout: Any = types.SimpleNamespace(name="single", shard_optimizer=False)
+    return str(why_not_capturable([torch.device("cuda")], layout, 1, []))
 
 
 def compiled() -> Any:
