@@ -12,6 +12,7 @@ from typing import Any
 
 import train
 from amp_core.data.loading import Batches
+from amp_core.run import loop as loop_module
 from amp_core.run.environment import exit_code_of
 from amp_core.run.loop import Loop
 from amp_core.run.stop import SIGNALS
@@ -171,7 +172,7 @@ def _stop_workers(rank: int, *, phase: str, step: int, mark: Path) -> None:
     before(Loop, "_after_step", "step")
     before(Loop, "_evaluate", "")
     before(Loop, "_save", "save")
-    before(Loop, "_end", "teardown")
+    before(loop_module, "_end", "teardown")
 
 
 def _signals_while_a_worker_is_stopped(plan: Plan, folder: Path, alone: Alone, result: Result) -> None:
@@ -205,7 +206,7 @@ def _signals_while_a_worker_is_stopped(plan: Plan, folder: Path, alone: Alone, r
         else:
             longest = max(longest, took)
             saved = state(torn)["progress"]["step"] if checkpoints(torn) else 0
-            told = summary(torn)["step"]
+            told = summary(torn)["step"] if (torn / "summary.json").exists() else 0  # stopped before it began
             result.expect(saved == told, case, f"{what}: saved {saved}, stopped at {told}")
         finishes_as_if_alone(torn, kind, expected, result, case, what)
         clear(torn)
