@@ -26,7 +26,7 @@ LIMITS = {
     "config": 1720,
     "base": 670,
     "lowp": 1850,
-    "step": 2230,
+    "step": 2260,
     "memory": 830,
     "layouts": 1250,
     "checkpoints": 1950,
