@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-import time
 from pathlib import Path
 
 import train
@@ -13,14 +12,27 @@ from amp_core.cli.compose import compose
 from amp_core.run.environment import Job
 from amp_core.run.launch import work
 from campaign import Plan, Result
-from campaign.harness import Child, arguments, checkpoints, last_step, lines, run, slow_steps, start, state, wait_until
+from campaign.harness import (
+    LOSES_RANKS,
+    Child,
+    arguments,
+    checkpoints,
+    last_step,
+    lines,
+    run,
+    slow_steps,
+    start,
+    state,
+    wait_until,
+    wait_without_partner,
+)
 from campaign.runs import clear
 from recipes import runner
 
 MACHINES = 3
 STEPS = 12
 # Without BatchNorm and dropout, whose numbers belong to the micro-batch.
-KIND = ("model=mlp", "model.options.depth=1", "amp=fp32", f"steps={STEPS}", "save_every=1", "clip=norm")
+KIND = ("model=mlp", "model.options.depth=1", "amp=fp32", f"steps={STEPS}", "save_every=1", "clip=norm", *LOSES_RANKS)
 
 
 def _machine(command: list[str], *, folder: Path, num_machines: int) -> int:
@@ -105,9 +117,7 @@ def _lose_one(children: list[Child], rng: random.Random, result: Result, case: i
     """A machine is gone; the workers of the others notice it and end, with no more than their last checkpoint."""
     lost = rng.choice(children)
     lost.kill()
-    end = time.monotonic() + 60
-    for child in children:
-        code = child.wait(max(end - time.monotonic(), 1))
+    for child, code in wait_without_partner(children):
         result.expect(
             code not in (None, 0), case, f"a partner of a lost machine ends with {code}: {child.text[-3000:]}"
         )

@@ -47,6 +47,11 @@ SMALL: dict[str, list[str]] = {
 # A scale that overflows at first, and an average: state that is only right if it was put back.
 TELLING = ["amp=fp16", "amp.init_scale=16777216", "accumulation=2", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9"]
 
+COLLECTIVE_SECONDS = 30.0
+LOSES_RANKS = (f"layout.timeout_minutes={COLLECTIVE_SECONDS / 60}",)
+"""For runs that lose ranks and have no launcher that ends the others. Gloo mostly notices at once that a connection was
+closed, but not when that happens in the middle of a collective's setup: then only the timeout ends the wait."""
+
 patience = 120.0
 """Seconds until a process is said to hang."""
 _children: set[int] = set()
@@ -254,6 +259,13 @@ def run(
 ) -> list[int | None]:
     """The exit codes of a run that is left to itself; None for a rank that hangs."""
     return [child.wait() for child in start(folder, command, num_ranks=num_ranks, before=before)]
+
+
+def wait_without_partner(children: list[Child]) -> list[tuple[Child, int | None]]:
+    """Ranks and their exit codes after one was killed; None for one that hung. Each ends because a collective fails or
+    times out, possibly only after another rank timed out."""
+    end = time.monotonic() + patience
+    return [(child, child.wait(max(end - time.monotonic(), 1.0))) for child in children]
 
 
 def slow_steps(rank: int) -> None:

@@ -29,6 +29,7 @@ from amp_core.step.amp import Amp
 from amp_core.tensors import unwrap
 from campaign import Plan, Result
 from campaign.harness import (
+    LOSES_RANKS,
     TELLING,
     Child,
     arguments,
@@ -43,6 +44,7 @@ from campaign.harness import (
     summary,
     unequal,
     wait_until,
+    wait_without_partner,
 )
 from campaign.saves import Calls
 
@@ -191,7 +193,8 @@ def kills(plan: Plan) -> Result:
                 result.counts["kills inside a save"] += died
             else:
                 before = last_step(torn)
-                children = start(torn, kind.command, num_ranks=kind.num_ranks)
+                command = [*kind.command, *(LOSES_RANKS if kind.num_ranks > 1 else ())]
+                children = start(torn, command, num_ranks=kind.num_ranks)
                 pause = rng.uniform(0, seconds)
                 time.sleep(pause)
                 died = all(child.poll() is None for child in children)
@@ -203,8 +206,7 @@ def kills(plan: Plan) -> Result:
                     children[one].kill()
                     began = time.monotonic()
                     what.append(f"rank {one} alone")
-                    for child in children:
-                        code = child.wait(60)
+                    for _, code in wait_without_partner(children):
                         result.expect(code not in (None, 0), case, f"{what}: a partner ends with {code}")
                     longest = max(longest, time.monotonic() - began)
             for child in children:
