@@ -81,6 +81,7 @@ WORDS = {
     **dict.fromkeys(("every", "save_steps", "checkpoint_every"), "save_every"),
     **dict.fromkeys(("accelerator", "trainer", "strategy", "parallel"), "layout device"),
     "ckpt_path": "resume",
+    **dict.fromkeys(("pretrained", "init_from", "initial_checkpoint", "checkpoint_path", "finetune"), "model.weights"),
     "logger": "log",
     "hparams_search": "experiment",
     "lr_scheduler": "schedule",
@@ -94,7 +95,8 @@ WORDS = {
 """What other projects call our keys and groups."""
 FREE = ("model", "optimizer", "schedule")
 """Groups whose `options` are arguments of what they build; `name` takes more than there are files."""
-PATHS = ("data.path", "data.eval_path", "run_dir", "resume", "recipe.teacher", "hydra.sweep.dir", "hydra.run.dir")
+PATHS = ("data.path", "data.eval_path", "model.weights", "run_dir", "resume", "recipe.teacher")
+PATHS += ("hydra.sweep.dir", "hydra.run.dir")
 """Keys that hold a path."""
 PATH = re.compile(rf"\+*({'|'.join(map(re.escape, PATHS))})=(['\"]?)(.*)\2$", re.DOTALL)
 Problems = Callable[[list[str]], list[str]]

@@ -449,6 +449,8 @@ MAY_CHANGE = {
     "data.num_workers",
     "data.timeout_minutes",
     "data.path",
+    "model.weights",
+    "model.fresh",
     "accumulation",
     "batch_size",
     "optimizer.fused",

@@ -116,6 +116,10 @@ class ModelConfig:
     """One of our own, or for classification any classification model of `torchvision.models`."""
     options: dict[str, Any]
     """Keyword arguments of the model's constructor, such as `dropout`."""
+    weights: str | None
+    """Pretrained weights to start from: a .safetensors or torch file of a state dict, or the folder of a run."""
+    fresh: list[str] | None
+    """With weights: modules or tensors, by name or glob, that keep their initial values, such as a new head."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Family:
 RESERVED = {
     "image_size": "follows data.image_size; leave it out",
     "input_size": "follows data.image_size; leave it out",
-    "weights": "recipes train from scratch and download nothing; leave it out",
+    "weights": "nothing is downloaded; use model.weights=<file> with weights that you have",
     "progress": "has no effect without a download; leave it out",
     "aux_logits": "a recipe takes one output from a model; leave it out",
     "transform_input": "is for pretrained weights; leave it out",

@@ -133,9 +133,15 @@ class Environment:
 
         In layout model_parallel its parts stay on the devices where they are. Networks in an `nn.ModuleDict` are
         wrapped one by one, in place; names of islands are those in the dictionary.
+
+        The first network of a run starts from `model.weights`, unless a checkpoint replaces its weights anyway.
         """
         from amp_core.lowp.islands import keep_fp32
 
+        if self.cfg.model.weights is not None and not self.nets:
+            from amp_core.run.pretrained import start_from
+
+            self.job.notes.append(start_from(self.cfg, self.run_dir, net))
         split = self.cfg.layout.name == "model_parallel"
         if not split and not self._shards:  # sharding moves block by block what may not fit the device whole
             net = net.to(self.device)

@@ -16,6 +16,7 @@ from amp_core.lowp.float8 import float8_is_emulated
 from amp_core.lowp.islands import keep_fp32
 from amp_core.models import Family, build_model, check_model
 from amp_core.run.log import check_log
+from amp_core.run.pretrained import check_weights
 from amp_core.run.rendezvous import launched
 from amp_core.step.optimizers import check_optimizer
 from amp_core.step.schedule import check_schedule
@@ -62,7 +63,7 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
         problems += check_schedule(cfg.schedule)
     if sound("model"):
         found = check_model(cfg.model.name, cfg.model.options, recipe.MODELS)
-        problems += found
+        problems += found + check_weights(cfg)
         if not found and sound("amp", "perf"):
             _check_parts(cfg, recipe.MODELS, problems)
     if sound("data"):

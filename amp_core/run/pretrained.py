@@ -1,0 +1,199 @@
+"""Weights to start from: a file of tensors from another program, or another run."""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_core.checkpoints.parts import first_few
+from amp_core.checkpoints.reading import read
+from amp_core.config.errors import ConfigError
+from amp_core.config.schema import Config, suggest
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+NESTED = ("state_dict", "model_state_dict", "model")
+"""Keys under which other programs store the weights beside other state."""
+PREFIXES = ("_orig_mod.", "module.")
+"""What `torch.compile` and `DistributedDataParallel` put before every name."""
+
+
+def check_weights(cfg: Config) -> list[str]:
+    """Problems of `model.weights` and `model.fresh` that can be found without reading the file."""
+    path = cfg.model.weights
+    if path is None:
+        return ["model.fresh: has no effect without model.weights; leave it out"] if cfg.model.fresh else []
+    if not _resumes(cfg, cfg.run_dir) and not Path(path).exists():
+        return [f"model.weights={path}: there is no such file or folder; expected {_EXPECTED}"]
+    return []
+
+
+def start_from(cfg: Config, run_dir: Path | None, net: nn.Module) -> str:
+    """Load `model.weights` into the network of a run, unless a checkpoint replaces all weights anyway.
+
+    Returns:
+        A line for the log.
+    """
+    assert cfg.model.weights is not None
+    if _resumes(cfg, run_dir):
+        return "model.weights has no effect: all weights come from a checkpoint"
+    return f"weights: {load_pretrained(net, cfg.model.weights, cfg.model.fresh or ())}"
+
+
+def _resumes(cfg: Config, run_dir: str | Path | None) -> bool:
+    if cfg.task != "train" or cfg.resume not in ("auto", "last", "never"):
+        return True
+    return run_dir is not None and any(Path(run_dir).glob("checkpoints/step_*"))
+
+
+def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str:
+    """Copy the weights of a file or of another run into a network: every tensor, or none.
+
+    Floating-point tensors may have any floating dtype; they are converted to that of the network. Nothing that is read
+    can execute code. The network must not have been sharded yet.
+
+    Args:
+        net: a network, or an `nn.ModuleDict` of those of a run.
+        path: a file (safetensors, or a state dict written by `torch.save`), or a run folder or checkpoint of ours (EMA
+            weights, if any).
+        fresh: globs of names of modules or tensors that keep their initial values, such as a new head.
+
+    Returns:
+        A line for the log.
+
+    Raises:
+        ConfigError: no such file, another kind of file, weights of another network or with NaN or inf in them. The
+            network is unchanged then.
+    """
+    own = {name: tensor for name, tensor in net.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    found = _without_prefix(_read(path, net))
+    kept = {name for name in (*own, *found) if any(_is_below(name, pattern) for pattern in fresh)}
+    problems = [
+        f"model.fresh={pattern}: matches neither a module nor a tensor. {suggest(pattern, _modules(own))}"
+        for pattern in fresh
+        if not any(_is_below(name, pattern) for name in (*own, *found))
+    ]
+    taken = {name: tensor for name, tensor in own.items() if name in found and name not in kept}
+    there = {id(tensor) for tensor in taken.values()}  # tied weights may have one name in a file
+    missing = [
+        name
+        for name, tensor in own.items()
+        if name not in (*found, *kept) and id(tensor) not in there and not name.endswith("num_batches_tracked")
+    ]
+    unknown = [name for name in found if name not in (*own, *kept)]
+    unlike = [name for name, tensor in taken.items() if not _fits(found[name], tensor)]
+    if missing:
+        problems.append(f"model.weights={path}: has no {first_few(missing)}")
+    if unknown:
+        problems.append(f"model.weights={path}: the network has no {first_few(unknown)}")
+    if unlike:
+        shapes = [f"{name} is {_describe(found[name])}, expected {_describe(own[name])}" for name in unlike]
+        problems.append(f"model.weights={path}: {first_few(shapes)}")
+    if wrong := [*missing, *unlike, *unknown]:
+        modules = sorted({name.rpartition(".")[0] or name for name in wrong})
+        if len(wrong) < len(own) and len(modules) <= 3:
+            listed = ",".join(f'"{name}"' for name in modules)
+            problems[-1] += f". To keep the initial weights there: 'model.fresh=[{listed}]'"
+        else:
+            problems[-1] += f". Is it of another network than model.name, with {first_few(list(own), 2)}?"
+    problems += [
+        f"model.weights={path}: {name} holds NaN or inf"
+        for name in taken
+        if name not in unlike and not torch.isfinite(found[name]).all()
+    ][:3]
+    if problems:
+        raise ConfigError(problems)
+    with torch.no_grad():
+        for name, tensor in taken.items():
+            tensor.copy_(found[name])
+    dtypes = sorted({str(found[name].dtype).removeprefix("torch.") for name in taken})
+    left = sorted(name for name in own if name in kept)
+    return f"{len(taken)} tensors ({', '.join(dtypes)}) from {path}" + (f"; initial: {first_few(left)}" if left else "")
+
+
+_EXPECTED = f"a file ({', '.join(SUFFIXES)}) or the folder of a run"
+
+
+def _read(path: str, net: nn.Module) -> dict[str, Any]:
+    """The state dict of a file or a run, on the CPU."""
+    place = Path(path)
+    if not place.exists():
+        raise ConfigError(f"model.weights={path}: there is no such file or folder; expected {_EXPECTED}")
+    try:
+        if place.suffix == ".safetensors":
+            return _load_safetensors(path)
+        contents: Any = None
+        if place.is_file():
+            with warnings.catch_warnings(action="ignore"):  # about pickles that are refused anyway
+                # Mapped where the format allows it: the whole may not fit beside the network.
+                contents = torch.load(place, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(place))
+        if contents is None or (isinstance(contents, dict) and {"progress", "config"} <= contents.keys()):
+            return _of_run(read(place), net)
+    except ConfigError:
+        raise
+    except Exception as problem:  # torch.load raises a dozen kinds for bytes that are no checkpoint
+        reason = " ".join(str(problem).split())[:200]
+        raise ConfigError(
+            f"model.weights={path}: cannot be read as tensors ({reason}); expected {_EXPECTED}"
+        ) from problem
+    for key in NESTED:
+        if isinstance(contents, dict) and isinstance(contents.get(key), Mapping):
+            contents = contents[key]
+            break
+    tensors = {str(name): value for name, value in contents.items()} if isinstance(contents, Mapping) else {}
+    if not tensors or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise ConfigError(
+            f"model.weights={path}: holds {type(contents).__name__} and no names with tensors, neither at the top nor "
+            f"under {', '.join(NESTED)}; save model.state_dict()"
+        )
+    return tensors
+
+
+def _load_safetensors(path: str) -> dict[str, Any]:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError as missing:
+        raise ConfigError(f"model.weights={path}: needs the package safetensors: pip install safetensors") from missing
+    try:
+        return load_file(path)
+    except SafetensorError as problem:
+        raise ValueError(str(problem)) from problem
+
+
+def _of_run(contents: Mapping[str, Any], net: nn.Module) -> dict[str, Any]:
+    if isinstance(net, nn.ModuleDict):
+        return {f"{name}.{key}": value for name in net for key, value in contents.get(name, {}).items()}
+    state = contents.get("ema", contents.get("model"))
+    if not isinstance(state, dict):
+        raise ValueError("the run has no network named model")
+    return dict(state)
+
+
+def _without_prefix(state: dict[str, Any]) -> dict[str, Any]:
+    while prefix := next((p for p in PREFIXES if state and all(name.startswith(p) for name in state)), None):
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
+
+
+def _is_below(name: str, pattern: str) -> bool:
+    parts = name.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+
+
+def _fits(found: Tensor, own: Tensor) -> bool:
+    return found.shape == own.shape and found.is_floating_point() == own.is_floating_point()
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

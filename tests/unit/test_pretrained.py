@@ -1,0 +1,242 @@
+"""Pretrained weights: every format gives the same numbers, and what does not fit changes nothing."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import checkpoints, refused_before_the_start, state
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import train
+from amp_core.config.errors import ConfigError
+from amp_core.models import CLASSIFIERS, LANGUAGE_MODELS, build_model
+from amp_core.run.pretrained import load_pretrained
+
+FACTS: dict[str, Any] = {"image_shape": (1, 16, 16)}
+SMALL = [
+    "device=cpu",
+    "log.progress=false",
+    "data=synthetic",
+    "data.num_samples=64",
+    "data.image_size=16",
+    "log_every=1",
+]
+UNCHANGED = ["steps=1", "debug.inject={where:drop,step:1,rank:0,value:nan}", "doctor=off"]
+"""A run whose only step is skipped: it ends with the weights with which it began."""
+SMALL += ["batch_size=8", "model.options.width=8", "save_every=1000", "eval_every=1000"]
+
+
+def network(num_classes: int = 4, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return build_model("cnn", CLASSIFIERS, options={"width": 8}, num_classes=num_classes, **FACTS)
+
+
+def prefixed(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": tensor for name, tensor in state.items()}
+
+
+def copy(net: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in net.state_dict().items()}
+
+
+def unlike(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    return [name for name in a if not torch.equal(a[name], b[name])]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda state: save_file(state, "w.safetensors"),
+        lambda state: torch.save(state, "w.pt"),
+        lambda state: torch.save(state, "w.pth", _use_new_zipfile_serialization=False),
+        lambda state: torch.save({"epoch": 3, "state_dict": prefixed(state, "module.")}, "w.pt"),
+        lambda state: torch.save({"model": prefixed(state, "module._orig_mod."), "optimizer": {}}, "w.bin"),
+        lambda state: torch.save({k: v for k, v in state.items() if "num_batches" not in k}, "w.pt"),
+    ],
+    ids=["safetensors", "state dict", "old format", "lightning", "compiled under ddp", "older BatchNorm"],
+)
+@pytest.mark.usefixtures("own_folder")
+def test_every_usual_file_gives_the_same_weights(write: Any) -> None:
+    pretrained, net = network(seed=1), network(seed=2)
+    write(pretrained.state_dict())
+    assert unlike(copy(net), copy(pretrained))
+    (file,) = Path().glob("w.*")
+    assert "tensors (float32" in load_pretrained(net, str(file))
+    assert not unlike(copy(net), copy(pretrained))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.usefixtures("own_folder")
+def test_other_dtypes_are_converted_and_said(dtype: torch.dtype) -> None:
+    pretrained, net = network(seed=1).to(dtype), network(seed=2)
+    torch.save(pretrained.state_dict(), "w.pt")
+    said = load_pretrained(net, "w.pt")
+    assert str(dtype).removeprefix("torch.") in said
+    assert all(p.dtype is torch.float32 for p in net.parameters())
+    # Each 16-bit number is an fp32 number; fp64 is rounded once.
+    assert not unlike(copy(net), {name: t.to(net.state_dict()[name].dtype) for name, t in copy(pretrained).items()})
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_tied_weights_may_have_one_name_in_the_file() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.head.weight = self.embedding.weight
+
+    pretrained, net = Tied(), Tied()
+    torch.save({"head.weight": pretrained.head.weight.detach()}, "w.pt")
+    load_pretrained(net, "w.pt")
+    assert torch.equal(net.embedding.weight, pretrained.embedding.weight) and net.head.weight is net.embedding.weight
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_new_head_is_refused_with_the_setting_that_is_then_accepted() -> None:
+    pretrained, net = network(num_classes=10, seed=1), network(num_classes=4, seed=2)
+    torch.save(pretrained.state_dict(), "w.pt")
+    before = copy(net)
+    with pytest.raises(ConfigError) as refused:
+        load_pretrained(net, "w.pt")
+    assert not unlike(before, copy(net))
+    hint = re.search(r"'model\.fresh=(\[.*\])'", str(refused.value))
+    assert hint is not None
+    fresh = json.loads(hint[1])
+    said = load_pretrained(net, "w.pt", fresh)
+    head = [name for name in before if name.startswith(f"{fresh[0]}.")]
+    assert head and all(name in said for name in head[:1])
+    assert sorted(unlike(copy(net), before | {n: t for n, t in copy(pretrained).items() if n not in head})) == []
+
+
+def broken(change: Any) -> Any:
+    def write() -> None:
+        state = network(seed=1).state_dict()
+        torch.save(state if (changed := change(state)) is None else changed, "w.pt")
+
+    return write
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("exploded"),)
+
+
+def _nan(state: dict[str, Tensor]) -> None:
+    next(iter(state.values())).view(-1)[1] = float("nan")
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "nan": (broken(_nan), "holds NaN or inf"),
+    "missing": (broken(lambda state: {k: v for k, v in state.items() if "bias" not in k}), "has no .*bias"),
+    "of another network": (broken(lambda state: {"a.weight": torch.ones(3)}), "Is it of another network"),
+    "one name more": (broken(lambda state: state | {"extra.weight": torch.ones(3)}), "the network has no extra.weight"),
+    "whole numbers": (broken(lambda state: {k: v.long() for k, v in state.items()}), "is int64"),
+    "no names": (broken(lambda state: list(state.values())), "holds list"),
+    "text": (lambda: Path("w.pt").write_text("hello"), "cannot be read"),
+    "empty": (lambda: Path("w.pt").touch(), "cannot be read"),
+    "code": (lambda: Path("w.pt").write_bytes(pickle.dumps(Bomb())), "cannot be read"),
+    "nothing": (lambda: None, "there is no such file"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.usefixtures("own_folder")
+def test_what_does_not_fit_is_refused_and_nothing_changes(kind: str) -> None:
+    write, message = REFUSED[kind]
+    write()
+    net = network(seed=2)
+    before = copy(net)
+    with pytest.raises(ConfigError, match=message) as refused:
+        load_pretrained(net, "w.pt")
+    assert not unlike(before, copy(net)) and not Path("exploded").exists()
+    assert "w.pt" in str(refused.value) and "Traceback" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_cut_safetensors_file_and_an_unknown_name_are_refused() -> None:
+    net = network()
+    save_file(net.state_dict(), "w.safetensors")
+    with pytest.raises(ConfigError, match=r"model.fresh=heed: matches neither a module nor a tensor"):
+        load_pretrained(net, "w.safetensors", ["heed"])
+    Path("w.safetensors").write_bytes(Path("w.safetensors").read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_pretrained(net, "w.safetensors")
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_run_starts_from_another_run_and_resumes_without_it(capsys: Any) -> None:
+    assert train.main([*SMALL, "run_dir=first", "steps=2", "amp=fp32", "ema.decay=0.5"]) == 0
+    second = [*SMALL, "run_dir=second", "ema.decay=0.5", "model.weights=first"]
+    assert train.main([*second, *UNCHANGED]) in (0, 5)
+    began, parameters = state("second"), dict(network().named_parameters())
+    assert not [n for n in parameters if not torch.equal(began["model"][n], state("first")["ema"][n])]
+    assert not [n for n in parameters if not torch.equal(began["ema"][n], state("first")["ema"][n])]
+    Path("first").rename("gone")
+    assert train.main([*second, "steps=2"]) == 0
+    assert "model.weights has no effect: all weights come from a checkpoint" in Path("second/train.log").read_text()
+    assert len(checkpoints("second")) == 2
+    capsys.readouterr()
+    assert train.main([*SMALL, "run_dir=third", "model.weights=first"]) == 2
+    assert "model.weights=first: there is no such file or folder" in capsys.readouterr().err
+    assert not Path("third").exists()
+
+
+@pytest.mark.parametrize("mode", ["o2", "bf16_pure", "fp8"])
+@pytest.mark.usefixtures("own_folder")
+def test_master_weights_begin_at_the_fp32_weights_of_the_file(mode: str) -> None:
+    options = ["model=mlp", "model.options.depth=1"]
+    assert train.main([*SMALL, *options, "run_dir=first", "steps=2", "amp=fp32"]) == 0
+    second = [*SMALL, *options, f"amp={mode}", "model.weights=first", *UNCHANGED]
+    assert train.main([*second, "run_dir=second"]) in (0, 5)
+    low, full = state("second")["model"], state("first")["model"]
+    kept = torch.bfloat16 if mode == "bf16_pure" else torch.float32  # bf16_pure has no master weights
+    assert not unlike(low, {name: tensor.to(kept).to(low[name].dtype) for name, tensor in full.items()})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_folder")
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_every_layout_begins_with_the_same_weights(layout: str) -> None:
+    assert train.main([*SMALL, "run_dir=first", "steps=2", "amp=fp32"]) == 0
+    on_ranks = [f"layout={layout}", "layout.nproc_per_node=2", "model.weights=first", *UNCHANGED]
+    assert train.main([*SMALL, "run_dir=second", *on_ranks]) in (0, 5)
+    parameters = dict(network().named_parameters())
+    assert not [n for n in parameters if not torch.equal(state("second")["model"][n], state("first")["model"][n])]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_folder")
+def test_two_networks_begin_where_another_run_ended() -> None:
+    gan = ["device=cpu", "log.progress=false", "recipe=gan", "data=synthetic", "data.num_samples=64"]
+    gan += ["data.image_size=8", "batch_size=4", "model.options.width=8", "recipe.num_critic_steps=1", "amp=fp32"]
+    assert train.main([*gan, "run_dir=first", "steps=2"]) == 0
+    assert train.main([*gan, "run_dir=second", "model.weights=first", *UNCHANGED]) in (0, 5)
+    first, second = state("first"), state("second")
+    nets = [name for name in first if isinstance(first[name], dict) and "weight" in " ".join(map(str, first[name]))]
+    assert {"discriminator", "generator"} <= set(nets)
+    weights = [(net, n) for net in ("discriminator", "generator") for n in first[net] if n.endswith("weight")]
+    assert not [(net, n) for net, n in weights if not torch.equal(first[net][n], second[net][n])]
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_settings_that_cannot_work_are_refused(capsys: Any) -> None:
+    refused_before_the_start(['model.fresh=["fc"]'], "model.fresh: has no effect without model.weights", capsys)
+    refused_before_the_start(["model.options.weights=DEFAULT"], "use model.weights=<file>", capsys)
+
+
+def test_a_language_model_takes_its_own_weights(tmp_path: Path) -> None:
+    example = dict(LANGUAGE_MODELS.example)
+    nets = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        nets.append(build_model("gpt", LANGUAGE_MODELS, options={"depth": 1, "width": 32, "heads": 2}, **example))
+    save_file({name: tensor.contiguous() for name, tensor in copy(nets[0]).items()}, tmp_path / "w.safetensors")
+    load_pretrained(nets[1], str(tmp_path / "w.safetensors"))
+    assert not unlike(copy(nets[1]), copy(nets[0]))
