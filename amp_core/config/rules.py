@@ -278,10 +278,13 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
         problems.append(
             f"resume=last: finds the run folder itself; leave out run_dir={cfg.run_dir}, or use resume=auto"
         )
-    if cfg.task == "evaluate" and cfg.resume == "never":
+    has_weights = cfg.model is not None and cfg.model.weights is not None
+    if cfg.task == "evaluate" and cfg.resume == "never" and not has_weights:
         problems.append("task=evaluate: needs a checkpoint, but resume=never; use resume=<run folder> or run_dir=")
-    if cfg.task == "evaluate" and cfg.run_dir is None and cfg.resume in ("auto", "last"):
-        problems.append("task=evaluate: needs a checkpoint; use run_dir=<run folder> or resume=<checkpoint>")
+    if cfg.task == "evaluate" and cfg.run_dir is None and cfg.resume in ("auto", "last") and not has_weights:
+        problems.append(
+            "task=evaluate: needs weights; use run_dir=<run folder>, resume=<checkpoint> or model.weights=<file>"
+        )
     if cfg.run_dir is not None and not cfg.run_dir.strip():
         problems.append("run_dir='': expected a folder")
 

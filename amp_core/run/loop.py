@@ -147,7 +147,7 @@ class Loop:
                 yield from self.env.driver(self, count)
             return
         if self.cfg.task == "evaluate":
-            _evaluate_only(self, loaded, notes)
+            _evaluate_only(self, notes)
             return
         if loaded is not None and self.step >= self.num_steps and _is_finished(self):
             return
@@ -470,13 +470,12 @@ def _is_finished(loop: Loop) -> bool:
     return True
 
 
-def _evaluate_only(loop: Loop, loaded: Loaded | None, notes: list[str]) -> None:
-    assert loaded is not None  # Checkpoint.load raises when a path was named and holds none
+def _evaluate_only(loop: Loop, notes: list[str]) -> None:
     loop.evaluation.metrics = loop.evaluation.metrics_of_nets()
     if loop.env.is_main:
         for note in notes:
             say(note)
-        say(f"step {loaded.step}: {spell(loop.eval)}")
+        say(f"step {loop.step}: {spell(loop.eval)}")
 
 
 def _end(loop: Loop, log: Log) -> None:

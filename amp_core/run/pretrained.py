@@ -47,8 +47,9 @@ def start_from(cfg: Config, run_dir: Path | None, net: nn.Module) -> str:
 
 
 def _resumes(cfg: Config, run_dir: str | Path | None) -> bool:
-    if cfg.task != "train" or cfg.resume not in ("auto", "last", "never"):
+    if cfg.resume not in ("auto", "last", "never"):
         return True
+    run_dir = run_dir or cfg.run_dir  # an evaluation has no run folder of its own
     return run_dir is not None and any(Path(run_dir).glob("checkpoints/step_*"))
 
 

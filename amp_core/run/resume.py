@@ -78,7 +78,7 @@ def resume(run: Run) -> tuple[Loaded | None, list[str], list[str]]:
     loaded = run.checkpoint.load() if env.run_dir is not None else None
     if loaded is None and cfg.resume not in ("auto", "last", "never"):
         loaded = run.checkpoint.load(cfg.resume)
-    elif loaded is None and cfg.task == "evaluate":
+    elif loaded is None and cfg.task == "evaluate" and cfg.run_dir is not None:
         loaded = run.checkpoint.load(cfg.run_dir)
     _agree_on(run, loaded)
     if loaded is None:

@@ -169,7 +169,11 @@ def test_every_classification_model_of_torchvision_is_accepted_and_nothing_else(
         ("resnt18", {}, ["model.name=resnt18: is not an image classification network. Did you mean resnet18?"]),
         ("CNN", {}, ["model.name=CNN: is not an image classification network. Did you mean cnn?"]),
         ("cnn", {"widht": 8}, ["model.options.widht: cnn has no such option. Did you mean width?"]),
-        ("resnet18", {"weights": "DEFAULT"}, ["model.options.weights: nothing is downloaded; use model.weights=<file>"]),
+        (
+            "resnet18",
+            {"weights": "DEFAULT"},
+            ["model.options.weights: nothing is downloaded; use model.weights=<file>"],
+        ),
         ("cnn", {"num_classes": 3}, ["model.options.num_classes: follows the data set"]),
         ("vit_b_16", {"image_size": 32}, ["model.options.image_size: follows data.image_size"]),
         ("inception_v3", {"aux_logits": True}, ["model.options.aux_logits: a recipe takes one output"]),

@@ -226,6 +226,19 @@ def test_two_networks_begin_where_another_run_ended() -> None:
 
 
 @pytest.mark.usefixtures("own_folder")
+def test_weights_of_a_file_are_evaluated_without_a_run(capsys: Any) -> None:
+    assert train.main([*SMALL, "run_dir=first", "steps=2", "amp=fp32"]) == 0
+    torch.save(state("first")["model"], "w.pt")
+    capsys.readouterr()
+    told = []
+    for source in ("model.weights=w.pt", "run_dir=first"):
+        assert train.main([*SMALL, "amp=fp32", "task=evaluate", source]) == 0
+        told.append(capsys.readouterr().out.splitlines()[-1].partition(": ")[2])
+    assert told[0] == told[1] and "accuracy" in told[0]
+    assert sorted(path.name for path in Path().iterdir()) == ["first", "w.pt"]
+
+
+@pytest.mark.usefixtures("own_folder")
 def test_settings_that_cannot_work_are_refused(capsys: Any) -> None:
     refused_before_the_start(['model.fresh=["fc"]'], "model.fresh: has no effect without model.weights", capsys)
     refused_before_the_start(["model.options.weights=DEFAULT"], "use model.weights=<file>", capsys)
