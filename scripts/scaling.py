@@ -113,10 +113,27 @@ CASES = [
 PAGE_TEXT = """\
 # Scaling: memory and traffic of each layout
 
-Use `ddp` while the model fits, then `shard_optimizer`, `fsdp` and `hsdp` (see [when to switch](#when-to-switch)). The
-tables come from the memory model `amp_core/layouts/memory_model.py`, which `dry_run=true` uses too, and are compared
-with bytes counted on 1, 2 and 4 processes. Made by `python scripts/scaling.py --write` with torch {version};
-`tests/runs/test_scaling.py` checks it. Activations grow with the batch and come on top.
+What each layout holds and sends, and when to switch. The tables come from the memory model
+`amp_core/layouts/memory_model.py`, which `dry_run=true` uses too, and are compared with bytes counted on 1, 2 and 4
+processes. Made by `python scripts/scaling.py --write` with torch {version}, checked by `tests/runs/test_scaling.py`.
+Activations grow with the batch and come on top.
+
+## When to switch
+
+1. `ddp` while it fits: little traffic, overlapped with the backward pass. Add `layout.compress=bf16` on a slow network.
+2. `ddp` with `layout.shard_optimizer=true` when only the moments do not fit, with much `accumulation`, or in modes with
+   16-bit weights (`o2`, `bf16_pure`), which `fsdp` does not support.
+3. `fsdp` when weights or gradients do not fit either, on one machine or a few: with one micro-batch it sends as many
+   bytes as `ddp`, in more calls.
+4. `hsdp` with `shard_size` = GPUs per machine when `fsdp`'s ring gets too long: gathers stay within a machine, and 1/S
+   of the gradients is reduced between machines.
+5. `perf.checkpoint_activations` when activations do not fit, in any layout: 8 instead of 6 operations
+   per weight and token, no more traffic.
+
+Largest network, in billions of weights, that fits {usable:.0f} GB per GPU in `amp=bf16` with AdamW, without / with an
+average. The rest of a GPU's memory is for activations and gathered blocks:
+
+{biggest}
 
 ## Settings of `ddp`
 
@@ -124,7 +141,7 @@ with bytes counted on 1, 2 and 4 processes. Made by `python scripts/scaling.py -
   mode and with every optimizer.
 - `layout.compress=bf16`: sends gradients in bfloat16, half the bytes, and sums them in fp32. There is no fp16: a
   gradient of 3 overflows at the initial loss scale.
-- `layout.static_graph=true`: promises that every window uses the same weights, equally often; also with `accumulation`.
+- `layout.static_graph=true`: promises that every window uses the same weights, equally often.
 - `layout.bucket_mb=25`: MiB of gradients per all-reduce.
 
 ## Memory
@@ -146,8 +163,7 @@ Over R ranks:
 | `fsdp` | 1/R | 1/R | 1/R | 1/R | the largest block, gathered; with `accumulation` above 1 unsharded fp32 gradients |
 | `hsdp`, S ranks per replica | 1/S | 1/S | 1/S | 1/S | as `fsdp` |
 
-One reduction per window has a price: until its last micro-batch a sharded layout keeps unsharded gradients, 4 bytes
-per weight. If that does not fit, use more ranks, or a larger `batch_size` with `perf.checkpoint_activations=true`
+If the unsharded gradients do not fit, use more ranks, or a larger `batch_size` with `perf.checkpoint_activations=true`
 instead of `accumulation`.
 
 ## Traffic
@@ -156,12 +172,9 @@ Bytes per weight that a rank sends per step with very many ranks (`hsdp`: groups
 
 {sent_per_weight}
 
-- Replicas all-reduce once per window, whatever `accumulation` is: 8 bytes, 4 with `layout.compress=bf16`.
-- `layout.shard_optimizer` adds a gather of the new fp32 weights after the step, which does not overlap with computing.
-- Sharded layouts gather every block twice per micro-batch, in 16 bits where autocast casts it. `accumulation` saves
-  only the reduction: prefer larger micro-batches.
-- `perf.checkpoint_activations` adds no traffic, since the block is already gathered for its backward pass, but
-  computing: 8 instead of 6 floating-point operations per weight and token.
+Replicas all-reduce once per window. `layout.shard_optimizer` adds a gather of the new fp32 weights after the step,
+which does not overlap with computing. Sharded layouts gather every block twice per micro-batch, in 16 bits where
+autocast casts it: prefer larger micro-batches to `accumulation`.
 
 ## Model and measurement
 
@@ -189,23 +202,6 @@ per weight and token, {tokens:,} tokens per step in one micro-batch; `amp=bf16`,
 - **tokens that hide it**: per GPU and step, for full overlap.
 
 {projection}
-
-## When to switch
-
-Largest network, in billions of weights, that fits {usable:.0f} GB per GPU in `amp=bf16` with AdamW, without / with an
-average. The rest of a GPU's memory is for activations and gathered blocks:
-
-{biggest}
-
-1. `ddp` while it fits: little traffic, overlapped with the backward pass. Add `layout.compress=bf16` where the step
-   waits for a slow network.
-2. `ddp` with `layout.shard_optimizer=true` when only the moments do not fit, with much `accumulation`, or in modes with
-   16-bit weights (`o2`, `bf16_pure`), which `fsdp` does not support. It waits for a gather after each step.
-3. `fsdp` when weights or gradients do not fit either, on one machine or a few: with one micro-batch it sends as many
-   bytes as `ddp`, in more calls.
-4. `hsdp` with `shard_size` = GPUs per machine when `fsdp`'s ring gets too long: gathers stay within a machine, and 1/S
-   of the gradients is reduced between machines. A rank holds 1/S instead of 1/R.
-5. `perf.checkpoint_activations` when activations do not fit, in any layout: a third more computing.
 """
 
 
