@@ -59,7 +59,7 @@ def parts(page: str) -> tuple[list[tuple[str, str | None, str]], list[str], list
 @pytest.mark.slow
 def test_whoever_follows_the_page_has_a_recipe_that_keeps_all_promises(tmp_path):
     edits, commands, (report,) = parts(PAGE.read_text())
-    assert len(edits) == 5 and commands[:2] == NOT_RUN and len(commands) == 10
+    assert len(edits) == 5 and commands[:2] == NOT_RUN and len(commands) == 12
     for folder in ("amp_core", "amp_tools", "conf", "recipes", "scripts", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("train.py", "pyproject.toml"):
@@ -83,7 +83,8 @@ def test_whoever_follows_the_page_has_a_recipe_that_keeps_all_promises(tmp_path)
     done = subprocess.run(argv, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=200)
     said = re.split(r"^\$ .*\n", done.stdout, flags=re.MULTILINE)[1:]
     assert done.returncode == 0 and len(said) == len(short), f"{done.stdout}\n{done.stderr}"
-    first, fp16, contract, lost, forecast, _, table, loop = said
+    first, fp16, contract, _, tuned, lost, forecast, _, table, loop = said
+    assert "initial: 5.bias, 5.weight" in tuned
     assert "amp=bf16" in first and "amp=fp16" in fp16 and all("finished 3 steps" in text for text in (first, fp16))
     assert "1 passed" in contract and re.search(r"-> amp=fp16 .*amp.init_scale=", forecast)
     # The page shows what the doctor says: the same operation at the same line of the recipe.
