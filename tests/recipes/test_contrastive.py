@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from running import lines, summary
+from shared import relative
 from test_recipes import on_two_ranks, weights
 from test_recipes import run as run_recipe
 from torch import Tensor, nn
@@ -76,10 +77,6 @@ def cached(
 def flat(net: nn.Module) -> Tensor:
     grads = [p.grad for p in net.parameters()]
     return torch.cat([grad.flatten().double() for grad in grads if grad is not None])
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 # --- right --------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import os
@@ -20,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from running import lines, state, summary
+from shared import data_config
 from torch import nn
 
 import train
 from amp_core.config.checks import check_data
 from amp_core.config.errors import ConfigError, RunError
-from amp_core.config.schema import DataConfig, read_option
 from amp_core.data import build_data
 from amp_core.data.identities import draw_glyphs
 from amp_core.data.records import Records, write_faces, write_records
@@ -36,10 +35,6 @@ from amp_core.models.iresnet import EMBEDDERS
 
 ROOT = Path(__file__).resolve().parents[2]
 MAGIC = struct.pack("<I", 0xCED7230A)
-
-
-def config(name, **values):
-    return dataclasses.replace(DataConfig(**read_option("data", name)), **values)
 
 
 # --- glyphs -----------------------------------------------------------------------------------------------------------
@@ -61,7 +56,7 @@ def test_no_two_identities_of_the_glyphs_look_alike():
 
 @pytest.mark.slow
 def test_glyphs_that_are_compared_were_not_trained_on():
-    data = build_data(config("glyphs"), seed=0)
+    data = build_data(data_config("glyphs"), seed=0)
     assert data.facts == {"num_classes": data.train.num_classes, "image_shape": (1, 32, 32)}
     assert data.train.labels.max() + 1 == data.train.num_classes
     seen = {image.tobytes() for image in data.train.images}
@@ -71,11 +66,11 @@ def test_glyphs_that_are_compared_were_not_trained_on():
     images, labels = data.train.__getitems__([(5, 0), (17, 3)])
     assert images.shape == (2, 1, 32, 32) and images.dtype == torch.float32 and labels.dtype == torch.int64
     assert torch.equal(images[1], data.train.__getitems__([(17, 3)])[0][0])
-    again = build_data(config("glyphs"), seed=1)
+    again = build_data(data_config("glyphs"), seed=1)
     assert np.array_equal(again.train.images, data.train.images) and not torch.equal(
         again.train.__getitems__([(5, 0)])[0], images[:1]
     )
-    assert build_data(config("glyphs", image_size=40), seed=0, channels=3).facts["image_shape"] == (3, 40, 40)
+    assert build_data(data_config("glyphs", image_size=40), seed=0, channels=3).facts["image_shape"] == (3, 40, 40)
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -183,7 +178,7 @@ def test_a_folder_and_records_of_the_same_images_are_the_same_data(tmp_path):
         for j, image in enumerate(images):
             (folder / f"{j}.png").write_bytes(image)
     both = [
-        build_data(config(name, path=str(tmp_path / folder), image_size=20), seed=1)
+        build_data(data_config(name, path=str(tmp_path / folder), image_size=20), seed=1)
         for name, folder in (("identity_folder", "folder"), ("records", "records"))
     ]
     for part in ("train", "eval"):
@@ -200,30 +195,30 @@ def test_a_folder_and_records_of_the_same_images_are_the_same_data(tmp_path):
     straight = [bool(np.allclose(view, pixels, atol=1e-6)) for view in views]
     assert [a != b for a, b in zip(mirrored, straight, strict=True)] == [True] * 8 and 0 < sum(mirrored) < 8
     root = str(tmp_path / "records")
-    one = build_data(config("records", path=root, eval_path=root), seed=1)
+    one = build_data(data_config("records", path=root, eval_path=root), seed=1)
     assert one.facts["num_classes"] == 12 and len(one.eval) == 60 and one.facts["image_shape"] == (3, 112, 112)
 
 
 def test_an_image_that_cannot_be_read_is_named(tmp_path):
     write_faces(tmp_path, [[b"no image"] * 2 for _ in range(4)])
-    data = build_data(config("records", path=str(tmp_path)), seed=0)
+    data = build_data(data_config("records", path=str(tmp_path)), seed=0)
     with pytest.raises(RunError, match=r"train\.rec, record 1"):
         data.train.__getitems__([(0, 0)])
 
 
 def test_bad_settings_are_named_before_the_start(tmp_path):
     (tmp_path / "one").mkdir()
-    problems = check_data(config("records", path=str(tmp_path), eval_path="/nowhere"), "identities")
+    problems = check_data(data_config("records", path=str(tmp_path), eval_path="/nowhere"), "identities")
     assert len(problems) == 3 and "no file train.rec" in problems[0] and "data.eval_path=/nowhere" in problems[2]
-    assert "has 1 folders" in check_data(config("identity_folder", path=str(tmp_path)))[0]
-    assert "data.path=null" in check_data(config("records"))[0]
-    assert "has no effect" in check_data(config("glyphs", num_classes=5))[0]
-    assert "holds images, the recipe takes identities" in check_data(config("mnist_subset"), "identities")[0]
+    assert "has 1 folders" in check_data(data_config("identity_folder", path=str(tmp_path)))[0]
+    assert "data.path=null" in check_data(data_config("records"))[0]
+    assert "has no effect" in check_data(data_config("glyphs", num_classes=5))[0]
+    assert "holds images, the recipe takes identities" in check_data(data_config("mnist_subset"), "identities")[0]
 
 
 def test_synthetic_identities_cost_nothing_each():
     data = build_data(
-        config("synthetic_identities", num_classes=3_000_000, num_samples=6_000_000, image_size=8), seed=0
+        data_config("synthetic_identities", num_classes=3_000_000, num_samples=6_000_000, image_size=8), seed=0
     )
     assert data.facts == {"num_classes": 3_000_000, "image_shape": (3, 8, 8)}
     keys = [(2_999_999, 0), (5_999_999, 0), (5, 0)]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from running import checkpoints, lines, same_but, state
+from shared import relative
 from test_recipes import on_two_ranks, weights
 from test_recipes import run as run_recipe
 from torch import Tensor, nn
@@ -44,10 +45,6 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 
 def flat(params: Sequence[Tensor]) -> Tensor:
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in params]).double()
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 def of(net: nn.Module) -> list[nn.Parameter]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from running import lines, same_but, state, summary
+from shared import data_config
 from torch import Tensor, nn
 from waits import Waits
 
@@ -20,7 +20,6 @@ import train
 from amp_core import Amp, windows
 from amp_core.config.checks import check_data
 from amp_core.config.errors import ConfigError, RunError
-from amp_core.config.schema import DataConfig, read_option
 from amp_core.data import Data, build_data
 from amp_core.data.text import IGNORE, TextPieces
 from amp_core.models import build_model, check_model
@@ -44,10 +43,6 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def config(name: str, **values: Any) -> DataConfig:
-    return dataclasses.replace(DataConfig(**read_option("data", name)), **values)
-
-
 def batch_of(part: Any, *indices: int) -> tuple[Tensor, Tensor]:
     return part.__getitems__([(i, 0) for i in indices or range(len(part))])
 
@@ -64,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_every_byte_but_the_first_of_a_file_is_a_target_once(folder: Path) -> None:
-    data = build_data(config("text", path=str(folder), length=8), seed=0)
+    data = build_data(data_config("text", path=str(folder), length=8), seed=0)
     pieces = [batch_of(part, i) for part in (data.train, data.eval) for i in range(len(part))]
     inputs, targets = (torch.cat(tensors) for tensors in zip(*pieces, strict=True))
     files = [file.read_bytes() for file in sorted(folder.rglob("*.txt"))]
@@ -81,16 +76,16 @@ def test_every_byte_but_the_first_of_a_file_is_a_target_once(folder: Path) -> No
 def test_the_tail_is_held_out_and_fewer_samples_are_spread_evenly(folder: Path) -> None:
     files = sorted(folder.rglob("*.txt"))
     whole = TextPieces(files, 2)
-    data = build_data(config("text", path=str(folder), length=2), seed=0)
+    data = build_data(data_config("text", path=str(folder), length=2), seed=0)
     assert (len(data.train), len(data.eval)) == (len(whole) - len(whole) // 16, len(whole) // 16)
     assert torch.equal(torch.cat([batch_of(data.train)[0], batch_of(data.eval)[0]]), batch_of(whole)[0])
-    few = build_data(config("text", path=str(folder), length=2, num_samples=7), seed=0)
+    few = build_data(data_config("text", path=str(folder), length=2, num_samples=7), seed=0)
     assert torch.equal(batch_of(few.train)[0], batch_of(data.train, *[i * len(data.train) // 7 for i in range(7)])[0])
     assert len(few.eval) == 1
 
 
 def test_one_file_to_train_on_and_another_to_evaluate(folder: Path) -> None:
-    cfg = config("text", path=str(folder / "1" / "7.txt"), eval_path=str(folder / "2"), length=16)
+    cfg = data_config("text", path=str(folder / "1" / "7.txt"), eval_path=str(folder / "2"), length=16)
     data = build_data(cfg, seed=0)
     assert batch_of(data.train)[0][0].tolist() == list(range(7, 23))
     assert len(data.train) == 3 and (batch_of(data.eval)[1] != IGNORE).sum() == 8 + 16
@@ -109,16 +104,16 @@ def test_text_that_is_not_there_or_too_short_is_refused(folder: Path, tmp_path: 
         ({"path": str(folder), "length": None}, "data.length=null: data=text needs a number"),
         ({"path": str(folder), "image_size": 8}, "data.image_size=8: has no effect"),
     ]:
-        (found,) = check_data(config("text", **values))
+        (found,) = check_data(data_config("text", **values))
         assert problem in found
     with pytest.raises(ConfigError, match="too little text"):
-        build_data(config("text", path=str(folder / "1" / "4.txt")), seed=0)
-    (images,) = check_data(config("mnist_subset"), "text")
+        build_data(data_config("text", path=str(folder / "1" / "4.txt")), seed=0)
+    (images,) = check_data(data_config("mnist_subset"), "text")
     assert "holds images, the recipe takes text" in images
 
 
 def test_a_file_that_shrinks_during_a_run_is_named(folder: Path) -> None:
-    data = build_data(config("text", path=str(folder), length=8), seed=0)
+    data = build_data(data_config("text", path=str(folder), length=8), seed=0)
     (folder / "0" / "0.txt").write_bytes(b"short")
     with pytest.raises(RunError, match=r"0\.txt has become shorter"):
         batch_of(data.train)
@@ -128,10 +123,10 @@ def test_a_file_that_shrinks_during_a_run_is_named(folder: Path) -> None:
 
 
 def test_the_sources_of_torch_are_a_corpus_of_every_machine() -> None:
-    data = build_data(config("torch_sources"), seed=0)
+    data = build_data(data_config("torch_sources"), seed=0)
     assert (len(data.train), len(data.eval)) == (8192, 512)
     assert data.facts == {"vocab_size": 256, "length": 256}
-    whole: Data = build_data(config("torch_sources", num_samples=None), seed=0)
+    whole: Data = build_data(data_config("torch_sources", num_samples=None), seed=0)
     assert len(whole.train) > 100_000 and len(whole.eval) > 50_000
     for part, word in ((data.train, b"torch"), (data.eval, b"sympy")):
         inputs, targets = batch_of(part)

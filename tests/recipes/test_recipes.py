@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import socket
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from running import PRELOAD, lines, same_but, state, summary
+from shared import free_port
 from tiers import rows
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -223,12 +223,6 @@ def _no_statistics():
     del _BatchNorm.train
     if kept is not None:
         _BatchNorm.train = kept
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def as_rank(rank, port, statistics, argv):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from running import lines, state, summary
+from shared import data_config
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -21,7 +21,6 @@ import train
 from amp_core import Amp, keep_fp32
 from amp_core.config.checks import check_data
 from amp_core.config.errors import ConfigError, RunError
-from amp_core.config.schema import DataConfig, read_option
 from amp_core.data import build_data
 from amp_core.data.loading import train_loader
 from amp_core.data.masks import VOID, read_brain
@@ -359,33 +358,29 @@ def test_the_networks_of_this_project_are_safe_and_fast() -> None:
 # --- data ---------------------------------------------------------------------------------------------------------------
 
 
-def config(name: str, **values: Any) -> DataConfig:
-    return dataclasses.replace(DataConfig(**read_option("data", name)), **values)
-
-
 def sample(dataset: Any, *keys: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return dataset.__getitems__(list(keys))
 
 
 @pytest.mark.parametrize("name", ["brain", "digit_scenes"])
 def test_a_sample_depends_on_seed_index_and_pass_alone(name: str) -> None:
-    data = build_data(config(name, augment=True), seed=1)
+    data = build_data(data_config(name, augment=True), seed=1)
     together = sample(data.train, (3, 0), (5, 2), (3, 1))
     alone = [sample(data.train, key) for key in ((3, 0), (5, 2), (3, 1))]
     for whole, parts in zip(together, zip(*alone, strict=True), strict=True):
         assert torch.equal(whole, torch.cat(parts))
     assert not torch.equal(together[0][0], together[0][2])
-    other = build_data(config(name, augment=True), seed=2)
+    other = build_data(data_config(name, augment=True), seed=2)
     assert not torch.equal(sample(other.train, (3, 0))[0], together[0][:1])
     for ours, theirs in zip(sample(other.eval, (3, 0)), sample(data.eval, (3, 7)), strict=True):
         assert torch.equal(ours, theirs)
-    fixed = build_data(config(name, augment=False), seed=1)
+    fixed = build_data(data_config(name, augment=False), seed=1)
     assert torch.equal(sample(fixed.train, (3, 0))[0], sample(fixed.train, (3, 9))[0])
 
 
 @pytest.mark.parametrize("name, num_train, num_eval, masks", [("brain", 96, 24, 2), ("digit_scenes", 1600, 400, 1)])
 def test_shapes_and_values_are_what_the_facts_say(name: str, num_train: int, num_eval: int, masks: int) -> None:
-    data = build_data(config(name, augment=True), seed=0)
+    data = build_data(data_config(name, augment=True), seed=0)
     assert (len(data.train), len(data.eval)) == (num_train, num_eval)
     for part in (data.train, data.eval):
         x, m = sample(part, *((i, 0) for i in range(8, 24)))
@@ -400,7 +395,7 @@ def test_brain_slices_are_split_in_blocks_and_the_tissues_do_not_overlap() -> No
     images, masks = read_brain()
     assert images.shape == (144, 1, 96, 80) and masks.shape == (144, 2, 96, 80)
     assert not (masks[:, 0] & masks[:, 1]).any()
-    data = build_data(config("brain"), seed=0)
+    data = build_data(data_config("brain"), seed=0)
     where = [
         [next(i for i in range(144) if np.array_equal(images[i], image)) for image in part.images]  # type: ignore[attr-defined]
         for part in (data.train, data.eval)
@@ -410,7 +405,7 @@ def test_brain_slices_are_split_in_blocks_and_the_tissues_do_not_overlap() -> No
 
 
 def test_scenes_for_evaluation_have_photographs_and_digits_of_their_own() -> None:
-    data = build_data(config("digit_scenes"), seed=0)
+    data = build_data(data_config("digit_scenes"), seed=0)
     train_part, eval_part = data.train, data.eval
     columns = [
         {column.tobytes() for photo in part._photos for column in photo.swapaxes(0, 1)}
@@ -443,7 +438,7 @@ def folder_of_masks(root: Path, mode: str = "L") -> Path:
 
 @pytest.mark.parametrize("mode", ["L", "P"])
 def test_a_folder_of_masks_is_read_whole_for_evaluation_and_in_parts_for_training(tmp_path: Path, mode: str) -> None:
-    data = build_data(config("mask_folder", path=str(folder_of_masks(tmp_path, mode)), image_size=40), seed=0)
+    data = build_data(data_config("mask_folder", path=str(folder_of_masks(tmp_path, mode)), image_size=40), seed=0)
     x, m = sample(data.eval, (0, 0), (1, 0))
     assert x.shape == (2, 3, 40, 40) and m.shape == (2, 1, 40, 40)
     assert (m[0, 0, :10] == VOID).all() and (m[0, 0, 30:] == VOID).all()  # above and below a wide image
@@ -459,7 +454,7 @@ def test_a_folder_of_masks_is_read_whole_for_evaluation_and_in_parts_for_trainin
 
 def test_a_bad_folder_of_masks_is_named(tmp_path: Path) -> None:
     def problems() -> str:
-        return " ".join(check_data(config("mask_folder", path=str(tmp_path)), "masks"))
+        return " ".join(check_data(data_config("mask_folder", path=str(tmp_path)), "masks"))
 
     assert "no folder train/images" in problems()
     folder_of_masks(tmp_path)
@@ -467,7 +462,7 @@ def test_a_bad_folder_of_masks_is_named(tmp_path: Path) -> None:
     (tmp_path / "val/masks/2.png").rename(tmp_path / "val/masks/two.png")
     assert "val has images without a mask: 2;" in problems() and "masks without an image: two;" in problems()
     (tmp_path / "val/masks/two.png").rename(tmp_path / "val/masks/2.png")
-    data = build_data(config("mask_folder", path=str(tmp_path), image_size=16), seed=0)
+    data = build_data(data_config("mask_folder", path=str(tmp_path), image_size=16), seed=0)
     Image.fromarray(np.full((20, 40), 77, dtype=np.uint8)).save(tmp_path / "val/masks/0.png")
     with pytest.raises(RunError, match=r"0\.png has a pixel of 77; expected 0, 255"):
         sample(data.eval, (0, 0))
@@ -477,9 +472,9 @@ def test_a_bad_folder_of_masks_is_named(tmp_path: Path) -> None:
 
 
 def test_settings_without_effect_and_sizes_that_do_not_fit_are_refused() -> None:
-    assert "data.image_size=32: has no effect" in check_data(config("brain", image_size=32))[0]
-    assert "data.image_size=200: expected 28" in check_data(config("digit_scenes", image_size=200))[0]
-    assert "holds images, the recipe takes masks" in check_data(config("cifar10"), "masks")[0]
+    assert "data.image_size=32: has no effect" in check_data(data_config("brain", image_size=32))[0]
+    assert "data.image_size=200: expected 28" in check_data(data_config("digit_scenes", image_size=200))[0]
+    assert "holds images, the recipe takes masks" in check_data(data_config("cifar10"), "masks")[0]
 
 
 # --- whole runs ---------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 from omegaconf import OmegaConf
+from shared import flip
 
 import train
 from amp_core.checkpoints import folders as steps
@@ -525,12 +526,6 @@ def test_prune_of_checkpoints_keeps_the_best_and_where_a_run_goes_on(tmp_path):
     assert script("runs").main(["prune", str(tmp_path), "--checkpoints", "--yes"]) == 0
     left = {name: sorted(os.listdir(tmp_path / name / "checkpoints")) for name in ("done", "half")}
     assert left == {name: ["mine", "step_00000020", "step_00000030"] for name in ("done", "half")}
-
-
-def flip(path, at):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def newer_format(path):

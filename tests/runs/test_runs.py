@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 from running import Forked, checkpoints, differing, lines, same_but, state, summary
-from test_recipes import as_rank, free_port, on_two_ranks
+from shared import free_port
+from test_recipes import as_rank, on_two_ranks
 from test_recipes import run as run_recipe
 from tiers import rows
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from running import differing
+from shared import flip
 from test_checkpoint import Evil
 from test_fsdp import MODES, Training
 from test_recipes import on_two_ranks, run
@@ -219,12 +220,6 @@ def test_what_one_rank_cannot_read_or_write_counts_for_all(tmp_path: Path, on_ra
 
 
 # --- damage
-
-
-def flip(path: Path, at: int = -1) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def names(folder: Path) -> list[str]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from shared import a_weight
 from test_recipes import RECIPE
 from test_recipes import run as run_recipe
 from tiers import rows
@@ -36,11 +37,6 @@ from amp_core.step.optimizers import check_optimizer
 ROOT = Path(__file__).resolve().parents[2]
 INF, NAN = float("inf"), float("nan")
 FP16, FP32 = torch.float16, torch.float32
-
-
-def a_weight(lr: float = 1.0, **options: Any) -> tuple[Tensor, Optimizer]:
-    weight = torch.zeros(1, requires_grad=True)
-    return weight, SGD([weight], lr=lr, **options)
 
 
 # --- modes --------------------------------------------------------------------------------------------------------------

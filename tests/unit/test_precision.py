@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from shared import relative
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
@@ -28,10 +29,6 @@ def amp_of(mode: str = "fp16", **fields: Any) -> Amp:
 
 def sgd(net: nn.Module, lr: float = 0.1) -> Optimizer:
     return SGD(net.parameters(), lr=lr)
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 # --- autocast and backward

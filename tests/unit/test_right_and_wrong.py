@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from shared import a_weight, relative
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -31,15 +32,6 @@ from amp_core.layouts.ddp import wrap_ddp
 INF, NAN = float("inf"), float("nan")
 FP16, BF16 = torch.float16, torch.bfloat16
 OnRanks = Callable[..., list[Any]]
-
-
-def a_weight(lr: float = 1.0, **options: Any) -> tuple[Tensor, Optimizer]:
-    weight = torch.zeros(1, requires_grad=True)
-    return weight, SGD([weight], lr=lr, **options)
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 # --- scaling --------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import io
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -277,12 +276,6 @@ def slow_steps(rank: int) -> None:
         return original(self)
 
     setattr(Stop, "poll", poll)  # noqa: B010 - the type checker knows that it is a method
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def wait_until(condition: Callable[[], object], child: Child, seconds: float = 60.0) -> bool:

@@ -7,9 +7,11 @@ import os
 import shutil
 from pathlib import Path
 
+from shared import free_port
+
 from amp_core.run.loop import Loop
 from campaign import Plan, Result
-from campaign.harness import arguments, free_port, start
+from campaign.harness import arguments, start
 from campaign.runs import clear
 
 KEY = "5ecre7" + "0123456789" * 4

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from shared import free_port
+
 from campaign import Plan, Result
-from campaign.harness import Child, arguments, first, free_port, outcome, start, state, summary, unequal
+from campaign.harness import Child, arguments, first, outcome, start, state, summary, unequal
 
 SETTINGS = ("accumulation=2", "ema.decay=0.9", "amp=bf16", "model.options.width=32")
 LONGEST_ANSWER = 5.0
