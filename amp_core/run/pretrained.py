@@ -104,9 +104,9 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
         else:
             problems[-1] += f". Is it of another network than model.name, with {first_few(list(own), 2)}?"
     problems += [
-        f"model.weights={path}: {name} holds NaN or inf"
-        for name in taken
-        if name not in unlike and not torch.isfinite(found[name]).all()
+        f"model.weights={path}: {name} holds NaN or inf, or numbers beyond {tensor.dtype}"
+        for name, tensor in taken.items()
+        if name not in unlike and not torch.isfinite(found[name].to(tensor.dtype)).all()
     ][:3]
     if problems:
         raise ConfigError(problems)
@@ -193,7 +193,8 @@ def _modules(names: Iterable[str]) -> list[str]:
 
 
 def _fits(found: Tensor, own: Tensor) -> bool:
-    return found.shape == own.shape and found.is_floating_point() == own.is_floating_point()
+    is_alike = found.shape == own.shape and found.is_floating_point() == own.is_floating_point()
+    return is_alike and found.layout is torch.strided
 
 
 def _describe(tensor: Tensor) -> str:

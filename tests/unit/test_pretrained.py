@@ -72,16 +72,19 @@ def test_every_usual_file_gives_the_same_weights(write: Any) -> None:
     assert not unlike(copy(net), copy(pretrained))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
 @pytest.mark.usefixtures("own_folder")
 def test_other_dtypes_are_converted_and_said(dtype: torch.dtype) -> None:
-    pretrained, net = network(seed=1).to(dtype), network(seed=2)
-    torch.save(pretrained.state_dict(), "w.pt")
+    pretrained, net = network(seed=1), network(seed=2)
+    narrow = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in copy(pretrained).items()
+    }
+    torch.save(narrow, "w.pt")
     said = load_pretrained(net, "w.pt")
     assert str(dtype).removeprefix("torch.") in said
     assert all(p.dtype is torch.float32 for p in net.parameters())
     # Each 16-bit number is an fp32 number; fp64 is rounded once.
-    assert not unlike(copy(net), {name: t.to(net.state_dict()[name].dtype) for name, t in copy(pretrained).items()})
+    assert not unlike(copy(net), {name: t.to(net.state_dict()[name].dtype) for name, t in narrow.items()})
 
 
 @pytest.mark.usefixtures("own_folder")
@@ -134,6 +137,11 @@ def _nan(state: dict[str, Tensor]) -> None:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "nan": (broken(_nan), "holds NaN or inf"),
+    "beyond fp32": (
+        broken(lambda state: {k: v.double() + 1e300 for k, v in state.items()}),
+        "numbers beyond torch.float32",
+    ),
+    "sparse": (broken(lambda state: {k: v.to_sparse() for k, v in state.items()}), "expected"),
     "missing": (broken(lambda state: {k: v for k, v in state.items() if "bias" not in k}), "has no .*bias"),
     "of another network": (broken(lambda state: {"a.weight": torch.ones(3)}), "Is it of another network"),
     "one name more": (broken(lambda state: state | {"extra.weight": torch.ones(3)}), "the network has no extra.weight"),
