@@ -317,7 +317,7 @@ def _sweep(overrides: list[str]) -> int:
     if records:
         say(sweep.table(records, sweep_dir, f"python scripts/report.py {shlex.quote(str(sweep_dir))}"))
     if code in sweep.SIGNALS.values():
-        say(f"interrupted; the same command with hydra.sweep.dir={sweep_dir} goes on")
+        say(f"interrupted; the same command with hydra.sweep.dir={sweep_dir} resumes it")
         return code
     return int(bool(code) or failed or any(record.status != "finished" for record in records))
 

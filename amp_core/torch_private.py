@@ -1,4 +1,4 @@
-"""The private names of torch that this project uses: what for, and what happens where torch does not have them.
+"""The private names of torch in use, each with its purpose and its fallback.
 
 Such a name may move in any release. So it is looked up here, when a module is imported or an object is made, and never
 in a step. Where one is missing the public way is taken, or what needs it is refused, and the log says so once. A test

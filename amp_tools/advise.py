@@ -1,4 +1,4 @@
-"""Why a run is not faster: what its steps spend their time on, and what to do about each share of it.
+"""Why a run is not faster: where the time of a step goes, and what to do about each part.
 
 The windows of a run are computed three times: as in training, for the time of whole steps; under torch's profiler, for
 the time of each operation; and watched by a dispatch mode that knows modules and source lines. The last two are the

@@ -1,4 +1,4 @@
-"""The settings with which a step of a run that is over can be computed again."""
+"""The settings to recompute a step of a finished run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor costs: steps with and without it take turns in one run of a recipe.
+"""The cost of the doctor: steps with and without it, interleaved in one run of a recipe.
 
 A driver for `Environment.driver`. The ways take turns step by step and go through the same windows, so that what else
 the machine does falls on all of them alike.

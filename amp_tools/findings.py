@@ -1,4 +1,4 @@
-"""What costs time in a profile: pure functions of it, the `FINDERS`."""
+"""Causes of lost time in a profile: pure functions, the `FINDERS`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fp16 would do to a run, told from a few windows of it in bf16.
+"""A forecast of fp16 for a run, from a few windows in bf16.
 
 Autocast to bf16 casts where autocast to fp16 does, and bf16 has the range of fp32: nothing overflows, nothing vanishes,
 and every number shows how large it would have been. So one look at a window says

@@ -1,4 +1,4 @@
-"""What the steps of a run spend their time on: each operation with its time, its module and its source line.
+"""Where the time of a run's steps goes: each operation with its time, module and source line.
 
 Windows are computed three times: as in training, for the time of whole steps; under torch's profiler, for the time of
 each operation; and watched by a dispatch mode that knows modules and source lines. The last two are the same windows,

@@ -1,4 +1,4 @@
-"""What was measured of some windows of a run: operations with their time, module and source line."""
+"""The measurements of some windows of a run: operations with time, module and source line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be said about the data before anything starts: folders, packages, settings. Imports no torch."""
+"""Checks of the data before a run starts: folders, packages, settings. Imports no torch."""
 
 from __future__ import annotations
 

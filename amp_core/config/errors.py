@@ -1,4 +1,4 @@
-"""Errors that end a run with an exit code of their own.
+"""Errors that end a run, each with its exit code.
 
 | code | raised for |
 | --- | --- |

@@ -1,4 +1,4 @@
-"""The files of run folders, which may be damaged, or replaced by anything. Reading one is bounded and never waits."""
+"""Safe reading of the files of run folders, which may be damaged: it is bounded and never waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "is no regular file", os.fspath(path))
+        raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path))
     return descriptor
 
 
@@ -67,7 +67,7 @@ def read_text(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as problem:
-        raise ValueError(f"is no UTF-8 (byte {problem.start})") from problem
+        raise ValueError(f"is not UTF-8 (byte {problem.start})") from problem
 
 
 def read_json(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def read_json(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> dict[str
     except RecursionError as problem:
         raise ValueError("is nested too deeply") from problem
     if not isinstance(content, dict):
-        raise ValueError("is no JSON object")
+        raise ValueError("is not a JSON object")
     return content
 
 

@@ -1,4 +1,4 @@
-"""How long a run is: steps, epochs or samples, turned into steps in one place."""
+"""The length of a run: steps, epochs or samples, converted to steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What settings may say together: ranges, pairs that contradict each other, warnings, what a resume may change."""
+"""Rules for settings: ranges, contradictions, warnings, what a resume may change."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _check_amp(amp: AmpConfig, problems: list[str]) -> None:
         if amp.update in ("stochastic", "kahan") and amp.weights != "bfloat16":
             problems.append(f"amp.update={amp.update}: is for bfloat16 weights; use amp=bf16_pure")
     if amp.float8 and amp.dtype != "bfloat16":
-        problems.append(f"amp.float8=true: stands beside autocast to bfloat16; use amp=fp8 instead of amp={amp.name}")
+        problems.append(f"amp.float8=true: needs autocast to bfloat16; use amp=fp8 instead of amp={amp.name}")
 
 
 def _check_clip(clip: ClipConfig, problems: list[str]) -> None:
@@ -129,7 +129,7 @@ def is_elastic(cfg: Config) -> bool:
 def _check_layout(cfg: Config, problems: list[str]) -> None:
     layout = cfg.layout
     if layout.name in ("model_parallel", "data_parallel") and cfg.amp is not None and cfg.amp.update is not None:
-        problems.append(f"layout={layout.name}: 16-bit weights (amp={cfg.amp.name}) lie on one device per process")
+        problems.append(f"layout={layout.name}: 16-bit weights (amp={cfg.amp.name}) need one device per process")
     nodes = node_range(layout.nnodes)
     _positive(problems, {"layout.nproc_per_node": layout.nproc_per_node}, least=1)
     _positive(problems, {"layout.max_restarts": layout.max_restarts}, least=0)
@@ -145,15 +145,15 @@ def _check_layout(cfg: Config, problems: list[str]) -> None:
         )
     _positive(problems, {"layout.shard_size": layout.shard_size}, least=2)
     if layout.name == "hsdp" and layout.shard_size is None:
-        problems.append("layout.shard_size=null: layout=hsdp needs the ranks of a copy, such as 8; or use layout=fsdp")
+        problems.append("layout.shard_size=null: layout=hsdp needs ranks per replica, such as 8; or use layout=fsdp")
     elif layout.name != "hsdp" and layout.shard_size is not None:
         problems.append(
             f"layout.shard_size={layout.shard_size}: has no effect with layout={layout.name}; use layout=hsdp"
         )
     if cfg.perf is not None and cfg.perf.compile is not None and layout.name in ("model_parallel", "data_parallel"):
         problems.append(
-            f"perf.compile={cfg.perf.compile}: layout={layout.name} computes in threads, which share what was compiled "
-            f"for one of them; use null, or layout=ddp"
+            f"perf.compile={cfg.perf.compile}: layout={layout.name} computes in threads, which would share compiled "
+            f"code; use null, or layout=ddp"
         )
     _check_ddp(cfg, problems)
     if layout.name in SHARDED:
@@ -179,8 +179,8 @@ def _check_layout(cfg: Config, problems: list[str]) -> None:
         starts_again = is_elastic(cfg) or (layout.max_restarts or 0) > 0
         if starts_again and cfg.run_dir is None and cfg.task == "train" and not cfg.dry_run:
             problems.append(
-                f"run_dir=null: layout.nnodes={layout.nnodes} with layout.max_restarts={layout.max_restarts} may go on "
-                f"from another machine; expected a folder that all machines see, for instance run_dir=/shared/my-job"
+                f"run_dir=null: layout.nnodes={layout.nnodes} with layout.max_restarts={layout.max_restarts} may "
+                f"resume on another machine; expected a folder that all machines see, such as run_dir=/shared/my-job"
             )
 
 
@@ -214,10 +214,10 @@ def _check_sharded(cfg: Config, problems: list[str]) -> None:
         kind = "float8 layers" if cfg.amp.float8 else "16-bit weights"
         problems.append(f"amp={cfg.amp.name}: {kind} are not sharded; use layout=ddp, or amp=bf16 with {layout}")
     if cfg.perf is not None and cfg.perf.channels_last:
-        problems.append(f"perf.channels_last=true: {layout} cuts weights along their first dimension only as they are")
+        problems.append(f"perf.channels_last=true: {layout} shards weights in their default memory format only")
     if cfg.doctor is not None and cfg.doctor.statistics_every is not None:
         problems.append(
-            f"doctor.statistics_every={cfg.doctor.statistics_every}: measures whole weights; use null with {layout}"
+            f"doctor.statistics_every={cfg.doctor.statistics_every}: measures unsharded weights; use null with {layout}"
         )
     if cfg.optimizer is not None and cfg.optimizer.name in WHOLE_MATRICES:
         problems.append(f"optimizer.name={cfg.optimizer.name}: {WHOLE_MATRICES[cfg.optimizer.name]}; use layout=ddp")
@@ -243,7 +243,7 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
         problems.append(f"seed={cfg.seed}: expected less than 2^63")
     if cfg.perf is not None and cfg.perf.recast_weights and (cfg.perf.compile is not None or cfg.perf.graph):
         other = "graph=true" if cfg.perf.graph else f"compile={cfg.perf.compile}"
-        problems.append(f"perf.recast_weights=true: looks at what eager code saves, and does not go with perf.{other}")
+        problems.append(f"perf.recast_weights=true: needs eager code and cannot be combined with perf.{other}")
     if cfg.perf is not None and cfg.perf.compile is None and (cfg.perf.dynamic or cfg.perf.backend != "inductor"):
         key = "dynamic=true" if cfg.perf.dynamic else f"backend={cfg.perf.backend}"
         problems.append(f"perf.{key}: has no effect with perf.compile=null; use perf=compile")
@@ -258,8 +258,8 @@ def _check_run(cfg: Config, problems: list[str]) -> None:
         problems.append(f"ema.decay={cfg.ema.decay:g}: expected at least 0 and below 1, or null to switch it off")
     if cfg.optimizer.state_dtype == "bfloat16" and cfg.layout.shard_optimizer:
         problems.append(
-            "optimizer.state_dtype=bfloat16: layout.shard_optimizer=true keeps every bit of a whole step, and what is "
-            "stochastically rounded is so by its place in memory; use one of them"
+            "optimizer.state_dtype=bfloat16: layout.shard_optimizer=true promises bit-identical steps, "
+            "and stochastic rounding depends on a weight's position in memory; use one of them"
         )
     if cfg.perf is not None and cfg.amp is not None and cfg.perf.recast_weights:
         problems += _without_copies(cfg)
@@ -296,9 +296,9 @@ def _without_copies(cfg: Config) -> list[str]:
     elif cfg.layout.name in SHARDED:
         reason = f"layout={cfg.layout.name} gathers weights in 16 bits and keeps no copies; leave it out"
     elif cfg.layout.name in ("model_parallel", "data_parallel"):
-        reason = f"layout={cfg.layout.name} computes in threads of its own; use layout=single or ddp"
+        reason = f"layout={cfg.layout.name} computes in several threads; use layout=single or ddp"
     elif cfg.perf.name != "default":
-        reason = f"perf={cfg.perf.name} decides itself what the backward pass keeps; use perf=default"
+        reason = f"perf={cfg.perf.name} controls what the backward pass keeps; use perf=default"
     else:
         return []
     return [f"perf.recast_weights=true: {reason}"]
@@ -403,13 +403,13 @@ def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
     above = cfg.amp.init_scale is not None and cfg.amp.init_scale > cap
     # The capped mode begins at its cap by design; only a value that somebody typed deserves a word.
     if cfg.amp.scaling and above and (cfg.amp.max_scale_per_sample is None or "amp.init_scale" in given):
-        notes.append(f"amp.init_scale={cfg.amp.init_scale:g} is above the cap {cap:g} and begins there")
+        notes.append(f"amp.init_scale={cfg.amp.init_scale:g} is above the cap; the scale starts at {cap:g}")
     if cfg.amp.update == "nearest":
         lost = {"float16": "1/4096", "bfloat16": "1/512"}[cfg.amp.weights]
         cure = "amp=o2" if cfg.amp.weights == "float16" else "amp.update=stochastic or kahan"
         notes.append(
-            f"amp={cfg.amp.name}: {cfg.amp.weights} weights without fp32 copies; a step that changes a weight by less "
-            f"than {lost} of it changes nothing, and training stalls. For comparison only; use {cure}"
+            f"amp={cfg.amp.name}: {cfg.amp.weights} weights without fp32 copies lose updates below {lost} of a "
+            f"weight, and training stalls. For comparison only; use {cure}"
         )
     if cfg.ema.decay is None and "ema.warmup" in given:
         notes.append("ema.warmup has no effect while ema.decay is null")

@@ -135,7 +135,7 @@ class DataConfig:
     num_workers: int
     """Loader processes per rank; 0 loads in the training process."""
     timeout_minutes: float
-    """How long a batch of a loader process is waited for; then the run ends with 1 and says where that process is."""
+    """Longest wait for a batch of a loader process; then the run ends with 1 and shows the stack of that process."""
     image_size: int | None
     """Height and width of the images, in pixels; null: the data set's own."""
     augment: bool
@@ -506,7 +506,7 @@ def parse(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
             if isinstance(value, float) and value.is_integer() and _fits(int(value), expected):
                 hint = f" Write {dot}{name}={int(value)}."
             if name == "device" and str(value).startswith("cuda:"):
-                hint = f" Which GPU says the environment: CUDA_VISIBLE_DEVICES={str(value)[5:]}."
+                hint = f" Choose the GPU with CUDA_VISIBLE_DEVICES={str(value)[5:]}."
             problems.append(f"{dot}{name}={show_value(value)}: expected {describe(expected)}.{hint}")
             taken[name] = None
     return kind(**taken)

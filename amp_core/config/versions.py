@@ -38,7 +38,7 @@ def untested(torch: str | None = None, python: str | None = None) -> str | None:
         return None
     seen = [f"{row[0]} with Python {row[2]}" for row in TESTED]
     return (
-        f"torch {torch} with Python {python} is not supported; seen to work: torch {', '.join(seen)}. "
+        f"torch {torch} with Python {python} is not supported; tested: torch {', '.join(seen)}. "
         f"Install one of these, or set {ANYWAY}=1 to try."
     )
 

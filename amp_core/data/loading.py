@@ -387,9 +387,8 @@ class Batches:
         more = ", ..." if len(keys) > 8 else ""
         found = RunError(
             f"no batch for {waits.seconds:g} s (data.timeout_minutes={waits.seconds / 60:g}): data worker {number} of "
-            f"{len(self._workers)} (pid {worker.pid}) {state}; it has to load the samples {samples}{more}. Its stack, "
-            f"if it can still write one, stands above. Look at the storage of data.path; where reading takes so long, "
-            f"use a larger data.timeout_minutes"
+            f"{len(self._workers)} (pid {worker.pid}) {state}; it was to load the samples {samples}{more}. Its stack, "
+            f"if it could write one, is above. Check the storage of data.path, or use a larger data.timeout_minutes"
         )
         _kill_workers(self._iterator)
         self.close()

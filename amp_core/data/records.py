@@ -120,7 +120,7 @@ class Records:
             places = offsets[first : first + step, None] + np.arange(36)
             heads = np.ascontiguousarray(data[np.minimum(places, len(data) - 1)])
             if (heads[:, :4] != np.frombuffer(_MAGIC, dtype=np.uint8)).any():
-                raise ConfigError(f"{self.path}: is not what train.idx says; copy both again")
+                raise ConfigError(f"{self.path}: does not match train.idx; copy both again")
             numbers = heads.view("<f4")
             several = heads.view("<u4")[:, 2] > 0
             found = np.where(several, numbers[:, 8], numbers[:, 3])

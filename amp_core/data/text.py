@@ -84,7 +84,7 @@ def _read(path: str, start: int, size: int) -> NDArray[np.uint8]:
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
     if len(found) < size:
-        raise RunError(f"{path} has become shorter since the run began; text must not change while it is in use")
+        raise RunError(f"{path} got shorter since the run began; do not change text while a run uses it")
     return np.frombuffer(found, dtype=np.uint8)
 
 

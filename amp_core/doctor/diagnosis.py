@@ -247,7 +247,7 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
     if cause == "infinite constant":
         return f"{what} wrote a constant infinity or NaN of the program, and it reached the loss or the gradients."
     if cause == "overflow in fp32":
-        return "The numbers exceed even fp32, whose largest is 3.4e38: the training diverges, or an input is far off."
+        return "The numbers exceed even fp32, whose largest is 3.4e38: training diverges, or an input is too large."
     if cause in ("poisoned buffer", "poisoned weight", "bad input"):
         before = "It was not finite before the window began"
         return {

@@ -122,7 +122,7 @@ class Watch:
         self._examined = first
         self.num_calls += 1
         unchanged = streak > 0 and first >= begin
-        logger.info("the doctor replays step %d", first)
+        logger.info("the doctor reruns step %d", first)
         weights = "the weights of the step" if unchanged else f"the weights of step {loop.step}"
         diagnosis = yield from self._diagnose(first)
         if diagnosis is None and not unchanged:
@@ -134,7 +134,7 @@ class Watch:
             diagnosis = Diagnosis(
                 "not found",
                 "The step was skipped when it was trained, and is finite now. Weights or random numbers differed: set "
-                "deterministic=true and save_every smaller to have it replayed as it was.",
+                "deterministic=true and a smaller save_every for an exact rerun.",
                 amp=loop.cfg.amp.name,
                 loss_scale=loop.amp.scale,
             )
@@ -208,7 +208,7 @@ class Watch:
             write_json(folder / f"step_{diagnosis.step:08d}.json", diagnosis.to_dict())
         logger.warning("the doctor's report (%s)\n%s", folder / f"step_{diagnosis.step:08d}.txt", text)
         if self.num_calls == self.cfg.max_reports:
-            logger.info("doctor.max_reports=%d: the doctor was called for the last time", self.cfg.max_reports)
+            logger.info("doctor.max_reports=%d: this was the last report", self.cfg.max_reports)
 
 
 def _same(a: Diagnosis, b: Diagnosis) -> bool:

@@ -267,7 +267,7 @@ class PartialFC:
         elif (everything.dim, everything.start, everything.stop) == (0, first, last):
             rows.copy_(everything.tensor)
         else:
-            raise ValueError(f"rows {everything.start} to {everything.stop} were given, and {first} to {last} are here")
+            raise ValueError(f"found rows {everything.start} to {everything.stop}, expected {first} to {last}")
 
     def span_of_rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """This rank's rows of a tensor of [num_classes, embedding]; ValueError if it has another shape."""

@@ -193,7 +193,7 @@ def slice_of(part: Tensor) -> Slice:
     each = -(-part.shape[dim] // mesh.size(split))  # as torch.chunk cuts
     start = min(mesh.get_local_rank(split) * each, part.shape[dim])
     if mine.shape[dim] != min(each, part.shape[dim] - start):
-        raise TypeError(f"a part of {tuple(part.shape)} has {mine.shape[dim]} of {each} places along dimension {dim}")
+        raise TypeError(f"a shard of {tuple(part.shape)} has {mine.shape[dim]} of {each} indices along dimension {dim}")
     return Slice(mine, start, part.shape[dim], dim)
 
 

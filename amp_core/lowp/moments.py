@@ -54,7 +54,7 @@ class Adam16(torch.optim.Optimizer):
         fused: bool = True,
     ) -> None:
         if not fused:
-            raise ValueError("fused=False: a step with bfloat16 moments is torch's fused one")
+            raise ValueError("fused=False: bfloat16 moments need torch's fused step")
         super().__init__(
             params,
             {

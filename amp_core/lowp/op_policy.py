@@ -69,12 +69,12 @@ THROUGH_FP32 = "avg_pool3d" if torch.__version__ >= "2.13" else "avg_pool3d trac
 """Not cast by CUDA, but without a 16-bit kernel on a CPU: computed in fp32, and the result rounded."""
 
 KEPT = {
-    "complex64, for want of 16-bit complex kernels": """
+    "complex64, since there are no 16-bit complex kernels": """
         fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft fft_irfft2
         fft_irfftn fft_hfft fft_ihfft stft stft.center polar
     """,
     "16 bits, as CUDA does for the convolution inside": "conv1d.padding conv2d.padding conv3d.padding",
-    "16 bits, in layers that CUDA does otherwise": "mkldnn_rnn_layer _native_multi_head_attention _addmm_activation",
+    "16 bits, in layers unlike those of CUDA": "mkldnn_rnn_layer _native_multi_head_attention _addmm_activation",
 }
 """Autocast kernels that only a CPU has, and that stay. The others are removed: CUDA does not cast these operators."""
 

@@ -204,7 +204,7 @@ def missing_compiler(backend: str, device_type: str) -> str | None:
     except none_found:
         found = None
     if found is None or shutil.which(found) is None:
-        return f"inductor needs a C++ compiler for a CPU, and there is none of {', '.join(filter(None, candidates))}"
+        return f"inductor needs a C++ compiler for a CPU; found none of {', '.join(filter(None, candidates))}"
     return None
 
 

@@ -80,7 +80,7 @@ def why_not_capturable(
     if len(devices) > 1:
         return f"layout={layout.name} computes on several devices from threads"
     if layout.shard_optimizer and world_size > 1:
-        return "layout.shard_optimizer shards weights anew in each step"
+        return "layout.shard_optimizer gathers weights from Python"
     return unfit(optimizers)
 
 
@@ -160,7 +160,7 @@ class CudaGraphStep:
                 with noted_waits() as waits:
                     returned = step(window)
                 if waits:
-                    self._refuse(f"a step waits for the device at {waits[0]}, which is not permitted in a graph")
+                    self._refuse(f"a step waits for the device at {waits[0]}, which a graph cannot capture")
                 return returned
             problem = self._try(step, window, tensors)
             if problem is not None:
@@ -194,7 +194,7 @@ class CudaGraphStep:
         changed = [name for name, address in self._addresses().items() if before.get(name) != address]
         if changed:
             put_back()
-            return f"a step puts another tensor into the place of {changed[0]}"
+            return f"a step replaces the tensor of {changed[0]}"
         self._moved = [schedule.moved for schedule in self._schedules]
         self._counts = list(map(counts_of, self._optimizers))
         logger.info("perf.graph: step captured, and replayed from here on")

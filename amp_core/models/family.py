@@ -1,4 +1,4 @@
-"""Families of networks that are built from the same facts of the data and take and return the same tensors.
+"""Families of networks that are built from the same facts of the data and have the same inputs and outputs.
 
 Names are looked up in an explicit table, so that a configuration can choose but never run code.
 """

@@ -175,7 +175,7 @@ class GPT(nn.Module):
         x, phases, bias = self.embed(tokens), None, None
         if self.table is not None:
             if offset + length > self.table.num_embeddings:
-                raise ValueError(f"position {offset + length - 1}: the model has learned {self.table.num_embeddings}")
+                raise ValueError(f"position {offset + length - 1}: the model has {self.table.num_embeddings} positions")
             x = x + self.table(ids.long().clamp(max=self.table.num_embeddings - 1))  # 511 in bfloat16 is 512
         elif self.positions == "rope":
             phases = rope_phases(ids, self.head_dim)

@@ -282,7 +282,7 @@ class Environment:
         except OSError as problem:
             message = f"{self.run_dir / 'summary.json'}: cannot be written: {problem.strerror or problem}"
             if status == "finished":
-                raise SaveError(f"{message}; it does not say that the run has finished") from problem
+                raise SaveError(f"{message}; it does not record that the run has finished") from problem
             logger.warning(message)  # a full disk must not hide what happened
 
     def seed_step(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation of a run's network and of its average, stopped between two batches when the run is to stop."""
+"""Evaluation of a run's network and its EMA; it stops between two batches when the run stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The windows of a run: which samples a step has on which rank, loaded, weighted and copied to the device."""
+"""The windows of a run: the samples of each step and rank, loaded, weighted and copied to the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signs of life between the launchers of several machines: a lost machine is noticed at any time.
+"""Heartbeats between the launchers of several machines, to notice a lost machine at any time.
 
 torch's agent learns of a lost machine only from a collective that fails. While workers import and meet there is none,
 and they would wait for the lost ones until a timeout. So each launcher sets a key every two seconds, and watches those

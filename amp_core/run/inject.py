@@ -1,4 +1,4 @@
-"""Faults on purpose, by `debug.inject`: what the handling of skipped steps and the doctor are tried with."""
+"""Fault injection by `debug.inject`, to test skipped steps and the doctor."""
 
 from __future__ import annotations
 

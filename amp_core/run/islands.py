@@ -1,4 +1,4 @@
-"""Islands that are made while a run is under way, as the doctor asks for and as a resumed run had them."""
+"""fp32 islands made during a run: by the doctor, or restored by a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a checked configuration to finished workers: in this process, or N of them through torch's elastic agent.
+"""Start the workers of a checked configuration: in this process, or N of them through torch's elastic agent.
 
 Workers are started as commands, not as functions, so that a run, a sweep and a joblib sweep start them the same way.
 A worker that ends on purpose (time limit, divergence, a signal) reports its exit code through a file and exits with 0:
@@ -43,7 +43,7 @@ SHUTDOWN_SECONDS = 600
 STANDSTILL_SECONDS = 10
 """How long a rank may be stopped by SIGSTOP when the run was asked to end."""
 
-TWICE = "interrupted twice: stopped at once; the steps since the last checkpoint are lost"
+TWICE = "interrupted twice: stopped immediately; the steps since the last checkpoint are lost"
 
 Run = Callable[[Config, Environment], dict[str, float]]
 
@@ -202,7 +202,7 @@ class _Signals:
             if max(seconds.values(), default=0) >= STANDSTILL_SECONDS:
                 pids = ", ".join(map(str, ranks))
                 self._kill(
-                    f"a rank stands still (process {pids} is stopped): all were killed; the steps since the last "
+                    f"a rank hangs (process {pids} is stopped): all were killed; the steps since the last "
                     f"checkpoint are lost"
                 )
                 return
@@ -259,7 +259,7 @@ def _first_failure(failed: Any) -> str:
     rank, failure = min(failed.failures.items(), key=order)
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
-        return f"rank {rank} was killed by {name}; the same command goes on from the last checkpoint"
+        return f"rank {rank} was killed by {name}; the same command resumes from the last checkpoint"
     return f"rank {rank} failed:\n{_extra(failure).get('py_callstack', failure.message)}"
 
 

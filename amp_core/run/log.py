@@ -93,7 +93,7 @@ class Log:
         try:
             self._last_steps = cut_lines(run_dir / "metrics.jsonl", last_line_step)
         except OSError as error:
-            self.warning(f"metrics.jsonl: lines beyond step {last_line_step} cannot be cut and stand twice: {error}")
+            self.warning(f"metrics.jsonl: lines beyond step {last_line_step} cannot be cut and are doubled: {error}")
         self._statistics_file: LineFile | None = None
         self._statistics_path = run_dir / "doctor" / "statistics.jsonl"
         try:
@@ -106,12 +106,12 @@ class Log:
             try:
                 self._tensorboard = TensorBoard(run_dir / "tensorboard", last_line_step + 1)
             except Exception as error:  # a third party's: whatever it is, training goes on without it
-                self.warning(f"tensorboard cannot start, the run goes on without it: {error}")
+                self.warning(f"tensorboard cannot start, the run continues without it: {error}")
         if cfg.wandb:
             try:
                 self._wandb = Wandb(run_dir, cfg, run_config, name, self._logger)
             except OSError as error:
-                self.warning(f"wandb cannot start, the run goes on without it: {error}")
+                self.warning(f"wandb cannot start, the run continues without it: {error}")
 
     def metrics(self, metrics: Mapping[str, Any]) -> None:
         """Report the numbers of a step: to metrics.jsonl, the bar and the trackers.

@@ -494,7 +494,7 @@ def _end(loop: Loop, log: Log) -> None:
 def _interrupt(loop: Loop, stop: int, where: str, saved: str, cause: BaseException | None = None) -> NoReturn:
     reason = "the time limit was reached" if stop == TIME_LIMIT else signal.Signals(stop - 128).name
     loop.summarise()
-    message = f"stopped at step {where}: {reason}; {saved}; go on with run_dir={loop.env.run_dir}"
+    message = f"stopped at step {where}: {reason}; {saved}; resume with run_dir={loop.env.run_dir}"
     if loop.env.is_main:
         logger.warning("%s", message)
     raise Interrupted(message, exit_code_of(stop), by_signal=stop != TIME_LIMIT) from cause

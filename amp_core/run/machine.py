@@ -1,4 +1,4 @@
-"""What the bits of a result depend on besides the code: processor, instruction set, threads, version of torch, GPU.
+"""What the bits of a result depend on besides the code: processor, instruction set, threads, torch, GPU.
 
 Kernels are chosen by what the processor has and sum in an order that depends on the number of threads. So a run that
 is resumed elsewhere is as good as before, but no longer bit for bit the run that was not interrupted.
@@ -93,8 +93,8 @@ def moved(checkpoint: Path, device: torch.device) -> str | None:
     if "cpu" in then and "cpu" in here and "cpu" not in changed:
         changed.insert(0, "cpu")
     return (
-        f"the checkpoint was made with {_spell(then, here, changed)}, this run goes on with "
-        f"{_spell(here, then, changed)}: from here on bits may differ from those of a run that was not interrupted"
+        f"the checkpoint was made with {_spell(then, here, changed)}, this run continues with "
+        f"{_spell(here, then, changed)}: from here on bits may differ from those of an uninterrupted run"
     )
 
 

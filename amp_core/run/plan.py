@@ -1,4 +1,4 @@
-"""What a run is going to do and what it will need, in words: for the log, and for a dry run."""
+"""The plan of a run and its memory as text, for the log and for a dry run."""
 
 from __future__ import annotations
 

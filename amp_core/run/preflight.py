@@ -1,4 +1,4 @@
-"""What can be checked before the start but needs torch: devices, names that are looked up in torch, packages, files."""
+"""Checks before the start that need torch: devices, names in torch, packages, files."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def _check_parts(cfg: Config, family: Family, problems: list[str]) -> None:
         nets = list(net.values()) if isinstance(net, torch.nn.ModuleDict) else [net]
         if cfg.perf.checkpoint_activations and not all(any(True for _ in blocks(each)) for each in nets):
             problems.append(
-                f"perf.checkpoint_activations=true: model.name={cfg.model.name} has no blocks (modules with parts of "
-                f"their own in an nn.ModuleList or nn.Sequential) that could be computed once more; leave it out"
+                f"perf.checkpoint_activations=true: model.name={cfg.model.name} has no blocks (modules with "
+                f"submodules in an nn.ModuleList or nn.Sequential) to recompute; leave it out"
             )
         keep_fp32(net, cfg.amp.keep_fp32)
     except ValueError as problem:

@@ -53,7 +53,7 @@ class WorkerStore:
                     heard[other] = number  # of this attempt, or left by one that is over
                     store.set(number, own)
             if time.monotonic() > end:
-                raise TimeoutError(f"ranks {sorted(missing)} did not come within {self._seconds:g} s")
+                raise TimeoutError(f"ranks {sorted(missing)} did not arrive within {self._seconds:g} s")
             time.sleep(0.01)
         return own
 

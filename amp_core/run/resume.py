@@ -83,7 +83,7 @@ def resume(run: Run) -> tuple[Loaded | None, list[str], list[str]]:
     _agree_on(run, loaded)
     if loaded is None:
         if env.run_dir is not None and (env.run_dir / "metrics.jsonl").exists():
-            notes.append("the run folder holds no checkpoint yet: beginning from the start")
+            notes.append("the run folder has no checkpoint yet: starting from step 0")
         return None, notes, warnings
     notes += loaded.notes
     if cfg.task == "train":
@@ -96,7 +96,7 @@ def resume(run: Run) -> tuple[Loaded | None, list[str], list[str]]:
     _make_islands(run, list(loaded.progress.get("islands", [])), notes)
     old_mode = loaded.config.get("amp", {}).get("name")
     if old_mode != cfg.amp.name:
-        notes.append(f"the checkpoint was made with amp={old_mode}, going on with amp={cfg.amp.name}")
+        notes.append(f"the checkpoint was made with amp={old_mode}, resuming with amp={cfg.amp.name}")
     verb = "continuing from" if cfg.task == "train" else "evaluating"
     notes.append(f"{verb} step {run.step}: {loaded.path}")
     if cfg.task == "train" and (elsewhere := moved(loaded.path, env.device)):
@@ -112,12 +112,12 @@ def _make_islands(run: Run, islands: list[str], notes: list[str]) -> None:
     there = {".".join(filter(None, [prefix, name])) for prefix, net in nets for name in island_names(unwrap(net))}
     if set(islands) - there and run.cfg.layout.name in SHARDED and run.amp.dtype is not torch.float32:
         raise ConfigError(
-            f"layout={run.cfg.layout.name}: the doctor had put {', '.join(islands)} into fp32, which has to come "
-            f"before weights are sharded: add amp.keep_fp32=[{','.join(islands)}]"
+            f"layout={run.cfg.layout.name}: the doctor had put {', '.join(islands)} into fp32, which must "
+            f"happen before weights are sharded: add amp.keep_fp32=[{','.join(islands)}]"
         )
     if islands and can_make_islands(run.amp, nets):
         make_islands(run, islands)
-        notes.append(f"the doctor had put {', '.join(islands)} into fp32: so it stays")
+        notes.append(f"{', '.join(islands)} stay in fp32, as the doctor set them")
 
 
 def _agree_on(run: Run, loaded: Loaded | None) -> None:
@@ -139,7 +139,7 @@ def _check_changes(run: Run, loaded: Loaded, notes: list[str]) -> None:
         return
     raise ConfigError(
         [f"{change} (the checkpoint {loaded.path} was made with the first)" for change in changed]
-        + ["allow_changes=false: expected the settings of the checkpoint; allow_changes=true goes on with these"]
+        + ["allow_changes=false: expected the settings of the checkpoint; allow_changes=true resumes with these"]
     )
 
 
@@ -173,8 +173,8 @@ def _spread(run: Run, notes: list[str]) -> list[str]:
     change = f"accumulation={run.feed.accumulation} instead of {cfg.accumulation}"
     if found != wanted:
         return [
-            f"{change}: {found} samples per step on {ranks}, not the {wanted} of the plan, which no accumulation "
-            f"gives with batch_size={cfg.batch_size}; the learning rate stays as it is"
+            f"{change}: {found} samples per step on {ranks}, not the planned {wanted}, which no accumulation gives "
+            f"with batch_size={cfg.batch_size}; the learning rate is unchanged"
         ]
     if run.feed.accumulation != cfg.accumulation:
         notes.append(f"{change}: keeps {wanted} samples per step on {ranks}")

@@ -1,4 +1,4 @@
-"""When a run ends early: signals and the time limit, agreed between all ranks without a wait."""
+"""Early stop of a run: signals and the time limit, agreed between all ranks without waiting."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Stop:
         if self._parent is not None and not self.code and os.getppid() != self._parent:
             # The agent was killed: without it, training would go on unseen and hold the run folder.
             if others_start_again():
-                raise RunError("the launcher of this machine was killed; those of the other machines go on without it")
+                raise RunError("the launcher of this machine was killed; those of other machines continue without it")
             self.code = 128 + signal.SIGTERM
         if self._group is None:
             return self.code

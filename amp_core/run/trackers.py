@@ -1,4 +1,4 @@
-"""TensorBoard and wandb: imported late, on rank 0, and never able to stop a run."""
+"""TensorBoard and wandb: imported late, on rank 0; their failures never stop a run."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Wandb:
             process.wait()
             code = 0
         if code != 0 and not self._has_warned:
-            self._logger.warning("wandb's process died (exit code %d), the run goes on without it", code)
+            self._logger.warning("wandb's process died (exit code %d), the run continues without it", code)
 
 
 def _wandb_id(path: Path) -> str:
@@ -242,7 +242,7 @@ def _wandb_main() -> None:
         run = wandb.init(**start["init"], settings=settings)
         run.define_metric("*", step_metric="step")
     except (Exception, SystemExit) as error:  # a third party's: whatever it is, training goes on
-        answer(logging.WARNING, f"wandb cannot start, the run goes on without it: {error}")
+        answer(logging.WARNING, f"wandb cannot start, the run continues without it: {error}")
         os._exit(0)  # its exit hooks wait for a service that may never answer
     if run.disabled:
         answer(logging.INFO, "wandb is disabled by WANDB_MODE")

@@ -1,4 +1,4 @@
-"""Runs put into groups that are compared, and what the comparison says, in words.
+"""Groups of runs, and their comparison in words.
 
     study = make_study(runs)            # what differs between the runs decides what is compared
     study.headline, study.sections[0].sentences

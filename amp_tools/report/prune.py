@@ -1,4 +1,4 @@
-"""Removing runs, or the checkpoints of runs, that nobody needs.
+"""Remove runs, or checkpoints of runs, that nobody needs.
 
 Every deletion is planned first and shown; `carry_out` then takes the lock of the run folder, so that no run is writing
 there and none can begin, looks again, and removes only names that a run makes. What lies beside them stays, and so does

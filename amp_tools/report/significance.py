@@ -1,4 +1,4 @@
-"""Whether two groups of runs differ, are equal, or cannot be told apart, over seeds.
+"""Statistical tests: whether two groups of runs differ, are equal, or cannot be told apart, over seeds.
 
 Three questions, three answers. "Better" or "worse" needs a t-test that rejects equal means. "Equal" needs more than a
 test that does not reject: the interval of the difference must lie within a margin (two one-sided t-tests). Everything

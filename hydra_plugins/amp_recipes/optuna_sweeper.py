@@ -93,7 +93,7 @@ class OptunaSweeper(Sweeper):
                 self._run(study, batch, overrides, space, folder)
             self._tell_all(study, folder)
             if not asked_to_stop(folder) and not any(trial.state.name == "COMPLETE" for trial in study.trials):
-                raise RunError(f"{folder}: no trial finished; the error of each stands above")
+                raise RunError(f"{folder}: no trial finished; the error of each is above")
         finally:
             lock.close()
         say(f"results: {folder / 'optimization_results.yaml'}")

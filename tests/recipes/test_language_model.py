@@ -115,7 +115,7 @@ def test_text_that_is_not_there_or_too_short_is_refused(folder: Path, tmp_path: 
 def test_a_file_that_shrinks_during_a_run_is_named(folder: Path) -> None:
     data = build_data(data_config("text", path=str(folder), length=8), seed=0)
     (folder / "0" / "0.txt").write_bytes(b"short")
-    with pytest.raises(RunError, match=r"0\.txt has become shorter"):
+    with pytest.raises(RunError, match=r"0\.txt got shorter"):
         batch_of(data.train)
     (folder / "0" / "0.txt").unlink()
     with pytest.raises(RunError, match=r"cannot read .*0\.txt"):
@@ -331,7 +331,7 @@ def test_a_learned_table_ends() -> None:
     net = build_model("gpt", LANGUAGE_MODELS, options={"positions": "learned"}, vocab_size=32, length=16)
     tokens = torch.randint(32, (1, 16))
     assert net(tokens).shape == (1, 16, 32)
-    with pytest.raises(ValueError, match="position 16: the model has learned 16"):
+    with pytest.raises(ValueError, match="position 16: the model has 16 positions"):
         net(tokens, offset=1)
 
 

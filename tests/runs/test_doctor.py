@@ -138,7 +138,7 @@ def test_calls_are_limited_and_nothing_is_reported_twice(tmp_path, monkeypatch):
     assert start(tmp_path, "amp=bf16", "steps=40", "doctor.max_reports=2") == 0
     assert [report["step"] for report in reports(tmp_path)] == [2]  # and not once more for the same finding
     log = (tmp_path / "train.log").read_text()
-    assert log.count("the doctor replays") == 2 and log.count("the same as at step 2") == 1
+    assert log.count("the doctor reruns") == 2 and log.count("the same as at step 2") == 1
 
 
 class Alternating(nn.Linear):

@@ -173,7 +173,7 @@ def test_plain_reading_of_a_pipe_hangs(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SECONDS", 0.2)
     with pytest.raises(Hangs), no_hang():
         (tmp_path / "pipe").read_text()
-    with pytest.raises(OSError, match="is no regular file"):
+    with pytest.raises(OSError, match="is not a regular file"):
         files.read_text(tmp_path / "pipe")
 
 

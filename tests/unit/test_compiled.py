@@ -326,4 +326,4 @@ def test_what_has_no_effect_or_cannot_be_is_refused(overrides, key, tmp_path, mo
 def test_a_machine_without_a_compiler_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
-        refused_before_the_start(["perf=compile"], "there is none of no-such-compiler", capsys)
+        refused_before_the_start(["perf=compile"], "found none of no-such-compiler", capsys)

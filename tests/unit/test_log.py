@@ -461,7 +461,7 @@ def test_a_tensorboard_that_cannot_start_is_one_warning(tmp_path, capsys):
     log = make_log(tmp_path, tensorboard=True)
     log.metrics(train_line(1))
     log.close({})
-    assert capsys.readouterr().err.count("tensorboard cannot start, the run goes on without it") == 1
+    assert capsys.readouterr().err.count("tensorboard cannot start, the run continues without it") == 1
     assert len(lines_of(tmp_path)) == 1
 
 
@@ -547,7 +547,7 @@ def test_a_dead_process_is_one_warning(tmp_path, offline, capsys):
         log.metrics(train_line(step))
         time.sleep(0.02)
     log.close({})
-    assert capsys.readouterr().err == "warning: wandb's process died (exit code -9), the run goes on without it\n"
+    assert capsys.readouterr().err == "warning: wandb's process died (exit code -9), the run continues without it\n"
 
 
 def test_a_process_that_hangs_costs_lines_there_and_a_bounded_wait_at_the_end(tmp_path, offline, capsys, monkeypatch):
