@@ -116,7 +116,7 @@ PAGE_TEXT = """\
 What each layout holds and sends, and when to switch. The tables come from the memory model
 `amp_core/layouts/memory_model.py`, which `dry_run=true` uses too, and are compared with bytes counted on 1, 2 and 4
 processes. Made by `python scripts/scaling.py --write` with torch {version}, checked by `tests/runs/test_scaling.py`.
-Activations grow with the batch and come on top.
+Activations are extra; they grow with the batch.
 
 ## When to switch
 
