@@ -87,7 +87,7 @@ def listed(names: str) -> str:
 
 
 def minor_version() -> str:
-    """Of torch, such as 2.13: lists change between these."""
+    """The minor version of torch, such as 2.13: lists change between these."""
     return ".".join(torch.__version__.split(".")[:2])
 
 

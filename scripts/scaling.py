@@ -62,7 +62,7 @@ NVLINK, NETWORK = 450e9, 50e9
 HOP, FAR_HOP = 3e-6, 10e-6
 """Seconds until a message is there, within a machine and between two."""
 FLOPS = 0.4 * 989e12
-"""Of a GPU, per second: 40 % of what an H100 does in bf16."""
+"""Operations of a GPU per second: 40 % of an H100's peak in bf16."""
 TOKENS = 16_384
 """Per GPU and step, in one micro-batch."""
 USABLE = 60e9
@@ -340,7 +340,7 @@ def _rank(rank: int, num_ranks: int, cases: list[Case], folder: str) -> None:
 
 
 def measured(cases: list[Case]) -> list[tuple[Memory, dict[str, int], Memory]]:
-    """Of the rank that holds the most, for each case."""
+    """Measurements of the rank that holds the most, for each case."""
     found: dict[Case, tuple[Memory, dict[str, int], Memory]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for num_ranks in sorted({case.num_ranks for case in cases}):
@@ -399,7 +399,7 @@ def by_kind(exchanged: list[Collective]) -> dict[str, int]:
 
 
 def seconds(each: Collective) -> float:
-    """Of a kind of exchange: bytes over bandwidth, and the way that each call has to go."""
+    """Seconds of a collective: bytes over bandwidth, and the latency of each call."""
     if each.num_ranks == 1:
         return 0.0
     machines = each.num_ranks if each.strides else math.ceil(each.num_ranks / MACHINE)
@@ -534,7 +534,7 @@ def comparison() -> str:
 
 
 def differences(rows: str) -> list[float]:
-    """Of the comparison's rows: model against measurement, relative."""
+    """Relative differences between model and measurement in the comparison's rows."""
     found = []
     for line in rows.splitlines()[2:]:
         cells = [int(cell.replace(",", "")) for cell in line.strip("| ").split(" | ")[4:]]

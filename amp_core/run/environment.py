@@ -199,7 +199,7 @@ class Environment:
 
     @functools.cached_property
     def compiler(self) -> Any:
-        """Of perf.compile, made at its first use."""
+        """The compiler of perf.compile, made at its first use."""
         from amp_core.memory.compiled import Compiler
 
         return Compiler(self.cfg.perf.backend, any_shape=self.cfg.perf.dynamic)

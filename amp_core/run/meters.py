@@ -22,7 +22,7 @@ class Meter:
 
     def __init__(self, device: torch.device, num_skipped: int = 0) -> None:
         self.grad_norm: Tensor | None = None
-        """Of the last step; None: there was none."""
+        """Norm of the last step; None: there was none."""
         self.num_skipped = torch.full((), num_skipped, dtype=torch.int64, device=device)
         self._zero = torch.zeros((), device=device)
         self.clear()

@@ -27,7 +27,7 @@ WAYS = {"resnet50": ("plain", "recast"), "gpt2": ("plain", "chunks", "recast", "
 
 
 def kept(network: str, mode: str, way: str, batch_size: int, *, fake: bool = True, **sizes: int) -> Saved:
-    """Of a training step's forward pass and loss.
+    """What a training step's forward pass and loss keep.
 
     Args:
         network: of NETWORKS.
@@ -35,7 +35,7 @@ def kept(network: str, mode: str, way: str, batch_size: int, *, fake: bool = Tru
         way: of WAYS.
         batch_size: samples.
         fake: nothing is computed, and no memory is needed. The bytes are the same, but for the statistics of batch
-            norms, which are fp32 and said to be bfloat16: 0.1 MiB of ResNet-50.
+            norms, which are fp32 and counted as bfloat16: 0.1 MiB of ResNet-50.
         **sizes: in place of those of `GPT2`.
     """
     amp = Amp.named(mode)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one step."""
+    """Exact counts of one step."""
 
     calls: int
     """Python functions called; built-in ones do not count."""
@@ -42,7 +42,7 @@ class _Operators(TorchDispatchMode):
 
 
 def count(step: Callable[[], None]) -> Counts:
-    """Of the third of three steps, and a fourth one for the calls."""
+    """Counts of the third of three steps, with the calls of a fourth one."""
     for _ in range(2):
         step()
     with _Operators() as operators:

@@ -231,7 +231,7 @@ class _Flops(TorchDispatchMode):
 
 
 def count_flops(overrides: list[str]) -> tuple[float, float]:
-    """Of some steps in the middle: floating-point operations, and samples. The same in every mode."""
+    """Floating-point operations and samples of some steps in the middle. The same in every mode."""
     totals, samples = [], []
     for steps in (2, 4):
         with tempfile.TemporaryDirectory() as folder, _Flops() as counter:
@@ -262,7 +262,7 @@ def matrix_peak(dtype: str, device: str, seconds: float = 0.2) -> float:
 
 
 def _seconds(a: torch.Tensor, repeats: int, device: str) -> float:
-    """Of one product."""
+    """Seconds of one matmul."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     wait()
     began = time.perf_counter()

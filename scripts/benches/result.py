@@ -43,7 +43,7 @@ class Number:
 
     @classmethod
     def of(cls, samples: Sequence[float], aa: float | None = None) -> Number:
-        """Of the turns, in the order in which they were taken.
+        """Median and interval of the turns, in the order in which they were taken.
 
         Args:
             samples: at least one.
@@ -228,7 +228,7 @@ def take_turns(runners: dict[str, Callable[[], float]], rounds: int) -> dict[str
 
 
 def ratios(times: dict[str, list[float]], to: str, again: str) -> dict[str, Number]:
-    """Of the same round, with the spread of the reference against its twin."""
+    """Ratios within the same round, with the spread of the reference against its twin."""
     found = {who: [a / b for a, b in zip(times[who], times[to], strict=True)] for who in times}
     spread = max(abs(bound - 1) for bound in interval(found[again]))
     return {who: Number.of(values, aa=spread) for who, values in found.items()}
@@ -332,7 +332,7 @@ In the files, {spread}.
 
 
 def page(folder: Path) -> str:
-    """Of all `NAME/*.json` in a folder."""
+    """The page of all `NAME/*.json` in a folder."""
     text = INTRODUCTION.format(interval=INTERVAL, spread=SPREAD)
     machines = sorted({file.parent for file in folder.glob("*/*.json")})
     if not machines:

@@ -27,7 +27,7 @@ class Work:
     """(samples, randomness) -> inputs and targets on the CPU."""
     batch_size: int
     tokens: int = 0
-    """Of a sample, where there are any."""
+    """Tokens of a sample, where there are any."""
 
     def net(self, device: str, *, channels_last: bool = False) -> nn.Module:
         """The same weights at every call, in training."""

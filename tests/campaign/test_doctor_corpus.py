@@ -354,7 +354,7 @@ def test_masks_of_minus_infinity_are_no_fault(monkeypatch):
 
 
 def test_the_score_is_full():
-    """Of what was run before it: the whole corpus, unless tests were selected."""
+    """The score of what was run before it: the whole corpus, unless tests were selected."""
     names = {fault.name for fault in FAULTS}
     assert len(names) == len(FAULTS) >= 24 and len(HEALTHY) >= 10
     assert {fault.recipe for fault in FAULTS} == set(RECIPES)

@@ -26,7 +26,7 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 half_types = pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 EPS = {FP16: 2**-11, BF16: 2**-8}
 IN_FP32 = 132 * 2**-24
-"""Of `RowNorm`: the sum of 256 squares in any order, halved by the root, and four roundings more."""
+"""The bound of `RowNorm`: the sum of 256 squares in any order, halved by the root, and four more roundings."""
 FACTS = {"num_classes": 4, "image_shape": (1, 8, 8)}
 
 

@@ -65,7 +65,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def distance(a: list[Tensor], b: list[Tensor]) -> float:
-    """Of the logits and gradients, relative, in the L2 norm."""
+    """Relative distance of logits and gradients in the L2 norm."""
     x, y = (torch.cat([t.double().flatten() for t in each]) for each in (a, b))
     return float((x - y).norm() / y.norm())
 

@@ -361,7 +361,7 @@ def test_a_rank_keeps_the_positives_of_all_ranks(on_ranks):
 
 
 def _backbone_grads(rank):
-    """Of a plain DDP net, and of ours, which sums; and what one process has."""
+    """Gradients of a plain DDP net, of ours, which sums, and of one process."""
     x, labels = batch()
     grads = []
     for wrap in (nn.parallel.DistributedDataParallel, lambda net: wrap_ddp(net, torch.device("cpu"))):

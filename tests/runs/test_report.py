@@ -108,7 +108,7 @@ def test_tests_and_intervals_are_those_of_scipy():
 
 
 OFTEN = 36
-"""Of 500 sweeps 25 may be wrong, and chance makes more than this of it once in a hundred times."""
+"""Out of 500 sweeps 25 may be wrong; by chance more than this many are in one of a hundred tests."""
 
 
 def claims(gap, *, digits=None, rate=500, noise=0.002, seeds=5, margin=0.004):

@@ -71,7 +71,7 @@ def test_the_model_is_what_is_measured(on_ranks: OnRanks) -> None:
 
 
 def test_rows_are_not_cut() -> None:
-    """Of 5 rows on 2 ranks one holds 3, and both gather 6."""
+    """With 5 rows on 2 ranks one holds 3, and both gather 6."""
     weights = lay_out([Weight((5, 10))], "fsdp", 2)
     amp = amp_config("fp32")
     assert memory(weights, amp).weights == 4 * 30

@@ -36,7 +36,7 @@ CLOCKS = {"samples_per_second", "data_wait", "seconds"}
 
 
 def digest(value: Any) -> str:
-    """Of everything in nested containers: keys, plain values, and each tensor's dtype, shape and bytes."""
+    """A digest of nested containers: keys, plain values, and each tensor's dtype, shape and bytes."""
     total = hashlib.sha256()
 
     def feed(value: Any) -> None:

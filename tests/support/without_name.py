@@ -352,7 +352,7 @@ def users(names: str) -> dict[str, Callable[[], Any]]:
 
 
 def digest(value: Any) -> str:
-    """Of every bit."""
+    """A digest of every bit."""
     if isinstance(value, Tensor):
         data = value.detach().clone().contiguous()
         shown = f"{data.dtype}{tuple(data.shape)}".encode() + bytes(data.view(-1).view(torch.uint8).tolist())

@@ -218,7 +218,7 @@ class Warns(Block):
 
 
 def test_a_warning_that_is_an_error_lets_no_part_run_eagerly(caplog, monkeypatch):
-    """Of the tracer and of the compiler. They are shown; what is ignored is not, and later ones are errors as before."""
+    """Warnings of the tracer and the compiler are shown; ignored ones are not, and later ones are errors as before."""
     monkeypatch.setitem(globals(), "Block", Warns)
     compiler = Compiler("aot_eager")
     compile_graph = compiler._compile

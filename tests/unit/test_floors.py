@@ -73,7 +73,7 @@ def test_the_loop_has_at_most_350_lines():
 
 
 def test_no_module_is_in_a_circle_of_imports():
-    """Of imports that are made when a module is imported; deeper ones are made later."""
+    """Only imports made when a module is imported count; deeper ones are made later."""
     known = floors.modules()
     graph = {
         module: set(floors.at_import(path)) & set(known)

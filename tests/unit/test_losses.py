@@ -108,7 +108,7 @@ def test_it_refuses_a_second_derivative() -> None:
 
 
 def test_it_keeps_hidden_states_and_no_logits() -> None:
-    """Of bf16 autocast: 2 bytes per element of a hidden state and 4 per token, against 6 per token and class."""
+    """Under bf16 autocast: 2 bytes per element of a hidden state and 4 per token, against 6 per token and class."""
     hidden, weight, _, targets = case()
     kept = {}
     for name, loss_of in (("whole", whole), ("chunked", chunked)):

@@ -177,7 +177,7 @@ NETS = {
 
 
 def gradients(net, x, target, **region):
-    """Of a loss with a gradient penalty, as one vector."""
+    """Gradients of a loss with a gradient penalty, as one vector."""
     x = x.clone().requires_grad_(True)
     with autocast(**region):
         out = net(x)

@@ -69,7 +69,7 @@ OPTIMIZERS = {
     "adamw_fused": lambda params: AdamW(params, lr=2**-7, fused=True),
 }
 PATTERNS = int(os.environ.get("OVERFLOW_PATTERNS", 125))
-"""Of each of 8 cases: 1,000 in all, or as many as the environment says."""
+"""Patterns of each of 8 cases: 1,000 in all, or as many as the environment says."""
 # Falls with every taken step, and stays a power of two: exact as a tensor on the device, too.
 RATES: dict[str, Any] = {"lr_lambda": lambda taken: 0.5**taken}
 

@@ -65,7 +65,7 @@ def test_a_weight_is_cast_once_per_window(counts: Any, mode: str) -> None:
 
 
 def gradients(mode: str, share: bool) -> Iterator[list[Tensor]]:
-    """Of three windows, a step after each."""
+    """Gradients of three windows, a step after each."""
     net, amp = mlp(), Amp.named(mode)  # type: ignore[arg-type]
     optimizer = SGD(net.parameters(), lr=0.1, fused=True)
     for _ in range(3):

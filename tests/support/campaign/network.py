@@ -25,7 +25,7 @@ PORT = 29511
 TIMEOUT = 0.1
 """layout.timeout_minutes."""
 TAP, NO_HEADER, SET_INTERFACE = 0x0002, 0x1000, 0x400454CA
-"""Of linux/if_tun.h."""
+"""Constants of linux/if_tun.h."""
 # Of its own name and addresses; the names of both; given up after seconds, not after a quarter of an hour.
 ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && echo 4 > /proc/sys/net/ipv4/tcp_retries2 && shift 2 && "$@"'
 
