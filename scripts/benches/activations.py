@@ -69,8 +69,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 def measure(flags: argparse.Namespace) -> Result:
     result = Result("activations", flags.command, flags.device)
     result.notes.append(
-        "Of a forward pass and its loss, in MiB: what is kept for the backward pass, each memory once, no weights. "
-        "Ratios are of activations and copies together, to fp32 with the same settings and to fp32 without any."
+        "MiB that a forward pass and its loss keep for the backward pass, without weights, shared memory counted once. "
+        "Ratios: activations and copies, to fp32 with the same settings and to fp32 without any."
     )
     for network in NETWORKS:
         for batch_size in map(int, flags.samples.split(",")):

@@ -21,9 +21,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 def measure(flags: argparse.Namespace) -> Result:
     result = Result("cost", flags.command, flags.device)
     result.notes.append(
-        "Of one step: Python functions called, operators dispatched, casts to and from 16 bits, and times that the "
-        "host reads something from the device. Counts, the same on every machine with the same torch. `textbook` is "
-        "`by hand` with an optimizer that is not fused. The Trainer cannot be stepped from outside."
+        "Counts of one step: Python calls, operators dispatched, casts to and from 16 bits, host-device syncs; the "
+        "same on every machine with one version of torch. `textbook` is `by hand` with an optimizer that is not fused. "
+        "The Trainer cannot be stepped from outside."
     )
     for work in flags.work:
         for mode in flags.modes:

@@ -23,10 +23,10 @@ import torch
 from benches import ROOT
 
 PEERS = ("accelerate", "lightning", "timm")
-INTERVAL = "95 % of the median, by resampling the turns; of fewer than 5 turns the smallest and the largest"
+INTERVAL = "a bootstrapped 95 % interval of the median; with fewer than 5 turns the smallest and the largest"
 SPREAD = (
-    "aa is how far apart, relative, the same thing lies from itself: of a ratio, the far end of the interval of a "
-    "second loop that is the reference once more; of any other number, the medians of odd and of even turns"
+    "aa is the relative noise: of a ratio, the far end of the interval of a second loop like the reference; of other "
+    "numbers, the difference between the medians of odd and even turns"
 )
 """What `low`, `high` and `aa` of a number mean; both stand in every file."""
 
@@ -319,13 +319,13 @@ def draw(found: dict[str, Any], path: Path) -> None:
 INTRODUCTION = """\
 # Benchmarks
 
-Made by `python scripts/bench.py table` out of the files beside it: no number is typed, and `tests/runs/test_bench.py`
-holds the page to the files. [docs/SPEED.md](../docs/SPEED.md#benchmarks) says what is measured, and how.
+What is measured, and how: [docs/SPEED.md](../docs/SPEED.md#benchmarks). `python scripts/bench.py table` makes this page
+from the files beside it, and `tests/runs/test_bench.py` compares them.
 
     python scripts/bench.py all --out benchmarks/NAME    # all files of a machine, about ten minutes on two quiet cores
     python scripts/bench.py table                        # this page
 
-A number is a median and its interval: {interval}.
+A number is a median with its interval: {interval}.
 
 In the files, {spread}.
 """

@@ -104,7 +104,7 @@ def measure(flags: argparse.Namespace) -> Result:
     if apart:
         result.notes.append(
             f"All loops end with the same weights after {STEPS_ALIKE} steps (one, with BatchNorm), with AdamW and with "
-            f"SGD. Largest distance from those of the loop by hand, to the way that these went: {most}."
+            f"SGD. Largest distance from those of the loop by hand, relative to how far these moved: {most}."
         )
         print(result.notes[-1])
     return result
@@ -193,7 +193,7 @@ def distance(work: Work, names: list[str], batches: list[Batch], mode: str, devi
             if not apart <= ALIKE[mode] or not abs(losses[who] / losses["by hand"] - 1) <= ALIKE[mode]:
                 raise NotAlike(
                     f"{who} trains another network than the loop by hand ({work.title}, {mode}, accumulation "
-                    f"{len(few)}, {optimize.__name__}): its weights lie {apart:.2g} of the way apart, its loss is "
+                    f"{len(few)}, {optimize.__name__}): relative distance of the weights {apart:.2g}, loss "
                     f"{losses[who]:.6g} instead of {losses['by hand']:.6g}"
                 )
             most = max(most, apart)
