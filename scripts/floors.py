@@ -33,14 +33,14 @@ LIMITS = {
     "models": 770,
     "data": 2150,
     "heads": 690,
-    "run": 4530,
+    "run": 4600,
     "doctor": 1925,
-    "cli": 1340,
+    "cli": 1355,
     "amp_tools": 4700,
 }
 """Lines of each floor at most, in their order. `base` are the modules that lie beside the folders."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 67, 13290, 3600
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 67, 13310, 3600
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 ABOUT = {
