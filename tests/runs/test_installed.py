@@ -170,7 +170,9 @@ def test_the_wheel_holds_all_and_its_program_runs_from_another_folder(own_folder
     names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     if names.returncode:
         pytest.skip("needs git to know which files are ours")
-    for name in filter(lambda name: (ROOT / name).is_file(), names.stdout.split("\n")):
+    in_image = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    kept = [name for name in names.stdout.split("\n") if name.split("/")[0] in in_image]
+    for name in filter(lambda name: (ROOT / name).is_file(), kept):  # as Docker sees them
         (own_folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, own_folder / "source" / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
