@@ -33,8 +33,8 @@ def check_result(metrics: Mapping[str, float], *, step: int, skipped: int, amp: 
         raise Diverged(f"diverged: {', '.join(bad)} at the end, and {how}; expected finite metrics. Lower optimizer.lr")
     if skipped == step == searched:
         raise Diverged(
-            f"diverged: {how}, the loss scale came down from {amp.init_scale:.10g} to {scale:.10g} and no step was taken. "
-            f"The same command with more steps continues; amp.init_scale={scale / 2:.10g} begins lower"
+            f"diverged: {how}, the loss scale came down from {amp.init_scale:.10g} to {scale:.10g} and no step was "
+            f"taken. The same command with more steps continues; amp.init_scale={scale / 2:.10g} begins lower"
         )
     if skipped == step or 2 * (skipped - searched) > step:
         raise Diverged(f"diverged: {how}, expected at most half; lower optimizer.lr, or see the doctor's report")
