@@ -51,6 +51,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from amp_core import __version__
 from amp_core.cli import compose, sweep
+from amp_core.cli.command import program, tool
 from amp_core.cli.help import help_text
 from amp_core.cli.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
 from amp_core.config.errors import ConfigError, RunError
@@ -98,7 +99,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         if dashed := re.match(r"unrecognized arguments: --?([\w.-]+)(?:=(\S+))?", message):
             hint = _without_dashes(dashed[1].replace("-", "_"), dashed[2], arguments)
             message = f"{message}. {hint}" if hint else message
-        raise ConfigError(f"{message}; settings are written key=value, see python train.py --help")
+        raise ConfigError(f"{message}; settings are written key=value, see {program()} --help")
 
     parser.error = refuse
     flags = parser.parse_intermixed_args(arguments)
@@ -272,9 +273,7 @@ def _sweep(overrides: list[str]) -> int:
     from amp_core.run.rendezvous import launched
 
     if launched():
-        refused = ConfigError(
-            "-m under torchrun would run the sweep once per rank; use python train.py -m layout=ddp ..."
-        )
+        refused = ConfigError(f"-m under torchrun would run the sweep once per rank; use {program()} -m layout=ddp ...")
         if os.environ["RANK"] == "0":
             raise refused
         return refused.exit_code
@@ -315,7 +314,7 @@ def _sweep(overrides: list[str]) -> int:
     jobs = planned.jobs if planned.sweeper == "basic" else []
     records = sweep.records_of(sweep_dir, [(compose.sweep_subdir(job), job) for job in jobs])
     if records:
-        say(sweep.table(records, sweep_dir, f"python scripts/report.py {shlex.quote(str(sweep_dir))}"))
+        say(sweep.table(records, sweep_dir, f"{tool('report')} {shlex.quote(str(sweep_dir))}"))
     if code in sweep.SIGNALS.values():
         say(f"interrupted; the same command with hydra.sweep.dir={sweep_dir} resumes it")
         return code

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from amp_core.cli.command import program
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import config_dirs
 
@@ -33,7 +34,7 @@ RECIPES = {
 }
 
 if sys.argv[0] == "-m" and (_asked := sys.orig_argv[sys.orig_argv.index("-m") + 1]) in RECIPES.values():
-    print(f"error: {_asked} is not a program; use python train.py recipe={_asked.rpartition('.')[2]}", file=sys.stderr)
+    print(f"error: {_asked} is not a program; use {program()} recipe={_asked.rpartition('.')[2]}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or "LOCAL_RANK" not in os.environ:
-        print(
-            "error: python -m recipes is what train.py starts for layout=ddp; use python train.py --help",
-            file=sys.stderr,
-        )
+        from amp_core.cli.command import program
+
+        print(f"error: python -m recipes is a worker of layout=ddp; use {program()} --help", file=sys.stderr)
         sys.exit(2)
     gc.disable()  # collections look again and again at all that was imported so far
 

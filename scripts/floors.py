@@ -27,20 +27,20 @@ LIMITS = {
     "base": 670,
     "lowp": 1850,
     "step": 2260,
-    "memory": 830,
+    "memory": 850,
     "layouts": 1250,
     "checkpoints": 1950,
     "models": 770,
     "data": 2150,
     "heads": 690,
-    "run": 4420,
+    "run": 4600,
     "doctor": 1925,
-    "cli": 1340,
+    "cli": 1355,
     "amp_tools": 4700,
 }
 """Lines of each floor at most, in their order. `base` are the modules that lie beside the folders."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 66, 13200, 3600
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 67, 13310, 3600
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 ABOUT = {

@@ -31,6 +31,7 @@ from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quot
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
+from amp_core.cli.command import program
 from amp_core.cli.lease import num_cores
 from amp_core.config.errors import ConfigError
 from amp_core.config.files import kind_of, open_file, read_bytes, read_json, read_yaml
@@ -109,7 +110,7 @@ def groups() -> list[str]:
 
 
 @functools.cache
-def _keys() -> dict[str, Any]:
+def typed_keys() -> dict[str, Any]:
     """Every key that may be set, with dots, except those below `options` and `recipe`; and its type."""
 
     def walk(kind: type[Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -120,11 +121,6 @@ def _keys() -> dict[str, Any]:
                 yield from walk(inner[0], f"{prefix}{name}.")  # type: ignore[arg-type]
 
     return dict(walk(Config, ""))
-
-
-def known_keys() -> list[str]:
-    """Every key that may be set, with dots, except those below `options` and `recipe`."""
-    return list(_keys())
 
 
 @functools.lru_cache(4096)
@@ -245,7 +241,7 @@ def _sound_form(override: Override, multirun: bool) -> list[str]:
         return [f"{key}={option}"]
     if re.search(r"options(\.|$)", key):  # of a constructor: free keys, and setting one adds it
         return [f"++{key}={typed}"]
-    if key in _keys() or key.startswith(("recipe.", "debug.inject.")):
+    if key in typed_keys() or key.startswith(("recipe.", "debug.inject.")):
         return [f"{key}={typed}"]
     raise KeyError(key)
 
@@ -267,7 +263,7 @@ def _off(key: str) -> str:
         for option in ("none", "off", "constant", "default", "fp32", "single"):
             if option in choices(key):
                 return f"use {key}={option}"
-    elif type(None) in get_args(_keys().get(key)):
+    elif type(None) in get_args(typed_keys().get(key)):
         return f"use {key}=null"
     return "leave it out"
 
@@ -308,16 +304,15 @@ def _say_unknown(override: Override, sound: list[str], problems_of: Problems | N
         found = [fixed for text in candidates if (fixed := _tried(text, sound, before, problems_of))]
         if found:
             shown = (" ".join(texts) for texts in found[:3])
-            return (
-                f"{key}: there is no such key. Did you mean {' or '.join(shown)}? All keys: python train.py --cfg job"
-            )
-    return f"{key}: there is no such key. All keys: python train.py --cfg job"
+            meant = " or ".join(shown)
+            return f"{key}: there is no such key. Did you mean {meant}? All keys: {program()} --cfg job"
+    return f"{key}: there is no such key. All keys: {program()} --cfg job"
 
 
 def _candidates(key: str, typed: str) -> Iterator[list[str]]:
     """What an unknown key may have been meant for, the likeliest first: overrides that are alternatives."""
     head, _, tail = key.rpartition(".")
-    known = [*_keys(), "experiment"]
+    known = [*typed_keys(), "experiment"]
     yield [f"{other}={typed}" for other in known if other.rpartition(".")[2] == tail]
     for target in WORDS.get(tail, "").split():
         meant = MEANT.get(target, {}).get(typed, typed)
@@ -482,7 +477,7 @@ def one_line(problem: BaseException) -> str:
         for line in lines
         if not line.startswith(("full_key", "reference_type", "object_type", "To append to your"))
     ]
-    return f"{'; '.join(kept[:3]) or type(problem).__name__}; see python train.py --help"
+    return f"{'; '.join(kept[:3]) or type(problem).__name__}; see {program()} --help"
 
 
 @dataclasses.dataclass(frozen=True)

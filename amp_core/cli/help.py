@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from amp_core.cli.command import program, tool
 from amp_core.config import schema
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import Config, choices, conf_dir, option_file, suggest
@@ -61,7 +62,8 @@ def help_text(topics: list[str] | None = None) -> str:
     Raises:
         ConfigError: there is no such topic.
     """
-    return "\n\n".join(_topic(topic) for topic in topics) if topics else _screen()
+    text = "\n\n".join(_topic(topic) for topic in topics) if topics else _screen()
+    return text.replace("python train.py", program()).replace("python scripts/report.py", tool("report"))
 
 
 def _screen() -> str:

@@ -19,6 +19,7 @@ import functools
 import importlib.util
 import logging
 import shutil
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -50,11 +51,15 @@ class Compiler:
     Attributes:
         num_graphs: compiled so far; forward and backward count as one.
         num_failed: graphs that run eagerly.
+        clock: shows the time while a graph is compiled; called with the `time.monotonic()` of the first one's start.
     """
 
     def __init__(self, backend: str = "inductor", *, any_shape: bool = False) -> None:
         self.backend, self.any_shape = backend, any_shape
         self.num_graphs = self.num_failed = 0
+        self.clock: Callable[[float], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+        self._began: float | None = None
+        self._reported = 0
         need("perf.compile", *NEEDED)
         dynamo = find("torch._dynamo")
         self._compile, self._again = dynamo.lookup_backend(backend), dynamo.exc
@@ -68,8 +73,13 @@ class Compiler:
         )
         # Use eager random numbers: the doctor reruns a window eagerly.
         random = find("torch._inductor.config").patch(fallback_random=True)
+        if self._began is None:
+            self._began = time.monotonic()
+            logger.info(
+                "compiling by %s: usually 30 to 150 s on a CPU, less with code that an earlier run left", self.backend
+            )
         try:
-            with backward, random:
+            with backward, random, self.clock(self._began):
                 compiled = self._compile(graph, inputs)
         except (self._again.RestartAnalysis, self._again.SkipFrame):
             raise  # torch's request to trace again, or not at all
@@ -81,6 +91,13 @@ class Compiler:
             return graph.forward
         self.num_graphs += 1
         return compiled
+
+    def report(self) -> None:
+        """Log what was compiled since the last call, if anything."""
+        if self._began is not None:
+            count, self._reported = self.num_graphs - self._reported, self.num_graphs
+            logger.info("compiled %d graphs in %.0f s", count, time.monotonic() - self._began)
+            self._began = None
 
     def passes(self, function: Pass) -> Pass:
         """`function`, compiled at its first call, separately with and without gradients."""

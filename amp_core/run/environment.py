@@ -204,6 +204,11 @@ class Environment:
 
         return Compiler(self.cfg.perf.backend, any_shape=self.cfg.perf.dynamic)
 
+    def report_compiling(self) -> None:
+        """Log what was compiled since the last call, if anything."""
+        if self.cfg.perf.compile is not None:
+            self.compiler.report()
+
     def eagerly(self) -> contextlib.AbstractContextManager[None]:
         """Inside of it nothing runs as compiled code, so that hooks and dispatch modes see every operation."""
         if self.cfg.perf.compile is None:

@@ -51,6 +51,7 @@ class Evaluation:
             self.asked = self._env.stop.code
             return False
         self.step = step
+        self._env.report_compiling()
         self._clock.pause(time.monotonic() - began)
         return True
 

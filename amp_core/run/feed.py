@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,12 @@ class Feed:
         """Micro-batches per window on each rank."""
         self.count: Callable[[Any], Tensor] | None = None
         """What a batch weighs; None: its samples."""
+
+    def resized(self, batch_size: int) -> Feed:
+        """The same data in windows of one micro-batch of another size."""
+        feed = Feed(self._env, self.data, self._waiting)
+        feed._cfg, feed.accumulation = replace(self._cfg, batch_size=batch_size), 1
+        return feed
 
     @property
     def samples_per_step(self) -> int:

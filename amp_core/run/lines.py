@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -12,16 +13,14 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
 from amp_core.config.files import open_file, visible
-
-if TYPE_CHECKING:
-    pass
+from amp_core.config.redact import redact
 
 TICK_SECONDS = 0.1
 """How often `Log.advance` does more than compare the time."""
@@ -53,13 +52,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def dumps(content: Any, indent: int | None = None) -> str:
-    return redact_values(json.dumps(to_plain(content), indent=indent, allow_nan=False))
-
-
-def redact_values(text: str) -> str:
-    from amp_core.config.redact import redact  # not to be found by this file as a script, which does not need it
-
-    return redact(text)
+    return redact(json.dumps(to_plain(content), indent=indent, allow_nan=False))
 
 
 def to_plain(value: Any) -> Any:
@@ -215,7 +208,7 @@ class LineFile:
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return visible(redact_values(super().format(record)))
+        return visible(redact(super().format(record)))
 
 
 class FileHandler(logging.Handler):
@@ -264,8 +257,9 @@ _Bar.set_lock(threading.RLock())  # tqdm's own is made for several processes, an
 class Progress:
     """A bar on a terminal, plain lines in a file."""
 
-    def __init__(self, total_steps: int) -> None:
+    def __init__(self, total_steps: int, *, shows_scale: bool) -> None:
         self._total = total_steps
+        self._shows_scale = shows_scale
         self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
         self._bar: _Bar | None = None
         self._start: tuple[float, int] | None = None
@@ -280,16 +274,39 @@ class Progress:
     def show(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._begin(step)
         if self._bar is not None:
-            facts = " ".join(_facts(metrics)).replace(" samples/s", "/s")  # fits 80 columns
+            facts = " ".join(self._facts(metrics)).replace(" samples/s", "/s")  # fits 80 columns
             self._bar.set_description_str(facts, refresh=False)
             self._bar.n = step
             self._bar.refresh()
         elif not self._is_terminal:
             left = self._seconds_left(step)
-            facts = [f"step {step}/{self._total}", *_facts(metrics)]
+            facts = [f"step {step}/{self._total}", *self._facts(metrics)]
             self._waiting = "  ".join(facts + ([f"{tqdm.format_interval(left)} left"] if left is not None else []))
             if step >= self._total or time.monotonic() - self._last_line >= LINE_SECONDS:
                 self._print()
+
+    @contextlib.contextmanager
+    def clock(self, what: str, began: float) -> Iterator[None]:
+        """A line on a terminal that counts the seconds since a `time.monotonic()`, from a thread that ends with it."""
+        if not self._is_terminal:
+            yield
+            return
+        ended = threading.Event()
+        with _Bar(bar_format="{desc}", file=sys.stderr, leave=False) as line:
+
+            def tick() -> None:
+                while True:
+                    line.set_description_str(f"{what}: {tqdm.format_interval(time.monotonic() - began)}")
+                    if ended.wait(TICK_SECONDS * 10):
+                        return
+
+            thread = threading.Thread(target=tick, daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                ended.set()
+                thread.join()
 
     def close(self, step: int) -> None:
         if self._bar is not None:
@@ -323,17 +340,16 @@ class Progress:
             self._last_line = time.monotonic()
             self._waiting = None
 
-
-def _facts(metrics: Mapping[str, Any]) -> list[str]:
-    """Such as "loss 0.4312", for those that are there."""
-    formats = {
-        "loss": "loss {:.4g}",
-        "lr": "lr {:.1e}",
-        "loss_scale": "scale {:.10g}",
-        "skipped": "skipped {:.0f}",
-        "samples_per_second": "{:.0f} samples/s",
-    }
-    facts = [text.format(float(metrics[key])) for key, text in formats.items() if metrics.get(key) is not None]
-    if (waited := metrics.get("data_wait") or 0.0) >= LARGE_WAIT:
-        facts.append(f"{100 * waited:.0f} % waiting for data")
-    return facts
+    def _facts(self, metrics: Mapping[str, Any]) -> list[str]:
+        """Such as "loss 0.4312", for those that are there."""
+        formats = {
+            "loss": "loss {:.4g}",
+            "lr": "lr {:.1e}",
+            **({"loss_scale": "scale {:.10g}"} if self._shows_scale else {}),
+            "skipped": "skipped {:.0f}",
+            "samples_per_second": "{:.0f} samples/s",
+        }
+        facts = [text.format(float(metrics[key])) for key, text in formats.items() if metrics.get(key) is not None]
+        if (waited := metrics.get("data_wait") or 0.0) >= LARGE_WAIT:
+            facts.append(f"{100 * waited:.0f} % waiting for data")
+        return facts

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from amp_core.config.redact import redact
 from amp_core.run.lines import (
     TICK_SECONDS,
     FileHandler,
@@ -34,7 +35,6 @@ from amp_core.run.lines import (
     cut_lines,
     dumps,
     numbers_of,
-    redact_values,
 )
 from amp_core.run.trackers import MAX_FAILURES, TensorBoard, Wandb
 
@@ -55,6 +55,7 @@ class Log:
         total_steps: the step at which the run ends.
         last_line_step: lines of metrics up to this step are kept, those beyond it are cut. None: `start_step` on a
             resume; a fresh start keeps none.
+        shows_scale: the mode has a loss scale, and progress shows it.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Log:
         start_step: int,
         total_steps: int,
         last_line_step: int | None = None,
+        shows_scale: bool = True,
     ) -> None:
         run_dir = Path(run_dir).absolute()
         self._is_main = rank == 0
@@ -101,7 +103,7 @@ class Log:
         except OSError as error:
             self.warning(f"{self._statistics_path}: lines beyond step {last_line_step} cannot be cut: {error}")
         if cfg.progress:
-            self._progress = Progress(total_steps)
+            self._progress = Progress(total_steps, shows_scale=shows_scale)
         if cfg.tensorboard:
             try:
                 self._tensorboard = TensorBoard(run_dir / "tensorboard", last_line_step + 1)
@@ -183,6 +185,10 @@ class Log:
         if self._wandb is not None:
             self._wandb.poll()
 
+    def clock(self, what: str, began: float) -> contextlib.AbstractContextManager[None]:
+        """Around what takes long: its seconds since a `time.monotonic()`, if progress is shown on a terminal."""
+        return contextlib.nullcontext() if self._progress is None else self._progress.clock(what, began)
+
     def info(self, message: str) -> None:
         """A message to train.log and stdout (rank 0)."""
         self._logger.info("%s", message)
@@ -247,7 +253,7 @@ class Log:
 def say(message: str) -> None:
     """Print to stdout; a closed pipe (`| head`) or a full disk does not end a run."""
     try:
-        print(redact_values(message), flush=True)
+        print(redact(message), flush=True)
     except OSError:
         # What is still buffered would raise again at exit.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

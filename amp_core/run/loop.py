@@ -17,6 +17,7 @@ its step.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import signal
 import sys
@@ -136,8 +137,7 @@ class Loop:
         """
         self.feed.count = count
         if self.cfg.dry_run and self.env.driver is None:
-            if self.env.is_main:
-                say(f"{plan(self)}\n{plan_in_detail(self)}")
+            yield from _dry_run(self, count)
             return
         self.checkpoint = open_checkpoint(self)
         self.env.closing.callback(self._finish_saving)
@@ -192,6 +192,7 @@ class Loop:
                 self.graph = None
                 name = self.cfg.recipe["name"]
                 logger.info("perf.graph=true: recipe=%s does not use Loop.run: running eagerly instead", name)
+            self.env.report_compiling()
             yield from self._after_step(end)
 
     def _stop_waiting(self, begin: int, end: int, wait: GaveUp) -> NoReturn:
@@ -413,6 +414,14 @@ def _require_samples(loop: Loop) -> None:
         )
 
 
+def _dry_run(loop: Loop, count: Callable[[Any], Tensor] | None) -> Iterator[list[MicroBatch]]:
+    from amp_core.run.layers import show_layers  # which needs this module
+
+    if loop.env.is_main:
+        say(f"{plan(loop)}\n{plan_in_detail(loop)}")
+    yield from show_layers(loop, count)
+
+
 def _open_log(loop: Loop, loaded: Loaded | None, notes: list[str], warnings: list[str]) -> Log:
     env, cfg = loop.env, loop.cfg
     assert env.run_dir is not None
@@ -425,7 +434,10 @@ def _open_log(loop: Loop, loaded: Loaded | None, notes: list[str], warnings: lis
         start_step=loop.step,
         total_steps=loop.num_steps,
         last_line_step=None if loaded is None else loop.step,
+        shows_scale=cfg.amp.scaling,
     )
+    if cfg.perf.compile is not None:
+        env.compiler.clock = functools.partial(log.clock, "compiling")
     for note in notes if env.is_main else []:
         log.info(note)
     for warning in warnings if env.is_main else []:

@@ -23,9 +23,13 @@ def plan(run: Run) -> str:
     more = memory.most - memory.total
     within = f", up to {more / 2**20:.1f} MiB more within a step" if more else ""
     optimizer = run.optimizers[0]
-    smallest, largest = run.amp.limits
-    amp = f"amp={cfg.amp.name} (numbers from {smallest:.1e} to {largest:.1e}"
-    amp += f", scale at most {scale_cap(cfg.amp, cfg.batch_size):g})" if cfg.amp.scaling else ")"
+    amp = f"amp={cfg.amp.name}"
+    if cfg.amp.scaling:
+        smallest, largest = run.amp.limits
+        cap = scale_cap(cfg.amp, cfg.batch_size)
+        amp += f" (numbers from {smallest:.1e} to {largest:.1e}, scale at most {cap:g})"
+    smoothing = cfg.recipe.get("label_smoothing", 0)
+    remark = [f"  the training loss includes label smoothing of {smoothing:g}, the evaluation loss does not"]
     passes = run.num_steps * run.feed.samples_per_step / len(data.train)
     return "\n".join(
         [
@@ -38,6 +42,7 @@ def plan(run: Run) -> str:
             f"{run.feed.accumulation} x {env.world_size} rank(s)), {passes:.3g} epochs",
             f"  {memory.total / 2**20:.1f} MiB per rank for weights, gradients, moments"
             f"{' and averages' if run.ema else ''}{within}; activations come on top",
+            *(remark if smoothing else []),
         ]
     )
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from importlib.metadata import version
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def typos(word):
     yield f"{head}{dot}{tail}x"
 
 
-KEYS = [key for key in compose.known_keys() if not key.startswith("recipe")]
+KEYS = [key for key in compose.typed_keys() if not key.startswith("recipe")]
 LEAVES = [key for key in KEYS if not any(other.startswith(f"{key}.") for other in KEYS)]
 UNKNOWN = sorted({f"{typo}=1" for key in LEAVES for typo in typos(key)} - {f"{key}=1" for key in KEYS})[::2]
 
@@ -454,14 +455,25 @@ def test_what_hydra_answers_may_stand_anywhere_and_shows_no_traceback(arguments,
     "arguments, code, said",
     [
         (["-m", "recipes.classification"], 2, "error: recipes.classification is not a program; use python train.py"),
-        (["-m", "recipes", "--help"], 2, "error: python -m recipes is what train.py starts"),
-        (["-m", "recipes"], 2, "error: python -m recipes is what train.py starts"),
+        (["-m", "recipes", "--help"], 2, "error: python -m recipes is a worker of layout=ddp"),
+        (["-m", "recipes"], 2, "error: python -m recipes is a worker of layout=ddp"),
         (["train.py", "--version"], 0, f"amp-recipes {amp_core.__version__}, torch {version('torch')}, hydra "),
     ],
 )
 def test_other_ways_to_start_say_what_to_type(arguments, code, said):
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, (done.stdout + done.stderr)[: len(said)]) == (code, said)
+
+
+def test_the_samples_of_the_readme_are_what_the_program_prints(capsys):
+    text = (ROOT / "README.md").read_text()
+    samples = re.findall(
+        r"^    \$ python train\.py ([^#\n]*?) *(?:#.*)?\n((?:    (?!python|\$).*\n)+)", text, re.MULTILINE
+    )
+    assert samples
+    for arguments, shown in samples:
+        assert train.main(arguments.split()) == 2
+        assert capsys.readouterr().err == textwrap.dedent(shown)
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,9 @@ def test_the_wheel_holds_all_and_its_program_runs_from_another_folder(own_folder
     names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     if names.returncode:
         pytest.skip("needs git to know which files are ours")
-    for name in filter(lambda name: (ROOT / name).is_file(), names.stdout.split("\n")):
+    in_image = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    kept = [name for name in names.stdout.split("\n") if name.split("/")[0] in in_image]
+    for name in filter(lambda name: (ROOT / name).is_file(), kept):  # as Docker sees them
         (own_folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, own_folder / "source" / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -192,7 +194,8 @@ def test_the_wheel_holds_all_and_its_program_runs_from_another_folder(own_folder
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "named sets of settings" in program("--help")
+    shown = program("--help") + program("--help", "sweep")
+    assert "named sets of settings" in shown and "amp-recipes -m amp=" in shown and "train.py" not in shown
     search = ["hydra/sweeper=optuna", "hydra.sweeper.num_trials=1", "optimizer.lr=interval(0.001,0.01)"]
     assert "1 finished of 1 trials" in program(*SMALL, "-m", *search)
     program(*SMALL, "run_dir=a")
@@ -200,7 +203,22 @@ def test_the_wheel_holds_all_and_its_program_runs_from_another_folder(own_folder
     for folder in ("a", "b"):
         assert json.loads(Path(folder, "summary.json").read_text())["status"] == "finished"
     launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    assert "2 of 2 jobs" in program(*SMALL, "--config-dir", "conf", "-m", "experiment=both", *launcher)
+    out = program(*SMALL, "--config-dir", "conf", "-m", "experiment=both", *launcher)
+    assert "2 of 2 jobs finished; the report: python -m amp_recipes.scripts.report " in out
+    report = [sys.executable, *out.partition("the report: python ")[2].split("\n")[0].split()]
+    done = subprocess.run(report, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "over 2 seeds" in done.stdout, (done.stdout, done.stderr)
+
+
+def test_messages_name_the_program_that_was_called(own_folder, monkeypatch, capsys):
+    wrong = ["seeds=1"], ["--seed", "3"], ["--help", "sweep"]
+    for argv, name in ((["python", "train.py"], "python train.py"), (["python", "/x/bin/amp-recipes"], "amp-recipes")):
+        monkeypatch.setattr(sys, "orig_argv", argv)
+        for arguments in wrong:
+            train.main(arguments)
+        said = "".join(capsys.readouterr())
+        other = {"python train.py": "amp-recipes -", "amp-recipes": "train.py"}[name]
+        assert said.count(name) > len(wrong) and other not in said
 
 
 def test_the_command_of_a_checkout_finds_our_sweeper():

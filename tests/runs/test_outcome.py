@@ -41,11 +41,21 @@ def test_the_search_for_a_loss_scale_is_no_failure():
         check_result({"loss": 1.0}, step=40, skipped=37, amp=FP16, scale=1.0)
 
 
+def test_a_run_without_a_single_taken_step_is_no_success_also_while_the_loss_scale_is_searched():
+    check_result({"loss": 1.0}, step=6, skipped=5, amp=FP16, scale=2.0**11)
+    with pytest.raises(Diverged, match=r"from 65536 to 1024 and no step was taken.* amp.init_scale=512"):
+        check_result({"loss": 1.0}, step=6, skipped=6, amp=FP16, scale=2.0**10)
+    low = amp_config("fp16", init_scale=8.0)
+    with pytest.raises(Diverged, match="4 of 4 steps were skipped, expected at most half"):  # at the floor, 3 halvings
+        check_result({"loss": 1.0}, step=4, skipped=4, amp=low, scale=1.0)
+
+
 @pytest.mark.parametrize(
     "settings, said",
     [
         (["optimizer.lr=1e9", "schedule=constant", "steps=12"], "loss nan at the end"),
         (["debug.inject={where: batch, step: 1}", "steps=1"], "1 of 1 steps"),
+        (["debug.inject={where: batch, step: 1}", "steps=1", "amp=fp16"], "from 65536 to 32768 and no step was taken"),
     ],
 )
 def test_a_run_that_diverged_says_so_and_ends_with_5_also_when_it_is_started_again(settings, said, own_folder, capsys):

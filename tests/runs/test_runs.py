@@ -19,7 +19,7 @@ import pytest
 import torch
 from running import Forked, checkpoints, differing, lines, same_but, state, summary
 from shared import free_port
-from test_recipes import as_rank, on_two_ranks
+from test_recipes import arguments, as_rank, on_two_ranks
 from test_recipes import run as run_recipe
 from tiers import rows
 
@@ -136,6 +136,30 @@ def test_evaluate_changes_nothing(capsys):
 def test_dry_run_tells_the_plan_and_creates_nothing(capsys, tmp_path):
     run("dry_run=true", "steps=7", "accumulation=2")
     assert "7 steps of 16 samples" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def layers(capsys, recipe, *overrides):
+    """The rows of a dry run's table, by layer, as its columns are."""
+    assert train.main(arguments(recipe, "dry_run=true", *overrides)) == 0
+    head, *rows = capsys.readouterr().out.partition("layers, ")[2].splitlines()[1:]
+    starts = [head.index(name) for name in ("layer", "type", "weight", "stored", "output", "island", "bytes")]
+    cells = [[row[i:j].strip() for i, j in zip(starts, [*starts[1:], None], strict=True)] for row in rows]
+    return {name: tuple(rest) for name, *rest in cells}
+
+
+def test_dry_run_shows_the_layers_as_a_real_step_computes_them(capsys, tmp_path):
+    table = layers(capsys, "language_model", "amp=bf16", 'amp.keep_fp32=["*.norm_mlp"]')
+    assert table["blocks.0.qkv"] == ("Linear", "96x32", "fp32", "bf16", "", f"{4 * 96 * 32:,}")
+    assert table["blocks.0.norm_mlp"] == ("Fp32LayerNorm", "32", "fp32", "fp32", "yes", "128")
+    # The names alone do not tell: CUDA's autocast sends this layer to fp32, a CPU's does not.
+    for policy, expected in (("device", "bf16"), ("cuda", "fp32")):
+        rows = layers(capsys, "gan", "amp=bf16", f"amp.op_policy={policy}").values()
+        assert {output for kind, _, _, output, *_ in rows if kind == "GroupNorm"} == {expected}
+    stored = {
+        kind: (weight, output) for kind, _, weight, output, *_ in layers(capsys, "classification", "amp=o2").values()
+    }
+    assert stored["Conv2d"] == ("fp16", "fp16") and stored["BatchNorm2d"][0] == "fp32"
     assert not list(tmp_path.iterdir())
 
 

@@ -190,9 +190,9 @@ def test_one_that_is_not_in_the_environment_is_seen_by_its_name_or_its_address(o
 
 
 def test_usual_settings_hold_no_key():
-    from amp_core.cli.compose import known_keys
+    from amp_core.cli.compose import typed_keys
 
-    assert not [key for key in known_keys() if refuse_secret(f"{key}=some-long-value")]
+    assert not [key for key in typed_keys() if refuse_secret(f"{key}=some-long-value")]
     text = '{"loss_per_token": 2.345678901, "num_tokens": 12345678, "tokens": "abcdefghij"}'
     assert redact(text) == text
 

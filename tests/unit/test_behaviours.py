@@ -60,7 +60,8 @@ def test_the_numbers_that_a_mode_can_hold(
     assert high.to(dtype) == high and (high * 1.01).to(dtype).isinf()
     monkeypatch.chdir(tmp_path)
     assert train.main(["dry_run=true", "data=synthetic", f"amp={mode}"]) == 0
-    assert f"numbers from {smallest:.1e} to {largest:.1e}" in capsys.readouterr().out
+    shown = f"numbers from {smallest:.1e} to {largest:.1e}" in capsys.readouterr().out
+    assert shown == (mode == "fp16")  # where a loss scale moves gradients into this range
 
 
 def test_bf16_trains_where_the_fp16_forward_overflows() -> None:

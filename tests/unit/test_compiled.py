@@ -6,6 +6,7 @@ compared. Inductor itself rounds less often.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import warnings
@@ -285,6 +286,24 @@ def test_compiled_is_eager_on_ranks(on_ranks):
     assert on_ranks(_on_a_rank) == [[True, True]] * 2
 
 
+def test_it_says_that_it_compiles_and_how_long_that_took(caplog):
+    """Once for the blocks of a step and once for those of an evaluation, with a clock for each graph."""
+    caplog.set_level(logging.INFO, "amp_recipes")
+    net, compiler, began = network(), Compiler("aot_eager"), []
+    compiler.clock = lambda since: began.append(since) or contextlib.nullcontext()
+    compile_parts(net, compiler)
+    compiler.report()
+    for count, region in (1, torch.enable_grad), (1, torch.no_grad), (0, torch.no_grad):
+        with region():
+            net(torch.randn(12, 8))
+        compiler.report()
+        said = [record.getMessage() for record in caplog.records if record.name == "amp_recipes"]
+        expected = ["compiling by aot_eager: usually", f"compiled {count} graphs in "] if count else []
+        assert [text[: len(start)] for text, start in zip(said, expected, strict=True)] == expected
+        caplog.clear()
+    assert len(set(began)) == 2  # the second one was traced twice
+
+
 COMPILE = ["perf=compile", "perf.backend=aot_eager"]
 RUN = ["steps=6", "schedule.horizon=6", "accumulation=2", "amp=fp16", "amp.growth_interval=1", "recipe.sample_bytes=0"]
 RUN += ["doctor.statistics_every=4"]
@@ -307,6 +326,7 @@ def test_a_compiled_run_is_the_run_and_continues_bit_exactly(tmp_path, monkeypat
     found = compared("compiled", *COMPILE)
     assert found[0] == expected[0] and not same_but(expected[1], found[1])
     assert (tmp_path / "compiled/train.log").read_text().count("compiled by aot_eager") == 2
+    assert (tmp_path / "compiled/train.log").read_text().count("compiling by aot_eager: usually 30 to 150 s") >= 2
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import textwrap
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -46,7 +47,12 @@ def make(run_dir, **changes):
 
 
 def make_log(
-    run_dir: Path, rank: int = 0, start_step: int = 0, last_line_step: int | None = None, **changes: Any
+    run_dir: Path,
+    rank: int = 0,
+    start_step: int = 0,
+    last_line_step: int | None = None,
+    shows_scale: bool = True,
+    **changes: Any,
 ) -> Log:
     values = {"name": "test", "progress": False, "tensorboard": False, "wandb": False, "wandb_project": "p"}
     more = {"wandb_entity": None, "wandb_group": None, "wandb_tags": [], "wandb_name": None, "quiet": False}
@@ -60,6 +66,7 @@ def make_log(
         start_step=start_step,
         total_steps=100,
         last_line_step=last_line_step,
+        shows_scale=shows_scale,
     )
 
 
@@ -318,6 +325,14 @@ def test_progress_in_a_file_is_a_few_plain_lines(tmp_path, capsys):
     assert last == f"step 100/100  {facts}  00:00 left"
 
 
+def test_a_mode_without_a_loss_scale_shows_none_and_still_records_it(tmp_path, capsys):
+    log = make_log(tmp_path, progress=True, shows_scale=False)
+    log.metrics(train_line(100, loss_scale=1.0))
+    log.close({})
+    assert capsys.readouterr().err == "step 100/100  loss 0.5  lr 1.0e-03  skipped 0  900 samples/s\n"
+    assert lines_of(tmp_path)[0]["loss_scale"] == 1.0
+
+
 def test_a_line_says_when_much_of_the_time_goes_to_waiting_for_data(tmp_path, capsys):
     for waited in (0.42, 0.04):
         log = make_log(tmp_path, progress=True)
@@ -422,6 +437,29 @@ def test_a_bar_on_a_terminal_is_whole_and_messages_do_not_tear_it(tmp_path, colu
     assert (before, half, beware, after) == ("before the bar", "half way", "warning: beware", "after")
     assert re.fullmatch(r"100%\|\S+\| 100/100 00:00 left loss 0.4312 lr 9.8e-04 scale 65536 skipped 2 ?(912/s?)?", bar)
     assert len(bar) <= (columns or 80)
+
+
+CLOCK_RUN = """
+    log = make(sys.argv[1], progress=True)
+    log.info("before")
+    with log.clock("compiling", time.monotonic() - 61):
+        time.sleep(1.5)
+        log.info("within")
+        time.sleep(1)
+    log.close({})
+    print("after")
+"""
+
+
+def test_a_clock_ticks_on_a_terminal_and_leaves_nothing_behind(tmp_path, capsys):
+    output = on_terminal(CLOCK_RUN, tmp_path, 80)
+    assert all(f"compiling: 01:0{second}" in output for second in (1, 2, 3))
+    assert [line for line in screen(output) if line] == ["before", "within", "after"]
+    log = make_log(tmp_path, progress=True)
+    with log.clock("compiling", 0.0):  # in a file
+        threads = threading.enumerate()
+    log.close({})
+    assert capsys.readouterr() == ("", "") and len(threads) == 1
 
 
 # --- tensorboard

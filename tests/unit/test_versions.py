@@ -32,6 +32,15 @@ def minors(texts):
     return sorted({tuple(int(number) for number in text.split(".")[:2]) for text in texts})
 
 
+def test_the_image_takes_the_pinned_torch_and_extras_that_there_are():
+    text = (ROOT / "Dockerfile").read_text()
+    pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned and set(re.findall(r"pytorch/pytorch:([\d.]+)-cuda", text)) == {pinned[1]}
+    extras = re.search(r"'\.\[([\w,]+)\]'", text)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extras and set(extras[1].split(",")) <= set(project["optional-dependencies"])
+
+
 def test_every_promise_of_versions_is_the_range_that_is_tested():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ranges = dict(

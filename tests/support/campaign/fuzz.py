@@ -74,7 +74,7 @@ SECONDS = 60
 
 def command_line(rng: random.Random) -> list[str]:
     """1 to 5 overrides or flags, most of them nearly right."""
-    keys, groups = compose.known_keys() + RECIPE_KEYS + OPTIONS, [*compose.groups(), "experiment"]
+    keys, groups = [*compose.typed_keys(), *RECIPE_KEYS, *OPTIONS], [*compose.groups(), "experiment"]
     line = [_override(rng, keys, groups) for _ in range(rng.choice([1, 1, 2, 2, 3, 5]))]
     if rng.random() < 0.05:
         line.insert(rng.randrange(len(line) + 1), rng.choice(FLAGS))
