@@ -121,7 +121,7 @@ class LowPrecisionWeights:
     `net` returns fp32, also in nested containers.
 
     `state_dict()` holds fp32 values, so that every mode resumes from every other's checkpoint. Loaded values are kept
-    as exactly as the mode can: bit-exact from its own checkpoints, with `num_taken`.
+    as exactly as the mode can: bit-exact from its own checkpoints, with `num_taken` (`Amp.counters`).
 
     Create it on the device, after `keep_fp32` and before optimizers, EMA and guards. In a process group all ranks start
     with the weights and buffers of rank 0.
@@ -132,8 +132,7 @@ class LowPrecisionWeights:
         update: see the top of this file.
 
     Attributes:
-        num_taken: 0-d int64 tensor, taken steps, which seed the noise of stochastic rounding. Save it, and set it when
-            resuming.
+        num_taken: 0-d int64 tensor, taken steps, which seed the noise of stochastic rounding.
 
     Raises:
         ValueError: `dtype` or `update` is unknown, or they do not fit together; the weights are 16-bit already, or none

@@ -321,9 +321,8 @@ class Loop:
             self._log.info(note)
         for warning in line.warnings:
             self._log.warning(warning)
-        self._symptoms = Symptoms(step, 0, line.streak, scale, None, None)
-        if self.monitor is not None:
-            self._symptoms = self.monitor.symptoms(step, line.found, skipped, line.streak, scale)
+        symptoms = Symptoms(step, line.streak, scale)
+        self._symptoms = symptoms if self.monitor is None else self.monitor.completed(symptoms, line.found)
 
     def _consult(self, *, in_a_hurry: bool) -> Iterator[list[MicroBatch]]:
         """Ask the monitor about the last log line, unless the run is to stop; end a run that has diverged."""
@@ -362,11 +361,7 @@ class Loop:
         try:
             self.checkpoint.save(
                 self.step,
-                progress=progress_of(self)
-                | {
-                    "meters": self.metrics.states(self.env.host_group),
-                    "is_evaluated": self.evaluation.step == self.step,
-                },
+                progress=progress_of(self),
                 config=self.cfg.to_dict(),
                 metrics=self.eval if self.evaluation.step == self.step else None,
                 best=(self.cfg.recipe["best"], self.cfg.recipe["best_is"]),

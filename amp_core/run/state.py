@@ -13,6 +13,7 @@ from amp_core.data import Data
 from amp_core.memory.graph import CudaGraphStep
 from amp_core.memory.recast import Recast
 from amp_core.run.environment import Environment
+from amp_core.run.evaluation import Evaluation
 from amp_core.run.feed import Feed
 from amp_core.run.meters import Metrics
 from amp_core.step.amp import Amp
@@ -34,6 +35,7 @@ class Run(Protocol):
     schedule: Schedule
     ema: Ema | None
     feed: Feed
+    evaluation: Evaluation
     metrics: Metrics
     checkpoint: Checkpoint
     graph: CudaGraphStep | None

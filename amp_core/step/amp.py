@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -578,6 +578,22 @@ class Amp:
                 "amp.backward or after amp.update"
             )
         self.scaler.load_state_dict(state)
+
+    def counters(self) -> dict[str, Any]:
+        """What a resumed run needs besides `state_dict`; `Checkpoint` saves it. Waits for the device."""
+        return {
+            "skipped": int(self.num_skipped),
+            "consecutive_skips": int(self.num_consecutive_skips),
+            "rounded": [int(weights.num_taken) for weights in self.weights],
+        }
+
+    def load_counters(self, progress: Mapping[str, Any]) -> None:
+        """Restore what `counters` returned. A count that is missing is 0."""
+        self.num_skipped.fill_(int(progress.get("skipped", 0)))
+        self.num_consecutive_skips.fill_(int(progress.get("consecutive_skips", 0)))
+        rounded = [*progress.get("rounded", []), *[0] * len(self.weights)]
+        for weights, num_taken in zip(self.weights, rounded, strict=False):
+            weights.num_taken.fill_(int(num_taken))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
