@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_core.config.rules import WHOLE_MATRICES
+from amp_core.config.schema import WHOLE_MATRICES
 from amp_core.torch_private import foreach_mul_, foreach_norm
 
 

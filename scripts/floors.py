@@ -29,18 +29,18 @@ LIMITS = {
     "step": 2270,
     "memory": 830,
     "layouts": 1370,
-    "checkpoints": 1985,
+    "checkpoints": 1990,
     "models": 770,
     "data": 2085,
     "heads": 690,
-    "run": 4320,
+    "run": 4345,
     "doctor": 1925,
     "cli": 1340,
     "amp_tools": 4700,
 }
 """Lines of each floor at most, in their order. `base` are the modules that lie beside the folders."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 66, 13200, 3600
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 63, 12500, 2500
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 ABOUT = {

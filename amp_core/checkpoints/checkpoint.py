@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amp_core.checkpoints import folders, parts, plain_state, reading, sharded
+from amp_core.checkpoints import folders, parts, plain_state, reading
 from amp_core.checkpoints.agreement import Ranks
 from amp_core.checkpoints.folders import DEFAULTS, FORMAT, MANIFEST, RESERVED, STATE
 from amp_core.checkpoints.parts import AveragedPart, Part
@@ -203,6 +203,8 @@ class Checkpoint:
         here = {name: part for name, part in self.parts.items() if not parts.is_collective(part, full=not is_sharded)}
         states: dict[str, Any] = {name: parts.local_state(part) for name, part in here.items()}
         if is_sharded:
+            from amp_core.checkpoints import sharded
+
             _, mine, rest = sharded.assign_shards(here, states, self._ranks.rank, self._ranks.num)
             states = {"": [own.tensor for own in mine]} | (rest if self.writer else {})
         wanted: dict[Any, Tensor] = {}
@@ -242,6 +244,8 @@ class Checkpoint:
         return write
 
     def _prepare_sharded(self, target: Path, facts: dict[str, Any], about: dict[str, Any]) -> Callable[[], bool]:
+        from amp_core.checkpoints import sharded
+
         ranks = self._ranks
         problem: Exception | None = None
         entries, mine, contents = [], [], {}

@@ -36,7 +36,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_core.lowp.islands import island_names
 from amp_core.lowp.rounding import noise_16bit, round_stochastically, split
 from amp_core.tensors import full_copy, is_sharded, several_ranks
 from amp_core.torch_private import NormBase, foreach_copy_, is_missing, version_of
@@ -141,6 +140,8 @@ class LowPrecisionWeights:
 
     @torch.no_grad()
     def __init__(self, net: nn.Module, dtype: torch.dtype, update: Update) -> None:
+        from amp_core.lowp.islands import island_names  # what else is here needs none of it
+
         if dtype not in _HALF or update not in get_args(Update):
             raise ValueError(f"{dtype}, {update!r}: expected float16 or bfloat16, and one of {get_args(Update)}")
         if update == "stochastic" and dtype is not torch.bfloat16:

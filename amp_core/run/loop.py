@@ -31,7 +31,6 @@ from amp_core.checkpoints.checkpoint import Loaded
 from amp_core.config.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
 from amp_core.data import Data
 from amp_core.data.loading import GaveUp
-from amp_core.memory.graph import CudaGraphStep, Step, why_not_capturable
 from amp_core.memory.recast import Recast
 from amp_core.run.environment import Environment, exit_code_of, outcome_of, peak_memory
 from amp_core.run.evaluation import Evaluate, Evaluation, spell
@@ -43,6 +42,7 @@ from amp_core.run.monitor import Finding, Symptoms
 from amp_core.run.outcome import check_result
 from amp_core.run.plan import measuring, plan, plan_in_detail
 from amp_core.run.resume import open_checkpoint, progress_of, resume
+from amp_core.run.state import CapturedStep, Step
 from amp_core.run.stop import TIME_LIMIT
 from amp_core.step.amp import Amp
 from amp_core.step.ema import Ema
@@ -431,10 +431,12 @@ def _open_log(loop: Loop, loaded: Loaded | None, notes: list[str], warnings: lis
     return log
 
 
-def _cuda_graph(loop: Loop) -> CudaGraphStep | None:
+def _cuda_graph(loop: Loop) -> CapturedStep | None:
     env, cfg = loop.env, loop.cfg
     if not cfg.perf.graph:
         return None
+    from amp_core.memory.graph import CudaGraphStep, why_not_capturable
+
     # Also those whose state is saved as a part of something else.
     optimizers = list(dict.fromkeys([*loop.optimizers, *(s.optimizer for s in loop.schedules.values())]))
     problem = why_not_capturable(env.devices, cfg.layout, env.world_size, optimizers)

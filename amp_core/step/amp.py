@@ -26,10 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.rules import amp_config
 from amp_core.config.schema import AmpConfig
-from amp_core.lowp.fp16_convolutions import use_fp32_convolutions
-from amp_core.lowp.lint import find_slow, find_unsafe
 from amp_core.lowp.weights import LowPrecisionWeights
 from amp_core.step.buffers import BufferGuard
 from amp_core.step.clip import Clip
@@ -102,6 +99,8 @@ class Amp:
 
             use_cuda_policy()
         if self._low is torch.float16 and self.device.type == "cpu":
+            from amp_core.lowp.fp16_convolutions import use_fp32_convolutions
+
             use_fp32_convolutions()
         self._optimizer_states: dict[torch.optim.Optimizer, OptimizerState] = {}
         self._checked: set[frozenset[tuple[int, int]]] = set()
@@ -129,6 +128,8 @@ class Amp:
         Raises:
             ConfigError: no such mode or field, or values that contradict each other.
         """
+        from amp_core.config.rules import amp_config  # runs of train.py come with a configuration
+
         return cls(amp_config(mode, **fields), device, samples=samples)
 
     # --- forward and backward ---------------------------------------------------------------------------------------
@@ -264,6 +265,8 @@ class Amp:
         `step` reduces gradients of 16-bit weights over ranks: do not wrap in DistributedDataParallel. Logs what is
         unsafe in 16 bits, and on a GPU what is slow.
         """
+        from amp_core.lowp.lint import find_slow, find_unsafe
+
         for name, reason in find_unsafe(net, self._low):
             logger.warning("amp=%s: %s: %s", self.config.name, name or "the network", reason)
         for name, reason in find_slow(net, self._low) if self.device.type == "cuda" else ():
