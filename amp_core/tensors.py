@@ -214,7 +214,7 @@ def register_view(applies: Callable[[torch.optim.Optimizer], bool], view: Optimi
 
 def is_state_sharded(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's state is sharded while weights and gradients are replicated (ZeRO stage 1)."""
-    return bool(_views) and any(applies(optimizer) for applies, _ in _views)
+    return several_ranks() and any(applies(optimizer) for applies, _ in _views)
 
 
 @contextlib.contextmanager
