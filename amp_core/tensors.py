@@ -300,6 +300,8 @@ def share_buffers(*nets: nn.Module) -> None:
 
 
 _HAS_DISTRIBUTED = dist.is_available()
+# One function: torch 2.13 renamed it and deprecates the old name. Builds without torch.distributed have neither.
+all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 def several_ranks() -> bool:

@@ -35,7 +35,6 @@ from amp_core.memory.recast import Recast
 from amp_core.run.environment import Environment, exit_code_of, outcome_of, peak_memory
 from amp_core.run.evaluation import Evaluate, Evaluation, spell
 from amp_core.run.feed import Feed
-from amp_core.run.inject import fault
 from amp_core.run.log import Log, say
 from amp_core.run.meters import Clock, Metrics
 from amp_core.run.monitor import Finding, Symptoms
@@ -223,13 +222,12 @@ class Loop:
             net.train()
         # Hooks are called neither by a compiled part nor by a captured step.
         inject, measurement, step = self.cfg.debug.inject, self.measurement, self.step + 1
-        self._is_looked_into = (inject is not None and inject.step == step) or (
-            measurement is not None and step % measurement.every == 0
-        )
+        is_injected = inject is not None and inject.step == step
+        self._is_looked_into = is_injected or (measurement is not None and step % measurement.every == 0)
         # Where weights are cast again in the backward pass, shared copies would be kept in any case.
         reuse = self.accumulation > 1 and self.recast is None
         with (
-            fault(inject, self.model, self.amp, window, step=step, rank=self.env.rank) as dropped,
+            _fault(self, window) if is_injected else contextlib.nullcontext(False) as dropped,
             self.amp.cache_weight_casts(*self.nets) if reuse else contextlib.nullcontext(),
             self.env.eagerly() if self._is_looked_into else contextlib.nullcontext(),
         ):
@@ -406,6 +404,13 @@ def _require_samples(loop: Loop) -> None:
             f"layout={loop.cfg.layout.name}: {num_samples} evaluation samples for {env.world_size} ranks, which "
             f"gather weights together; expected at least one each: use fewer ranks, or layout=ddp"
         )
+
+
+def _fault(loop: Loop, window: list[MicroBatch]) -> contextlib.AbstractContextManager[bool]:
+    from amp_core.run.inject import fault
+
+    assert loop.cfg.debug.inject is not None
+    return fault(loop.cfg.debug.inject, loop.model, loop.amp, window, rank=loop.env.rank)
 
 
 def _open_log(loop: Loop, loaded: Loaded | None, notes: list[str], warnings: list[str]) -> Log:
