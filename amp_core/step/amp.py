@@ -209,13 +209,9 @@ class Amp:
             if self._rehearsal is not None:
                 self._tell_loss(loss)
         # The initial gradient: weight and scale add no operator to the graph. A new tensor each time, since gradients
-        # of scalars may be views of it.
-        if self.scaler.policy is not None:
+        # of scalars may be views of it; without a policy the scale is 1.
+        if self.scaler.policy is not None or not isinstance(gradient, Tensor) or gradient.ndim == 0:
             gradient = self.scaler.scale * gradient
-        elif not isinstance(gradient, Tensor):
-            gradient = torch.full((), gradient, device=loss.device)
-        elif gradient.ndim == 0:
-            gradient = gradient.clone()
         seed = gradient.to(loss)
         for tell in self.beginnings:
             tell(seed)
