@@ -26,7 +26,7 @@ LIMITS = {
     "config": 1745,
     "base": 670,
     "lowp": 1855,
-    "step": 2270,
+    "step": 2240,
     "memory": 830,
     "layouts": 1370,
     "checkpoints": 1990,
