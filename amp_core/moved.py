@@ -158,9 +158,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         homes = MODULES[module.__name__.removeprefix("amp_core.")]
-        warn(
-            module.__name__, " or ".join(home if home.startswith("amp_tools") else f"amp_core.{home}" for home in homes)
-        )
+        warn(module.__name__, " or ".join(map(_full, homes)))
         module.__dict__["__getattr__"] = lambda name: find(module.__name__, name)
 
 

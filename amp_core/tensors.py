@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_core.config.rules import WHOLE_MATRICES
+from amp_core.config.schema import WHOLE_MATRICES
 from amp_core.torch_private import foreach_mul_, foreach_norm
 
 
@@ -214,7 +214,7 @@ def register_view(applies: Callable[[torch.optim.Optimizer], bool], view: Optimi
 
 def is_state_sharded(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's state is sharded while weights and gradients are replicated (ZeRO stage 1)."""
-    return bool(_views) and any(applies(optimizer) for applies, _ in _views)
+    return several_ranks() and any(applies(optimizer) for applies, _ in _views)
 
 
 @contextlib.contextmanager
@@ -300,6 +300,8 @@ def share_buffers(*nets: nn.Module) -> None:
 
 
 _HAS_DISTRIBUTED = dist.is_available()
+# One function: torch 2.13 renamed it and deprecates the old name. Builds without torch.distributed have neither.
+all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 def several_ranks() -> bool:

@@ -33,6 +33,7 @@ from amp_core.doctor.diagnosis import keep_fp32_override
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.statistics import KINDS, LOST
 from amp_core.doctor.watch import doctor_of
+from amp_core.lowp.islands import islands_of
 from amp_core.run.replay import replay, rerun_step, restore, snapshot
 from amp_tools.census import LARGEST, Census, Look, Numbers
 
@@ -267,7 +268,7 @@ def forecast_windows(loop: Loop, num_windows: int, found: list[Forecast]) -> Win
     if loop.amp.dtype is not torch.bfloat16 or loop.amp.weights:
         raise ConfigError(f"amp={loop.cfg.amp.name}: a forecast looks at numbers in autocast to bfloat16; use amp=bf16")
     doctor, start, first = doctor_of(loop), snapshot(loop), loop.step + 1
-    kept = doctor.island_names()
+    kept = islands_of(doctor.nets)
     plain, islands, outside = _Tally(), list[str](), list[str]()
 
     def births(step: int) -> Generator[Any, None, list[Look]]:

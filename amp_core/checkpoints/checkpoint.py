@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amp_core.checkpoints import folders, parts, plain_state, reading, sharded
+from amp_core.checkpoints import folders, parts, plain_state, reading
 from amp_core.checkpoints.agreement import Ranks
 from amp_core.checkpoints.folders import DEFAULTS, FORMAT, MANIFEST, RESERVED, STATE
 from amp_core.checkpoints.parts import AveragedPart, Part
@@ -141,7 +141,7 @@ class Checkpoint:
 
         Args:
             step: optimizer steps done; names the folder, and is added to the progress as `step`.
-            progress: where the run stands, returned by `load`.
+            progress: where the run stands, returned by `load`. The counts of a `CountingPart` are added.
             config: the configuration, returned by `load`.
             metrics: results of the evaluation at this step, if there was one; a value that is not finite becomes null.
             best: (name of a metric, "max" or "min"): also keep the checkpoint whose manifest has the best value. To be
@@ -159,7 +159,8 @@ class Checkpoint:
         if step < 0 or (best is not None and best[1] not in ("max", "min")):
             raise ValueError(f'step={step}, best={best}: expected a count and (metric, "max" or "min")')
         target = self.folder / f"step_{step:08d}"
-        facts = {"progress": {**(progress or {}), "step": step}, "config": dict(config or {}), "format": FORMAT}
+        counted = {**(progress or {}), **parts.counters_of(self.parts), "step": step}
+        facts = {"progress": counted, "config": dict(config or {}), "format": FORMAT}
         numbers = {name: math.nan if value is None else float(value) for name, value in (metrics or {}).items()}
         finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
         about = {"format": FORMAT, "step": step, "metrics": finite}
@@ -202,6 +203,8 @@ class Checkpoint:
         here = {name: part for name, part in self.parts.items() if not parts.is_collective(part, full=not is_sharded)}
         states: dict[str, Any] = {name: parts.local_state(part) for name, part in here.items()}
         if is_sharded:
+            from amp_core.checkpoints import sharded
+
             _, mine, rest = sharded.assign_shards(here, states, self._ranks.rank, self._ranks.num)
             states = {"": [own.tensor for own in mine]} | (rest if self.writer else {})
         wanted: dict[Any, Tensor] = {}
@@ -241,6 +244,8 @@ class Checkpoint:
         return write
 
     def _prepare_sharded(self, target: Path, facts: dict[str, Any], about: dict[str, Any]) -> Callable[[], bool]:
+        from amp_core.checkpoints import sharded
+
         ranks = self._ranks
         problem: Exception | None = None
         entries, mine, contents = [], [], {}
@@ -324,6 +329,7 @@ class Checkpoint:
         for name, state in selection.wanted.items():
             try:
                 parts.load_part(self.parts[name], state, exact=not selection.conversions)
+                parts.load_counters(name, self.parts[name], contents["progress"])
             except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{found.path}: {name} does not fit: {error}") from error
         for part in selection.fresh:
@@ -361,10 +367,12 @@ class Checkpoint:
 
     def snapshot(self) -> dict[str, Any]:
         """A copy in host memory of what this rank has of all parts, for `restore`. Waits for the device."""
-        return {name: plain_state.copied(parts.local_state(part)) for name, part in self.parts.items()}
+        states = {name: plain_state.copied(parts.local_state(part)) for name, part in self.parts.items()}
+        return states | {"progress": parts.counters_of(self.parts)}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Puts all parts back to a snapshot of this rank, bit by bit. The snapshot may be used again."""
-        for name, state in snapshot.items():
+        for name, part in self.parts.items():
             # Optimizers keep the very tensors that they are given.
-            parts.load_part(self.parts[name], plain_state.copied(state), exact=True)
+            parts.load_part(part, plain_state.copied(snapshot[name]), exact=True)
+            parts.load_counters(name, part, snapshot["progress"])

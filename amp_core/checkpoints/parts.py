@@ -59,6 +59,35 @@ class AveragedPart(Part, Protocol):
         ...
 
 
+@runtime_checkable
+class CountingPart(Part, Protocol):
+    """A part that counts steps besides its state dict, such as `Amp` and `Ema`. The counts are saved as progress."""
+
+    def counters(self) -> dict[str, Any]:
+        """The counts under their keys in the progress. Waits for the device."""
+        ...
+
+    def load_counters(self, progress: Mapping[str, Any], /) -> None:
+        """Restores what `counters` returned. A count that is missing is 0."""
+        ...
+
+
+def counters_of(parts: Mapping[str, Part]) -> dict[str, Any]:
+    """The counts of all parts. Where several have the same key, those after the first add their name to it."""
+    found: dict[str, Any] = {}
+    for name, part in parts.items():
+        for key, value in part.counters().items() if isinstance(part, CountingPart) else ():
+            found[f"{key}_{name}" if key in found else key] = value
+    return found
+
+
+def load_counters(name: str, part: Part, progress: Mapping[str, Any]) -> None:
+    """Restores the counts of a part from what `counters_of` returned."""
+    if isinstance(part, CountingPart):
+        own = {key.removesuffix(f"_{name}"): value for key, value in progress.items() if key.endswith(f"_{name}")}
+        part.load_counters({**progress, **own})
+
+
 def net_of(part: Part) -> nn.Module | None:
     """The network whose state dict that of a part is."""
     if isinstance(part, nn.Module):

@@ -42,7 +42,7 @@ class Record:
     """What the recipe calls best."""
     value: float | None = None
     seconds: float | None = None
-    """Of the run; when it was continued, since then."""
+    """Duration of the run; of a resumed one, since it was resumed."""
     error: str | None = None
     """One line."""
     devices: list[str] = field(default_factory=list)
@@ -84,7 +84,7 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
 
 
 def records_of(sweep_dir: Path, jobs: Iterable[tuple[str, Sequence[str]]]) -> list[Record]:
-    """Of these (folder, overrides) a record each, also of those that never began or were killed."""
+    """One record for each (folder, overrides), also for jobs that never began or were killed."""
     found = []
     for folder, overrides in jobs:
         record = read_record(sweep_dir, folder) or Record(folder, list(overrides))
@@ -221,7 +221,7 @@ def end_with_parent() -> None:
 
 
 def table(records: Sequence[Record], sweep_dir: Path, report: str) -> str:
-    """Of all jobs: what differs between them, how they ended, and what to do next.
+    """A table of all jobs: what differs between them, how they ended, and what to do next.
 
     Args:
         records: one of each job.

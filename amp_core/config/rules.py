@@ -10,7 +10,18 @@ from typing import Any
 
 from amp_core.config.errors import ConfigError
 from amp_core.config.lengths import is_length
-from amp_core.config.schema import AmpConfig, ClipConfig, Config, choices, parse, read_option, show_value, suggest
+from amp_core.config.schema import (
+    WHOLE_MATRICES,
+    AmpConfig,
+    ClipConfig,
+    Config,
+    choices,
+    parse,
+    read_option,
+    scale_cap,
+    show_value,
+    suggest,
+)
 
 # --- rules ------------------------------------------------------------------------------------------------------------
 
@@ -107,8 +118,6 @@ ONE_PROCESS = ("single", "data_parallel")
 """Layouts of one process, whatever the machine has."""
 SHARDED = ("fsdp", "hsdp")
 """Layouts in which a rank holds a part of each weight."""
-WHOLE_MATRICES = {"Adafactor": "factors the moments of whole matrices", "Muon": "orthogonalises whole matrices"}
-"""Optimizers that do not compute element by element."""
 
 
 def node_range(nnodes: int | str) -> tuple[int, int] | None:
@@ -416,14 +425,6 @@ def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
     if not cfg.log.wandb and given & {"log.wandb_mode", "log.wandb_project"}:
         notes.append("log.wandb_* has no effect without log=wandb")
     return notes
-
-
-def scale_cap(amp: AmpConfig, batch_size: int | None) -> float:
-    """The largest loss scale in force: `max_scale`, and `max_scale_per_sample` times the samples of a micro-batch."""
-    caps = [] if amp.max_scale is None else [amp.max_scale]
-    if amp.max_scale_per_sample is not None and batch_size is not None:
-        caps.append(amp.max_scale_per_sample * batch_size)
-    return min(caps, default=float(2**24))
 
 
 # --- may a run go on with other settings? -----------------------------------------------------------------------------

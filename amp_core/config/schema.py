@@ -61,6 +61,14 @@ class AmpConfig:
     """Modules that compute in fp32: names (globs) or type names."""
 
 
+def scale_cap(amp: AmpConfig, batch_size: int | None) -> float:
+    """The largest loss scale in force: `max_scale`, and `max_scale_per_sample` times the samples of a micro-batch."""
+    caps = [] if amp.max_scale is None else [amp.max_scale]
+    if amp.max_scale_per_sample is not None and batch_size is not None:
+        caps.append(amp.max_scale_per_sample * batch_size)
+    return min(caps, default=float(2**24))
+
+
 @dataclass(frozen=True)
 class ClipConfig:
     """Gradient clipping of unscaled gradients. Keys of the other kinds are null."""
@@ -168,6 +176,10 @@ class OptimizerConfig:
     memory."""
     options: dict[str, Any]
     """Further keyword arguments of the class, such as `momentum` or `betas`."""
+
+
+WHOLE_MATRICES = {"Adafactor": "factors the moments of whole matrices", "Muon": "orthogonalises whole matrices"}
+"""Optimizers that do not compute element by element."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from amp_core.doctor.diagnosis import (
 )
 from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
 from amp_core.layouts.stages import Stages
-from amp_core.lowp.islands import as_islands, island_names, named_modules
+from amp_core.lowp.islands import as_islands, islands_of, named_modules
 from amp_core.run.islands import can_make_islands
 from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
@@ -289,7 +289,7 @@ class Doctor:
         if "" in names:
             text += " (that is the whole network; better move the line into a function with @keep_fp32)"
         # An override replaces the list: include the existing islands.
-        override = keep_fp32_override([*self.island_names(), *names])
+        override = keep_fp32_override([*islands_of(self.nets), *names])
         if scale is not None:
             text += "; and begin with a smaller loss scale"
             override += f" amp.init_scale={scale:g}"
@@ -374,10 +374,6 @@ class Doctor:
     def modules(self, names: Sequence[str]) -> list[nn.Module]:
         """The modules with these names."""
         return [module for module, name in self.names.items() if name in set(names)]
-
-    def island_names(self) -> list[str]:
-        """The names of the existing islands."""
-        return [".".join(filter(None, [prefix, name])) for prefix, net in self.nets for name in island_names(net)]
 
 
 @contextlib.contextmanager

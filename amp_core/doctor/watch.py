@@ -15,6 +15,7 @@ examines it, and restores the current state.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import re
 from collections.abc import Generator
@@ -55,11 +56,11 @@ class Watch:
         self.doctor = doctor_of(loop)
         self.last: Diagnosis | None = None
         self.num_calls = 0
-        self._seen = 0
         self._examined = -1
         device = loop.env.device
         self._firsts = torch.zeros(2, dtype=torch.int64, device=device)
-        self._counts: dict[str, Tensor] = {}
+        self._skipped_before: dict[str, int] = {}
+        self._bad_losses: dict[str, Tensor] = {}
         self._origin: dict[str, Any] | None = None
         self._origin_step = -1
 
@@ -70,15 +71,15 @@ class Watch:
         weights = [p for net in self.loop.nets for p in net.parameters()]
         if sum(p.numel() * p.element_size() for p in weights) < _SMALL:
             self._origin, self._origin_step = snapshot(self.loop), self.loop.step
-        self._seen = int(self.loop.amp.num_skipped)
+        self._skipped_before = {of: int(meter.num_skipped) for of, meter in self.loop.metrics.meters.items()}
 
     def note(self, of: str, report: StepReport, loss: Tensor | None) -> None:
-        """Count skipped steps and non-finite losses, and record the first of each. No host-device sync."""
+        """Count non-finite losses, and record the first of them and the first skipped step. No host-device sync."""
         finite = report.taken if loss is None else torch.isfinite(loss.detach())
         bad = torch.stack([report.taken, finite]).logical_not_()
-        if of not in self._counts:
-            self._counts[of] = torch.zeros_like(self._firsts)
-        self._counts[of] += bad
+        if of not in self._bad_losses:
+            self._bad_losses[of] = torch.zeros_like(self._firsts[1])
+        self._bad_losses[of] += bad[1]
         torch.maximum(self._firsts, bad * (_NEVER - (self.loop.step + 1)), out=self._firsts)
 
     def facts(self) -> dict[str, Tensor]:
@@ -89,11 +90,10 @@ class Watch:
             dist.all_reduce(firsts, op=dist.ReduceOp.MAX)
         return {"first_skip": firsts[0], "first_bad_loss": firsts[1]}
 
-    def symptoms(self, step: int, found: dict[str, float], skipped: int, streak: int, scale: float) -> Symptoms:
-        """The symptoms in the values that were read back."""
-        firsts = [_NEVER - int(found[name]) if found[name] else None for name in ("first_skip", "first_bad_loss")]
-        new, self._seen = skipped - self._seen, skipped
-        return Symptoms(step, new, streak, scale, *firsts)
+    def completed(self, symptoms: Symptoms, found: dict[str, float]) -> Symptoms:
+        """The symptoms with the values of `facts` that were read back."""
+        firsts = {name: _NEVER - int(value) if value else None for name, value in found.items()}
+        return dataclasses.replace(symptoms, **firsts)
 
     def is_called(self, symptoms: Symptoms) -> bool:
         """Whether these symptoms need a diagnosis."""
@@ -193,10 +193,12 @@ class Watch:
 
     def _report(self, diagnosis: Diagnosis) -> None:
         env = self.loop.env
-        counts = {of: env.sum_over_ranks(count.clone()).tolist() for of, count in sorted(self._counts.items())}
         diagnosis.skips = {
-            of: {"skipped": skipped // env.world_size, "losses not finite": losses}
-            for of, (skipped, losses) in counts.items()
+            of: {
+                "skipped": int(self.loop.metrics.meters[of].num_skipped) - self._skipped_before.get(of, 0),
+                "losses not finite": int(env.sum_over_ranks(losses.clone())),
+            }
+            for of, losses in sorted(self._bad_losses.items())
         }
         if not env.is_main or env.run_dir is None:
             return

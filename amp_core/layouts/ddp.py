@@ -12,10 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_core.config.errors import ConfigError
 from amp_core.lowp.islands import carry_autocast
+from amp_core.tensors import all_gather
 from amp_core.torch_private import find
 
-# The same function: torch 2.13 renamed it and deprecates the old name.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Reduction = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 

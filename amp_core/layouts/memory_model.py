@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -305,14 +305,6 @@ def saved_for_backward(weights: Iterable[Tensor], recast: Recast | None = None) 
     saved = Saved(weights, recast)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
         yield saved
-
-
-def saved_bytes(forward: Callable[[], Tensor], weights: Iterable[Tensor]) -> int:
-    """Bytes that `forward()` saves for the backward pass of its result, without `weights`."""
-    with saved_for_backward(weights) as saved:
-        output = forward()
-    assert output.requires_grad, "nothing is kept without gradients"
-    return saved.total
 
 
 # --- of a run ---------------------------------------------------------------------------------------------------------

@@ -27,10 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_core.config.rules import WHOLE_MATRICES
-from amp_core.layouts.ddp import all_gather
+from amp_core.config.schema import WHOLE_MATRICES
 from amp_core.lowp.weights import master_params
-from amp_core.tensors import register_view, several_ranks
+from amp_core.tensors import all_gather, register_view, several_ranks
 from amp_core.torch_private import foreach_copy_
 
 _ALIGN = 64  # elements

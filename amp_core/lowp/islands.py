@@ -111,6 +111,11 @@ def named_modules(nets: Iterable[tuple[str, nn.Module]]) -> dict[nn.Module, str]
     return names
 
 
+def islands_of(nets: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """The names of the islands in networks, as in `named_modules`."""
+    return [name for module, name in named_modules(nets).items() if _is_island(type(module))]
+
+
 @contextlib.contextmanager
 def as_islands(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
     """Make modules islands inside the context. Yields those that became islands."""

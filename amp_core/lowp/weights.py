@@ -36,7 +36,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_core.lowp.islands import island_names
 from amp_core.lowp.rounding import noise_16bit, round_stochastically, split
 from amp_core.tensors import full_copy, is_sharded, several_ranks
 from amp_core.torch_private import NormBase, foreach_copy_, is_missing, version_of
@@ -121,7 +120,7 @@ class LowPrecisionWeights:
     `net` returns fp32, also in nested containers.
 
     `state_dict()` holds fp32 values, so that every mode resumes from every other's checkpoint. Loaded values are kept
-    as exactly as the mode can: bit-exact from its own checkpoints, with `num_taken`.
+    as exactly as the mode can: bit-exact from its own checkpoints, with `num_taken` (`Amp.counters`).
 
     Create it on the device, after `keep_fp32` and before optimizers, EMA and guards. In a process group all ranks start
     with the weights and buffers of rank 0.
@@ -132,8 +131,7 @@ class LowPrecisionWeights:
         update: see the top of this file.
 
     Attributes:
-        num_taken: 0-d int64 tensor, taken steps, which seed the noise of stochastic rounding. Save it, and set it when
-            resuming.
+        num_taken: 0-d int64 tensor, taken steps, which seed the noise of stochastic rounding.
 
     Raises:
         ValueError: `dtype` or `update` is unknown, or they do not fit together; the weights are 16-bit already, or none
@@ -142,6 +140,8 @@ class LowPrecisionWeights:
 
     @torch.no_grad()
     def __init__(self, net: nn.Module, dtype: torch.dtype, update: Update) -> None:
+        from amp_core.lowp.islands import island_names  # what else is here needs none of it
+
         if dtype not in _HALF or update not in get_args(Update):
             raise ValueError(f"{dtype}, {update!r}: expected float16 or bfloat16, and one of {get_args(Update)}")
         if update == "stochastic" and dtype is not torch.bfloat16:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import json
 import logging
 import os
@@ -27,10 +26,11 @@ from torch import nn
 from amp_core.config.errors import ConfigError, RunError, SaveError
 from amp_core.config.files import read_json
 from amp_core.config.lengths import num_steps
-from amp_core.config.rules import ONE_PROCESS, SHARDED, build, is_elastic, node_range
+from amp_core.config.rules import ONE_PROCESS, build, is_elastic, node_range
 from amp_core.config.schema import Config
 from amp_core.data.loading import bounded_waits
-from amp_core.lowp.fp16_convolutions import in_use, kept_convolutions, note
+from amp_core.layouts.placement import Placement
+from amp_core.lowp.fp16_convolutions import in_use, kept_convolutions
 from amp_core.run import locks
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.machine import describe_cpu, describe_device, describe_versions
@@ -83,6 +83,7 @@ class Environment:
         self.rank = rank
         self.local_rank = local_rank
         self.world_size = world_size
+        self.placement = Placement(self)
         self.planned_ranks = world_size
         """Ranks when all machines of an elastic run are there: they decide about the samples per step."""
         self.run_dir = Path(job.run_dir) if job.run_dir else None
@@ -106,22 +107,7 @@ class Environment:
     @property
     def devices(self) -> list[torch.device]:
         """All devices of this process, `device` first. On a CPU the stages of model_parallel share it."""
-        if self.device.type == "cuda" and self.cfg.layout.name == "data_parallel":
-            return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-        first = self.device.index or 0
-        stages = range(first, first + (self.cfg.layout.num_stages or 1))
-        return [torch.device("cuda", index) if self.device.type == "cuda" else self.device for index in stages]
-
-    @functools.cached_property
-    def mesh(self) -> Any:
-        """Layouts fsdp and hsdp: which ranks hold parts of what. Made at its first use, on every rank."""
-        from amp_core.layouts.fsdp import build_mesh
-
-        return build_mesh(self.device, self.world_size, self.cfg.layout.shard_size)
-
-    @property
-    def _shards(self) -> bool:
-        return self.world_size > 1 and self.cfg.layout.name in SHARDED
+        return self.placement.devices
 
     @property
     def is_main(self) -> bool:
@@ -136,78 +122,18 @@ class Environment:
 
         The first network of a run starts from `model.weights`, unless a checkpoint replaces its weights anyway.
         """
-        from amp_core.lowp.islands import keep_fp32
-
         if self.cfg.model.weights is not None and not self.nets:
             from amp_core.run.pretrained import start_from
 
             self.job.notes.append(start_from(self.cfg, self.run_dir, net))
-        split = self.cfg.layout.name == "model_parallel"
-        if not split and not self._shards:  # sharding moves block by block what may not fit the device whole
-            net = net.to(self.device)
-        if self.cfg.perf.channels_last:
-            net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            if all(param.ndim != 4 for param in net.parameters()):
-                logger.warning("perf.channels_last=true has no effect: %s has no 2-d convolutions", type(net).__name__)
-        if self.cfg.amp.keep_fp32:
-            try:
-                keep_fp32(net, self.cfg.amp.keep_fp32)
-            except ValueError as problem:
-                raise ConfigError(f"amp.keep_fp32={self.cfg.amp.keep_fp32}: {problem}") from problem
-        if not isinstance(net, nn.ModuleDict):
-            net = self._lay_out(net, amp)
-            self.nets.append(("", net))
-            return net
-        for name, part in net.items():
-            net[name] = self._lay_out(part, amp)
-            self.nets.append((name, net[name]))
-        return net
-
-    def _lay_out(self, net: nn.Module, amp: Amp) -> nn.Module:
-        from amp_core.layouts.ddp import wrap_data_parallel, wrap_ddp
-        from amp_core.layouts.fsdp import wrap_fsdp
-        from amp_core.layouts.zero import share_state
-
-        split = self.cfg.layout.name == "model_parallel"
-        amp.prepare(net)
-        if (said := note(net)) and said not in self.job.notes:
-            self.job.notes.append(said)
-        if self.cfg.perf.compile is not None:
-            self._compile(net)
-        if self.cfg.perf.checkpoint_activations:
-            self._recompute(net)
-        if self.cfg.layout.name == "data_parallel":
-            net = wrap_data_parallel(net, self.devices)
-        elif self._shards:
-            net = wrap_fsdp(net, self.mesh, amp.dtype if amp.dtype is not torch.float32 else None)
-        elif self.world_size > 1 and not amp.weights:  # 16-bit gradients are summed in fp32, by amp.step
-            # Two numbers have one sum; on a GPU a step is only repeatable when it was asked for.
-            exact = self.world_size > 2 and (self.device.type == "cpu" or self.cfg.deterministic)
-            layout = self.cfg.layout
-            net = wrap_ddp(
-                net,
-                None if split else self.device,
-                exact=exact,
-                static_graph=layout.static_graph,
-                bucket_mb=layout.bucket_mb,
-                compress=layout.compress is not None,
-            )
-        if self.world_size > 1 and self.cfg.layout.shard_optimizer:
-            share_state(net)
-        amp.guard(net)
-        return net
-
-    @functools.cached_property
-    def compiler(self) -> Any:
-        """The compiler of perf.compile, made at its first use."""
-        from amp_core.memory.compiled import Compiler
-
-        return Compiler(self.cfg.perf.backend, any_shape=self.cfg.perf.dynamic)
+        wrapped = self.placement.wrap(net, amp, self.job.notes)
+        self.nets += wrapped
+        return net if isinstance(net, nn.ModuleDict) else wrapped[0][1]
 
     def report_compiling(self) -> None:
         """Log what was compiled since the last call, if anything."""
         if self.cfg.perf.compile is not None:
-            self.compiler.report()
+            self.placement.compiler.report()
 
     def eagerly(self) -> contextlib.AbstractContextManager[None]:
         """Inside of it nothing runs as compiled code, so that hooks and dispatch modes see every operation."""
@@ -216,24 +142,6 @@ class Environment:
         from amp_core.memory.compiled import eagerly
 
         return eagerly()
-
-    def _compile(self, net: nn.Module) -> None:
-        from amp_core.memory.compiled import cache_folder, compile_parts
-
-        num_parts = compile_parts(net, self.compiler, whole=self.cfg.perf.compile == "network")
-        kept = f", kept for other runs in {cache_folder()} (TORCHINDUCTOR_CACHE_DIR)"
-        backend = self.cfg.perf.backend
-        where = kept if backend == "inductor" else ""
-        self.job.notes.append(f"{num_parts} part(s) of {type(net).__name__} are compiled by {backend}{where}")
-
-    def _recompute(self, net: nn.Module) -> None:
-        from amp_core.memory.recompute import recompute_blocks
-
-        try:
-            num_blocks = recompute_blocks(net)
-        except ValueError as problem:
-            raise ConfigError(f"perf.checkpoint_activations=true: {problem}") from problem
-        logger.info("%d blocks are computed once more in the backward pass", num_blocks)
 
     def num_steps(self, data: Any) -> int:
         """Length of the run in steps, on `data.train`."""

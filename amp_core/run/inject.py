@@ -17,10 +17,8 @@ from amp_core.tensors import is_dtensor, local, unwrap
 
 
 @contextlib.contextmanager
-def fault(
-    inject: InjectConfig | None, model: nn.Module, amp: Amp, window: list[MicroBatch], *, step: int, rank: int
-) -> Iterator[bool]:
-    """Around the computation of a window: puts the fault into it, if it is its turn.
+def fault(inject: InjectConfig, model: nn.Module, amp: Amp, window: list[MicroBatch], *, rank: int) -> Iterator[bool]:
+    """Around the computation of the window of `inject.step`: puts the fault into it, if it is this rank's.
 
     Yields:
         Whether the window is to be dropped.
@@ -28,11 +26,8 @@ def fault(
     Raises:
         ConfigError: the batch has no place for it.
     """
-    if inject is None or inject.step != step or (inject.where != "drop" and inject.rank != rank):
-        yield False
-        return
-    if inject.where == "drop":
-        yield True
+    if inject.where == "drop" or inject.rank != rank:
+        yield inject.where == "drop"
         return
     net, handle = unwrap(model), None
     if inject.where == "batch":

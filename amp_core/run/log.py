@@ -36,7 +36,6 @@ from amp_core.run.lines import (
     dumps,
     numbers_of,
 )
-from amp_core.run.trackers import MAX_FAILURES, TensorBoard, Wandb
 
 if TYPE_CHECKING:
     from amp_core.config.schema import LogConfig
@@ -77,8 +76,8 @@ class Log:
         self._step = start_step
         self._next_tick = 0.0
         self._progress: Progress | None = None
-        self._tensorboard: TensorBoard | None = None
-        self._wandb: Wandb | None = None
+        self._tensorboard: Any = None
+        self._wandb: Any = None
         self._tensorboard_failures = 0
         self._last_steps: dict[str, int] = {}
         if self._is_main:
@@ -105,11 +104,15 @@ class Log:
         if cfg.progress:
             self._progress = Progress(total_steps, shows_scale=shows_scale)
         if cfg.tensorboard:
+            from amp_core.run.trackers import TensorBoard
+
             try:
                 self._tensorboard = TensorBoard(run_dir / "tensorboard", last_line_step + 1)
             except Exception as error:  # a third party's: whatever it is, training goes on without it
                 self.warning(f"tensorboard cannot start, the run continues without it: {error}")
         if cfg.wandb:
+            from amp_core.run.trackers import Wandb
+
             try:
                 self._wandb = Wandb(run_dir, cfg, run_config, name, self._logger)
             except OSError as error:
@@ -166,6 +169,8 @@ class Log:
             try:
                 self._tensorboard.add(step, numbers)
             except Exception as error:  # a third party's: whatever it is, training goes on
+                from amp_core.run.trackers import MAX_FAILURES
+
                 self._tensorboard_failures += 1
                 if self._tensorboard_failures == MAX_FAILURES:
                     self._tensorboard = None

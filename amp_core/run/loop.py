@@ -32,18 +32,17 @@ from amp_core.checkpoints.checkpoint import Loaded
 from amp_core.config.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
 from amp_core.data import Data
 from amp_core.data.loading import GaveUp
-from amp_core.memory.graph import CudaGraphStep, Step, why_not_capturable
 from amp_core.memory.recast import Recast
 from amp_core.run.environment import Environment, exit_code_of, outcome_of, peak_memory
 from amp_core.run.evaluation import Evaluate, Evaluation, spell
 from amp_core.run.feed import Feed
-from amp_core.run.inject import fault
 from amp_core.run.log import Log, say
 from amp_core.run.meters import Clock, Metrics
 from amp_core.run.monitor import Finding, Symptoms
 from amp_core.run.outcome import check_result
 from amp_core.run.plan import measuring, plan, plan_in_detail
 from amp_core.run.resume import open_checkpoint, progress_of, resume
+from amp_core.run.state import CapturedStep, Step
 from amp_core.run.stop import TIME_LIMIT
 from amp_core.step.amp import Amp
 from amp_core.step.ema import Ema
@@ -224,13 +223,12 @@ class Loop:
             net.train()
         # Hooks are called neither by a compiled part nor by a captured step.
         inject, measurement, step = self.cfg.debug.inject, self.measurement, self.step + 1
-        self._is_looked_into = (inject is not None and inject.step == step) or (
-            measurement is not None and step % measurement.every == 0
-        )
+        is_injected = inject is not None and inject.step == step
+        self._is_looked_into = is_injected or (measurement is not None and step % measurement.every == 0)
         # Where weights are cast again in the backward pass, shared copies would be kept in any case.
         reuse = self.accumulation > 1 and self.recast is None
         with (
-            fault(inject, self.model, self.amp, window, step=step, rank=self.env.rank) as dropped,
+            _fault(self, window) if is_injected else contextlib.nullcontext(False) as dropped,
             self.amp.cache_weight_casts(*self.nets) if reuse else contextlib.nullcontext(),
             self.env.eagerly() if self._is_looked_into else contextlib.nullcontext(),
         ):
@@ -322,9 +320,8 @@ class Loop:
             self._log.info(note)
         for warning in line.warnings:
             self._log.warning(warning)
-        self._symptoms = Symptoms(step, 0, line.streak, scale, None, None)
-        if self.monitor is not None:
-            self._symptoms = self.monitor.symptoms(step, line.found, skipped, line.streak, scale)
+        symptoms = Symptoms(step, line.streak, scale)
+        self._symptoms = symptoms if self.monitor is None else self.monitor.completed(symptoms, line.found)
 
     def _consult(self, *, in_a_hurry: bool) -> Iterator[list[MicroBatch]]:
         """Ask the monitor about the last log line, unless the run is to stop; end a run that has diverged."""
@@ -363,11 +360,7 @@ class Loop:
         try:
             self.checkpoint.save(
                 self.step,
-                progress=progress_of(self)
-                | {
-                    "meters": self.metrics.states(self.env.host_group),
-                    "is_evaluated": self.evaluation.step == self.step,
-                },
+                progress=progress_of(self),
                 config=self.cfg.to_dict(),
                 metrics=self.eval if self.evaluation.step == self.step else None,
                 best=(self.cfg.recipe["best"], self.cfg.recipe["best_is"]),
@@ -422,6 +415,13 @@ def _dry_run(loop: Loop, count: Callable[[Any], Tensor] | None) -> Iterator[list
     yield from show_layers(loop, count)
 
 
+def _fault(loop: Loop, window: list[MicroBatch]) -> contextlib.AbstractContextManager[bool]:
+    from amp_core.run.inject import fault
+
+    assert loop.cfg.debug.inject is not None
+    return fault(loop.cfg.debug.inject, loop.model, loop.amp, window, rank=loop.env.rank)
+
+
 def _open_log(loop: Loop, loaded: Loaded | None, notes: list[str], warnings: list[str]) -> Log:
     env, cfg = loop.env, loop.cfg
     assert env.run_dir is not None
@@ -437,7 +437,7 @@ def _open_log(loop: Loop, loaded: Loaded | None, notes: list[str], warnings: lis
         shows_scale=cfg.amp.scaling,
     )
     if cfg.perf.compile is not None:
-        env.compiler.clock = functools.partial(log.clock, "compiling")
+        env.placement.compiler.clock = functools.partial(log.clock, "compiling")
     for note in notes if env.is_main else []:
         log.info(note)
     for warning in warnings if env.is_main else []:
@@ -448,10 +448,12 @@ def _open_log(loop: Loop, loaded: Loaded | None, notes: list[str], warnings: lis
     return log
 
 
-def _cuda_graph(loop: Loop) -> CudaGraphStep | None:
+def _cuda_graph(loop: Loop) -> CapturedStep | None:
     env, cfg = loop.env, loop.cfg
     if not cfg.perf.graph:
         return None
+    from amp_core.memory.graph import CudaGraphStep, why_not_capturable
+
     # Also those whose state is saved as a part of something else.
     optimizers = list(dict.fromkeys([*loop.optimizers, *(s.optimizer for s in loop.schedules.values())]))
     problem = why_not_capturable(env.devices, cfg.layout, env.world_size, optimizers)

@@ -18,19 +18,34 @@ from amp_core.step.schedule import Schedule
 
 
 class Meter:
-    """What is to be logged of the steps of one optimizer, summed on the device since the last line."""
+    """What is to be logged of the steps of one optimizer, summed on the device since the last line.
+
+    Args:
+        device: of the sums.
+        num_skipped: steps skipped before.
+    """
 
     def __init__(self, device: torch.device, num_skipped: int = 0) -> None:
         self.grad_norm: Tensor | None = None
         """Norm of the last step; None: there was none."""
-        self.num_skipped = torch.full((), num_skipped, dtype=torch.int64, device=device)
-        self._zero = torch.zeros((), device=device)
+        self._num_steps = num_skipped
+        self._num_taken = torch.zeros((), dtype=torch.int64, device=device)
         self.clear()
 
     def clear(self) -> None:
         self.is_fresh = False
         self.sums: dict[str, Tensor] = {}
-        self.num_taken = self._zero
+        self._before = self._num_taken.clone()
+
+    @property
+    def num_taken(self) -> Tensor:
+        """Taken steps since the last line, 0-d int64."""
+        return self._num_taken - self._before
+
+    @property
+    def num_skipped(self) -> Tensor:
+        """Skipped steps, also those before the last line, 0-d int64."""
+        return self._num_steps - self._num_taken
 
     def add(self, report: StepReport, values: dict[str, Tensor]) -> None:
         self.grad_norm, self.is_fresh = report.grad_norm, True
@@ -38,8 +53,8 @@ class Meter:
             # A skipped step has no loss: NaN would spoil the mean.
             value = torch.where(report.taken, value.detach().float(), 0.0)
             self.sums[name] = self.sums[name] + value if name in self.sums else value
-        self.num_taken = self.num_taken + report.taken
-        self.num_skipped = self.num_skipped + ~report.taken
+        self._num_steps += 1
+        self._num_taken += report.taken
 
     def state(self) -> dict[str, Any]:
         """What is added up, as plain numbers. Waits for the device."""
@@ -52,9 +67,10 @@ class Meter:
 
     def load_state(self, state: Mapping[str, Any], sums: Mapping[str, float]) -> None:
         """Restore what `state` returned, with these sums."""
-        device = self._zero.device
+        device = self._num_taken.device
         self.sums = {name: torch.tensor(value, device=device) for name, value in sums.items()}
-        self.num_taken = torch.tensor(float(state["num_taken"]), device=device)
+        self._num_steps += int(state["num_taken"])
+        self._num_taken += int(state["num_taken"])
         self.grad_norm = None if state["grad_norm"] is None else torch.tensor(state["grad_norm"], device=device)
         self.is_fresh = bool(state["is_fresh"])
 

@@ -20,14 +20,14 @@ class Symptoms:
 
     step: int
     """At which they were read."""
-    skipped: int
-    """Steps skipped since the last reading."""
     streak: int
     """Steps skipped in a row up to `step`."""
     scale: float
     """The loss scale."""
-    first_skip: int | None
-    first_bad_loss: int | None
+    first_skip: int | None = None
+    """The first skipped step since the last line, known to a monitor."""
+    first_bad_loss: int | None = None
+    """The first step since the last line whose loss was not finite, known to a monitor."""
 
 
 class Finding(Protocol):
@@ -55,8 +55,8 @@ class Monitor(Protocol):
         """0-d tensors to read back with the next log line. On every rank."""
         ...
 
-    def symptoms(self, step: int, found: dict[str, float], skipped: int, streak: int, scale: float) -> Symptoms:
-        """What `facts` were, now on the host."""
+    def completed(self, symptoms: Symptoms, found: dict[str, float]) -> Symptoms:
+        """The symptoms with what `facts` were, now on the host."""
         ...
 
     def is_called(self, symptoms: Symptoms) -> bool:

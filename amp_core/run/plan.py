@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from amp_core.config.rules import scale_cap
+from amp_core.config.schema import scale_cap
 from amp_core.layouts.memory_model import Memory, memory_of, saved_for_backward, traffic, weights_of
 from amp_core.lowp.islands import island_names
 from amp_core.run.state import Run

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_core.run.loop import Loop
-from amp_core.run.resume import progress_of, set_progress
+from amp_core.run.resume import set_progress
 from amp_core.step.report import Rehearsal
 from amp_core.step.window import MicroBatch
 
@@ -65,7 +65,7 @@ def rerun_step(loop: Loop, window: list[MicroBatch] | None = None) -> Iterator[l
 
 def snapshot(loop: Loop) -> dict[str, Any]:
     """All that makes up where the run stands, copied to host memory, for `restore`. Waits for the device."""
-    return {"parts": loop.checkpoint.snapshot(), "progress": progress_of(loop) | {"step": loop.step}}
+    return {"parts": loop.checkpoint.snapshot(), "progress": {"step": loop.step, "samples": loop.samples}}
 
 
 def restore(loop: Loop, saved: dict[str, Any] | Path) -> None:

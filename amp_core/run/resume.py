@@ -10,37 +10,29 @@ import torch.distributed as dist
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
 from amp_core.config.errors import CheckpointError, ConfigError
 from amp_core.config.rules import SHARDED, differences, is_elastic
-from amp_core.lowp.islands import island_names
+from amp_core.lowp.islands import islands_of
 from amp_core.run.islands import can_make_islands, make_islands
 from amp_core.run.machine import moved
 from amp_core.run.state import Run
-from amp_core.tensors import unwrap
 
 
 def progress_of(run: Run) -> dict[str, Any]:
-    """What a checkpoint keeps besides the parts. Waits for the device."""
+    """What a checkpoint keeps besides the parts and their counts. Waits for the device. Collective."""
     return {
         "samples": run.samples,
         "samples_per_step": run.feed.samples_per_step,
         "planned_samples": run.planned_samples,
-        "skipped": int(run.amp.num_skipped),
-        "consecutive_skips": int(run.amp.num_consecutive_skips),
         "skipped_of": {of: int(meter.num_skipped) for of, meter in run.metrics.meters.items() if of},
-        "averaged": int(run.ema.num_taken) if run.ema else 0,
-        "rounded": [int(weights.num_taken) for weights in run.amp.weights],
+        "averaged": 0,  # version 0.1 expects it, also where there is no average that counts
         "islands": run.islands,
+        "meters": run.metrics.states(run.env.host_group),
+        "is_evaluated": run.evaluation.step == run.step,
     }
 
 
 def set_progress(run: Run, progress: dict[str, Any]) -> None:
-    """Put what `progress_of` gave back."""
+    """Put a run where `progress` says."""
     run.step, run.samples = int(progress["step"]), int(progress["samples"])
-    run.amp.num_skipped.fill_(int(progress["skipped"]))
-    run.amp.num_consecutive_skips.fill_(int(progress["consecutive_skips"]))
-    if run.ema is not None:
-        run.ema.num_taken.fill_(int(progress["averaged"]))
-    for weights, num_taken in zip(run.amp.weights, progress.get("rounded", []), strict=False):
-        weights.num_taken.fill_(int(num_taken))
 
 
 def open_checkpoint(run: Run) -> Checkpoint:
@@ -109,8 +101,7 @@ def resume(run: Run) -> tuple[Loaded | None, list[str], list[str]]:
 def _make_islands(run: Run, islands: list[str], notes: list[str]) -> None:
     """The islands that the doctor had made."""
     nets = run.env.nets
-    there = {".".join(filter(None, [prefix, name])) for prefix, net in nets for name in island_names(unwrap(net))}
-    if set(islands) - there and run.cfg.layout.name in SHARDED and run.amp.dtype is not torch.float32:
+    if set(islands) - set(islands_of(nets)) and run.cfg.layout.name in SHARDED and run.amp.dtype is not torch.float32:
         raise ConfigError(
             f"layout={run.cfg.layout.name}: the doctor had put {', '.join(islands)} into fp32, which must "
             f"happen before weights are sharded: add amp.keep_fp32=[{','.join(islands)}]"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +26,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.rules import amp_config
 from amp_core.config.schema import AmpConfig
-from amp_core.lowp.fp16_convolutions import use_fp32_convolutions
-from amp_core.lowp.lint import find_slow, find_unsafe
 from amp_core.lowp.weights import LowPrecisionWeights
 from amp_core.step.buffers import BufferGuard
 from amp_core.step.clip import Clip
-from amp_core.step.fused import bare_step, take_step, torch_step
+from amp_core.step.fused import bare_step, take_step
 from amp_core.step.gradients import (
     check_gradients,
     grad_versions,
@@ -54,7 +51,6 @@ from amp_core.step.report import (
 from amp_core.step.scaler import LossScale, policy_of
 from amp_core.tensors import (
     is_sharded,
-    is_state_sharded,
     multiply_,
     several_ranks,
     step_on_local_shards,
@@ -102,6 +98,8 @@ class Amp:
 
             use_cuda_policy()
         if self._low is torch.float16 and self.device.type == "cpu":
+            from amp_core.lowp.fp16_convolutions import use_fp32_convolutions
+
             use_fp32_convolutions()
         self._optimizer_states: dict[torch.optim.Optimizer, OptimizerState] = {}
         self._checked: set[frozenset[tuple[int, int]]] = set()
@@ -129,6 +127,8 @@ class Amp:
         Raises:
             ConfigError: no such mode or field, or values that contradict each other.
         """
+        from amp_core.config.rules import amp_config  # runs of train.py come with a configuration
+
         return cls(amp_config(mode, **fields), device, samples=samples)
 
     # --- forward and backward ---------------------------------------------------------------------------------------
@@ -209,13 +209,9 @@ class Amp:
             if self._rehearsal is not None:
                 self._tell_loss(loss)
         # The initial gradient: weight and scale add no operator to the graph. A new tensor each time, since gradients
-        # of scalars may be views of it.
-        if self.scaler.policy is not None:
+        # of scalars may be views of it; without a policy the scale is 1.
+        if self.scaler.policy is not None or not isinstance(gradient, Tensor) or gradient.ndim == 0:
             gradient = self.scaler.scale * gradient
-        elif not isinstance(gradient, Tensor):
-            gradient = torch.full((), gradient, device=loss.device)
-        elif gradient.ndim == 0:
-            gradient = gradient.clone()
         seed = gradient.to(loss)
         for tell in self.beginnings:
             tell(seed)
@@ -264,6 +260,8 @@ class Amp:
         `step` reduces gradients of 16-bit weights over ranks: do not wrap in DistributedDataParallel. Logs what is
         unsafe in 16 bits, and on a GPU what is slow.
         """
+        from amp_core.lowp.lint import find_slow, find_unsafe
+
         for name, reason in find_unsafe(net, self._low):
             logger.warning("amp=%s: %s: %s", self.config.name, name or "the network", reason)
         for name, reason in find_slow(net, self._low) if self.device.type == "cuda" else ():
@@ -362,71 +360,62 @@ class Amp:
         if not optimizers or len(optimizers) > len(set(optimizers)):
             raise ValueError(f"amp.step: got {len(optimizers)} optimizers, expected at least one, none of them twice")
         with torch.no_grad():  # once: each such region costs as much Python as all the arithmetic of this method
-            return self._step(optimizers, clip, unscaled, sharded)
+            watcher = None if self._rehearsal is None else self._rehearsal.watcher
+            if watcher is not None:
+                for each in optimizers:
+                    watcher.on_gradients(*with_grads(each))
+                watcher.pause()
+            for observe in self.observers:
+                for each in optimizers:
+                    observe(*with_grads(each), each not in unscaled and not self._state_of(each).unscaled)
+            agree = several_ranks()
+            pending = [self._examine(o, clip, o not in unscaled, agree and o in sharded) for o in optimizers]
+            found_inf = pending[0].found_inf
+            for each in pending[1:]:
+                found_inf = torch.maximum(found_inf, each.found_inf)
+            if agree:
+                dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+            taken = found_inf == 0
+            torch.clear_autocast_cache()
 
-    def _step(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        clip: Clip | Callable[..., None] | None,
-        unscaled: Collection[torch.optim.Optimizer],
-        sharded: Collection[torch.optim.Optimizer],
-    ) -> StepReport:
-        watcher = None if self._rehearsal is None else self._rehearsal.watcher
-        if watcher is not None:
-            for each in optimizers:
-                watcher.on_gradients(*with_grads(each))
-            watcher.pause()
-        for observe in self.observers:
-            for each in optimizers:
-                observe(*with_grads(each), each not in unscaled and not self._state_of(each).unscaled)
-        agree = several_ranks()
-        pending = [self._examine(o, clip, scaled=o not in unscaled, joined=agree and o in sharded) for o in optimizers]
-        found_inf = pending[0].found_inf
-        for each in pending[1:]:
-            found_inf = torch.maximum(found_inf, each.found_inf)
-        if agree:
-            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
-        taken = found_inf == 0
-        torch.clear_autocast_cache()
-
-        on_host = None
-        if self._rehearsal is not None:
-            self._rehearsal.add(found_inf)
-            found_inf = torch.ones_like(found_inf)
-            taken, on_host = found_inf == 0, False
-        elif not any(each.grads for each in pending):
-            taken = torch.zeros_like(taken)
-            on_host = None if all(each.state.on_device for each in pending) else False
-        for each in pending:
-            each.state.stepped = True
-            each.state.found_inf = found_inf if each.grads or agree else None
-            if not each.grads or self._rehearsal is not None:
-                continue
-            if each.state.on_device:
-                _take_on_device(each, taken, found_inf)
-                continue
-            if each.divisor is not None:
-                multiply_(each.grads, each.divisor.reciprocal())
-            if on_host is None:
-                self._say_that_it_waits(each.optimizer)
-                on_host = found_inf.item() == 0
-            if on_host:
-                with step_on_local_shards(each.optimizer):
-                    bare_step(each.optimizer)
-        for each in pending:
-            for weights in self.weights if each.grads else ():
-                weights.end_step(each.params, taken)
-            if self._guards:
-                self._settle(each, taken)
-        if watcher is not None:
-            watcher.resume()
-        norm = pending[0].norm
-        if len(pending) > 1:
-            norm = torch.linalg.vector_norm(torch.stack([each.norm for each in pending]))
-        return StepReport(taken, norm, on_host)
+            on_host = None
+            if self._rehearsal is not None:
+                self._rehearsal.add(found_inf)
+                found_inf = torch.ones_like(found_inf)
+                taken, on_host = found_inf == 0, False
+            elif not any(each.grads for each in pending):
+                taken = torch.zeros_like(taken)
+                on_host = None if all(each.state.on_device for each in pending) else False
+            for each in pending:
+                each.state.stepped = True
+                each.state.found_inf = found_inf if each.grads or agree else None
+                if not each.grads or self._rehearsal is not None:
+                    continue
+                if each.state.on_device:
+                    take_step(each, taken, found_inf)
+                    continue
+                if each.divisor is not None:
+                    multiply_(each.grads, each.divisor.reciprocal())
+                if on_host is None:
+                    self._say_that_it_waits(each.optimizer)
+                    on_host = found_inf.item() == 0
+                if on_host:
+                    with step_on_local_shards(each.optimizer):
+                        bare_step(each.optimizer)
+            for each in pending:
+                for weights in self.weights if each.grads else ():
+                    weights.end_step(each.params, taken)
+                if self._guards:
+                    self._settle(each, taken)
+            if watcher is not None:
+                watcher.resume()
+            norm = pending[0].norm
+            if len(pending) > 1:
+                norm = torch.linalg.vector_norm(torch.stack([each.norm for each in pending]))
+            return StepReport(taken, norm, on_host)
 
     def _examine(
-        self, optimizer: torch.optim.Optimizer, clip: Clip | Callable[..., None] | None, *, scaled: bool, joined: bool
+        self, optimizer: torch.optim.Optimizer, clip: Clip | Callable[..., None] | None, scaled: bool, joined: bool
     ) -> PendingStep:
         """Norm, finite check and clipping of one optimizer's gradients, before it is decided whether to step.
 
@@ -460,22 +449,21 @@ class Amp:
             found_inf = torch.maximum(found_inf, state.found_inf)
 
         divisor = scale
-        if isinstance(clip, Clip) and clip.kind == "norm" and not clip.folded:
-            if scale is not None:
-                multiply_(grads, scale.reciprocal())
-            multiply_(grads, clip.factor(norm))
-            divisor = None
-        elif isinstance(clip, Clip) and clip.kind == "norm":
+        kind = clip.kind if isinstance(clip, Clip) else "function"
+        if isinstance(clip, Clip) and kind == "norm" and clip.folded:
             divisor = clip.divisor(norm)
             if scale is not None:
                 divisor.mul_(scale)
         elif clip is not None and grads:
             if scale is not None:
                 multiply_(grads, scale.reciprocal())
-            clip(params, grads)
             divisor = None
+            if isinstance(clip, Clip) and kind == "norm":
+                multiply_(grads, clip.factor(norm))
+            else:
+                clip(params, grads)
             # Clamping keeps finite values finite; other clipping may divide zero by zero.
-            if not isinstance(clip, Clip) or clip.kind != "value":
+            if kind in ("adaptive", "function"):
                 found_inf = torch.maximum(found_inf, not_finite(norm_of(grads, self._zero, sharded=in_parts)))
         return PendingStep(optimizer, state, params, grads, in_parts, norm, found_inf, divisor)
 
@@ -579,6 +567,22 @@ class Amp:
             )
         self.scaler.load_state_dict(state)
 
+    def counters(self) -> dict[str, Any]:
+        """What a resumed run needs besides `state_dict`; `Checkpoint` saves it. Waits for the device."""
+        return {
+            "skipped": int(self.num_skipped),
+            "consecutive_skips": int(self.num_consecutive_skips),
+            "rounded": [int(weights.num_taken) for weights in self.weights],
+        }
+
+    def load_counters(self, progress: Mapping[str, Any]) -> None:
+        """Restore what `counters` returned. A count that is missing is 0."""
+        self.num_skipped.fill_(int(progress.get("skipped", 0)))
+        self.num_consecutive_skips.fill_(int(progress.get("consecutive_skips", 0)))
+        rounded = [*progress.get("rounded", []), *[0] * len(self.weights)]
+        for weights, num_taken in zip(self.weights, rounded, strict=False):
+            weights.num_taken.fill_(int(num_taken))
+
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
@@ -637,11 +641,3 @@ class Amp:
                 guard.settle(taken)
                 if not guard.was_called and pending.grads:
                     guard.note_bypass()
-
-
-def _take_on_device(pending: PendingStep, taken: Tensor, found_inf: Tensor) -> None:
-    if pending.in_parts or is_state_sharded(pending.optimizer):
-        with step_on_local_shards(pending.optimizer):
-            torch_step(pending.optimizer, found_inf, pending.divisor)
-    else:
-        take_step(pending.optimizer, pending.params, pending.grads, taken, found_inf, pending.divisor)

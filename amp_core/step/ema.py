@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import is_
 from typing import Any
 
@@ -27,7 +28,7 @@ class Ema:
     Attributes:
         model: the averaged copy: unwrapped, in evaluation mode, without gradients; in fp32 also beside 16-bit weights.
             Sharded if the network is: then all ranks call it, inside autocast.
-        num_taken: 0-d int64 tensor, taken steps; set it when continuing from a checkpoint.
+        num_taken: 0-d int64 tensor, taken steps.
     """
 
     def __init__(self, net: nn.Module, decay: float, *, warmup: bool = True) -> None:
@@ -82,8 +83,16 @@ class Ema:
         return self.model.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from EMA weights. `num_taken` is not part of them: set it for an exact resume."""
+        """Resume from EMA weights."""
         load_state(self.model, state)
+
+    def counters(self) -> dict[str, int]:
+        """What a resumed run needs besides `state_dict`; `Checkpoint` saves it. Waits for the device."""
+        return {"averaged": int(self.num_taken)}
+
+    def load_counters(self, progress: Mapping[str, Any]) -> None:
+        """Restore what `counters` returned. A count that is missing is 0."""
+        self.num_taken.fill_(int(progress.get("averaged", 0)))
 
 
 def _grouped(averages: list[Tensor], values: list[Tensor | None]) -> list[tuple[list[Tensor], list[Tensor], list[int]]]:

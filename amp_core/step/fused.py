@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_core.step.report import PendingStep
+from amp_core.tensors import is_state_sharded, step_on_local_shards
 from amp_core.torch_private import find, is_missing, reader
 
 _fused_sgd_, _fused_adam_ = find("torch._fused_sgd_"), find("torch._fused_adam_")
@@ -161,28 +163,23 @@ class FusedStep:
             )
 
 
-def take_step(
-    optimizer: torch.optim.Optimizer,
-    params: list[Tensor],
-    grads: list[Tensor],
-    taken: Tensor,
-    found_inf: Tensor,
-    divisor: Tensor | None,
-) -> None:
+def take_step(pending: PendingStep, taken: Tensor, found_inf: Tensor) -> None:
     """A step of a fused optimizer that is taken or skipped on the device. No host-device sync.
 
     Args:
-        optimizer: fused, with plain tensors.
-        params: its weights that have gradients, in the order of the groups.
-        grads: their gradients.
+        pending: the optimizer, and its gradients.
         taken: 0-d bool.
         found_inf: 0-d float32, 1 where it is not taken.
-        divisor: 0-d float32 by which gradients are divided first, or None.
     """
+    optimizer, grads, divisor = pending.optimizer, pending.grads, pending.divisor
+    if pending.in_parts or is_state_sharded(optimizer):
+        with step_on_local_shards(optimizer):
+            torch_step(optimizer, found_inf, divisor)
+        return
     own: FusedStep | None = optimizer.__dict__.get("_amp_core_step")
     if own is None and not is_watched(optimizer):
-        own = FusedStep.of(optimizer, params, found_inf.device)
-    elif own is not None and not own.fits(params):
+        own = FusedStep.of(optimizer, pending.params, found_inf.device)
+    elif own is not None and not own.fits(pending.params):
         own = None
     optimizer.__dict__["_amp_core_step"] = own  # not part of its state: neither saved nor copied with it
     if own is None:

@@ -27,11 +27,6 @@ def with_grads(optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Ten
     return params, grads
 
 
-def are_sharded(grads: Sequence[Tensor]) -> bool:
-    """Whether any gradient is sharded, without a call per gradient in the usual case."""
-    return {type(grad) for grad in grads} != {Tensor} and any(map(is_dtensor, grads))
-
-
 def norm_of(grads: list[Tensor], zero: Tensor, *, sharded: bool) -> Tensor:
     """The global L2 norm, also of sharded gradients: 0-d float32.
 
@@ -62,7 +57,7 @@ def check_gradients(grads: Sequence[Tensor], *, scaled: bool) -> bool:
             )
     if {grad.layout for grad in grads} - {torch.strided}:
         raise TypeError("sparse gradients are not supported; use sparse=False in the embedding")
-    return are_sharded(grads)
+    return {type(grad) for grad in grads} != {Tensor} and any(map(is_dtensor, grads))  # one call, if all are plain
 
 
 def lay_out_gradients(params: Sequence[Tensor], grads: list[Tensor]) -> None:

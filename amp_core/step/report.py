@@ -16,6 +16,11 @@ from torch import Tensor
 class StepReport:
     """The outcome of a step. The tensors are on the device; reading one syncs.
 
+    `taken` is what all counts are sums of. They are kept apart because each begins at another time, and goes on from
+    there in a resumed run: a `Schedule` counts the steps of its optimizer, an `Ema` those since its average began,
+    16-bit weights those that rounded them, `Amp` the windows, which several optimizers may share, and a run's meters
+    the steps that were logged.
+
     Attributes:
         taken: 0-d bool, false when the step was skipped.
         grad_norm: 0-d float32, the global L2 norm of the unscaled gradients before clipping; not finite when skipped.

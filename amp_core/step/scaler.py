@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.rules import scale_cap
-from amp_core.config.schema import AmpConfig
+from amp_core.config.schema import AmpConfig, scale_cap
 from amp_core.torch_private import update_scale_
 
 logger = logging.getLogger("amp_recipes")

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from record_files import write_faces, write_records
 from running import lines, state, summary
 from shared import data_config
 from torch import nn
@@ -27,7 +28,7 @@ from amp_core.config.checks import check_data
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.data import build_data
 from amp_core.data.identities import draw_glyphs
-from amp_core.data.records import Records, write_faces, write_records
+from amp_core.data.records import Records
 from amp_core.heads.verification import choose_pairs, verify
 from amp_core.lowp.islands import island_names
 from amp_core.models import build_model, check_model

@@ -34,13 +34,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from amp_core import Amp, Ema, master_params
 from amp_core.checkpoints import folders, plain_state
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import CheckpointError, SaveError
 from amp_core.lowp.moments import Adam16
 from amp_core.run.teardown import end_process_group
-from amp_core.step.ema import Ema
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -1388,6 +1388,87 @@ def test_memory_that_was_prepared_is_what_a_save_copies_to(tmp_path: Path, forma
     assert found == [True, False]
 
 
+# Counts of steps.
+
+
+class Plain:
+    """A training loop without `Loop`, in which the gradients of some steps are not finite."""
+
+    def __init__(self, mode: str) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.amp = Amp.named(mode)
+        self.amp.prepare(self.net)
+        self.optimizer = torch.optim.AdamW(master_params(self.net), lr=0.01, fused=True)
+        self.ema, self.slow = Ema(self.net, 0.9), Ema(self.net, 0.99)
+
+    def checkpoint(self, folder: Path, **way: Any) -> Checkpoint:
+        parts: dict[str, Any] = {"model": self.net, "optimizer": self.optimizer, "ema": self.ema, "slow": self.slow}
+        return Checkpoint(folder, scaler=self.amp, **parts, **way)
+
+    def train(self, steps: range, bad: tuple[int, ...] = (1, 3)) -> None:
+        for i in steps:
+            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(i))
+            with self.amp.autocast():
+                loss = self.net(x).float().square().mean()
+            self.amp.backward(loss * (math.inf if i in bad else 1.0))
+            report = self.amp.step(self.optimizer)
+            self.amp.update()
+            self.amp.zero_grad(self.optimizer)
+            self.ema.update(report)
+            if i > 1:  # this average begins later
+                self.slow.update(report)
+
+    def everything(self) -> Any:
+        parts = (self.net, self.optimizer, self.ema, self.slow, self.amp)
+        counts = [int(self.amp.num_skipped), int(self.amp.num_consecutive_skips), int(self.ema.num_taken)]
+        counts += [int(self.slow.num_taken), *(int(weights.num_taken) for weights in self.amp.weights)]
+        return bits([part.state_dict() for part in parts]), counts
+
+
+@pytest.mark.parametrize("way", [{}, {"format": "sharded"}, {"background": True}], ids=str)
+@pytest.mark.parametrize("mode", ["fp16", "bf16_pure"])
+def test_a_plain_loop_resumes_with_its_counts(tmp_path: Path, mode: str, way: dict[str, Any]) -> None:
+    run, resumed = Plain(mode), Plain(mode)
+    run.train(range(4))
+    checkpoint = run.checkpoint(tmp_path, **way)
+    checkpoint.save(4, progress={"samples": 32})
+    checkpoint.wait()
+    assert run.everything()[1] == [2, 1, 2, 1, *[2] * (mode == "bf16_pure")]
+    resumed.train(range(20, 23), bad=(21, 22))  # whatever it was before
+    loaded = must_load(resumed.checkpoint(tmp_path))
+    counted = {"skipped": 2, "consecutive_skips": 1, "rounded": [2] * (mode == "bf16_pure")}
+    assert loaded.progress == counted | {"averaged": 2, "averaged_slow": 1, "samples": 32, "step": 4}
+    assert resumed.everything() == run.everything()
+    run.train(range(4, 7)), resumed.train(range(4, 7))
+    assert resumed.everything() == run.everything()
+
+
+def test_counts_of_another_order_of_parts_find_their_part(tmp_path: Path) -> None:
+    run, resumed = Plain("fp16"), Plain("fp16")
+    run.train(range(4))
+    run.checkpoint(tmp_path).save(4)
+    must_load(Checkpoint(tmp_path, slow=resumed.slow, ema=resumed.ema))
+    assert (int(resumed.slow.num_taken), int(resumed.ema.num_taken)) == (1, 2)
+
+
+def test_counts_are_put_back_with_a_snapshot_and_are_0_where_a_checkpoint_has_none(tmp_path: Path) -> None:
+    run = Plain("bf16_pure")
+    run.train(range(4))
+    checkpoint, before = run.checkpoint(tmp_path), run.everything()
+    snapshot = checkpoint.snapshot()
+    run.train(range(4, 6))
+    checkpoint.restore(snapshot)
+    assert run.everything() == before
+    contents = torch.load(checkpoint.save(4) / "state.pt", weights_only=True)
+    # As `Loop` saved them in version 0.1, which knew one average; and as a plain loop did, which saved no counts.
+    old = {"samples": 32, "skipped": 7, "consecutive_skips": 3, "skipped_of": {}, "averaged": 5, "rounded": [4]}
+    for name, progress, counts in (("loop", old, [7, 3, 5, 5, 4]), ("plain", {}, [0] * 5)):
+        data = pickled(contents | {"progress": progress | {"step": 4}})
+        must_load(checkpoint, forge(tmp_path / name / "step_00000004", data, step=4))
+        assert run.everything() == (before[0], counts)
+
+
 # The format.
 
 
@@ -1439,6 +1520,7 @@ def test_checkpoints_of_version_0_1_load_and_are_written_in_the_same_way(tmp_pat
     )
     old, new = (json.loads((path / "manifest.json").read_text()) for path in (folder, again))
     if format == "single":
+        expected["progress"] = {"samples": 16, "text": "ä", "averaged": 0, "step": 2}  # the count of `run.ema`
         assert repr(bits(torch.load(again / "state.pt", weights_only=True))) == repr(bits(expected))  # also in order
         assert new.keys() == old.keys() and new["metrics"] == old["metrics"]
     else:

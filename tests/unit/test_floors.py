@@ -21,7 +21,6 @@ LONG = {
     "amp_core/doctor/trace.py": "one dispatch mode, whose rules refer to each other",
     "amp_core/lowp/op_policy.py": "mostly the table of CUDA's autocast policy",
     "amp_core/cli/compose.py": "what people type and what to type instead, one case after the other",
-    "amp_core/run/environment.py": "set up and torn down in one place, in opposite order",
 }
 """Files of more than 500 lines, each with its reason."""
 

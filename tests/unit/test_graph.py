@@ -320,7 +320,7 @@ def test_a_recipe_that_is_played_is_the_recipe(recipe, on_tape, tmp_path, monkey
     """The scale doubles with every step until it overflows. Statistics are sampled in between, by hooks."""
     monkeypatch.chdir(tmp_path)
     expected = compared(recipe, "plain", "doctor.statistics_every=6")
-    monkeypatch.setattr(amp_core.run.loop, "why_not_capturable", lambda *_: None)
+    monkeypatch.setattr(amp_core.memory.graph, "why_not_capturable", lambda *_: None)
     found = compared(recipe, "played", "doctor.statistics_every=6", "perf=graph")
     assert found[0] == expected[0] and not same_but(found[1], expected[1])
     assert on_tape == [4]
@@ -348,7 +348,7 @@ def test_a_recording_is_dropped_before_its_process_group_ends(ending, tmp_path, 
         raise RuntimeError("on purpose")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(amp_core.run.loop, "why_not_capturable", lambda *_: None)
+    monkeypatch.setattr(amp_core.memory.graph, "why_not_capturable", lambda *_: None)
     monkeypatch.setattr(amp_core.memory.graph, "NUM_WARM_UPS_DDP", 3)
     monkeypatch.setattr(amp_core.memory.graph, "capture_on_cuda", record)
     monkeypatch.setattr(amp_core.memory.graph, "noted_waits", tape.noted_waits)
@@ -377,7 +377,7 @@ def test_on_a_cpu_it_is_computed_and_said(tmp_path, monkeypatch):
 
 def test_a_recipe_with_steps_of_its_own_says_so(on_tape, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(amp_core.run.loop, "why_not_capturable", lambda *_: None)
+    monkeypatch.setattr(amp_core.memory.graph, "why_not_capturable", lambda *_: None)
     compared("gan", "gan", "perf=graph", "steps=2")
     assert (tmp_path / "gan/train.log").read_text().count("recipe=gan does not use Loop.run") == 1
     assert not on_tape

@@ -16,7 +16,7 @@ import train
 from amp_core import Amp, keep_fp32
 from amp_core.heads.losses import LossHead, give_loss, linear_cross_entropy
 from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
-from amp_core.layouts.memory_model import saved_bytes
+from amp_core.layouts.memory_model import saved_for_backward
 from amp_core.lowp.weights import master_params
 from amp_core.models import build_model
 from amp_core.models.gpt import LANGUAGE_MODELS
@@ -112,8 +112,10 @@ def test_it_keeps_hidden_states_and_no_logits() -> None:
     hidden, weight, _, targets = case()
     kept = {}
     for name, loss_of in (("whole", whole), ("chunked", chunked)):
-        with torch.autocast("cpu", BF16):
-            kept[name] = saved_bytes(lambda loss_of=loss_of: loss_of(hidden, weight, targets), [weight])
+        with torch.autocast("cpu", BF16), saved_for_backward([weight]) as saved:
+            loss = loss_of(hidden, weight, targets)
+        assert loss.requires_grad
+        kept[name] = saved.total
     labels = 8 * N
     assert kept["chunked"] == 2 * N * D + 4 * N + labels
     assert kept["whole"] > 4 * N * V > 10 * kept["chunked"]

@@ -55,3 +55,14 @@ def test_the_same_number_of_ranks_restores_every_bit() -> None:
     assert second.states(None) == first.states(None)
     assert int(second.meters["generator"].num_skipped) == 7
     second.load_states([], 0, {})  # of a checkpoint that holds none
+
+
+def test_a_line_counts_its_own_taken_steps_and_the_skipped_ones_of_all() -> None:
+    run = metrics(1)
+    for taken in ((True, False, True), (False, True), (True,)):
+        for each in taken:
+            run.add("generator", step(each), {"loss": torch.tensor(1.0)})
+        assert run.states(None)[0]["generator"]["num_taken"] == sum(taken)
+        run.begin_line(1, 0.0, 0.0, {})
+    line = run.finish_line()
+    assert line is not None and line.numbers["skipped_generator"] == 2 and line.numbers["loss"] == 1.0

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import train
 from amp_core import Amp, Ema, keep_fp32
 from amp_core.doctor.trace import Trace
-from amp_core.layouts.memory_model import saved_bytes
+from amp_core.layouts.memory_model import saved_for_backward
 from amp_core.lowp.islands import island_names
 from amp_core.lowp.weights import master_params
 from amp_core.memory.recompute import recompute_blocks, recomputed
@@ -89,8 +89,10 @@ def test_the_usual_way_moves_statistics_twice() -> None:
 
 def kept(net: nn.Module, amp: Amp, x: Tensor) -> int:
     """Bytes that a forward pass keeps for the backward pass, weights left out."""
-    with amp.autocast():
-        return saved_bytes(lambda: net(x), [*net.parameters(), *net.buffers()])
+    with amp.autocast(), saved_for_backward([*net.parameters(), *net.buffers()]) as saved:
+        output = net(x)
+    assert output.requires_grad
+    return saved.total
 
 
 def test_inputs_of_blocks_are_all_that_is_kept() -> None:
