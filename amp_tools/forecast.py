@@ -18,12 +18,11 @@ For gradients of gradients this is an approximation: parts of them do not grow w
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import textwrap
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -436,7 +435,7 @@ class Check:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        values = dataclasses.asdict(self)
+        values = asdict(self)
         for name, one in (("islands", self.islands), ("underflow", self.underflow)):
             values[name] |= {"precision": one.precision, "recall": one.recall}
         return values
