@@ -99,6 +99,12 @@ def test_what_one_reads_to_follow_a_recipe_and_a_step():
     assert sum(map(floors.lines_of, files)) <= floors.MOST_LINES_OF_STEP
 
 
+def test_what_one_fp16_step_goes_through():
+    path = floors.path_of_a_step()
+    assert "amp_core/step/fused.py" in path  # the functions were seen
+    assert sum(length for functions in path.values() for _, length in functions) <= floors.MOST_LINES_OF_PATH
+
+
 def test_the_architecture_page_lists_every_module():
     page = (ROOT / "docs/ARCHITECTURE.md").read_text()
     assert floors.written(page) == page, "run python scripts/floors.py --write"
