@@ -352,7 +352,8 @@ def _plan_sweep(overrides: list[str]) -> tuple[compose.Sweep, list[str], Config]
 
 def _hydra(arguments: list[str]) -> None:
     """Hand over to Hydra; flags stand before `--`."""
-    sys.argv = [sys.argv[0], *arguments, *compose.search_path()]
+    typed = sys.argv[0] if program().endswith(".py") else program()  # whose arguments are completed
+    sys.argv = [typed, *arguments, *compose.search_path()]
     hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(sweep_job)()
 
 

@@ -202,6 +202,11 @@ def test_the_wheel_holds_all_and_its_program_runs_from_another_folder(own_folder
     program(*SMALL, "run_dir=b", "layout=ddp", "layout.nproc_per_node=2", "--config-dir", "conf", "recipe=mine")
     for folder in ("a", "b"):
         assert json.loads(Path(folder, "summary.json").read_text())["status"] == "finished"
+    ask = 'eval "$(amp-recipes -sc install=bash)"; COMP_LINE="amp-recipes amp=fp1" COMP_POINT=19 COMP_CWORD=1\n'
+    ask += 'hydra_bash_completion; complete -p amp-recipes; echo "${COMPREPLY[*]}"'
+    on_path = environ | {"PATH": f"{own_folder / 'lib' / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", ask], env=on_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[1:] == ["amp=fp16 amp=fp16_capped"], (done.stdout, done.stderr)
     launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     out = program(*SMALL, "--config-dir", "conf", "-m", "experiment=both", *launcher)
     assert "2 of 2 jobs finished; the report: python -m amp_recipes.scripts.report " in out
