@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 import warnings
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +21,8 @@ from amp_core.config.schema import Config, suggest
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 NESTED = ("state_dict", "model_state_dict", "model")
 """Keys under which other programs store the weights beside other state."""
-PREFIXES = ("_orig_mod.", "module.")
-"""What `torch.compile` and `DistributedDataParallel` put before every name."""
+PREFIXES = ("_orig_mod.", "module.", "model.")
+"""What `torch.compile`, `DistributedDataParallel` and Lightning put before every name."""
 
 
 def check_weights(cfg: Config) -> list[str]:
@@ -73,7 +74,7 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
             network is unchanged then.
     """
     own = {name: tensor for name, tensor in net.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
-    found = _without_prefix(_read(path, net))
+    found = _without_prefix(_read(path, net), own)
     kept = {name for name in (*own, *found) if any(_is_below(name, pattern) for pattern in fresh)}
     problems = [
         f"model.fresh={pattern}: matches neither a module nor a tensor. {suggest(pattern, _modules(own))}"
@@ -96,6 +97,8 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
     if unlike:
         shapes = [f"{name} is {_describe(found[name])}, expected {_describe(own[name])}" for name in unlike]
         problems.append(f"model.weights={path}: {first_few(shapes)}")
+    if not taken and not problems:
+        problems.append(f"model.fresh={list(fresh)}: nothing of model.weights={path} is left to load; leave out both")
     if wrong := [*missing, *unlike, *unknown]:
         modules = sorted({name.rpartition(".")[0] or name for name in wrong})
         if len(wrong) < len(own) and len(modules) <= 3:
@@ -139,21 +142,36 @@ def _read(path: str, net: nn.Module) -> dict[str, Any]:
     except ConfigError:
         raise
     except Exception as problem:  # torch.load raises a dozen kinds for bytes that are no checkpoint
-        reason = " ".join(str(problem).split())[:200]
+        inside = sorted(file.name for file in place.glob("*") if file.suffix in SUFFIXES) if place.is_dir() else []
         raise ConfigError(
-            f"model.weights={path}: cannot be read as tensors ({reason}); expected {_EXPECTED}"
+            f"model.weights={path}: {_why_unreadable(problem)}; expected {_EXPECTED}"
+            + (f", such as {place / inside[0]}" if inside else "")
         ) from problem
     for key in NESTED:
         if isinstance(contents, dict) and isinstance(contents.get(key), Mapping):
             contents = contents[key]
             break
-    tensors = {str(name): value for name, value in contents.items()} if isinstance(contents, Mapping) else {}
-    if not tensors or not all(isinstance(value, Tensor) for value in tensors.values()):
+    state = {str(name): value for name, value in contents.items()} if isinstance(contents, Mapping) else {}
+    others = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if others or not state:
+        what = f"{first_few(others)} of {len(state)} names hold no tensor" if others else f"holds {_kind(contents)}"
         raise ConfigError(
-            f"model.weights={path}: holds {type(contents).__name__} and no names with tensors, neither at the top nor "
-            f"under {', '.join(NESTED)}; save model.state_dict()"
+            f"model.weights={path}: {what}; expected names with tensors, at the top or under {', '.join(NESTED)}: save "
+            f"model.state_dict()"
         )
-    return tensors
+    return state
+
+
+def _why_unreadable(problem: Exception) -> str:
+    text = " ".join(str(problem).split())
+    if found := re.search(r"GLOBAL (\S+) was not an allowed global|Unsupported (?:global|class) (\S+)", text):
+        what = (found[1] or found[2]).strip(":,")
+        return f"holds an object of the class {what}, which could run code; save model.state_dict() alone"
+    return f"cannot be read as tensors ({type(problem).__name__}: {text[:100]})"
+
+
+def _kind(contents: Any) -> str:
+    return f"an empty {type(contents).__name__}" if isinstance(contents, Mapping) else f"a {type(contents).__name__}"
 
 
 def _load_safetensors(path: str) -> dict[str, Any]:
@@ -177,8 +195,11 @@ def _of_run(contents: Mapping[str, Any], net: nn.Module) -> dict[str, Any]:
     return dict(state)
 
 
-def _without_prefix(state: dict[str, Any]) -> dict[str, Any]:
+def _without_prefix(state: dict[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Names without what all of them begin with, unless those of the network begin with it, too."""
     while prefix := next((p for p in PREFIXES if state and all(name.startswith(p) for name in state)), None):
+        if any(name.startswith(prefix) for name in own):
+            break
         state = {name.removeprefix(prefix): value for name, value in state.items()}
     return state
 
@@ -194,8 +215,9 @@ def _modules(names: Iterable[str]) -> list[str]:
 
 def _fits(found: Tensor, own: Tensor) -> bool:
     is_alike = found.shape == own.shape and found.is_floating_point() == own.is_floating_point()
-    return is_alike and found.layout is torch.strided
+    return is_alike and found.layout is torch.strided and not found.is_meta
 
 
 def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    kind = "meta " if tensor.is_meta else "" if tensor.layout is torch.strided else "sparse "
+    return f"{kind}{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import pickle
 import re
@@ -56,7 +57,7 @@ def unlike(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
         lambda state: save_file(state, "w.safetensors"),
         lambda state: torch.save(state, "w.pt"),
         lambda state: torch.save(state, "w.pth", _use_new_zipfile_serialization=False),
-        lambda state: torch.save({"epoch": 3, "state_dict": prefixed(state, "module.")}, "w.pt"),
+        lambda state: torch.save({"epoch": 3, "state_dict": prefixed(state, "model.")}, "w.pt"),
         lambda state: torch.save({"model": prefixed(state, "module._orig_mod."), "optimizer": {}}, "w.bin"),
         lambda state: torch.save({k: v for k, v in state.items() if "num_batches" not in k}, "w.pt"),
     ],
@@ -141,12 +142,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
         broken(lambda state: {k: v.double() + 1e300 for k, v in state.items()}),
         "numbers beyond torch.float32",
     ),
-    "sparse": (broken(lambda state: {k: v.to_sparse() for k, v in state.items()}), "expected"),
+    "sparse": (broken(lambda state: {k: v.to_sparse() for k, v in state.items()}), "is sparse float32"),
+    "without data": (broken(lambda state: {k: v.to("meta") for k, v in state.items()}), "is meta float32"),
+    "a count": (broken(lambda state: state | {"steps": 3}), "steps of 27 names hold no tensor"),
+    "an object beside": (
+        broken(lambda state: {"state_dict": state, "args": argparse.Namespace(lr=1)}),
+        "holds an object of the class argparse.Namespace",
+    ),
     "missing": (broken(lambda state: {k: v for k, v in state.items() if "bias" not in k}), "has no .*bias"),
     "of another network": (broken(lambda state: {"a.weight": torch.ones(3)}), "Is it of another network"),
     "one name more": (broken(lambda state: state | {"extra.weight": torch.ones(3)}), "the network has no extra.weight"),
     "whole numbers": (broken(lambda state: {k: v.long() for k, v in state.items()}), "is int64"),
-    "no names": (broken(lambda state: list(state.values())), "holds list"),
+    "no names": (broken(lambda state: list(state.values())), "holds a list"),
+    "nothing in it": (broken(lambda state: {}), "holds an empty dict"),
     "text": (lambda: Path("w.pt").write_text("hello"), "cannot be read"),
     "empty": (lambda: Path("w.pt").touch(), "cannot be read"),
     "code": (lambda: Path("w.pt").write_bytes(pickle.dumps(Bomb())), "cannot be read"),
@@ -171,6 +179,13 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(kind: str) -> None:
 def test_a_cut_safetensors_file_and_an_unknown_name_are_refused() -> None:
     net = network()
     save_file(net.state_dict(), "w.safetensors")
+    with pytest.raises(ConfigError, match=r"nothing of model.weights=w.safetensors is left"):
+        load_pretrained(net, "w.safetensors", ["*"])
+    Path("folder").mkdir()
+    Path("w.safetensors").rename("folder/model.safetensors")
+    with pytest.raises(ConfigError, match=r"such as folder/model.safetensors"):
+        load_pretrained(net, "folder")
+    Path("folder/model.safetensors").rename("w.safetensors")
     with pytest.raises(ConfigError, match=r"model.fresh=heed: matches neither a module nor a tensor"):
         load_pretrained(net, "w.safetensors", ["heed"])
     Path("w.safetensors").write_bytes(Path("w.safetensors").read_bytes()[:-100])
