@@ -23,6 +23,7 @@ from campaign.harness import (
     Child,
     arguments,
     checkpoints,
+    column_of,
     first,
     last_step,
     outcome,
@@ -75,7 +76,7 @@ def _two_launchers(plan: Plan, folder: Path, alone: Alone, result: Result) -> No
             is_clear = text.count("error: ") == 1 and "run_dir" in text and "Traceback" not in text
             result.expect(code != 2 or is_clear, case, f"{what}: {text[-500:]}")
         found = unequal(expected, outcome(torn)) if 0 in codes else []
-        result.expect(not found, case, f"{what}: another result: {first(found)}")
+        result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
         clear(torn)
 
 
@@ -190,7 +191,7 @@ def _told_to_stop(
     took = time.monotonic() - began
     codes = (0, exit_code_of(128 + number), *((130, -signal.SIGINT) if twice else ()))
     if result.expect(code in codes, case, f"{what}: exit code {code}: {child.text[-1500:]}"):
-        result.expect(took < BOUND, case, f"{what}: {took:.1f} s")
+        result.expect(took < BOUND, case, f"{what}: {took:.1f} s", "unbounded waits")
     return took
 
 
@@ -256,7 +257,7 @@ def _signals_while_a_rank_is_stopped(plan: Plan, folder: Path, result: Result) -
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rng.choice(victims), signal.SIGSTOP)
         took = _told_to_stop(child, number, rng if twice else None, result, case, what)
-        result.counts[f"signals to launchers with a stopped {who}"] += 1
+        result.counts[f"signals to launchers {f'with a stopped {who}' if victims else 'before they have any'}"] += 1
         left = [pid for pid in {*workers, *victims} if Path(f"/proc/{pid}").exists()]
         result.expect(not left, case, f"{what}: {left} are left")
         longest, after_second = (longest, max(after_second, took)) if twice else (max(longest, took), after_second)
