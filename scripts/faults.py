@@ -91,7 +91,7 @@ def main() -> int:
     unknown = set(flags.only.split(",")) - set(PARTS)
     if unknown:
         parser.error(f"--only: no part {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
-    if {"errors", "clock"} & set(flags.only.split(",")):
+    if {"errors", "clock", "breaks"} & set(flags.only.split(",")):
         load_before_libc(Path(tempfile.mkdtemp(prefix="shim-")))
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks where a library has threads
     # What a killed process leaves is the same in memory, and bringing it to disk costs nothing there.
