@@ -41,6 +41,8 @@ PATIENCE = 0.05
 """layout.timeout_minutes: three seconds."""
 BOUND = 30.0
 """Seconds in which a run ends that was asked to."""
+GONE_SECONDS = 2.0
+"""For the kernel to end what was killed, and for the first process to take note of orphans."""
 PHASES = ("start", "step", "evaluation", "save", "teardown")
 
 
@@ -258,7 +260,11 @@ def _signals_while_a_rank_is_stopped(plan: Plan, folder: Path, result: Result) -
                 os.kill(rng.choice(victims), signal.SIGSTOP)
         took = _told_to_stop(child, number, rng if twice else None, result, case, what)
         result.counts[f"signals to launchers {f'with a stopped {who}' if victims else 'before they have any'}"] += 1
-        left = [pid for pid in {*workers, *victims} if Path(f"/proc/{pid}").exists()]
+        end = time.monotonic() + GONE_SECONDS
+        left = {*workers, *victims}
+        while left and time.monotonic() < end:
+            time.sleep(0.01)
+            left = {pid for pid in left if Path(f"/proc/{pid}").exists()}
         result.expect(not left, case, f"{what}: {left} are left")
         longest, after_second = (longest, max(after_second, took)) if twice else (max(longest, took), after_second)
         clear(torn)
