@@ -93,7 +93,7 @@ def warm_up(work: Path) -> None:
     for name in RECIPES:
         find(name)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        code = train.main(arguments(*TELLING, "steps=2", f"run_dir={work / 'first'}"))
+        code = train.main(arguments(*TELLING, "steps=12", f"run_dir={work / 'first'}"))
     assert code == 0
     gc.collect()
     gc.freeze()  # what no collection touches is not copied for each process
