@@ -56,7 +56,7 @@ from amp_core.cli.help import help_text
 from amp_core.cli.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.files import visible
-from amp_core.config.redact import redact_typed
+from amp_core.config.redact import mask_what_python_prints, redact_typed, shown
 from amp_core.config.rules import build, validate, warnings_of
 from amp_core.config.schema import Config, conf_dir, suggest
 from amp_core.config.threads import wait_passively
@@ -134,7 +134,7 @@ def _without_dashes(key: str, value: str | None, arguments: list[str]) -> str:
 
 def _say_error(refused: ConfigError) -> None:
     if refused.problems:
-        lines = "\n       ".join(redact_typed(visible(problem)) for problem in refused.problems)
+        lines = "\n       ".join(visible(redact_typed(problem)) for problem in refused.problems)
         print(f"error: {lines}", file=sys.stderr)
 
 
@@ -208,7 +208,7 @@ def _prepare(overrides: list[str]) -> Any:
 def _run(job: Any) -> int:
     outcome = _launch(job)
     if outcome.error:
-        print(visible(f"error: {outcome.error}"), file=sys.stderr)
+        print(shown(f"error: {outcome.error}"), file=sys.stderr)
     return outcome.exit_code
 
 
@@ -259,7 +259,7 @@ def _under_torchrun(overrides: list[str]) -> int:
     if outcome.exit_code == 1:
         report_failure(outcome.error or "")
     elif outcome.error and os.environ["RANK"] == "0":
-        print(visible(f"error: {outcome.error}"), file=sys.stderr)
+        print(shown(f"error: {outcome.error}"), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     # Teardown of the process group's threads aborts now and then; all work is done and written.
@@ -302,10 +302,11 @@ def _sweep(overrides: list[str]) -> int:
     except ConfigError:
         raise
     except RunError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        print(shown(f"error: {problem}"), file=sys.stderr)
         failed = True
     except Exception as problem:  # of a launcher or a sweeper: what its jobs have done is told all the same
-        print(f"error: the sweep ended early: {type(problem).__name__}: {compose.one_line(problem)}", file=sys.stderr)
+        said = f"error: the sweep ended early: {type(problem).__name__}: {compose.one_line(problem)}"
+        print(shown(said), file=sys.stderr)
         failed = True
     finally:
         for number, handler in before.items():
@@ -446,7 +447,7 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
     record.exit_code, record.error = outcome.exit_code, sweep.first_line(outcome.error)
     record.value = outcome.eval.get(str(record.metric))
     if outcome.error:
-        print(visible(f"error: {' '.join(record.overrides)}: {outcome.error}"), file=sys.stderr)
+        print(shown(f"error: {' '.join(record.overrides)}: {outcome.error}"), file=sys.stderr)
     return outcome.signalled
 
 
@@ -479,4 +480,5 @@ def _ask_hydra(arguments: list[str], flags: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    mask_what_python_prints()
     sys.exit(main(sys.argv[1:]))

@@ -15,6 +15,7 @@ if __name__ == "__main__":
         sys.exit(2)
     gc.disable()  # collections look again and again at all that was imported so far
 
+from amp_core.config.redact import mask_what_python_prints
 from amp_core.run.launch import work
 from recipes import runner
 
@@ -22,6 +23,7 @@ from recipes import runner
 def main() -> None:
     gc.freeze()
     gc.enable()
+    mask_what_python_prints()
     code = work(Path(sys.argv[1]), runner)
     sys.stdout.flush()
     sys.stderr.flush()

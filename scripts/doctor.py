@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.files import visible
+from amp_core.config.redact import shown
 from train import checked
 
 _OF_MANY_RANKS = ("layout=ddp", "layout=data", "layout=fsdp", "layout=hsdp", "layout.shard_size", "layout.nproc")
@@ -44,7 +44,7 @@ def visit(overrides: list[str], driver: Any) -> int:
 
     outcome = in_process(Job(values, None, overrides, sys.argv, notes), visited)
     if outcome.error:
-        print(visible(f"error: {outcome.error}"), file=sys.stderr)
+        print(shown(f"error: {outcome.error}"), file=sys.stderr)
     return outcome.exit_code
 
 
@@ -178,7 +178,7 @@ def main(arguments: list[str]) -> int:
     try:
         return args.do(args)
     except ConfigError as refused:
-        print("error: " + visible("\n       ".join(refused.problems)), file=sys.stderr)
+        print("error: " + shown("\n       ".join(refused.problems)), file=sys.stderr)
         return refused.exit_code
 
 

@@ -27,16 +27,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from campaign import Plan, Result
+from campaign import COLUMNS, Plan, Result
 from campaign.breaks import breaks
 from campaign.elastic import elastic
 from campaign.files import damaged, pickles
+from campaign.foreign import foreign
 from campaign.fuzz import fuzz
 from campaign.harness import kill_all, warm_up
 from campaign.leaks import leaks
 from campaign.network import network
 from campaign.runs import kills, ranks, restarts, signals
 from campaign.saves import saves
+from campaign.shimmed import clock, errors, load_before_libc
 from campaign.storage import storage
 from campaign.stuck import stuck
 from campaign.trackers import trackers
@@ -52,6 +54,9 @@ PARTS: dict[str, Callable[[Plan], Result]] = {
     "elastic": elastic,
     "ranks": ranks,
     "storage": storage,
+    "errors": errors,
+    "clock": clock,
+    "foreign": foreign,
     "stuck": stuck,
     "trackers": trackers,
     "leaks": leaks,
@@ -86,6 +91,8 @@ def main() -> int:
     unknown = set(flags.only.split(",")) - set(PARTS)
     if unknown:
         parser.error(f"--only: no part {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
+    if {"errors", "clock", "breaks"} & set(flags.only.split(",")):
+        load_before_libc(Path(tempfile.mkdtemp(prefix="shim-")))
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks where a library has threads
     # What a killed process leaves is the same in memory, and bringing it to disk costs nothing there.
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -103,6 +110,9 @@ def main() -> int:
     finally:
         kill_all()
         shutil.rmtree(work, ignore_errors=True)
+    print(f"\n{'part':9} {'tries':>7}" + "".join(f"{name:>17}" for name in COLUMNS))
+    for row in rows:
+        print(f"{row['part']:9} {row['tries']:7,}" + "".join(f"{row['columns'].get(name, 0):17}" for name in COLUMNS))
     if flags.json:
         flags.json.write_text(json.dumps({"setting": setting(flags), "parts": rows}, indent=1) + "\n")
     if flags.write:
@@ -114,6 +124,8 @@ def row_of(name: str, result: Result, seconds: float) -> dict[str, object]:
     return {
         "part": name,
         "counts": dict(result.counts),
+        "tries": result.tries,
+        "columns": dict(result.columns),
         "violations": result.violations,
         "facts": result.facts,
         "seconds": round(seconds, 1),
@@ -142,16 +154,17 @@ def write_table(page: Path, rows: list[dict], how: str) -> None:
     """Put the counts between the two marks of the page."""
     head, rest = page.read_text().split(BEGIN)
     tail = rest.split(END)[1]
-    table = ["| part | what was tried | violations | seconds |", "| --- | --- | --- | --- |"]
+    head_row = ["part", "what was tried", "tries", *COLUMNS, "seconds"]
+    table = [f"| {' | '.join(head_row)} |", "|" + " --- |" * len(head_row)]
     for row in rows:
         counts = [f"{count:,} {what}" for what, count in row["counts"].items()]
         facts = [f"{what}: {fact}" for what, fact in row["facts"].items()]
-        table.append(
-            f"| {row['part']} | {'; '.join(counts + facts)} | {len(row['violations'])} | {row['seconds']:.0f} |"
-        )
-    seconds = sum(row["seconds"] for row in rows)
-    violations = sum(len(row["violations"]) for row in rows)
-    table.append(f"| all | | {violations} | {seconds:.0f} |")
+        found = [str(row["columns"].get(name, 0)) for name in COLUMNS]
+        cells = [row["part"], "; ".join(counts + facts), f"{row['tries']:,}", *found, f"{row['seconds']:.0f}"]
+        table.append(f"| {' | '.join(cells)} |")
+    total = [str(sum(row["columns"].get(name, 0) for row in rows)) for name in COLUMNS]
+    cells = ["all", "", f"{sum(row['tries'] for row in rows):,}", *total, f"{sum(row['seconds'] for row in rows):.0f}"]
+    table.append(f"| {' | '.join(cells)} |")
     page.write_text(f"{head}{BEGIN}\n{how[0].upper()}{how[1:]}.\n\n" + "\n".join(table) + f"\n{END}{tail}")
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 
 LIMITS = {
-    "config": 1745,
+    "config": 1860,
     "base": 670,
     "lowp": 1855,
     "step": 2240,
@@ -35,12 +35,12 @@ LIMITS = {
     "heads": 690,
     "run": 4700,
     "doctor": 1925,
-    "cli": 1355,
+    "cli": 1365,
     "amp_tools": 4700,
 }
 """Lines of each floor at most, in their order. `base` are the modules that lie beside the folders."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 62, 12400, 2500
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 62, 12600, 2500
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 645

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.files import visible
+from amp_core.config.redact import shown
 from amp_core.run.lines import write_text
 from amp_core.run.log import say
 from amp_tools.report.charts import Panel, save_png
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
             if flags.png:
                 save_png(pictures, flags.png)
     except ConfigError as refused:
-        print("error: " + visible("\n       ".join(refused.problems)), file=sys.stderr)
+        print("error: " + shown("\n       ".join(refused.problems)), file=sys.stderr)
         return refused.exit_code
     say(json.dumps(as_dict(study), indent=2) if flags.json else markdown(study))
     for line in left_out(study):

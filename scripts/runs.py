@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.files import visible
+from amp_core.config.redact import shown
 from amp_core.run.log import say
 from amp_tools.report.folders import Run, find, plain, read_run
 from amp_tools.report.groups import differing_settings
@@ -47,7 +47,7 @@ def picked(args: argparse.Namespace) -> list[Run]:
     notes: list[str] = []
     runs = [read_run(folder) for folder in find(folders, notes)]
     for note in notes:
-        print(f"passed over: {visible(note)}", file=sys.stderr)
+        print(f"passed over: {shown(note)}", file=sys.stderr)
     conditions = [condition(text) for text in args.where]
     check_names([name for name, _ in conditions], runs)
     return [run for run in runs if all(holds(run) for _, holds in conditions)]
@@ -83,7 +83,7 @@ def show(args: argparse.Namespace) -> int:
         else ""
     )
     if width is not None and names[-1] == "folder" and shared:
-        say(visible(f"in {shared}"))
+        say(shown(f"in {shared}"))
         rows = [
             [*row[:-1], cell("folder", os.path.relpath(run.path, shared))] for row, run in zip(rows, runs, strict=True)
         ]
@@ -114,7 +114,7 @@ def compare(args: argparse.Namespace) -> int:
             is_ratio = name in ("speed", "seconds", "memory") and a and b
             change = f"{b / a:.2f}x" if is_ratio else f"{b - a:+.4g}" if _are_numbers(a, b) and name != "age" else ""
             rows.append([name, *(cell(name, value) for value in values), change])
-    say(visible(f"A  {args.a}\nB  {args.b}\n\n") + "\n".join(table(["", "A", "B", "B to A"], rows, None)))
+    say(shown(f"A  {args.a}\nB  {args.b}\n\n") + "\n".join(table(["", "A", "B", "B to A"], rows, None)))
     return 0
 
 
@@ -135,7 +135,7 @@ def prune(args: argparse.Namespace) -> int:
         problem = carry_out(found, whole=not args.checkpoints) if args.yes else None
         failures += problem is not None
         if problem:
-            print(visible(f"not removed: {found.run.path}: {problem}"), file=sys.stderr)
+            print(shown(f"not removed: {found.run.path}: {problem}"), file=sys.stderr)
         elif not args.json:
             say(_line(found, "removed" if args.yes else "would remove", args.checkpoints))
     total = sum(found.bytes for found in plans) / 2**20
@@ -150,7 +150,7 @@ def prune(args: argparse.Namespace) -> int:
 def _line(plan: Plan, did: str, checkpoints: bool) -> str:
     what = f"{len(plan.paths)} checkpoints of " if checkpoints else ""
     tail = f" ({plan.keeps})" if plan.keeps else ""
-    return visible(f"{did}: {what}{plan.run.path}  {plan.run.status}, {plan.bytes / 2**20:,.1f} MiB{tail}")
+    return shown(f"{did}: {what}{plan.run.path}  {plan.run.status}, {plan.bytes / 2**20:,.1f} MiB{tail}")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return args.do(args)
     except ConfigError as refused:
-        print("error: " + visible("\n       ".join(refused.problems)), file=sys.stderr)
+        print("error: " + shown("\n       ".join(refused.problems)), file=sys.stderr)
         return refused.exit_code
 
 

@@ -279,7 +279,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
     optimizer.param_groups = groups
     # torch casts all but `step` to the parameter's dtype: NAdam's fp32 product of momenta to bf16, for example.
     for number, parameter in parameters_of(optimizer, saved):
-        live = optimizer.state[parameter]
+        live = optimizer.state.get(parameter, {})  # to index it would give SGD without momentum a state
         for key, value in states.get(number, {}).items():
             was_cast = key != "step" and isinstance(value, Tensor) and live[key].dtype != value.dtype
             if was_cast and (exact or value.dim() == 0):

@@ -35,7 +35,7 @@ from amp_core.cli.command import program
 from amp_core.cli.lease import num_cores
 from amp_core.config.errors import ConfigError
 from amp_core.config.files import kind_of, open_file, read_bytes, read_json, read_yaml
-from amp_core.config.redact import refuse_secret, secrets_in
+from amp_core.config.redact import holds_secret, refuse_secret, secrets_in
 from amp_core.config.rules import differences, flatten, node_range
 from amp_core.config.schema import CONFIG_DIR, Config, choices, conf_dir, config_dirs, read_option, suggest
 
@@ -100,6 +100,7 @@ PATHS = ("data.path", "data.eval_path", "model.weights", "run_dir", "resume", "r
 PATHS += ("hydra.sweep.dir", "hydra.run.dir")
 """Keys that hold a path."""
 PATH = re.compile(rf"\+*({'|'.join(map(re.escape, PATHS))})=(['\"]?)(.*)\2$", re.DOTALL)
+RECORDED = "holds a key or a password, and settings are recorded; leave it out"
 Problems = Callable[[list[str]], list[str]]
 
 
@@ -438,7 +439,7 @@ def _plain(cfg: Any, chosen: Mapping[str, str], typed: set[str]) -> dict[str, An
     if found := _find_target(values):
         raise ConfigError(f"{found}: _target_ is refused: a config never runs code")
     if secret := list(secrets_in(values)):
-        raise ConfigError(f"{', '.join(secret)}: holds a key or a password, and settings are recorded; leave it out")
+        raise ConfigError(f"{', '.join(secret)}: {RECORDED}")
     flat = flatten(values)
     if problems := [p for key in PATHS if (p := check_length(key, flat.get(key)))]:
         raise ConfigError(problems)
@@ -518,6 +519,8 @@ def sweep_of(overrides: list[str]) -> Sweep:
         # Hydra makes these, so an interpolation or a file of the user's must not have brought another class.
         if not settings.pop("_target_").startswith(PLUGINS) or _find_target(settings) or hydra.callbacks:
             raise ConfigError(f"hydra.{part}: _target_ is refused: a config never runs code")
+    if secret := list(secrets_in(config, "hydra")):
+        raise ConfigError(f"{', '.join(secret)}: {RECORDED}")
     chosen = hydra.runtime.choices
     sweeper, launcher = chosen["hydra/sweeper"], chosen["hydra/launcher"]
     params = config["sweeper"].get("params") or {}
@@ -631,6 +634,8 @@ def check_place(key: str, path: str) -> str | None:
     """What is wrong with a folder to write to, whatever it holds."""
     if not path.strip():
         return f"{key}='': expected a folder"
+    if holds_secret(path) or holds_secret(os.path.abspath(path)):
+        return f"{key}: the name of the folder holds a key or a password; choose another one"
     if problem := check_length(key, path):
         return problem
     existing = Path(path).resolve()

@@ -1,6 +1,7 @@
 """Keys and passwords: refused where they would be recorded, and masked in whatever is written or printed all the same.
 
 They belong into the environment or into ~/.netrc, where this module finds those that must not appear anywhere else.
+docs/CLUSTERS.md says exactly what counts as one.
 """
 
 from __future__ import annotations
@@ -8,29 +9,97 @@ from __future__ import annotations
 import configparser
 import contextlib
 import functools
+import html
+import json
 import netrc
 import os
 import re
+import shlex
+import sys
+import threading
+import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus, unquote
+
+from amp_core.config.files import visible
 
 MASK = "***"
 LEAST = 8
 """Shorter ones are not told from words."""
-_NAME = re.compile(r"(^|[_.+~])(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
-_IN_URL = re.compile(r"([a-z][a-z0-9+.-]*://)[^/\s@]+@", re.IGNORECASE)
-_ASSIGNED = re.compile(
-    r"(\b[\w.-]*(?:api_?key|_key|token|secret|password|passwd|credentials?)['\"]?\s*[=:]\s*['\"]?)([^\s'\",}\]]{8,})",
+_WORDS = r"api_?keys?|passwords?|passwd|passphrase|credentials?"
+_NAME = re.compile(rf"(^|[_.+~-])({_WORDS}|key|token|secret)$|(pass(word|wd|phrase)|secret|apikey)$", re.IGNORECASE)
+"""Of a setting."""
+_VARIABLE = re.compile(
+    rf"({_WORDS}|secret|token|(^|_)(key|pat|pass|auth|cookie|webhook(_url)?|sig|signature|sas)|_pwd|sshpass|_key_?id)"
+    r"(_(b64|base64|json|data|value|base))?_?\d*$",
     re.IGNORECASE,
 )
+"""Of a variable of the environment: more, since those are not ours."""
+_KNOWN_FORMS = (
+    r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt]))(?:"  # also after an escaped end of a line
+    r"gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"  # GitHub, GitLab
+    r"|hf_[A-Za-z0-9]{20,}|wandb_v1_\w{20,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{40,}|nvapi-[\w-]{20,}"
+    r"|sk-[A-Za-z0-9]{20,}|sk-(?:proj|ant|svcacct|admin|or)-[\w-]{20,}|[rs]k_(?:live|test)_\w{16,}"  # OpenAI and others
+    r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{35}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}"  # AWS, Google
+    r"|xox[abeoprs]-[\w-]{10,}|xapp-[\w-]{20,}|dapi[0-9a-f]{32}|SG\.[\w-]{16,}\.[\w-]{16,}|\d{8,10}:AA[\w-]{33}"
+    r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]*"  # JSON web tokens
+    r"|https://(?:hooks\.slack\.com|discord(?:app)?\.com/api/webhooks|[\w.-]+\.webhook\.office\.com)/[^\s\"'<>]{8,}"
+    r")|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?:[\s\S]{0,20000}?-----END [A-Z ]{0,30}PRIVATE KEY-----|[\s\S]*)"
+)
+_FORM = re.compile(_KNOWN_FORMS)
+_PORT = r"(?!\d{1,5}[/?#])"
+_IN_URL = re.compile(
+    # A password may hold slashes and @, but https://host:80/a@b has none.
+    rf"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{{0,30}}://)(?:[^/\s\"<>:@]{{0,100}}:{_PORT}[^\s\"<>]{{0,300}}|[^/\s\"<>]{{1,300}})@",
+    re.IGNORECASE,
+)
+_LOGIN = re.compile(rf"[\w+.-]+://[^/\s:@]*:{_PORT}(\S*)@")
+_IN_ADDRESS = re.compile(rf"(?<![\w.+-])[\w.+-]{{1,64}}:{_PORT}(?!//)[^\s\"'<>@]{{4,256}}@(?=[A-Za-z])(?!sha256:)")
+_IN_QUERY = re.compile(
+    r"([?&;](?:[\w-]{0,30}(?:token|api_?key|signature|secret|password|credential)|AWSAccessKeyId|key|sig|pwd|auth)=)"
+    r"[^&\s\"'<>#]{4,}|((?<![\w.])sig=)[^&\s\"'<>#]{16,}",
+    re.IGNORECASE,
+)
+_IN_HEADER = re.compile(
+    r"(\b(?:Authorization['\"]?\s*[:=]\s*['\"]?(?:\w+\s+)?|Bearer\s+))[\w.~+/=-]{16,}", re.IGNORECASE
+)
+_TO_NAME = rf"(\b[\w.-]{{0,60}}(?:{_WORDS}|_key|AccountKey|token|secret|pwd)['\"]?\s*[=:]\s*['\"]?)"
+_RANDOM = r"(?=[A-Za-z+/=_.~-]{0,200}\d)(?=[0-9+/=_.~-]{0,200}[A-Za-z])[A-Za-z0-9+/=_.~-]"
+_ASSIGNED_RANDOM = re.compile(rf"{_TO_NAME}({_RANDOM}{{16,}})", re.IGNORECASE)
+_ASSIGNED = re.compile(rf"{_TO_NAME}([^\s'\",}}\]]{{{LEAST},}})", re.IGNORECASE)
 
 
 def redact(text: str) -> str:
-    """`text` without the keys and passwords that this process knows, and without those in addresses."""
-    for secret in known_secrets():
-        text = text.replace(secret, MASK)
-    return _IN_URL.sub(rf"\1{MASK}@", text)
+    """`text` without keys and passwords: those that this process knows, and what has the form of one."""
+    text = _of_known(tuple(known_secrets())).sub(MASK, text)
+    text = _IN_URL.sub(rf"\1{MASK}@", _FORM.sub(MASK, text))
+    text = _IN_ADDRESS.sub(f"{MASK}@", text)
+    text = _IN_QUERY.sub(rf"\1\2{MASK}", text)
+    return _ASSIGNED_RANDOM.sub(rf"\1{MASK}", _IN_HEADER.sub(rf"\1{MASK}", text))
+
+
+def masked(plain: Any) -> Any:
+    """Nested plain data without keys and passwords, before a file format encodes them: behind a \\n none is found."""
+    texts = "\n".join(_texts_of(plain))
+    return _masked(plain) if redact(texts) != texts else plain
+
+
+def _texts_of(plain: Any) -> Iterator[str]:
+    if isinstance(plain, str):
+        yield plain
+    for each in plain.items() if isinstance(plain, dict) else plain if isinstance(plain, (list, tuple)) else ():
+        yield from _texts_of(each)
+
+
+def _masked(plain: Any) -> Any:
+    if isinstance(plain, dict):
+        return {_masked(key): _masked(value) for key, value in plain.items()}
+    if isinstance(plain, list):
+        return [_masked(value) for value in plain]
+    return redact(plain) if isinstance(plain, str) else plain
 
 
 def redact_typed(text: str) -> str:
@@ -38,11 +107,16 @@ def redact_typed(text: str) -> str:
     return _ASSIGNED.sub(rf"\1{MASK}", redact(text))
 
 
+def shown(text: str) -> str:
+    """A message for a terminal: without keys and passwords, and with what would act on the terminal made visible."""
+    return visible(redact(text))  # in this order: the other way round a key with such a letter would not be found
+
+
 def refuse_secret(override: str) -> str | None:
     """What is wrong with an override that holds a key or a password, without it; None when there is none."""
     key = override.partition("=")[0]
     is_one = _NAME.search(key) and "=" in override
-    if is_one or _IN_URL.search(override) or _holds_known(override) or "hydra.job.env" in key:
+    if is_one or holds_secret(override) or "hydra.job.env" in key:
         return (
             f"{redact_typed(key)}: holds a key or a password, and settings are recorded; expected it in the "
             f"environment (WANDB_API_KEY) or in ~/.netrc"
@@ -55,21 +129,51 @@ def secrets_in(values: Any, path: str = "") -> Iterator[str]:
     items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
     for key, value in items:
         here = f"{path}.{key}" if path else str(key)
-        if isinstance(value, str) and (_IN_URL.search(value) or _holds_known(value)):
+        random = isinstance(value, str) and _NAME.search(str(key)) and re.fullmatch(f"{_RANDOM}{{12,}}", value)
+        if random or holds_secret(str(key)) or (not isinstance(value, (dict, list)) and holds_secret(str(value))):
             yield here
         yield from secrets_in(value, here)
 
 
-def _holds_known(text: str) -> bool:
-    return any(secret in text for secret in known_secrets())
+def holds_secret(text: str) -> bool:
+    """Whether a part of `text` would be masked."""
+    return redact(text) != text
 
 
 def known_secrets() -> list[str]:
     """Values of variables with such a name, and passwords of netrc and of wandb's settings; the longest first."""
-    found = {value for name, value in os.environ.items() if _NAME.search(name) and not value.startswith(("/", "~"))}
+    found = {value.strip() for name, value in os.environ.items() if _VARIABLE.search(name) and not _is_path(value)}
+    found |= {login[1] for value in os.environ.values() if (login := _LOGIN.match(value))}
     folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
     found |= _stored(os.environ.get("NETRC"), folder, os.environ.get("HOME"))
-    return sorted((value for value in found if len(value) >= LEAST), key=len, reverse=True)
+    return sorted((value for value in found if len(value) >= LEAST), key=lambda value: (-len(value), value))
+
+
+def _is_path(value: str) -> bool:
+    """Whether this is an ordinary path, such as that of a file with a key: it begins with a folder that is there.
+
+    One base64 key in 64 begins with a slash.
+    """
+    if not value.startswith(("/", "~")):
+        return False
+    home, _, rest = value.partition("/")
+    top = os.path.join(os.path.expanduser(home) if home else "/", rest.partition("/")[0])
+    return "\n" not in value and "\0" not in value and len(top) < 4096 and os.path.exists(top)
+
+
+@functools.lru_cache(maxsize=32)
+def _of_known(known: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds secrets as they are, and as JSON, YAML, HTML, a shell, Python and addresses write them."""
+    forms: set[str] = set()
+    for secret in known:
+        # Of several lines each is one, as they are written with a line's beginning before them.
+        for one in {secret, " ".join(secret.split()), unquote(secret), *re.split(r"\\n|\s*\n", secret)}:
+            forms |= {one, one.replace("'", "''"), shlex.quote(one)[1:-1] if "'" in one else one, visible(one)}
+            forms |= {json.dumps(one)[1:-1], json.dumps(one, ensure_ascii=False)[1:-1], repr(one)[1:-1]}
+            forms |= {one.replace("\\", "\\\\").replace("'", "\\'"), html.escape(one), html.escape(one, quote=False)}
+            forms |= {quote(one), quote(one, safe=""), quote_plus(one)}
+    usable = sorted((form for form in forms if len(form) >= LEAST), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, usable)) or "(?!)")
 
 
 @functools.lru_cache(maxsize=8)
@@ -83,3 +187,15 @@ def _stored(netrc_file: str | None, wandb_folder: str, home: str | None) -> froz
         settings.read(Path(wandb_folder).expanduser() / "settings")
     found.add(settings.get("default", "api_key", fallback=""))
     return frozenset(found)
+
+
+def mask_what_python_prints() -> None:
+    """Of this process: warnings, and the tracebacks of exceptions that nothing catches."""
+
+    def uncaught(*problem: Any) -> None:
+        print(redact("".join(traceback.format_exception(*problem))), file=sys.stderr, end="")
+
+    warn = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **named: redact(warn(*args, **named))
+    sys.excepthook = uncaught
+    threading.excepthook = lambda args: uncaught(args.exc_type, args.exc_value, args.exc_traceback)

@@ -26,10 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amp_core.config.errors import ConfigError
+from amp_core.config.redact import redact
 from amp_core.doctor.diagnosis import Diagnosis
 from amp_core.doctor.locate import Doctor
 from amp_core.run.islands import make_islands
-from amp_core.run.lines import write_json
+from amp_core.run.lines import write_json, write_text
 from amp_core.run.loop import Loop
 from amp_core.run.monitor import Symptoms
 from amp_core.run.replay import indices_of, replay, rerun_step, restore, snapshot
@@ -206,7 +207,7 @@ class Watch:
         folder = env.run_dir / "doctor"
         with contextlib.suppress(OSError):  # a full disk must not end the run
             folder.mkdir(exist_ok=True)
-            (folder / f"step_{diagnosis.step:08d}.txt").write_text(text + "\n")
+            write_text(folder / f"step_{diagnosis.step:08d}.txt", redact(text) + "\n")
             write_json(folder / f"step_{diagnosis.step:08d}.json", diagnosis.to_dict())
         logger.warning("the doctor's report (%s)\n%s", folder / f"step_{diagnosis.step:08d}.txt", text)
         if self.num_calls == self.cfg.max_reports:

@@ -337,6 +337,8 @@ def environment(job: Job) -> Iterator[Environment]:
         undo.enter_context(bounded_waits(cfg.data.timeout_minutes, env.stop.is_asked, PATIENCE[world_size > 1]))
         # After the process group exists: its set-up may not be interrupted half-way.
         stoppable = cfg.task == "train" and not cfg.dry_run  # the rest may be ended at any moment
+        if stoppable:
+            undo.enter_context(env.stop.in_order())
         for number in SIGNALS if stoppable else ():
             with contextlib.suppress(ValueError):  # not in the main thread: signals are somebody else's there
                 handlers[number] = signal.signal(number, env.stop.on_signal)

@@ -245,7 +245,7 @@ def _failed(job: Job, code: int, status: str, message: str) -> Outcome:
             content = read_json(summary)
             if content.get("status") == "running":
                 write_json(summary, content | {"status": status, "exit_code": code, "error": message})
-    return Outcome(code, {}, message)
+    return Outcome(code, {}, redact(message))
 
 
 def _first_failure(failed: Any) -> str:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from amp_core.config.files import open_file, visible
-from amp_core.config.redact import redact
+from amp_core.config.redact import masked, redact
 
 TICK_SECONDS = 0.1
 """How often `Log.advance` does more than compare the time."""
@@ -52,7 +52,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def dumps(content: Any, indent: int | None = None) -> str:
-    return redact(json.dumps(to_plain(content), indent=indent, allow_nan=False))
+    return json.dumps(masked(to_plain(content)), indent=indent, allow_nan=False)
 
 
 def to_plain(value: Any) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
-import stat
 from pathlib import Path
 from typing import IO
+
+from amp_core.config.files import open_file
 
 
 def acquire(folder: Path) -> IO[str]:
@@ -20,12 +22,12 @@ def acquire(folder: Path) -> IO[str]:
         OSError: it cannot be made, or is no regular file.
     """
     while True:
-        # Not what a link leads to, since it is emptied.
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(folder / ".lock", flags, 0o666)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(0, "its .lock is no regular file")
+        try:  # not what a link leads to, since it is emptied
+            descriptor = open_file(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        except OSError as problem:
+            if problem.errno == errno.EINVAL:
+                raise OSError(0, "its .lock is no regular file") from problem
+            raise
         lock = os.fdopen(descriptor, "r+", errors="replace")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,9 @@ class Stop:
         self.code = 0
         """Why this rank asks to stop: 128 and a signal, or `TIME_LIMIT`; 0 goes on. Of two ranks the larger counts."""
         self._is_signalled = False
+        self._is_twice = False
+        self._pipe: int | None = None
+        self._arrived: list[int] = []
         self._deadline = None if max_minutes is None else time.monotonic() + 60.0 * max_minutes
         self._group = group
         self._flag = torch.zeros(1, dtype=torch.int64)
@@ -40,7 +45,13 @@ class Stop:
         self._parent = os.getppid() if launched() else None
 
     def is_asked(self) -> bool:
-        """Whether this rank asks to stop."""
+        """Whether this rank asks to stop.
+
+        Raises:
+            KeyboardInterrupt: at once. What the signal raised may have been lost, in a callback of the interpreter.
+        """
+        if self._is_twice:
+            raise KeyboardInterrupt
         if not self.code and self._deadline is not None and time.monotonic() >= self._deadline:
             self.code = TIME_LIMIT
         return bool(self.code)
@@ -67,10 +78,63 @@ class Stop:
         self._work = None
         return int(self._host[0])
 
+    @contextlib.contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Around a run: signals count in the order in which they came, and each of them.
+
+        Python runs handlers some time after a signal, by number and not by time: without this, a SIGTERM and a Ctrl-C
+        that come during one wait or one long operation look like a Ctrl-C alone.
+        """
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        os.set_blocking(write, False)
+        before: int | None = None
+        with contextlib.suppress(ValueError):  # not in the main thread
+            before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        if before == -1:
+            self._pipe = read
+        elif before is not None:  # somebody else's, such as that of asyncio
+            signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+        _pipes.add(write)
+        try:
+            yield
+        finally:
+            self._pipe = None
+            if before == -1:
+                signal.set_wakeup_fd(-1)
+            _pipes.discard(write)
+            os.close(read)
+            os.close(write)
+
     def on_signal(self, number: int, frame: object) -> None:
-        if self._is_signalled and number == signal.SIGINT:
-            # Ctrl-C, and it was asked before, by whatever signal: no more patience.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            raise KeyboardInterrupt
-        self._is_signalled = True
-        self.code = self.code or 128 + number
+        for each in self._arrivals(number):
+            if self._is_signalled and each == signal.SIGINT:
+                # Ctrl-C, and it was asked before, by whatever signal: no more patience.
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                self._is_twice = True
+                raise KeyboardInterrupt
+            self._is_signalled = True
+            self.code = self.code or 128 + each
+
+    def _arrivals(self, number: int) -> list[int]:
+        """Signals that came since the last look, in their order."""
+        if self._pipe is None:
+            return [number]
+        try:
+            self._arrived = [each for each in os.read(self._pipe, 4096) if each in SIGNALS]
+            return self._arrived
+        except BlockingIOError:
+            return [] if number in self._arrived else [number]
+
+
+_pipes: set[int] = set()
+
+
+def _leave_to_parent() -> None:
+    """In a forked process, whose signals are not those of the run."""
+    if _pipes:
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

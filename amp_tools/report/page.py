@@ -48,7 +48,7 @@ def html_page(study: Study, folders: Sequence[Path], *, pictures: list[Panel] | 
         parts = panels_of(section, colours, num_runs)
         if pictures is not None:
             pictures += [panel for _, panels in parts for panel in panels]
-        drawn = [(name, [(panel, Markup(svg(panel))) for panel in panels]) for name, panels in parts]
+        drawn = [(name, [(panel, Markup(redact(svg(panel)))) for panel in panels]) for name, panels in parts]
         sections.append((section, _listed_groups(section), drawn))
     statuses = Counter(run.status for run in study.runs)
     counts = ", ".join(f"{count:,} {status}" for status, count in statuses.most_common())

@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # Parts of one group share a process, which imports torch once; groups are run side by side.
 GROUPS = {
-    "files": ["saves", "damage", "pickles", "storage"],
+    "files": ["saves", "damage", "pickles", "storage", "foreign"],
+    "calls and clocks": ["errors", "clock"],
     "command lines": ["fuzz"],
     "runs": ["kills", "signals", "ranks", "elastic"],
     "processes": ["restarts", "stuck", "trackers", "leaks"],
@@ -36,6 +37,18 @@ def test_no_promise_is_broken(group, tmp_path):
     parts = json.loads(report.read_text())["parts"]
     assert [part["part"] for part in parts] == GROUPS[group]
     assert all(sum(part["counts"].values()) > 0 and not part["violations"] for part in parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [6, 7])
+def test_a_signal_ends_ranks_whose_data_workers_are_stopped(case, tmp_path):
+    """In training one signal, which waits 20 s for the data; in an evaluation a second one, Ctrl-C, which does not."""
+    report = tmp_path / "report.json"
+    command = [sys.executable, ROOT / "scripts" / "faults.py", "--only", "stuck", "--case", str(case), "--json", report]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (part,) = json.loads(report.read_text())["parts"]
+    assert part["counts"]["signals to launchers with a stopped data worker of a rank"] == 1
 
 
 def test_every_part_is_in_a_group_and_on_the_page():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -48,6 +49,11 @@ class Plan:
         return folder
 
 
+COLUMNS = ("lost", "differing lines", "unbounded waits", "leaks", "other")
+"""What a broken promise is counted as: training that was lost or changed, lines of metrics, a process that does not end
+in time, a key, anything else."""
+
+
 class Noticed(BaseException):
     """The first violation, when no more are asked for."""
 
@@ -61,13 +67,21 @@ class Result:
     counts: Counter[str] = field(default_factory=Counter)
     """What was tried -> how often."""
     violations: list[str] = field(default_factory=list)
+    columns: Counter[str] = field(default_factory=Counter)
+    """Violations in each of `COLUMNS`."""
     facts: dict[str, str] = field(default_factory=dict)
     """What was measured, and why something was left out."""
 
-    def expect(self, holds: object, case: object, what: str) -> bool:
-        """Record a violation unless the promise holds."""
+    def expect(self, holds: object, case: object, what: str, column: str = "other") -> bool:
+        """Record a violation unless the promise holds. One that names an exit code None is a process that hung."""
         if not holds and self.at_once:
             raise Noticed(what)
         if not holds:
             self.violations.append(f"case {case}: {what}")
+            hung = column == "other" and re.search(r"\bNone\b", what)
+            self.columns["unbounded waits" if hung else column] += 1
         return bool(holds)
+
+    @property
+    def tries(self) -> int:
+        return sum(count for what, count in self.counts.items() if "of these" not in what)

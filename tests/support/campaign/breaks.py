@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -30,10 +31,12 @@ from amp_core.step import amp as precision
 from amp_core.step import buffers, schedule
 from campaign import Noticed, Plan, Result, harness
 from campaign.files import damaged, damaged_shards, pickles
+from campaign.foreign import foreign
 from campaign.harness import Child, kill_all
 from campaign.leaks import leaks
 from campaign.runs import kills, ranks, signals
 from campaign.saves import saves
+from campaign.shimmed import LIBRARY, errors
 from campaign.stuck import stuck
 
 
@@ -47,7 +50,7 @@ class Break:
     count: int = 6
     case: int | None = None
     is_slow: bool = False
-    """It is noticed by what hangs: left out of the short form."""
+    """It takes long until it is noticed: left out of the short form."""
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
@@ -233,6 +236,20 @@ def _no_lock(run_dir: Path) -> Any:
     return open(run_dir / ".lock", "a+")
 
 
+def _without_errors(original: Callable[..., None]) -> Callable[..., None]:
+    def write(path: Path, *data: Any) -> None:
+        with contextlib.suppress(OSError):
+            original(path, *data)
+
+    return write
+
+
+def _tidy(folder: Path) -> None:
+    for path in folder.iterdir():
+        if not re.fullmatch(r"step_\d{8}", path.name):
+            folders.remove(path)
+
+
 def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> Callable[[], None]:
     return lambda: _set(owner, name, wrapper(getattr(owner, name)))
 
@@ -293,6 +310,8 @@ BREAKS = [
     Break("sums in another order after a resume", _wrap(layout, "wrap_ddp", _without_options), signals, 8),
     Break("the environment is recorded", _wrap(environment, "describe", lambda f: _with_environment(f)), leaks, 1),
     Break("failures are recorded as they are", _everything_as_it_is, leaks, 2, case=1),
+    Break("a write that fails is ignored", _wrap(folders, "write_file", _without_errors), errors, 30, is_slow=True),
+    Break("what is no checkpoint is tidied away", _replace(folders, "remove_leftovers", _tidy), foreign, 8),
     Break("no lock of the run folder", _replace(environment, "lock_folder", _no_lock), stuck, 1),
 ]
 
@@ -319,6 +338,9 @@ def breaks(plan: Plan) -> Result:
     slowest = (0.0, "")
     for case, each in enumerate(BREAKS):
         if plan.case not in (None, case) or (each.is_slow and not plan.long and plan.case is None):
+            continue
+        if each.part is errors and LIBRARY not in os.environ:
+            result.facts[f"left out ({each.what})"] = "needs a C compiler (cc)"
             continue
         report = folder / f"{case}.json"
 

@@ -24,7 +24,7 @@ from amp_core.checkpoints import shards
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import CheckpointError
 from campaign import ROOT, Plan, Result
-from campaign.harness import TELLING, Child, arguments, checkpoints, first, outcome, run, start, unequal
+from campaign.harness import TELLING, Child, arguments, checkpoints, column_of, first, outcome, run, start, unequal
 
 # --- damage -----------------------------------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ def _whole_runs(plan: Plan, folder: Path, steps: list[Path], is_sharded: bool, r
             result.expect(code == 3, case, f"{what}: none is sound, and the exit code is {code}")
         elif result.expect(code == 0, case, f"{what}: exit code {code}: {child.text[-500:]}"):
             found = unequal(expected, _of_its_end(again))
-            result.expect(not found, case, f"{what}: went on to another result: {first(found)}")
+            result.expect(not found, case, f"{what}: went on to another result: {first(found)}", column_of(found))
         shutil.rmtree(again)
         child.output.unlink()
 

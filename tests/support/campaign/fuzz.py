@@ -125,7 +125,8 @@ def fuzz(plan: Plan) -> Result:
         report.unlink(missing_ok=True)
         for (case, _), found in zip(todo, done, strict=False):
             result.counts["command lines"] += 1
-            result.counts["refused" if found["code"] == 2 else "planned"] += found["code"] in (0, 2)
+            name = "of these refused" if found["code"] == 2 else "of these planned"
+            result.counts[name] += found["code"] in (0, 2)
             for problem in found["problems"]:
                 result.expect(False, case, f"{found['line']!a}: {problem}")
         todo = todo[len(done) :]

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,27 @@ def arguments(*overrides: str, recipe: str = "classification") -> list[str]:
     return [f"recipe={recipe}", *COMMON, *SMALL[recipe], *overrides]
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What is run."""
+
+    settings: tuple[str, ...]
+    recipe: str = "classification"
+    num_ranks: int = 1
+
+    @property
+    def command(self) -> list[str]:
+        return arguments(*self.settings, recipe=self.recipe)
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe} on {self.num_ranks}" + (" in shards" if self.is_sharded else "")
+
+    @property
+    def is_sharded(self) -> bool:
+        return "checkpoint=sharded" in self.settings
+
+
 def warm_up(work: Path) -> None:
     """Pay here for what every run would pay for: imports, and what torch sets up at the first step."""
     import torch._dynamo  # what DistributedDataParallel imports
@@ -71,7 +93,7 @@ def warm_up(work: Path) -> None:
     for name in RECIPES:
         find(name)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        code = train.main(arguments(*TELLING, "steps=2", f"run_dir={work / 'first'}"))
+        code = train.main(arguments(*TELLING, "steps=12", f"run_dir={work / 'first'}"))
     assert code == 0
     gc.collect()
     gc.freeze()  # what no collection touches is not copied for each process
@@ -350,3 +372,8 @@ def unequal(a: Any, b: Any, path: str = "") -> list[str]:
 
 def first(found: list[str], count: int = 3) -> str:
     return "; ".join(found[:count]) + (f" and {len(found) - count} more" if len(found) > count else "")
+
+
+def column_of(found: list[str]) -> str:
+    """What a difference that `unequal` found in an outcome is counted as."""
+    return "differing lines" if all(path.startswith(".lines") for path in found) else "lost"

@@ -16,7 +16,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from campaign import ROOT, Plan, Result
-from campaign.harness import TELLING, Child, arguments, first, last_step, lines, outcome, state, unequal, wait_until
+from campaign.harness import (
+    TELLING,
+    Child,
+    arguments,
+    column_of,
+    first,
+    last_step,
+    lines,
+    outcome,
+    state,
+    unequal,
+    wait_until,
+)
 from campaign.runs import BAD, Alone, Kind, clear
 
 NODES = {"faults1": "10.231.7.1", "faults2": "10.231.7.2"}
@@ -157,7 +169,7 @@ def _cuts(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
         codes = [child.wait(180) for child in children]
         if result.expect(codes == [0, 0], case, f"{what}: goes on with {codes}: {[c.text[-700:] for c in children]}"):
             found = unequal(expected, outcome(torn))
-            result.expect(not found, case, f"{what}: another result: {first(found)}")
+            result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
         clear(torn)
     shutil.rmtree(torn, ignore_errors=True)
     result.facts["timeout, and longest until both machines had noticed"] = f"{60 * TIMEOUT:.0f} s, {longest:.0f} s"
@@ -240,5 +252,5 @@ def _losses(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
             codes = [child.wait(240) for child in _launch(torn, hosts, [*arguments(*kind.settings), patient])]
         if result.expect(codes == [0, 0], case, f"{what}: goes on with {codes}: {texts}"):
             found = unequal(expected, outcome(torn))
-            result.expect(not found, case, f"{what}: another result: {first(found)}")
+            result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
         clear(torn)

@@ -13,7 +13,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,15 @@ from amp_core.run.stop import SIGNALS, Stop
 from amp_core.step.amp import Amp
 from amp_core.tensors import unwrap
 from campaign import Plan, Result
+from campaign.drawn import drawn_kind
 from campaign.harness import (
     LOSES_RANKS,
     TELLING,
     Child,
+    Kind,
     arguments,
     checkpoints,
+    column_of,
     first,
     last_step,
     lines,
@@ -52,27 +55,6 @@ TORN = ["steps=12", "save_every=1", "eval_every=5", "checkpoint.keep=2", *TELLIN
 CADENCES = ("log_every", "save_every", "eval_every")
 MOST = (5, 4, 7)
 """The largest of each that is drawn."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What is run."""
-
-    settings: tuple[str, ...]
-    recipe: str = "classification"
-    num_ranks: int = 1
-
-    @property
-    def command(self) -> list[str]:
-        return arguments(*self.settings, recipe=self.recipe)
-
-    @property
-    def name(self) -> str:
-        return f"{self.recipe} on {self.num_ranks}" + (" in shards" if self.is_sharded else "")
-
-    @property
-    def is_sharded(self) -> bool:
-        return "checkpoint=sharded" in self.settings
 
 
 def _kind(recipe: str = "classification", *settings: str, num_ranks: int = 1) -> Kind:
@@ -105,9 +87,10 @@ def finishes_as_if_alone(
     """Start the run once more; it must end well and with the result of the run that was left alone."""
     children = start(folder, kind.command, num_ranks=kind.num_ranks)
     codes = [child.wait() for child in children]
-    if result.expect(codes == [0] * len(codes), case, f"{what}: goes on with {codes}: {children[0].text[-700:]}"):
+    went_on = f"{what}: goes on with {codes}: {children[0].text[-700:]}"
+    if result.expect(codes == [0] * len(codes), case, went_on, "other" if None in codes else "lost"):
         found = unequal(expected, outcome(folder))
-        result.expect(not found, case, f"{what}: another result: {first(found)}")
+        result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
 
 
 def clear(folder: Path) -> None:
@@ -173,9 +156,10 @@ def kills(plan: Plan) -> Result:
     result = Result()
     folder = plan.inside("kills")
     alone, torn = Alone(folder), folder / "torn"
-    kinds = KINDS if plan.long else KINDS[:NUM_SHORT]
+    kinds = [*(KINDS if plan.long else KINDS[:NUM_SHORT])]
+    kinds += [drawn_kind(plan, f"kills/{number}") for number in range(32 if plan.long else 2)]
     longest = 0.0
-    for case, rng in plan.cases("kills", short=6, long=200):
+    for case, rng in plan.cases("kills", short=10, long=220):
         number, variant = case // 2 % len(kinds), case // 2 // len(kinds) % NUM_VARIANTS
         kind, (log_every, save_every, _) = with_cadences(kinds[number], plan, f"{number}/{variant}")
         expected, seconds = alone.of(kind)
@@ -213,7 +197,7 @@ def kills(plan: Plan) -> Result:
                 child.kill()
         finishes_as_if_alone(torn, kind, expected, result, case, ", ".join(what))
         clear(torn)
-    result.facts["kinds of runs"] = str(len(kinds))
+    result.facts["kinds of runs"] = f"{len(kinds)}, of them drawn {32 if plan.long else 2}"
     if longest:
         result.facts["longest until the partners of a killed rank ended"] = f"{longest:.1f} s"
     return result
@@ -247,11 +231,15 @@ def signals(plan: Plan) -> Result:
     alone, torn = Alone(folder), folder / "torn"
     settings = (*TELLING, "steps=60", BAD)
     most, longest = 0, 0.0
-    for case, rng in plan.cases("signals", short=5, long=60):
+    for case, rng in plan.cases("signals", short=7, long=80):
         num_ranks = [1, 2, 3, 4][case % 4] if plan.long else [1, 2, 1, 3][case % 4]
         number = SIGNALS[case % 3]
         expected_code = exit_code_of(128 + number)
-        kind, _ = with_cadences(Kind(settings, num_ranks=num_ranks), plan, f"{num_ranks}/{case // 4 % NUM_VARIANTS}")
+        draw = f"{num_ranks}/{case // 4 % NUM_VARIANTS}"
+        kind, _ = with_cadences(Kind(settings, num_ranks=num_ranks), plan, draw)
+        if case % 3 == 2:
+            draw = f"signals/{num_ranks}/{case // 12}"
+            kind, _ = with_cadences(drawn_kind(plan, draw, steps=60, num_ranks=num_ranks), plan, draw)
         expected, seconds = alone.of(kind)
         children = start(torn, kind.command, num_ranks=num_ranks, before=functools.partial(_note_polls, folder=torn))
         wait_until(lambda: last_step(torn) > 0, children[0])
@@ -341,7 +329,7 @@ def _evaluations(plan: Plan, folder: Path, result: Result) -> None:
         codes = run(torn, command, num_ranks=num_ranks, before=functools.partial(never, folder=torn))
         if result.expect(codes == [0] * num_ranks, case, f"{what}: goes on with {codes}"):
             found = unequal(outcome(whole), outcome(torn))
-            result.expect(not found, case, f"{what}: another result: {first(found)}")
+            result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
         clear(torn)
         clear(whole)
     result.facts["most batches of an evaluation after a signal"] = str(most)
@@ -405,7 +393,7 @@ def restarts(plan: Plan) -> Result:
         what = f"a rank killed at steps {steps}"
         if result.expect(code == 0, case, f"{what}: exit code {code}: {child.text[-1500:]}"):
             found = unequal(expected, outcome(torn))
-            result.expect(not found, case, f"{what}: another result: {first(found)}")
+            result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
         clear(torn)
     return result
 

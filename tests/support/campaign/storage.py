@@ -22,6 +22,7 @@ from campaign.harness import (
     Child,
     arguments,
     checkpoints,
+    column_of,
     first,
     last_step,
     outcome,
@@ -219,6 +220,6 @@ def _data_gone(plan: Plan, folder: Path, result: Result) -> None:
         (again,) = start(torn, command)
         if result.expect(again.wait() == 0, case, f"{what}: does not go on: {again.text[-700:]}"):
             found = unequal(outcome(whole), outcome(torn))
-            result.expect(not found, case, f"{what}: another result: {first(found)}")
+            result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
         clear(torn)
         clear(whole)

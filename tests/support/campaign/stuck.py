@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from campaign.harness import (
     Child,
     arguments,
     checkpoints,
+    column_of,
     first,
     last_step,
     outcome,
@@ -39,6 +41,8 @@ PATIENCE = 0.05
 """layout.timeout_minutes: three seconds."""
 BOUND = 30.0
 """Seconds in which a run ends that was asked to."""
+GONE_SECONDS = 2.0
+"""For the kernel to end what was killed, and for the first process to take note of orphans."""
 PHASES = ("start", "step", "evaluation", "save", "teardown")
 
 
@@ -74,7 +78,7 @@ def _two_launchers(plan: Plan, folder: Path, alone: Alone, result: Result) -> No
             is_clear = text.count("error: ") == 1 and "run_dir" in text and "Traceback" not in text
             result.expect(code != 2 or is_clear, case, f"{what}: {text[-500:]}")
         found = unequal(expected, outcome(torn)) if 0 in codes else []
-        result.expect(not found, case, f"{what}: another result: {first(found)}")
+        result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
         clear(torn)
 
 
@@ -175,6 +179,24 @@ def _stop_workers(rank: int, *, phase: str, step: int, mark: Path) -> None:
     before(loop_module, "_end", "teardown")
 
 
+def _told_to_stop(
+    child: Child, number: int, twice: random.Random | None, result: Result, case: object, what: str
+) -> float:
+    """Seconds from a signal, with `twice` from a SIGINT some time after it, to the end, which must come in time."""
+    began = time.monotonic()
+    child.signal(number)
+    if twice:
+        time.sleep(twice.uniform(0.1, 1.0))
+        began = time.monotonic()
+        child.signal(signal.SIGINT)
+    code = child.wait(2 * BOUND)
+    took = time.monotonic() - began
+    codes = (0, exit_code_of(128 + number), *((130, -signal.SIGINT) if twice else ()))
+    if result.expect(code in codes, case, f"{what}: exit code {code}: {child.text[-1500:]}"):
+        result.expect(took < BOUND, case, f"{what}: {took:.1f} s", "unbounded waits")
+    return took
+
+
 def _signals_while_a_worker_is_stopped(plan: Plan, folder: Path, alone: Alone, result: Result) -> None:
     """Signals to a run whose data workers are stopped: it ends in time, saves, and goes on; a second, Ctrl-C, at once."""
     kind = Kind((*SETTINGS, "steps=20", "save_every=5", "eval_every=3", "log_every=4", "data.num_workers=2"))
@@ -189,22 +211,10 @@ def _signals_while_a_worker_is_stopped(plan: Plan, folder: Path, alone: Alone, r
         wait_until(mark.exists, child)
         number, twice = rng.choice(SIGNALS), case % 3 == 1
         what = f"workers stopped in phase {phase} from step {step} on, {number.name}{' and SIGINT' if twice else ''}"
-        began = time.monotonic()
-        child.signal(number)
-        if twice:
-            time.sleep(rng.uniform(0.1, 1.0))
-            began = time.monotonic()
-            child.signal(signal.SIGINT)
-        code = child.wait(2 * BOUND)
-        took = time.monotonic() - began
+        took = _told_to_stop(child, number, rng if twice else None, result, case, what)
         result.counts["signals to runs with stopped data workers"] += 1
-        codes = (0, exit_code_of(128 + number), *((130, -signal.SIGINT) if twice else ()))
-        if result.expect(code in codes, case, f"{what}: exit code {code}: {child.text[-1500:]}"):
-            result.expect(took < BOUND, case, f"{what}: {took:.1f} s")
-        if twice:
-            after_second = max(after_second, took)
-        else:
-            longest = max(longest, took)
+        longest, after_second = (longest, max(after_second, took)) if twice else (max(longest, took), after_second)
+        if not twice:
             saved = state(torn)["progress"]["step"] if checkpoints(torn) else 0
             told = summary(torn)["step"] if (torn / "summary.json").exists() else 0  # stopped before it began
             result.expect(saved == told, case, f"{what}: saved {saved}, stopped at {told}")
@@ -215,7 +225,7 @@ def _signals_while_a_worker_is_stopped(plan: Plan, folder: Path, alone: Alone, r
 
 
 def _signals_while_a_rank_is_stopped(plan: Plan, folder: Path, result: Result) -> None:
-    """The same of a rank under our own launcher, which ends all of its workers."""
+    """The same of a rank under our own launcher, or of a process that loads its data: all of them end in time."""
     torn = folder / "torn"
     cadences = {
         "step": "log_every=1",
@@ -225,10 +235,11 @@ def _signals_while_a_rank_is_stopped(plan: Plan, folder: Path, result: Result) -
         "teardown": "",
     }
     longest, after_second = 0.0, 0.0
-    for case, rng in plan.cases("signals while a rank is stopped", short=0, long=15):
-        phase = PHASES[case % len(PHASES)]
+    for case, rng in plan.cases("signals while a rank is stopped", short=0, long=48):
+        phase, of_loader = PHASES[case % len(PHASES)], case // len(PHASES) % 2 == 1
         steps = 8 if phase == "teardown" else 1000000
         settings = (*SETTINGS, f"steps={steps}", *filter(None, [cadences[phase]]), "data.num_samples=960")
+        settings += ("data.num_workers=1",) if of_loader else ()
         command = arguments(*settings, f"run_dir={torn}", "layout=ddp", "layout.nproc_per_node=2")
         child = Child(functools.partial(train.main, command), folder / "torn.0.txt")
         if phase == "start":
@@ -241,23 +252,19 @@ def _signals_while_a_rank_is_stopped(plan: Plan, folder: Path, result: Result) -
             time.sleep(rng.uniform(0, 0.5))
         workers = workers_of(child.pid)
         number, twice = rng.choice(SIGNALS), case % 3 == 1
-        what = f"a rank stopped in phase {phase}, {number.name}{' and SIGINT' if twice else ''}"
-        if workers:
+        victims = [pid for worker in workers for pid in descendants(worker)] if of_loader else workers
+        who = "data worker of a rank" if of_loader else "rank"
+        what = f"a {who} stopped in phase {phase}, {number.name}{' and SIGINT' if twice else ''}"
+        if victims:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(rng.choice(workers), signal.SIGSTOP)
-        began = time.monotonic()
-        child.signal(number)
-        if twice:
-            time.sleep(rng.uniform(0.1, 1.0))
-            began = time.monotonic()
-            child.signal(signal.SIGINT)
-        code = child.wait(2 * BOUND)
-        took = time.monotonic() - began
-        result.counts["signals to launchers with a stopped rank"] += 1
-        codes = (0, exit_code_of(128 + number), *((130,) if twice else ()))
-        if result.expect(code in codes, case, f"{what}: exit code {code}: {child.text[-1500:]}"):
-            result.expect(took < BOUND, case, f"{what}: {took:.1f} s")
-        left = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+                os.kill(rng.choice(victims), signal.SIGSTOP)
+        took = _told_to_stop(child, number, rng if twice else None, result, case, what)
+        result.counts[f"signals to launchers {f'with a stopped {who}' if victims else 'before they have any'}"] += 1
+        end = time.monotonic() + GONE_SECONDS
+        left = {*workers, *victims}
+        while left and time.monotonic() < end:
+            time.sleep(0.01)
+            left = {pid for pid in left if Path(f"/proc/{pid}").exists()}
         result.expect(not left, case, f"{what}: {left} are left")
         longest, after_second = (longest, max(after_second, took)) if twice else (max(longest, took), after_second)
         clear(torn)

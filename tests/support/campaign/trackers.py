@@ -15,7 +15,7 @@ from pathlib import Path
 from shared import free_port
 
 from campaign import Plan, Result
-from campaign.harness import Child, arguments, first, outcome, start, state, summary, unequal
+from campaign.harness import Child, arguments, column_of, first, outcome, start, state, summary, unequal
 
 SETTINGS = ("accumulation=2", "ema.decay=0.9", "amp=bf16", "model.options.width=32")
 LONGEST_ANSWER = 5.0
@@ -127,7 +127,7 @@ def _against(
         result.expect("Traceback" not in child.text, case, f"{what}: {child.text[-1500:]}")
         result.expect("warning: wandb" in child.text, case, f"{what}: no warning: {child.text[-700:]}")
         found = unequal(expected["state"]["model"], state(torn)["model"])
-        result.expect(not found, case, f"{what}: another result: {first(found)}")
+        result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
         speeds.append(summary(torn)["samples_per_second"])
     shutil.rmtree(torn, ignore_errors=True)
     child.output.unlink()

@@ -1,0 +1,155 @@
+"""Calls that fail below the run folder, and a clock that is set back: by a small library that is loaded before libc."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import train
+from campaign import Plan, Result
+from campaign.drawn import drawn_kind
+from campaign.harness import column_of, first, last_step, outcome, start, summary, unequal, wait_until
+from campaign.runs import Alone, clear, with_cadences
+from campaign.storage import _is_clear, _sound
+
+SOURCE = Path(__file__).with_name("shim.c")
+LIBRARY = "AMP_RECIPES_SHIM"
+"""Environment variable: the library, where this process has loaded it."""
+CALLS = {"open": 1, "write": 2, "fsync": 4, "rename": 8, "any call": 15}
+ERRORS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC}
+LINES_MISSING = "lines will be missing"
+
+
+def load_before_libc(folder: Path) -> None:
+    """Start this program again with the library; without a compiler, or with it already there, nothing happens."""
+    compiler = shutil.which("cc")
+    if os.environ.get(LIBRARY) or compiler is None:
+        return
+    library = folder / "shim.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"], check=True)
+    before = os.environ.get("LD_PRELOAD")
+    environ = {LIBRARY: str(library), "LD_PRELOAD": f"{library}:{before}" if before else str(library)}
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environ)
+
+
+def _left_out(result: Result) -> bool:
+    if not os.environ.get(LIBRARY):
+        result.facts["left out"] = "needs a C compiler (cc)"
+    return not os.environ.get(LIBRARY)
+
+
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(os.environ[LIBRARY])
+    library.shim_fail.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long, ctypes.c_long, ctypes.c_int]
+    library.shim_clock.argtypes = [ctypes.c_double, ctypes.c_longlong]
+    library.shim_count.restype = library.shim_failed.restype = ctypes.c_long
+    return library
+
+
+def _with_failing_calls(rank: int, *, folder: Path, calls: int, at: range, number: int) -> None:
+    """Make calls below the run folder fail, and note how many there were, and how many failed."""
+    library, run = _library(), train.main
+    library.shim_fail(os.fsencode(folder), calls, at.start, at.stop, number)
+
+    def main(command: list[str]) -> int:
+        try:
+            return run(command)
+        finally:
+            counts = library.shim_count(), library.shim_failed()
+            library.shim_fail(b"", 0, 0, 0, 0)
+            folder.with_name(f"{folder.name}.calls").write_text(json.dumps(counts))
+
+    setattr(train, "main", main)  # noqa: B010 - a fault
+
+
+def errors(plan: Plan) -> Result:
+    """Opening, writing, bringing to disk and renaming fail once, for a while or from then on: EIO or ENOSPC."""
+    result = Result()
+    if _left_out(result):
+        return result
+    folder = plan.inside("errors")
+    alone, torn = Alone(folder), folder / "torn"
+    kinds = 24 if plan.long else 3
+    for case, rng in plan.cases("errors", short=5, long=240):
+        draw = f"errors/{case % kinds}"
+        kind, _ = with_cadences(drawn_kind(plan, draw, num_ranks=1), plan, draw)
+        expected, _ = alone.of(kind)
+        name, error = rng.choice(sorted(CALLS)), rng.choice(sorted(ERRORS))
+        fault = functools.partial(_with_failing_calls, folder=torn, calls=CALLS[name], number=ERRORS[error])
+        (child,) = start(torn, kind.command, before=functools.partial(fault, at=range(0)))
+        assert child.wait() == 0, child.text[-900:]
+        most = json.loads(torn.with_name("torn.calls").read_text())[0]
+        clear(torn)
+        begin = rng.randint(1, most)
+        at = range(begin, begin + rng.choice([0, 0, 1, 5, 10**9]))
+        (child,) = start(torn, kind.command, before=functools.partial(fault, at=at))
+        code = child.wait()
+        failed = json.loads(torn.with_name("torn.calls").read_text())[1]
+        times = "once" if failed == 1 else f"{failed} times" if at.stop < 10**9 else "for ever"
+        what = f"{error} at {name} {begin} of {most}, {times}"
+        result.counts[f"runs of which a call failed ({error})"] += failed > 0
+        result.counts["of these ended with 4, and went on afterwards"] += bool(failed and code)
+        _is_clear(child, code, result, case, what, (0, 4))
+        result.expect(not failed or code or len(child.text.splitlines()) < 60, case, f"{what}: says too much")
+        _sound(torn, result, case, what)
+        is_whole = LINES_MISSING not in child.text
+        if code:
+            (again,) = start(torn, kind.command)
+            result.expect(again.wait() == 0, case, f"{what}: does not go on: {again.text[-900:]}")
+        told = outcome(torn)
+        if not is_whole:
+            result.counts["of these said that lines are missing"] += 1
+        found = unequal(*(one if is_whole else one | {"lines": None} for one in (expected, told)))
+        result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+        clear(torn)
+    result.facts["kinds of runs, all drawn"] = str(kinds)
+    return result
+
+
+def _with_a_clock_set_back(rank: int, *, after: float, seconds: int) -> None:
+    _library().shim_clock(after, seconds)
+
+
+def clock(plan: Plan) -> Result:
+    """The clock of the day is set back or forth in the middle of a run, which may then be killed and goes on."""
+    result = Result()
+    if _left_out(result):
+        return result
+    folder = plan.inside("clock")
+    alone, torn = Alone(folder), folder / "torn"
+    kinds = 12 if plan.long else 2
+    for case, rng in plan.cases("clock", short=2, long=60):
+        draw = f"clock/{case % kinds}"
+        kind, _ = with_cadences(drawn_kind(plan, draw), plan, draw)
+        expected, seconds = alone.of(kind)
+        by = rng.choice([-1, -60, -3600, -86400 * 400, -(10**9), 86400 * 400])
+        moved = functools.partial(_with_a_clock_set_back, after=rng.uniform(0, 0.8 * seconds), seconds=by)
+        dies = case % 2 == 1
+        children = start(torn, kind.command, num_ranks=kind.num_ranks, before=moved)
+        what = f"the clock set by {by} s{', killed' if dies else ''}, {kind.name}"
+        if dies:
+            step = rng.randrange(8)
+            wait_until(lambda step=step: last_step(torn) > step, children[0])
+            for child in children:
+                child.kill()
+            children = start(torn, kind.command, num_ranks=kind.num_ranks, before=moved)
+        codes = [child.wait() for child in children]
+        result.counts["runs whose clock was set back or forth"] += 1
+        if result.expect(set(codes) == {0}, case, f"{what}: {codes}: {children[0].text[-900:]}"):
+            found = unequal(expected, outcome(torn))
+            result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+            rates = [
+                json.loads(line).get("samples_per_second") for line in (torn / "metrics.jsonl").read_text().splitlines()
+            ]
+            rates += [summary(torn)["seconds"], summary(torn)["samples_per_second"]]
+            bad = [rate for rate in rates if rate is not None and rate <= 0]
+            result.expect(not bad, case, f"{what}: rates and times {bad}")
+        clear(torn)
+    return result
