@@ -26,7 +26,7 @@ LIMITS = {
     "config": 1860,
     "base": 670,
     "lowp": 1855,
-    "step": 2240,
+    "step": 2260,
     "memory": 850,
     "layouts": 1375,
     "checkpoints": 1990,
@@ -43,7 +43,7 @@ LIMITS = {
 MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 62, 12600, 2500
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
-MOST_LINES_OF_PATH = 645
+MOST_LINES_OF_PATH = 650
 """Lines of the functions that one fp16 step goes through, at most."""
 
 ABOUT = {

@@ -476,7 +476,7 @@ def _is_finished(loop: Loop) -> bool:
     if env.any_rank(env.is_main and before is None):
         return False
     if env.is_main:
-        say(f"already finished: {loop.step} of {loop.num_steps} steps in {env.run_dir}")
+        say(f"already finished: {loop.step} steps, {loop.num_steps} were asked for, in {env.run_dir}")
     loop.evaluation.metrics = dict(before["eval"]) if before else {}
     env.summary |= before or {}
     env.begin()

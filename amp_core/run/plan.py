@@ -66,7 +66,7 @@ def plan_in_detail(run: Run) -> str:
         lines.append(f"  each rank sends {sum(one.sent for one in sent) / mib:.1f} MiB per step")
     steps = run.num_steps
     lines += [
-        f"  evaluates {len(run.data.eval):,} samples {_times(cfg.eval_every, steps)}, and counts by "
+        f"  evaluates {len(run.data.eval):,} samples {_times(cfg.eval_every, steps)}; best checkpoint by "
         f"{cfg.recipe['best']} ({cfg.recipe['best_is']})",
         f"  saves about {(memory.weights + memory.moments + memory.averages) / mib:.1f} MiB a rank "
         f"{_times(cfg.save_every, steps)}, keeps {cfg.checkpoint.keep} and the best; "

@@ -588,18 +588,25 @@ class Amp:
     def _state_of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
         state = self._optimizer_states.get(optimizer)
         if state is None:
-            if self.weights and any(
-                p.dtype in (torch.float16, torch.bfloat16) for group in optimizer.param_groups for p in group["params"]
-            ):
-                raise TypeError(
-                    "the optimizer holds 16-bit weights, which get no gradients; build it on master_params(net)"
-                )
-            require_no_closure(optimizer)
-            state = OptimizerState(optimizer)
-            if self._optimizer_states:
-                self._require_own_weights(optimizer)
-            self._optimizer_states[optimizer] = state
+            self._require_usable(optimizer)
+            state = self._optimizer_states[optimizer] = OptimizerState(optimizer)
         return state
+
+    def _require_usable(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that cannot step in this mode. Looked at once per window."""
+        if self.config.update is not None and not self.weights:
+            raise RuntimeError(
+                f"amp={self.config.name}: no network has {self.config.weights} weights, so this would train in fp32; "
+                f"call amp.prepare(net) before the optimizer is built"
+            )
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        if self.weights and any(p.dtype in (torch.float16, torch.bfloat16) for p in params):
+            raise TypeError(
+                "the optimizer holds 16-bit weights, which get no gradients; build it on master_params(net)"
+            )
+        require_no_closure(optimizer)
+        if self._optimizer_states:
+            self._require_own_weights(optimizer)
 
     def _require_own_weights(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a weight of several optimizers, whose gradient would be unscaled twice. Looked at once for each."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -111,18 +111,26 @@ class Schedule:
         return self._tables[self._owner[0]].index_select(0, index)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """{"num_taken", "num_steps", "moved"}. Waits for the device."""
-        moved = 0 if self.moved is None else int(self.moved.item())
-        return {"num_taken": int(self.num_taken.item()), "num_steps": self.num_steps, "moved": moved}
+        """{"num_taken", "num_steps"}. Waits for the device."""
+        return {"num_taken": int(self.num_taken.item()), "num_steps": self.num_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state`, with its length unless a length was fixed."""
         self.num_taken.fill_(int(state["num_taken"]))
         if not self._fixed and int(state["num_steps"]) != self.num_steps:
             self._set_table(int(state["num_steps"]))
-        # For a log line before the next step of this optimizer, such as a generator's between steps of its critic.
-        self.moved = torch.full((), int(state.get("moved", 0)), device=self.num_taken.device)
         self._apply(int(state["num_taken"]))
+
+    def counters(self) -> dict[str, int]:
+        """Whether the last step moved the rate, under its key in the progress of a checkpoint. Waits for the device.
+
+        A line of the log may come before the next step, such as a generator's between steps of its critic.
+        """
+        return {"moved": 0 if self.moved is None else int(self.moved.item())}
+
+    def load_counters(self, progress: Mapping[str, Any]) -> None:
+        """Restores what `counters` returned."""
+        self.moved = torch.full((), int(progress.get("moved", 0)), device=self.num_taken.device)
 
 
 class _StandIn(torch.optim.SGD):

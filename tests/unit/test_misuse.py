@@ -287,3 +287,13 @@ def test_a_guard_that_nobody_passes_is_logged_once(caplog):
     (message,) = caplog.messages
     assert "without a call of the guarded Bypassed" in message and "amp.guard with the module" in message
     assert Ema(net, 0.9).model is not net
+
+
+@pytest.mark.parametrize("mode", ["o2", "o3", "bf16_pure"])
+def test_a_mode_of_16_bit_weights_is_refused_without_them(mode: str) -> None:
+    """Autocast does nothing in these modes: it would be fp32 under another name."""
+    net = nn.Linear(2, 1)
+    amp, optimizer = Amp.named(mode), torch.optim.SGD(net.parameters(), lr=0.1)
+    amp.backward(net(torch.ones(3, 2)).sum())
+    with pytest.raises(RuntimeError, match=r"no network has b?float16 weights.*amp.prepare"):
+        amp.step(optimizer)
