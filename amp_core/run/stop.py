@@ -120,11 +120,13 @@ class Stop:
         """Signals that came since the last look, in their order."""
         if self._pipe is None:
             return [number]
-        try:
-            self._arrived = [each for each in os.read(self._pipe, 4096) if each in SIGNALS]
-            return self._arrived
-        except BlockingIOError:
+        arrived: list[int] = []
+        with contextlib.suppress(BlockingIOError):
+            arrived = [each for each in os.read(self._pipe, 4096) if each in SIGNALS]  # others have handlers, too
+        if not arrived:
             return [] if number in self._arrived else [number]
+        self._arrived = arrived
+        return arrived
 
 
 _pipes: set[int] = set()

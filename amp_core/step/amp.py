@@ -412,7 +412,7 @@ class Amp:
             norm = pending[0].norm
             if len(pending) > 1:
                 norm = torch.linalg.vector_norm(torch.stack([each.norm for each in pending]))
-            return StepReport(taken, norm, on_host)
+            return StepReport(taken, norm, on_host, self._rehearsal is not None)
 
     def _examine(
         self, optimizer: torch.optim.Optimizer, clip: Clip | Callable[..., None] | None, scaled: bool, joined: bool

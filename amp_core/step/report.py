@@ -25,11 +25,13 @@ class StepReport:
         taken: 0-d bool, false when the step was skipped.
         grad_norm: 0-d float32, the global L2 norm of the unscaled gradients before clipping; not finite when skipped.
         taken_on_host: `taken` as a bool for optimizers whose steps the host decides; None if decided on the device.
+        is_rehearsal: the step was rehearsed: it is none of the run's.
     """
 
     taken: Tensor
     grad_norm: Tensor
     taken_on_host: bool | None = None
+    is_rehearsal: bool = False
 
 
 class Watcher(Protocol):

@@ -77,7 +77,8 @@ class Schedule:
 
     def advance(self, report: StepReport) -> None:
         """Advance if the step was taken. No host-device sync."""
-        self.moved = report.taken
+        if not report.is_rehearsal:
+            self.moved = report.taken
         if not self._on_device:
             assert report.taken_on_host is not None
             if report.taken_on_host:

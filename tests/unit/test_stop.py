@@ -95,3 +95,15 @@ def test_signals_to_a_forked_process_are_not_those_of_the_run():
         os.waitpid(child, 0)
         stop.on_signal(TERM, None)
     assert stop.code == 143
+
+
+def test_a_signal_counts_beside_those_of_other_handlers():
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)
+    stop = Stop(None, None)
+    try:
+        with stop.in_order():
+            os.kill(os.getpid(), signal.SIGUSR2)
+            stop.on_signal(TERM, None)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert stop.code == 143
