@@ -411,7 +411,7 @@ def _dry_run(loop: Loop, count: Callable[[Any], Tensor] | None) -> Iterator[list
     from amp_core.run.layers import show_layers  # which needs this module
 
     if loop.env.is_main:
-        say(f"{plan(loop)}\n{plan_in_detail(loop)}")
+        say("\n".join([*loop.env.job.notes, plan(loop), plan_in_detail(loop)]))
     yield from show_layers(loop, count)
 
 

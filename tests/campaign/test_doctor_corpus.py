@@ -336,7 +336,7 @@ HEALTHY = [
 @pytest.mark.parametrize("case", rows(HEALTHY, ("classification", "amp=o2"), single=True), ids=" ".join)
 def test_the_doctor_is_silent_in_a_healthy_run(case):
     recipe, *settings = case
-    run(recipe, "a", *settings, "steps=4")
+    run(recipe, "a", *settings, "steps=8")  # a scale that settles takes some
     assert summary("a")["status"] == "finished"
     assert not Path("a", "doctor").exists()
     finite, found = examine(recipe, settings, step=3)

@@ -86,7 +86,7 @@ RESUMES = {
     **{
         f"distillation, {steps} steps of the teacher, {mode}": (
             "distillation",
-            [f"recipe.teacher_steps={steps}", f"amp={mode}", *(["amp.init_scale=16777216"] if mode == "fp16" else [])],
+            [f"recipe.teacher_steps={steps}", f"amp={mode}", *(["amp.init_scale=262144"] if mode == "fp16" else [])],
         )
         for steps in (3, 4)
         for mode in ("fp32", "bf16", "fp16")

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import logging
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -58,6 +59,14 @@ def network() -> nn.Module:
     return keep_fp32(net, ["*.second"])
 
 
+AMPS: weakref.WeakKeyDictionary[nn.Module, Amp] = weakref.WeakKeyDictionary()
+"""Of `prepared` networks, which it has to train: it holds their master weights."""
+
+
+def amp_of(mode: str) -> Amp:
+    return Amp.named(mode, samples=12, **({"growth_interval": 1} if mode == "fp16" else {}))
+
+
 def trained(
     net: nn.Module,
     mode: str,
@@ -70,8 +79,7 @@ def trained(
 
     The scale and the rate are others in every step, after which `each` is called.
     """
-    scaling = {"growth_interval": 1} if mode == "fp16" else {}
-    amp = Amp.named(mode, samples=12, **scaling)
+    amp = AMPS.get(net) or amp_of(mode)
     wrapped = wrap(net)
     amp.guard(wrapped)
     optimizer = torch.optim.AdamW(master_params(net), lr=1e-2, fused=True)
@@ -106,7 +114,8 @@ def trained(
 
 def prepared(mode: str, compiler: Compiler | None = None, *, again: bool = False, **options: Any) -> nn.Module:
     net = network()
-    Amp.named(mode, samples=12).prepare(net)
+    AMPS[net] = amp_of(mode)
+    AMPS[net].prepare(net)
     if compiler is not None:
         compile_parts(net, compiler, **options)
     if again:

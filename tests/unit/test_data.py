@@ -657,7 +657,7 @@ def test_workers_end_when_nobody_holds_their_loader_any_more() -> None:
 def test_a_program_that_forgets_to_close_still_ends(ending: str) -> None:
     code = f"""
 import sys
-sys.path.insert(0, "tests/unit")
+sys.path[:0] = ["tests/unit", "tests/support"]
 from test_data import Sampler, Slow, train_loader
 batches = train_loader(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=1)
 next(batches)

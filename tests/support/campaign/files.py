@@ -114,7 +114,8 @@ def damage(folder: Path, other: Path, rng: random.Random) -> str:
 
 def make_run(folder: Path, *settings: str, num_ranks: int = 1) -> Path:
     """A run with three sound checkpoints, of steps 2, 4 and 6."""
-    command = arguments(*TELLING, "steps=6", "save_every=2", "checkpoint.keep=3", *settings)
+    # From a scale that comes down within these steps.
+    command = arguments(*TELLING, "amp.init_scale=131072", "steps=6", "save_every=2", "checkpoint.keep=3", *settings)
     codes = run(folder, command, num_ranks=num_ranks)
     assert codes == [0] * num_ranks, folder.with_name(f"{folder.name}.0.txt").read_text()
     return folder
