@@ -88,9 +88,11 @@ def masked(plain: Any) -> Any:
 
 
 def _texts_of(plain: Any) -> Iterator[str]:
-    if isinstance(plain, str):
-        yield plain
-    for each in plain.items() if isinstance(plain, dict) else plain if isinstance(plain, (list, tuple)) else ():
+    """Keys and values. Whether one holds a secret is seen by one look at all of them, a line each."""
+    if not isinstance(plain, dict | list | tuple):
+        yield str(plain)
+        return
+    for each in plain.items() if isinstance(plain, dict) else plain:
         yield from _texts_of(each)
 
 
@@ -126,13 +128,18 @@ def refuse_secret(override: str) -> str | None:
 
 def secrets_in(values: Any, path: str = "") -> Iterator[str]:
     """The keys of a nested configuration whose values hold a secret, such as one taken from the environment."""
+    return _secrets_in(values, path, is_clean=not holds_secret("\n".join(_texts_of(values))))
+
+
+def _secrets_in(values: Any, path: str, *, is_clean: bool) -> Iterator[str]:
     items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
     for key, value in items:
         here = f"{path}.{key}" if path else str(key)
         random = isinstance(value, str) and _NAME.search(str(key)) and re.fullmatch(f"{_RANDOM}{{12,}}", value)
-        if random or holds_secret(str(key)) or (not isinstance(value, (dict, list)) and holds_secret(str(value))):
+        is_leaf = not isinstance(value, (dict, list))
+        if random or (not is_clean and (holds_secret(str(key)) or (is_leaf and holds_secret(str(value))))):
             yield here
-        yield from secrets_in(value, here)
+        yield from _secrets_in(value, here, is_clean=is_clean)
 
 
 def holds_secret(text: str) -> bool:
@@ -140,13 +147,18 @@ def holds_secret(text: str) -> bool:
     return redact(text) != text
 
 
-def known_secrets() -> list[str]:
+def known_secrets() -> tuple[str, ...]:
     """Values of variables with such a name, and passwords of netrc and of wandb's settings; the longest first."""
+    return _known(tuple(os.environb.items()))
+
+
+@functools.lru_cache(maxsize=8)
+def _known(environ: tuple[tuple[bytes, bytes], ...]) -> tuple[str, ...]:  # every line that is written asks for them
     found = {value.strip() for name, value in os.environ.items() if _VARIABLE.search(name) and not _is_path(value)}
     found |= {login[1] for value in os.environ.values() if (login := _LOGIN.match(value))}
     folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
     found |= _stored(os.environ.get("NETRC"), folder, os.environ.get("HOME"))
-    return sorted((value for value in found if len(value) >= LEAST), key=lambda value: (-len(value), value))
+    return tuple(sorted((value for value in found if len(value) >= LEAST), key=lambda value: (-len(value), value)))
 
 
 def _is_path(value: str) -> bool:
