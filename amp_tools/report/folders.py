@@ -24,7 +24,6 @@ from typing import Any
 
 from amp_core.cli.compose import is_locked
 from amp_core.config import files
-from amp_core.config.redact import masked
 from amp_core.config.rules import flatten
 
 MARKS = ("summary.json", "metrics.jsonl", "environment.json", ".hydra", ".lock", "train.log")
@@ -232,7 +231,7 @@ def _short(problem: BaseException) -> str:
 def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     """The object in a JSON file; empty, with a line in `problems`, when it cannot be read."""
     try:
-        return masked(files.read_json(path))
+        return files.read_json(path)
     except FileNotFoundError:
         problems.append(f"{path.name}: is missing")
     except (OSError, ValueError) as problem:
@@ -268,7 +267,7 @@ def _parsed(text: str) -> dict[str, Any]:
     values = files.parse_own_yaml(text)
     if not isinstance(values, dict):
         raise ValueError("expected keys with values")
-    return masked(flatten(values))
+    return flatten(values)
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
