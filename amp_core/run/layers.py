@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.lowp.islands import island_names, named_modules
 from amp_core.run.log import say
 from amp_core.run.loop import Loop
@@ -33,7 +34,7 @@ def show_layers(loop: Loop, count: Callable[[Any], Tensor] | None) -> Iterator[l
     seen: dict[int, torch.dtype] = {}
 
     def see(number: int, module: nn.Module, inputs: Any, output: Any) -> None:
-        tensors = [t for t in _tensors(output) if t.is_floating_point()]
+        tensors = [t for t in all_tensors(output) if t.is_floating_point()]
         if tensors:
             seen[number] = tensors[0].dtype
 
@@ -89,11 +90,3 @@ def _table(loop: Loop, names: dict[nn.Module, str], seen: dict[int, torch.dtype]
 def _spell(dtype: torch.dtype) -> str:
     known = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
     return known.get(dtype, str(dtype).removeprefix("torch."))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
