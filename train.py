@@ -59,7 +59,7 @@ from amp_core.config.files import visible
 from amp_core.config.redact import mask_what_python_prints, redact_typed, shown
 from amp_core.config.rules import build, validate, warnings_of
 from amp_core.config.schema import Config, conf_dir, suggest
-from amp_core.config.threads import wait_passively
+from amp_core.config.threads import limit_spinning
 from amp_core.run.log import say
 
 ROOT = str(Path(__file__).resolve().parent)
@@ -67,7 +67,7 @@ ROOT = str(Path(__file__).resolve().parent)
 
 def main(arguments: list[str]) -> int:
     """Run a command line. Returns the exit code."""
-    wait_passively()
+    limit_spinning()
     try:
         if "--version" in arguments:
             say(f"amp-recipes {__version__}, torch {version('torch')}, hydra {version('hydra-core')}")
