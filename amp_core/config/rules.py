@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,81 +37,75 @@ SCALE_KEYS = (
 )
 
 
-def _positive(problems: list[str], values: Mapping[str, Any], *, least: float | None = None) -> None:
+def _positive(values: Mapping[str, Any], *, least: float | None = None) -> Iterator[str]:
     """Each value is finite and above zero, or at least `least`."""
     for key, value in values.items():
         if value is None:
             continue
         if not math.isfinite(value) or (value <= 0 if least is None else value < least):
             expected = "a finite number above 0" if least is None else f"at least {least:g}"
-            problems.append(f"{key}={value:g}: expected {expected}")
+            yield f"{key}={value:g}: expected {expected}"
 
 
-def _check_amp(amp: AmpConfig, problems: list[str]) -> None:
+def _check_amp(amp: AmpConfig) -> Iterator[str]:
     policy = {f"amp.{key}": getattr(amp, key) for key in SCALE_KEYS}
     if not amp.scaling and ("float16" in (amp.dtype, amp.weights)) and amp.update != "nearest":
-        problems.append("amp.scaling=false: float16 gradients underflow without a loss scale; leave it out")
+        yield "amp.scaling=false: float16 gradients underflow without a loss scale; leave it out"
     elif not amp.scaling:
         for key, value in policy.items():
             if value is not None:
-                problems.append(
+                yield (
                     f"{key}={show_value(value)}: has no effect in amp={amp.name}, which does not scale the loss; "
                     f"use amp=fp16 or leave it out"
                 )
     else:
         for key in ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale", "dynamic"):
             if getattr(amp, key) is None:
-                problems.append(f"amp.{key}=null: a mode that scales the loss needs a value; leave it out")
+                yield f"amp.{key}=null: a mode that scales the loss needs a value; leave it out"
         if amp.max_scale is None and amp.max_scale_per_sample is None:
-            problems.append("amp.max_scale=null: without a cap the scale grows to 2^127; expected a number")
+            yield "amp.max_scale=null: without a cap the scale grows to 2^127; expected a number"
         if "float16" not in (amp.dtype, amp.weights):
-            problems.append(
-                f"amp.scaling=true: {amp.dtype} has the range of fp32 and needs no loss scale; use amp=fp16"
-            )
-        _positive(problems, {k: v for k, v in policy.items() if k not in ("amp.dynamic", "amp.growth_interval")})
-        _positive(problems, {"amp.growth_interval": amp.growth_interval}, least=1)
+            yield f"amp.scaling=true: {amp.dtype} has the range of fp32 and needs no loss scale; use amp=fp16"
+        yield from _positive({k: v for k, v in policy.items() if k not in ("amp.dynamic", "amp.growth_interval")})
+        yield from _positive({"amp.growth_interval": amp.growth_interval}, least=1)
         if amp.growth_factor is not None and 0 < amp.growth_factor <= 1:
-            problems.append(
-                f"amp.growth_factor={amp.growth_factor:g}: expected more than 1; a fixed scale is dynamic=false"
-            )
+            yield f"amp.growth_factor={amp.growth_factor:g}: expected more than 1; a fixed scale is dynamic=false"
         if amp.backoff_factor is not None and amp.backoff_factor >= 1:
-            problems.append(f"amp.backoff_factor={amp.backoff_factor:g}: expected between 0 and 1")
+            yield f"amp.backoff_factor={amp.backoff_factor:g}: expected between 0 and 1"
         if amp.min_scale is not None and amp.max_scale is not None and amp.min_scale > amp.max_scale:
-            problems.append(f"amp.min_scale={amp.min_scale:g}: expected at most amp.max_scale={amp.max_scale:g}")
+            yield f"amp.min_scale={amp.min_scale:g}: expected at most amp.max_scale={amp.max_scale:g}"
         if amp.min_scale is not None and amp.init_scale is not None and 0 < amp.init_scale < amp.min_scale:
-            problems.append(f"amp.init_scale={amp.init_scale:g}: expected at least amp.min_scale={amp.min_scale:g}")
-    _positive(problems, {"amp.max_consecutive_skips": amp.max_consecutive_skips}, least=1)
+            yield f"amp.init_scale={amp.init_scale:g}: expected at least amp.min_scale={amp.min_scale:g}"
+    yield from _positive({"amp.max_consecutive_skips": amp.max_consecutive_skips}, least=1)
     if amp.weights == "float32":
         if amp.update is not None:
-            problems.append(f"amp.update={amp.update}: has no effect on fp32 weights; use amp=bf16_pure or amp=o2")
+            yield f"amp.update={amp.update}: has no effect on fp32 weights; use amp=bf16_pure or amp=o2"
     else:
         if amp.dtype != "float32":
-            problems.append(f"amp.dtype={amp.dtype}: amp.weights={amp.weights} compute without autocast; leave it out")
+            yield f"amp.dtype={amp.dtype}: amp.weights={amp.weights} compute without autocast; leave it out"
         if amp.update is None:
-            problems.append(f"amp.update=null: amp.weights={amp.weights} need master, nearest, kahan or stochastic")
+            yield f"amp.update=null: amp.weights={amp.weights} need master, nearest, kahan or stochastic"
         if amp.update in ("stochastic", "kahan") and amp.weights != "bfloat16":
-            problems.append(f"amp.update={amp.update}: is for bfloat16 weights; use amp=bf16_pure")
+            yield f"amp.update={amp.update}: is for bfloat16 weights; use amp=bf16_pure"
     if amp.float8 and amp.dtype != "bfloat16":
-        problems.append(f"amp.float8=true: needs autocast to bfloat16; use amp=fp8 instead of amp={amp.name}")
+        yield f"amp.float8=true: needs autocast to bfloat16; use amp=fp8 instead of amp={amp.name}"
 
 
-def _check_clip(clip: ClipConfig, problems: list[str]) -> None:
+def _check_clip(clip: ClipConfig) -> Iterator[str]:
     threshold = {"none": None, "norm": "max_norm", "value": "max_value", "adaptive": "factor"}[clip.name]
     for key in ("max_norm", "max_value", "factor"):
         value = getattr(clip, key)
         if key == threshold:
             if value is None:
-                problems.append(
-                    f"clip.{key}=null: clip={clip.name} needs a number; use clip=none to switch clipping off"
-                )
-            _positive(problems, {f"clip.{key}": value})
+                yield f"clip.{key}=null: clip={clip.name} needs a number; use clip=none to switch clipping off"
+            yield from _positive({f"clip.{key}": value})
         elif value is not None:
             owner = {"max_norm": "norm", "max_value": "value", "factor": "adaptive"}[key]
-            problems.append(f"clip.{key}={value:g}: has no effect with clip={clip.name}; use clip={owner}")
+            yield f"clip.{key}={value:g}: has no effect with clip={clip.name}; use clip={owner}"
     if clip.name == "norm" and clip.folded is None:
-        problems.append("clip.folded=null: clip=norm needs true or false")
+        yield "clip.folded=null: clip=norm needs true or false"
     elif clip.name != "norm" and clip.folded is not None:
-        problems.append(f"clip.folded={str(clip.folded).lower()}: has no effect with clip={clip.name}; use clip=norm")
+        yield f"clip.folded={str(clip.folded).lower()}: has no effect with clip={clip.name}; use clip=norm"
 
 
 ONE_PROCESS = ("single", "data_parallel")
@@ -135,67 +129,61 @@ def is_elastic(cfg: Config) -> bool:
     return nodes is not None and nodes[0] < nodes[1]
 
 
-def _check_layout(cfg: Config, problems: list[str]) -> None:
+def _check_layout(cfg: Config) -> Iterator[str]:
     layout = cfg.layout
     if layout.name in ("model_parallel", "data_parallel") and cfg.amp is not None and cfg.amp.update is not None:
-        problems.append(f"layout={layout.name}: 16-bit weights (amp={cfg.amp.name}) need one device per process")
+        yield f"layout={layout.name}: 16-bit weights (amp={cfg.amp.name}) need one device per process"
     nodes = node_range(layout.nnodes)
-    _positive(problems, {"layout.nproc_per_node": layout.nproc_per_node}, least=1)
-    _positive(problems, {"layout.max_restarts": layout.max_restarts}, least=0)
-    _positive(problems, {"layout.timeout_minutes": layout.timeout_minutes})
+    yield from _positive({"layout.nproc_per_node": layout.nproc_per_node}, least=1)
+    yield from _positive({"layout.max_restarts": layout.max_restarts}, least=0)
+    yield from _positive({"layout.timeout_minutes": layout.timeout_minutes})
     if nodes is None:
-        problems.append(f'layout.nnodes={layout.nnodes}: expected a number such as 2, or "1:2" for between 1 and 2')
-    _positive(problems, {"layout.num_stages": layout.num_stages}, least=2)
+        yield f'layout.nnodes={layout.nnodes}: expected a number such as 2, or "1:2" for between 1 and 2'
+    yield from _positive({"layout.num_stages": layout.num_stages}, least=2)
     if layout.name == "model_parallel" and layout.num_stages is None:
-        problems.append("layout.num_stages=null: layout=model_parallel needs a number of devices, such as 2")
+        yield "layout.num_stages=null: layout=model_parallel needs a number of devices, such as 2"
     elif layout.name != "model_parallel" and layout.num_stages is not None:
-        problems.append(
+        yield (
             f"layout.num_stages={layout.num_stages}: has no effect with layout={layout.name}; use layout=model_parallel"
         )
-    _positive(problems, {"layout.shard_size": layout.shard_size}, least=2)
+    yield from _positive({"layout.shard_size": layout.shard_size}, least=2)
     if layout.name == "hsdp" and layout.shard_size is None:
-        problems.append("layout.shard_size=null: layout=hsdp needs ranks per replica, such as 8; or use layout=fsdp")
+        yield "layout.shard_size=null: layout=hsdp needs ranks per replica, such as 8; or use layout=fsdp"
     elif layout.name != "hsdp" and layout.shard_size is not None:
-        problems.append(
-            f"layout.shard_size={layout.shard_size}: has no effect with layout={layout.name}; use layout=hsdp"
-        )
+        yield f"layout.shard_size={layout.shard_size}: has no effect with layout={layout.name}; use layout=hsdp"
     if cfg.perf is not None and cfg.perf.compile is not None and layout.name in ("model_parallel", "data_parallel"):
-        problems.append(
+        yield (
             f"perf.compile={cfg.perf.compile}: layout={layout.name} computes in threads, which would share compiled "
             f"code; use null, or layout=ddp"
         )
-    _check_ddp(cfg, problems)
+    yield from _check_ddp(cfg)
     if layout.name in SHARDED:
-        _check_sharded(cfg, problems)
+        yield from _check_sharded(cfg)
     if layout.name in ONE_PROCESS:
         for key, default in (("nproc_per_node", None), ("nnodes", 1), ("rdzv_endpoint", None), ("rdzv_id", None)):
             value = getattr(layout, key)
             if value != default and not (key == "nproc_per_node" and value == 1):
-                problems.append(
-                    f"layout.{key}={value}: layout={layout.name} is one process on one machine; use layout=ddp"
-                )
+                yield f"layout.{key}={value}: layout={layout.name} is one process on one machine; use layout=ddp"
         if (layout.max_restarts or 0) > 0:
-            problems.append(
-                f"layout.max_restarts={layout.max_restarts}: has no effect with layout={layout.name}; use layout=ddp"
-            )
+            yield f"layout.max_restarts={layout.max_restarts}: has no effect with layout={layout.name}; use layout=ddp"
     elif nodes is not None and nodes[1] > 1:
         for key in ("rdzv_endpoint", "rdzv_id"):
             if getattr(layout, key) is None:
-                problems.append(
+                yield (
                     f"layout.{key}=null: layout.nnodes={layout.nnodes} needs it, the same on all machines, "
                     f"for instance layout.{key}={'host:29500' if key == 'rdzv_endpoint' else 'my-job'}"
                 )
         starts_again = is_elastic(cfg) or (layout.max_restarts or 0) > 0
         if starts_again and cfg.run_dir is None and cfg.task == "train" and not cfg.dry_run:
-            problems.append(
+            yield (
                 f"run_dir=null: layout.nnodes={layout.nnodes} with layout.max_restarts={layout.max_restarts} may "
                 f"resume on another machine; expected a folder that all machines see, such as run_dir=/shared/my-job"
             )
 
 
-def _check_ddp(cfg: Config, problems: list[str]) -> None:
+def _check_ddp(cfg: Config) -> Iterator[str]:
     layout = cfg.layout
-    _positive(problems, {"layout.bucket_mb": layout.bucket_mb})
+    yield from _positive({"layout.bucket_mb": layout.bucket_mb})
     given = {
         "static_graph=true": layout.static_graph,
         f"bucket_mb={show_value(layout.bucket_mb)}": layout.bucket_mb is not None,
@@ -204,98 +192,94 @@ def _check_ddp(cfg: Config, problems: list[str]) -> None:
     }
     if layout.name != "ddp":
         for key in (key for key, is_given in given.items() if is_given):
-            problems.append(f"layout.{key}: has no effect with layout={layout.name}; use layout=ddp")
+            yield f"layout.{key}: has no effect with layout={layout.name}; use layout=ddp"
         return
     if layout.bucket_mb is None:
-        problems.append("layout.bucket_mb=null: layout=ddp needs a size in MiB, such as 25")
+        yield "layout.bucket_mb=null: layout=ddp needs a size in MiB, such as 25"
     if cfg.amp is not None and cfg.amp.update is not None:
         for key in (key for key, is_given in given.items() if is_given and key.startswith(("static", "compress"))):
-            problems.append(
+            yield (
                 f"layout.{key}: has no effect with amp={cfg.amp.name}, whose step sums the gradients of 16-bit "
                 f"weights itself, without DistributedDataParallel; leave it out"
             )
 
 
-def _check_sharded(cfg: Config, problems: list[str]) -> None:
+def _check_sharded(cfg: Config) -> Iterator[str]:
     """What needs whole weights on each rank."""
     layout = f"layout={cfg.layout.name}"
     if cfg.amp is not None and (cfg.amp.update is not None or cfg.amp.float8):
         kind = "float8 layers" if cfg.amp.float8 else "16-bit weights"
-        problems.append(f"amp={cfg.amp.name}: {kind} are not sharded; use layout=ddp, or amp=bf16 with {layout}")
+        yield f"amp={cfg.amp.name}: {kind} are not sharded; use layout=ddp, or amp=bf16 with {layout}"
     if cfg.perf is not None and cfg.perf.channels_last:
-        problems.append(f"perf.channels_last=true: {layout} shards weights in their default memory format only")
+        yield f"perf.channels_last=true: {layout} shards weights in their default memory format only"
     if cfg.doctor is not None and cfg.doctor.statistics_every is not None:
-        problems.append(
+        yield (
             f"doctor.statistics_every={cfg.doctor.statistics_every}: measures unsharded weights; use null with {layout}"
         )
     if cfg.optimizer is not None and cfg.optimizer.name in WHOLE_MATRICES:
-        problems.append(f"optimizer.name={cfg.optimizer.name}: {WHOLE_MATRICES[cfg.optimizer.name]}; use layout=ddp")
+        yield f"optimizer.name={cfg.optimizer.name}: {WHOLE_MATRICES[cfg.optimizer.name]}; use layout=ddp"
 
 
-def _check_run(cfg: Config, problems: list[str]) -> None:
+def _check_run(cfg: Config) -> Iterator[str]:
     given = [f"{key}={getattr(cfg, key):g}" for key in ("steps", "epochs", "samples") if getattr(cfg, key) is not None]
     if len(given) > 1:
-        problems.append(f"{' and '.join(given)}: expected at most one of steps, epochs, samples; leave one")
+        yield f"{' and '.join(given)}: expected at most one of steps, epochs, samples; leave one"
     cadences = ("accumulation", "batch_size", "steps", "samples", "save_every", "eval_every", "log_every")
-    _positive(problems, {key: getattr(cfg, key) for key in cadences}, least=1)
+    yield from _positive({key: getattr(cfg, key) for key in cadences}, least=1)
     minutes = {"max_minutes": cfg.max_minutes, "data.timeout_minutes": cfg.data.timeout_minutes}
-    _positive(problems, {"epochs": cfg.epochs} | minutes)
-    _positive(problems, {"data.num_workers": cfg.data.num_workers, "seed": cfg.seed}, least=0)
-    _positive(problems, {"checkpoint.keep": cfg.checkpoint.keep, "data.image_size": cfg.data.image_size}, least=1)
-    _positive(problems, {"data.num_samples": cfg.data.num_samples, "data.length": cfg.data.length}, least=1)
-    _positive(problems, {"data.num_classes": cfg.data.num_classes}, least=2)
+    yield from _positive({"epochs": cfg.epochs} | minutes)
+    yield from _positive({"data.num_workers": cfg.data.num_workers, "seed": cfg.seed}, least=0)
+    yield from _positive({"checkpoint.keep": cfg.checkpoint.keep, "data.image_size": cfg.data.image_size}, least=1)
+    yield from _positive({"data.num_samples": cfg.data.num_samples, "data.length": cfg.data.length}, least=1)
+    yield from _positive({"data.num_classes": cfg.data.num_classes}, least=2)
     doctor = cfg.doctor
-    _positive(problems, {"doctor.after_skips": doctor.after_skips}, least=1)
-    _positive(problems, {"doctor.max_reports": doctor.max_reports}, least=0)
-    _positive(problems, {"doctor.statistics_every": doctor.statistics_every}, least=1)
+    yield from _positive({"doctor.after_skips": doctor.after_skips}, least=1)
+    yield from _positive({"doctor.max_reports": doctor.max_reports}, least=0)
+    yield from _positive({"doctor.statistics_every": doctor.statistics_every}, least=1)
     if cfg.seed is not None and cfg.seed >= 2**63:
-        problems.append(f"seed={cfg.seed}: expected less than 2^63")
+        yield f"seed={cfg.seed}: expected less than 2^63"
     if cfg.perf is not None and cfg.perf.recast_weights and (cfg.perf.compile is not None or cfg.perf.graph):
         other = "graph=true" if cfg.perf.graph else f"compile={cfg.perf.compile}"
-        problems.append(f"perf.recast_weights=true: needs eager code and cannot be combined with perf.{other}")
+        yield f"perf.recast_weights=true: needs eager code and cannot be combined with perf.{other}"
     if cfg.perf is not None and cfg.perf.compile is None and (cfg.perf.dynamic or cfg.perf.backend != "inductor"):
         key = "dynamic=true" if cfg.perf.dynamic else f"backend={cfg.perf.backend}"
-        problems.append(f"perf.{key}: has no effect with perf.compile=null; use perf=compile")
-    _positive(problems, {"optimizer.lr": cfg.optimizer.lr})
-    _positive(problems, {"optimizer.weight_decay": cfg.optimizer.weight_decay}, least=0)
-    _positive(problems, {"schedule.horizon": cfg.schedule.horizon}, least=1)
+        yield f"perf.{key}: has no effect with perf.compile=null; use perf=compile"
+    yield from _positive({"optimizer.lr": cfg.optimizer.lr})
+    yield from _positive({"optimizer.weight_decay": cfg.optimizer.weight_decay}, least=0)
+    yield from _positive({"schedule.horizon": cfg.schedule.horizon}, least=1)
     for key in ("lr", "params", "weight_decay", "fused", "foreach"):
         if key in (cfg.optimizer.options or ()):
             where = f"use optimizer.{key}" if key in ("lr", "weight_decay", "fused") else "leave it out"
-            problems.append(f"optimizer.options.{key}: is set by this project; {where}")
+            yield f"optimizer.options.{key}: is set by this project; {where}"
     if cfg.ema.decay is not None and not 0 <= cfg.ema.decay < 1:
-        problems.append(f"ema.decay={cfg.ema.decay:g}: expected at least 0 and below 1, or null to switch it off")
+        yield f"ema.decay={cfg.ema.decay:g}: expected at least 0 and below 1, or null to switch it off"
     if cfg.optimizer.state_dtype == "bfloat16" and cfg.layout.shard_optimizer:
-        problems.append(
+        yield (
             "optimizer.state_dtype=bfloat16: layout.shard_optimizer=true promises bit-identical steps, "
             "and stochastic rounding depends on a weight's position in memory; use one of them"
         )
     if cfg.perf is not None and cfg.amp is not None and cfg.perf.recast_weights:
-        problems += _without_copies(cfg)
+        yield from _without_copies(cfg)
     inject = cfg.debug.inject
     if inject is not None:
-        _positive(problems, {"debug.inject.step": inject.step}, least=1)
-        _positive(problems, {"debug.inject.rank": inject.rank}, least=0)
+        yield from _positive({"debug.inject.step": inject.step}, least=1)
+        yield from _positive({"debug.inject.rank": inject.rank}, least=0)
         if cfg.layout.name in ONE_PROCESS and (inject.rank or 0) > 0:
-            problems.append(f"debug.inject.rank={inject.rank}: layout={cfg.layout.name} has only rank 0")
+            yield f"debug.inject.rank={inject.rank}: layout={cfg.layout.name} has only rank 0"
     if cfg.resume not in ("auto", "last", "never", None) and not Path(cfg.resume).exists():
-        problems.append(
+        yield (
             f"resume={cfg.resume}: there is no such file or folder; expected auto, last, never, "
             f"or the folder of a run or of a checkpoint"
         )
     if cfg.resume == "last" and cfg.run_dir is not None:
-        problems.append(
-            f"resume=last: finds the run folder itself; leave out run_dir={cfg.run_dir}, or use resume=auto"
-        )
+        yield f"resume=last: finds the run folder itself; leave out run_dir={cfg.run_dir}, or use resume=auto"
     has_weights = cfg.model is not None and cfg.model.weights is not None
     if cfg.task == "evaluate" and cfg.resume == "never" and not has_weights:
-        problems.append("task=evaluate: needs a checkpoint, but resume=never; use resume=<run folder> or run_dir=")
+        yield "task=evaluate: needs a checkpoint, but resume=never; use resume=<run folder> or run_dir="
     if cfg.task == "evaluate" and cfg.run_dir is None and cfg.resume in ("auto", "last") and not has_weights:
-        problems.append(
-            "task=evaluate: needs weights; use run_dir=<run folder>, resume=<checkpoint> or model.weights=<file>"
-        )
+        yield "task=evaluate: needs weights; use run_dir=<run folder>, resume=<checkpoint> or model.weights=<file>"
     if cfg.run_dir is not None and not cfg.run_dir.strip():
-        problems.append("run_dir='': expected a folder")
+        yield "run_dir='': expected a folder"
 
 
 def _without_copies(cfg: Config) -> list[str]:
@@ -347,12 +331,11 @@ def validate(values: Mapping[str, Any]) -> tuple[Config, list[str], set[str]]:
     broken = {key.split(".")[0] for key in reported}
     found: list[str] = []
     if cfg.amp is not None:
-        _check_amp(cfg.amp, found)
+        found += _check_amp(cfg.amp)
     if cfg.clip is not None and cfg.clip.name is not None:
-        _check_clip(cfg.clip, found)
+        found += _check_clip(cfg.clip)
     if None not in (cfg.layout, cfg.data, cfg.optimizer, cfg.schedule, cfg.ema, cfg.checkpoint, cfg.debug):
-        _check_layout(cfg, found)
-        _check_run(cfg, found)
+        found += [*_check_layout(cfg), *_check_run(cfg)]
     return cfg, problems + [problem for problem in found if _key(problem) not in reported], broken
 
 
@@ -380,9 +363,7 @@ def amp_config(mode: str, **fields: Any) -> AmpConfig:
     """
     problems: list[str] = []
     amp = parse(AmpConfig, read_option("amp", mode) | fields, "amp", problems)
-    if not problems:
-        _check_amp(amp, problems)
-    if problems:
+    if problems := problems or list(_check_amp(amp)):
         raise ConfigError(problems)
     return amp
 
