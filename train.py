@@ -54,6 +54,8 @@ from amp_core.cli import compose, sweep
 from amp_core.cli.command import program, tool
 from amp_core.cli.help import help_text
 from amp_core.cli.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
+from amp_core.cli.overrides import check_overrides, groups, quoted
+from amp_core.cli.run_folders import check_place, check_run_dir, choose_run_dir, is_finished, summary_of, sweep_subdir
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.files import visible
 from amp_core.config.redact import mask_what_python_prints, redact_typed, shown
@@ -125,7 +127,7 @@ def _without_dashes(key: str, value: str | None, arguments: list[str]) -> str:
         flags = [text.lstrip("-").replace("-", "_") for text in arguments]
         after = arguments[flags.index(key) + 1 :][:1] if key in flags else []
         value = after[0] if after and not re.match(r"-|[\w.+~/@]+=", after[0]) else "true"
-    _, problems = compose.check_overrides([f"{key}={value}"], multirun=True, problems_of=_problems_of)
+    _, problems = check_overrides([f"{key}={value}"], multirun=True, problems_of=_problems_of)
     said = re.search(r"Did you mean (.*?)\?", problems[0]) if problems else None
     if problems and said is None:
         return ""
@@ -147,7 +149,7 @@ def checked(overrides: list[str]) -> tuple[dict[str, Any], Config, list[str]]:
     Raises:
         ConfigError: with every problem that can be found before the start.
     """
-    sound, problems = compose.check_overrides(overrides, multirun=False, problems_of=_problems_of)
+    sound, problems = check_overrides(overrides, multirun=False, problems_of=_problems_of)
     try:
         values = compose.compose(sound)
     except ConfigError as refused:
@@ -198,8 +200,8 @@ def _prepare(overrides: list[str]) -> Any:
     from amp_core.run.environment import Job
 
     values, cfg, warnings = checked(overrides)
-    run_dir = compose.choose_run_dir(values, cfg)
-    if run_dir is not None and compose.is_finished(run_dir, values):
+    run_dir = choose_run_dir(values, cfg)
+    if run_dir is not None and is_finished(run_dir, values):
         say(f"already finished: {run_dir}")
         return None
     return Job(values, run_dir, overrides, [sys.executable, *sys.argv], warnings)
@@ -294,7 +296,7 @@ def _sweep(overrides: list[str]) -> int:
         with contextlib.nullcontext() if planned.num_parallel is None else sweep.stopping(sweep_dir):
             if planned.num_parallel is None:  # jobs of a scheduler go on without this process
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-            _hydra(["--multirun", *sound, compose.quoted("hydra.sweep.dir", planned.dir)])
+            _hydra(["--multirun", *sound, quoted("hydra.sweep.dir", planned.dir)])
     except KeyboardInterrupt:
         code = 130
     except SystemExit as stopped:
@@ -313,7 +315,7 @@ def _sweep(overrides: list[str]) -> int:
             signal.signal(number, handler)
     code = sweep.asked_to_stop(sweep_dir) or code
     jobs = planned.jobs if planned.sweeper == "basic" else []
-    records = sweep.records_of(sweep_dir, [(compose.sweep_subdir(job), job) for job in jobs])
+    records = sweep.records_of(sweep_dir, [(sweep_subdir(job), job) for job in jobs])
     if records:
         say(sweep.table(records, sweep_dir, f"{tool('report')} {shlex.quote(str(sweep_dir))}"))
     if code in sweep.SIGNALS.values():
@@ -325,7 +327,7 @@ def _sweep(overrides: list[str]) -> int:
 def _plan_sweep(overrides: list[str]) -> tuple[compose.Sweep, list[str], Config]:
     """The sweep, its overrides as Hydra takes them, and the first job's configuration. Every job is checked."""
     _collect_again()
-    sound, problems = compose.check_overrides(overrides, multirun=True, problems_of=_problems_of)
+    sound, problems = check_overrides(overrides, multirun=True, problems_of=_problems_of)
     for text in sound:
         if text.startswith(("run_dir=", "resume=last")):
             problems.append(f"{text}: each job of a sweep has a folder of its own; use hydra.sweep.dir=multirun/mine")
@@ -337,7 +339,7 @@ def _plan_sweep(overrides: list[str]) -> tuple[compose.Sweep, list[str], Config]
         raise
     except Exception as problem:  # the parser raises several kinds
         raise ConfigError(f"{' '.join(overrides)}: cannot be read as a sweep: {problem}") from problem
-    if problem := compose.check_place("hydra.sweep.dir", planned.dir):
+    if problem := check_place("hydra.sweep.dir", planned.dir):
         raise ConfigError(problem)
     first = None
     for job in planned.jobs:
@@ -366,7 +368,7 @@ def sweep_job(config: DictConfig) -> float | None:
     """
     hydra_config = HydraConfig.get()
     overrides = [str(text) for text in hydra_config.overrides.task]
-    sweep_dir, folder = Path(hydra_config.sweep.dir), compose.sweep_subdir(overrides)
+    sweep_dir, folder = Path(hydra_config.sweep.dir), sweep_subdir(overrides)
     launcher = hydra_config.runtime.choices["hydra/launcher"]
     values = compose.compose(overrides)
     if code := sweep.asked_to_stop(sweep_dir):
@@ -376,7 +378,7 @@ def sweep_job(config: DictConfig) -> float | None:
     record = sweep.Record(folder, overrides, metric=values["recipe"]["best"])
     run_dir = str(sweep_dir / folder)
     started, signalled = time.monotonic(), 0
-    if compose.is_finished(run_dir, values):
+    if is_finished(run_dir, values):
         say(f"already finished: {run_dir}")
         record.exit_code = 0
     else:
@@ -384,7 +386,7 @@ def sweep_job(config: DictConfig) -> float | None:
     record.status = sweep.status_after(record.exit_code or 0)
     if record.status == "preempted":
         record.error = None  # it goes on
-    summary = sweep.summary_of(sweep_dir / folder)
+    summary = summary_of(sweep_dir / folder)
     record.seconds = summary.get("seconds") or round(time.monotonic() - started, 1)
     results = summary.get("eval")
     if record.exit_code == 0 and record.value is None and isinstance(results, dict):
@@ -416,7 +418,7 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
             num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if apart or num_gpus:
             devices = visible_devices(num_gpus)
-            place = [compose.quoted("run_dir", run_dir)] if writes else []
+            place = [quoted("run_dir", run_dir)] if writes else []
             command = [sys.executable, str(Path(ROOT, "train.py")), *record.overrides, *place]
             with lease(
                 gpus_of(cfg, num_gpus),
@@ -432,7 +434,7 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
                 )
             return 0
         cfg, warnings = _checked_values(values, record.overrides, [])
-        compose.check_run_dir(run_dir, values, cfg)
+        check_run_dir(run_dir, values, cfg)
     except ConfigError as refused:
         _say_error(refused)
         record.exit_code, record.error = refused.exit_code, refused.problems[0]
@@ -452,14 +454,12 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
 
 
 def _show_config(flags: argparse.Namespace) -> int:
-    sound, problems = compose.check_overrides(flags.overrides, multirun=False)
+    sound, problems = check_overrides(flags.overrides, multirun=False)
     if problems:
         raise ConfigError(problems)
     values: Any = OmegaConf.create(compose.compose(sound, to_show=True))
     if flags.package not in (None, "_global_", "") and (values := OmegaConf.select(values, flags.package)) is None:
-        raise ConfigError(
-            f"--package={flags.package}: there is no such key. {suggest(flags.package, compose.groups())}"
-        )
+        raise ConfigError(f"--package={flags.package}: there is no such key. {suggest(flags.package, groups())}")
     say(OmegaConf.to_yaml(values).rstrip() if OmegaConf.is_config(values) else str(values))
     return 0
 
@@ -467,7 +467,7 @@ def _show_config(flags: argparse.Namespace) -> int:
 def _ask_hydra(arguments: list[str], flags: argparse.Namespace) -> int:
     overrides = [] if flags.hydra_help else flags.overrides
     if flags.cfg or flags.info:
-        overrides, problems = compose.check_overrides(overrides, multirun=False)
+        overrides, problems = check_overrides(overrides, multirun=False)
         if problems:
             raise ConfigError(problems)
     asked = [argument for argument in arguments if argument not in flags.overrides and argument != "--"]

@@ -53,7 +53,7 @@ MODULES = {
     "checks": ("config.checks",),
     "clip": ("step.clip",),
     "compiled": ("memory.compiled",),
-    "compose": ("cli.compose",),
+    "compose": ("cli.compose", "cli.overrides", "cli.run_folders"),
     "datasets": ("data",),
     "datasets.base": ("data.base",),
     "datasets.identities": ("data.identities",),

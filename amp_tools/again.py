@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from amp_core.checkpoints.checkpoint import Checkpoint
-from amp_core.cli.compose import overrides_of, stored_config
+from amp_core.cli.run_folders import overrides_of, stored_config
 from amp_core.config.errors import ConfigError
 from amp_core.config.files import read_json
 

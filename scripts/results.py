@@ -26,7 +26,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from amp_core.cli import compose
-from amp_core.cli.sweep import summary_of
+from amp_core.cli.run_folders import stored_config, summary_of, sweep_subdir
 from amp_core.config.schema import conf_dir
 from amp_core.run.lines import write_text
 
@@ -93,8 +93,8 @@ def collect(name: str) -> dict[str, Any]:
     runs, metric, config = [], "", {}
     environment: dict[str, Any] = {}
     for job in planned.jobs:
-        folder = ROOT / planned.dir / compose.sweep_subdir(job)
-        config = compose.stored_config(folder) or {}
+        folder = ROOT / planned.dir / sweep_subdir(job)
+        config = stored_config(folder) or {}
         summary = summary_of(folder)
         metric = config["recipe"]["best"]
         found = {"amp": config["amp"]["name"], "seed": config["seed"], "value": summary["eval"][metric]}

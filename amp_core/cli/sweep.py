@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from amp_core.cli.run_folders import status_of
 from amp_core.config.files import read_json, read_text
 from amp_core.run.lines import write_json, write_text
 
@@ -76,19 +77,12 @@ def read_record(sweep_dir: Path, folder: str) -> Record | None:
     return None
 
 
-def summary_of(run_dir: Path) -> dict[str, Any]:
-    """summary.json; empty when it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        return read_json(run_dir / "summary.json")
-    return {}
-
-
 def records_of(sweep_dir: Path, jobs: Iterable[tuple[str, Sequence[str]]]) -> list[Record]:
     """One record for each (folder, overrides), also for jobs that never began or were killed."""
     found = []
     for folder, overrides in jobs:
         record = read_record(sweep_dir, folder) or Record(folder, list(overrides))
-        if record.status == "not started" and summary_of(sweep_dir / folder).get("status") == "running":
+        if record.status == "not started" and status_of(sweep_dir / folder) == "running":
             record.status, record.error = "failed", "killed: it left no result; the same command goes on with it"
         found.append(record)
     return found

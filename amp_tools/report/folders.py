@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from amp_core.cli.compose import is_locked
+from amp_core.cli.run_folders import is_locked
 from amp_core.config import files
 from amp_core.config.rules import flatten
 

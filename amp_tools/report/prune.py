@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_core.checkpoints.folders import CorruptFile, inspect, is_sound, ranking, step_folders
-from amp_core.cli.compose import OVERWRITTEN
+from amp_core.cli.run_folders import OVERWRITTEN
 from amp_core.config.errors import CheckpointError
 from amp_core.run import locks
 from amp_tools.report.folders import MARKS, Run, age, is_ours, read_run

@@ -183,7 +183,7 @@ class OptunaSweeper(Sweeper):
     def _run(
         self, study: Any, batch: Sequence[Any], overrides: dict[str, Override], space: dict[str, Any], folder: Path
     ) -> None:
-        from amp_core.cli.compose import sweep_subdir
+        from amp_core.cli.run_folders import sweep_subdir
         from amp_core.cli.sweep import read_record
 
         jobs: dict[str, list[str]] = {}

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 
 from amp_core import Amp, MicroBatch
 from amp_core.cli import compose
+from amp_core.cli.overrides import check_overrides
 from amp_core.run.environment import Job, environment
 from amp_core.run.loop import Loop
 from amp_core.step.scaler import LossScale
@@ -92,7 +93,7 @@ def steps(recipe: str, mode: str, device: torch.device, num: int = 3) -> int:
     """Operators that so many steps took, all looked at."""
     on_fake_gpu = device.type == "cuda"
     overrides = [*WINDOW, f"amp={mode}", "schedule=warmup_cosine", "steps=3", "doctor=off", "data.num_workers=0"]
-    sound, problems = compose.check_overrides(arguments(recipe, *overrides), multirun=False)
+    sound, problems = check_overrides(arguments(recipe, *overrides), multirun=False)
     assert not problems
     job = Job(compose.compose(sound), run_dir=None)
     module = importlib.import_module(f"recipes.{recipe}")

@@ -17,6 +17,7 @@ from tiers import rows
 import amp_core
 import train
 from amp_core.cli import compose
+from amp_core.cli.overrides import check_overrides, groups, typed_keys
 from amp_core.config.rules import build
 from amp_core.config.schema import choices, suggest
 
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def values_of(*overrides):
-    sound, problems = compose.check_overrides(list(overrides), multirun=False)
+    sound, problems = check_overrides(list(overrides), multirun=False)
     assert not problems
     return compose.compose(sound)
 
@@ -38,7 +39,7 @@ def typos(word):
     yield f"{head}{dot}{tail}x"
 
 
-KEYS = [key for key in compose.typed_keys() if not key.startswith("recipe")]
+KEYS = [key for key in typed_keys() if not key.startswith("recipe")]
 LEAVES = [key for key in KEYS if not any(other.startswith(f"{key}.") for other in KEYS)]
 UNKNOWN = sorted({f"{typo}=1" for key in LEAVES for typo in typos(key)} - {f"{key}=1" for key in KEYS})[::2]
 
@@ -98,7 +99,7 @@ OUT_OF_RANGE += ["optimizer.lr=inf", "optimizer.lr=nan", "epochs=nan", "ema.deca
 OUT_OF_RANGE += ["layout.nnodes=0", "layout.nnodes=2:1", "layout.nnodes=a:b", "layout.max_restarts=-1", "run_dir=''"]
 OUT_OF_RANGE += ["debug.inject={where: batch, step: 0}", "amp.max_consecutive_skips=0", "seed=9223372036854775808"]
 
-NO_SUCH_NAME = [f"{group}={option}x" for group in compose.groups() for option in choices(group)]
+NO_SUCH_NAME = [f"{group}={option}x" for group in groups() for option in choices(group)]
 NO_SUCH_NAME += ["optimizer.name=AdamX", "optimizer.name=LBFGS", "optimizer.name=SparseAdam", "schedule.name=cosinus"]
 NO_SUCH_NAME += ["schedule.name=ReduceLROnPlateau", "schedule.name=LambdaLR", "model.name=resnt18", "data.name=minst"]
 NO_SUCH_NAME += ["recipe.name=clasification", "resume=/no/such/folder", "optimizer.options.momentum=0.9"]
@@ -491,12 +492,12 @@ def test_help_explains_topics(topic, expected, capsys):
 
 
 def test_help_has_a_text_for_every_key_of_a_group(capsys):
-    groups = [group for group in compose.groups() if group != "recipe"]
-    assert train.main(["--help", *groups]) == 0
+    names = [group for group in groups() if group != "recipe"]
+    assert train.main(["--help", *names]) == 0
     out = capsys.readouterr().out
     assert train.main(["--help", "ampp"]) == 2 and "Did you mean amp?" in capsys.readouterr().err
     for key in LEAVES:
-        assert key.split(".")[0] not in groups or f"{key} (" in out
+        assert key.split(".")[0] not in names or f"{key} (" in out
 
 
 @pytest.mark.parametrize(

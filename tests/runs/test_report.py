@@ -20,7 +20,8 @@ from shared import flip
 
 import train
 from amp_core.checkpoints import folders as steps
-from amp_core.cli.compose import compose, stored_config
+from amp_core.cli.compose import compose
+from amp_core.cli.run_folders import stored_config
 from amp_core.config.rules import flatten
 from amp_tools.report import folders, prune
 from amp_tools.report.folders import find, read_curves, read_run

@@ -163,7 +163,7 @@ def test_the_rest_of_hydra_is_refused(override, capsys):
 
 
 def test_names_from_a_command_line_stay_in_the_sweep_folder():
-    from amp_core.cli.compose import sweep_subdir
+    from amp_core.cli.run_folders import sweep_subdir
 
     for text in ("../../x", "/etc/passwd", "..", "a/../../b", "\0", "." * 300):
         assert Path("s", sweep_subdir([text])).resolve().parent == Path("s").resolve()
@@ -190,7 +190,7 @@ def test_one_that_is_not_in_the_environment_is_seen_by_its_name_or_its_address(o
 
 
 def test_usual_settings_hold_no_key():
-    from amp_core.cli.compose import typed_keys
+    from amp_core.cli.overrides import typed_keys
 
     assert not [key for key in typed_keys() if refuse_secret(f"{key}=some-long-value")]
     text = '{"loss_per_token": 2.345678901, "num_tokens": 12345678, "tokens": "abcdefghij"}'

@@ -14,7 +14,7 @@ from secret_kinds import ENVIRON, KINDS, VALUE_OF, found_in, leaks
 from tiers import rows
 
 import train
-from amp_core.cli.compose import quoted
+from amp_core.cli.overrides import quoted
 from amp_core.config import redact as redact_module
 from amp_core.config.redact import holds_secret, known_secrets, redact, secrets_in
 from amp_core.run.loop import Loop
@@ -89,9 +89,9 @@ def test_a_secret_in_a_setting_is_refused_unseen(entrance, monkeypatch, capfd):
 def test_without_the_check_the_key_is_in_the_run_folder(monkeypatch):
     """What the test above would find."""
     monkeypatch.setattr(redact_module, "redact", lambda text: text)
-    monkeypatch.setattr("amp_core.cli.compose.refuse_secret", lambda text: None)
+    monkeypatch.setattr("amp_core.cli.overrides.refuse_secret", lambda text: None)
     monkeypatch.setattr("amp_core.cli.compose.secrets_in", lambda *_: [])
-    monkeypatch.setattr("amp_core.cli.compose.holds_secret", lambda text: False)
+    monkeypatch.setattr("amp_core.cli.run_folders.holds_secret", lambda text: False)
     assert train.main([*SMALL, "steps=2", f"log.wandb_project={VALUE_OF['GitHub']}", "run_dir=run"]) == 0
     places = {Path(text.rpartition(" in ")[2]).name for text in leaks(Path())}
     assert {"config.yaml", "overrides.yaml", "state.pt"} <= places

@@ -20,7 +20,6 @@ LONG = {
     "amp_core/run/loop.py": "the training loop and the functions around its class, which has 350 lines",
     "amp_core/doctor/trace.py": "one dispatch mode, whose rules refer to each other",
     "amp_core/lowp/op_policy.py": "mostly the table of CUDA's autocast policy",
-    "amp_core/cli/compose.py": "what people type and what to type instead, one case after the other",
 }
 """Files of more than 500 lines, each with its reason."""
 

@@ -21,7 +21,8 @@ import amp_core.memory.graph
 import amp_core.run.loop
 import train
 from amp_core import Amp, Checkpoint, Clip, Ema, MicroBatch, Schedule, sync_grads
-from amp_core.cli.compose import check_overrides, compose
+from amp_core.cli.compose import compose
+from amp_core.cli.overrides import check_overrides
 from amp_core.config.errors import RunError
 from amp_core.lowp.weights import master_params
 from amp_core.memory.graph import CudaGraphStep, unfit, why_not_capturable

@@ -42,7 +42,7 @@ def _machine(command: list[str], *, folder: Path, num_machines: int) -> int:
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     place = folder.parent / "jobs" / rank
     place.mkdir(parents=True, exist_ok=True)
-    sound, problems = train.compose.check_overrides(command, multirun=False)
+    sound, problems = train.check_overrides(command, multirun=False)
     assert not problems, problems
     (place / "job.json").write_text(Job(compose(sound), str(folder), command).dumps())
     return work(place / "job.json", runner)

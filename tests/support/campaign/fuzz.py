@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import train
-from amp_core.cli import compose
+from amp_core.cli.overrides import groups, typed_keys
 from amp_core.config.schema import choices
 from campaign import Plan, Result
 from campaign.harness import Child
@@ -74,8 +74,8 @@ SECONDS = 60
 
 def command_line(rng: random.Random) -> list[str]:
     """1 to 5 overrides or flags, most of them nearly right."""
-    keys, groups = [*compose.typed_keys(), *RECIPE_KEYS, *OPTIONS], [*compose.groups(), "experiment"]
-    line = [_override(rng, keys, groups) for _ in range(rng.choice([1, 1, 2, 2, 3, 5]))]
+    keys, names = [*typed_keys(), *RECIPE_KEYS, *OPTIONS], [*groups(), "experiment"]
+    line = [_override(rng, keys, names) for _ in range(rng.choice([1, 1, 2, 2, 3, 5]))]
     if rng.random() < 0.05:
         line.insert(rng.randrange(len(line) + 1), rng.choice(FLAGS))
     return line

@@ -1,0 +1,330 @@
+"""Overrides as people type them: what each means to Hydra, and what to type instead of one that means nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, QuotedString
+from hydra.core.plugins import Plugins
+
+from amp_core.cli.command import program
+from amp_core.cli.run_folders import check_place
+from amp_core.config.errors import ConfigError
+from amp_core.config.redact import refuse_secret
+from amp_core.config.schema import Config, choices, conf_dir, config_dirs, read_option, suggest
+
+HYDRA = {
+    "hydra.run.dir": "a sweep has a folder of its own; use hydra.sweep.dir=multirun/mine",
+    "hydra.sweep.subdir": "each job gets a folder named after its overrides; leave it out",
+    "hydra.output_subdir": "the run folder always holds .hydra; leave it out",
+    "hydra.job.chdir": "paths count from the folder where you start, and run_dir= says where to write; leave it out",
+    "hydra.job.name": "the run folder names the run; use run_dir=runs/mine",
+    "hydra.job.env_set": "set variables in the shell, before the command; leave it out",
+    "hydra.callbacks": "a callback names a class, and a config never runs code; leave it out",
+    "hydra.searchpath": "your own YAML files are found with the flag --config-dir <folder>; leave it out",
+    "hydra.verbose": "Hydra's own log is off, and train.log holds all of the run's; leave it out",
+    **dict.fromkeys(("hydra/job_logging", "hydra/hydra_logging"), "what is logged says log; use log=none to be quiet"),
+    "hydra/callbacks": "a callback names a class, and a config never runs code; leave it out",
+}
+"""What people set of Hydra, why it is not used here, and what to type instead."""
+IN_SWEEPS = ("hydra/launcher", "hydra.launcher.", "hydra/sweeper", "hydra.sweeper.", "hydra.sweep.dir")
+MEANT = {
+    "amp": {
+        **dict.fromkeys(("16", "16-mixed", "float16", "half", "true", "O1"), "fp16"),
+        **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
+        **dict.fromkeys(("32", "32-true", "float32", "no", "false"), "fp32"),
+        "bf16-true": "bf16_pure",
+        "O2": "o2",
+    },
+    "perf": {"true": "compile", "false": "default"},
+    "device": {"gpu": "cuda"},
+}
+"""Values of other projects, and ours."""
+WORDS = {
+    **dict.fromkeys(("learning_rate", "base_lr", "max_lr"), "optimizer.lr"),
+    **dict.fromkeys(("precision", "mixed_precision", "dtype", "use_amp", "opt_level"), "amp"),
+    **dict.fromkeys(("gpus", "num_gpus", "nproc", "devices", "world_size", "num_processes"), "layout.nproc_per_node"),
+    **dict.fromkeys(("nodes", "num_nodes"), "layout.nnodes"),
+    **dict.fromkeys(("max_steps", "num_steps", "iterations", "max_iters"), "steps"),
+    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum"), "accumulation"),
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "gradient_clip_val", "clip_grad"), "clip.max_norm"),
+    **dict.fromkeys(("output_dir", "out_dir", "save_dir", "log_dir"), "run_dir"),
+    **dict.fromkeys(("every", "save_steps", "checkpoint_every"), "save_every"),
+    **dict.fromkeys(("accelerator", "trainer", "strategy", "parallel"), "layout device"),
+    "ckpt_path": "resume",
+    **dict.fromkeys(("pretrained", "init_from", "initial_checkpoint", "checkpoint_path", "finetune"), "model.weights"),
+    "logger": "log",
+    "hparams_search": "experiment",
+    "lr_scheduler": "schedule",
+    "compile": "perf",
+    "torch_compile": "perf",
+    "wd": "optimizer.weight_decay",
+    "batch": "batch_size",
+    "tags": "log.wandb_tags",
+    "fast_dev_run": "dry_run",
+}
+"""What other projects call our keys and groups."""
+FREE = ("model", "optimizer", "schedule")
+"""Groups whose `options` are arguments of what they build; `name` takes more than there are files."""
+PATHS = ("data.path", "data.eval_path", "model.weights", "run_dir", "resume", "recipe.teacher")
+PATHS += ("hydra.sweep.dir", "hydra.run.dir")
+"""Keys that hold a path."""
+PATH = re.compile(rf"\+*({'|'.join(map(re.escape, PATHS))})=(['\"]?)(.*)\2$", re.DOTALL)
+Problems = Callable[[list[str]], list[str]]
+
+
+def groups() -> list[str]:
+    """The config groups of settings."""
+    folders = (folder.name for folder in conf_dir().iterdir() if folder.is_dir())
+    return sorted(name for name in folders if name[0] not in "._" and name not in ("hydra", "experiment"))
+
+
+@functools.cache
+def typed_keys() -> dict[str, Any]:
+    """Every key that may be set, with dots, except those below `options` and `recipe`; and its type."""
+
+    def walk(kind: type[Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, hint in get_type_hints(kind).items():
+            inner = [k for k in (hint, *get_args(hint)) if dataclasses.is_dataclass(k)]
+            yield f"{prefix}{name}", hint
+            if inner:
+                yield from walk(inner[0], f"{prefix}{name}.")  # type: ignore[arg-type]
+
+    return dict(walk(Config, ""))
+
+
+@functools.lru_cache(4096)
+def parse_override(text: str) -> Override:
+    """An override as Hydra reads it. The parser raises several kinds."""
+    return OverridesParser.create().parse_override(text)
+
+
+def check_overrides(
+    overrides: Sequence[str], *, multirun: bool, problems_of: Problems | None = None
+) -> tuple[list[str], list[str]]:
+    """(sound overrides in the form Hydra takes, problems) of the command line, each override on its own.
+
+    Args:
+        overrides: as they were typed.
+        multirun: whether they are those of a sweep.
+        problems_of: what is wrong with sound overrides. With it, what an unknown key should have been is tried before
+            it is told.
+    """
+    sound: list[str] = []
+    problems: list[str] = []
+    unknown: list[Override] = []
+    for text in overrides:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            problems.append(f"{text!a}: is not valid UTF-8; expected key=value")
+            continue
+        if problem := refuse_secret(text):
+            problems.append(problem)
+            continue
+        try:
+            override = parse_override(text)
+        except Exception:  # the parser raises several kinds
+            override = None
+        if (path := PATH.match(text)) and (override is None or path[3].startswith("~")):
+            # Hydra reads neither umlauts nor ~ without quotes, and a shell leaves a ~ behind = as it is.
+            override = parse_override(quoted(path[1], os.path.expanduser(path[3])))
+        if override is None:
+            how = ", without spaces" if " =" in text or "= " in text else ", lists in quotes: 'key=[a,b]'"
+            problems.append(f"{text!r}: cannot be read; expected key=value{how}")
+            continue
+        try:
+            sound += _sound_form(override, multirun)
+        except KeyError:
+            unknown.append(override)
+        except ConfigError as refused:
+            problems += refused.problems
+    return sound, problems + [_say_unknown(override, sound, problems_of) for override in unknown]
+
+
+def _sound_form(override: Override, multirun: bool) -> list[str]:
+    """An override as Hydra takes it; nothing when it asks for what is so anyway.
+
+    Raises:
+        ConfigError: it cannot be; what to type instead.
+        KeyError: there is no such key.
+    """
+    key, text, value = override.key_or_group, override.input_line or "", override.value()
+    typed = text.partition("=")[2]
+    if "_target_" in text:
+        raise ConfigError(f"{key}: _target_ is refused: names are looked up in tables, and a config never runs code")
+    if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        return _hydra_form(override, typed, multirun)
+    if override.package is not None:
+        raise ConfigError(f"{text}: packages (@) are not used here: each group has one place; use {key}={typed}")
+    if override.is_delete():
+        raise ConfigError(f"{text}: nothing is deleted here; {_off(key)}")
+    if override.is_sweep_override():
+        if not multirun:
+            how = f"add -m, or put a list in brackets: '{key}=[...]'"
+            raise ConfigError(f"{text}: several values are a sweep; {how}")
+        if key in (*groups(), "experiment") and override.is_choice_sweep():
+            options = value.filter(choices(key)) if isinstance(value, Glob) else [str(v) for v in value.list]  # type: ignore[union-attr]
+            for option in options or [typed]:
+                _check_option(key, option)
+                sweeper = read_once(key, option, tuple(config_dirs())).get("hydra", {}).get("sweeper", {})
+                if key == "experiment" and "params" in sweeper:
+                    raise ConfigError(f"{text}: {option} is a sweep of its own; start one after the other")
+            return [f"{key}={','.join(options)}"]
+        if isinstance(value, Glob):
+            raise ConfigError(f"{text}: glob chooses among the options of a group; write the values: {key}=a,b")
+    elif key in (*groups(), "experiment"):
+        option = value.text if isinstance(value, QuotedString) else value
+        if key == "experiment" and option is None:
+            return []
+        _check_option(key, option)
+        return [f"{key}={option}"]
+    if re.search(r"options(\.|$)", key):  # of a constructor: free keys, and setting one adds it
+        return [f"++{key}={typed}"]
+    if key in typed_keys() or key.startswith(("recipe.", "debug.inject.")):
+        return [f"{key}={typed}"]
+    raise KeyError(key)
+
+
+def _check_option(group: str, option: Any) -> None:
+    if not isinstance(option, str) or option not in choices(group):
+        more = f" {group}.name= takes further names, see --help {group}." if group in FREE else ""
+        raise ConfigError(f"{group}={option}: there is no such option. {suggest(str(option), choices(group))}{more}")
+
+
+@functools.lru_cache(256)
+def read_once(group: str, option: str, folders: tuple[Path, ...]) -> dict[str, Any]:
+    """The file of an option in these folders of configuration."""
+    return read_option(group, option)
+
+
+def _off(key: str) -> str:
+    """How to do without a key or a group."""
+    if key in groups():
+        for option in ("none", "off", "constant", "default", "fp32", "single"):
+            if option in choices(key):
+                return f"use {key}={option}"
+    elif type(None) in get_args(typed_keys().get(key)):
+        return f"use {key}=null"
+    return "leave it out"
+
+
+def _hydra_form(override: Override, typed: str, multirun: bool) -> list[str]:
+    key, value = override.key_or_group, override.value()
+    if key == "hydra.run.dir" and not multirun and not override.is_delete():
+        return _sound_form(parse_override(f"run_dir={typed}"), multirun)
+    if (key, str(value)) in (("hydra.job.chdir", "False"), ("hydra.mode", "MULTIRUN" if multirun else "RUN")):
+        return []
+    for name, reason in HYDRA.items():
+        if key == name or key.startswith(f"{name}."):
+            raise ConfigError(f"{key}: {reason}")
+    if not key.startswith(IN_SWEEPS) or override.is_delete() or override.package is not None:
+        raise ConfigError(
+            f"{key}: is not used here; leave it out. A sweep takes hydra.sweep.dir, hydra/launcher, hydra/sweeper and "
+            f"the keys of these"
+        )
+    if not multirun:
+        raise ConfigError(f"{override.input_line}: has an effect only in a sweep; add -m, or leave it out")
+    if key.startswith("hydra.sweeper.params.") or (key == "hydra.sweeper.params" and isinstance(value, dict)):
+        # The same as values on the command line.
+        given = value if isinstance(value, dict) else {key.removeprefix("hydra.sweeper.params."): typed}
+        return [
+            form for name, values in given.items() for form in _sound_form(parse_override(f"{name}={values}"), multirun)
+        ]
+    if override.is_sweep_override():
+        raise ConfigError(f"{override.input_line}: holds for the whole sweep; expected one value")
+    if key in ("hydra/launcher", "hydra/sweeper") and (problem := _check_plugin(key, str(value))):
+        raise ConfigError(problem)
+    if key == "hydra.sweep.dir" and (problem := check_place(key, "" if value is None else str(value))):
+        raise ConfigError(problem)
+    return [f"{key}={typed}"]
+
+
+def _say_unknown(override: Override, sound: list[str], problems_of: Problems | None) -> str:
+    key, typed = override.key_or_group, (override.input_line or "").partition("=")[2]
+    before = problems_of(sound) if problems_of else []
+    for candidates in _candidates(key, typed):
+        found = [fixed for text in candidates if (fixed := _tried(text, sound, before, problems_of))]
+        if found:
+            shown = (" ".join(texts) for texts in found[:3])
+            meant = " or ".join(shown)
+            return f"{key}: there is no such key. Did you mean {meant}? All keys: {program()} --cfg job"
+    return f"{key}: there is no such key. All keys: {program()} --cfg job"
+
+
+def _candidates(key: str, typed: str) -> Iterator[list[str]]:
+    """What an unknown key may have been meant for, the likeliest first: overrides that are alternatives."""
+    head, _, tail = key.rpartition(".")
+    known = [*typed_keys(), "experiment"]
+    yield [f"{other}={typed}" for other in known if other.rpartition(".")[2] == tail]
+    for target in WORDS.get(tail, "").split():
+        meant = MEANT.get(target, {}).get(typed, typed)
+        valid = [option for option in choices(target) if meant.lower() in option]
+        yield [f"{target}={option}" for option in ([meant] if meant in valid or not valid else valid[:1])]
+    if tail in choices("amp"):
+        yield [f"amp={tail}"]
+    near = difflib.get_close_matches(key, known, n=3, cutoff=0.75)
+    yield from ([f"{other}={typed}"] for other in near)
+    if head in FREE:
+        yield [f"{head}.options.{tail}={typed}"]
+
+
+def _tried(text: str, sound: list[str], before: list[str], problems_of: Problems | None) -> list[str] | None:
+    """The override with what it needs besides, when a run takes it."""
+    texts = [text]
+    for _ in range(4):
+        if problems_of is None:
+            return texts
+        form, problems = check_overrides(texts, multirun=True)
+        if not problems:
+            job = [at_end(parse_override(part), 0) for part in (*sound, *form)]
+            problems = [problem for problem in problems_of(job) if problem not in before]
+        if not problems:
+            return texts
+        more = [more for problem in problems for more in re.findall(r"\buse ([\w.]+=\w+)", problem)]
+        if not more or more[0] in texts:
+            return None
+        texts = [more[0], *(text for text in texts if text.partition("=")[0] != more[0].partition("=")[0])]
+    return None
+
+
+def _check_plugin(key: str, option: str) -> str | None:
+    """Whether Hydra has a launcher or a sweeper of this name."""
+    Plugins.instance()  # they enter themselves into the store
+    valid = sorted({name.removesuffix(".yaml") for name in ConfigStore.instance().list(key)} | set(choices(key)))
+    if option in valid:
+        return None
+    if option in ("joblib", "submitit_local", "submitit_slurm"):
+        return f"{key}={option}: is not installed: pip install -c constraints.txt hydra-{option.split('_')[0]}-launcher"
+    return f"{key}={option}: there is no such option. {suggest(option, [v for v in valid if v != 'optuna_types'])}"
+
+
+def at_end(override: Override, end: int) -> str:
+    """One end of the values of a search space, as an override: 0 the first, -1 the last."""
+    if not override.is_sweep_override():
+        return f"{override.get_key_element()}={override.get_value_element_as_str()}"
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        ends = (value.start, value.end)
+        return f"{override.get_key_element()}={ends[end]}"
+    return f"{override.get_key_element()}={list(override.sweep_string_iterator())[end]}"
+
+
+def quoted(key: str, value: str) -> str:
+    """An override whose value is this text, whatever is in it."""
+    return f"{key}={quoted_value(value)}"
+
+
+def quoted_value(value: str) -> str:
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

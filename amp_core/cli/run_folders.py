@@ -1,0 +1,228 @@
+"""Run folders: which one a run gets, what may be in it, and what it says about the run that it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from amp_core.config.errors import ConfigError
+from amp_core.config.files import kind_of, open_file, read_bytes, read_json, read_yaml
+from amp_core.config.redact import holds_secret
+from amp_core.config.rules import differences, node_range
+from amp_core.config.schema import Config
+
+
+def choose_run_dir(values: dict[str, Any], cfg: Config) -> str | None:
+    """The run folder of a single run; None for what writes nothing. Creates nothing.
+
+    Raises:
+        ConfigError: the folder is in use, or holds a run that these settings cannot continue.
+    """
+    if cfg.dry_run or cfg.task == "evaluate":
+        return None
+    if cfg.resume == "last":
+        return last_unfinished(values)
+    run_dir = cfg.run_dir if cfg.run_dir is not None else fresh_run_dir(cfg.recipe["name"])
+    if problem := check_place("run_dir", run_dir):
+        raise ConfigError(problem)
+    if cfg.run_dir is not None:
+        check_run_dir(run_dir, values, cfg)
+    return run_dir
+
+
+def check_run_dir(run_dir: str, values: dict[str, Any], cfg: Config) -> None:
+    """Whether a run with these settings may write to a folder that may already hold one.
+
+    Raises:
+        ConfigError: it may not.
+    """
+    folder = Path(run_dir)
+    if problems := list(_check_names(folder)):
+        raise ConfigError([f"run_dir={run_dir}: {problem}" for problem in problems])
+    nodes = node_range(cfg.layout.nnodes)
+    # Of several machines one has the lock; a machine that comes back finds it taken by its own run.
+    if is_locked(folder) and (nodes is None or nodes[1] == 1):
+        raise ConfigError(f"run_dir={run_dir}: another process is writing there; wait for it, or choose another folder")
+    stored = stored_config(folder)
+    if stored is None or not any(folder.glob("checkpoints/step_*")):
+        return
+    if cfg.resume == "never":
+        raise ConfigError(f"resume=never: {run_dir} holds a run already; choose another run_dir, or resume=auto")
+    changed = differences(stored, values)
+    if changed and not cfg.allow_changes:
+        raise ConfigError(
+            [f"{change} (run_dir={run_dir} was begun with the first)" for change in changed]
+            + ["allow_changes=false: expected the settings of the run; use allow_changes=true to go on with these"]
+        )
+
+
+def check_length(key: str, path: Any) -> str | None:
+    """What is wrong with the length of a path, for the file system and what a run writes below it."""
+    if not isinstance(path, str) or "\0" in path:
+        return None
+    if any(len(os.fsencode(part)) > 255 for part in Path(path).parts):
+        return f"{key}={path[:40]}...: a name in it is longer than 255 bytes; choose a shorter one"
+    if len(os.fsencode(os.path.abspath(path))) > 3800:
+        return f"{key}={path[:40]}...: the path is longer than 3800 bytes; choose a shorter one"
+    return None
+
+
+def check_place(key: str, path: str) -> str | None:
+    """What is wrong with a folder to write to, whatever it holds."""
+    if not path.strip():
+        return f"{key}='': expected a folder"
+    if holds_secret(path) or holds_secret(os.path.abspath(path)):
+        return f"{key}: the name of the folder holds a key or a password; choose another one"
+    if problem := check_length(key, path):
+        return problem
+    existing = Path(path).resolve()
+    if existing in (Path("/"), Path.home().resolve()):
+        return f"{key}={path}: is not a folder for runs; expected one below it"
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        return f"{key}={path}: {existing} is a file; expected a folder"
+    if not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
+        return f"{key}={path}: {existing} is read-only; choose a folder that can be written"
+    return None
+
+
+OVERWRITTEN = (".hydra", ".lock", "checkpoints", "doctor", "environment.json", "metrics.jsonl", "samples")
+OVERWRITTEN += ("summary.json", "train.log", "wandb_id")
+"""Names in a run folder that a run makes, and changes when they are there."""
+_FOLDERS = (".hydra", "checkpoints", "doctor", "samples")
+
+
+def _check_names(folder: Path) -> Iterator[str]:
+    """What must not be changed in a folder: files of somebody else, and what links lead to."""
+    for name in OVERWRITTEN:
+        if (folder / name).is_symlink() and name != "checkpoints":
+            yield f"{name} is a link to {os.readlink(folder / name)}, and would be changed there; remove the link"
+    for name in (*OVERWRITTEN, *(f".hydra/{part}.yaml" for part in ("config", "overrides"))):
+        found, expected = kind_of(folder / name), "a folder" if name in _FOLDERS else "a file"
+        if found not in ("", "a link", expected):
+            yield f"{name} is {found}, expected {expected}; remove it, or choose another folder"
+    stored = stored_config(folder)
+    if any(folder.glob("checkpoints/step_*")) or (stored is not None and {"recipe", "amp"} <= stored.keys()):
+        return
+    foreign = [name for name in OVERWRITTEN if os.path.lexists(folder / name) and not _is_left(folder / name)]
+    if foreign:
+        yield f"holds no run, and files that a run would change: {', '.join(foreign)}; choose another folder"
+
+
+def _is_left(path: Path) -> bool:
+    """What a run leaves that ended before it began."""
+    if path.is_dir():
+        return all(entry.name.startswith(".") for entry in path.iterdir())
+    if path.name == "summary.json":
+        return status_of(path.parent) == "failed"
+    with contextlib.suppress(OSError, ValueError):
+        return path.name == ".lock" and re.fullmatch(rb"(process [0-9]+ on .*)?", read_bytes(path)) is not None
+    return False
+
+
+def is_finished(run_dir: str, values: dict[str, Any]) -> bool:
+    """Whether the folder holds the finished run of just these settings."""
+    stored = stored_config(run_dir)
+    free = {"log", "layout", "device", "save_every", "eval_every", "log_every", "perf", "run_dir", "resume"}
+    return stored is not None and status_of(run_dir) == "finished" and not differences(stored, values, but=free)
+
+
+def summary_of(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """summary.json; empty when it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(Path(run_dir, "summary.json"))
+    return {}
+
+
+def status_of(run_dir: str | os.PathLike[str]) -> str:
+    """`status` of summary.json; "unknown" when it cannot be read."""
+    return str(summary_of(run_dir).get("status", "unknown"))
+
+
+def fresh_run_dir(recipe: str) -> str:
+    """outputs/<recipe>/<date_time>, with a number behind when that is taken."""
+    # Milliseconds, for runs that are started together.
+    stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
+    path = Path("outputs", recipe, stamp)
+    number = 1
+    while path.exists():
+        number += 1
+        path = path.with_name(f"{stamp}_{number}")
+    return str(path)
+
+
+def sweep_subdir(overrides: list[str]) -> str:
+    """A folder name for a job: its overrides in safe characters, at most 120 of them, and a hash of the whole."""
+    text = ",".join(overrides)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    safe = re.sub(r"[^A-Za-z0-9=,._+-]", "_", text).lstrip(".")[:120]
+    return f"{safe}-{digest}" if safe else digest
+
+
+def overrides_of(run_dir: str | os.PathLike[str]) -> list[str]:
+    """The settings that a run was started with, as they were typed.
+
+    Raises:
+        ConfigError: the folder holds no run.
+    """
+    path = Path(run_dir, ".hydra", "overrides.yaml")
+    try:
+        typed = [str(text) for text in read_yaml(path)]
+    except FileNotFoundError as problem:
+        raise ConfigError(f"{run_dir}: holds no run (no .hydra/overrides.yaml)") from problem
+    except (OSError, ValueError, TypeError) as problem:
+        raise ConfigError(f"{path}: cannot be read: {getattr(problem, 'strerror', None) or problem}") from problem
+    return [text for text in typed if not text.startswith(("run_dir=", "resume=", "hydra."))]
+
+
+def stored_config(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The configuration of a run folder, or None when it holds no run."""
+    try:
+        values = read_yaml(Path(run_dir, ".hydra", "config.yaml"))
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def last_unfinished(values: dict[str, Any]) -> str:
+    """The newest unfinished run folder of the same configuration.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    base = Path("outputs", str(values["recipe"]["name"]))
+    finished = others = 0
+    for folder in sorted(base.iterdir() if base.is_dir() else [], key=lambda p: p.stat().st_mtime, reverse=True):
+        stored = stored_config(folder)
+        if stored is None:
+            continue
+        if status_of(folder) == "finished":
+            finished += 1
+        elif is_locked(folder) or differences(stored, values):
+            others += 1
+        else:
+            return str(folder)
+    raise ConfigError(
+        f"resume=last: no unfinished run with these settings in {base} ({finished} finished, {others} running or with "
+        f"other settings); begin one with resume=auto, or name its folder with run_dir="
+    )
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a living process writes to this run folder."""
+    try:
+        with os.fdopen(open_file(folder / ".lock")) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
