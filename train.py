@@ -57,7 +57,6 @@ from amp_core.cli.lease import gpus_of, lease, lease_folder, num_cores, visible_
 from amp_core.cli.overrides import check_overrides, groups, quoted
 from amp_core.cli.run_folders import check_place, check_run_dir, choose_run_dir, is_finished, summary_of, sweep_subdir
 from amp_core.config.errors import ConfigError, RunError
-from amp_core.config.files import visible
 from amp_core.config.redact import mask_what_python_prints, redact_typed, shown
 from amp_core.config.rules import build, validate, warnings_of
 from amp_core.config.schema import Config, conf_dir, suggest
@@ -136,7 +135,7 @@ def _without_dashes(key: str, value: str | None, arguments: list[str]) -> str:
 
 def _say_error(refused: ConfigError) -> None:
     if refused.problems:
-        lines = "\n       ".join(visible(redact_typed(problem)) for problem in refused.problems)
+        lines = "\n       ".join(shown(redact_typed(problem)) for problem in refused.problems)
         print(f"error: {lines}", file=sys.stderr)
 
 

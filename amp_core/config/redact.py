@@ -110,8 +110,9 @@ def redact_typed(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """A message for a terminal: without keys and passwords, and with what would act on the terminal made visible."""
-    return visible(redact(text))  # in this order: the other way round a key with such a letter would not be found
+    """A message for a terminal: no keys, no passwords, no endless names, and what would act on it made visible."""
+    # In this order: the other way round a key with such a letter, or at the cut, would not be found.
+    return re.sub(r"(\S{200})\S{200,}", r"\1...", visible(redact(text)))
 
 
 def refuse_secret(override: str) -> str | None:

@@ -500,6 +500,12 @@ def test_help_has_a_text_for_every_key_of_a_group(capsys):
         assert key.split(".")[0] not in names or f"{key} (" in out
 
 
+def test_an_endless_name_is_cut(capsys):
+    assert train.main(["a" * 5000 + "=1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {'a' * 200}...") and len(error) < 400
+
+
 @pytest.mark.parametrize(
     "arguments, hint",
     [
