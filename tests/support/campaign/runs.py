@@ -80,6 +80,17 @@ class Alone:
             self._known[kind] = outcome(folder), seconds
         return self._known[kind]
 
+    def drawn(self, plan: Plan, draw: str, **options: Any) -> tuple[Kind, dict[str, Any], float]:
+        """(a kind that is drawn with its cadences, its outcome, seconds)"""
+        kind, _ = with_cadences(drawn_kind(plan, draw, **options), plan, draw)
+        return kind, *self.of(kind)
+
+
+def expect_same(expected: Any, told: Any, result: Result, case: object, what: str) -> None:
+    """Two outcomes must agree in every bit."""
+    found = unequal(expected, told)
+    result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+
 
 def finishes_as_if_alone(
     folder: Path, kind: Kind, expected: dict[str, Any], result: Result, case: object, what: str
@@ -89,8 +100,7 @@ def finishes_as_if_alone(
     codes = [child.wait() for child in children]
     went_on = f"{what}: goes on with {codes}: {children[0].text[-700:]}"
     if result.expect(codes == [0] * len(codes), case, went_on, "other" if None in codes else "lost"):
-        found = unequal(expected, outcome(folder))
-        result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+        expect_same(expected, outcome(folder), result, case, what)
 
 
 def clear(folder: Path) -> None:
@@ -328,8 +338,7 @@ def _evaluations(plan: Plan, folder: Path, result: Result) -> None:
         result.expect(evaluated == list(range(1, evaluation)), case, f"{what}: results at {evaluated}")
         codes = run(torn, command, num_ranks=num_ranks, before=functools.partial(never, folder=torn))
         if result.expect(codes == [0] * num_ranks, case, f"{what}: goes on with {codes}"):
-            found = unequal(outcome(whole), outcome(torn))
-            result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+            expect_same(outcome(whole), outcome(torn), result, case, what)
         clear(torn)
         clear(whole)
     result.facts["most batches of an evaluation after a signal"] = str(most)
@@ -392,8 +401,7 @@ def restarts(plan: Plan) -> Result:
         result.counts[f"ranks killed and started again ({layout})"] += killed
         what = f"a rank killed at steps {steps}"
         if result.expect(code == 0, case, f"{what}: exit code {code}: {child.text[-1500:]}"):
-            found = unequal(expected, outcome(torn))
-            result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+            expect_same(expected, outcome(torn), result, case, what)
         clear(torn)
     return result
 
