@@ -1,8 +1,4 @@
-"""Checkpoints: bit-exact, whole or not at all, verified, never executed.
-
-Run as a program it is the crash harness: one process that imports torch once, and forks a child for every call to the
-system at which a save can die.
-"""
+"""Checkpoints: bit-exact, whole or not at all, verified, never executed."""
 
 from __future__ import annotations
 
@@ -18,9 +14,7 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-import warnings
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -31,6 +25,7 @@ from typing import Any
 import pytest
 import system_calls
 import torch
+from running import Forked
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -1069,35 +1064,9 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
 # Death at any moment.
 
 
-class Calls:
-    """Stands in for `os` in the module: records the calls that change a file system, and can die at one of them."""
-
-    CHANGING = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
-
-    def __init__(self, die_at: int | None = None, when: str = "") -> None:
-        self.die_at, self.when = die_at, when
-        self.trace: list[tuple[str, tuple[Any, ...], Any]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(os, name)
-        return (lambda *args: self.call(name, real, args)) if name in self.CHANGING else real
-
-    def call(self, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        die = len(self.trace) == self.die_at
-        if die and self.when == "before":
-            os._exit(9)
-        if die and self.when == "half":
-            args = (args[0], bytes(args[1])[: len(args[1]) // 2])
-        result = real(*args)
-        if die:
-            os._exit(9)
-        self.trace.append((name, args, result))
-        return result
-
-
 def changes_of_save(writer: Checkpoint, step: int) -> list[tuple[str, str]]:
     """The calls of a save with the path that each was about, C being the folder of checkpoints."""
-    calls = Calls()
+    calls = system_calls.Calls()
     system_calls.use(calls)
     try:
         writer.save(step)
@@ -1143,7 +1112,7 @@ def test_nothing_is_renamed_before_it_is_on_disk_nor_deleted_before_the_new_one_
 
 
 def test_new_folders_are_made_durable_too(tmp_path: Path) -> None:
-    calls = Calls()
+    calls = system_calls.Calls()
     system_calls.use(calls)
     try:
         Checkpoint(tmp_path / "run" / "checkpoints").save(1)
@@ -1158,193 +1127,46 @@ def test_new_folders_are_made_durable_too(tmp_path: Path) -> None:
     ]
 
 
-def save(folder: Path, step: int, way: dict[str, Any] | None = None, **options: Any) -> None:
-    checkpoint = Checkpoint(folder, model=tiny(float(step), size=16), **(way or {}))
-    checkpoint.save(step, **options)
-    checkpoint.wait()
-
-
-def one_save(folder: Path) -> None:
-    save(folder, 1)
-
-
-def three_saves(folder: Path) -> None:
-    for step, accuracy in ((1, 0.9), (2, 0.1), (3, 0.2)):
-        save(folder, step, metrics={"accuracy": accuracy}, best=("accuracy", "max"))
-
-
-def damaged_second(folder: Path) -> None:
-    save(folder, 1)
-    save(folder, 2)
-    (folder / "step_00000002" / "state.pt").write_bytes(b"damaged")
-
-
-def damaged_shard(folder: Path) -> None:
-    for step in (1, 2):
-        save(folder, step, {"format": "sharded"})
-    (folder / "step_00000002" / "whole_00000.safetensors").write_bytes(b"damaged")
-
-
-def leftovers(folder: Path) -> None:
-    save(folder, 1)
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    for name in (f".tmp-step_00000002-{dead.pid}", f".tmp-old-step_00000000-{dead.pid}"):
-        shutil.copytree(folder / "step_00000001", folder / name)
-
-
-# Name -> (what was before, the step that is saved, steps that must survive, how it is saved).
-SCENARIOS: dict[str, tuple[Callable[[Path], None], int, set[int], dict[str, Any]]] = {
-    "first": (lambda _: None, 1, set(), {}),
-    "next": (one_save, 2, {1}, {}),
-    "prune": (three_saves, 4, {1, 3}, {}),
-    "replace": (damaged_second, 2, {1}, {}),
-    "clean": (leftovers, 2, {1}, {}),
-    "replace shards": (damaged_shard, 2, {1}, {"format": "sharded"}),
-    "next behind": (one_save, 2, {1}, {"background": True}),
-}
-
-
-def in_child(act: Callable[[], object]) -> None:
-    """Runs `act` in a forked child, which must die of it at the chosen call."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            act()
-        except BaseException as error:
-            os.write(2, f"{error!r}\n".encode())
-        os._exit(1)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code == 9, code
-
-
-def violations_after_death(folder: Path, acknowledged: set[int], step: int, was_damaged: bool) -> Iterator[str]:
-    """What is wrong in a folder in which a save of `step` died; then the next process goes on there."""
-    net = tiny(size=16)
-    try:
-        loaded = Checkpoint(folder, writer=False, model=net).load()
-    except CheckpointError as error:
-        yield str(error)
-        return
-    newest = max(acknowledged, default=0)
-    if loaded is None:
-        if newest:
-            yield "nothing was found"
-    elif loaded.step not in (newest, step) or net.weight.mean().item() != loaded.step:
-        yield f"step {loaded.step} was loaded"
-    found = folders.step_folders(folder)
-    yield from [f"step {number} is lost" for number in acknowledged - set(found)]
-    yield from [f"{path} is damaged" for path in found.values() if not (folders.is_sound(path) or was_damaged)]
-    save(folder, 8)
-    if read(folder)["progress"]["step"] != 8 or any(name.startswith(".tmp") for name in names(folder)):
-        yield f"the next process could not go on: {names(folder)}"
-
-
-def die_everywhere(work: Path, scenario: str) -> tuple[int, list[str]]:
-    """Number of deaths, and what was wrong after them."""
-    before, step, survivors, way = SCENARIOS[scenario]
-    best = ("accuracy", "max") if scenario.startswith("prune") else None
-    template, folder = work / "template" / "checkpoints", work / "run" / "checkpoints"
-    template.parent.mkdir(parents=True)
-    before(template)
-
-    def act(calls: Calls) -> None:
-        system_calls.use(calls)
-        save(folder, step, way, best=best)
-
-    def start_again() -> None:
-        shutil.rmtree(folder.parent, ignore_errors=True)
-        shutil.copytree(template.parent, folder.parent)
-
-    start_again()
-    alive = Calls()
-    act(alive)
-    system_calls.use()
-    wrong = list(violations_after_death(folder, survivors | {step}, step, was_damaged=False))
-    points = [(point, when) for point in range(len(alive.trace)) for when in ("before", "after")]
-    points += [(point, "half") for point, (name, *_) in enumerate(alive.trace) if name == "write"]
-    for point, when in points:
-        start_again()
-        in_child(lambda point=point, when=when: act(Calls(point, when)))
-        found = violations_after_death(folder, survivors, step, scenario.startswith("replace"))
-        wrong += [f"{scenario}, {when} call {point}: {violation}" for violation in found]
-    shutil.rmtree(work)
-    return len(points), wrong
-
-
-def delete_in_place(folder: Path) -> Path:
-    """The tempting way to prune: what is returned is removed."""
-    return folder
-
-
 def write_in_place(target: Path, files: dict[str, Any]) -> None:
-    """The tempting way to write."""
     folders.make_folder(target)
     for name, data in files.items():
         folders.write_file(target / name, *data)
 
 
-def torch_save_in_place(work: Path) -> str | None:
-    """Overwrites a good file with torch.save and dies after the first kilobyte; what torch.load says of it."""
-    work.mkdir()
-    path = work / "state.pt"
-    torch.save({"model": tiny().state_dict()}, path)
-
-    class Dying(io.FileIO):
-        def write(self, data: Any) -> int:
-            super().write(data)
-            if self.tell() > 1000:
-                os._exit(9)
-            return len(data)
-
-    in_child(lambda: torch.save({"model": tiny(1.0, size=64).state_dict()}, Dying(path, "wb")))
-    try:
-        torch.load(path, weights_only=True)
-    except Exception as error:
-        return str(error)
-    return None
+CARELESS = {
+    "delete in place": ("pruning", "set_aside", lambda folder: folder),
+    "write in place": ("the next save", "write_step", write_in_place),
+}
+"""The tempting ways: (scene, function of `folders`, what it becomes)."""
 
 
-def harness(work: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks where a library has threads
-    folders._CHUNK = 1000  # several writes for one file
-    results: dict[str, Any] = {name: die_everywhere(work / name, name) for name in SCENARIOS}
-    right = folders.set_aside, folders.write_step
-    folders.set_aside = delete_in_place
-    results["delete in place"] = die_everywhere(work / "delete", "prune")
-    folders.set_aside, folders.write_step = right[0], write_in_place
-    results["write in place"] = die_everywhere(work / "write", "next")
-    folders.write_step = right[1]
-    results["torch.save in place"] = torch_save_in_place(work / "broken")
-    return results
+def die_everywhere(work: Path) -> int:
+    """Print, for each way to save, how often it died and what was wrong afterwards."""
+    from campaign import Result
+    from campaign.saves import SCENES, Stage, deaths
+
+    results = {}
+    # The first of these changes no file; what dies in the others dies in those that are left, too.
+    covered = ("the same step again", "the next save, in shards", "pruning, in shards, in the background")
+    for name in [*(scene for scene in SCENES if scene not in covered), *CARELESS]:
+        scene, function, careless = CARELESS.get(name, (name, "set_aside", folders.set_aside))
+        right = getattr(folders, function)
+        setattr(folders, function, careless)
+        stage, result = Stage(work / name, SCENES[scene]), Result()
+        deaths(stage, SCENES[scene], stage.trace(SCENES[scene]), name, result)
+        setattr(folders, function, right)
+        results[name] = result.tries, result.violations
+    print(json.dumps(results))
+    return 0
 
 
-def test_death_at_any_call_of_a_save_loses_nothing_acknowledged_and_careless_saves_do(tmp_path: Path) -> None:
-    work = tmp_path
-    if os.access("/dev/shm", os.W_OK):  # what a killed process leaves is the same in memory, and fsync costs nothing
-        work = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    try:
-        command = [sys.executable, __file__, str(work)]
-        done = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/support"}, capture_output=True, text=True
-        )
-    finally:
-        shutil.rmtree(work)
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)
-    for scenario in SCENARIOS:
-        deaths, wrong = results[scenario]
-        assert wrong == []
-        assert deaths >= 40, scenario
-    for careless in ("delete in place", "write in place"):
-        deaths, wrong = results[careless]
-        assert len(wrong) >= 2, careless
-    assert results["torch.save in place"], "torch.load read a file that was half written"
-
-
-if __name__ == "__main__":
-    print(json.dumps(harness(Path(sys.argv[1]))))
+def test_death_at_any_call_of_a_save_loses_nothing_acknowledged_and_careless_saves_do(own_folder: Path) -> None:
+    # What a killed process leaves is the same in memory, and fsync costs nothing.
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else own_folder) as work:
+        process = Forked(die_everywhere, Path(work))
+        results = json.loads(process.communicate(240)[0].splitlines()[-1])
+    for name, (num_deaths, wrong) in results.items():
+        assert len(wrong) >= 2 if name in CARELESS else num_deaths >= 40 and wrong == [], name
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,6 @@ from campaign.harness import (
     wait_until,
     wait_without_partner,
 )
-from campaign.saves import Calls
 
 TORN = ["steps=12", "save_every=1", "eval_every=5", "checkpoint.keep=2", *TELLING]
 CADENCES = ("log_every", "save_every", "eval_every")
@@ -146,7 +145,7 @@ def with_cadences(kind: Kind, plan: Plan, draw: object) -> tuple[Kind, list[int]
     return replace(kind, settings=(*kind.settings, *settings)), drawn
 
 
-class Deadly(Calls):
+class Deadly(system_calls.Calls):
     """Kills its process at one of the calls of its saves."""
 
     def _call(self, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> Any:
