@@ -462,11 +462,6 @@ def test_checking_data_imports_no_torch() -> None:
         ("image_folder", {}, ["data.path=null: expected a folder with train/<class>/*"]),
         ("imagenet", {"image_size": None}, ["data.image_size=null: data=imagenet needs", "data.path=null"]),
         ("synthetic", {"num_samples": None, "image_size": None}, ["data.image_size=null", "data.num_samples=null"]),
-        (
-            "mnist_subset",
-            {"name": "mnist_subst"},
-            ["data.name=mnist_subst: there is no such data set. Did you mean mnist_subset?"],
-        ),
     ],
 )
 def test_settings_that_cannot_work_are_found(name: str, values: dict[str, Any], expected: list[str]) -> None:
@@ -476,6 +471,11 @@ def test_settings_that_cannot_work_are_found(name: str, values: dict[str, Any], 
         assert problem.startswith(beginning), problem
     with pytest.raises(ConfigError):
         build_data(data_config(name, **values), seed=0)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_one() -> None:
+    (problem,) = check_data(dataclasses.replace(data_config("mnist_subset"), name="mnist_subst"))
+    assert problem.startswith("data.name=mnist_subst: there is no such data set. Did you mean mnist_subset?")
 
 
 def test_folders_that_cannot_work_are_found(tmp_path: Path) -> None:
