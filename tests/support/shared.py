@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,18 @@ def flip(path: Path, at: int = -1) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def seal(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest of a checkpoint with its digest; by hand, so that it holds the format of the file too."""
+    manifest.pop("digest", None)
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    text = json.dumps({**manifest, "digest": digest}, sort_keys=True, indent=2) + "\n"
+    (folder / "manifest.json").write_text(text)
 
 
 def free_port() -> int:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,27 +96,20 @@ def test_an_order_can_be_entered_at_any_sample(start: int) -> None:
 def test_a_start_after_a_billion_samples_costs_nothing() -> None:
     begin = time.perf_counter()
     keys = next(iter(Sampler(1000, seed=0, batch_size=8, start_sample=10**9 + 3)))
-    assert time.perf_counter() - begin < 0.1
-    assert {number for _, number in keys} == {10**6}
+    assert time.perf_counter() - begin < 0.1 and {number for _, number in keys} == {10**6}
 
 
 @pytest.mark.parametrize("start", [0, 12, 37])
 @pytest.mark.parametrize("world_size, accumulation", [(1, 4), (2, 2), (4, 1), (1, 1), (2, 1), (1, 2)])
 def test_a_step_has_the_same_samples_however_it_is_split(start: int, world_size: int, accumulation: int) -> None:
     samples_per_step, num_steps = 12, 9
-    samplers = [
-        Sampler(
-            30,
-            seed=3,
-            batch_size=samples_per_step // (world_size * accumulation),
-            accumulation=accumulation,
-            rank=rank,
-            world_size=world_size,
-            start_sample=start,
-        )
-        for rank in range(world_size)
-    ]
-    whole = Sampler(30, seed=3, batch_size=samples_per_step, start_sample=start)
+    sampler, micro_batch = (
+        partial(Sampler, 30, seed=3, start_sample=start),
+        samples_per_step // (world_size * accumulation),
+    )
+    split = {"batch_size": micro_batch, "accumulation": accumulation, "world_size": world_size}
+    samplers = [sampler(rank=rank, **split) for rank in range(world_size)]
+    whole = sampler(batch_size=samples_per_step)
     ranks = [take(sampler, num_steps * accumulation) for sampler in samplers]
     for step, expected in enumerate(take(whole, num_steps)):
         window = slice(step * accumulation, (step + 1) * accumulation)
@@ -159,33 +153,18 @@ def test_evaluation_sees_each_sample_once_over_all_ranks(world_size: int, num_sa
 def test_batches_of_an_evaluation_are_of_the_size_that_was_asked_for() -> None:
     """Whole rounds are; what is left is shared out, and too little for that makes the last batches one larger."""
     assert [len(batch) for batch in eval_keys(10, batch_size=4)] == [4, 4, 2]
-    sizes = [
-        [len(batch) for batch in eval_keys(n, batch_size=4, rank=r, world_size=3)]
-        for n in (12, 14, 17)
-        for r in range(3)
-    ]
+    ranks = [(n, rank) for n in (12, 14, 17) for rank in range(3)]
+    sizes = [[len(batch) for batch in eval_keys(n, batch_size=4, rank=rank, world_size=3)] for n, rank in ranks]
     assert sizes == [[4], [4], [4], [4], [5], [5], [4, 1], [4, 2], [4, 2]]
 
 
 # --- augmentation -----------------------------------------------------------------------------------------------------
 
 
-def test_random_numbers_are_a_function_of_seed_sample_and_pass() -> None:
-    indices, passes = np.arange(100), np.arange(100) % 3
-    u = uniforms(5, indices, passes, 4)
-    order = np.random.default_rng(0).permutation(100)
-    assert np.array_equal(uniforms(5, indices[order], passes[order], 4), u[order])
-    assert np.array_equal(uniforms(5, indices[:1], passes[:1], 2), u[:1, :2])
-    for other in (uniforms(6, indices, passes, 4), uniforms(5, indices, passes + 1, 4)):
-        assert not (other == u).any()
-
-
 def test_random_numbers_are_uniform_and_independent() -> None:
     indices, passes = (axis.ravel() for axis in np.meshgrid(np.arange(300), np.arange(100)))
     u = uniforms(0, indices, passes, 3)
-    assert u.min() >= 0
-    assert u.max() < 1
-    assert len(np.unique(u)) == u.size
+    assert u.min() >= 0 and u.max() < 1 and len(np.unique(u)) == u.size
     # 30,000 draws: five standard deviations of a histogram's bin, and of a correlation.
     for column in u.T:
         counts, _ = np.histogram(column, 20, (0, 1))
@@ -262,8 +241,7 @@ def test_crop_and_flip_only_move_pixels() -> None:
     images = torch.rand(3, 3, 32, 32)
     u = np.array([[0.5, 0.5, 0.9, 0], [0.5, 0.5, 0.1, 0], [0.0, 0.999, 0.9, 0]])
     same_, mirrored, moved = crop_flip(images, u)
-    assert torch.equal(same_, images[0])
-    assert torch.equal(mirrored, images[1].flip(-1))
+    assert torch.equal(same_, images[0]) and torch.equal(mirrored, images[1].flip(-1))
     assert torch.equal(moved, F.pad(images[2], (0, 4, 4, 0))[:, :32, 4:])
 
 
@@ -271,8 +249,7 @@ def test_crop_and_flip_only_move_pixels() -> None:
 def test_a_random_crop_lies_in_the_image(width: int, height: int) -> None:
     for u in uniforms(0, np.arange(300), np.zeros(300), 41):
         left, top, right, bottom = random_crop(width, height, u)
-        assert 0 <= left < right <= width
-        assert 0 <= top < bottom <= height
+        assert 0 <= left < right <= width and 0 <= top < bottom <= height
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------
@@ -307,10 +284,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, DataCo
         return hashlib.md5((cifar / name).read_bytes()).hexdigest()
 
     def images(count: int) -> dict[str, Any]:
-        return {
-            "data": rng.integers(0, 256, (count, 3072), dtype=np.uint8),
-            "labels": [i % 10 for i in range(count)],
-        }
+        return {"data": rng.integers(0, 256, (count, 3072), dtype=np.uint8), "labels": [i % 10 for i in range(count)]}
 
     names = [f"data_batch_{i}" for i in range(1, 6)]
     monkeypatch.setattr(reader, "train_list", [[name, write(name, images(4))] for name in names])
@@ -337,28 +311,15 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, DataCo
         ("cifar10", 20, 5, 10, (3, 32, 32)),
     ],
 )
-def test_every_data_set_gives_batches_of_its_shape(
-    name: str,
-    num_train: int,
-    num_eval: int,
-    num_classes: int,
-    shape: tuple[int, int, int],
-    folders: dict[str, DataConfig],
-) -> None:
+def test_every_data_set_gives_batches_of_its_shape(name, num_train, num_eval, num_classes, shape, folders) -> None:
     assert check_data(folders[name]) == []
     data = build_data(folders[name], seed=0)
-    assert (len(data.train), len(data.eval), data.facts["num_classes"], data.facts["image_shape"]) == (
-        num_train,
-        num_eval,
-        num_classes,
-        shape,
-    )
+    found = len(data.train), len(data.eval), data.facts["num_classes"], data.facts["image_shape"]
+    assert found == (num_train, num_eval, num_classes, shape)
     for part in (data.train, data.eval):
         images, labels = part.__getitems__([(i, 0) for i in range(4)])
         assert (images.shape, images.dtype, labels.dtype) == ((4, *shape), torch.float32, torch.int64)
-        assert images.isfinite().all()
-        assert (labels >= 0).all()
-        assert (labels < num_classes).all()
+        assert images.isfinite().all() and (labels >= 0).all() and (labels < num_classes).all()
         empty, none = part.__getitems__([])
         assert (empty.shape, none.shape) == ((0, *shape), (0,))
 
@@ -381,10 +342,8 @@ def test_mnist_is_split_by_class_without_overlap() -> None:
     data = build_data(data_config("mnist_subset", augment=False), seed=0)
     parts = [part.__getitems__([(i, 0) for i in range(len(part))])[0] for part in (data.train, data.eval)]
     stored = [{image.numpy().tobytes() for image in part} for part in parts]
-    assert len(stored[0]) + len(stored[1]) == 5000
-    assert not stored[0] & stored[1]
-    assert abs(parts[0].mean()) < 1e-3
-    assert abs(parts[0].std() - 1) < 1e-3
+    assert len(stored[0]) + len(stored[1]) == 5000 and not stored[0] & stored[1]
+    assert abs(parts[0].mean()) < 1e-3 and abs(parts[0].std() - 1) < 1e-3
 
 
 def test_a_split_is_stratified_in_any_order_of_labels() -> None:
@@ -407,8 +366,7 @@ print([name for name in ("mlxtend", "pandas", "torchvision") if name in sys.modu
 
 def test_gray_images_get_three_channels_and_any_size() -> None:
     gray, colour = (build_data(data_config("mnist_subset", image_size=40), seed=0, channels=c) for c in (None, 3))
-    assert gray.facts["image_shape"] == (1, 40, 40)
-    assert colour.facts["image_shape"] == (3, 40, 40)
+    assert gray.facts["image_shape"] == (1, 40, 40) and colour.facts["image_shape"] == (3, 40, 40)
     keys = [(3, 0), (5, 1)]
     assert torch.equal(gray.train.__getitems__(keys)[0].expand(-1, 3, -1, -1), colour.train.__getitems__(keys)[0])
 
@@ -426,20 +384,12 @@ def test_synthetic_classes_can_be_learnt_and_do_not_depend_on_the_seed() -> None
 
 
 def test_image_folders_follow_the_rules_of_torchvision(folders: dict[str, DataConfig]) -> None:
-    cfg = folders["image_folder"]
-    assert cfg.path is not None
-    vision = import_torchvision()
-    transforms = vision.transforms
-    pipeline = transforms.Compose(
-        [
-            transforms.Resize(32),  # 256/224 of 28
-            transforms.CenterCrop(28),
-            transforms.ToTensor(),
-            transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
-        ]
-    )
+    cfg, vision = folders["image_folder"], import_torchvision()
+    kinds = vision.transforms
+    normalise = kinds.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    pipeline = kinds.Compose([kinds.Resize(32), kinds.CenterCrop(28), kinds.ToTensor(), normalise])  # 256/224 of 28
     for part, ours in (("train", dataclasses.replace(cfg, augment=False)), ("val", cfg)):
-        expected = vision.datasets.ImageFolder(Path(cfg.path, part), pipeline)
+        expected = vision.datasets.ImageFolder(Path(cfg.path or "", part), pipeline)
         data = build_data(ours, seed=0)
         dataset = data.train if part == "train" else data.eval
         assert len(dataset) == len(expected)
@@ -524,8 +474,7 @@ def test_settings_that_cannot_work_are_found(name: str, values: dict[str, Any], 
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_one() -> None:
-    cfg = dataclasses.replace(data_config("mnist_subset"), name="mnist_subst")
-    (problem,) = check_data(cfg)
+    (problem,) = check_data(dataclasses.replace(data_config("mnist_subset"), name="mnist_subst"))
     assert problem.startswith("data.name=mnist_subst: there is no such data set. Did you mean mnist_subset?")
 
 
@@ -599,9 +548,8 @@ def test_batches_are_the_same_for_any_number_of_workers() -> None:
     data = build_data(data_config("mnist_subset"), seed=0)
     found = []
     for num_workers in (0, 1, 2):
-        with train_loader(
-            data.train, Sampler(4000, seed=0, batch_size=8, start_sample=3996), num_workers=num_workers
-        ) as batches:
+        sampler = Sampler(4000, seed=0, batch_size=8, start_sample=3996)
+        with train_loader(data.train, sampler, num_workers=num_workers) as batches:
             found.append(take(batches, 6))
     for left, *others in zip(*found, strict=True):
         assert all(same(left, right) for right in others)
@@ -613,8 +561,7 @@ def test_workers_start_in_any_way_with_one_thread_each(start_method: str) -> Non
     sampler = Sampler(1000, seed=0, batch_size=2)
     with train_loader(Slow(), sampler, num_workers=1, start_method=start_method) as batches:
         for (images, threads), keys in zip(take(batches, 3), sampler, strict=False):
-            assert images.flatten().tolist() == [index for index, _ in keys]
-            assert threads.item() == 1
+            assert images.flatten().tolist() == [index for index, _ in keys] and threads.item() == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -634,8 +581,7 @@ def test_closing_ends_the_workers_at_once_and_the_iterator() -> None:
     workers = workers_of(batches)
     begin = time.perf_counter()
     batches.close()
-    assert time.perf_counter() - begin < 2
-    assert not any(worker.is_alive() for worker in workers)
+    assert time.perf_counter() - begin < 2 and not any(worker.is_alive() for worker in workers)
     batches.close()
     with pytest.raises(StopIteration):
         next(batches)
@@ -664,8 +610,7 @@ next(batches)
 {ending}
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20)
-    assert done.returncode == (1 if ending else 0)
-    assert "DataLoader" not in done.stderr
+    assert done.returncode == (1 if ending else 0) and "DataLoader" not in done.stderr
     assert ("of the run" in done.stderr) == bool(ending)
 
 
@@ -722,8 +667,7 @@ def test_workers_survive_the_signals_that_ask_a_run_to_stop(number: signal.Signa
         next(batches)
         (worker,) = workers_of(batches)
         os.kill(worker.pid, number)
-        assert len(take(batches, 5)) == 5
-        assert worker.is_alive()
+        assert len(take(batches, 5)) == 5 and worker.is_alive()
 
 
 # --- to the device ----------------------------------------------------------------------------------------------------
@@ -837,8 +781,7 @@ def test_a_worker_that_stands_still_is_named_with_its_samples(data, capfd) -> No
         begin = time.monotonic()
         with pytest.raises(RunError, match=r"data\.timeout_minutes=.*data worker \d of 2 .* is stopped") as found:
             take(batches, 100)
-        assert time.monotonic() - begin < 5
-        assert not any(worker.is_alive() for worker in workers)
+        assert time.monotonic() - begin < 5 and not any(worker.is_alive() for worker in workers)
     text = str(found.value)
     ((number, pid, sample),) = re.findall(r"worker (\d) of 2 \(pid (\d+)\).* the samples (\d+)\.", text)
     assert workers[int(number)].pid == int(pid) and int(sample) % 2 == int(number)  # they take turns

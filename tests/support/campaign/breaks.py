@@ -15,14 +15,7 @@ from typing import Any
 
 import torch
 
-from amp_core.checkpoints import (
-    folders,
-    parts,
-    plain_state,
-    reading,
-    sharded,
-    shards,
-)
+from amp_core.checkpoints import folders, parts, plain_state, reading, sharded, shards
 from amp_core.config import redact
 from amp_core.config.errors import CheckpointError
 from amp_core.layouts import ddp as layout

@@ -8,9 +8,8 @@ import shutil
 from pathlib import Path
 
 from campaign import Plan, Result
-from campaign.drawn import drawn_kind
-from campaign.harness import checkpoints, column_of, first, last_step, outcome, slow_steps, start, unequal, wait_until
-from campaign.runs import Alone, clear, with_cadences
+from campaign.harness import checkpoints, last_step, outcome, slow_steps, start, wait_until
+from campaign.runs import Alone, clear, expect_same
 
 IN_CHECKPOINTS = {
     "step_abc": "folder",
@@ -71,9 +70,7 @@ def foreign(plan: Plan) -> Result:
     alone, torn = Alone(folder), folder / "torn"
     kinds = 12 if plan.long else 2
     for case, rng in plan.cases("foreign", short=2, long=60):
-        draw = f"foreign/{case % kinds}"
-        kind, _ = with_cadences(drawn_kind(plan, draw), plan, draw)
-        expected, _ = alone.of(kind)
+        kind, expected, _ = alone.drawn(plan, f"foreign/{case % kinds}")
         inside = rng.sample(sorted(IN_CHECKPOINTS), rng.randint(1, 8))
         beside = rng.sample(sorted(IN_RUN), rng.randint(0, 4))
         when = rng.choice(["while it runs", "before it goes on"])
@@ -101,7 +98,6 @@ def foreign(plan: Plan) -> Result:
             )
             for path in before:
                 path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
-            found = unequal(expected, outcome(torn))
-            result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+            expect_same(expected, outcome(torn), result, case, what)
         clear(torn)
     return result

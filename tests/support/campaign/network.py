@@ -16,20 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from campaign import ROOT, Plan, Result
-from campaign.harness import (
-    TELLING,
-    Child,
-    arguments,
-    column_of,
-    first,
-    last_step,
-    lines,
-    outcome,
-    state,
-    unequal,
-    wait_until,
-)
-from campaign.runs import BAD, Alone, Kind, clear
+from campaign.harness import TELLING, Child, arguments, last_step, lines, outcome, state, wait_until
+from campaign.runs import BAD, Alone, Kind, clear, expect_same
 
 NODES = {"faults1": "10.231.7.1", "faults2": "10.231.7.2"}
 """Namespaces, which are the names of their machines, too, and their addresses."""
@@ -168,8 +156,7 @@ def _cuts(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
         children = _launch(torn, hosts, arguments(*kind.settings))
         codes = [child.wait(180) for child in children]
         if result.expect(codes == [0, 0], case, f"{what}: goes on with {codes}: {[c.text[-700:] for c in children]}"):
-            found = unequal(expected, outcome(torn))
-            result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+            expect_same(expected, outcome(torn), result, case, what)
         clear(torn)
     shutil.rmtree(torn, ignore_errors=True)
     result.facts["timeout, and longest until both machines had noticed"] = f"{60 * TIMEOUT:.0f} s, {longest:.0f} s"
@@ -251,6 +238,5 @@ def _losses(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
         if codes != [0, 0]:
             codes = [child.wait(240) for child in _launch(torn, hosts, [*arguments(*kind.settings), patient])]
         if result.expect(codes == [0, 0], case, f"{what}: goes on with {codes}: {texts}"):
-            found = unequal(expected, outcome(torn))
-            result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+            expect_same(expected, outcome(torn), result, case, what)
         clear(torn)

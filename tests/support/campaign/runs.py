@@ -49,7 +49,6 @@ from campaign.harness import (
     wait_until,
     wait_without_partner,
 )
-from campaign.saves import Calls
 
 TORN = ["steps=12", "save_every=1", "eval_every=5", "checkpoint.keep=2", *TELLING]
 CADENCES = ("log_every", "save_every", "eval_every")
@@ -80,6 +79,17 @@ class Alone:
             self._known[kind] = outcome(folder), seconds
         return self._known[kind]
 
+    def drawn(self, plan: Plan, draw: str, **options: Any) -> tuple[Kind, dict[str, Any], float]:
+        """(a kind that is drawn with its cadences, its outcome, seconds)"""
+        kind, _ = with_cadences(drawn_kind(plan, draw, **options), plan, draw)
+        return kind, *self.of(kind)
+
+
+def expect_same(expected: Any, told: Any, result: Result, case: object, what: str) -> None:
+    """Two outcomes must agree in every bit."""
+    found = unequal(expected, told)
+    result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+
 
 def finishes_as_if_alone(
     folder: Path, kind: Kind, expected: dict[str, Any], result: Result, case: object, what: str
@@ -89,8 +99,7 @@ def finishes_as_if_alone(
     codes = [child.wait() for child in children]
     went_on = f"{what}: goes on with {codes}: {children[0].text[-700:]}"
     if result.expect(codes == [0] * len(codes), case, went_on, "other" if None in codes else "lost"):
-        found = unequal(expected, outcome(folder))
-        result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+        expect_same(expected, outcome(folder), result, case, what)
 
 
 def clear(folder: Path) -> None:
@@ -136,7 +145,7 @@ def with_cadences(kind: Kind, plan: Plan, draw: object) -> tuple[Kind, list[int]
     return replace(kind, settings=(*kind.settings, *settings)), drawn
 
 
-class Deadly(Calls):
+class Deadly(system_calls.Calls):
     """Kills its process at one of the calls of its saves."""
 
     def _call(self, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -328,8 +337,7 @@ def _evaluations(plan: Plan, folder: Path, result: Result) -> None:
         result.expect(evaluated == list(range(1, evaluation)), case, f"{what}: results at {evaluated}")
         codes = run(torn, command, num_ranks=num_ranks, before=functools.partial(never, folder=torn))
         if result.expect(codes == [0] * num_ranks, case, f"{what}: goes on with {codes}"):
-            found = unequal(outcome(whole), outcome(torn))
-            result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+            expect_same(outcome(whole), outcome(torn), result, case, what)
         clear(torn)
         clear(whole)
     result.facts["most batches of an evaluation after a signal"] = str(most)
@@ -392,8 +400,7 @@ def restarts(plan: Plan) -> Result:
         result.counts[f"ranks killed and started again ({layout})"] += killed
         what = f"a rank killed at steps {steps}"
         if result.expect(code == 0, case, f"{what}: exit code {code}: {child.text[-1500:]}"):
-            found = unequal(expected, outcome(torn))
-            result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+            expect_same(expected, outcome(torn), result, case, what)
         clear(torn)
     return result
 

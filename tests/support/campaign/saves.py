@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import system_calls
+from system_calls import Call, Calls
 from torch import nn
 
 from amp_core.checkpoints import folders, plain_state
@@ -25,10 +26,6 @@ from amp_core.checkpoints.checkpoint import Checkpoint
 from amp_core.config.errors import CheckpointError, SaveError
 from campaign import Plan, Result
 from campaign.harness import Child
-
-CHANGING = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
-Call = tuple[str, tuple[Any, ...], Any]
-"""(name, arguments, result)"""
 
 
 def net_of(step: int) -> nn.Linear:
@@ -110,41 +107,6 @@ SCENES = {
 }
 
 
-class Calls:
-    """Takes the place of `os` in the module: notes the calls that change a file system, and ends at one of them.
-
-    Args:
-        at: number of the call at which `fault` happens; None: never.
-        fault: "before" and "after" end the process there, "half" within a write; an error's number is raised.
-    """
-
-    def __init__(self, at: int | None = None, fault: str | int = "") -> None:
-        self.at, self.fault = at, fault
-        self.trace: list[Call] = []
-
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(os, name)
-        return (lambda *args: self._call(name, real, args)) if name in CHANGING else real
-
-    def _call(self, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        now = len(self.trace) == self.at
-        if now and isinstance(self.fault, int):
-            self.trace.append((name, (), None))
-            if name == "close":
-                real(*args)  # it is closed all the same
-            raise OSError(self.fault, os.strerror(self.fault))
-        if now and self.fault == "before":
-            os._exit(9)
-        if now and self.fault == "half":
-            args = (args[0], bytes(args[1])[: len(args[1]) // 2])
-        result = real(*args)
-        if now:
-            os._exit(9)
-        noted = tuple(bytes(arg) if isinstance(arg, memoryview) else arg for arg in args)
-        self.trace.append((name, noted, result))
-        return result
-
-
 def _patched_save(folder: Path, scene: Scene, calls: Calls) -> None:
     system_calls.use(calls)
     setattr(folders, "_CHUNK", 1000)  # noqa: B010 - several writes for one file
@@ -179,7 +141,7 @@ def wrong_with(folder: Path, scene: Scene, acknowledged: bool) -> Iterator[str]:
         yield f"something is left for ever: {left}"
 
 
-class _Stage:
+class Stage:
     """A folder that is put back to how it was before each try."""
 
     def __init__(self, work: Path, scene: Scene) -> None:
@@ -212,19 +174,19 @@ def saves(plan: Plan) -> Result:
     for number, (name, scene) in enumerate(SCENES.items()):
         if plan.case not in (None, number) or not (scene.is_short or plan.long or plan.case == number):
             continue
-        stage = _Stage(plan.inside(f"saves{number}"), scene)
+        stage = Stage(plan.inside(f"saves{number}"), scene)
         trace = stage.trace(scene)
         if scene.way.get("background"):
             _snapshot(stage, scene, f"{number} ({name})", result)
             if not plan.long:
                 continue
-        _deaths(stage, scene, trace, f"{number} ({name})", result)
+        deaths(stage, scene, trace, f"{number} ({name})", result)
         _power_cuts(stage, scene, trace, f"{number} ({name})", result, plan)
         _errors(stage, scene, trace, f"{number} ({name})", result)
     return result
 
 
-def _snapshot(stage: _Stage, scene: Scene, case: str, result: Result) -> None:
+def _snapshot(stage: Stage, scene: Scene, case: str, result: Result) -> None:
     """Training goes on before anything was written: what is saved are the weights of before."""
     stage.reset()
 
@@ -251,7 +213,7 @@ def _snapshot(stage: _Stage, scene: Scene, case: str, result: Result) -> None:
     result.expect(code == 0, case, f"what was saved is not what was there ({code}): {stage.output.read_text()[-300:]}")
 
 
-def _deaths(stage: _Stage, scene: Scene, trace: list[Call], case: str, result: Result) -> None:
+def deaths(stage: Stage, scene: Scene, trace: list[Call], case: str, result: Result) -> None:
     points = [(at, fault) for at in range(len(trace)) for fault in ("before", "after")]
     points += [(at, "half") for at, (name, *_) in enumerate(trace) if name == "write"]
     for at, fault in points:
@@ -263,7 +225,7 @@ def _deaths(stage: _Stage, scene: Scene, trace: list[Call], case: str, result: R
             result.expect(False, case, f"dead {fault} call {at} ({trace[at][0]}): {problem}")
 
 
-def _errors(stage: _Stage, scene: Scene, trace: list[Call], case: str, result: Result) -> None:
+def _errors(stage: Stage, scene: Scene, trace: list[Call], case: str, result: Result) -> None:
     for at, (name, *_) in enumerate(trace):
         for number in (errno.ENOSPC, errno.EIO):
             stage.reset()
@@ -381,7 +343,7 @@ def _read(path: Path) -> Node:
     return Node(is_folder=True, names=dict(names), safe_names=dict(names))
 
 
-def _power_cuts(stage: _Stage, scene: Scene, trace: list[Call], case: str, result: Result, plan: Plan) -> None:
+def _power_cuts(stage: Stage, scene: Scene, trace: list[Call], case: str, result: Result, plan: Plan) -> None:
     stage.reset()
     disk = Disk(stage.run)
     rng = random.Random(f"{plan.seed}/{case}")

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import train
 from campaign import Plan, Result
-from campaign.drawn import drawn_kind
-from campaign.harness import column_of, first, last_step, outcome, start, summary, unequal, wait_until
-from campaign.runs import Alone, clear, with_cadences
+from campaign.harness import last_step, outcome, start, summary, wait_until
+from campaign.runs import Alone, clear, expect_same
 from campaign.storage import _is_clear, _sound
 
 SOURCE = Path(__file__).with_name("shim.c")
@@ -78,9 +77,7 @@ def errors(plan: Plan) -> Result:
     alone, torn = Alone(folder), folder / "torn"
     kinds = 24 if plan.long else 3
     for case, rng in plan.cases("errors", short=5, long=240):
-        draw = f"errors/{case % kinds}"
-        kind, _ = with_cadences(drawn_kind(plan, draw, num_ranks=1), plan, draw)
-        expected, _ = alone.of(kind)
+        kind, expected, _ = alone.drawn(plan, f"errors/{case % kinds}", num_ranks=1)
         name, error = rng.choice(sorted(CALLS)), rng.choice(sorted(ERRORS))
         fault = functools.partial(_with_failing_calls, folder=torn, calls=CALLS[name], number=ERRORS[error])
         (child,) = start(torn, kind.command, before=functools.partial(fault, at=range(0)))
@@ -106,8 +103,8 @@ def errors(plan: Plan) -> Result:
         told = outcome(torn)
         if not is_whole:
             result.counts["of these said that lines are missing"] += 1
-        found = unequal(*(one if is_whole else one | {"lines": None} for one in (expected, told)))
-        result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+            expected, told = expected | {"lines": None}, told | {"lines": None}
+        expect_same(expected, told, result, case, what)
         clear(torn)
     result.facts["kinds of runs, all drawn"] = str(kinds)
     return result
@@ -126,9 +123,7 @@ def clock(plan: Plan) -> Result:
     alone, torn = Alone(folder), folder / "torn"
     kinds = 12 if plan.long else 2
     for case, rng in plan.cases("clock", short=2, long=60):
-        draw = f"clock/{case % kinds}"
-        kind, _ = with_cadences(drawn_kind(plan, draw), plan, draw)
-        expected, seconds = alone.of(kind)
+        kind, expected, seconds = alone.drawn(plan, f"clock/{case % kinds}")
         by = rng.choice([-1, -60, -3600, -86400 * 400, -(10**9), 86400 * 400])
         moved = functools.partial(_with_a_clock_set_back, after=rng.uniform(0, 0.8 * seconds), seconds=by)
         dies = case % 2 == 1
@@ -143,8 +138,7 @@ def clock(plan: Plan) -> Result:
         codes = [child.wait() for child in children]
         result.counts["runs whose clock was set back or forth"] += 1
         if result.expect(set(codes) == {0}, case, f"{what}: {codes}: {children[0].text[-900:]}"):
-            found = unequal(expected, outcome(torn))
-            result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+            expect_same(expected, outcome(torn), result, case, what)
             rates = [
                 json.loads(line).get("samples_per_second") for line in (torn / "metrics.jsonl").read_text().splitlines()
             ]

@@ -18,20 +18,8 @@ import torch
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import CheckpointError
 from campaign import Plan, Result
-from campaign.harness import (
-    Child,
-    arguments,
-    checkpoints,
-    column_of,
-    first,
-    last_step,
-    outcome,
-    slow_steps,
-    start,
-    unequal,
-    wait_until,
-)
-from campaign.runs import BAD, TORN, Alone, Kind, clear, finishes_as_if_alone
+from campaign.harness import Child, arguments, checkpoints, last_step, outcome, slow_steps, start, wait_until
+from campaign.runs import BAD, TORN, Alone, Kind, clear, expect_same, finishes_as_if_alone
 
 KIND = Kind((*TORN, BAD))
 
@@ -219,7 +207,6 @@ def _data_gone(plan: Plan, folder: Path, result: Result) -> None:
         _sound(torn, result, case, what)
         (again,) = start(torn, command)
         if result.expect(again.wait() == 0, case, f"{what}: does not go on: {again.text[-700:]}"):
-            found = unequal(outcome(whole), outcome(torn))
-            result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+            expect_same(outcome(whole), outcome(torn), result, case, what)
         clear(torn)
         clear(whole)

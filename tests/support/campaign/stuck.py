@@ -23,18 +23,15 @@ from campaign.harness import (
     Child,
     arguments,
     checkpoints,
-    column_of,
-    first,
     last_step,
     outcome,
     slow_steps,
     start,
     state,
     summary,
-    unequal,
     wait_until,
 )
-from campaign.runs import BAD, Alone, Kind, clear, descendants, finishes_as_if_alone, workers_of
+from campaign.runs import BAD, Alone, Kind, clear, descendants, expect_same, finishes_as_if_alone, workers_of
 
 SETTINGS = (*TELLING, "steps=60", "save_every=7", "eval_every=1000", BAD)
 PATIENCE = 0.05
@@ -77,8 +74,8 @@ def _two_launchers(plan: Plan, folder: Path, alone: Alone, result: Result) -> No
         for code, text in zip(codes, texts, strict=True):
             is_clear = text.count("error: ") == 1 and "run_dir" in text and "Traceback" not in text
             result.expect(code != 2 or is_clear, case, f"{what}: {text[-500:]}")
-        found = unequal(expected, outcome(torn)) if 0 in codes else []
-        result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+        if 0 in codes:
+            expect_same(expected, outcome(torn), result, case, what)
         clear(torn)
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from shared import free_port
 
 from campaign import Plan, Result
-from campaign.harness import Child, arguments, column_of, first, outcome, start, state, summary, unequal
+from campaign.harness import Child, arguments, outcome, start, state, summary
+from campaign.runs import expect_same
 
 SETTINGS = ("accumulation=2", "ema.decay=0.9", "amp=bf16", "model.options.width=32")
 LONGEST_ANSWER = 5.0
@@ -126,8 +127,7 @@ def _against(
     if result.expect(code == 0, case, f"{what}: exit code {code}: {child.text[-1500:]}"):
         result.expect("Traceback" not in child.text, case, f"{what}: {child.text[-1500:]}")
         result.expect("warning: wandb" in child.text, case, f"{what}: no warning: {child.text[-700:]}")
-        found = unequal(expected["state"]["model"], state(torn)["model"])
-        result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
+        expect_same(expected["state"]["model"], state(torn)["model"], result, case, what)
         speeds.append(summary(torn)["samples_per_second"])
     shutil.rmtree(torn, ignore_errors=True)
     child.output.unlink()
