@@ -217,27 +217,24 @@ def path_of_a_step() -> dict[str, list[tuple[str, int]]]:
 
 
 def listing() -> str:
-    """Every module with the first sentence of its docstring, by floor."""
+    """Every module with what its docstring begins with, by floor."""
     text = []
     for floor in LIMITS:
-        members = {module: path for module, path in modules().items() if floor_of(module) == floor}
-        text += [
-            f"### {floor if floor != 'base' else 'beside the floors'}: {ABOUT[floor]}",
-            "",
-            "| module | |",
-            "| --- | --- |",
-        ]
-        for module, path in members.items():
-            summary = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].replace("\n", " ")
-            if path.name != "__init__.py":
-                text.append(f"| [{module.split('.', 1)[1]}](../{path.relative_to(ROOT)}) | {first_sentence(summary)} |")
+        text += [f"### {floor if floor != 'base' else 'beside the floors'}: {ABOUT[floor]}", ""]
+        for module, path in modules().items():
+            if floor_of(module) == floor and path.name != "__init__.py":
+                name = module.split(".", 1)[1].removeprefix(f"{floor}.")
+                about = beginning(ast.get_docstring(ast.parse(path.read_text())) or "")
+                text.append(f"- [{name}](../{path.relative_to(ROOT)}): {about}")
         text.append("")
     return "\n".join(text)
 
 
-def first_sentence(text: str) -> str:
-    """Up to the first full stop that ends a sentence."""
-    return re.split(r"\.(?= [A-Z`]|$)", text.replace("|", "/"), maxsplit=1)[0].strip()
+def beginning(text: str) -> str:
+    """The first words of a docstring, up to a punctuation mark; of "Islands: modules in fp32" both parts."""
+    sentence = re.split(r"\.(?= [A-Z`]|$)", " ".join(text.split("\n\n")[0].split()))[0]
+    first, colon, rest = re.split(r"[;,] | \((?=[A-Z])", sentence)[0].partition(": ")
+    return first if " " in first else first + colon + rest
 
 
 def written(page: str) -> str:

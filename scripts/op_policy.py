@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from amp_core.lowp.op_policy import KEPT, THROUGH_FP32, cuda_policy, observed
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "OP_POLICY.md"
 
-INTRODUCTION = """\
+TEXT = """\
 # What autocast casts, by device
 
 CPU autocast and CUDA autocast differ for {differ} of {ops} operators. `amp.op_policy=cuda` gives a CPU the decisions
@@ -38,11 +39,20 @@ Operators that do not accept them are missing: GRU cells, `grid_sample`, whole r
 | raises | is an error |
 | one / another | is the one for 16-bit inputs, the other for fp32 inputs |
 
-`amp.op_policy=cuda` also removes casts that only CPU autocast has. `{through}` then computes in fp32 and rounds its
+## Different on a CPU and on CUDA
+
+{different}
+
+## The same on both
+
+{same}
+
+## What `amp.op_policy=cuda` changes
+
+It also removes casts that only CPU autocast has. `{through}` then computes in fp32 and rounds its
 result, because a CPU has no 16-bit kernel for it. These keep their CPU casts:
 
 {kept}
-
 """
 
 
@@ -66,19 +76,31 @@ def columns(dtype: torch.dtype) -> dict[str, tuple[str, str, str]]:
 def page() -> str:
     table = columns(torch.float16)
     left = [name for name, (_, cuda, changed) in table.items() if changed != cuda]
-    introduction = INTRODUCTION.format(
+    different: dict[tuple[str, str], list[str]] = {}
+    same: dict[tuple[str], list[str]] = {}
+    for name, (cpu, cuda, _) in table.items():
+        if cpu == cuda:
+            same.setdefault((cpu,), []).append(name)
+        else:
+            different.setdefault((cpu, cuda), []).append(name)
+    return TEXT.format(
         version=minor_version(),
         ops=len(table),
-        differ=sum(cpu != cuda for cpu, cuda, _ in table.values()),
+        differ=sum(map(len, different.values())),
         left=len(left),
         those=f" ({', '.join(left)})" if left else "",
+        different=grouped(["CPU, fp16", "CUDA, fp16"], different),
+        same=grouped(["both, fp16"], same),
         through=THROUGH_FP32,
         kept="\n".join(f"- {result}:\n  {listed(names)}" for result, names in KEPT.items()),
     )
-    rows = [["operator", "CPU, fp16", "CUDA, fp16", "CPU with `amp.op_policy=cuda`", "differs"], ["---"] * 5]
-    for name, (cpu, cuda, changed) in table.items():
-        rows.append([name, cpu, cuda, changed, "" if cpu == cuda else "yes"])
-    return introduction + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def grouped(titles: list[str], groups: Mapping[tuple[str, ...], list[str]]) -> str:
+    """A table with a row for each decision, and the operators with it."""
+    rows = [[*titles, "operators"], ["---"] * (len(titles) + 1)]
+    rows += [[*decision, "; ".join(names)] for decision, names in groups.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def listed(names: str) -> str:

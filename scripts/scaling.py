@@ -113,22 +113,21 @@ CASES = [
 PAGE_TEXT = """\
 # Scaling: memory and traffic of each layout
 
-What each layout holds and sends, and when to switch. The tables come from the memory model
-`amp_core/layouts/memory_model.py`, which `dry_run=true` uses too, and are compared with bytes counted on 1, 2 and 4
+What each layout holds and sends, and when to switch. The numbers come from the memory model
+`amp_core/layouts/memory_model.py`, which `dry_run=true` uses too, checked against bytes counted on 1, 2 and 4
 processes. Made by `python scripts/scaling.py --write` with torch {version}, checked by `tests/runs/test_scaling.py`.
 Activations are extra; they grow with the batch.
 
 ## When to switch
 
-1. `ddp` while it fits: little traffic, overlapped with the backward pass. Add `layout.compress=bf16` on a slow network.
+1. `ddp` while it fits: little traffic, overlapped with the backward pass.
 2. `ddp` with `layout.shard_optimizer=true` when only the moments do not fit, with much `accumulation`, or in modes with
    16-bit weights (`o2`, `bf16_pure`), which `fsdp` does not support.
-3. `fsdp` when weights or gradients do not fit either, on one machine or a few: with one micro-batch it sends as many
-   bytes as `ddp`, in more calls.
+3. `fsdp` when weights or gradients do not fit either, on one machine or a few.
 4. `hsdp` with `shard_size` = GPUs per machine when `fsdp`'s ring gets too long: gathers stay within a machine, and 1/S
    of the gradients is reduced between machines.
-5. `perf.checkpoint_activations` when activations do not fit, in any layout: 8 instead of 6 operations
-   per weight and token, no more traffic.
+5. `perf.checkpoint_activations` when activations do not fit, in any layout: 8 instead of 6 operations per weight and
+   token, no more traffic.
 
 Largest network, in billions of weights, that fits {usable:.0f} GB per GPU in `amp=bf16` with AdamW, without / with an
 average. The rest of a GPU's memory is for activations and gathered blocks:
@@ -139,8 +138,8 @@ average. The rest of a GPU's memory is for activations and gathered blocks:
 
 - `layout.shard_optimizer=true`: each rank holds a shard of the optimizer state (ZeRO stage 1). Bit-identical, in every
   mode and with every optimizer.
-- `layout.compress=bf16`: sends gradients in bfloat16, half the bytes, and sums them in fp32. There is no fp16: a
-  gradient of 3 overflows at the initial loss scale.
+- `layout.compress=bf16`, for slow networks: gradients are sent in bfloat16, half the bytes, and summed in fp32. There
+  is no fp16: a gradient of 3 overflows at the initial loss scale.
 - `layout.static_graph=true`: promises that every window uses the same weights, equally often.
 - `layout.bucket_mb=25`: MiB of gradients per all-reduce.
 
@@ -172,16 +171,16 @@ Bytes per weight that a rank sends per step with very many ranks (`hsdp`: groups
 
 {sent_per_weight}
 
-Replicas all-reduce once per window. `layout.shard_optimizer` adds a gather of the new fp32 weights after the step,
-which does not overlap with computing. Sharded layouts gather every block twice per micro-batch, in 16 bits where
-autocast casts it: prefer larger micro-batches to `accumulation`.
+Replicas all-reduce once per window. `layout.shard_optimizer` gathers the new fp32 weights after the step, which does
+not overlap with computing. Sharded layouts gather every block twice per micro-batch, in 16 bits where autocast casts
+it: prefer larger micro-batches to `accumulation`.
 
 ## Model and measurement
 
-Bytes for a GPT of {small} weights (width 64, depth 4) with AdamW and an average, on the rank that holds the most.
-"Sent" counts payloads as rings send them. Not modelled: buffers that DDP broadcasts, and that `shard_optimizer`
-aligns shards to 64 elements. Not measured: the gathered block and the memory of running collectives. Largest
-difference: {largest}.
+Bytes by the model for a GPT of {small} weights (width 64, depth 4) with AdamW and an average, on the rank that holds
+the most, and the largest relative difference to what was measured. Not modelled: buffers that DDP broadcasts, and that
+`shard_optimizer` aligns shards to 64 elements. Not measured: the gathered block and the memory of running
+collectives. Largest difference: {largest}.
 
 {comparison}
 
@@ -196,10 +195,9 @@ its machine and {network:.0f} GB/s to others, through its own network card; late
 {far_hop:.0f} us between two; tree all-reduce, otherwise rings; {flops:.0f} TFLOP/s in bf16 (40 % of 989), 6 operations
 per weight and token, {tokens:,} tokens per step in one micro-batch; `amp=bf16`, AdamW, an average, tied embedding.
 
-- **held**: weights, gradients, moments, average. **more within a step**: copies, or the largest block.
-- **not hidden**: communication that does not overlap with computing. Replicas overlap with the backward pass (two
-  thirds of the computing), sharded layouts with all of it, the gather of `shard_optimizer` with nothing.
-- **tokens that hide it**: per GPU and step, for full overlap.
+In a cell: GB per GPU without activations; communication that does not overlap with computing, relative to the time of
+computing; tokens per GPU and step at which it overlaps. Replicas overlap with the backward pass (two thirds of the
+computing), sharded layouts with all of it, the gather of `shard_optimizer` with nothing.
 
 {projection}
 """
@@ -412,7 +410,8 @@ def seconds(each: Collective) -> float:
     return each.sent / bandwidth + each.calls * way
 
 
-def projected(case: Case, net: nn.Module) -> dict[str, float]:
+def projected(case: Case, net: nn.Module) -> tuple[float, float, float]:
+    """Bytes of a GPU, communication that is not hidden over the time of computing, and tokens that hide it."""
     held, exchanged = modelled(case, net)
     num_weights = sum(p.numel() for p in net.parameters())
     per_token = (8 if case.recompute else 6) * num_weights / FLOPS
@@ -420,15 +419,8 @@ def projected(case: Case, net: nn.Module) -> dict[str, float]:
     beside = sum(seconds(each) for each in exchanged) - alone
     # Replicas reduce during the backward pass, two thirds of the computing; parts are gathered and reduced during all.
     share = 1.0 if is_state_sharded(case) else 2 / 3
-    return {
-        "held": held.total,
-        "within": held.most - held.total,
-        "sent": sum(each.sent for each in exchanged),
-        "computing": per_token * TOKENS,
-        "exchange": alone + beside,
-        "left": alone + max(0.0, beside - share * per_token * TOKENS),
-        "tokens": beside / (share * per_token),
-    }
+    computing = per_token * TOKENS
+    return held.most, (alone + max(0.0, beside - share * computing)) / computing, beside / (share * per_token)
 
 
 def is_state_sharded(case: Case) -> bool:
@@ -436,27 +428,17 @@ def is_state_sharded(case: Case) -> bool:
 
 
 def projection() -> str:
-    lines = []
-    for size, (vocab_size, width, depth) in SIZES.items():
-        net = plain(vocab_size, width, depth, tied=True)
-        num_weights = sum(p.numel() for p in net.parameters())
-        lines += ["", f"**{size}**: {num_weights / 1e9:.3g} billion weights, {width} features, {depth} blocks.", ""]
-        lines += table(
-            *("GPUs", "layout", "GB held", "more within a step", "GB sent per step", "computing, s", "exchange, s"),
-            *("not hidden, s", "tokens that hide it"),
-        )
-        for gpus in (8, 64, 1024):
-            cases = [Case("ddp", gpus), Case("ddp", gpus, zero=True), Case("fsdp", gpus)]
-            if gpus > MACHINE:
-                cases.append(Case("hsdp", gpus, shard_size=MACHINE))
-            for case in cases:
-                found = projected(case, net)
-                lines.append(
-                    f"| {gpus} | {case.name} | {found['held'] / 1e9:,.1f} | {found['within'] / 1e9:,.1f} | "
-                    f"{found['sent'] / 1e9:,.2f} | {found['computing']:.3g} | {found['exchange']:.3g} | "
-                    f"{found['left']:.3g} | {found['tokens']:,.0f} |"
-                )
-    return "\n".join(lines[1:])
+    nets = [plain(vocab_size, width, depth, tied=True) for vocab_size, width, depth in SIZES.values()]
+    lines = table("GPUs", "layout", *SIZES)
+    for gpus in (8, 64, 1024):
+        cases = [Case("ddp", gpus), Case("ddp", gpus, zero=True), Case("fsdp", gpus)]
+        if gpus > MACHINE:
+            cases.append(Case("hsdp", gpus, shard_size=MACHINE))
+        for case in cases:
+            found = [projected(case, net) for net in nets]
+            cells = [f"{held / 1e9:,.1f}; {left:.1%}; {tokens:,.0f}" for held, left, tokens in found]
+            lines.append(f"| {gpus} | {case.name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def table(*names: str) -> list[str]:
@@ -515,31 +497,26 @@ def sent_per_weight() -> str:
 
 
 def row(case: Case, held: Memory, payload: dict[str, int]) -> str:
-    """Model and measurement beside each other, in bytes."""
+    """What the model says, in bytes, and the largest difference of a measurement to it."""
     model, exchanged = modelled(case)
-    numbers = [("held", model.total, held.total), ("copies", model.copies, held.copies)]
-    numbers += [("unreduced", model.unreduced, held.unreduced)]
-    numbers += [("sent", round(sent(by_kind(exchanged), case)), round(sent(payload, case)))]
-    cells = " | ".join(f"{a:,} | {b:,}" for _, a, b in numbers)
-    return f"| {case.name} | {case.mode} | {case.num_ranks} | {case.accumulation} | {cells} |"
+    numbers = [(model.total, held.total), (model.copies, held.copies), (model.unreduced, held.unreduced)]
+    numbers.append((round(sent(by_kind(exchanged), case)), round(sent(payload, case))))
+    difference = max(abs(a - b) / max(b, 1) for a, b in numbers)
+    cells = " | ".join(f"{a:,}" for a, _ in numbers)
+    return f"| {case.name} | {case.mode} | {case.num_ranks} | {case.accumulation} | {cells} | {difference:.3%} |"
 
 
 def comparison() -> str:
     lines = table(
-        *("layout", "mode", "ranks", "accumulation", "held", "measured", "copies", "measured"),
-        *("unreduced", "measured", "sent per step", "measured"),
+        *("layout", "mode", "ranks", "accumulation", "held", "copies", "unreduced", "sent per step", "difference")
     )
     lines += [row(case, held, payload) for case, (held, payload, _) in zip(CASES, measured(CASES), strict=True)]
     return "\n".join(lines)
 
 
 def differences(rows: str) -> list[float]:
-    """Relative differences between model and measurement in the comparison's rows."""
-    found = []
-    for line in rows.splitlines()[2:]:
-        cells = [int(cell.replace(",", "")) for cell in line.strip("| ").split(" | ")[4:]]
-        found += [abs(a - b) / max(b, 1) for a, b in zip(cells[::2], cells[1::2], strict=True)]
-    return found
+    """The last cells of the comparison's rows."""
+    return [float(line.rstrip("| %").rpartition(" ")[2]) / 100 for line in rows.splitlines()[2:]]
 
 
 def biggest() -> str:
