@@ -100,7 +100,7 @@ MODULES = {
     "rounding": ("lowp.rounding",),
     "scaler": ("step.scaler",),
     "schedule": ("step.schedule",),
-    "shards": ("layouts.fsdp", "tensors"),
+    "shards": ("layouts.fsdp", "checkpoints.shards", "checkpoints.parts", "tensors"),
     "stages": ("layouts.stages",),
     "sweep": ("cli.sweep",),
     "sync_debug": ("memory.sync_debug",),

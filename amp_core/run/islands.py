@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from amp_core.layouts.fsdp import gathers_16bit
 from amp_core.lowp.islands import keep_fp32, named_modules
 from amp_core.run.state import Run
 from amp_core.step.amp import Amp
+from amp_core.tensors import gathers_16bit
 
 
 def make_islands(run: Run, names: list[str]) -> None:
