@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,11 @@ def blocks(net: nn.Module) -> Iterator[nn.Module]:
 def is_sharded(net: nn.Module) -> bool:
     """Whether `net` is what `wrap_fsdp` returned."""
     return net in plans
+
+
+def gathers_16bit(net: nn.Module) -> bool:
+    """Whether weights of `net` are gathered in 16 bits: these can no longer become islands."""
+    return net in plans and plans[net].dtype is not None
 
 
 def tensors_of(net: nn.Module) -> list[Tensor]:
@@ -203,18 +208,30 @@ def global_grad_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 # --- a step -----------------------------------------------------------------------------------------------------------
 
 
-OptimizerView = Callable[[torch.optim.Optimizer], contextlib.AbstractContextManager[None]]
-_views: list[tuple[Callable[[torch.optim.Optimizer], bool], OptimizerView]] = []
+class StateLayout(NamedTuple):
+    """How a layout shards the state of optimizers whose weights and gradients are replicated (ZeRO stage 1)."""
+
+    applies: Callable[[torch.optim.Optimizer], bool]
+    view: Callable[[torch.optim.Optimizer], contextlib.AbstractContextManager[None]]
+    """Around a step: the optimizer sees this rank's slices. Collective."""
+    full_state: Callable[..., dict[str, Any]]
+    """(optimizer, keep=) -> its state dict as in one process. Collective."""
+    local_states: Callable[[torch.optim.Optimizer, dict[Any, Any], Sequence[Any]], dict[Any, Any]]
+    """(optimizer, full states by number of the weight, numbers of its weights) -> this rank's slices."""
 
 
-def register_view(applies: Callable[[torch.optim.Optimizer], bool], view: OptimizerView) -> None:
-    """Have `step_on_local_shards` enter `view` for optimizers to which it `applies`. A layout calls it once."""
-    _views.append((applies, view))
+state_layouts: list[StateLayout] = []
+"""A layout adds its own."""
+
+
+def state_layout(optimizer: torch.optim.Optimizer) -> StateLayout | None:
+    """The layout of the optimizer's state; None if each rank holds the state of its weights."""
+    return next((each for each in state_layouts if each.applies(optimizer)), None) if several_ranks() else None
 
 
 def is_state_sharded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's state is sharded while weights and gradients are replicated (ZeRO stage 1)."""
-    return several_ranks() and any(applies(optimizer) for applies, _ in _views)
+    """Whether the optimizer's state is sharded while weights and gradients are replicated."""
+    return state_layout(optimizer) is not None
 
 
 @contextlib.contextmanager
@@ -226,9 +243,8 @@ def step_on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """
     with contextlib.ExitStack() as views:
         views.enter_context(_on_plain_tensors(optimizer))
-        for applies, view in _views:
-            if applies(optimizer):
-                views.enter_context(view(optimizer))
+        if (layout := state_layout(optimizer)) is not None:
+            views.enter_context(layout.view(optimizer))
         yield
 
 
@@ -238,9 +254,6 @@ def _on_plain_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     Most optimizers are elementwise, so each rank can step its own shards. DTensors lack some operators, such as fused
     SGD with a learning rate on the device, and cost more time than the step.
-
-    Raises:
-        TypeError: the optimizer is known to look at whole matrices.
     """
     owned = [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p) and p.grad is not None]
     if not owned:

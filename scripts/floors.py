@@ -24,12 +24,12 @@ PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 
 LIMITS = {
     "config": 1840,
-    "base": 670,
+    "base": 690,
     "lowp": 1855,
     "step": 2260,
     "memory": 850,
-    "layouts": 1375,
-    "checkpoints": 1990,
+    "layouts": 1310,
+    "checkpoints": 2035,
     "models": 770,
     "data": 2085,
     "heads": 690,
@@ -40,7 +40,7 @@ LIMITS = {
 }
 """Lines of each floor at most, in their order. `base` are the modules that lie beside the folders."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 62, 12600, 2500
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 42, 9500, 2500
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 650

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_core.checkpoints.shards import Entry, Span, StatePath, Want, want_all
-from amp_core.layouts.fsdp import gather_full_state, slice_of
-from amp_core.layouts.zero import is_state_sharded, slices_of, whole_state
-from amp_core.tensors import dtensor_like, is_dtensor, load_state
+from amp_core.checkpoints.shards import Entry, Span, StatePath, Want, slice_of, want_all
+from amp_core.tensors import dtensor_like, full_tensor, is_dtensor, is_state_sharded, load_state, state_layout
 
 # Optimizer states that have the shape of their parameter, in the classes of torch.optim.
 LIKE_PARAMETER = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg"}
@@ -122,17 +120,34 @@ def plain_names(net: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 def full_state(part: Part, *, keep: bool = True) -> Mapping[str, Any]:
     """The state to save, with full tensors; collective where tensors are sharded. `keep`: false if nobody needs it."""
-    if isinstance(part, Optimizer) and is_state_sharded(part):
-        state = whole_state(part, keep=keep)
+    if isinstance(part, Optimizer) and (layout := state_layout(part)) is not None:
+        state = layout.full_state(part, keep=keep)
     else:
         state = gather_full_state(part.state_dict(), keep=keep)
     return _portable(part, state) if keep else state
 
 
+def gather_full_state(value: Any, *, keep: bool = True) -> Any:
+    """A nested state with full tensors, in host memory, in place of DTensors. Collective.
+
+    Args:
+        value: of the same structure on all ranks.
+        keep: false on ranks that do not need it: they take part and get None in place of each tensor.
+    """
+    if is_dtensor(value):
+        full = full_tensor(value)  # one at a time: the device holds a single full tensor
+        return full.cpu() if keep else None
+    if isinstance(value, dict):
+        return {key: gather_full_state(item, keep=keep) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(gather_full_state(item, keep=keep) for item in value)
+    return value
+
+
 def local_state(part: Part) -> Mapping[str, Any]:
     """The state to save, as far as this rank holds it. Collective, and full, for optimizers with a sharded state."""
     if isinstance(part, Optimizer) and is_state_sharded(part):
-        return _portable(part, whole_state(part))
+        return full_state(part)
     return _portable(part, part.sharded_state_dict() if isinstance(part, ShardedPart) else part.state_dict())
 
 
@@ -270,7 +285,9 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
     groups = optimizer.param_groups
     saved = [{**group, "params": old["params"]} for group, old in zip(groups, state["param_groups"], strict=True)]
     numbers = [number for number, _ in parameters_of(optimizer, saved)]
-    states = slices_of(optimizer, dict(state["state"]), numbers)
+    states, layout = dict(state["state"]), state_layout(optimizer)
+    if layout is not None:
+        states = layout.local_states(optimizer, states, numbers)
     for number, parameter in parameters_of(optimizer, saved):
         if number in states:
             own = states[number].items()

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.checkpoints.folders import DEFAULTS, FORMAT, CorruptFile
+from amp_core.checkpoints.shards import slice_of
 from amp_core.config.errors import CheckpointError
-from amp_core.layouts.fsdp import slice_of
 from amp_core.tensors import Slice, is_dtensor
 
 _SCALARS = (str, int, float, bool, type(None))

@@ -19,7 +19,6 @@ from amp_core.checkpoints.folders import MANIFEST, STATE, digest_of, encode, is_
 from amp_core.checkpoints.parts import Part, net_of, parameters_of, plain_names
 from amp_core.checkpoints.shards import Entry, Shard, StatePath
 from amp_core.config.errors import SaveError
-from amp_core.layouts.fsdp import replicas, slice_of
 from amp_core.tensors import Slice, is_dtensor
 
 
@@ -51,7 +50,7 @@ def assign_shards(
     def assign(path: StatePath, value: Any, same_as: Any, is_replica: bool) -> bool:
         """Adds a tensor to the table, or its path to the one that it shares memory with; False: it is not one."""
         if is_dtensor(value):
-            own, (copy, num_copies) = slice_of(value), replicas(value)
+            own, (copy, num_copies) = shards.slice_of(value), shards.replicas(value)
         elif isinstance(value, Slice):
             own, copy, num_copies = value, 0, 1
         elif is_replica and value.ndim and value.dtype in shards.NAMES:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from amp_core.checkpoints.folders import CorruptFile, require_memory, stream
-from amp_core.tensors import Slice
+from amp_core.tensors import Slice, split_dimension
 
 StatePath = tuple[str | int, ...]  # keys of dictionaries and numbers in lists, from the top down to a tensor
 _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BF16": torch.bfloat16, "BOOL": torch.bool}
@@ -160,6 +160,33 @@ def head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
 def head_of(contents: Iterable[tuple[Entry, Shard]]) -> bytes:
     """The first bytes of a file of shards."""
     return head((entry.name, entry.dtype, entry.shape_of(shard.start, shard.stop)) for entry, shard in contents)
+
+
+def slice_of(part: Tensor) -> Slice:
+    """The `Slice` of a DTensor's local shard, in the same memory. No collective.
+
+    Raises:
+        TypeError: it is sharded over more than one mesh dimension, or in unusual sizes.
+    """
+    mine, split = part.to_local().detach(), split_dimension(part)  # type: ignore[attr-defined]
+    if split is None:
+        return Slice(mine, 0, part.shape[0])
+    mesh, dim = part.device_mesh, part.placements[split].dim  # type: ignore[attr-defined]
+    each = -(-part.shape[dim] // mesh.size(split))  # as torch.chunk cuts
+    start = min(mesh.get_local_rank(split) * each, part.shape[dim])
+    if mine.shape[dim] != min(each, part.shape[dim] - start):
+        raise TypeError(f"a shard of {tuple(part.shape)} has {mine.shape[dim]} of {each} indices along dimension {dim}")
+    return Slice(mine, start, part.shape[dim], dim)
+
+
+def replicas(part: Tensor) -> tuple[int, int]:
+    """(index of this rank's replica of the shard, number of replicas)."""
+    mesh, split = part.device_mesh, split_dimension(part)  # type: ignore[attr-defined]
+    number, count = 0, 1
+    for i in range(mesh.ndim):
+        if i != split:
+            number, count = number * mesh.size(i) + mesh.get_local_rank(i), count * mesh.size(i)
+    return number, count
 
 
 def size_of(contents: list[tuple[Entry, Shard]]) -> int:

@@ -33,7 +33,7 @@ from amp_core.doctor.diagnosis import (
 from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
 from amp_core.layouts.stages import Stages
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
-from amp_core.run.islands import can_make_islands
+from amp_core.run.resume import can_make_islands
 from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
 from amp_core.tensors import unwrap

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from amp_core.doctor.watch import doctor_of
 from amp_core.lowp.weights import master_params
 from amp_core.memory.recompute import recomputed
-from amp_core.run.log import Log
 from amp_core.run.loop import Loop
+from amp_core.run.protocols import Log
 
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients")
 LOST = 2.0**-25

@@ -1,4 +1,4 @@
-"""Sharded weights, gradients and moments (FSDP2): wrapping, and the shards of a rank.
+"""Sharded weights, gradients and moments (FSDP2).
 
 Shards, optimizer moments, EMA and the gradients summed over ranks are fp32. Before a block computes, its weights are
 gathered from all ranks, in one of two groups:
@@ -19,21 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from amp_core.config.errors import ConfigError
 from amp_core.lowp.islands import island_names
-from amp_core.tensors import (
-    Plan,
-    Slice,
-    blocks,
-    copy_with,
-    full_tensor,
-    is_dtensor,
-    plans,
-    split_dimension,
-    tensors_of,
-)
+from amp_core.tensors import Plan, blocks, copy_with, plans, tensors_of
 from amp_core.torch_private import find
 
 if TYPE_CHECKING:
@@ -171,54 +161,5 @@ def outline(net: nn.Module) -> nn.Module:
     return plans[net].outline
 
 
-def gathers_16bit(net: nn.Module) -> bool:
-    """Whether weights of `net` are gathered in 16 bits: these can no longer become islands."""
-    return net in plans and plans[net].dtype is not None
-
-
 def _outline(net: nn.Module) -> nn.Module:
     return copy_with(net, {tensor: torch.empty_like(tensor, device="meta") for tensor in tensors_of(net)})
-
-
-def slice_of(part: Tensor) -> Slice:
-    """The `Slice` of a DTensor's local shard, in the same memory. No collective.
-
-    Raises:
-        TypeError: it is sharded over more than one mesh dimension, or in unusual sizes.
-    """
-    mine, split = part.to_local().detach(), split_dimension(part)  # type: ignore[attr-defined]
-    if split is None:
-        return Slice(mine, 0, part.shape[0])
-    mesh, dim = part.device_mesh, part.placements[split].dim  # type: ignore[attr-defined]
-    each = -(-part.shape[dim] // mesh.size(split))  # as torch.chunk cuts
-    start = min(mesh.get_local_rank(split) * each, part.shape[dim])
-    if mine.shape[dim] != min(each, part.shape[dim] - start):
-        raise TypeError(f"a shard of {tuple(part.shape)} has {mine.shape[dim]} of {each} indices along dimension {dim}")
-    return Slice(mine, start, part.shape[dim], dim)
-
-
-def replicas(part: Tensor) -> tuple[int, int]:
-    """(index of this rank's replica of the shard, number of replicas)."""
-    mesh, split = part.device_mesh, split_dimension(part)  # type: ignore[attr-defined]
-    number, count = 0, 1
-    for i in range(mesh.ndim):
-        if i != split:
-            number, count = number * mesh.size(i) + mesh.get_local_rank(i), count * mesh.size(i)
-    return number, count
-
-
-def gather_full_state(value: Any, *, keep: bool = True) -> Any:
-    """A nested state with full tensors, in host memory, in place of DTensors. Collective.
-
-    Args:
-        value: of the same structure on all ranks.
-        keep: false on ranks that do not need it: they take part and get None in place of each tensor.
-    """
-    if is_dtensor(value):
-        full = full_tensor(value)  # one at a time: the device holds a single full tensor
-        return full.cpu() if keep else None
-    if isinstance(value, dict):
-        return {key: gather_full_state(item, keep=keep) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(gather_full_state(item, keep=keep) for item in value)
-    return value

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_core.config.schema import WHOLE_MATRICES
 from amp_core.lowp.weights import master_params
-from amp_core.tensors import all_gather, register_view, several_ranks
+from amp_core.tensors import StateLayout, all_gather, several_ranks, state_layouts
 from amp_core.torch_private import foreach_copy_
 
 _ALIGN = 64  # elements
@@ -303,4 +303,4 @@ class _Sent:
     dtype: torch.dtype
 
 
-register_view(is_state_sharded, on_slices)
+state_layouts.append(StateLayout(is_state_sharded, on_slices, whole_state, slices_of))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import platform
 from pathlib import Path
 from typing import IO
 
+from amp_core.config.errors import ConfigError
 from amp_core.config.files import open_file
 
 
@@ -46,3 +48,21 @@ def is_of(lock: IO[str], folder: Path) -> bool:
         return os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / ".lock", follow_symlinks=False))
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+def lock_folder(run_dir: Path) -> IO[str]:
+    """Take the lock of a run folder, and write into it who has it.
+
+    Raises:
+        ConfigError: another process writes there.
+    """
+    try:
+        lock = acquire(run_dir)
+    except BlockingIOError as problem:
+        raise ConfigError(
+            f"run_dir={run_dir}: is being written by {problem.strerror}; wait for it, or choose another run_dir"
+        ) from problem
+    lock.truncate()
+    lock.write(f"process {os.getpid()} on {platform.node()}")
+    lock.flush()
+    return lock

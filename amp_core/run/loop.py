@@ -17,7 +17,6 @@ its step.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import signal
 import sys
@@ -28,22 +27,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from amp_core.checkpoints.checkpoint import Loaded
 from amp_core.config.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
 from amp_core.data import Data
 from amp_core.data.loading import GaveUp
-from amp_core.memory.recast import Recast
-from amp_core.run.environment import Environment, exit_code_of, outcome_of, peak_memory
-from amp_core.run.evaluation import Evaluate, Evaluation, spell
+from amp_core.run.environment import TIME_LIMIT, Environment, exit_code_of, outcome_of, peak_memory
+from amp_core.run.evaluation import Evaluate, Evaluation, check_result, spell
 from amp_core.run.feed import Feed
-from amp_core.run.log import Log, say
 from amp_core.run.meters import Clock, Metrics
-from amp_core.run.monitor import Finding, Symptoms
-from amp_core.run.outcome import check_result
-from amp_core.run.plan import measuring, plan, plan_in_detail
+from amp_core.run.protocols import Finding, Log, Step, Symptoms
 from amp_core.run.resume import open_checkpoint, progress_of, resume
-from amp_core.run.state import CapturedStep, Step
-from amp_core.run.stop import TIME_LIMIT
 from amp_core.step.amp import Amp
 from amp_core.step.ema import Ema
 from amp_core.step.report import StepReport
@@ -94,9 +86,8 @@ class Loop:
         """Bytes per rank, from the first window on."""
         self.is_replay = False
         """Whether the present window is computed again, for somebody who looks into it."""
-        self.graph = _cuda_graph(self)
-        recasts = self.cfg.perf.recast_weights
-        self.recast = Recast(p for net in self.nets for p in net.parameters()) if recasts else None
+        self.graph = env.services.captured_step(self)
+        self.saved_tensors = env.services.saved_tensors(self)
         self.monitor, self.measurement = env.monitors(self)
         self._log: Log | None = None
         self._symptoms: Symptoms | None = None
@@ -136,7 +127,7 @@ class Loop:
         """
         self.feed.count = count
         if self.cfg.dry_run and self.env.driver is None:
-            yield from _dry_run(self, count)
+            yield from self.env.services.dry_run(self, count)
             return
         self.checkpoint = open_checkpoint(self)
         self.env.closing.callback(self._finish_saving)
@@ -150,8 +141,8 @@ class Loop:
             return
         if loaded is not None and self.step >= self.num_steps and _is_finished(self):
             return
-        self.env.begin()
-        self._log = _open_log(self, loaded, notes, warnings)
+        self.env.folder.begin()
+        self._log = self.env.services.open_log(self, loaded, notes, warnings)
         ending: dict[str, Any] = {"status": "finished", "exit_code": 0}
         if self.monitor is not None:
             self.monitor.start()
@@ -182,7 +173,7 @@ class Loop:
             yield from self._after_step(end)
         while self.step < end:
             window = next(windows)
-            with self.step_of(window) as dropped, self.sampling(), measuring(self):
+            with self.step_of(window) as dropped, self.sampling(), self.saved_tensors():
                 if not dropped:
                     yield window
             if self.step == begin + 1:
@@ -204,12 +195,10 @@ class Loop:
         _interrupt(self, self.env.stop.code, f"{self.step} of {end}, waiting for data", saved, wait)
 
     def run(self, step: Step, window: list[MicroBatch]) -> Any:
-        """`step(window)`; with perf.graph replayed from a CUDA graph, where it can be.
+        """`step(window)`, with perf.graph replayed from a CUDA graph where it can be.
 
-        Args:
-            step: the computation of a whole step, the same function each time. What it returns, tensors and reports in
-                any nesting, may be overwritten by the next call.
-            window: what `windows` gave.
+        `step` computes a whole step of what `windows` gave, and is the same function each time. What it returns,
+        tensors and reports in any nesting, may be overwritten by the next call.
         """
         if self.graph is None or self.is_replay or self._is_looked_into:
             return step(window)
@@ -226,9 +215,9 @@ class Loop:
         is_injected = inject is not None and inject.step == step
         self._is_looked_into = is_injected or (measurement is not None and step % measurement.every == 0)
         # Where weights are cast again in the backward pass, shared copies would be kept in any case.
-        reuse = self.accumulation > 1 and self.recast is None
+        reuse = self.accumulation > 1 and not self.cfg.perf.recast_weights
         with (
-            _fault(self, window) if is_injected else contextlib.nullcontext(False) as dropped,
+            self.env.services.fault(self, window) if is_injected else contextlib.nullcontext(False) as dropped,
             self.amp.cache_weight_casts(*self.nets) if reuse else contextlib.nullcontext(),
             self.env.eagerly() if self._is_looked_into else contextlib.nullcontext(),
         ):
@@ -373,7 +362,7 @@ class Loop:
         if self.env.any_rank(problem is not None):
             raise problem or SaveError("rank 0 cannot save, see its message")
         self.summarise()
-        self.env.write_summary("running", 0)
+        self.env.folder.write_summary("running", 0)
         self.clock.pause(time.monotonic() - began)
 
     def _finish_saving(self) -> None:
@@ -407,80 +396,20 @@ def _require_samples(loop: Loop) -> None:
         )
 
 
-def _dry_run(loop: Loop, count: Callable[[Any], Tensor] | None) -> Iterator[list[MicroBatch]]:
-    from amp_core.run.layers import show_layers  # which needs this module
-
-    if loop.env.is_main:
-        say("\n".join([*loop.env.job.notes, plan(loop), plan_in_detail(loop)]))
-    yield from show_layers(loop, count)
-
-
-def _fault(loop: Loop, window: list[MicroBatch]) -> contextlib.AbstractContextManager[bool]:
-    from amp_core.run.inject import fault
-
-    assert loop.cfg.debug.inject is not None
-    return fault(loop.cfg.debug.inject, loop.model, loop.amp, window, rank=loop.env.rank)
-
-
-def _open_log(loop: Loop, loaded: Loaded | None, notes: list[str], warnings: list[str]) -> Log:
-    env, cfg = loop.env, loop.cfg
-    assert env.run_dir is not None
-    log = Log(
-        env.run_dir,
-        cfg.log,
-        rank=env.rank,
-        run_config=cfg.to_dict(),
-        name=env.run_dir.name,
-        start_step=loop.step,
-        total_steps=loop.num_steps,
-        last_line_step=None if loaded is None else loop.step,
-        shows_scale=cfg.amp.scaling,
-    )
-    if cfg.perf.compile is not None:
-        env.placement.compiler.clock = functools.partial(log.clock, "compiling")
-    for note in notes if env.is_main else []:
-        log.info(note)
-    for warning in warnings if env.is_main else []:
-        log.warning(warning)
-    if env.is_main:
-        log.info(plan(loop))
-        log.info(f"run folder: {env.run_dir}")
-    return log
-
-
-def _cuda_graph(loop: Loop) -> CapturedStep | None:
-    env, cfg = loop.env, loop.cfg
-    if not cfg.perf.graph:
-        return None
-    from amp_core.memory.graph import CudaGraphStep, why_not_capturable
-
-    # Also those whose state is saved as a part of something else.
-    optimizers = list(dict.fromkeys([*loop.optimizers, *(s.optimizer for s in loop.schedules.values())]))
-    problem = why_not_capturable(env.devices, cfg.layout, env.world_size, optimizers)
-    if problem is not None:
-        env.job.notes.append(f"perf.graph=true: running eagerly instead: {problem}")
-        return None
-    graph = CudaGraphStep(
-        loop.nets, loop.optimizers, list(loop.schedules.values()), loop.amp, lambda: env.seed_step(loop.step + 1)
-    )
-    env.closing.callback(graph.forget)  # NCCL waits at its end for graphs that use its communicator
-    return graph
-
-
 def _is_finished(loop: Loop) -> bool:
     """Whether a run that made all its steps has its result, too: then nothing is computed, and it stands."""
     env = loop.env
-    before = env.summary_before
+    before = env.folder.before
     if before.get("status") != "finished" or not isinstance(before.get("eval"), dict):
         before = None
     if env.any_rank(env.is_main and before is None):
         return False
     if env.is_main:
-        say(f"already finished: {loop.step} steps, {loop.num_steps} were asked for, in {env.run_dir}")
+        env.services.say(f"already finished: {loop.step} steps, {loop.num_steps} were asked for, in {env.run_dir}")
     loop.evaluation.metrics = dict(before["eval"]) if before else {}
     env.summary |= before or {}
-    env.begin()
-    env.write_summary("finished", 0)
+    env.folder.begin()
+    env.folder.write_summary("finished", 0)
     return True
 
 
@@ -488,15 +417,15 @@ def _evaluate_only(loop: Loop, notes: list[str]) -> None:
     loop.evaluation.metrics = loop.evaluation.metrics_of_nets()
     if loop.env.is_main:
         for note in notes:
-            say(note)
-        say(f"step {loop.step}: {spell(loop.eval)}")
+            loop.env.services.say(note)
+        loop.env.services.say(f"step {loop.step}: {spell(loop.eval)}")
 
 
 def _end(loop: Loop, log: Log) -> None:
     loop.summarise()
     skipped = loop.env.summary["skipped"]
     check_result(loop.eval, step=loop.step, skipped=skipped, amp=loop.cfg.amp, scale=loop.amp.scale)
-    loop.env.write_summary("finished", 0)
+    loop.env.folder.write_summary("finished", 0)
     if loop.env.is_main:
         log.info(f"finished {loop.step} steps: {spell(loop.eval)}")
         if loop.memory is not None:

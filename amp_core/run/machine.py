@@ -7,6 +7,7 @@ is resumed elsewhere is as good as before, but no longer bit for bit the run tha
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import platform
 import re
@@ -19,9 +20,37 @@ from typing import Any
 import torch
 
 from amp_core.config.files import read_json
+from amp_core.lowp.fp16_convolutions import in_use
+from amp_core.run.environment import Environment
 
 _FEATURES = re.compile(r"(sse4|avx|amx|fma|f16c|asimd|sve|bf16|i8mm)\w*|sme\d*")
 """Instruction sets that kernels are chosen by, as Linux names them."""
+
+
+def describe(env: Environment) -> dict[str, Any]:
+    """Versions, device, git commit and command line."""
+    root = Path(__file__).resolve().parents[2]
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    return {
+        "command": env.job.command,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": describe_versions(),
+        "device": describe_device(env.device),
+        **describe_cpu(),
+        "fp16_convolutions": "fp32, rounded" if in_use() else None,
+        "world_size": env.world_size,
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_dirty": bool(git("status", "--porcelain")),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
 
 
 def describe_cpu() -> dict[str, Any]:

@@ -1,19 +1,49 @@
-"""Where a run stands: what is saved of it besides its parts, and what is compared when it is resumed."""
+"""Where a run stands: what is saved of it besides its parts, and what is compared or made again when it resumes."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
 from amp_core.config.errors import CheckpointError, ConfigError
 from amp_core.config.rules import SHARDED, differences, is_elastic
-from amp_core.lowp.islands import islands_of
-from amp_core.run.islands import can_make_islands, make_islands
-from amp_core.run.machine import moved
-from amp_core.run.state import Run
+from amp_core.config.schema import Config
+from amp_core.lowp.islands import islands_of, keep_fp32, named_modules
+from amp_core.run.environment import Environment
+from amp_core.run.evaluation import Evaluation
+from amp_core.run.feed import Feed
+from amp_core.run.meters import Metrics
+from amp_core.run.protocols import CapturedStep
+from amp_core.step.amp import Amp
+from amp_core.step.ema import Ema
+from amp_core.step.schedule import Schedule
+from amp_core.tensors import gathers_16bit
+
+
+class Run(Protocol):
+    """Parts, settings and position of a run; a `Loop` is one."""
+
+    env: Environment
+    cfg: Config
+    amp: Amp
+    parts: dict[str, Any]
+    schedules: dict[str, Schedule]
+    schedule: Schedule
+    ema: Ema | None
+    feed: Feed
+    evaluation: Evaluation
+    metrics: Metrics
+    checkpoint: Checkpoint
+    graph: CapturedStep | None
+    islands: list[str]
+    planned_samples: int
+    owes_evaluation: bool
+    step: int
+    samples: int
 
 
 def progress_of(run: Run) -> dict[str, Any]:
@@ -48,7 +78,7 @@ def open_checkpoint(run: Run) -> Checkpoint:
         background=cfg.checkpoint.background,
         # What a thread sends must not come between what training sends.
         group=env.new_host_group() if in_shards and cfg.checkpoint.background else env.host_group,
-        guard=env.check_folder,
+        guard=env.folder.check,
         **run.parts,
     )
 
@@ -91,7 +121,7 @@ def resume(run: Run) -> tuple[Loaded | None, list[str], list[str]]:
         notes.append(f"the checkpoint was made with amp={old_mode}, resuming with amp={cfg.amp.name}")
     verb = "continuing from" if cfg.task == "train" else "evaluating"
     notes.append(f"{verb} step {run.step}: {loaded.path}")
-    if cfg.task == "train" and (elsewhere := moved(loaded.path, env.device)):
+    if cfg.task == "train" and (elsewhere := env.folder.moved(loaded.path)):
         notes.append(elsewhere)
     if cfg.task == "train" and any(s.num_steps < planned[name] for name, s in run.schedules.items()):
         notes.append(f"steps beyond the schedule's {run.schedule.num_steps} keep its last learning rate")
@@ -109,6 +139,24 @@ def _make_islands(run: Run, islands: list[str], notes: list[str]) -> None:
     if islands and can_make_islands(run.amp, nets):
         make_islands(run, islands)
         notes.append(f"{', '.join(islands)} stay in fp32, as the doctor set them")
+
+
+def make_islands(run: Run, names: list[str]) -> None:
+    """Keep modules in fp32 from here on, in the networks and in their average."""
+    nets = [run.env.nets] if run.ema is None else [run.env.nets, [("", run.ema.model)]]
+    for module in (module for each in nets for module, name in named_modules(each).items() if name in set(names)):
+        keep_fp32(module)
+    if run.graph is not None:
+        run.graph.forget()
+    run.islands += [name for name in names if name not in run.islands]
+    run.env.summary["islands"] = run.islands
+
+
+def can_make_islands(amp: Amp, nets: list[tuple[str, nn.Module]]) -> bool:
+    """Whether modules can become islands now: it takes autocast, and weights in fp32, also where they are gathered."""
+    autocasts = amp.dtype in (torch.float16, torch.bfloat16)
+    in_16bit = amp.weights or amp.config.float8 or any(gathers_16bit(net) for _, net in nets)
+    return autocasts and not in_16bit
 
 
 def _agree_on(run: Run, loaded: Loaded | None) -> None:

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from amp_core.config.errors import RunError
+from amp_core.run.environment import TIME_LIMIT
 from amp_core.run.rendezvous import launched, others_start_again
 
-TIME_LIMIT = 75
-"""Why a run stops before its end: `max_minutes`. Other reasons are 128 and the number of a signal."""
 PATIENCE = (5.0, 20.0)
 """Seconds for which a rank that was asked to stop still waits for data: alone, and where the others would have to stop
 without a checkpoint."""

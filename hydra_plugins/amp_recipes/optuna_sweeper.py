@@ -66,7 +66,7 @@ class OptunaSweeper(Sweeper):
         """
         from amp_core.cli.sweep import asked_to_stop
         from amp_core.config.errors import ConfigError, RunError
-        from amp_core.run.environment import lock_folder
+        from amp_core.run.locks import lock_folder
         from amp_core.run.log import say
 
         if importlib.util.find_spec("optuna") is None:

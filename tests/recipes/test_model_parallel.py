@@ -24,6 +24,7 @@ from amp_core.checkpoints.reading import read
 from amp_core.cli.compose import compose
 from amp_core.config.rules import build
 from amp_core.layouts.ddp import ReplicaParallel, wrap_ddp
+from amp_core.layouts.placement import Placement
 from amp_core.layouts.stages import Stages, cuts
 from amp_core.models import build_model
 from amp_core.models.images import CLASSIFIERS
@@ -339,9 +340,9 @@ def test_the_state_of_a_data_parallel_network_has_plain_names(tmp_path: Path) ->
 def test_a_process_of_model_parallel_has_consecutive_gpus_of_its_own() -> None:
     cfg = build(compose(["recipe=model_parallel", "layout.num_stages=3"]))
     job = Job(config={}, run_dir=None)
-    devices = Environment(job, cfg, torch.device("cuda", 3), 1, 1, 2).devices  # no GPU is touched
+    devices = Placement(Environment(job, cfg, torch.device("cuda", 3), 1, 1, 2)).devices  # no GPU is touched
     assert devices == [torch.device("cuda", number) for number in (3, 4, 5)]
-    assert Environment(job, cfg, CPU, 0, 0, 1).devices == [CPU] * 3
+    assert Placement(Environment(job, cfg, CPU, 0, 0, 1)).devices == [CPU] * 3
 
 
 REFUSED = {

@@ -24,10 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from waits import Waits
 
 from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, keep_fp32, sync_grads
+from amp_core.checkpoints.parts import gather_full_state
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import ConfigError
 from amp_core.layouts.ddp import wrap_ddp
-from amp_core.layouts.fsdp import build_mesh, gather_full_state, wrap_fsdp
+from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
 from amp_core.models.gpt import GPT
 from amp_core.step import amp as precision
 from amp_core.step import gradients

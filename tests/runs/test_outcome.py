@@ -11,7 +11,7 @@ from running import summary
 import train
 from amp_core.config.errors import Diverged
 from amp_core.config.rules import amp_config
-from amp_core.run.outcome import check_result
+from amp_core.run.evaluation import check_result
 
 SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
 SMALL += ["device=cpu", "log=none", "batch_size=8", "doctor=off", "amp.max_consecutive_skips=1000", "run_dir=a"]

@@ -25,7 +25,7 @@ from tiers import rows
 
 import train
 from amp_core.data import loading
-from amp_core.run import environment
+from amp_core.run import folder as run_folder
 from amp_core.run.evaluation import Evaluation
 from amp_core.run.lines import write_json
 from amp_core.run.stop import Stop
@@ -713,7 +713,7 @@ def test_a_last_summary_that_cannot_be_written_ends_with_4(monkeypatch, capfd):
         write_json(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(environment, "write_json", on_a_full_disk)
+        patch.setattr(run_folder, "write_json", on_a_full_disk)
         run("run_dir=a", "steps=2", code=4)
     assert "a/summary.json: cannot be written: No space left on device" in capfd.readouterr().err
     assert summary("a")["status"] == "failed" and len(checkpoints("a")) == 1

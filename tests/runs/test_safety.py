@@ -12,7 +12,7 @@ from tiers import rows
 import train
 from amp_core.checkpoints.checkpoint import Checkpoint
 from amp_core.config.redact import known_secrets, redact, redact_typed, refuse_secret
-from amp_core.run.environment import lock_folder
+from amp_core.run.locks import lock_folder
 
 SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
 SMALL += ["device=cpu", "log.progress=false", "batch_size=8", "save_every=1", "eval_every=1000", "amp=bf16", "steps=3"]

@@ -31,7 +31,8 @@ import train
 from amp_core import Amp, Clip, Schedule, keep_fp32, windows
 from amp_core.cli import compose
 from amp_core.config.schema import OptimizerConfig
-from amp_core.run.environment import Job, environment
+from amp_core.run.environment import Job
+from amp_core.run.process import environment
 from amp_core.step.optimizers import check_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,6 @@ LONG = {
     "amp_core/step/amp.py": "one class, the interface that people import",
     "amp_core/data/images.py": "one data set after the other",
     "amp_core/data/loading.py": "the sampler, and every wait for a batch",
-    "amp_core/run/loop.py": "the training loop and the functions around its class, which has 350 lines",
     "amp_core/doctor/trace.py": "one dispatch mode, whose rules refer to each other",
     "amp_core/lowp/op_policy.py": "mostly the table of CUDA's autocast policy",
 }

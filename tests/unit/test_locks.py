@@ -6,20 +6,23 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from amp_core.config.errors import ConfigError, SaveError
 from amp_core.run import locks
-from amp_core.run.environment import Environment, lock_folder
+from amp_core.run.folder import RunFolder
+from amp_core.run.locks import lock_folder
 
 
-def starting(folder: Path) -> Environment:
-    """A run that has its folder and may still be refused."""
-    env = Environment.__new__(Environment)
-    env.run_dir, env._lock, env._is_new, env._begun, env.rank = folder, None, False, False, 0
-    env.open_folder()
-    return env
+def starting(folder: Path) -> RunFolder:
+    """That of a run that has its folder and may still be refused."""
+    env: Any = SimpleNamespace(run_dir=folder, is_main=True)
+    found = RunFolder(env)
+    found.open()
+    return found
 
 
 def before_the_lock(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
@@ -39,7 +42,7 @@ def writers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     first, found = starting(folder), []
 
     def others() -> None:
-        first.close_folder()
+        first.close()
         assert not folder.exists()
         found.append(starting(folder))
 
@@ -63,10 +66,10 @@ def test_a_lock_that_was_removed_and_made_anew_makes_no_second_writer(tmp_path, 
 def test_a_folder_that_a_refused_run_removed_is_made_again(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     first = starting(folder)
-    before_the_lock(monkeypatch, first.close_folder)
+    before_the_lock(monkeypatch, first.close)
     second = starting(folder)
     assert second._lock is not None and locks.is_of(second._lock, folder)
-    second.close_folder()
+    second.close()
     assert not folder.exists()
 
 
@@ -75,12 +78,12 @@ def test_a_run_does_not_remove_the_lock_of_another_one_in_the_place_of_its_folde
     (tmp_path / "run").rename(tmp_path / "moved")
     second = starting(tmp_path / "run")
     with pytest.raises(SaveError, match="was moved or removed while this run wrote there"):
-        first.check_folder()
-    first.close_folder()
-    second.check_folder()
+        first.check()
+    first.close()
+    second.check()
     with pytest.raises(ConfigError, match="is being written"):
         lock_folder(tmp_path / "run")
-    second.close_folder()
+    second.close()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("elsewhere")])

@@ -19,7 +19,7 @@ from amp_core.checkpoints import folders, parts, plain_state, reading, sharded, 
 from amp_core.config import redact
 from amp_core.config.errors import CheckpointError
 from amp_core.layouts import ddp as layout
-from amp_core.run import environment, evaluation, log, meters, resume, stop
+from amp_core.run import environment, evaluation, folder, log, meters, resume, stop
 from amp_core.step import amp as precision
 from amp_core.step import buffers, schedule
 from campaign import Noticed, Plan, Result, harness
@@ -301,11 +301,11 @@ BREAKS = [
         4,
     ),
     Break("sums in another order after a resume", _wrap(layout, "wrap_ddp", _without_options), signals, 8),
-    Break("the environment is recorded", _wrap(environment, "describe", lambda f: _with_environment(f)), leaks, 1),
+    Break("the environment is recorded", _wrap(folder, "describe", lambda f: _with_environment(f)), leaks, 1),
     Break("failures are recorded as they are", _everything_as_it_is, leaks, 2, case=1),
     Break("a write that fails is ignored", _wrap(folders, "write_file", _without_errors), errors, 30, is_slow=True),
     Break("what is no checkpoint is tidied away", _replace(folders, "remove_leftovers", _tidy), foreign, 8),
-    Break("no lock of the run folder", _replace(environment, "lock_folder", _no_lock), stuck, 1),
+    Break("no lock of the run folder", _replace(folder, "lock_folder", _no_lock), stuck, 1),
 ]
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import system_calls
 
 import train
+from amp_core.checkpoints.parts import gather_full_state
 from amp_core.data import loading
-from amp_core.layouts.fsdp import gather_full_state
 from amp_core.run.environment import exit_code_of
 from amp_core.run.loop import Loop
 from amp_core.run.stop import SIGNALS, Stop

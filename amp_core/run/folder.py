@@ -1,0 +1,122 @@
+"""The run folder: locked by the run that writes there, its settings and its summary. Rank 0 writes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from amp_core.config.errors import SaveError
+from amp_core.config.files import read_json
+from amp_core.run import locks
+from amp_core.run.environment import Environment, peak_memory
+from amp_core.run.lines import write_json, write_text
+from amp_core.run.locks import lock_folder
+from amp_core.run.machine import describe, moved
+
+logger = logging.getLogger("amp_recipes")
+
+
+class RunFolder:
+    """The folder of a run; on all ranks, but only rank 0 opens it.
+
+    Args:
+        env: of the run. Without a run folder nothing is written.
+    """
+
+    def __init__(self, env: Environment) -> None:
+        self._env, self.path = env, env.run_dir
+        self.before: dict[str, Any] = {}
+        """What summary.json held when this run began."""
+        self._lock: IO[str] | None = None
+        self._is_new = self._begun = False
+
+    def open(self) -> None:
+        """Create the run folder and take its lock. Rank 0. What it holds is not touched before `begin`."""
+        if self.path is None or not self._env.is_main:
+            return
+        try:
+            while self._lock is None:
+                self._is_new = not self.path.exists()
+                self.path.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileNotFoundError):  # a refused run has just removed the folder that it made
+                    self._lock = lock_folder(self.path)
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                self.before = read_json(self.path / "summary.json")
+        except OSError as problem:
+            raise SaveError(f"run_dir={self.path}: cannot be written: {problem.strerror or problem}") from problem
+
+    def check(self) -> None:
+        """Called before a checkpoint is written.
+
+        Raises:
+            SaveError: the run folder is not the one any more that this run has locked.
+        """
+        if self.path is not None and self._lock is not None and not locks.is_of(self._lock, self.path):
+            raise SaveError(
+                f"run_dir={self.path}: the folder or its .lock was moved or removed while this run wrote there. "
+                "Nothing more is written. To resume, move it back, or give its new place as run_dir."
+            )
+
+    def moved(self, checkpoint: Path) -> str | None:
+        """What to log when a checkpoint was made on another machine."""
+        return moved(checkpoint, self._env.device)
+
+    def begin(self) -> None:
+        """Write what is known at the start. Called when nothing can refuse the run any more."""
+        if self.path is None or not self._env.is_main:
+            return
+        try:
+            hydra = self.path / ".hydra"
+            hydra.mkdir(exist_ok=True)
+            from omegaconf import OmegaConf
+
+            write_text(hydra / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(self._env.job.config)))
+            write_text(hydra / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(self._env.job.overrides)))
+            write_json(self.path / "environment.json", describe(self._env))
+        except OSError as problem:
+            raise SaveError(f"run_dir={self.path}: cannot be written: {problem.strerror or problem}") from problem
+        self._begun = True
+        self.write_summary("running", 0)
+
+    def write_summary(self, status: str, exit_code: int, error: str | None = None) -> None:
+        """summary.json of the run; only rank 0 writes, and only when there is a run folder."""
+        if self.path is None or self._lock is None or not (self._begun or status == "failed"):
+            return
+        if not locks.is_of(self._lock, self.path):  # moved: what is there now is not ours
+            return
+        defaults = {
+            "status": status,
+            "exit_code": exit_code,
+            "step": 0,
+            "eval": {},
+            "amp": self._env.cfg.amp.name,
+            "device": self._env.device.type,
+            "world_size": self._env.world_size,
+            "samples_per_second": None,
+            "data_wait": None,
+            "peak_memory_bytes": peak_memory(self._env.device),
+            "memory": None,
+            "skipped": 0,
+            "seconds": round(time.monotonic() - self._env.started, 3),
+        }
+        try:
+            write_json(self.path / "summary.json", defaults | self._env.summary | {"error": error})
+        except OSError as problem:
+            message = f"{self.path / 'summary.json'}: cannot be written: {problem.strerror or problem}"
+            if status == "finished":
+                raise SaveError(f"{message}; it does not record that the run has finished") from problem
+            logger.warning(message)  # a full disk must not hide what happened
+
+    def close(self) -> None:
+        if self._lock is None:
+            return
+        refused = self._is_new and not self._begun
+        if refused and self.path is not None and locks.is_of(self._lock, self.path):  # leave nothing behind
+            (self.path / ".lock").unlink()
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+        self._lock.close()
+        self._lock = None

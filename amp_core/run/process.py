@@ -1,0 +1,131 @@
+"""Set a process up for one run, and put everything back afterwards, whatever happens inside."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from amp_core.config.rules import ONE_PROCESS, build, is_elastic, node_range
+from amp_core.config.schema import Config
+from amp_core.data.loading import bounded_waits
+from amp_core.layouts.placement import Placement
+from amp_core.lowp.fp16_convolutions import kept_convolutions
+from amp_core.run import services
+from amp_core.run.environment import Environment, Job, outcome_of
+from amp_core.run.folder import RunFolder
+from amp_core.run.rendezvous import launched, worker_store
+from amp_core.run.stop import PATIENCE, SIGNALS, Stop
+from amp_core.run.teardown import end_process_group
+
+
+@contextlib.contextmanager
+def environment(job: Job) -> Iterator[Environment]:
+    """Set the process up for one run and put everything back afterwards.
+
+    Sets: device, process group, random seeds, deterministic algorithms, cuDNN's choice of them, signal handlers. The
+    last three, the matmul precision and autocast's policy are process-wide and outlive a run; they are restored.
+    """
+    cfg = build(job.config)
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if cfg.layout.name in ONE_PROCESS:
+        rank, local_rank, world_size = 0, 0, 1
+    device = resolve_device(cfg.device, local_rank * (cfg.layout.num_stages or 1))
+    env = Environment(job, cfg, device, rank, local_rank, world_size)
+    env.placement, env.services = Placement(env), services
+    env.folder = folder = RunFolder(env)
+    before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+    deterministic = (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic)
+    handlers: dict[int, Any] = {}
+    undo = contextlib.ExitStack()
+    undo.enter_context(kept_convolutions())
+    if cfg.amp.op_policy == "cuda":
+        from amp_core.lowp.op_policy import kept_policy  # other runs need none of it
+
+        undo.enter_context(kept_policy())
+    if cfg.perf.compile is not None:
+        from amp_core.memory.compiled import allow_graphs  # other runs need no compiler
+
+        undo.enter_context(allow_graphs())
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            if cfg.perf.graph:
+                # Nodes of autograd belong to the stream on which they are made, and the default one cannot be recorded.
+                undo.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        if cfg.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.deterministic = True
+        undo.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        torch.backends.cudnn.benchmark = cfg.perf.cudnn_benchmark and not cfg.deterministic
+        if cfg.layout.name == "ddp" or world_size > 1:
+            _join(cfg, device, rank, world_size)
+            env.host_group = env.new_host_group()
+        if is_elastic(cfg) and launched():
+            here = torch.tensor(int(os.environ["LOCAL_WORLD_SIZE"]))
+            if world_size > 1:
+                dist.broadcast(here, 0, group=env.host_group)  # the plan is one, should machines differ
+            nodes = node_range(cfg.layout.nnodes)
+            assert nodes is not None
+            env.planned_ranks = nodes[1] * int(here)
+        env.stop = stop = Stop(env.host_group, cfg.max_minutes)
+        undo.enter_context(bounded_waits(cfg.data.timeout_minutes, stop.is_asked, PATIENCE[world_size > 1]))
+        # After the process group exists: its set-up may not be interrupted half-way.
+        stoppable = cfg.task == "train" and not cfg.dry_run  # the rest may be ended at any moment
+        if stoppable:
+            undo.enter_context(stop.in_order())
+        for number in SIGNALS if stoppable else ():
+            with contextlib.suppress(ValueError):  # not in the main thread: signals are somebody else's there
+                handlers[number] = signal.signal(number, stop.on_signal)
+        torch.manual_seed(cfg.seed)
+        folder.open()
+        if world_size > 1:
+            dist.barrier(group=env.host_group)  # the folder is there before any rank looks into it
+        yield env
+    except BaseException as problem:
+        code, status = outcome_of(problem)
+        if code != 2:  # a refused run leaves the folder as it was
+            folder.write_summary(status, code, f"{type(problem).__name__}: {problem}")
+        raise
+    finally:
+        env.closing.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        folder.close()
+        env.nets.clear()
+        end_process_group()
+        if cfg.deterministic:  # to ask for what is there already would import torch's compiler, for a second
+            torch.use_deterministic_algorithms(deterministic[0])
+            torch.backends.cudnn.deterministic = deterministic[1]
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+        undo.close()
+
+
+def _join(cfg: Config, device: torch.device, rank: int, world_size: int) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=worker_store().for_process_group() if launched() else dist.HashStore(),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(minutes=cfg.layout.timeout_minutes),
+        # With several devices per process each collective says by its tensors where it runs.
+        device_id=device if device.type == "cuda" and cfg.layout.num_stages is None else None,
+    )
+
+
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of this rank: `auto` is cuda where there is one."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
