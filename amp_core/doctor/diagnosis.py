@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -23,8 +24,13 @@ Cause = Literal[
     "loss scale too large",
     "eps lost in 16 bits",
     "division or logarithm of zero",
+    "underflow in 16 bits",
+    "cancellation in 16 bits",
     "16-bit sigmoid before a logarithm",
+    "sigmoid before a logarithm",
     "nothing left by a mask",
+    "targets longer than their inputs",
+    "gradient norm beyond fp32",
     "position collision",
     "poisoned buffer",
     "poisoned weight",
@@ -75,6 +81,8 @@ class Fix:
     text: str
     override: str | None = None
     """The override to add to the command line."""
+    python: str = ""
+    """The same as a line of a program."""
     verified: bool | None = None
     """Whether the window was finite with it; None: not tried, because it changes code or data."""
 
@@ -117,6 +125,8 @@ class Diagnosis:
     islands: list[str] = field(default_factory=list)
     """Modules that the fix keeps in fp32."""
     healed: bool = False
+    in_python: bool = False
+    """The window is of a program of its own, which takes no overrides."""
     skips: dict[str, dict[str, int]] = field(default_factory=dict)
     """So far, by optimizer (an empty name if there is only one): skipped steps, and losses that were non-finite on any
     rank. A skip with a finite loss comes from the backward pass or the loss scale."""
@@ -155,7 +165,8 @@ class Diagnosis:
         if self.reached:
             lines.append(f"  reached    {', '.join(self.reached[:3])}" + _and_more(len(self.reached) - 3))
         if self.amp:
-            lines.append(f"  mode       amp={self.amp}, loss scale {self.loss_scale:g}; {self.weights}")
+            weights = f"; {self.weights}" if self.weights else ""
+            lines.append(f"  mode       amp={self.amp}, loss scale {self.loss_scale:g}{weights}")
         if self.samples:
             shown = ", ".join(map(str, self.samples[:8])) + _and_more(len(self.samples) - 8)
             lines.append(f"  samples    {shown} of the training data")
@@ -163,10 +174,11 @@ class Diagnosis:
         for fix in self.fixes:
             mark = {True: " (tried: the window is finite with it)", False: " (tried: not enough)", None: ""}
             lines.append(f"  -> {fix.text}{mark[fix.verified]}")
-            if fix.override:
-                lines.append(f"     {fix.override}")
+            if change := fix.python if self.in_python else fix.override:
+                lines.append(f"     {change}")
         if self.healed:
-            lines.append(f"  healed: {', '.join(self.islands)} compute in fp32 from here on")
+            names = ", ".join(name or "the whole network" for name in self.islands)
+            lines.append(f"  healed: computed in fp32 from here on: {names}")
         lines += [f"  also: {other}" for other in self.others[:5]]
         return "\n".join(lines).rstrip()
 
@@ -176,6 +188,11 @@ def keep_fp32_override(names: Sequence[str]) -> str:
     if all(re.fullmatch(r"[A-Za-z_][\w.]*", name) for name in names):
         return f"amp.keep_fp32=[{','.join(names)}]"
     return "'amp.keep_fp32=[" + ",".join(f'"{name}"' for name in names) + "]'"
+
+
+def keep_fp32_call(names: Sequence[str]) -> str:
+    """The same as a line of Python."""
+    return "keep_fp32(model)" if list(names) == [""] else f"keep_fp32(model, {json.dumps(list(names))})"
 
 
 def cause_of(birth: FirstNonFinite) -> Cause:
@@ -189,11 +206,15 @@ def cause_of(birth: FirstNonFinite) -> Cause:
     name = birth.op.split(".")[-1].rstrip("_")
     marks = {kind for kind, _ in birth.marks}
     is_wide_finite = birth.wide is not None and birth.wide < float("inf")
-    if name.startswith("binary_cross_entropy") or "bce" in marks:
-        return "16-bit sigmoid before a logarithm"
+    if "ctc_loss" in name:
+        return "targets longer than their inputs"
+    if marks & {"bce", "wide bce"} or name.startswith("binary_cross_entropy"):
+        return "16-bit sigmoid before a logarithm" if marks & {"bce", "sigmoid"} else "sigmoid before a logarithm"
     if birth.at_a_pole and not is_wide_finite:
         if "sigmoid" in marks:
             return "16-bit sigmoid before a logarithm"
+        if "wide sigmoid" in marks:
+            return "sigmoid before a logarithm"
         return "eps lost in 16 bits" if "eps" in marks else "division or logarithm of zero"
     if birth.only_masks:
         return "nothing left by a mask"
@@ -220,14 +241,34 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
     what = birth.op.split(".")[-1].strip("_")
     pass_ = "the backward pass of " + birth.place.forward.strip("_") if birth.backward else what
     marks = dict(birth.marks)
-    if cause == "16-bit sigmoid before a logarithm":
-        origin = marks.get("sigmoid") or marks.get("bce") or "a sigmoid"
+    if cause in ("16-bit sigmoid before a logarithm", "sigmoid before a logarithm"):
+        origin = (
+            marks.get("sigmoid")
+            or marks.get("wide sigmoid")
+            or marks.get("bce")
+            or marks.get("wide bce")
+            or "a sigmoid"
+        )
         return (
             f"A probability was rounded to exactly 0 or 1 ({origin}), so that its logarithm, or the gradient 1/p, "
             "is infinite. Use a loss that takes logits: its gradient is p - y."
         )
     if cause == "eps lost in 16 bits":
         return f"An eps that should have kept a divisor above 0 is itself 0 in 16 bits: {marks['eps']}."
+    if cause == "underflow in 16 bits":
+        origin = f": {marks['underflow']} is 0 there, and not in exact arithmetic" if "underflow" in marks else ""
+        text = f"{what} was given a number that is 0 only because of 16 bits{origin}."
+        return f"{text} Without autocast the window is finite."
+    if cause == "cancellation in 16 bits":
+        return (
+            f"{what} was given a difference of two numbers that 16 bits cannot tell apart ({marks['cancellation']}). "
+            "Without autocast the window is finite."
+        )
+    if cause == "targets longer than their inputs":
+        return (
+            "The loss is infinite by definition where no alignment exists: a sample needs a frame for each label, and "
+            "one more between two equal ones."
+        )
     if cause == "division or logarithm of zero":
         given = "was given a zero"
         if what in _EDGES:
@@ -236,7 +277,7 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
             given = "was given a zero or a negative number"
         elif not birth.at_a_pole:
             given = "has no value for its inputs, such as a mean of nothing or a root of a negative number"
-        return f"{what} {given} (in {pass_}): this is not finite in any precision."
+        return f"{what} {given} (in {pass_})."
     if cause == "nothing left by a mask":
         return f"{what} got only infinities of a mask, such as a row of attention with no key left."
     if cause == "not found":

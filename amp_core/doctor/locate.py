@@ -4,8 +4,8 @@
     diagnosis = doctor.locate(lambda: train_step(window), window)
     print(diagnosis)
 
-A rerun is a rehearsed step: the window is computed as in training, `amp` takes no step, and no state changes. `Loop`
-reruns the windows of a run in the same way, by passing them to the recipe again.
+A rerun is a rehearsed step: the window is computed as in training, `amp` and optimizers take no step, and no state
+changes. `Loop` reruns the windows of a run in the same way, by passing them to the recipe again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amp_core.doctor.diagnosis import (
     Cause,
@@ -27,6 +28,7 @@ from amp_core.doctor.diagnosis import (
     cause_of,
     explain,
     explain_collision,
+    keep_fp32_call,
     keep_fp32_override,
     location_of,
 )
@@ -35,7 +37,8 @@ from amp_core.layouts.stages import Stages
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
 from amp_core.run.resume import can_make_islands
 from amp_core.step.amp import Amp
-from amp_core.step.report import Rehearsal
+from amp_core.step.gradients import check_gradients, with_grads
+from amp_core.step.report import Rehearsal, require_no_closure
 from amp_core.tensors import unwrap
 
 Replay = Callable[[], contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
@@ -48,6 +51,8 @@ _CURED_BY_ISLANDS: tuple[Cause, ...] = (
     "overflow in a function",
     "eps lost in 16 bits",
     "16-bit sigmoid before a logarithm",
+    "underflow in 16 bits",
+    "cancellation in 16 bits",
     "division or logarithm of zero",
     "position collision",
     "nothing left by a mask",
@@ -78,38 +83,58 @@ class Doctor:
         self.names = named_modules(self.nets)
         self.rank = rank
         self.agree: Agree = agree or (lambda value: [value])
+        self._random: RandomState | None = None
+
+    def remember(self) -> None:
+        """Keep the random state of here, before a window, for a `locate` of that window after it. Copies 5 KB."""
+        self._random = RandomState(self.amp.device)
 
     def locate(self, step: Callable[[], Any], batch: Any = ()) -> Diagnosis | None:
-        """Diagnose a window of a plain training loop.
+        """Diagnose a window of a plain training loop. Waits for the device at each operation.
+
+        Weights, gradients, buffers, loss scale and random state are afterwards as they were; a `step` that changes
+        weights by other means than `amp.step` or an optimizer's `step()` has to undo that itself.
 
         Args:
-            step: computes the window: forward, backward, `amp.step`, `amp.update`, `zero_grad`. Called several times.
+            step: computes the window: forward, `amp.backward(loss)` or `loss.backward()`, `amp.step(optimizer)` or
+                `optimizer.step()`, `zero_grad`. Called several times.
             batch: its tensors in any nesting, to check for non-finite ones.
 
         Returns:
             None if the window is finite and no positions collide.
+
+        Raises:
+            RuntimeError: `step` told of no loss and of no gradients, so there is nothing to judge by.
+            TypeError: an optimizer's `step()` needs a closure, or a gradient is sparse.
         """
-        random = RandomState(self.amp.device)
+        present, first = RandomState(self.amp.device), self._random
+        rehearsals: list[Rehearsal] = []
 
         @contextlib.contextmanager
         def replay() -> Iterator[tuple[Rehearsal, Any]]:
-            buffers = [(b, b.clone()) for _, net in self.nets for b in net.buffers()]
-            try:
-                with self.amp.rehearse() as rehearsal:
-                    yield rehearsal, batch
-            finally:
-                random.restore()
-                for buffer, kept in buffers:
-                    with torch.no_grad():
-                        buffer.copy_(kept)
+            (first or present).restore()
+            nets = [net for _, net in self.nets]
+            with _kept(nets), self.amp.rehearse() as rehearsal, _told(rehearsal, nets):
+                rehearsals.append(rehearsal)
+                yield rehearsal, batch
 
         search = self.diagnose(replay)
         try:
             while True:
                 next(search)
                 step()
+                if not rehearsals[-1].was_told:
+                    raise RuntimeError(
+                        "the step told of no loss and of no gradients; expected it to call amp.backward(loss) and "
+                        "amp.step(optimizer), or loss.backward() and optimizer.step()"
+                    )
         except StopIteration as done:
+            if done.value is not None:
+                done.value.in_python = True
             return done.value
+        finally:
+            search.close()  # also where the step raises: nothing may go on watching
+            present.restore()
 
     # --- the search -------------------------------------------------------------------------------------------------
 
@@ -120,13 +145,19 @@ class Doctor:
             replay: a context in which the window is computed once without changing state; gives the rehearsal and the
                 window.
         """
-        trace, rehearsal = yield from self._trace(replay)
-        found = self._summary(trace, rehearsal)
-        everywhere = self.agree(found)
-        broken = [rank for rank, one in enumerate(everywhere) if one["culprit"] is not None]
+        everywhere = yield from self._look(replay)
         if all(one["finite"] for one in everywhere):
             return (yield from self._silent(replay, everywhere))
+        if suspects := {name for one in everywhere for name in one["suspects"]}:
+            # They are convicted if finite numbers in their place make the window finite; else what else breaks it is.
+            others = yield from self._look(replay, suspects)
+            if not all(one["finite"] for one in others) and any(one["culprit"] for one in others):
+                everywhere = others
+        broken = [rank for rank, one in enumerate(everywhere) if one["culprit"] is not None]
         scale = self.amp.scale
+        norm = math.hypot(*(one["grad_norm"] for one in everywhere))
+        if not broken and norm < math.inf and all(one["is_loss_finite"] for one in everywhere):
+            return self._too_long(norm, scale, len(everywhere))
         if not broken:
             return Diagnosis(
                 "not found",
@@ -142,21 +173,62 @@ class Doctor:
         diagnosis = self._describe(birth, cause, everywhere[rank])
         diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = rank, broken, len(everywhere)
         diagnosis.loss_scale = scale
+        if cause == "division or logarithm of zero" and self.amp.dtype is not torch.float32 and not self.amp.weights:
+            yield from self._in_fp32(diagnosis, birth, replay)
+            cause = diagnosis.cause
         if birth.backward and self.amp.scaler.policy and cause.startswith("overflow"):
             fits = yield from self._largest_scale(replay, scale)
             if fits is not None:
                 return self._too_large(diagnosis, scale, fits)
         yield from self._prescribe(diagnosis, birth, replay)
+        if birth.backward and self.amp.scaler.policy and not any(fix.verified for fix in diagnosis.fixes):
+            fits = yield from self._largest_scale(replay, min(scale, 1.0), _LEAST_SCALE)
+            if fits is not None:
+                diagnosis.scale_that_fits = fits
+                diagnosis.fixes.insert(0, self._scale_fix("scale the loss down", init_scale=fits, min_scale=fits))
         return diagnosis
 
-    def _trace(self, replay: Replay) -> Generator[Any, None, tuple[Trace, Rehearsal]]:
-        with replay() as (rehearsal, window):
+    def _look(self, replay: Replay, in_place: Collection[str] = ()) -> Generator[Any, None, list[dict[str, Any]]]:
+        """What each rank finds in the window."""
+        trace, rehearsal = yield from self._trace(replay, in_place)
+        return self.agree(self._summary(trace, rehearsal))
+
+    def _trace(self, replay: Replay, in_place: Collection[str] = ()) -> Generator[Any, None, tuple[Trace, Rehearsal]]:
+        """Watch the window, with zeros in place of the non-finite numbers of the tensors that are named."""
+        with replay() as (rehearsal, window), contextlib.ExitStack() as changed:
             batch = [getattr(micro, "batch", micro) for micro in window] if isinstance(window, list) else window
-            trace = Trace(self.names, named_tensors(self.nets, batch))
+            tensors = named_tensors(self.nets, batch)
+            for tensor in (tensors[name] for name in in_place if name in tensors):
+                changed.enter_context(_with_zeros(tensor))
+            trace = Trace(self.names, tensors)
             rehearsal.watcher = trace
             with trace, _one_thread(self.names):
                 yield window
         return trace, rehearsal
+
+    def _in_fp32(self, diagnosis: Diagnosis, birth: FirstNonFinite, replay: Replay) -> Generator[Any, None, None]:
+        """Whether a zero is one in fp32, too: else 16 bits made it."""
+        marks = {kind for kind, _ in birth.marks}
+        with self.amp.in_fp32(), self.amp.scaler.held_at(min(diagnosis.loss_scale, 1.0)):
+            finite = yield from self._is_finite(replay)
+        if finite:
+            diagnosis.cause = "underflow in 16 bits"
+            if "cancellation" in marks and "underflow" not in marks:
+                diagnosis.cause = "cancellation in 16 bits"
+            diagnosis.why = explain(birth, diagnosis.cause)
+        else:
+            diagnosis.why += " The window is not finite without autocast either."
+
+    def _too_long(self, norm: float, scale: float, num_ranks: int) -> Diagnosis:
+        return Diagnosis(
+            "gradient norm beyond fp32",
+            f"Each gradient is finite, and their norm is {norm:.3g}, scaled by {scale:g}; fp32 ends at 3.4e38.",
+            phase="backward",
+            amp=self.amp.config.name,
+            loss_scale=scale,
+            num_ranks=num_ranks,
+            fixes=[_ADVICE["overflow in fp32"]],
+        )
 
     def _is_finite(self, replay: Replay) -> Generator[Any, None, bool]:
         with replay() as (rehearsal, window):
@@ -173,6 +245,9 @@ class Doctor:
             "finite": finite,
             "culprit": culprit,
             "reached": list(dict.fromkeys(itertools.chain(*trace.reached.values()))) if culprit else [],
+            "suspects": trace.suspects,
+            "is_loss_finite": trace.is_loss_finite,
+            "grad_norm": trace.grad_norm,
             "births": trace.births[:32],
             "collisions": trace.collisions,
         }
@@ -223,10 +298,10 @@ class Doctor:
 
     # --- fixes --------------------------------------------------------------------------------------------------------
 
-    def _largest_scale(self, replay: Replay, scale: float) -> Generator[Any, None, float | None]:
-        """The largest power of two below `scale` at which the window is finite; None if there is none."""
-        low, high = 0, math.floor(math.log2(scale))  # 2^high is too large
-        if high == low or not (yield from self._at_scale(replay, 1.0)):
+    def _largest_scale(self, replay: Replay, scale: float, least: int = 0) -> Generator[Any, None, float | None]:
+        """The largest power of two below `scale`, from 2^least, at which the window is finite; None: there is none."""
+        low, high = least, math.floor(math.log2(scale))  # 2^high is too large
+        if high <= low or not (yield from self._at_scale(replay, 2.0**low)):
             return None
         while high - low > 1:
             middle = (low + high) // 2
@@ -249,12 +324,16 @@ class Doctor:
             "finite. Nothing is wrong with the network."
         )
         grown = scale > policy.init_scale
-        override = f"amp.max_scale={fits:g}" if grown else f"amp.init_scale={fits:g}"
+        fields = {"max_scale": fits} if grown else {"init_scale": fits}
         text = "cap the loss scale" if grown else "begin with a smaller loss scale"
         if policy.dynamic:
             text += "; a dynamic one also gets there by itself, one skipped step per halving"
-        diagnosis.fixes = [Fix("override", text, override, verified=True)]
+        diagnosis.fixes = [self._scale_fix(text, **fields)]
         return diagnosis
+
+    def _scale_fix(self, text: str, **fields: float) -> Fix:
+        override = " ".join(f"amp.{name}={value:.17g}" for name, value in fields.items())
+        return Fix("override", text, override, self._named(**fields), verified=True)
 
     def _prescribe(self, diagnosis: Diagnosis, birth: FirstNonFinite, replay: Replay) -> Generator[Any, None, None]:
         cause = diagnosis.cause
@@ -279,21 +358,29 @@ class Doctor:
                 advice = Fix(
                     "code", "this line is in 16 bits without autocast, too: cast to float32 there, not to less"
                 )
+        if advice is _BF16 and self.amp.config.dtype == "bfloat16":
+            advice = Fix("code", "this line makes float16 by itself: cast to bfloat16 or float32 there")
         if advice is not None:
             diagnosis.fixes.append(advice)
         if not diagnosis.fixes and self.amp.dtype is torch.float16:
-            diagnosis.fixes.append(Fix("override", "use bf16, which has the range of fp32", "amp=bf16"))
+            diagnosis.fixes.append(_BF16)
 
     def _island_fix(self, names: list[str], scale: float | None = None) -> Fix:
-        text = f"compute in fp32: {', '.join(name or '.' for name in names)}"
+        text = f"compute in fp32: {', '.join(name or 'the whole network' for name in names)}"
         if "" in names:
-            text += " (that is the whole network; better move the line into a function with @keep_fp32)"
+            text += ", or move the line into a function with @keep_fp32"
         # An override replaces the list: include the existing islands.
-        override = keep_fp32_override([*islands_of(self.nets), *names])
+        override, python = keep_fp32_override([*islands_of(self.nets), *names]), keep_fp32_call(names)
         if scale is not None:
             text += "; and begin with a smaller loss scale"
             override += f" amp.init_scale={scale:g}"
-        return Fix("override", text, override, verified=True)
+            python += f"; amp = {self._named(init_scale=scale)}"
+        return Fix("override", text, override, python, verified=True)
+
+    def _named(self, **fields: float) -> str:
+        """How a program makes the mode with other fields."""
+        given = "".join(f", {name}={value:.17g}" for name, value in fields.items())
+        return f'Amp.named("{self.amp.config.name}"{given})'
 
     def _casts_by_itself(self, replay: Replay, birth: FirstNonFinite) -> Generator[Any, None, bool]:
         """Whether an operation still runs in 16 bits, and overflows, in an island."""
@@ -389,6 +476,88 @@ def _one_thread(modules: Iterable[nn.Module]) -> Iterator[None]:
             module.threads = True
 
 
+@contextlib.contextmanager
+def _told(rehearsal: Rehearsal, nets: Iterable[nn.Module]) -> Iterator[None]:
+    """Have `loss.backward()` tell the rehearsal, as `Amp` does, while no optimizer steps and no GradScaler updates."""
+    params = [p for net in nets for p in net.parameters()]
+    backward, update = torch.Tensor.backward, torch.amp.GradScaler.update
+    held: dict[torch.optim.Optimizer, list[tuple[Tensor, Tensor]]] = {}
+
+    def told_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        rehearsal.add(~torch.isfinite(loss.detach()).all())
+        if rehearsal.watcher is not None:
+            rehearsal.watcher.on_loss(loss)
+        backward(loss, *args, **kwargs)
+        pairs = [(p, p.grad) for p in params if p.grad is not None]
+        check_gradients([grad for _, grad in pairs], scaled=False)
+        for _, grad in pairs:
+            rehearsal.add(~torch.isfinite(grad).all())
+        if rehearsal.watcher is not None:
+            rehearsal.watcher.on_gradients([p for p, _ in pairs], [grad for _, grad in pairs])
+
+    def take_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        require_no_closure(optimizer)
+        if args[1:] or kwargs:
+            raise TypeError(f"{type(optimizer).__name__}.step() was given a closure; expected a step without one")
+        held[optimizer] = list(zip(*with_grads(optimizer), strict=True))
+        for param, _ in held[optimizer]:
+            param.grad = None  # nothing to step
+
+    def give_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for param, grad in held.pop(optimizer, ()):
+            param.grad = grad
+
+    def keep_scale(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
+        state = scaler.state_dict()
+        update(scaler, *args, **kwargs)
+        scaler.load_state_dict(state)
+
+    hooks = [
+        register_optimizer_step_pre_hook(take_gradients),
+        register_optimizer_step_post_hook(give_gradients),
+    ]
+    torch.Tensor.backward, torch.amp.GradScaler.update = told_backward, keep_scale  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.backward, torch.amp.GradScaler.update = backward, update  # type: ignore[method-assign]
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _kept(nets: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside there are no gradients. Afterwards gradients and buffers are as before, also those that were replaced."""
+    modules = [module for net in nets for module in net.modules()]
+    grads = [(p, p.grad) for module in modules for p in module.parameters(recurse=False)]
+    buffers = [(m, name, b, b.clone()) for m in modules for name, b in m.named_buffers(recurse=False)]
+    for param, _ in grads:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in grads:
+            param.grad = grad
+        with torch.no_grad():
+            for module, name, buffer, kept in buffers:
+                buffer.copy_(kept)
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)
+
+
+@contextlib.contextmanager
+def _with_zeros(tensor: Tensor) -> Iterator[None]:
+    """Zeros in place of the non-finite numbers of a tensor."""
+    kept = tensor.detach().clone()
+    with torch.no_grad():
+        tensor.nan_to_num_(0.0, 0.0, 0.0)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            tensor.copy_(kept)
+
+
 class RandomState:
     """A snapshot of the random generators that a window may use."""
 
@@ -405,11 +574,24 @@ class RandomState:
 
 
 _MOST_ROUNDS = 8
+_LEAST_SCALE = -24
+"""Exponent of the smallest loss scale that is tried: below 2^-24 of a number fp16 holds nothing."""
+_BF16 = Fix("override", "or use bf16, which has the range of fp32", "amp=bf16", 'Amp.named("bf16")')
 _ADVICE: dict[Cause, Fix] = {
     "eps lost in 16 bits": Fix(
         "code", "compute this line in fp32, or use an eps that 16 bits can hold, its reciprocal too, such as 1e-3"
     ),
     "division or logarithm of zero": Fix("code", "keep the argument away from 0: clamp it, or add an eps inside"),
+    "underflow in 16 bits": Fix(
+        "code", "compute this line, and what leads to it, in fp32; log_softmax for a logarithm"
+    ),
+    "cancellation in 16 bits": Fix(
+        "code", "compute the difference in fp32; a variance as the mean of squared deviations, or by torch.var"
+    ),
+    "targets longer than their inputs": Fix(
+        "code", "zero_infinity=True leaves such samples out; or longer inputs, shorter targets"
+    ),
+    "sigmoid before a logarithm": Fix("code", "use binary_cross_entropy_with_logits"),
     "16-bit sigmoid before a logarithm": Fix(
         "code", "use binary_cross_entropy_with_logits, or an fp32 region that holds the sigmoid *and* the loss"
     ),
@@ -419,8 +601,8 @@ _ADVICE: dict[Cause, Fix] = {
     "poisoned weight": Fix("data", "start from an earlier checkpoint: resume=<folder>"),
     "infinite constant": Fix("code", "write a finite number, or keep what it masks from the loss"),
     "bad input": Fix("data", "repair or remove the samples; if all are like that, normalise them"),
-    "overflow in a product": Fix("override", "or use bf16, which has the range of fp32", "amp=bf16"),
+    "overflow in a product": _BF16,
     "overflow in a reduction": Fix("code", "or sum in fp32: .float() before it, dtype=torch.float32, or a mean first"),
-    "overflow in a cast": Fix("override", "or use bf16, which has the range of fp32", "amp=bf16"),
-    "overflow in a function": Fix("override", "or use bf16, which has the range of fp32", "amp=bf16"),
+    "overflow in a cast": _BF16,
+    "overflow in a function": _BF16,
 }

@@ -68,6 +68,10 @@ _TAKES_MASKS = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "sub",
 one."""
 _SPREADS_SIGMOID = {"_to_copy", "rsub", "sub", "add", "neg", "clamp", "clamp_min", "clamp_max", "index", "where", "mul"}
 _SPREADS_BCE = {"_to_copy", "mul", "clone", "sum", "expand", "div", "sigmoid_backward"}
+_UNDERFLOWS = {"_to_copy", "_softmax", "exp", "exp2", "sigmoid", "mul", "div", "square", "pow", "prod", "reciprocal"}
+_SUBTRACTS = {"sub", "add", "rsub"}
+_FADING = ("eps", "underflow", "cancellation")
+"""Marks of numbers that are 0 because of their dtype: they end where no zero is left."""
 _ADDS_EPS = {"add", "add_", "clamp_min", "clamp_min_", "clamp", "clamp_", "maximum", "sub", "rsub"}
 _POSITIONAL = {"mul", "add", "sub", "div", "pow", "rsub"}
 
@@ -213,6 +217,8 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         self.reached: dict[int, list[str]] = {}
         """Origins of non-finite results: number of the first non-finite value -> names of losses and gradients."""
         self.num_operations = 0
+        self.is_loss_finite, self.grad_norm = True, 0.0
+        """The gradient norm in float64, of this rank's shards."""
         self._names = names
         self._modules: list[tuple[str | None, str, nn.Module]] = []
         self._places: dict[int, Location] = {}
@@ -246,9 +252,14 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
 
     def on_loss(self, loss: Tensor) -> None:
         if not _finite(loss):
+            self.is_loss_finite = False
             self._note(loss, "the loss")
 
     def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        self.pause()
+        norms = [grad.double().norm().item() for grad in local(grads) if grad.layout is torch.strided]
+        self.grad_norm = max(self.grad_norm, math.hypot(*norms))
+        self.resume()
         for param, grad in zip(local(params), local(grads), strict=True):
             if not _finite(grad):
                 self._note(
@@ -270,6 +281,16 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             return self.births[min(numbers)]
         constants = [CONSTANT - origin - 1 for origin in self.reached if origin < CONSTANT]
         return self.constants[min(constants)] if constants else None
+
+    @property
+    def suspects(self) -> list[str]:
+        """Names of tensors from before the window whose non-finite values reached a loss or a gradient."""
+        reached = [
+            self.births[n] if n >= 0 else self.constants[CONSTANT - n - 1]
+            for n in self.reached
+            if n >= 0 or n < CONSTANT
+        ]
+        return [birth.tensor for birth in reached if birth.tensor in self._tensors.values() and not birth.op]
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -395,7 +416,9 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         """The origin of non-finite values that no watched operation produced."""
         if found.key in self._shared:
             return REMOTE
-        name = self._tensors.get(found.key) or self._own_tensor(found.key)
+        if found.key in self._tensors:
+            return CONSTANT  # finite before the window, and written without being declared, as running statistics are
+        name = self._own_tensor(found.key)
         if name is not None or found.tensor.numel() > 1:
             return self._not_finite_before(name or f"unseen {found.name}", found.tensor, found.key, place)
         return CONSTANT
@@ -415,7 +438,12 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         number = len(self.births)
         birth = FirstNonFinite(number, "", place, False, [], Range.of(name, tensor), bool(tensor.isnan().any()), None)
         birth.tensor, birth.rows = name, _bad_rows(tensor)
-        self.births.append(birth)
+        if name.startswith(("batch", "buffer")) and not bool((tensor.isnan() | tensor.isposinf()).any()):
+            # Only -inf, as in a mask of attention: no more suspicious than one that the program writes.
+            self.constants.append(birth)
+            number = CONSTANT - len(self.constants)
+        else:
+            self.births.append(birth)
         self._origins[key] = frozenset({number})
         return number
 
@@ -434,7 +462,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             inputs=[Range.of(self._tensors.get(each.key, each.name), each.tensor) for each in floats],
             output=Range.of("output", output),
             has_nan=has_nan,
-            wide=_in_float64(call, output),
+            wide=_largest(_in_float64(call, output)),
             at_a_pole=_is_at_a_pole(call.name, call.args, [each.tensor for each in floats]),
             only_masks=only_masks,
             marks=marks.union(*(self._marks.get(each.key, frozenset()) for each in floats)),
@@ -452,20 +480,28 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         name, place = call.name, call.place
         inherited = {mark for each in call.inputs for mark in self._marks.get(each.key, ())}
         marks: set[tuple[str, str]] = set()
-        if inherited and any(bool((tensor == 0).any()) for tensor in outputs):
-            marks |= {mark for mark in inherited if mark[0] == "eps"}
+        if inherited and any(bool((tensor <= 0).any()) for tensor in outputs if not tensor.is_complex()):
+            marks |= {mark for mark in inherited if mark[0] in _FADING}
         if name.rstrip("_") in _SPREADS_SIGMOID:
-            marks |= {mark for mark in inherited if mark[0] == "sigmoid"}
+            marks |= {mark for mark in inherited if mark[0] in ("sigmoid", "wide sigmoid")}
         if name in _SPREADS_INPUT:
             marks |= {mark for mark in inherited if mark[0] == "input"}
         if name in _SPREADS_BCE:
-            marks |= {mark for mark in inherited if mark[0] == "bce"}
+            marks |= {mark for mark in inherited if mark[0] in ("bce", "wide bce")}
         if name in ("sigmoid", "sigmoid_"):
-            marks.add(("sigmoid", f"sigmoid in {_dtype_name(outputs[0])} at {place.source}"))
+            kind = "sigmoid" if outputs[0].dtype in HALF else "wide sigmoid"
+            marks.add((kind, f"sigmoid in {_dtype_name(outputs[0])} at {place.source}"))
         if name == "binary_cross_entropy_backward":
             probability = call.inputs[1].tensor
             if bool(((probability == 0) | (probability == 1)).any()):
-                marks.add(("bce", f"binary_cross_entropy at {place.source}"))
+                kind = "bce" if any(kind == "sigmoid" for kind, _ in inherited) else "wide bce"
+                marks.add((kind, f"binary_cross_entropy at {place.source}"))
+        if outputs[0].dtype in HALF and not call.backward:
+            what = f"{name.strip('_')} in {_dtype_name(outputs[0])} at {place.source}"
+            if name.rstrip("_") in _UNDERFLOWS and _underflows(call, outputs[0]):
+                marks.add(("underflow", what))
+            if name.rstrip("_") in _SUBTRACTS and _cancels(call, outputs[0]):
+                marks.add(("cancellation", what))
         if name in _ADDS_EPS:
             eps = _small_number(call.args)
             if eps is not None and any(t.dtype in HALF and not torch.tensor(eps).to(t.dtype) for t in outputs):
@@ -613,9 +649,9 @@ def is_view(func: Any) -> bool:
 
 
 def _bad_rows(tensor: Tensor) -> list[int]:
-    if tensor.ndim < 2 or tensor.shape[0] < 2:
+    if not tensor.ndim or tensor.shape[0] < 2:
         return []
-    rows = (~torch.isfinite(tensor.detach().float())).flatten(1).any(1).nonzero().flatten().tolist()
+    rows = (~torch.isfinite(tensor.detach().float())).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
     return rows[:16] if len(rows) < tensor.shape[0] else []
 
 
@@ -649,10 +685,29 @@ def _is_at_a_pole(name: str, args: Sequence[Any], tensors: list[Tensor]) -> bool
     return name in ("acos", "asin", "acosh", "atanh", "logit", "erfinv")
 
 
-def _in_float64(call: _Call, output: Tensor) -> float | None:
-    """Largest absolute value of the operation in float64 on the same inputs; None if it cannot be computed."""
+def _underflows(call: _Call, output: Tensor) -> bool:
+    """Whether a result is 0 that is another number in float64, on the same inputs."""
+    zero = output == 0
+    if not bool(zero.any()):
+        return False
+    wide = _in_float64(call, output)
+    return wide is not None and wide.shape == zero.shape and bool((wide[zero] != 0).any())
+
+
+def _cancels(call: _Call, output: Tensor) -> bool:
+    """Whether a sum of two 16-bit tensors is no more than their own rounding errors."""
+    tensors = [each.tensor for each in call.inputs if each.tensor.dtype in HALF]
+    if len(tensors) != 2:
+        return False
+    largest = torch.maximum(*(tensor.detach().abs().float() for tensor in tensors))
+    lost = output.detach().abs().float() <= torch.finfo(output.dtype).eps * largest
+    return bool((lost & (largest > 0)).any())
+
+
+def _in_float64(call: _Call, output: Tensor) -> Tensor | None:
+    """The result of the operation in float64 on the same inputs; None if it cannot be computed."""
     if call.name in ("_to_copy", "copy_"):
-        return _largest(call.inputs[-1].tensor.double())
+        return call.inputs[-1].tensor.double()
     func = _functional(call.func) if call.func._schema.is_mutable else call.func
     before = iter(call.inputs)
 
@@ -671,14 +726,14 @@ def _in_float64(call: _Call, output: Tensor) -> float | None:
         args = [widen(each) for each in call.args]
         kwargs = {name: widen(each) for name, each in call.kwargs.items() if name not in _FORMAT}
         results = [t for t in tensors_in(func(*args, **kwargs)) if t.shape == output.shape]
-        return _largest(results[0])
+        return results[0]
     except (AssertionError, IndexError, NotImplementedError, RuntimeError, StopIteration, TypeError):
         return None  # no float64 kernel
 
 
-def _largest(tensor: Tensor) -> float:
+def _largest(tensor: Tensor | None) -> float | None:
     """NaN if there is one: unlike an infinity it is not an overflow."""
-    return tensor.abs().amax().item()
+    return None if tensor is None else tensor.abs().amax().item()
 
 
 def _functional(func: Any) -> Callable[..., Any] | None:

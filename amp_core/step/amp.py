@@ -522,6 +522,15 @@ class Amp:
         finally:
             self._rehearsal = None
 
+    @contextlib.contextmanager
+    def in_fp32(self) -> Iterator[None]:
+        """Inside, `autocast` casts nothing: to see what a window does in fp32."""
+        casts, self._casts = self._casts, False
+        try:
+            yield
+        finally:
+            self._casts = casts
+
     def _tell_loss(self, loss: Tensor) -> None:
         assert self._rehearsal is not None
         self._rehearsal.add(~torch.isfinite(loss.detach()).all())

@@ -1,0 +1,361 @@
+"""The doctor in programs of other people: any loop, masks, causes that only a rerun in fp32 tells apart."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from amp_core import Amp, Doctor, keep_fp32
+from amp_core.doctor.trace import Trace
+
+INF = float("inf")
+
+
+def network(factor=1.0):
+    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    with torch.no_grad():
+        net[0].weight.mul_(factor)
+    return net
+
+
+def images():
+    return torch.randn(6, 8), torch.randint(4, (6,))
+
+
+def state_of(net, optimizer):
+    return copy.deepcopy((net.state_dict(), optimizer.state_dict(), [p.grad for p in net.parameters()]))
+
+
+def same(a, b):
+    flat = [torch.utils._pytree.tree_leaves(each) for each in (a, b)]
+    return len(flat[0]) == len(flat[1]) and all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(*flat, strict=True)
+    )
+
+
+# --- loops that do not know Amp ---------------------------------------------------------------------------------------
+
+
+def torchs_loop(net, optimizer, batch, *, scaler=None, first=True):
+    def step():
+        if first:
+            optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(net(batch[0]), batch[1])
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        if not first:
+            optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, lambda p: torch.optim.Adam(p, fused=True)])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_torchs_own_loop_is_diagnosed_and_left_as_it_was(make, scaled, first):
+    net, batch = network(1.5e5), images()
+    optimizer, scaler = make(net.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0)
+    net(batch[0]).sum().backward()  # gradients of an earlier window, which are not this one's
+    before = state_of(net, optimizer)
+    diagnosis = Doctor(Amp.named("fp16"), net).locate(
+        torchs_loop(net, optimizer, batch, scaler=scaler if scaled else None, first=first), batch
+    )
+    assert diagnosis is not None and (diagnosis.module, diagnosis.cause) == ("0", "overflow in a product")
+    assert same(state_of(net, optimizer), before) and (not scaled or scaler.get_scale() == 8.0)
+    # Without the doctor the weights are stepped: what is seen above is its doing.
+    torchs_loop(net, optimizer, batch)()
+    assert not same(state_of(net, optimizer)[0], before[0])
+
+
+def test_an_overflow_in_the_backward_pass_of_torchs_loop_is_seen():
+    """GradScaler does not call the optimizer then."""
+    net, batch = network(), images()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    step = torchs_loop(net, optimizer, batch, scaler=scaler)
+    diagnosis = Doctor(Amp.named("fp16"), net).locate(step, batch)
+    assert diagnosis is not None and diagnosis.phase == "backward" and scaler.get_scale() == 2.0**30
+    assert Doctor(Amp.named("fp16"), net).locate(torchs_loop(net, optimizer, batch), batch) is None
+
+
+def test_what_tells_nothing_is_refused_and_nothing_goes_on_watching():
+    net, (x, _) = network(), images()
+    with pytest.raises(RuntimeError, match=r"told of no loss.*expected it to call amp\.backward\(loss\)"):
+        Doctor(Amp.named("bf16"), net).locate(lambda: net(x).sum())
+    assert not isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), Trace)
+
+
+def test_a_step_that_raises_leaves_everything_as_it_was():
+    net, (x, _) = network(), images()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    before, random = state_of(net, optimizer), torch.get_rng_state()
+
+    def step():
+        loss = F.dropout(net(x)).sum() * INF
+        loss.backward()
+        raise ArithmeticError("the loss is NaN")
+
+    with pytest.raises(ArithmeticError, match="the loss is NaN") as raised:
+        Doctor(Amp.named("bf16"), net).locate(step)
+    assert raised.tb is not None  # it holds the frame of locate, and with it the search
+    assert not isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), Trace)
+    assert torch.Tensor.backward.__module__ == "torch._tensor"
+    assert same(state_of(net, optimizer), before) and torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_buffer_that_a_step_replaces_is_put_back():
+    class Replaces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.mean = nn.Linear(8, 4), nn.Buffer(torch.zeros(8))
+
+        def forward(self, x):
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            return self.inner(x - self.mean)
+
+    net, (x, _) = Replaces(), images()
+    buffer, kept = net.mean, net.mean.clone()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step():
+        net(x).sum().backward()
+        optimizer.step()
+
+    assert Doctor(Amp.named("fp32"), net).locate(step) is None
+    assert net.mean is buffer and torch.equal(buffer, kept)
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_window_is_asked_about_after_it_was_computed(remembers):
+    """One of 64 dropout masks makes it infinite: the random state from before the window decides."""
+    net = nn.Linear(4, 1)
+    amp = Amp.named("fp32")
+    doctor, optimizer = Doctor(amp, net), torch.optim.SGD(net.parameters(), 0.0)
+
+    def step():
+        kept = F.dropout(torch.ones(6), 0.5)
+        loss = net(torch.ones(1, 4)).sum() * (INF if bool(kept.all()) else 1.0)
+        amp.backward(loss)
+        report = amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+        return report
+
+    for _ in range(1000):
+        if remembers:
+            doctor.remember()
+        if not bool(step().taken):
+            break
+    assert (doctor.locate(step) is not None) == remembers
+
+
+def test_an_optimizer_with_a_closure_is_refused():
+    net, (x, _) = network(), images()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def loss():
+        loss = net(x).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(TypeError, match="was given a closure"):
+        Doctor(Amp.named("fp32"), net).locate(lambda: optimizer.step(loss))
+    lbfgs = torch.optim.LBFGS(net.parameters())
+    with pytest.raises(TypeError, match="closure"):
+        Doctor(Amp.named("fp32"), net).locate(lambda: lbfgs.step(loss))
+
+
+@pytest.mark.parametrize("factor, scale", [(1.5e5, 1024.0), (1.0, 2.0**40)])
+def test_a_cure_is_a_line_of_the_program(factor, scale):
+    """What is printed is run, and mends the window."""
+    model, batch = network(factor), images()
+    amp = Amp.named("fp16", init_scale=scale, max_scale=2.0**60)
+
+    def diagnose():
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step():
+            with amp.autocast():
+                loss = F.cross_entropy(model(batch[0]), batch[1])
+            amp.backward(loss)
+            amp.step(optimizer)
+            amp.update()
+            amp.zero_grad(optimizer)
+
+        return Doctor(amp, model).locate(step, batch)
+
+    diagnosis = diagnose()
+    assert diagnosis is not None
+    line = diagnosis.fixes[0].python
+    assert (
+        diagnosis.fixes[0].verified and f"     {line}\n" in f"{diagnosis}\n" and "amp.keep_fp32" not in str(diagnosis)
+    )
+    found = {"keep_fp32": keep_fp32, "Amp": Amp, "model": model}
+    exec(line if "keep_fp32" in line else f"amp = {line}", found)
+    amp = found.get("amp", amp)
+    assert diagnose() is None
+
+
+# --- conviction -------------------------------------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    """Attention under a causal mask, and a layer behind it."""
+
+    def __init__(self, factor, mask=None):
+        super().__init__()
+        self.inner, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        if mask is not None:
+            self.register_buffer("mask", mask.clone())
+        with torch.no_grad():
+            self.last.weight.fill_(factor)
+
+    def forward(self, x, mask=None):
+        y = self.inner(x)
+        mask = self.mask if mask is None else mask
+        return self.last(((y @ y.mT + mask).softmax(-1) @ y).abs() + 1)
+
+
+def located(net, inputs, mode="fp16", loss=lambda y: y.float().mean(), **fields):
+    amp = Amp.named(mode, **fields)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step():
+        with amp.autocast():
+            result = loss(net(*inputs))
+        amp.backward(result)
+        amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+
+    return Doctor(amp, net).locate(step, inputs)
+
+
+CAUSAL = torch.full((4, 4), -INF).triu(1)
+
+
+@pytest.mark.parametrize("place", ["buffer", "batch"])
+def test_a_mask_takes_no_blame(place):
+    x = torch.randn(2, 4, 8)
+    net = Attends(3e4, CAUSAL if place == "buffer" else None)
+    inputs = (x,) if place == "buffer" else (x, CAUSAL)
+    diagnosis = located(net, inputs)
+    assert diagnosis is not None and (diagnosis.module, diagnosis.cause) == ("last", "overflow in a product")
+    healthy = Attends(1e-2, CAUSAL if place == "buffer" else None)
+    assert located(healthy, inputs, "bf16") is None
+    nothing_left = torch.full((4, 4), -INF)
+    if place == "buffer":
+        healthy.mask.copy_(nothing_left)
+    diagnosis = located(healthy, inputs if place == "buffer" else (x, nothing_left), "bf16")
+    assert diagnosis is not None and diagnosis.cause == "nothing left by a mask"
+
+
+@pytest.mark.parametrize("value", [INF, float("nan"), -INF])
+def test_a_bad_entry_is_convicted_if_the_window_is_finite_without_it(value):
+    x = torch.randn(6, 8)
+    x[2, 3] = value
+    diagnosis = located(network(), (x,), "bf16")
+    assert diagnosis is not None and (diagnosis.cause, diagnosis.samples) == ("bad input", [2])
+    # With the fault in the first layer, too, repairing the sample would not do: the layer is named.
+    diagnosis = located(network(1.5e5), (x,), "fp16")
+    assert diagnosis is not None and (diagnosis.cause, diagnosis.module) == ("overflow in a product", "0")
+
+
+def test_a_bad_label_is_named_with_its_sample():
+    net, weights = nn.Linear(8, 1), torch.ones(6)
+    weights[4] = float("nan")
+    diagnosis = located(net, (torch.randn(6, 8),), "bf16", lambda y: (y[:, 0] * weights).mean())
+    assert diagnosis is not None and diagnosis.cause == "not found"  # nobody said that it is of the batch
+
+    class Weighted(nn.Module):
+        def forward(self, x, weights):
+            return net(x)[:, 0] * weights
+
+    amp = Amp.named("bf16")
+    model, inputs = Weighted(), (torch.randn(6, 8), weights)
+
+    def step():
+        with amp.autocast():
+            loss = model(*inputs).mean()
+        amp.backward(loss)
+
+    diagnosis = Doctor(amp, model).locate(step, inputs)
+    assert diagnosis is not None and (diagnosis.cause, diagnosis.samples) == ("bad input", [4])
+
+
+# --- causes -----------------------------------------------------------------------------------------------------------
+
+
+def softmax_and_log(y):
+    return -torch.log(torch.softmax(y, -1).to(y.dtype)).mean().float()
+
+
+def spread(y):
+    y = y + 100.0
+    return (y / ((y * y).mean(0) - y.mean(0) ** 2).sqrt()).mean().float()
+
+
+def too_short(y):
+    labels = torch.tensor([[1, 2, 3], [1, 1, 2]])
+    return F.ctc_loss(y.float().log_softmax(-1)[:, :2], labels, torch.tensor([3, 3]), torch.tensor([3, 3]))
+
+
+@pytest.mark.parametrize(
+    "loss, mode, cause, says",
+    [
+        (
+            lambda y: -torch.log(1 - torch.sigmoid(30 + y.float())).mean(),
+            "bf16",
+            "sigmoid before a logarithm",
+            "float32",
+        ),
+        (spread, "bf16", "cancellation in 16 bits", "cannot tell apart (sub in bfloat16"),
+        (spread, "fp16", "cancellation in 16 bits", "cannot tell apart (sub in float16"),
+        (lambda y: torch.log((y * 1e-5) ** 2).mean(), "fp16", "underflow in 16 bits", "not in exact arithmetic"),
+        (lambda y: torch.log(y * 0).mean(), "fp16", "division or logarithm of zero", "not finite without autocast"),
+        (too_short, "bf16", "targets longer than their inputs", "by definition"),
+    ],
+)
+def test_causes_are_told_apart(loss, mode, cause, says):
+    torch.manual_seed(0)
+    diagnosis = located(
+        nn.Linear(8, 5), (torch.randn(3, 4, 8) if loss is too_short else torch.randn(16, 8),), mode, loss
+    )
+    assert diagnosis is not None and diagnosis.cause == cause and says in str(diagnosis)
+    assert "any precision" not in str(diagnosis) and all("bf16" not in fix.python for fix in diagnosis.fixes)
+
+
+def test_a_norm_beyond_fp32_is_told_from_gradients_that_are_not_finite():
+    net = nn.Linear(4, 64, bias=False)
+    nn.init.zeros_(net.weight)
+    diagnosis = located(net, (torch.full((1, 4), 1e19),), "fp32", lambda y: (y * 2e19).sum())
+    assert diagnosis is not None and diagnosis.cause == "gradient norm beyond fp32"
+    assert f"{2e38 * 16:.3g}" in diagnosis.why  # of 256 weights
+    diagnosis = located(net, (torch.full((1, 4), 1e20),), "fp32", lambda y: (y * 2e19).sum())
+    assert diagnosis is not None and diagnosis.cause == "overflow in fp32"
+
+
+def test_a_loss_scale_below_one_is_tried():
+    """Where no island helps: a loss that weighs too much, behind a cast of its own."""
+
+    def heavy(y):
+        return y.half().float().mul(1e7).sum()
+
+    diagnosis = located(nn.Linear(8, 4), (torch.randn(6, 8),), "fp16", heavy)
+    assert diagnosis is not None and diagnosis.cause == "overflow in a cast" and diagnosis.phase == "backward"
+    fits, fix = diagnosis.scale_that_fits, diagnosis.fixes[0]
+    assert fits is not None and fits < 1 and fix.verified
+    assert fix.override == f"amp.init_scale={fits} amp.min_scale={fits}"
+    assert fix.python == f'Amp.named("fp16", init_scale={fits}, min_scale={fits})'
+    net, batch = nn.Linear(8, 4), (torch.randn(6, 8),)
+    assert located(net, batch, "fp16", heavy, init_scale=fits / 4, min_scale=fits / 4) is None
