@@ -399,9 +399,8 @@ class Amp:
                         guard.settle(taken)
                         if not guard.was_called and state.grads:
                             guard.note_bypass()
-            norm = states[0].norm
-            if len(states) > 1:
-                norm = torch.linalg.vector_norm(torch.stack([state.norm for state in states]))
+            norms = [state.norm for state in states]
+            norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
             if rehearsal is not None:
                 rehearsal.resume()
             return StepReport(taken, norm, on_host, rehearsal is not None)
@@ -412,8 +411,6 @@ class Amp:
         """Measure and clip the gradients of one optimizer; return 1 if one of them is not finite, else 0 (0-d float32).
 
         Args:
-            state: of the optimizer.
-            clip: as in `step`.
             scaled: the gradients are scaled, unless they were unscaled before.
             joined: use the global norm over all ranks.
         """

@@ -65,9 +65,7 @@ class Ema:
         foreach_add_(averages, steps)
         present = [buffers_of(module)[name] for module, name in self._owners]
         if not same(present, self._present):  # the first, or replaced
-            pairs = [pair for pair in zip(self.model.buffers(), present, strict=True) if pair[1] is not None]
-            self._present = present
-            self._groups = [(parts, values, list(map(len, parts))) for parts, values in flat_groups(pairs)]
+            self._group(present)
         for parts, values, sizes in self._groups:
             before, value = torch.cat(parts), torch.cat(values)
             share, moves = (t.to(before.device, non_blocking=True) for t in (weight, taken))
@@ -75,6 +73,12 @@ class Ema:
             # Unguarded statistics may be NaN after a skipped step, and 0 * NaN is NaN.
             foreach_copy_(parts, list(torch.where(moves, moved, before).split(sizes)))
         self.num_taken += taken
+
+    def _group(self, present: list[Tensor | None]) -> None:
+        pairs = [pair for pair in zip(self.model.buffers(), present, strict=True) if pair[1] is not None]
+        groups = flat_groups(pairs)  # type: ignore[arg-type]
+        self._groups = [(averages, values, list(map(len, averages))) for averages, values in groups]
+        self._present = present
 
     def reset(self) -> None:
         """Restart from the current weights."""

@@ -80,16 +80,18 @@ class Schedule:
         if not report.is_rehearsal:
             self.moved = report.taken
         if not self._on_device:
-            assert report.taken_on_host is not None
-            if report.taken_on_host:
-                self.num_taken += 1
-                # In host memory: reading it does not sync.
-                self._apply(int(self.num_taken.numpy()[0]))
+            self._advance_on_host(report)
             return
         self.num_taken += report.taken
         index = self.num_taken.clamp(max=self._last)
         for i, table in self._tables.items():
             torch.index_select(table, 0, index, out=self._rates[i])
+
+    def _advance_on_host(self, report: StepReport) -> None:
+        assert report.taken_on_host is not None
+        if report.taken_on_host:
+            self.num_taken += 1
+            self._apply(int(self.num_taken.numpy()[0]))  # in host memory: reading it does not sync
 
     def _apply(self, num_taken: int) -> None:
         index = min(num_taken, self._last)
