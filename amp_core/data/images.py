@@ -411,22 +411,22 @@ def _mnist_subset(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     images, labels = read_mnist_subset()
     held_out = every_fifth(labels)
     pixels = images[~held_out] / 255
-    shared: dict[str, Any] = {
-        "num_classes": 10,
-        "mean": [pixels.mean()],
-        "std": [pixels.std()],
-        "seed": seed,
-        "size": cfg.image_size,
-        "channels": channels,
-    }
-    augment = shift_rotate_scale if cfg.augment else None
-    return _data(
-        ArrayImages(
-            images[~held_out], labels[~held_out], augment=augment, on_device=cfg.prepare_on == "device", **shared
-        ),
-        ArrayImages(images[held_out], labels[held_out], augment=None, **shared),
-        cfg,
-    )
+
+    def part(chosen: NDArray[np.bool_], train: bool) -> ArrayImages:
+        return ArrayImages(
+            images[chosen],
+            labels[chosen],
+            num_classes=10,
+            mean=[pixels.mean()],
+            std=[pixels.std()],
+            augment=shift_rotate_scale if train and cfg.augment else None,
+            seed=seed,
+            on_device=train and cfg.prepare_on == "device",
+            size=cfg.image_size,
+            channels=channels,
+        )
+
+    return _data(part(~held_out, True), part(held_out, False), cfg)
 
 
 def _synthetic(cfg: DataConfig, seed: int, channels: int | None) -> Data:
