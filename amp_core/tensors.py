@@ -111,6 +111,8 @@ def local(tensors: Iterable[Tensor]) -> list[Tensor]:
 
     Anything that is not a tensor is returned unchanged.
     """
+    if "torch.distributed.tensor" not in sys.modules:  # there are no DTensors
+        return list(tensors)
     with torch.no_grad():
         return [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]  # type: ignore[operator]
 

@@ -6,8 +6,10 @@ size and the sample at which a run resumed make no difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +40,19 @@ class Data:
     """Facts that networks are built from, for example `num_classes` and `image_shape`, (C, H, W)."""
     finish: Callable[[Any], Any] | None = None
     """Applied to a batch of `train` on the device; None: nothing."""
+
+
+class Paths:
+    """Paths of files in one array: forked workers would copy a list of a million strings page by page in use."""
+
+    def __init__(self, paths: Iterable[str | Path]) -> None:
+        self._names = np.array([os.fsencode(path) for path in paths])
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, index: int) -> str:
+        return os.fsdecode(bytes(self._names[index]))
 
 
 # --- randomness -------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import Tensor
 from amp_core.config.checks import IMAGE_ENDINGS, class_names, dejavu_files
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.schema import DataConfig
-from amp_core.data.base import Data, Key, uniforms, unpack
+from amp_core.data.base import Data, Key, Paths, uniforms, unpack
 from amp_core.data.images import ArrayImages, Batch, open_image, shift_rotate_scale
 from amp_core.data.records import Records
 
@@ -162,12 +162,11 @@ class _Folder:
             )
             paths += found
             labels += [number] * len(found)
-        # One array: forked workers would copy a list of a million strings page by page when they touch it.
-        self._paths = np.array([os.fsencode(path) for path in paths])
+        self._paths = Paths(paths)
         self.numbers, self.labels = np.arange(len(paths)), np.array(labels, dtype=np.int64)
 
     def __call__(self, number: int) -> tuple[str, bytes]:
-        path = os.fsdecode(bytes(self._paths[number]))
+        path = self._paths[number]
         try:
             return path, Path(path).read_bytes()
         except OSError as error:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gzip
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 from amp_core.config.checks import class_names, mnist_file
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.schema import DataConfig
-from amp_core.data.base import Data, Dataset, Key, uniforms, unpack
+from amp_core.data.base import Data, Dataset, Key, Paths, uniforms, unpack
 from amp_core.vision import import_torchvision
 
 Batch = tuple[Tensor, Tensor]
@@ -271,8 +270,7 @@ class ImageFiles:
         on_device: bool = False,
     ) -> None:
         self._on_device = on_device
-        # One array: forked workers would copy a list of a million strings page by page when they touch it.
-        self._paths = np.array([os.fsencode(path) for path in paths])
+        self._paths = Paths(paths)
         self.labels = labels.astype(np.int64)
         self.num_classes, self.image_shape = num_classes, (3, size, size)
         self._size, self._augment, self._seed = size, augment, seed
@@ -284,7 +282,7 @@ class ImageFiles:
         indices, passes = unpack(keys)
         u = uniforms(self._seed, indices, passes, _NUM_CROP_UNIFORMS)
         labels = torch.from_numpy(self.labels[indices])
-        paths = [os.fsdecode(bytes(self._paths[index])) for index in indices]
+        paths = [self._paths[index] for index in indices]
         if self._on_device:
             # As bytes: tensors would be copied to the device, but decoders need them on the host.
             return [self._file(path, u[row]) for row, path in enumerate(paths)], labels
@@ -413,22 +411,22 @@ def _mnist_subset(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     images, labels = read_mnist_subset()
     held_out = every_fifth(labels)
     pixels = images[~held_out] / 255
-    shared: dict[str, Any] = {
-        "num_classes": 10,
-        "mean": [pixels.mean()],
-        "std": [pixels.std()],
-        "seed": seed,
-        "size": cfg.image_size,
-        "channels": channels,
-    }
-    augment = shift_rotate_scale if cfg.augment else None
-    return _data(
-        ArrayImages(
-            images[~held_out], labels[~held_out], augment=augment, on_device=cfg.prepare_on == "device", **shared
-        ),
-        ArrayImages(images[held_out], labels[held_out], augment=None, **shared),
-        cfg,
-    )
+
+    def part(chosen: NDArray[np.bool_], train: bool) -> ArrayImages:
+        return ArrayImages(
+            images[chosen],
+            labels[chosen],
+            num_classes=10,
+            mean=[pixels.mean()],
+            std=[pixels.std()],
+            augment=shift_rotate_scale if train and cfg.augment else None,
+            seed=seed,
+            on_device=train and cfg.prepare_on == "device",
+            size=cfg.image_size,
+            channels=channels,
+        )
+
+    return _data(part(~held_out, True), part(held_out, False), cfg)
 
 
 def _synthetic(cfg: DataConfig, seed: int, channels: int | None) -> Data:

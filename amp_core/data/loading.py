@@ -130,35 +130,6 @@ def eval_keys(num_samples: int, *, batch_size: int, rank: int = 0, world_size: i
 # --- loaders ----------------------------------------------------------------------------------------------------------
 
 
-def train_loader(
-    dataset: Dataset,
-    sampler: Iterable[list[Key]],
-    *,
-    num_workers: int,
-    pin_memory: bool = False,
-    prefetch: int = 2,
-    start_method: str | None = None,
-) -> Batches:
-    """Micro-batches on the CPU, in the sampler's order. Workers start here and live until `close`.
-
-    Args:
-        dataset: the data set; pickled with a `start_method` other than fork.
-        sampler: yields the keys of each micro-batch.
-        num_workers: processes; 0 loads in this one.
-        pin_memory: return pinned memory, for asynchronous copies to CUDA.
-        prefetch: micro-batches that each worker loads ahead.
-        start_method: fork, spawn or forkserver; None: Python's default.
-    """
-    return Batches(
-        dataset,
-        sampler,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        prefetch=prefetch,
-        start_method=start_method,
-    )
-
-
 def eval_loader(
     dataset: Dataset,
     *,
@@ -277,10 +248,18 @@ class EvalLoader:
 
 
 class Batches:
-    """An iterator of batches that owns its worker processes. A context manager; `close` ends the workers at once.
+    """Batches on the CPU, in the order of `keys`, from workers that start here. A context manager; `close` ends them.
 
     Workers use one thread each (set by torch) and ignore signals that end a run: Ctrl-C and schedulers signal every
     process of a job, and a run needs its workers to finish the step.
+
+    Args:
+        dataset: the data set; pickled with a `start_method` other than fork.
+        keys: the keys of each batch, such as a `Sampler`.
+        num_workers: processes; 0 loads in this one.
+        pin_memory: return pinned memory, for asynchronous copies to CUDA.
+        prefetch: batches that each worker loads ahead.
+        start_method: fork, spawn or forkserver; None: Python's default.
 
     Raises:
         RunError: from `next`: a worker died or stands still (`bounded_waits`), or an image cannot be read.
@@ -418,6 +397,9 @@ class Batches:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+train_loader = Batches
 
 
 def _identity(batch: Any) -> Any:

@@ -5,7 +5,6 @@ A mask is uint8: 0, 1, or VOID for pixels that losses and metrics ignore, such a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from amp_core.config.checks import brain_files, masked_images, photographs
 from amp_core.config.errors import RunError
 from amp_core.config.schema import DataConfig
-from amp_core.data.base import Data, Key, uniforms, unpack
+from amp_core.data.base import Data, Key, Paths, uniforms, unpack
 from amp_core.data.images import (
     _NUM_CROP_UNIFORMS,
     _NUM_UNIFORMS,
@@ -253,12 +252,11 @@ class MaskFiles:
     """
 
     def __init__(self, pairs: Sequence[tuple[str, str]], *, size: int, augment: bool, seed: int) -> None:
-        # One array: forked workers would copy a list of a million strings page by page when they touch it.
-        self._paths = np.array([[os.fsencode(path) for path in pair] for pair in pairs])
+        self._images, self._masks = (Paths(pair[i] for pair in pairs) for i in (0, 1))
         self._size, self._augment, self._seed = size, augment, seed
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._images)
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
         indices, passes = unpack(keys)
@@ -266,8 +264,7 @@ class MaskFiles:
         pixels = np.zeros((len(keys), self._size, self._size, 3), dtype=np.uint8)
         masks = np.full((len(keys), 1, self._size, self._size), VOID, dtype=np.uint8)
         for row, index in enumerate(indices):
-            image, mask = (os.fsdecode(bytes(path)) for path in self._paths[index])
-            self._read(image, mask, u[row], pixels[row], masks[row, 0])
+            self._read(self._images[index], self._masks[index], u[row], pixels[row], masks[row, 0])
         images = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float().div_(255)
         return normalised(images), torch.from_numpy(masks)
 

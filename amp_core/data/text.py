@@ -6,7 +6,6 @@ micro-batches and ranks differ in their number of valid tokens.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from amp_core.config.checks import SOURCES, package_folder, text_files
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.schema import DataConfig
-from amp_core.data.base import Data, Key, unpack
+from amp_core.data.base import Data, Key, Paths, unpack
 
 Batch = tuple[Tensor, Tensor]
 """(inputs int64 [B, L], targets int64 [B, L]: the byte that follows each input, or `IGNORE`)"""
@@ -51,8 +50,7 @@ class TextPieces:
         num_samples: int | None = None,
     ) -> None:
         self.length = length
-        # One array: forked workers would copy a list of a million strings page by page when they touch it.
-        self._paths = np.array([os.fsencode(path) for path in paths])
+        self._paths = Paths(paths)
         self._num_targets = np.array([max(path.stat().st_size - 1, 0) for path in paths], dtype=np.int64)
         num_pieces = -(-self._num_targets // length)
         self._ends = np.cumsum(num_pieces)
@@ -70,8 +68,8 @@ class TextPieces:
         starts = (pieces - self._begins[files]) * self.length
         counts = np.minimum(self._num_targets[files] - starts, self.length)
         tokens = np.zeros((len(keys), self.length + 1), dtype=np.int64)
-        for row, (path, start, count) in enumerate(zip(self._paths[files], starts, counts, strict=True)):
-            tokens[row, : count + 1] = _read(os.fsdecode(bytes(path)), start, count + 1)
+        for row, (file, start, count) in enumerate(zip(files, starts, counts, strict=True)):
+            tokens[row, : count + 1] = _read(self._paths[file], start, count + 1)
         targets = np.where(np.arange(self.length) < counts[:, None], tokens[:, 1:], IGNORE)
         return torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(targets)
 

@@ -256,13 +256,31 @@ def _as_fp32(value: Any, known: dict[Tensor, Tensor]) -> Any:
 # --- a module as an island --------------------------------------------------------------------------------------------
 
 
-class _Island:
-    """Mixin of an island's class, before the module's class in its bases."""
-
-    _of: ClassVar[type[nn.Module]]
+class Generated:
+    """Mixin of generated subclasses of a module's class, first in their bases."""
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Stop here, so that a model's own `__init_subclass__` registry does not see islands."""
+        """Stop here, so that a model's own `__init_subclass__` registry does not see them."""
+
+
+def subclass(base: Any, mixin: type, name: str, become: Callable[[nn.Module], nn.Module], **body: Any) -> Any:
+    """A subclass for instances of the module class `base` to change to: names, hooks, `isinstance` and copies stay.
+
+    Args:
+        base: the class of a module.
+        mixin: what tells the class, a `Generated`.
+        name: of the class.
+        become: changes an instance.
+        **body: what the class defines.
+    """
+    body |= {"__module__": base.__module__, "__doc__": base.__doc__}
+    if hasattr(base, "__deepcopy__"):  # may build its result from the class by name
+        body["__deepcopy__"] = lambda self, memo: become(base.__deepcopy__(self, memo))
+    return types.new_class(name, (mixin, base), exec_body=lambda namespace: namespace.update(body))
+
+
+class _Island(Generated):
+    _of: ClassVar[type[nn.Module]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
@@ -278,12 +296,10 @@ class _Island:
 @functools.cache
 def _island_class(base: Any) -> Any:
     """The subclass of the module class `base` that computes in fp32."""
-    body = {"__module__": base.__module__, "__doc__": base.__doc__, "_of": base, "forward": _in_fp32(base.forward)}
+    body = {"_of": base, "forward": _in_fp32(base.forward)}
     if getattr(base, "cls_to_become", None) is not None:  # a lazy module changes its class at its first forward
         body["cls_to_become"] = _island_class(base.cls_to_become)
-    if hasattr(base, "__deepcopy__"):  # may build its result from the class by name
-        body["__deepcopy__"] = lambda self, memo: _to_island(base.__deepcopy__(self, memo))
-    return types.new_class(f"Fp32{base.__name__}", (_Island, base), exec_body=lambda namespace: namespace.update(body))
+    return subclass(base, _Island, f"Fp32{base.__name__}", _to_island, **body)
 
 
 def _is_island(cls: type[nn.Module]) -> bool:

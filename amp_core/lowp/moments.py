@@ -13,7 +13,7 @@ The 8-bit optimizers of torchao and bitsandbytes need half of this memory. They 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from amp_core.lowp.rounding import noise_16bit, round_stochastically
+from amp_core.lowp.weights import buckets
 from amp_core.torch_private import foreach_copy_
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_BUCKET = 1 << 23
-"""Elements whose moments are in fp32 at a time: 64 MiB."""
 
 
 class Adam16(torch.optim.Optimizer):
@@ -69,11 +68,11 @@ class Adam16(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """One step, a bucket of weights at a time."""
+        """One step, a bucket of weights at a time, whose moments are in fp32."""
         assert closure is None, "a step of one evaluation"
         number = 0
         for group in self.param_groups:
-            for params in _buckets(p for p in group["params"] if p.grad is not None):
+            for params in buckets(p for p in group["params"] if p.grad is not None):
                 self._step(params, group, number)
                 number += 1
 
@@ -126,20 +125,6 @@ class Adam16(torch.optim.Optimizer):
             for key in _MOMENTS:
                 if key in state:
                     state[key] = torch.empty_like(param, dtype=torch.bfloat16).copy_(state[key])
-
-
-def _buckets(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Weights of one device with at most `_BUCKET` elements, or a single larger one."""
-    bucket: list[Tensor] = []
-    size = 0
-    for param in params:
-        if bucket and (size + param.numel() > _BUCKET or param.device != bucket[0].device):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(param)
-        size += param.numel()
-    if bucket:
-        yield bucket
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -44,7 +44,7 @@ Update = Literal["master", "stochastic", "kahan", "nearest"]
 
 _SEES_WRITES = not is_missing("torch.Tensor._version")
 _HALF = (torch.float16, torch.bfloat16)
-_BUCKET = 1 << 23  # elements that are reduced over ranks at a time: 32 MiB
+_BUCKET = 1 << 23  # elements that are handled at a time: 32 MiB in fp32
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -109,6 +109,20 @@ def fp32_copy(net: nn.Module) -> nn.Module:
         if low in _sides:
             p.data = _sides[low].value(low).clone()
     return twin
+
+
+def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one device with at most `_BUCKET` elements, or a single larger one."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size + tensor.numel() > _BUCKET or tensor.device != bucket[0].device):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.numel()
+    if bucket:
+        yield bucket
 
 
 class LowPrecisionWeights:
@@ -213,16 +227,11 @@ class LowPrecisionWeights:
             params: an optimizer's parameters; those of other networks are ignored.
         """
         grads = [p.grad for p in params if p in self._owned and p.grad is not None] if several_ranks() else []
-        while grads:
-            sizes: list[int] = []
-            for grad in grads:
-                if sizes and (sum(sizes) + grad.numel() > _BUCKET or grad.device != grads[0].device):
-                    break
-                sizes.append(grad.numel())
-            bucket, grads = grads[: len(sizes)], grads[len(sizes) :]
+        for bucket in buckets(grads):
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             dist.all_reduce(flat)
-            foreach_copy_(bucket, [p.view_as(g) for p, g in zip(flat.split(sizes), bucket, strict=True)])
+            parts = flat.split([grad.numel() for grad in bucket])
+            foreach_copy_(bucket, [part.view_as(grad) for part, grad in zip(parts, bucket, strict=True)])
 
     @torch.no_grad()
     def begin_step(self, params: Iterable[Tensor]) -> None:

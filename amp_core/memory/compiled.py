@@ -20,7 +20,6 @@ import importlib.util
 import logging
 import shutil
 import time
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_core.lowp.islands import Generated, subclass
 from amp_core.tensors import blocks
 from amp_core.torch_private import find, need
 
@@ -225,27 +225,15 @@ def missing_compiler(backend: str, device_type: str) -> str | None:
     return None
 
 
-class _Compiled:
-    """Mixin of a compiled module's class, first in its bases."""
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Stop here, so that a model's own `__init_subclass__` registry does not see it."""
+class _Compiled(Generated):
+    """Tells the class of a compiled module."""
 
 
 @functools.cache
 def _class_of(base: Any, compiler: Compiler) -> Any:
-    # `islands` uses `computes` to detect islands.
-    computes = getattr(base, "computes", base.forward)
-    body = {
-        "__module__": base.__module__,
-        "__doc__": base.__doc__,
-        "forward": compiler.passes(base.forward),
-        "computes": computes,
-    }
-    if hasattr(base, "__deepcopy__"):  # may build its result from the class by name
-        body["__deepcopy__"] = lambda self, memo: _to_compiled(base.__deepcopy__(self, memo), compiler)
-    # Keep the original name, which messages and reports show.
-    return types.new_class(base.__name__, (_Compiled, base), exec_body=lambda namespace: namespace.update(body))
+    # `islands` uses `computes` to detect islands. Messages and reports show the original name.
+    body = {"forward": compiler.passes(base.forward), "computes": getattr(base, "computes", base.forward)}
+    return subclass(base, _Compiled, base.__name__, lambda module: _to_compiled(module, compiler), **body)
 
 
 def _to_compiled(module: nn.Module, compiler: Compiler) -> nn.Module:

@@ -15,13 +15,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import types
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from amp_core.lowp.islands import Generated, subclass
 from amp_core.tensors import blocks
 from amp_core.torch_private import buffers_of, passing_buffers_of
 
@@ -57,11 +57,8 @@ def recompute_blocks(net: nn.Module) -> int:
     return len(found)
 
 
-class _Recomputed:
-    """Mixin of a recomputed block's class, first in its bases."""
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Stop here, so that a model's own `__init_subclass__` registry does not see it."""
+class _Recomputed(Generated):
+    """Tells the class of a recomputed block."""
 
 
 @functools.cache
@@ -74,13 +71,9 @@ def _class_of(base: Any) -> Any:
         contexts = functools.partial(_contexts, again)
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    # `islands` uses `computes` to detect islands.
-    body = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward}
-    body["computes"] = getattr(base, "computes", base.forward)
-    if hasattr(base, "__deepcopy__"):  # may build its result from the class by name
-        body["__deepcopy__"] = lambda self, memo: _to_recomputed(base.__deepcopy__(self, memo))
-    # Keep the original name, which messages and reports show.
-    return types.new_class(base.__name__, (_Recomputed, base), exec_body=lambda namespace: namespace.update(body))
+    # `islands` uses `computes` to detect islands. Messages and reports show the original name.
+    computes = getattr(base, "computes", base.forward)
+    return subclass(base, _Recomputed, base.__name__, _to_recomputed, forward=forward, computes=computes)
 
 
 def _to_recomputed(module: nn.Module) -> nn.Module:

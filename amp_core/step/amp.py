@@ -17,7 +17,9 @@ weight. With a fused optimizer all of it happens on the device; the host reads n
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,21 +38,24 @@ from amp_core.step.gradients import (
     grad_versions,
     lay_out_gradients,
     norm_of,
+    norm_over_ranks,
     not_finite,
     run_backward,
+    weights_of,
     with_grads,
 )
 from amp_core.step.report import (
     Observer,
     OptimizerState,
-    PendingStep,
     Rehearsal,
     StepReport,
+    can_skip_on_device,
     require_no_closure,
 )
 from amp_core.step.scaler import LossScale, policy_of
 from amp_core.tensors import (
     is_sharded,
+    is_state_sharded,
     multiply_,
     several_ranks,
     step_on_local_shards,
@@ -101,7 +106,9 @@ class Amp:
             from amp_core.lowp.fp16_convolutions import use_fp32_convolutions
 
             use_fp32_convolutions()
-        self._optimizer_states: dict[torch.optim.Optimizer, OptimizerState] = {}
+        self._states: dict[torch.optim.Optimizer, OptimizerState] = {}
+        self._usable: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        """Optimizers that were checked, with the number of their groups."""
         self._checked: set[frozenset[tuple[int, int]]] = set()
         self._guards: list[BufferGuard] = []
         self.weights: list[LowPrecisionWeights] = []
@@ -194,10 +201,9 @@ class Amp:
             ValueError: the loss is no scalar, and no gradient of its shape was given.
         """
         self._in_window = True
-        unscaled = []
-        if self._optimizer_states:  # something was stepped or unscaled in this window
-            self._forget_abandoned()
-            unscaled = [(o, grad_versions(o)) for o, state in self._optimizer_states.items() if state.unscaled]
+        unscaled = self._unscaled_gradients() if self._states else []
+        # The initial gradient: weight and scale add no operator to the graph. Of scalars it is a new tensor each time,
+        # since gradients may be views of it; without a policy the scale is 1.
         if not isinstance(gradient, Tensor) or gradient.ndim == 0:
             if loss.numel() != 1:
                 raise ValueError(
@@ -208,19 +214,15 @@ class Amp:
             loss = loss.float() if loss.ndim == 0 else loss.float().reshape(())
             if self._rehearsal is not None:
                 self._tell_loss(loss)
-        # The initial gradient: weight and scale add no operator to the graph. A new tensor each time, since gradients
-        # of scalars may be views of it; without a policy the scale is 1.
-        if self.scaler.policy is not None or not isinstance(gradient, Tensor) or gradient.ndim == 0:
+            gradient = self.scaler.scale * gradient
+        elif self.scaler.policy is not None:
             gradient = self.scaler.scale * gradient
         seed = gradient.to(loss)
         for tell in self.beginnings:
             tell(seed)
-        if torch.is_autocast_enabled(self.device.type):
-            with self._autocast_off():
-                run_backward(loss, seed, retain_graph, inputs)
-        else:
-            run_backward(loss, seed, retain_graph, inputs)
-        if unscaled and any(grad_versions(optimizer) != before for optimizer, before in unscaled):
+        run = self._autocast_off()(run_backward) if torch.is_autocast_enabled(self.device.type) else run_backward
+        run(loss, seed, retain_graph, inputs)
+        if unscaled and unscaled != self._unscaled_gradients():
             raise RuntimeError(
                 "amp.backward added scaled gradients to gradients that amp.unscale_ had unscaled; call unscale_ once, "
                 "after the last backward of the window"
@@ -247,7 +249,7 @@ class Amp:
             grads = torch.autograd.grad(scaled, inputs, create_graph=create_graph, **kwargs)
             return tuple(g if g is None else g.float() * self.scaler.inverse for g in grads)
 
-    def _autocast_off(self) -> contextlib.AbstractContextManager[Any]:
+    def _autocast_off(self) -> torch.autocast:
         # A backward pass inside autocast would run the matmuls of fp32 islands in 16 bits.
         return torch.autocast(self.device.type, enabled=False)
 
@@ -318,7 +320,7 @@ class Amp:
                 "amp.unscale_ was already called for this optimizer in this window, or it was already stepped; call it "
                 "once, after the last backward and before amp.step"
             )
-        self._reduce(state, optimizer)
+        self._reduce(state)
         params, grads = with_grads(optimizer)
         in_parts = check_gradients(grads, scaled=self.scaler.policy is not None)
         if not in_parts and not self.weights:  # which show what they are in a step alone
@@ -360,112 +362,123 @@ class Amp:
         if not optimizers or len(optimizers) > len(set(optimizers)):
             raise ValueError(f"amp.step: got {len(optimizers)} optimizers, expected at least one, none of them twice")
         with torch.no_grad():  # once: each such region costs as much Python as all the arithmetic of this method
-            watcher = None if self._rehearsal is None else self._rehearsal.watcher
-            if watcher is not None:
-                for each in optimizers:
-                    watcher.on_gradients(*with_grads(each))
-                watcher.pause()
-            for observe in self.observers:
-                for each in optimizers:
-                    observe(*with_grads(each), each not in unscaled and not self._state_of(each).unscaled)
-            agree = several_ranks()
-            pending = [self._examine(o, clip, o not in unscaled, agree and o in sharded) for o in optimizers]
-            found_inf = pending[0].found_inf
-            for each in pending[1:]:
-                found_inf = torch.maximum(found_inf, each.found_inf)
+            rehearsal, agree = self._rehearsal, several_ranks()
+            states = [self._state_of(each) for each in optimizers]
+            if rehearsal is not None or self.observers:
+                self._show_gradients(states, unscaled)
+            found = [
+                self._examine(state, clip, state.optimizer not in unscaled, agree and state.optimizer in sharded)
+                for state in states
+            ]
+            found_inf = functools.reduce(torch.maximum, found)
             if agree:
                 dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
-            taken = found_inf == 0
-            torch.clear_autocast_cache()
-
-            on_host = None
-            if self._rehearsal is not None:
-                self._rehearsal.add(found_inf)
+            if rehearsal is not None:
+                rehearsal.add(found_inf)
                 found_inf = torch.ones_like(found_inf)
-                taken, on_host = found_inf == 0, False
-            elif not any(each.grads for each in pending):
+            taken = found_inf == 0
+            if not any(state.grads for state in states):
                 taken = torch.zeros_like(taken)
-                on_host = None if all(each.state.on_device for each in pending) else False
-            for each in pending:
-                each.state.stepped = True
-                each.state.found_inf = found_inf if each.grads or agree else None
-                if not each.grads or self._rehearsal is not None:
-                    continue
-                if each.state.on_device:
-                    take_step(each, taken, found_inf)
-                    continue
-                if each.divisor is not None:
-                    multiply_(each.grads, each.divisor.reciprocal())
-                if on_host is None:
-                    self._say_that_it_waits(each.optimizer)
-                    on_host = found_inf.item() == 0
-                if on_host:
-                    with step_on_local_shards(each.optimizer):
-                        bare_step(each.optimizer)
-            for each in pending:
-                for weights in self.weights if each.grads else ():
-                    weights.end_step(each.params, taken)
-                if self._guards:
-                    self._settle(each, taken)
-            if watcher is not None:
-                watcher.resume()
-            norm = pending[0].norm
-            if len(pending) > 1:
-                norm = torch.linalg.vector_norm(torch.stack([each.norm for each in pending]))
-            return StepReport(taken, norm, on_host, self._rehearsal is not None)
+            torch.clear_autocast_cache()
+            on_host = None
+            if rehearsal is not None or not all(state.on_device for state in states):
+                on_host = self._decide_on_host(states, taken)
+            for state in states:
+                state.stepped = True
+                state.found_inf = found_inf if state.grads or agree else None
+                if state.grads and rehearsal is None:
+                    if state.on_device:
+                        on_shards = state.in_parts or (agree and is_state_sharded(state.optimizer))
+                        take_step(state, taken, found_inf, on_shards=on_shards)
+                    else:
+                        self._step_on_host(state, on_host)
+                for weights in self.weights if state.grads else ():
+                    weights.end_step(state.params, taken)
+                for guard in self._guards:
+                    if not guard.parameters.isdisjoint(weights_of(state.optimizer)):
+                        guard.settle(taken)
+                        if not guard.was_called and state.grads:
+                            guard.note_bypass()
+            norms = [state.norm for state in states]
+            norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+            if rehearsal is not None:
+                rehearsal.resume()
+            return StepReport(taken, norm, on_host, rehearsal is not None)
 
     def _examine(
-        self, optimizer: torch.optim.Optimizer, clip: Clip | Callable[..., None] | None, scaled: bool, joined: bool
-    ) -> PendingStep:
-        """Norm, finite check and clipping of one optimizer's gradients, before it is decided whether to step.
+        self, state: OptimizerState, clip: Clip | Callable[..., None] | None, scaled: bool, joined: bool
+    ) -> Tensor:
+        """Measure and clip the gradients of one optimizer; return 1 if one of them is not finite, else 0 (0-d float32).
 
         Args:
-            optimizer: not stepped yet in this window.
-            clip: as in `step`.
             scaled: the gradients are scaled, unless they were unscaled before.
             joined: use the global norm over all ranks.
         """
-        state = self._state_of(optimizer)
         if state.stepped:
             raise RuntimeError("amp.step was called twice for one optimizer; call amp.update() once per window")
-        self._reduce(state, optimizer)
-        params, grads = with_grads(optimizer)
-        in_parts = check_gradients(grads, scaled=self.scaler.policy is not None)
+        if self.weights:
+            self._reduce(state)
+        params, grads = state.params, state.grads = with_grads(state.optimizer)
+        state.in_parts = check_gradients(grads, scaled=self.scaler.policy is not None)
         for weights in self.weights:
             weights.begin_step(params)
-        if not in_parts:
+        if not state.in_parts:
             lay_out_gradients(params, grads)
-
         scale = None if state.unscaled or not scaled or self.scaler.policy is None else self.scaler.scale
-        norm = norm_of(grads, self._zero, sharded=in_parts)
+        norm = norm_of(grads, self._zero, sharded=state.in_parts)
         if joined:
-            squares = norm.square()
-            dist.all_reduce(squares)
-            norm = squares.sqrt()
-        if scale is not None:
-            norm = norm / scale
-        found_inf = not_finite(norm)
+            norm = norm_over_ranks(norm)
+        state.norm = norm if scale is None else norm / scale
+        found_inf = not_finite(state.norm)
         if state.found_inf is not None:
             found_inf = torch.maximum(found_inf, state.found_inf)
-
-        divisor = scale
-        kind = clip.kind if isinstance(clip, Clip) else "function"
-        if isinstance(clip, Clip) and kind == "norm" and clip.folded:
-            divisor = clip.divisor(norm)
+        state.divisor = scale
+        if isinstance(clip, Clip) and clip.kind == "norm" and clip.folded:
+            state.divisor = clip.divisor(state.norm)
             if scale is not None:
-                divisor.mul_(scale)
+                state.divisor.mul_(scale)
         elif clip is not None and grads:
-            if scale is not None:
-                multiply_(grads, scale.reciprocal())
-            divisor = None
-            if isinstance(clip, Clip) and kind == "norm":
-                multiply_(grads, clip.factor(norm))
-            else:
-                clip(params, grads)
-            # Clamping keeps finite values finite; other clipping may divide zero by zero.
-            if kind in ("adaptive", "function"):
-                found_inf = torch.maximum(found_inf, not_finite(norm_of(grads, self._zero, sharded=in_parts)))
-        return PendingStep(optimizer, state, params, grads, in_parts, norm, found_inf, divisor)
+            found_inf = self._clip_in_place(state, clip, found_inf)
+        return found_inf
+
+    def _clip_in_place(self, state: OptimizerState, clip: Clip | Callable[..., None], found_inf: Tensor) -> Tensor:
+        """Clip where a divisor cannot; returns `found_inf`, also of what clipping wrote."""
+        if state.divisor is not None:
+            multiply_(state.grads, state.divisor.reciprocal())
+            state.divisor = None
+        if isinstance(clip, Clip):
+            clip(state.params, state.grads, state.norm)
+            if clip.kind != "adaptive":  # clamping and a factor keep finite values finite; a quotient may not
+                return found_inf
+        else:
+            clip(state.params, state.grads)
+        return torch.maximum(found_inf, not_finite(norm_of(state.grads, self._zero, sharded=state.in_parts)))
+
+    def _show_gradients(self, states: Sequence[OptimizerState], unscaled: Collection[torch.optim.Optimizer]) -> None:
+        """Show gradients as they are before `step` to a rehearsal and to `observers`."""
+        shown = [(state, *with_grads(state.optimizer)) for state in states]
+        if self._rehearsal is not None:
+            self._rehearsal.show([(params, grads) for _, params, grads in shown])
+        for observe in self.observers:
+            for state, params, grads in shown:
+                observe(params, grads, state.optimizer not in unscaled and not state.unscaled)
+
+    def _decide_on_host(self, states: Sequence[OptimizerState], taken: Tensor) -> bool:
+        """Whether to step optimizers that cannot skip on the device. Waits for it."""
+        if self._rehearsal is not None or not any(state.grads for state in states):
+            return False
+        if not self._said_waits:
+            self._said_waits = True
+            name = next(type(state.optimizer).__name__ for state in states if not state.on_device)
+            logger.info("%s is not fused: each step waits for the device once, to know whether to skip", name)
+        return bool(taken)
+
+    def _step_on_host(self, state: OptimizerState, taken: bool | None) -> None:
+        if state.divisor is not None:
+            multiply_(state.grads, state.divisor.reciprocal())
+        if taken:
+            with step_on_local_shards(state.optimizer):
+                bare_step(state.optimizer)
 
     def update(self) -> None:
         """End the window: update the loss scale once, however many optimizers stepped. No host-device sync.
@@ -473,23 +486,21 @@ class Amp:
         Raises:
             RuntimeError: no optimizer was stepped since the last update.
         """
-        stepped = [state for state in self._optimizer_states.values() if state.stepped]
-        if not stepped:
+        if not any(state.stepped for state in self._states.values()):
             raise RuntimeError("amp.update() without amp.step(optimizer) before it; step every optimizer, then update")
         # Also of those that were unscaled, found infinite and therefore not stepped.
-        found = [state.found_inf for state in self._optimizer_states.values() if state.found_inf is not None]
-        self._optimizer_states.clear()
+        found = [state.found_inf for state in self._states.values() if state.found_inf is not None]
+        found_inf = functools.reduce(torch.maximum, found) if found else None
+        self._states.clear()
         self._in_window = False
-        found_inf = None if not found else found[0] if len(found) == 1 else torch.stack(found).amax()
         # Networks that ran without a step of their own in this window, such as a generator in its critic's.
         for guard in self._guards:
             guard.settle(None if found_inf is None else found_inf == 0)
             guard.was_called = False
-        if found_inf is None or self._rehearsal is not None:
-            return
-        self.scaler.update(found_inf)
-        self._skips.add_(found_inf)
-        self.num_consecutive_skips.mul_(found_inf)
+        if found_inf is not None and self._rehearsal is None:
+            self.scaler.update(found_inf)
+            self._skips.add_(found_inf)
+            self.num_consecutive_skips.mul_(found_inf)
 
     def zero_grad(self, *optimizers: torch.optim.Optimizer) -> None:
         """`optimizer.zero_grad(set_to_none=True)`, without its profiler scope, which takes longer than the rest."""
@@ -503,7 +514,7 @@ class Amp:
 
     def forget_window(self) -> None:
         """Forget the current window after a failed capture, which computed nothing."""
-        self._optimizer_states.clear()
+        self._states.clear()
         self._in_window = False
         for guard in self._guards:
             guard.settle(None)
@@ -559,7 +570,7 @@ class Amp:
         Raises:
             RuntimeError: called between a step and its update, when the scale is stale.
         """
-        if any(state.stepped for state in self._optimizer_states.values()):
+        if any(state.stepped for state in self._states.values()):
             raise RuntimeError("amp.state_dict() between amp.step and amp.update; save after the update")
         return self.scaler.state_dict()
 
@@ -595,35 +606,36 @@ class Amp:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
-        state = self._optimizer_states.get(optimizer)
+        state = self._states.get(optimizer)
         if state is None:
-            self._require_usable(optimizer)
-            state = self._optimizer_states[optimizer] = OptimizerState(optimizer)
+            if self._states or self._usable.get(optimizer) != len(optimizer.param_groups):
+                self._require_usable(optimizer)
+            state = self._states[optimizer] = OptimizerState(optimizer, can_skip_on_device(optimizer))
         return state
 
     def _require_usable(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that cannot step in this mode. Looked at once per window."""
+        """Refuse an optimizer that cannot step in this mode, or beside the others of the window."""
         if self.config.update is not None and not self.weights:
             raise RuntimeError(
                 f"amp={self.config.name}: no network has {self.config.weights} weights, so this would train in fp32; "
                 f"call amp.prepare(net) before the optimizer is built"
             )
-        params = (p for group in optimizer.param_groups for p in group["params"])
-        if self.weights and any(p.dtype in (torch.float16, torch.bfloat16) for p in params):
+        if self.weights and any(p.dtype in (torch.float16, torch.bfloat16) for p in weights_of(optimizer)):
             raise TypeError(
                 "the optimizer holds 16-bit weights, which get no gradients; build it on master_params(net)"
             )
         require_no_closure(optimizer)
-        if self._optimizer_states:
+        if self._states:
             self._require_own_weights(optimizer)
+        self._usable[optimizer] = len(optimizer.param_groups)
 
     def _require_own_weights(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a weight of several optimizers, whose gradient would be unscaled twice. Looked at once for each."""
-        among = frozenset((id(o), len(o.param_groups)) for o in (*self._optimizer_states, optimizer))
+        among = frozenset((id(o), len(o.param_groups)) for o in (*self._states, optimizer))
         if among in self._checked:
             return
-        owned = {p for other in self._optimizer_states for group in other.param_groups for p in group["params"]}
-        shared = [p for group in optimizer.param_groups for p in group["params"] if p in owned]
+        owned = {p for other in self._states for p in weights_of(other)}
+        shared = [p for p in weights_of(optimizer) if p in owned]
         if shared:
             raise ValueError(
                 f"{len(shared)} weight(s), the first of shape {list(shared[0].shape)}, are owned by two optimizers of "
@@ -632,28 +644,14 @@ class Amp:
             )
         self._checked.add(among)
 
-    def _forget_abandoned(self) -> None:
-        """Optimizers that were unscaled and never stepped, and whose gradients are gone: their window was given up."""
-        for optimizer, state in list(self._optimizer_states.items()):
+    def _unscaled_gradients(self) -> list[list[tuple[int, int]]]:
+        """The versions of the gradients that `unscale_` divided in this window."""
+        for optimizer, state in list(self._states.items()):
             if state.unscaled and not state.stepped and not with_grads(optimizer)[1]:
-                del self._optimizer_states[optimizer]
+                del self._states[optimizer]  # its gradients are gone: that window was given up
+        return [grad_versions(optimizer) for optimizer, state in self._states.items() if state.unscaled]
 
-    def _reduce(self, state: OptimizerState, optimizer: torch.optim.Optimizer) -> None:
-        if self.weights and not state.reduced:
-            for weights in self.weights:
-                weights.reduce_(with_grads(optimizer)[0])
-            state.reduced = True
-
-    def _say_that_it_waits(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._said_waits:
-            self._said_waits = True
-            name = type(optimizer).__name__
-            logger.info("%s is not fused: each step waits for the device once, to know whether to skip", name)
-
-    def _settle(self, pending: PendingStep, taken: Tensor) -> None:
-        stepped = {p for group in pending.optimizer.param_groups for p in group["params"]}
-        for guard in self._guards:
-            if not guard.parameters.isdisjoint(stepped):
-                guard.settle(taken)
-                if not guard.was_called and pending.grads:
-                    guard.note_bypass()
+    def _reduce(self, state: OptimizerState) -> None:
+        for weights in self.weights if not state.reduced else ():
+            weights.reduce_(with_grads(state.optimizer)[0])
+        state.reduced = True

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from amp_core.lowp.weights import master_params
+from amp_core.step.gradients import same
 from amp_core.torch_private import buffers_of, foreach_copy_, passing_buffers_of
 
 logger = logging.getLogger("amp_recipes")
@@ -58,24 +59,28 @@ class BufferGuard:
             return
         self._armed = self.was_called = True
         with torch.no_grad():
-            if len(found) != len(self._owners) or any(
-                a[2] is not b[2] for a, b in zip(found, self._owners, strict=True)
-            ):
+            if not same([buffer for _, _, buffer in found], [buffer for _, _, buffer in self._owners]):
                 self._owners = found
-                self._groups = _grouped([buffer for _, _, buffer in found])
+                self._groups = [_Group(parts) for (parts,) in flat_groups((buffer,) for _, _, buffer in found)]
             for group in self._groups:
                 torch.cat(group.parts, out=group.kept)
 
+    @torch.no_grad()
     def settle(self, taken: Tensor | None) -> None:
-        """End the window: keep what the forward passes wrote if `taken` (0-d bool), else restore the snapshot.
-
-        None keeps all of it.
-        """
-        if not self._armed:
+        """End the window: keep what forward passes wrote if `taken` (0-d bool) or None, else restore the snapshot."""
+        was_armed, self._armed = self._armed, False
+        if not was_armed or taken is None:
             return
-        self._armed = False
-        if taken is not None:
-            self._choose(taken)
+        for group in self._groups:
+            moves = taken.to(group.kept.device, non_blocking=True)
+            # where, not lerp: 0 * NaN is NaN.
+            chosen = torch.where(moves, torch.cat(group.parts), group.kept)
+            foreach_copy_(group.parts, list(chosen.split(group.sizes)))
+        for module, name, buffer in self._owners:
+            now = buffers_of(module)[name]
+            if now is not buffer and now is not None:  # a forward pass put a new tensor in its place
+                moves = taken.to(now.device, non_blocking=True)
+                buffers_of(module)[name] = torch.where(moves, now, buffer.detach())
 
     def note_bypass(self) -> None:
         """Log once that statistics are not guarded, since the module that was given is not the one that is called."""
@@ -87,53 +92,28 @@ class BufferGuard:
                 type(self._net()).__name__,
             )
 
-    @torch.no_grad()
-    def _choose(self, taken: Tensor) -> None:
-        # Buffers that a forward pass replaced by new tensors are restored one by one.
-        replaced = [
-            i for i, (module, name, buffer) in enumerate(self._owners) if buffers_of(module)[name] is not buffer
-        ]
-        before = {i: kept for group in self._groups for i, kept in group.kept_of(replaced)} if replaced else {}
-        for group in self._groups:
-            moves = taken.to(group.kept.device, non_blocking=True)
-            # where, not lerp: 0 * NaN is NaN.
-            chosen = torch.where(moves, torch.cat(group.parts), group.kept)
-            foreach_copy_(group.parts, list(chosen.split(group.sizes)))
-        for i, kept in before.items():
-            module, name, buffer = self._owners[i]
-            now = buffers_of(module)[name]
-            if now is not None:
-                moves = taken.to(now.device, non_blocking=True)
-                buffers_of(module)[name] = torch.where(moves, now, kept.view(buffer.shape))
-
 
 class _Group:
-    """Buffers of one dtype on one device, handled together: a network has dozens, each of which would cost three
-    operations.
+    """Flat buffers of one kind, and their snapshot."""
 
-    Attributes:
-        numbers: indices of the buffers.
-        parts: flat views of them; a non-contiguous one is alone, in its shape.
-        sizes: sizes of the parts.
-        kept: the snapshot, concatenated.
+    def __init__(self, parts: list[Tensor]) -> None:
+        self.parts = parts
+        self.sizes = [len(part) for part in parts]
+        self.kept = torch.cat(parts)
+
+
+def flat_groups(rows: Iterable[Sequence[Tensor]]) -> list[tuple[list[Tensor], ...]]:
+    """Group tensors to handle those of one kind together: a ResNet-50 has 159 buffers, each of which costs kernels.
+
+    Args:
+        rows: tensors that belong together, such as a buffer and its average.
+
+    Returns:
+        Per kind the columns of its rows, flat. A row with a non-contiguous tensor is alone, in its shape.
     """
-
-    def __init__(self, numbers: list[int], buffers: list[Tensor]) -> None:
-        self.numbers = numbers
-        self.parts = [b.detach().view(-1) if b.is_contiguous() else b.detach() for b in buffers]
-        self.sizes = [len(part) for part in self.parts]
-        self.kept = torch.cat(self.parts)
-
-    def kept_of(self, numbers: list[int]) -> Iterator[tuple[int, Tensor]]:
-        """The snapshots of those buffers that are in this group."""
-        for number, kept in zip(self.numbers, self.kept.split(self.sizes), strict=True):
-            if number in numbers:
-                yield number, kept
-
-
-def _grouped(buffers: list[Tensor]) -> list[_Group]:
-    found: dict[Any, list[int]] = {}
-    for i, buffer in enumerate(buffers):
-        alone = None if buffer.is_contiguous() else i
-        found.setdefault((buffer.device, buffer.dtype, alone), []).append(i)
-    return [_Group(numbers, [buffers[i] for i in numbers]) for numbers in found.values()]
+    found: dict[Any, list[list[Tensor]]] = {}
+    for i, row in enumerate(rows):
+        flat = all(tensor.is_contiguous() for tensor in row)
+        kind = (*((tensor.device, tensor.dtype) for tensor in row), None if flat else i)
+        found.setdefault(kind, []).append([tensor.detach().view(-1) if flat else tensor.detach() for tensor in row])
+    return [tuple(map(list, zip(*same_kind, strict=True))) for same_kind in found.values()]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amp_core.config.schema import ClipConfig
-from amp_core.tensors import is_dtensor, local, shard_group
+from amp_core.tensors import is_dtensor, local, multiply_, shard_group
 from amp_core.torch_private import foreach_clamp_max_, foreach_clamp_min_, foreach_copy_
 
 
@@ -60,24 +60,24 @@ class Clip:
         """norm: the divisor of all gradients, a 0-d tensor of at least 1, from their 0-d global norm."""
         return (norm + 1e-6).div_(self.threshold).clamp_(min=1.0)
 
-    def factor(self, norm: Tensor) -> Tensor:
-        """norm: the factor of all gradients, a 0-d tensor of at most 1, rounded as in torch."""
-        return (self.threshold / (norm + 1e-6)).clamp_(max=1.0)
-
-    def __call__(self, params: list[Tensor], grads: list[Tensor]) -> None:
-        """value and adaptive: change the unscaled gradients in place. No host-device sync.
+    def __call__(self, params: list[Tensor], grads: list[Tensor], norm: Tensor | None = None) -> None:
+        """Change the unscaled gradients in place. No host-device sync.
 
         Args:
             params: the weights.
             grads: their gradients, in the same order and shapes.
+            norm: norm: their global norm, 0-d.
         """
+        if self.kind == "norm":
+            if norm is None:
+                raise ValueError("Clip.norm clips by the global norm of the gradients; pass it, or use Amp.step")
+            multiply_(grads, (self.threshold / (norm + 1e-6)).clamp_(max=1.0))  # rounded as in torch
+            return
         if self.kind == "value":
             grads = local(grads)
             foreach_clamp_min_(grads, -self.threshold)
             foreach_clamp_max_(grads, self.threshold)
             return
-        if self.kind != "adaptive":
-            raise ValueError(f"Clip.{self.kind} is applied through its divisor")
         norms = [norm for pair in zip(params, grads, strict=True) for norm in map(_unit_norms, pair)]
         _join_vectors([tensor for pair in zip(params, grads, strict=True) for tensor in pair], norms)
         for grad, weight_norm, grad_norm in zip(local(grads), norms[::2], norms[1::2], strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import is_
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from torch import Tensor, nn
 
 from amp_core.config.schema import EmaConfig
 from amp_core.lowp.weights import fp32_copy, fp32_values
+from amp_core.step.buffers import flat_groups
+from amp_core.step.gradients import same
 from amp_core.step.report import StepReport
 from amp_core.tensors import is_sharded, load_state, local, multiply_, sharded_copy, unwrap
 from amp_core.torch_private import buffers_of, foreach_add_, foreach_copy_, foreach_sub
@@ -63,8 +64,8 @@ class Ema:
         multiply_(steps, weight)
         foreach_add_(averages, steps)
         present = [buffers_of(module)[name] for module, name in self._owners]
-        if len(present) != len(self._present) or not all(map(is_, present, self._present)):  # the first, or replaced
-            self._present, self._groups = present, _grouped(list(self.model.buffers()), present)
+        if not same(present, self._present):  # the first, or replaced
+            self._group(present)
         for parts, values, sizes in self._groups:
             before, value = torch.cat(parts), torch.cat(values)
             share, moves = (t.to(before.device, non_blocking=True) for t in (weight, taken))
@@ -72,6 +73,12 @@ class Ema:
             # Unguarded statistics may be NaN after a skipped step, and 0 * NaN is NaN.
             foreach_copy_(parts, list(torch.where(moves, moved, before).split(sizes)))
         self.num_taken += taken
+
+    def _group(self, present: list[Tensor | None]) -> None:
+        pairs = [pair for pair in zip(self.model.buffers(), present, strict=True) if pair[1] is not None]
+        groups = flat_groups(pairs)  # type: ignore[arg-type]
+        self._groups = [(averages, values, list(map(len, averages))) for averages, values in groups]
+        self._present = present
 
     def reset(self) -> None:
         """Restart from the current weights."""
@@ -93,27 +100,6 @@ class Ema:
     def load_counters(self, progress: Mapping[str, Any]) -> None:
         """Restore what `counters` returned. A count that is missing is 0."""
         self.num_taken.fill_(int(progress.get("averaged", 0)))
-
-
-def _grouped(averages: list[Tensor], values: list[Tensor | None]) -> list[tuple[list[Tensor], list[Tensor], list[int]]]:
-    """Group buffers of one kind: a ResNet-50 has 159, and each would cost up to four kernels.
-
-    Returns:
-        Per kind: flat views of the averages and of the values, and their sizes. A non-contiguous one is alone, in its
-        shape.
-    """
-    found: dict[Any, tuple[list[Tensor], list[Tensor], list[int]]] = {}
-    for i, (average, value) in enumerate(zip(averages, values, strict=True)):
-        if value is None:
-            continue
-        pair = [average.detach(), value.detach()]
-        flat = all(tensor.is_contiguous() for tensor in pair)
-        kind = (*((tensor.device, tensor.dtype) for tensor in pair), None if flat else i)
-        parts, into, sizes = found.setdefault(kind, ([], [], []))
-        pair = [tensor.view(-1) for tensor in pair] if flat else pair
-        for group, entry in zip((parts, into, sizes), (*pair, len(pair[0])), strict=True):
-            group.append(entry)  # type: ignore[arg-type]
-    return list(found.values())
 
 
 def build_ema(cfg: EmaConfig, net: nn.Module) -> Ema | None:

@@ -9,14 +9,16 @@ state and every bit of the result are torch's, so both may be mixed.
 from __future__ import annotations
 
 import sys
-from operator import is_
+from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_core.step.report import PendingStep
-from amp_core.tensors import is_state_sharded, step_on_local_shards
+from amp_core.step.gradients import same
+from amp_core.step.report import OptimizerState
+from amp_core.tensors import step_on_local_shards
 from amp_core.torch_private import find, is_missing, reader
 
 _fused_sgd_, _fused_adam_ = find("torch._fused_sgd_"), find("torch._fused_adam_")
@@ -37,37 +39,32 @@ _before = reader("torch.optim.Optimizer._optimizer_step_pre_hooks", lambda optim
 _after = reader("torch.optim.Optimizer._optimizer_step_post_hooks", lambda optimizer: True)
 _TORCHS = getattr(find("torch.optim.Optimizer.profile_hook_step"), "__globals__", {})
 is_missing("torch.autograd.profiler._is_profiler_enabled")  # logged here; it changes and is read in each step
+_CACHE = "_amp_core_step"
+"""Where an optimizer keeps its `FusedStep`: no part of its state, neither saved nor copied with it."""
+_Entry = dict[str, Any]
 
 
 class FusedStep:
-    """A cached step of an optimizer with initialised state; made by `of`.
-
-    Attributes:
-        params: the weights that it steps, in the order of the groups.
-    """
+    """A cached step of an optimizer with initialised state; made by `of`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
-        self.params = params
-        self._optimizer = optimizer
-        self._state = optimizer.state
+        self._optimizer, self._all, self._state = optimizer, params, optimizer.state
         self._entries = list(optimizer.state.values())
         self._settings = _settings(optimizer)
         have = set(map(id, params))
-        self._members = [
-            [optimizer.state.get(p, {}) for p in group["params"] if id(p) in have] for group in optimizer.param_groups
-        ]
-        sizes = [sum(id(p) in have for p in group["params"]) for group in optimizer.param_groups]
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        self._ranges = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        self._counts: Tensor | None = None
-        self._steps: list[list[Tensor]] = []
+        self._params = [[p for p in group["params"] if id(p) in have] for group in optimizer.param_groups]
+        self._members = [[optimizer.state.get(p, {}) for p in params] for params in self._params]
+        self._kernel: Any = _sgd
+        self.counts: Tensor | None = None
+        self._counted: list[dict[str, Any]] = []
+        self._steps: list[Tensor] = []
         if type(optimizer) is not torch.optim.SGD:
             # Views of one tensor, so that one operator increments all.
-            entries = [entry for members in self._members for entry in members]
-            self._counts = torch.stack([entry["step"] for entry in entries])
-            for entry, step in zip(entries, self._counts.unbind(), strict=True):
+            self._kernel, self._counted = _adam, [entry for members in self._members for entry in members]
+            self.counts = torch.stack([entry["step"] for entry in self._counted])
+            self._steps = list(self.counts.unbind())
+            for entry, step in zip(self._counted, self._steps, strict=True):
                 entry["step"] = step
-            self._steps = [[entry["step"] for entry in members] for members in self._members]
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, params: list[Tensor], device: torch.device) -> FusedStep | None:
@@ -98,103 +95,65 @@ class FusedStep:
         state = self._optimizer.state
         return (
             state is self._state
-            and len(params) == len(self.params)
-            and all(map(is_, params, self.params))
-            and len(state) == len(self._entries)
-            and all(map(is_, state.values(), self._entries))
+            and same(params, self._all)
+            and same(list(state.values()), self._entries)
             and _settings(self._optimizer) == self._settings
-            and all(
-                all(map(is_, [entry["step"] for entry in members], steps))
-                for members, steps in zip(self._members, self._steps, strict=False)
-            )
-            and not is_watched(self._optimizer)
+            and same([entry["step"] for entry in self._counted], self._steps)
         )
 
     def take(self, grads: list[Tensor], taken: Tensor, found_inf: Tensor, divisor: Tensor | None) -> None:
-        """Do what `optimizer.step()` does. No host-device sync.
-
-        Args:
-            grads: of `params`, in their order.
-            taken: 0-d bool, whether the step is taken.
-            found_inf: 0-d float32, 1 where it is not.
-            divisor: 0-d float32; gradients are divided by it first, in place.
-        """
-        if self._counts is not None:
-            self._counts.add_(taken)  # the kernels do nothing in a skipped step, whatever the count is
-        for i, group in enumerate(self._optimizer.param_groups):
-            start, end = self._ranges[i]
-            if start == end:
-                continue
-            members = self._members[i]
-            if self._counts is None:
-                _fused_sgd_(
-                    self.params[start:end],
-                    grads[start:end],
-                    [entry["momentum_buffer"] for entry in members] if group["momentum"] else [],
-                    weight_decay=group["weight_decay"],
-                    momentum=group["momentum"],
-                    lr=group["lr"],
-                    dampening=group["dampening"],
-                    nesterov=group["nesterov"],
-                    maximize=group["maximize"],
-                    is_first_step=False,
-                    grad_scale=divisor,
-                    found_inf=found_inf,
-                )
-                continue
-            beta1, beta2 = group["betas"]
-            kernel: Any = _fused_adamw_ if group["decoupled_weight_decay"] else _fused_adam_
-            kernel(
-                self.params[start:end],
-                grads[start:end],
-                [entry["exp_avg"] for entry in members],
-                [entry["exp_avg_sq"] for entry in members],
-                [entry["max_exp_avg_sq"] for entry in members] if group["amsgrad"] else [],
-                self._steps[i],
-                amsgrad=group["amsgrad"],
-                lr=group["lr"],
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=group["maximize"],
-                grad_scale=divisor,
-                found_inf=found_inf,
-            )
+        """Do what `optimizer.step()` does, with the gradients of the weights, in their order."""
+        if self.counts is not None:
+            self.counts.add_(taken)  # the kernels do nothing in a skipped step, whatever the count is
+        rest = iter(grads)
+        for group, params, members in zip(self._optimizer.param_groups, self._params, self._members, strict=True):
+            if params:
+                mine = list(islice(rest, len(params)))
+                self._kernel(group, params, mine, members, grad_scale=divisor, found_inf=found_inf)
 
 
-def take_step(pending: PendingStep, taken: Tensor, found_inf: Tensor) -> None:
-    """A step of a fused optimizer that is taken or skipped on the device. No host-device sync.
+def _sgd(group: _Entry, params: list[Tensor], grads: list[Tensor], members: list[_Entry], **on_device: Any) -> None:
+    settings = {key: group[key] for key in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")}
+    buffers = [entry["momentum_buffer"] for entry in members] if group["momentum"] else []
+    _fused_sgd_(params, grads, buffers, is_first_step=False, **settings, **on_device)
 
-    Args:
-        pending: the optimizer, and its gradients.
-        taken: 0-d bool.
-        found_inf: 0-d float32, 1 where it is not taken.
-    """
-    optimizer, grads, divisor = pending.optimizer, pending.grads, pending.divisor
-    if pending.in_parts or is_state_sharded(optimizer):
+
+def _adam(group: _Entry, params: list[Tensor], grads: list[Tensor], members: list[_Entry], **on_device: Any) -> None:
+    settings = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+    means = [entry["exp_avg"] for entry in members]
+    squares = [entry["exp_avg_sq"] for entry in members]
+    largest = [entry["max_exp_avg_sq"] for entry in members] if group["amsgrad"] else []
+    beta1, beta2 = group["betas"]
+    kernel: Any = _fused_adamw_ if group["decoupled_weight_decay"] else _fused_adam_
+    steps = [entry["step"] for entry in members]
+    kernel(params, grads, means, squares, largest, steps, beta1=beta1, beta2=beta2, **settings, **on_device)
+
+
+def take_step(state: OptimizerState, taken: Tensor, found_inf: Tensor, *, on_shards: bool) -> None:
+    """Step a fused optimizer if `taken` (0-d bool), which `found_inf` (0-d float32) tells its kernels. No sync."""
+    optimizer, divisor = state.optimizer, state.divisor
+    if on_shards:
         with step_on_local_shards(optimizer):
             torch_step(optimizer, found_inf, divisor)
         return
-    own: FusedStep | None = optimizer.__dict__.get("_amp_core_step")
-    if own is None and not is_watched(optimizer):
-        own = FusedStep.of(optimizer, pending.params, found_inf.device)
-    elif own is not None and not own.fits(pending.params):
+    own: FusedStep | None = optimizer.__dict__.get(_CACHE)
+    if is_watched(optimizer):
         own = None
-    optimizer.__dict__["_amp_core_step"] = own  # not part of its state: neither saved nor copied with it
+    elif own is None or not own.fits(state.params):
+        own = FusedStep.of(optimizer, state.params, found_inf.device)
+    optimizer.__dict__[_CACHE] = own
     if own is None:
         torch_step(optimizer, found_inf, divisor)
     elif getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
-        with _scope(optimizer):  # profile the same path that runs without a profiler
-            own.take(grads, taken, found_inf, divisor)
+        _scope(optimizer)(own.take)(state.grads, taken, found_inf, divisor)
     else:
-        own.take(grads, taken, found_inf, divisor)
+        own.take(state.grads, taken, found_inf, divisor)
 
 
 def counts_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
     """The tensor that holds all of its step counts, if they share one."""
-    own: FusedStep | None = optimizer.__dict__.get("_amp_core_step")
-    return None if own is None else own._counts
+    own: FusedStep | None = optimizer.__dict__.get(_CACHE)
+    return None if own is None else own.counts
 
 
 def torch_step(optimizer: torch.optim.Optimizer, found_inf: Tensor, divisor: Tensor | None) -> None:
@@ -223,14 +182,13 @@ def bare_step(optimizer: torch.optim.Optimizer) -> None:
     ):
         optimizer.step()
     elif getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
-        with _scope(optimizer):
-            step.__wrapped__(optimizer)
+        _scope(optimizer)(step.__wrapped__)(optimizer)
     else:
         step.__wrapped__(optimizer)
 
 
-def _scope(optimizer: torch.optim.Optimizer) -> torch.autograd.profiler.record_function:
-    """The profiler scope, with torch's name for it."""
+def _scope(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
+    """A decorator: the profiler scope, with torch's name for it."""
     return torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step")
 
 

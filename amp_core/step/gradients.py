@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import eq
+from collections.abc import Iterator, Sequence
+from operator import eq, is_
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from amp_core.tensors import global_grad_norm, is_dtensor
@@ -14,17 +15,20 @@ from amp_core.torch_private import find, foreach_norm, version_of
 _run_backward = find("torch.autograd.graph._engine_run_backward")
 
 
+def weights_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """All weights of an optimizer."""
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
 def with_grads(optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
     """The weights that have gradients, and the gradients."""
-    params: list[Tensor] = []
-    grads: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            grad = param.grad
-            if grad is not None:
-                params.append(param)
-                grads.append(grad)
-    return params, grads
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    return params, [param.grad for param in params]
+
+
+def same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether both hold the same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def norm_of(grads: list[Tensor], zero: Tensor, *, sharded: bool) -> Tensor:
@@ -47,24 +51,32 @@ def norm_of(grads: list[Tensor], zero: Tensor, *, sharded: bool) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)).float()
 
 
+def norm_over_ranks(norm: Tensor) -> Tensor:
+    """The norm of gradients of which each rank has a shard of the given norm. Collective."""
+    squares = norm.square()
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
 def check_gradients(grads: Sequence[Tensor], *, scaled: bool) -> bool:
     """Raise TypeError for unsupported gradients; return whether they are sharded."""
-    for dtype in {grad.dtype for grad in grads}:
+    plain = True
+    for kind, dtype, layout in {(type(grad), grad.dtype, grad.layout) for grad in grads}:
         if dtype in (torch.float16, torch.bfloat16) and scaled:
             raise TypeError(
-                f"the weights are {dtype}, whose gradients cannot be unscaled without loss; keep them in "
-                "float32 and let amp.autocast() cast: do not call model.half()"
+                f"the weights are {dtype}, whose gradients cannot be unscaled without loss; keep them in float32 and "
+                f"let amp.autocast() cast: do not call model.half()"
             )
-    if {grad.layout for grad in grads} - {torch.strided}:
-        raise TypeError("sparse gradients are not supported; use sparse=False in the embedding")
-    return {type(grad) for grad in grads} != {Tensor} and any(map(is_dtensor, grads))  # one call, if all are plain
+        if layout is not torch.strided:
+            raise TypeError("sparse gradients are not supported; use sparse=False in the embedding")
+        plain = plain and kind is Tensor
+    return not plain and any(map(is_dtensor, grads))
 
 
 def lay_out_gradients(params: Sequence[Tensor], grads: list[Tensor]) -> None:
     """Replace gradients that lie in memory in another way than their weights, in `grads` and in the weights.
 
-    Fused kernels go through both in the order of memory. autograd makes no such gradient; a program that sets `.grad`
-    may.
+    Fused kernels go through both in memory order. A program that sets `.grad` may make such gradients.
     """
     if not all(map(eq, map(Tensor.stride, params), map(Tensor.stride, grads))):
         for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
@@ -77,17 +89,12 @@ def run_backward(loss: Tensor, seed: Tensor, retain_graph: bool, inputs: Sequenc
 
     torch's function imports sympy to compare two shapes when it gets a gradient: half a second before the first step.
     """
-    if (
-        _run_backward is None
-        or type(loss) is not Tensor
-        or loss.shape != seed.shape
-        or (inputs is not None and not inputs)
-    ):
+    no_inputs = inputs is not None and not inputs
+    if _run_backward is None or type(loss) is not Tensor or loss.shape != seed.shape or no_inputs:
         torch.autograd.backward(loss, seed, retain_graph, inputs=inputs)
-        return
-    _run_backward(
-        (loss,), (seed,), retain_graph, False, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True
-    )
+    else:
+        inputs = tuple(inputs or ())
+        _run_backward((loss,), (seed,), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=True)
 
 
 def grad_versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -60,6 +60,17 @@ class Rehearsal:
     def add(self, bad: Tensor) -> None:
         self._bad.append(bad.detach().float().flatten())
 
+    def show(self, gradients: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
+        """Show the watcher weights and gradients before a step; it sees nothing of the step itself until `resume`."""
+        if self.watcher is not None:
+            for params, grads in gradients:
+                self.watcher.on_gradients(params, grads)
+            self.watcher.pause()
+
+    def resume(self) -> None:
+        if self.watcher is not None:
+            self.watcher.resume()
+
     @property
     def was_told(self) -> bool:
         """Whether the window had a loss or a step."""
@@ -86,31 +97,25 @@ def _needs_closure(kind: type) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
+@dataclass(slots=True, eq=False)
 class OptimizerState:
     """What `Amp` knows about one optimizer within a window."""
 
-    __slots__ = ("found_inf", "on_device", "reduced", "stepped", "unscaled")
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.on_device = can_skip_on_device(optimizer)
-        self.found_inf: Tensor | None = None
-        self.reduced = False
-        self.unscaled = False
-        self.stepped = False
-
-
-@dataclass(frozen=True, slots=True)
-class PendingStep:
-    """An optimizer whose step is pending."""
-
     optimizer: torch.optim.Optimizer
-    state: OptimizerState
-    params: list[Tensor]
-    grads: list[Tensor]
-    in_parts: bool
-    norm: Tensor
-    found_inf: Tensor
-    divisor: Tensor | None
+    on_device: bool
+    """Whether its steps are skipped on the device."""
+    reduced: bool = False
+    unscaled: bool = False
+    stepped: bool = False
+    found_inf: Tensor | None = None
+    """0-d float32: whether a gradient is not finite; after a step, of any optimizer that stepped with it."""
+    params: list[Tensor] = field(init=False)
+    """Those with gradients; set when its step begins, as is what follows."""
+    grads: list[Tensor] = field(init=False)
+    in_parts: bool = field(init=False)
+    """Whether gradients are sharded."""
+    norm: Tensor = field(init=False)
+    divisor: Tensor | None = field(init=False)
     """The divisor still to be applied to the gradients, 0-d; None: none."""
 
 

@@ -9,9 +9,9 @@ into the weights; and a static scale that still skips bad steps.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from amp_core.torch_private import update_scale_
 logger = logging.getLogger("amp_recipes")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ScalePolicy:
     """How the loss scale changes. `growth_interval` counts steps."""
 
@@ -50,18 +50,9 @@ def policy_of(config: AmpConfig, samples: int | None) -> ScalePolicy | None:
             f"amp={config.name}: caps the scale at {config.max_scale_per_sample:g} times the samples of a micro-batch; "
             f"pass samples= to Amp"
         )
-    assert config.init_scale and config.growth_factor and config.backoff_factor  # checked with the configuration
-    assert config.growth_interval and config.min_scale and config.dynamic is not None
     cap = scale_cap(config, samples)
-    return ScalePolicy(
-        init_scale=config.init_scale,
-        growth_factor=config.growth_factor,
-        backoff_factor=config.backoff_factor,
-        growth_interval=config.growth_interval,
-        max_scale=cap,
-        min_scale=min(config.min_scale, cap),
-        dynamic=config.dynamic,
-    )
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(ScalePolicy)}
+    return ScalePolicy(**values | {"max_scale": cap, "min_scale": min(values["min_scale"], cap)})
 
 
 class LossScale:

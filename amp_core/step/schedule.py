@@ -54,16 +54,13 @@ class Schedule:
 
     def _set_table(self, num_steps: int) -> None:
         self.num_steps = num_steps
-        columns = rate_table(self._make, self._peaks, num_steps)
+        self._columns = columns = rate_table(self._make, self._peaks, num_steps)
         device = self.num_taken.device
         # Groups with equal columns share one tensor: one copy per step instead of one per group.
-        owner = [columns.index(column) for column in columns]
-        self._tables = {i: torch.tensor(columns[i], dtype=torch.float32, device=device) for i in set(owner)}
-        self._owner = owner
-        self._columns = columns
+        self._owner = [columns.index(column) for column in columns]
+        self._tables = {i: torch.tensor(columns[i], dtype=torch.float32, device=device) for i in set(self._owner)}
         for i in self._tables:
             self._rates.setdefault(i, torch.zeros(1, device=device))
-        self._last = num_steps - 1
         self.moved: Tensor | None = None
         """`taken` of the last step, 0-d; for `last_rate`."""
         self._link()
@@ -80,19 +77,21 @@ class Schedule:
         if not report.is_rehearsal:
             self.moved = report.taken
         if not self._on_device:
-            assert report.taken_on_host is not None
-            if report.taken_on_host:
-                self.num_taken += 1
-                # In host memory: reading it does not sync.
-                self._apply(int(self.num_taken.numpy()[0]))
+            self._advance_on_host(report)
             return
         self.num_taken += report.taken
-        index = self.num_taken.clamp(max=self._last)
+        index = self.num_taken.clamp(max=self.num_steps - 1)
         for i, table in self._tables.items():
             torch.index_select(table, 0, index, out=self._rates[i])
 
+    def _advance_on_host(self, report: StepReport) -> None:
+        assert report.taken_on_host is not None
+        if report.taken_on_host:
+            self.num_taken += 1
+            self._apply(int(self.num_taken.numpy()[0]))  # in host memory: reading it does not sync
+
     def _apply(self, num_taken: int) -> None:
-        index = min(num_taken, self._last)
+        index = min(num_taken, self.num_steps - 1)
         if self._on_device:
             for i, table in self._tables.items():
                 self._rates[i].copy_(table[index])
@@ -108,7 +107,7 @@ class Schedule:
     def last_rate(self) -> Tensor:
         """The first group's learning rate in the last step, taken or skipped: 0-d. No host-device sync."""
         moved = 0 if self.moved is None else self.moved.to(self.num_taken)
-        index = (self.num_taken - moved).clamp(min=0, max=self._last)
+        index = (self.num_taken - moved).clamp(min=0, max=self.num_steps - 1)
         return self._tables[self._owner[0]].index_select(0, index)[0]
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,7 +18,6 @@ LONG = {
     "amp_core/data/images.py": "one data set after the other",
     "amp_core/data/loading.py": "the sampler, and every wait for a batch",
     "amp_core/doctor/trace.py": "one dispatch mode, whose rules refer to each other",
-    "amp_core/lowp/op_policy.py": "mostly the table of CUDA's autocast policy",
 }
 """Files of more than 500 lines, each with its reason."""
 

@@ -25,6 +25,7 @@ from amp_core.lowp import op_policy as policy
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "OP_POLICY.md").read_text()
 MODULE = runpy.run_path(str(ROOT / "scripts" / "op_policy.py"))
+observed = MODULE["observed"]
 FP16, FP32, FP64 = torch.float16, torch.float32, torch.float64
 # A CPU has no kernels for fp16 complex numbers; nothing has complex numbers of bf16, and polar then raises everywhere.
 LEFT = {FP16: {"fft", "polar"}, torch.bfloat16: {"fft"}}
@@ -57,12 +58,12 @@ def test_the_page_says_what_the_installed_torch_does():
 
 @pytest.mark.parametrize("dtype", [FP16, torch.bfloat16])
 def test_every_operator_gets_the_dtype_that_it_has_on_cuda(dtype):
-    cuda, stock = policy.observed("cuda", dtype), policy.observed("cpu", dtype)
+    cuda, stock = observed("cuda", dtype), observed("cpu", dtype)
     assert sum(cuda[name] != stock[name] for name in cuda) >= 30  # else this test could not fail
     with policy.cuda_policy():
-        changed = policy.observed("cpu", dtype)
+        changed = observed("cpu", dtype)
     assert {name for name in cuda if cuda[name] != changed[name]} == LEFT[dtype]
-    assert policy.observed("cpu", dtype) == stock
+    assert observed("cpu", dtype) == stock
 
 
 def test_every_autocast_kernel_that_torch_has_for_cuda_was_thought_of():
