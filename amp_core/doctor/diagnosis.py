@@ -319,3 +319,49 @@ def location_of(place: Location) -> dict[str, Any]:
 
 def _and_more(count: int) -> str:
     return f" and {count} more" if count > 0 else ""
+
+
+CURED_BY_ISLANDS: tuple[Cause, ...] = (
+    "overflow in a product",
+    "overflow in a reduction",
+    "overflow in a cast",
+    "overflow in a function",
+    "eps lost in 16 bits",
+    "16-bit sigmoid before a logarithm",
+    "underflow in 16 bits",
+    "cancellation in 16 bits",
+    "division or logarithm of zero",
+    "position collision",
+    "nothing left by a mask",
+)
+
+BF16 = Fix("override", "or use bf16, which has the range of fp32", "amp=bf16", 'Amp.named("bf16")')
+ADVICE: dict[Cause, Fix] = {
+    "eps lost in 16 bits": Fix(
+        "code", "compute this line in fp32, or use an eps that 16 bits can hold, its reciprocal too, such as 1e-3"
+    ),
+    "division or logarithm of zero": Fix("code", "keep the argument away from 0: clamp it, or add an eps inside"),
+    "underflow in 16 bits": Fix(
+        "code", "compute this line, and what leads to it, in fp32; log_softmax for a logarithm"
+    ),
+    "cancellation in 16 bits": Fix(
+        "code", "compute the difference in fp32; a variance as the mean of squared deviations, or by torch.var"
+    ),
+    "targets longer than their inputs": Fix(
+        "code", "zero_infinity=True leaves such samples out; or longer inputs, shorter targets"
+    ),
+    "sigmoid before a logarithm": Fix("code", "use binary_cross_entropy_with_logits"),
+    "16-bit sigmoid before a logarithm": Fix(
+        "code", "use binary_cross_entropy_with_logits, or an fp32 region that holds the sigmoid *and* the loss"
+    ),
+    "nothing left by a mask": Fix("code", "leave one key in every row, or set rows without keys to 0"),
+    "overflow in fp32": Fix("code", "lower optimizer.lr, clip gradients (clip=norm), and look at the data"),
+    "poisoned buffer": Fix("data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer"),
+    "poisoned weight": Fix("data", "start from an earlier checkpoint: resume=<folder>"),
+    "infinite constant": Fix("code", "write a finite number, or keep what it masks from the loss"),
+    "bad input": Fix("data", "repair or remove the samples; if all are like that, normalise them"),
+    "overflow in a product": BF16,
+    "overflow in a reduction": Fix("code", "or sum in fp32: .float() before it, dtype=torch.float32, or a mean first"),
+    "overflow in a cast": BF16,
+    "overflow in a function": BF16,
+}

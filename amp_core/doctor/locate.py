@@ -21,6 +21,9 @@ import torch
 from torch import nn
 
 from amp_core.doctor.diagnosis import (
+    ADVICE,
+    BF16,
+    CURED_BY_ISLANDS,
     Cause,
     Diagnosis,
     Fix,
@@ -38,24 +41,14 @@ from amp_core.lowp.islands import as_islands, islands_of, named_modules
 from amp_core.run.resume import can_make_islands
 from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
-from amp_core.tensors import unwrap
+from amp_core.tensors import is_sharded, unwrap
 
 Replay = Callable[[], contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Agree = Callable[[Any], list[Any]]
 
-_CURED_BY_ISLANDS: tuple[Cause, ...] = (
-    "overflow in a product",
-    "overflow in a reduction",
-    "overflow in a cast",
-    "overflow in a function",
-    "eps lost in 16 bits",
-    "16-bit sigmoid before a logarithm",
-    "underflow in 16 bits",
-    "cancellation in 16 bits",
-    "division or logarithm of zero",
-    "position collision",
-    "nothing left by a mask",
-)
+_MOST_ROUNDS = 8
+_LEAST_SCALE = -24
+"""Exponent of the smallest loss scale that is tried: below 2^-24 of a number fp16 holds nothing."""
 
 
 class Doctor:
@@ -154,7 +147,8 @@ class Doctor:
                 everywhere = others
         broken = [rank for rank, one in enumerate(everywhere) if one["culprit"] is not None]
         scale = self.amp.scale
-        norm = math.hypot(*(one["grad_norm"] for one in everywhere))
+        join = math.hypot if any(is_sharded(net) for _, net in self.nets) else max
+        norm = join(*(one["grad_norm"] for one in everywhere), 0.0)
         if not broken and norm < math.inf and all(one["is_loss_finite"] for one in everywhere):
             return self._too_long(norm, scale, len(everywhere))
         if not broken:
@@ -226,7 +220,7 @@ class Doctor:
             amp=self.amp.config.name,
             loss_scale=scale,
             num_ranks=num_ranks,
-            fixes=[_ADVICE["overflow in fp32"]],
+            fixes=[ADVICE["overflow in fp32"]],
         )
 
     def _is_finite(self, replay: Replay) -> Generator[Any, None, bool]:
@@ -336,12 +330,12 @@ class Doctor:
 
     def _prescribe(self, diagnosis: Diagnosis, birth: FirstNonFinite, replay: Replay) -> Generator[Any, None, None]:
         cause = diagnosis.cause
-        advice = _ADVICE.get(cause)
+        advice = ADVICE.get(cause)
         if cause == "poisoned buffer" and advice is not None:
             # A guard restores buffers after skipped steps: what it has let through came with a step that was taken.
             more = "lower optimizer.lr, or clip gradients" if self.amp.is_guarding else "amp.guard(net) keeps it clean"
             advice = dataclasses.replace(advice, text=f"{advice.text}; {more}")
-        if cause in _CURED_BY_ISLANDS and self.can_make_islands:
+        if cause in CURED_BY_ISLANDS and self.can_make_islands:
             scale = diagnosis.loss_scale
             # A window that a smaller loss scale fixes needs no island.
             with self.amp.scaler.held_at(min(scale, 1.0)):
@@ -357,12 +351,12 @@ class Doctor:
                 advice = Fix(
                     "code", "this line is in 16 bits without autocast, too: cast to float32 there, not to less"
                 )
-        if advice is _BF16 and self.amp.config.dtype == "bfloat16":
+        if advice is BF16 and self.amp.config.dtype == "bfloat16":
             advice = Fix("code", "this line makes float16 by itself: cast to bfloat16 or float32 there")
         if advice is not None:
             diagnosis.fixes.append(advice)
         if not diagnosis.fixes and self.amp.dtype is torch.float16:
-            diagnosis.fixes.append(_BF16)
+            diagnosis.fixes.append(BF16)
 
     def _island_fix(self, names: list[str], scale: float | None = None) -> Fix:
         text = f"compute in fp32: {', '.join(name or 'the whole network' for name in names)}"
@@ -473,38 +467,3 @@ def _one_thread(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module in threaded:
             module.threads = True
-
-
-_MOST_ROUNDS = 8
-_LEAST_SCALE = -24
-"""Exponent of the smallest loss scale that is tried: below 2^-24 of a number fp16 holds nothing."""
-_BF16 = Fix("override", "or use bf16, which has the range of fp32", "amp=bf16", 'Amp.named("bf16")')
-_ADVICE: dict[Cause, Fix] = {
-    "eps lost in 16 bits": Fix(
-        "code", "compute this line in fp32, or use an eps that 16 bits can hold, its reciprocal too, such as 1e-3"
-    ),
-    "division or logarithm of zero": Fix("code", "keep the argument away from 0: clamp it, or add an eps inside"),
-    "underflow in 16 bits": Fix(
-        "code", "compute this line, and what leads to it, in fp32; log_softmax for a logarithm"
-    ),
-    "cancellation in 16 bits": Fix(
-        "code", "compute the difference in fp32; a variance as the mean of squared deviations, or by torch.var"
-    ),
-    "targets longer than their inputs": Fix(
-        "code", "zero_infinity=True leaves such samples out; or longer inputs, shorter targets"
-    ),
-    "sigmoid before a logarithm": Fix("code", "use binary_cross_entropy_with_logits"),
-    "16-bit sigmoid before a logarithm": Fix(
-        "code", "use binary_cross_entropy_with_logits, or an fp32 region that holds the sigmoid *and* the loss"
-    ),
-    "nothing left by a mask": Fix("code", "leave one key in every row, or set rows without keys to 0"),
-    "overflow in fp32": Fix("code", "lower optimizer.lr, clip gradients (clip=norm), and look at the data"),
-    "poisoned buffer": Fix("data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer"),
-    "poisoned weight": Fix("data", "start from an earlier checkpoint: resume=<folder>"),
-    "infinite constant": Fix("code", "write a finite number, or keep what it masks from the loss"),
-    "bad input": Fix("data", "repair or remove the samples; if all are like that, normalise them"),
-    "overflow in a product": _BF16,
-    "overflow in a reduction": Fix("code", "or sum in fp32: .float() before it, dtype=torch.float32, or a mean first"),
-    "overflow in a cast": _BF16,
-    "overflow in a function": _BF16,
-}
