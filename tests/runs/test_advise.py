@@ -432,8 +432,7 @@ def test_every_finder_keeps_quiet_about_an_empty_profile():
 
 
 @pytest.mark.slow
-def test_the_script_reports_on_the_default_recipe(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_script_reports_on_the_default_recipe(tmp_path, own_folder, capsys):
     assert doctor.main(["advise", "--windows", "3", "--compare", "--json", "report.json", *SMALL_RUN]) == 0
     text = capsys.readouterr().out
     assert "0 waits for the device" in text and "between operations" in text
@@ -452,8 +451,7 @@ def test_an_unfused_optimizer_of_a_run_is_found(capsys):
     assert "AdamW is not fused" in text and "optimizer.fused=true" in text and "1 waits for the device" in text
 
 
-def test_a_wait_in_a_recipe_is_found_at_its_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_wait_in_a_recipe_is_found_at_its_line(own_folder, monkeypatch, capsys):
     source = (ROOT / "recipes" / "classification.py").read_text()
     before = "            total += loss.detach() * micro.weight\n"
     assert before in source

@@ -206,8 +206,7 @@ def test_there_are_at_least_300_malformed_command_lines():
 
 
 @pytest.mark.parametrize("first", rows([0, 5, 10, 15], 0))
-def test_malformed_command_lines_exit_with_2_and_one_message_and_create_nothing(first, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_malformed_command_lines_exit_with_2_and_one_message_and_create_nothing(first, tmp_path, own_folder, capsys):
     # Every fifth, since composing takes a tenth of a second; by name and message more of them are held below.
     for arguments in MALFORMED[first::20]:
         refuse(arguments, capsys, tmp_path)
@@ -231,8 +230,7 @@ def test_another_name_drops_the_options_that_a_file_brought_and_keeps_those_that
     assert values[group]["options"] == options == getattr(cfg, group).options
 
 
-def test_glob_chooses_options_and_a_pattern_without_any_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_glob_chooses_options_and_a_pattern_without_any_is_refused(tmp_path, own_folder, capsys):
     planned, _, _ = train._plan_sweep(["amp=glob(fp*,exclude=*_*)", "recipe=glob(c*)"])
     chosen = [[f"amp={a}", f"recipe={b}"] for a in ("fp16", "fp32", "fp8") for b in ("classification", "contrastive")]
     assert [job for job in planned.jobs if "recipe=custom_function" not in job] == chosen
@@ -286,15 +284,13 @@ DEEP = "/".join(["d" * 200] * 25)
     "arguments",
     [["run_dir="], ["resume="], ["data=image_folder", "data.path="], ["-m", "seed=1,2", "hydra.sweep.dir="]],
 )
-def test_names_and_paths_that_no_file_system_takes_are_refused(arguments, place, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_names_and_paths_that_no_file_system_takes_are_refused(arguments, place, tmp_path, own_folder, capsys):
     *others, key = arguments
     said = refuse([*others, f"{key}{place}"], capsys, tmp_path)
     assert said.startswith(f"error: {key}{place[:20]}") and "longer than" in said
 
 
-def test_other_long_values_are_refused_too(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_other_long_values_are_refused_too(tmp_path, own_folder, capsys):
     for arguments in ([f"amp={LONG}"], [f"model.name={LONG}"], ["--config-dir", LONG], ["-m", f"amp=fp32,{LONG}"]):
         refuse(arguments, capsys, tmp_path)
 
@@ -338,26 +334,22 @@ def test_home_is_put_in_place_of_a_tilde(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", rows([*UNKNOWN[::10], *WRONG_TYPE[::5], *OUT_OF_RANGE[::3]], every=5))
-def test_the_message_names_the_full_key(text, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_message_names_the_full_key(text, tmp_path, own_folder, capsys):
     assert text.split("=")[0] in refuse([text], capsys, tmp_path)
 
 
 @pytest.mark.parametrize("key", rows(PAIRS, every=5))
-def test_settings_that_contradict_each_other_are_refused_by_name(key, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_settings_that_contradict_each_other_are_refused_by_name(key, tmp_path, own_folder, capsys):
     assert key in refuse(PAIRS[key], capsys, tmp_path)
 
 
-def test_a_typo_gets_the_nearest_key_and_the_nearest_option(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_typo_gets_the_nearest_key_and_the_nearest_option(tmp_path, own_folder, capsys):
     assert "Did you mean accumulation=2?" in refuse(["acumulation=2"], capsys, tmp_path)
     assert "Did you mean fp16?" in refuse(["amp=fp_16"], capsys, tmp_path)
     assert "Did you mean AdamW?" in refuse(["optimizer.name=AdmW"], capsys, tmp_path)
 
 
-def test_every_problem_stands_in_one_message(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_every_problem_stands_in_one_message(tmp_path, own_folder, capsys):
     bad = [
         "stepz=1",
         "amp=fp17",
@@ -520,8 +512,7 @@ def test_an_endless_name_is_cut(capsys):
         (["-m", "optimizer.lr=interval(0,1)"], "hydra/sweeper=optuna"),
     ],
 )
-def test_what_other_projects_write_gets_a_hint(arguments, hint, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_what_other_projects_write_gets_a_hint(arguments, hint, tmp_path, own_folder, capsys):
     assert hint in refuse(arguments, capsys, tmp_path)
 
 

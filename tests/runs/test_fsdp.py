@@ -564,8 +564,7 @@ def test_evaluation_sees_the_weights_of_the_last_step(on_ranks: OnRanks) -> None
 
 
 @pytest.mark.slow
-def test_a_run_resumes_bit_exactly_and_goes_on_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_resumes_bit_exactly_and_goes_on_alone(own_folder: Path) -> None:
     settings = ["amp=fp16", "schedule.horizon=6", "clip=norm", "ema.decay=0.9", "optimizer=sgd"]
     settings += ["debug.inject={where: gradient, step: 2, rank: 1}"]  # one that a single process does not have
     sharded = functools.partial(on_two_ranks, "language_model", layout="fsdp")
@@ -582,8 +581,7 @@ def test_a_run_resumes_bit_exactly_and_goes_on_alone(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_the_doctor_finds_the_fault_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_doctor_finds_the_fault_of_one_rank(own_folder: Path) -> None:
     sharded = functools.partial(on_two_ranks, "language_model", layout="fsdp")
     sharded("forward", "steps=2", "amp=bf16", "debug.inject={where: activation, step: 2, rank: 1}")
     sharded(
@@ -615,9 +613,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_cannot_be_sharded_is_refused_before_the_start(
-    key: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: str, capsys: pytest.CaptureFixture[str], own_folder: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     refused_before_the_start(REFUSED[key], key, capsys)
 
 

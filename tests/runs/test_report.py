@@ -282,8 +282,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_damaged_folder_is_named_and_harms_nothing(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_damaged_folder_is_named_and_harms_nothing(name, tmp_path, own_folder):
     HOSTILE[name](make_run(tmp_path / "runs" / name, "amp=bf16", seed=9))
     sweep(tmp_path / "runs", {"fp32": [0.97], "bf16": [0.98]})
     started = time.monotonic()
@@ -425,8 +424,7 @@ def test_runs_are_listed_picked_and_compared(tmp_path, capsys):
         assert runs.main(arguments) == 2 and capsys.readouterr().err.startswith("error: ")
 
 
-def test_runs_are_found_where_the_readme_puts_them(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_runs_are_found_where_the_readme_puts_them(tmp_path, own_folder, capsys):
     for place in ("outputs", "multirun", "runs", "elsewhere"):
         make_run(tmp_path / place / "a", "amp=bf16")
     assert script("runs").main(["--columns", "folder"]) == 0

@@ -622,8 +622,7 @@ def test_saving_in_the_background_changes_no_number(tmp_path: Path, on_ranks: On
 # --- whole runs
 
 
-def test_a_run_in_shards_and_in_the_background_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_in_shards_and_in_the_background_is_the_same_run(own_folder: Path) -> None:
     # A large eps: with a small one AdamW turns the rounding of a gradient near 0 into a step of the size of lr.
     settings = ["optimizer.options.eps=1e-2", "amp=fp16", "schedule.horizon=6", "ema.decay=0.9", "save_every=1"]
     settings += ["accumulation=2"]

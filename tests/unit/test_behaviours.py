@@ -264,9 +264,8 @@ def test_sums_of_70000_ones_are_infinite_in_fp16_and_their_mean_is_not() -> None
 
 @RECIPE
 def test_a_recipe_keeps_the_order_of_a_step_and_evaluates_in_the_dtypes_of_training(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: str, own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     events: list[str] = []
     # By module and whether it trains: the dtypes that came out, and whether autocast was on.
     seen: dict[nn.Module, dict[bool, set[tuple[torch.dtype, bool]]]] = defaultdict(lambda: {True: set(), False: set()})

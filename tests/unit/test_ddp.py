@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,7 +169,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_has_no_effect_is_refused_before_the_start(
-    key: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: str, capsys: pytest.CaptureFixture[str], own_folder: object
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     refused_before_the_start(REFUSED[key], key, capsys)

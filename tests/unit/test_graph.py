@@ -369,8 +369,7 @@ def test_a_recording_is_dropped_before_its_process_group_ends(ending, tmp_path, 
     assert recordings and alive == [0]
 
 
-def test_on_a_cpu_it_is_computed_and_said(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_on_a_cpu_it_is_computed_and_said(tmp_path, own_folder):
     expected = compared("custom_function", "plain")
     assert not same_but(compared("custom_function", "graph", "perf=graph")[1], expected[1])
     assert (tmp_path / "graph/train.log").read_text().count("CUDA graphs are for GPUs, this is a cpu") == 1

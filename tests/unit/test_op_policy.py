@@ -337,8 +337,7 @@ def test_a_run_without_it_does_not_even_import_it():
     )
 
 
-def test_a_run_uses_it_and_puts_it_back(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_uses_it_and_puts_it_back(own_folder, monkeypatch):
     small = [
         "data=synthetic",
         "data.num_samples=48",

@@ -231,11 +231,8 @@ def test_every_layout_computes_the_same_bits(num_ranks: int, cases: list[Any], o
 
 
 @pytest.mark.slow
-def test_the_doctor_says_the_same_of_blocks_that_are_computed_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_doctor_says_the_same_of_blocks_that_are_computed_twice(tmp_path: Path, own_folder: Path) -> None:
     """A fault in the forward pass, a loss scale that the backward pass cannot bear, and statistics of all layers."""
-    monkeypatch.chdir(tmp_path)
     reports = []
     for folder, twice in (("plain", []), ("twice", ["perf.checkpoint_activations=true"])):
         forward = ["steps=2", "amp=bf16", "debug.inject={where: activation, step: 2, rank: 0}"]
@@ -258,9 +255,8 @@ def test_the_doctor_says_the_same_of_blocks_that_are_computed_twice(
 
 
 def test_a_model_without_blocks_is_refused_before_the_start(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, own_folder: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     assert train.main(["device=cpu", "perf.checkpoint_activations=true", "model=mlp"]) == 2
     text = capsys.readouterr().err
     assert "perf.checkpoint_activations=true: model.name=mlp has no blocks" in text and text.count("error:") == 1
