@@ -255,12 +255,15 @@ def test_a_saved_scale_outside_of_cap_and_floor_is_clamped() -> None:
         assert amp.scale == used
 
 
+@pytest.mark.parametrize("unscale_first", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_one_optimizer_skips_alone_and_the_scale_falls_once(fused: bool) -> None:
+def test_one_optimizer_skips_alone_and_the_scale_falls_once(fused: bool, unscale_first: bool) -> None:
     (a, opt_a), (b, opt_b) = (a_weight(kind=lambda p, lr: SGD(p, lr=lr, fused=fused)) for _ in range(2))
     amp = amp_of()
     amp.backward((a * INF).sum(), retain_graph=True)
     amp.backward(b.sum())
+    if unscale_first:
+        amp.unscale_(opt_a), amp.unscale_(opt_b)
     reports = amp.step(opt_a), amp.step(opt_b)
     amp.update()
     assert [bool(report.taken) for report in reports] == [False, True]
