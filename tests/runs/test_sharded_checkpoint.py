@@ -10,7 +10,6 @@ import random
 import resource
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from damaged import damage
 from running import differing
 from safetensors.torch import load_file, save_file
-from shared import flip, names, seal
+from shared import flip, names, script, seal
 from test_checkpoint import Evil
 from test_fsdp import MODES, Training
 from test_recipes import on_two_ranks, run
@@ -696,12 +695,7 @@ def test_pieces_along_another_dimension_are_put_together(tmp_path: Path) -> None
 
 
 def test_export_refuses_in_the_way_of_the_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        from export import main
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
-
+    main = script("scripts/export.py").main
     folder = tmp_path / "c"
     newest = Parts(1.0).checkpoint(folder).save(1)
     (tmp_path / "there.pt").touch()
