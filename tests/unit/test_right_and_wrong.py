@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from shared import a_weight
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -371,25 +370,6 @@ def local_gradients(rank: int) -> list[float]:
 
 def test_no_sync_around_the_backward_pass_alone_reduces_all_the_same(on_ranks: OnRanks) -> None:
     assert on_ranks(local_gradients) == [[1.0, 1.0, 1.5, 1.0], [2.0, 2.0, 1.5, 2.0]]
-
-
-def settled_scale(rank: int, compress: bool) -> tuple[float, bool]:
-    """The scale after 6 windows with a gradient of 3, and whether the last step was taken."""
-    net = DistributedDataParallel(nn.Linear(1, 1, bias=False))
-    if compress:
-        net.register_comm_hook(None, fp16_compress_hook)
-    amp, optimizer = Amp.named("fp16"), SGD(net.parameters(), lr=1e-3)
-    for _ in range(6):
-        amp.backward(net(torch.full((1, 1), 3.0)).sum())
-        report = amp.step(optimizer)
-        amp.update()
-        optimizer.zero_grad()
-    return amp.scale, bool(report.taken)
-
-
-def test_gradients_compressed_to_fp16_overflow_at_scales_that_the_model_could_use(on_ranks: OnRanks) -> None:
-    assert on_ranks(settled_scale, True) == [(16384.0, True)] * 2
-    assert on_ranks(settled_scale, False) == [(65536.0, True)] * 2
 
 
 def skipping(rank: int, kind: type[Optimizer], fused: bool, unscales: bool, ours: bool) -> tuple[float, float, str]:

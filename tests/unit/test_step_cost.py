@@ -119,22 +119,6 @@ def test_nothing_stale_is_left_behind(fails: bool) -> None:
         assert bool(before.any()) and not bool(net(images).any())
 
 
-def test_a_step_inside_makes_new_casts() -> None:
-    images, labels = batches(1)[0]
-    net, amp = mlp(), Amp.named("bf16")
-    optimizer = SGD(net.parameters(), lr=0.5, fused=True)
-    with amp.cache_weight_casts():
-        with amp.autocast():
-            loss = F.cross_entropy(net(images), labels)
-        amp.backward(loss)
-        amp.step(optimizer)
-        amp.update()
-        with amp.autocast():
-            after = net(images)
-    with amp.autocast():
-        assert torch.equal(after, net(images))
-
-
 def test_hooks_of_an_optimizer_are_called_and_its_scope_is_seen_by_a_profiler() -> None:
     net, amp, seen = mlp(), Amp.named("bf16"), []
     optimizer = SGD(net.parameters(), lr=0.5, fused=True)
