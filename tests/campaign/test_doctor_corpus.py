@@ -108,21 +108,18 @@ def test_a_planted_fault_is_located_classified_and_cured(fault: Fault):
     SCORE["ran"].add(fault.name)
     finite, diagnosis = examine_planted(fault, False, fault.settings)
     # Lost positions are numbers like any other; that they are lost is shown below.
-    assert finite == (fault.cause == "position collision")
-    assert diagnosis is not None
+    assert finite == (fault.cause == "position collision") and diagnosis is not None
     print(diagnosis)
     check_place(fault, diagnosis)
     SCORE["located"].add(fault.name)
     assert diagnosis.cause == fault.cause
     SCORE["classified"].add(fault.name)
     first = diagnosis.fixes[0]
-    assert first.kind == fault.fix
-    assert fault.override in ("", first.override)
+    assert first.kind == fault.fix and fault.override in ("", first.override)
     if first.kind != "override":
         assert SAYS[fault.cause] in first.text
     if fault.islands is not None:
-        assert set(diagnosis.islands) == set(fault.islands)
-        assert first.verified
+        assert set(diagnosis.islands) == set(fault.islands) and first.verified
     for fix in diagnosis.fixes:
         assert fix.verified is not False
         mended = fix.kind != "override"
@@ -337,8 +334,7 @@ HEALTHY = [
 def test_the_doctor_is_silent_in_a_healthy_run(case):
     recipe, *settings = case
     run(recipe, "a", *settings, "steps=8")  # a scale that settles takes some
-    assert summary("a")["status"] == "finished"
-    assert not Path("a", "doctor").exists()
+    assert summary("a")["status"] == "finished" and not Path("a", "doctor").exists()
     finite, found = examine(recipe, settings, step=3)
     # A scale that still settles is not the doctor's business in a run; asked about such a step, it says so.
     assert found is None if finite else found.cause == "loss scale too large"

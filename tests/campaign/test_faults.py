@@ -78,12 +78,10 @@ def test_a_power_cut_leaves_what_was_brought_to_disk(tmp_path):
 
     disk.apply(("open", (root / "a",), 3))
     disk.apply(("write", (3, b"new data"), 8))
-    assert left("least") == {"old": b"old"}
-    assert left("names") == {"old": b"old", "a": b""}
+    assert left("least") == {"old": b"old"} and left("names") == {"old": b"old", "a": b""}
     disk.apply(("fsync", (3,), None))
     disk.apply(("rename", (root / "a", root / "b"), None))
-    assert left("least") == {"old": b"old"}
-    assert left("names") == {"old": b"old", "b": b"new data"}
+    assert left("least") == {"old": b"old"} and left("names") == {"old": b"old", "b": b"new data"}
     states = {tuple(sorted(left("any"))) for _ in range(50)}
     assert states == {("old",), ("a", "old"), ("b", "old")}
     disk.apply(("open", (root,), 4))

@@ -59,8 +59,7 @@ def test_everything_else_stays_as_it_is_and_the_log_says_it_once(names: list[str
     assert not usual["said"]
     assert not [text for text in usual["found"].values() if "Traceback" in text or text.startswith("refused")]
     for name, answer in answers.items():
-        assert len(answer["said"]) == 1
-        assert f" has no {name} (" in answer["said"][0]
+        assert len(answer["said"]) == 1 and f" has no {name} (" in answer["said"][0]
         expected = CHANGES.get(name, {})
         for feature, found in answer["found"].items():
             if feature in expected:
@@ -71,5 +70,4 @@ def test_everything_else_stays_as_it_is_and_the_log_says_it_once(names: list[str
 
 
 def test_every_name_is_removed_or_said_to_be_not() -> None:
-    assert set(NOT_REMOVED) <= set(NAMES)
-    assert set(CHANGES) <= set(REMOVED)
+    assert set(NOT_REMOVED) <= set(NAMES) and set(CHANGES) <= set(REMOVED)

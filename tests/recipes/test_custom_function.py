@@ -269,8 +269,7 @@ def test_an_option_that_it_does_not_have_is_refused(capsys: Any) -> None:
 
 
 @pytest.mark.slow
-def test_it_learns_and_modes_and_functions_agree(tmp_path: Any, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_it_learns_and_modes_and_functions_agree(own_folder: Any) -> None:
     settings = ["recipe=custom_function", "device=cpu", "log.progress=false", "steps=120", "model.options.width=64"]
     accuracy, loss = {}, {}
     for mode in ("fp32", "bf16", "fp16"):

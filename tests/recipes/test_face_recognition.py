@@ -95,8 +95,7 @@ def test_records_read_what_they_write(tmp_path, payload, labels):
     assert records.keys.tolist() == [0, 4, 9]
     found, data = pickle.loads(pickle.dumps(records)).read(9)
     assert found.tolist() == (list(labels) if isinstance(labels, tuple) else [labels]) and data == payload
-    assert records.read(4)[1] == b"after"
-    assert (tmp_path / "train.rec").stat().st_size % 4 == 0
+    assert records.read(4)[1] == b"after" and (tmp_path / "train.rec").stat().st_size % 4 == 0
 
 
 def test_a_record_is_the_bytes_that_mxnet_writes(tmp_path):
@@ -121,9 +120,8 @@ def test_identities_are_found_in_every_layout(tmp_path, layout):
     if layout == "insightface":
         write_faces(tmp_path, files)
     else:
-        images = [
-            (key, (float(i), 0.0) if layout == "label arrays" else float(i), f) for key, (i, f) in enumerate(flat, 1)
-        ]
+        label = (lambda i: (float(i), 0.0)) if layout == "label arrays" else float
+        images = [(key, label(i), file) for key, (i, file) in enumerate(flat, 1)]
         write_records(tmp_path, images if layout == "no header" else [(0, (13.0, 13.0), b""), *images])
     records = Records(tmp_path)
     keys, labels = records.identities()
@@ -178,10 +176,8 @@ def test_a_folder_and_records_of_the_same_images_are_the_same_data(tmp_path):
         folder.mkdir(parents=True)
         for j, image in enumerate(images):
             (folder / f"{j}.png").write_bytes(image)
-    both = [
-        build_data(data_config(name, path=str(tmp_path / folder), image_size=20), seed=1)
-        for name, folder in (("identity_folder", "folder"), ("records", "records"))
-    ]
+    pairs = (("identity_folder", "folder"), ("records", "records"))
+    both = [build_data(data_config(name, path=str(tmp_path / kind), image_size=20), seed=1) for name, kind in pairs]
     for part in ("train", "eval"):
         one, other = (getattr(data, part) for data in both)
         keys = [(i, 2) for i in range(len(one))]
@@ -218,9 +214,8 @@ def test_bad_settings_are_named_before_the_start(tmp_path):
 
 
 def test_synthetic_identities_cost_nothing_each():
-    data = build_data(
-        data_config("synthetic_identities", num_classes=3_000_000, num_samples=6_000_000, image_size=8), seed=0
-    )
+    cfg = data_config("synthetic_identities", num_classes=3_000_000, num_samples=6_000_000, image_size=8)
+    data = build_data(cfg, seed=0)
     assert data.facts == {"num_classes": 3_000_000, "image_shape": (3, 8, 8)}
     keys = [(2_999_999, 0), (5_999_999, 0), (5, 0)]
     images, labels = data.train.__getitems__(keys)
@@ -358,13 +353,9 @@ def test_a_sampled_run_on_two_ranks_skips_together_and_goes_on_on_one():
     settings = ["run_dir=a", "recipe.sample_rate=0.5", "accumulation=2", "schedule.horizon=6", "amp=fp16"]
     settings += ["amp.dynamic=false", "amp.init_scale=256"]
     command = [sys.executable, str(ROOT / "train.py"), *SMALL, *settings, "steps=3", "layout=ddp"]
-    done = subprocess.run(
-        [*command, "layout.nproc_per_node=2", "debug.inject={where: batch, step: 3, rank: 1}"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    command += ["layout.nproc_per_node=2", "debug.inject={where: batch, step: 3, rank: 1}"]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     saved = state("a")
     assert summary("a")["skipped"] == 1 and saved["schedule"]["num_taken"] == saved["head_schedule"]["num_taken"] == 2

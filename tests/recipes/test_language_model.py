@@ -191,8 +191,7 @@ def test_alibi_subtracts_before_it_rounds() -> None:
         return (bias.double().softmax(-1) - expected).abs().sum(-1).max().item()
 
     exact = alibi_bias(position_ids(512, offset=3584, dtype=FP32), 4)
-    assert error(exact) == 0
-    assert error(exact.bfloat16()) < 1e-2 and error(exact.half()) < 1e-3
+    assert error(exact) == 0 and error(exact.bfloat16()) < 1e-2 and error(exact.half()) < 1e-3
     assert error(alibi_bias(position_ids(512, offset=3584, dtype=BF16), 4)) > 0.5
     assert error(alibi_bias(position_ids(512, offset=3584, dtype=FP16), 4)) > 0.1
 
@@ -338,21 +337,6 @@ def test_a_learned_table_ends() -> None:
 # --- losses that count tokens -----------------------------------------------------------------------------------------
 
 
-def logits_with_losses(*losses: float) -> tuple[Tensor, Tensor]:
-    """Logits of two classes and targets that cost exactly so much, float64."""
-    other = torch.tensor(losses, dtype=torch.float64).exp().sub(1).log()
-    return torch.stack([torch.zeros_like(other), other], dim=-1)[None], torch.zeros(1, len(losses), dtype=torch.int64)
-
-
-def test_tokens_that_cost_1_and_three_that_cost_4_cost_3_25_each() -> None:
-    micros = [logits_with_losses(1.0), logits_with_losses(4.0, 4.0, 4.0)]
-    (window,) = windows(micros, 2, count=num_valid)
-    weighted = [token_loss(*micro.batch) / num_valid(micro.batch) * micro.weight for micro in window]
-    assert sum(weighted).item() == pytest.approx(3.25, rel=1e-6)
-    means = [token_loss(*micro.batch) / num_valid(micro.batch) / 2 for micro in window]
-    assert sum(means).item() == pytest.approx(2.5, rel=1e-6)
-
-
 def token_grads(net: nn.Module, micros: list[Any], weigh: Callable[[Any], Any]) -> Tensor:
     """Gradients of one window, in the order of the recipe."""
     net.zero_grad()
@@ -374,8 +358,7 @@ def test_token_weights_give_the_gradients_of_the_big_batch_and_a_mean_of_means_d
     whole = token_grads(net, [(inputs, targets)], lambda micro: 1.0)
     ours = token_grads(net, micros, lambda micro: micro.weight)
     means = token_grads(net, micros, lambda micro: 1 / 4)
-    assert ours.isfinite().all()
-    assert ((ours - whole).norm() / whole.norm()).item() < 1e-14
+    assert ours.isfinite().all() and ((ours - whole).norm() / whole.norm()).item() < 1e-14
     assert ((means - whole).norm() / whole.norm()).item() > 0.5
 
 
@@ -388,8 +371,7 @@ def test_a_fully_masked_micro_batch_costs_nothing_in_any_mode(mode: str) -> None
         assert F.cross_entropy(logits.flatten(0, 1), targets.flatten()).isnan()
         loss = token_loss(logits, targets) / num_valid((inputs, targets)).clamp(min=1)
     amp.backward(loss)
-    assert loss == 0 and loss.dtype == FP32
-    assert all((p.grad == 0).all() for p in net.parameters())
+    assert loss == 0 and loss.dtype == FP32 and all((p.grad == 0).all() for p in net.parameters())
 
 
 def test_a_sum_over_many_tokens_does_not_overflow_in_fp16() -> None:
@@ -491,8 +473,7 @@ def test_a_sampled_text_is_a_function_of_seed_and_weights() -> None:
 
 def test_none_is_sampled_when_none_is_asked_for_or_nothing_may_be_written() -> None:
     run("a", "steps=1", "recipe.sample_bytes=0")
-    assert not Path("a/samples").exists()
-    assert train.main([*SMALL, "run_dir=b", "dry_run=true"]) == 0
+    assert not Path("a/samples").exists() and train.main([*SMALL, "run_dir=b", "dry_run=true"]) == 0
     assert not Path("b").exists()
 
 
@@ -511,8 +492,7 @@ def test_settings_that_cannot_be_followed_are_refused(
     override: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = [s for s in SMALL if "=" in s and not s.startswith(("model.options", "data."))]
-    assert train.main([*plain, "run_dir=a", override]) == 2
-    assert problem in capsys.readouterr().err
+    assert train.main([*plain, "run_dir=a", override]) == 2 and problem in capsys.readouterr().err
     assert not Path("a").exists()
 
 

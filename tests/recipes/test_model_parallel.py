@@ -131,32 +131,6 @@ def test_a_second_stage_in_a_thread_fails_where_16_bit_features_meet_fp32_weight
     assert in_a_thread(lambda: stages(x)).dtype is torch.float16
 
 
-def test_all_threads_share_one_cache_of_cast_weights_and_the_first_to_leave_empties_it() -> None:
-    net, x = nn.Linear(4, 4, bias=False), torch.randn(3, 4)
-
-    def some_region() -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            pass
-
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        before = net(x)
-        with torch.no_grad():
-            net.weight += 5.0
-        assert torch.equal(net(x), before)  # from the cache
-        in_a_thread(some_region)
-        assert not torch.equal(net(x), before)
-
-
-@pytest.mark.parametrize("cache, gradient", [(True, 0.5), (False, 1.0)])
-def test_with_a_cached_weight_the_gradients_of_many_chunks_are_summed_in_16_bit(cache: bool, gradient: float) -> None:
-    """512 chunks, each with a gradient of 1/512. A pipeline casts its weights anew for each chunk."""
-    weight, x = nn.Parameter(torch.ones(1, 1)), torch.ones(512, 1)
-    with Amp.named("bf16").autocast(cache=cache):
-        outputs = [F.linear(chunk, weight) for chunk in x.chunk(512)]
-    torch.cat(outputs).float().mean().backward()
-    assert weight.grad is not None and weight.grad.item() == gradient
-
-
 # --- cut into stages --------------------------------------------------------------------------------------------------
 
 

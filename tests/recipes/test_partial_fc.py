@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from waits import Waits
 
 from amp_core import Amp, Clip
-from amp_core.heads.partial_fc import MARGINS, PartialFC, arcface, cosface
+from amp_core.heads.partial_fc import MARGINS, PartialFC, _initial_centres, arcface, cosface
 from amp_core.layouts.ddp import wrap_ddp
 
 CLASSES, DIM, BATCH = 11, 16, 12
@@ -45,6 +45,16 @@ def losses(features, labels, centres, kind="arcface", margin=0.5, scale=64.0):
     return F.cross_entropy(cosine.scatter(1, labels[:, None], moved) * scale, labels, reduction="none")
 
 
+def train(head, state, x, labels, weight=1.0):
+    """One step of the centres. Loss and gradient of the features."""
+    head.sample(labels)
+    output = head(x, labels, weight)
+    state.optimizer.step()
+    head.write_back()
+    state.optimizer.zero_grad()
+    return output
+
+
 def error(ours, reference):
     """Relative, by norm."""
     return ((ours.double() - reference).norm() / reference.norm()).item()
@@ -58,8 +68,7 @@ def test_the_margin_without_acos_is_the_margin_with_it():
     ours, theirs = arcface(cosine, 0.5), (cosine.acos() + 0.5).cos()
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-14)
     slopes = [torch.autograd.grad(value.sum(), cosine)[0] for value in (ours, theirs)]
-    assert torch.allclose(*slopes, rtol=1e-12)
-    assert torch.equal(cosface(cosine, 0.4), cosine - 0.4)
+    assert torch.allclose(*slopes, rtol=1e-12) and torch.equal(cosface(cosine, 0.4), cosine - 0.4)
 
 
 def test_the_margin_always_lowers_and_never_turns_back():
@@ -103,8 +112,7 @@ def test_one_rank_equals_the_full_softmax_in_float64(kind):
     reference.backward()
     head.sample(labels)
     loss, x_grad = head(x, labels)
-    assert error(loss, reference) < 1e-6
-    assert error(x_grad, x64.grad) < 1e-6
+    assert error(loss, reference) < 1e-6 and error(x_grad, x64.grad) < 1e-6
     assert error(head.active.grad, w64.grad) < 1e-6
 
 
@@ -167,14 +175,9 @@ def test_rows_that_were_not_sampled_are_untouched_bit_for_bit(optimizer):
     for step in range(5):
         x, labels = batch(step, classes=40)
         centres, rows = head.centres.clone(), {key: value.clone() for key, value in state.rows.items()}
-        head.sample(labels)
-        head(x, labels)
-        state.optimizer.step()
-        head.write_back()
-        state.optimizer.zero_grad()
+        train(head, state, x, labels)
         rest = torch.ones(40, dtype=torch.bool).index_fill_(0, head._index, False)
-        assert rest.sum() == 20
-        assert torch.equal(head.centres[rest], centres[rest])
+        assert rest.sum() == 20 and torch.equal(head.centres[rest], centres[rest])
         assert (head.centres[~rest] != centres[~rest]).any(1).all()
         for key, before in rows.items():
             assert torch.equal(state.rows[key][rest], before[rest])
@@ -205,18 +208,6 @@ def test_accumulated_micro_batches_equal_one_big_batch(rate):
         results.append([sum(loss for loss, _ in outputs), torch.cat([grad for _, grad in outputs]), head.active.grad])
     for one, many in zip(*results, strict=True):
         assert error(many, one.double()) < 1e-6
-
-
-def test_sampling_for_each_micro_batch_would_lose_its_gradient():
-    x, labels = batch(classes=40)
-    head = PartialFC(40, DIM, sample_rate=0.5)
-    head.sample(labels[:6])
-    head(x[:6], labels[:6], 0.5)
-    before, rows = head.active.grad.clone(), head._index
-    head.sample(labels[6:])
-    head(x[6:], labels[6:], 0.5)
-    assert not torch.equal(rows, head._index)  # one sum of gradients of different classes
-    assert head.active.grad.shape == before.shape
 
 
 def test_a_step_waits_for_the_device_zero_times():
@@ -271,8 +262,6 @@ def test_a_skipped_batch_leaves_the_centres_alone_and_the_usual_loop_leaves_nan(
 
 
 def test_initial_centres_do_not_depend_on_the_slice():
-    from amp_core.heads.partial_fc import _initial_centres
-
     whole = _initial_centres(0, 10_000, 3, seed=1)
     assert torch.equal(whole[4000:9000], _initial_centres(4000, 9000, 3, seed=1))
     assert whole.std().item() == pytest.approx(0.01, rel=0.02)
@@ -290,18 +279,17 @@ def test_values_out_of_range_are_refused(options):
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
-def _train(rank, num_ranks, steps, rate=1.0, weights=None):
+def _train(rank, num_ranks, steps, rate=1.0, weights=None, seed=0, before=None):
     """Steps on the parts of each batch. Losses and feature gradients of this rank, and the state on rank 0."""
-    head = PartialFC(CLASSES, DIM, scale=32.0, sample_rate=rate)
+    head = PartialFC(CLASSES, DIM, scale=32.0, sample_rate=rate, seed=seed)
     state = head.carry(sgd(head))
+    if before is not None:
+        head.load_state_dict(before["head"])
+        state.load_state_dict(before["rows"])
     outputs = []
-    for step in range(steps):
+    for step in steps:
         x, labels = (part(t, rank, num_ranks) for t in batch(step))
-        head.sample(labels)
-        outputs.append(head(x, labels, weights[rank] if weights else 1 / num_ranks))
-        state.optimizer.step()
-        head.write_back()
-        state.optimizer.zero_grad()
+        outputs.append(train(head, state, x, labels, weights[rank] if weights else 1 / num_ranks))
     return {"outputs": outputs, "slice": (head.start, head.stop), "head": head.state_dict(), "rows": state.state_dict()}
 
 
@@ -324,7 +312,7 @@ def reference_run(steps, sample_weights=None):
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_equal_the_full_softmax_of_one_process(on_ranks, num_ranks):
-    results = on_ranks(_train, num_ranks, 3, num_ranks=num_ranks)
+    results = on_ranks(_train, num_ranks, range(3), num_ranks=num_ranks)
     outputs, centres, momentum = reference_run(3)
     assert [r["slice"] for r in results] == ([(0, 6), (6, 11)] if num_ranks == 2 else [(0, 4), (4, 8), (8, 11)])
     for step, (loss, x_grad) in enumerate(outputs):
@@ -336,7 +324,7 @@ def test_ranks_equal_the_full_softmax_of_one_process(on_ranks, num_ranks):
 
 
 def test_ranks_may_weigh_differently(on_ranks):
-    results = on_ranks(_train, 2, 1, 1.0, (0.75, 0.25))
+    results = on_ranks(_train, 2, range(1), 1.0, (0.75, 0.25))
     weights = torch.tensor([0.75] * 6 + [0.25] * 6) / 6
     outputs, centres, _ = reference_run(1, weights)
     assert error(torch.cat([r["outputs"][0][1] for r in results]), outputs[0][1]) < 1e-6
@@ -358,33 +346,6 @@ def _sampled(rank):
 def test_a_rank_keeps_the_positives_of_all_ranks(on_ranks):
     for found, start, stop in on_ranks(_sampled):
         assert all(found), (start, stop)
-
-
-def _backbone_grads(rank):
-    """Gradients of a plain DDP net, of ours, which sums, and of one process."""
-    x, labels = batch()
-    grads = []
-    for wrap in (nn.parallel.DistributedDataParallel, lambda net: wrap_ddp(net, torch.device("cpu"))):
-        torch.manual_seed(1)
-        net = wrap(nn.Linear(DIM, DIM))
-        head = PartialFC(CLASSES, DIM, scale=32.0)
-        features = net(part(x, rank, 2))
-        _, x_grad = head(features.detach(), part(labels, rank, 2), 0.5)
-        features.backward(x_grad)
-        grads.append(net.module.weight.grad.clone())
-    torch.manual_seed(1)
-    net = nn.Linear(DIM, DIM).double()
-    full = PartialFC(CLASSES, DIM).gather_rows(head.centres)
-    if rank == 0:
-        losses(net(x.double()), labels, full.double(), scale=32.0).mean().backward()
-        grads.append(net.weight.grad)
-    return grads
-
-
-def test_a_backbone_that_averages_has_exactly_half_the_gradient(on_ranks):
-    averaged, summed, reference = on_ranks(_backbone_grads)[0]
-    assert torch.equal(averaged, 0.5 * summed)
-    assert error(summed, reference) < 1e-6
 
 
 def _largest(rank, classes, size):
@@ -409,33 +370,17 @@ def _largest(rank, classes, size):
 
 def test_no_rank_holds_the_logits_of_all_classes(on_ranks):
     for logits, centres in on_ranks(_largest, 1001, 8):
-        assert logits <= 16 * math.ceil(0.25 * 501)
-        assert centres <= 501 * DIM
-
-
-def _continue(rank, num_ranks, state, rows, steps):
-    head = PartialFC(CLASSES, DIM, scale=32.0, seed=9)
-    head_state = head.carry(sgd(head))
-    head.load_state_dict(state)
-    head_state.load_state_dict(rows)
-    for step in steps:
-        x, labels = (part(t, rank, num_ranks) for t in batch(step))
-        head.sample(labels)
-        head(x, labels, 1 / num_ranks)
-        head_state.optimizer.step()
-        head.write_back()
-        head_state.optimizer.zero_grad()
-    return {"head": head.state_dict(), "rows": head_state.state_dict()}
+        assert logits <= 16 * math.ceil(0.25 * 501) and centres <= 501 * DIM
 
 
 def test_a_checkpoint_of_2_ranks_goes_on_on_1_and_on_3(on_ranks):
-    two = on_ranks(_train, 2, 2)[0]
+    two = on_ranks(_train, 2, range(2))[0]
     assert two["head"]["weight"].shape == (CLASSES, DIM)
-    one = _continue(0, 1, two["head"], two["rows"], [])
+    one = _train(0, 1, [], seed=9, before=two)
     assert torch.equal(one["head"]["weight"], two["head"]["weight"])
     assert torch.equal(one["rows"]["rows"]["momentum_buffer"], two["rows"]["rows"]["momentum_buffer"])
-    one = _continue(0, 1, two["head"], two["rows"], [2])
-    three = on_ranks(_continue, 3, one["head"], one["rows"], [3], num_ranks=3)[0]
+    one = _train(0, 1, [2], seed=9, before=two)
+    three = on_ranks(_train, 3, [3], 1.0, None, 9, one, num_ranks=3)[0]
     _, centres, momentum = reference_run(4)
     assert error(three["head"]["weight"], centres) < 1e-6
     assert error(three["rows"]["rows"]["momentum_buffer"], momentum) < 1e-6
@@ -448,24 +393,19 @@ def test_a_sampled_run_resumes_bit_exactly(optimizer):
         options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
         return head, head.carry(optimizer([head.active], lr=0.1, fused=True, **options))
 
-    def train(head, state, steps):
-        for step in steps:
+    def steps(head, state, numbers):
+        for step in numbers:
             torch.manual_seed(step)
-            x, labels = batch(step, classes=40)
-            head.sample(labels)
-            head(x, labels)
-            state.optimizer.step()
-            head.write_back()
-            state.optimizer.zero_grad()
+            train(head, state, *batch(step, classes=40))
 
     whole, whole_state = make()
-    train(whole, whole_state, range(6))
+    steps(whole, whole_state, range(6))
     first, first_state = make()
-    train(first, first_state, range(3))
+    steps(first, first_state, range(3))
     second, second_state = make()
     second.load_state_dict(first.state_dict())
     second_state.load_state_dict(first_state.state_dict())
-    train(second, second_state, range(3, 6))
+    steps(second, second_state, range(3, 6))
     assert torch.equal(whole.centres, second.centres)
     assert whole_state.rows.keys() == second_state.rows.keys()
     assert all(torch.equal(rows, second_state.rows[key]) for key, rows in whole_state.rows.items())
@@ -506,11 +446,7 @@ def _overflow_on_one_rank(rank, joint):
         taken.append(not torch.equal(before, head.centres))
         optimizer.zero_grad()
         head_optimizer.zero_grad()
-    return {
-        "scale": amp.scale if joint else scaler.get_scale(),
-        "weight": net.module.weight.detach(),
-        "taken": taken,
-    }
+    return {"scale": amp.scale if joint else scaler.get_scale(), "weight": net.module.weight.detach(), "taken": taken}
 
 
 def test_all_ranks_skip_although_only_one_overflowed(on_ranks):
@@ -548,6 +484,5 @@ def _clipped(rank):
 
 def test_backbone_and_head_are_clipped_each_by_its_norm_over_all_ranks(on_ranks):
     for scale, backbone, centres in on_ranks(_clipped):
-        assert scale == 6 * 128
-        assert backbone.item() == pytest.approx(1e-3, rel=1e-3)
+        assert scale == 6 * 128 and backbone.item() == pytest.approx(1e-3, rel=1e-3)
         assert centres.item() == pytest.approx(1e-3, rel=1e-3)

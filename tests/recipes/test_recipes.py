@@ -13,6 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from running import PRELOAD, lines, same_but, state, summary
 from shared import free_port
+from small import COMMON, SMALL
 from tiers import rows
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,27 +22,6 @@ from waits import Waits
 import train
 from amp_core.run.preflight import LAYOUTS
 from recipes import RECIPES, find
-
-COMMON = ["device=cpu", "log.progress=false", "save_every=1000", "eval_every=1000", "log_every=1", "batch_size=4"]
-IMAGES = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4"]
-SMALL = {
-    "classification": [*IMAGES, "model.options.width=8"],
-    "contrastive": [*IMAGES, "model.options.width=8", "recipe.embedding=8", "recipe.num_neighbours=3"],
-    "custom_function": [*IMAGES, "model.options.width=16", "model.options.features=8"],
-    "distillation": [*IMAGES, "recipe.teacher_options.width=8", "recipe.teacher_steps=1"],
-    "face_recognition": [
-        *("data=synthetic_identities", "data.num_classes=24", "data.num_samples=96", "data.image_size=16"),
-        *("recipe.embedding=16", "recipe.sample_rate=0.5"),
-    ],
-    "gan": [*IMAGES, "model.options.width=8", "recipe.num_critic_steps=3"],
-    "language_model": [
-        *("data.num_samples=64", "data.length=32", "recipe.sample_bytes=4"),
-        *("model.options.depth=1", "model.options.width=32", "model.options.heads=2"),
-    ],
-    "model_parallel": [*IMAGES, "model.options.width=8"],
-    "segmentation": ["data.num_samples=48", "data.image_size=32", "model.options.width=4", "model.options.depth=2"],
-}
-"""Settings with which a step takes milliseconds."""
 
 NO_DROPOUT = {
     "classification": ["model.options.dropout=0"],
@@ -80,6 +60,9 @@ BEYOND: dict[str, Row] = {
 """Modes that are more than autocast."""
 THREADS = ["recipe.chunks=2", "recipe.pipeline=threads"]
 
+BOTH, MOMENTS = ["recipe.num_critic_steps=1"], ["optimizer=adamw", "optimizer.state_dtype=bfloat16"]
+MOMENTS += ["debug.inject={where: batch, step: 4}"]
+
 RESUMES = {
     **{name: row for name, row in (PLAIN | BEYOND).items() if not name.endswith("fp32")},
     # Stopped before and at the end of the teacher's phase, and otherwise after it.
@@ -91,23 +74,11 @@ RESUMES = {
         for steps in (3, 4)
         for mode in ("fp32", "bf16", "fp16")
     },
-    "gan, two steps of the critic": (
-        "gan",
-        ["amp=fp16", "recipe.num_critic_steps=2", "model.options.norm=batch"],
-    ),
-    "gan, a graph that is shared": (
-        "gan",
-        ["amp=bf16", "recipe.share_graph=true", "recipe.penalty=r1", "recipe.num_critic_steps=1"],
-    ),
+    "gan, two steps of the critic": ("gan", ["amp=fp16", "recipe.num_critic_steps=2", "model.options.norm=batch"]),
+    "gan, a graph that is shared": ("gan", ["amp=bf16", "recipe.share_graph=true", "recipe.penalty=r1", *BOTH]),
     "model_parallel, threads, bf16": ("model_parallel", ["amp=bf16", *THREADS]),
     "model_parallel, threads, fp16": ("model_parallel", ["amp=fp16", *THREADS]),
-    "classification, 16-bit moments": (
-        "classification",
-        [
-            *("amp=fp16", *MLP, "optimizer=adamw", "optimizer.state_dtype=bfloat16"),
-            "debug.inject={where: batch, step: 4}",
-        ],
-    ),
+    "classification, 16-bit moments": ("classification", ["amp=fp16", *MLP, *MOMENTS]),
 }
 
 FAULT = {
@@ -115,11 +86,8 @@ FAULT = {
     "gan": "batch",  # the discriminator steps, the generator is the first
 }
 """Where a fault hits whatever steps in window 2, if that is not the gradient of the first network."""
-EVERYWHERE = [
-    "{where: batch, step: 1, value: inf}",
-    "{where: activation, step: 3, value: nan}",
-    "{where: gradient, step: 3, value: -inf}",
-]
+EVERYWHERE = ["{where: batch, step: 1, value: inf}", "{where: activation, step: 3, value: nan}"]
+EVERYWHERE += ["{where: gradient, step: 3, value: -inf}"]
 
 TRACES: dict[str, tuple[Row, list[str]]] = {
     **{
@@ -129,15 +97,12 @@ TRACES: dict[str, tuple[Row, list[str]]] = {
     },
     **{name: (row, ["{where: gradient, step: 2}", "{where: activation, step: 2}"]) for name, row in BEYOND.items()},
     **{
-        f"classification {mode} {' '.join(optimizer)}": (
-            ("classification", [f"amp={mode}", *optimizer]),
-            EVERYWHERE,
-        )
+        f"classification {mode} {' '.join(optimizer)}": (("classification", [f"amp={mode}", *optimizer]), EVERYWHERE)
         for mode in ("fp32", "tf32", "bf16", "fp16", "fp16_capped")
         for optimizer in (["optimizer=sgd"], ["optimizer=adamw"], ["optimizer=sgd", "optimizer.fused=false"])
     },
     "contrastive, either pass": (
-        ("contrastive", ["amp=fp16"]),
+        PLAIN["contrastive fp16"],
         ["{where: batch, step: 2}", "{where: activation, step: 2, value: nan}"],
     ),
     "model_parallel, threads": (("model_parallel", THREADS), ["{where: batch, step: 2}"]),
@@ -270,8 +235,7 @@ def test_it_says_what_it_needs_to_be_found(recipe):
 @pytest.mark.parametrize("mode", rows(["fp32", "bf16", "fp16"], "fp16"))
 def test_it_runs_and_learns_finite_weights(recipe, mode, whole):
     folder = whole(recipe, f"amp={mode}")
-    assert summary(folder)["status"] == "finished"
-    assert torch.isfinite(weights(folder)).all()
+    assert summary(folder)["status"] == "finished" and torch.isfinite(weights(folder)).all()
     assert find(recipe).Knobs(**state(folder)["config"]["recipe"]).best in summary(folder)["eval"]
     assert all(math.isfinite(value) for value in summary(folder)["eval"].values())
     found = train_lines(folder)

@@ -7,10 +7,8 @@ or profiles are written by hand.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 import json
-import runpy
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_recipes import COMMON, SMALL
+from shared import script
+from small import COMMON, SMALL
 from torch import nn
 
 import recipes
@@ -32,7 +31,7 @@ from amp_tools.findings import FINDERS, waits
 from amp_tools.profile import Op, Operand, OptimizerFacts, Profile, Units
 
 ROOT = Path(__file__).resolve().parents[2]
-doctor = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "doctor.py")))
+doctor = script("scripts/doctor.py")
 SMALL_RUN = ["recipe=classification", *COMMON, *SMALL["classification"]]
 
 
@@ -84,8 +83,7 @@ def plain() -> Report:
 
 
 def test_nothing_is_found_where_nothing_was_planted(plain):
-    assert plain.findings == [] and plain.hints == []
-    assert "nothing was found" in str(plain)
+    assert plain.findings == [] and plain.hints == [] and "nothing was found" in str(plain)
     assert plain.profile.matched == 1.0
 
 
@@ -119,8 +117,7 @@ def test_a_wait_is_found_at_its_line():
     report = look_at(net, batch, after=lambda loss: loss.item())  # planted: wait
     (finding,) = named(report, "waits for the device")
     assert line_of("planted: wait") in finding.title and finding.evidence.startswith("1 per step")
-    assert "planted: wait" in finding.evidence
-    assert report.to_dict()["waits_per_step"] == 1
+    assert "planted: wait" in finding.evidence and report.to_dict()["waits_per_step"] == 1
 
 
 class Flipping(nn.Module):
@@ -227,11 +224,8 @@ def test_odd_channels_are_those_of_a_group():
     net = nn.Sequential(nn.Conv2d(3, 130, 3), nn.Conv2d(130, 130, 3, groups=130), nn.Conv2d(130, 260, 3, groups=2))
     profile = recorded(net, torch.randn(2, 3, 12, 12), mode="bf16", windows=1)
     # 130 outputs of the first, none of the second, 65 inputs and 130 outputs per group of the third.
-    assert {finding.title.partition(" is no")[0] for finding in advising.find_odd_sizes(profile)} == {
-        "the size 130 in 0",
-        "the size 65 in 2",
-        "the size 130 in 2",
-    }
+    found = {finding.title.partition(" is no")[0] for finding in advising.find_odd_sizes(profile)}
+    assert found == {"the size 130 in 0", "the size 65 in 2", "the size 130 in 2"}
 
 
 def test_convolutions_on_nchw_are_found_where_channels_last_was_measured_to_be_faster():
@@ -359,13 +353,7 @@ def test_a_finder_finds_what_is_there_and_nothing_else(finder):
 
 
 def test_shares_are_sorted_and_of_the_whole_step():
-    profile = by_hand(
-        BIG,
-        loads=[0.01],
-        loading=0.01,
-        fp32_step=0.009,
-        cadences={"save_every": (1, 0.02)},
-    )
+    profile = by_hand(BIG, loads=[0.01], loading=0.01, fp32_step=0.009, cadences={"save_every": (1, 0.02)})
     report = examine("a profile", profile)
     # Half of the time is the wait, so the product takes 45 % of it.
     assert profile.breakdown()["products"] == pytest.approx(0.45)
@@ -432,8 +420,7 @@ def test_every_finder_keeps_quiet_about_an_empty_profile():
 
 
 @pytest.mark.slow
-def test_the_script_reports_on_the_default_recipe(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_script_reports_on_the_default_recipe(tmp_path, own_folder, capsys):
     assert doctor.main(["advise", "--windows", "3", "--compare", "--json", "report.json", *SMALL_RUN]) == 0
     text = capsys.readouterr().out
     assert "0 waits for the device" in text and "between operations" in text
@@ -452,17 +439,13 @@ def test_an_unfused_optimizer_of_a_run_is_found(capsys):
     assert "AdamW is not fused" in text and "optimizer.fused=true" in text and "1 waits for the device" in text
 
 
-def test_a_wait_in_a_recipe_is_found_at_its_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_wait_in_a_recipe_is_found_at_its_line(own_folder, monkeypatch, capsys):
     source = (ROOT / "recipes" / "classification.py").read_text()
     before = "            total += loss.detach() * micro.weight\n"
     assert before in source
     Path("leaky.py").write_text(source.replace(before, "            total += loss.item() * micro.weight\n"))
-    spec = importlib.util.spec_from_file_location("leaky", "leaky.py")
-    assert spec is not None and spec.loader is not None
-    leaky = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "leaky", leaky)
-    spec.loader.exec_module(leaky)
+    monkeypatch.syspath_prepend(Path.cwd())
+    leaky = importlib.import_module("leaky")
     monkeypatch.setattr(recipes, "find", lambda name: leaky)
     number = Path("leaky.py").read_text().splitlines().index("            total += loss.item() * micro.weight") + 1
     flags = ["--windows", "2", "--json", "report.json"]

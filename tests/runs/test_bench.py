@@ -87,17 +87,19 @@ def test_loops_are_compared_only_if_they_train_the_same_network(
 
 
 @pytest.mark.slow
-def test_waits_of_whole_runs_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_waits_of_whole_runs_are_counted(
+    own_folder: Path,
+) -> None:
     """None per step, one per log line; an optimizer that is not fused is seen."""
-    monkeypatch.chdir(tmp_path)
     base = ["recipe=classification", "amp=bf16", "device=cpu", *modes.QUIET, *modes.SMALL["classification"]]
     base += [*waits.EVERYTHING, "batch_size=4"]
     assert waits.of_a_run(base, "cpu") == {"waits per step": 0, "waits per log line": 1}
     assert waits.of_a_run([*base, "optimizer.fused=false"], "cpu")["waits per step"] >= 1
 
 
-def test_modes_are_measured_in_whole_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_modes_are_measured_in_whole_runs(
+    own_folder: Path,
+) -> None:
     mlp = [*modes.IMAGES, "model=mlp", "model.options.width=32", "model.options.depth=1", "batch_size=8"]
     base = ["recipe=classification", "device=cpu", *modes.QUIET, *mlp]
     flops, samples = modes.count_flops(base)

@@ -176,8 +176,7 @@ def test_where_the_device_cannot_prepare_it_is_refused(
 def test_evaluation_data_are_left_to_the_loader() -> None:
     cfg = dataclasses.replace(DataConfig(**read_option("data", "mnist_subset")), prepare_on="device")
     data = build_data(cfg, seed=0)
-    assert data.finish is not None
-    assert data.eval.__getitems__([(0, 0)])[0].is_floating_point()
+    assert data.finish is not None and data.eval.__getitems__([(0, 0)])[0].is_floating_point()
 
 
 def test_the_clock_tells_waiting_from_computing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,8 +196,7 @@ def test_the_clock_tells_waiting_from_computing(monkeypatch: pytest.MonkeyPatch)
     clock.pause(12.0)
     assert clock.lap(96) == (2.0, 0.25)
     now += 8.0
-    assert clock.lap(96) == (0.0, 0.0)
-    assert clock.overall_wait() == 12 / 56
+    assert clock.lap(96) == (0.0, 0.0) and clock.overall_wait() == 12 / 56
 
 
 def test_channels_last_without_convolutions_is_not_silent(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
@@ -11,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_recipes import COMMON, SMALL
+from shared import script
+from small import COMMON, SMALL
 from tiers import rows
 from torch import Tensor, nn
 
@@ -22,10 +22,7 @@ from amp_tools.heatmap import draw
 from recipes import classification, find
 
 ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("doctor_script", ROOT / "scripts" / "doctor.py")
-assert spec is not None and spec.loader is not None
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
+doctor = script("scripts/doctor.py")
 
 MLP = [*(one for one in SMALL["classification"] if not one.startswith("model")), "model=mlp", "model.options.width=16"]
 
@@ -36,14 +33,14 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 def told(recipe: str, settings: list[str], windows: int = 2) -> Forecast:
     found: list[Forecast] = []
     overrides = [f"recipe={recipe}", *COMMON, *settings, "amp=bf16"]
-    assert script.visit(overrides, lambda loop, count: forecast_windows(loop, windows, found)) == 0
+    assert doctor.visit(overrides, lambda loop, count: forecast_windows(loop, windows, found)) == 0
     return found[0]
 
 
 def checked(recipe: str, settings: list[str], forecast: Forecast) -> Check:
     found: list[Check] = []
     overrides = [f"recipe={recipe}", *COMMON, *settings, "amp=fp16"]
-    assert script.visit(overrides, lambda loop, count: check_windows(loop, forecast, found)) == 0
+    assert doctor.visit(overrides, lambda loop, count: check_windows(loop, forecast, found)) == 0
     return found[0]
 
 
@@ -73,8 +70,7 @@ def test_shares_are_those_of_a_cast() -> None:
     for tensor in (values, values.bfloat16(), values.view(100, 200).t()):
         numbers = Numbers.of(tensor)
         not_zero = tensor[tensor != 0].float()
-        assert numbers.not_zero == len(not_zero)
-        assert numbers.amax == tensor.abs().max().item()
+        assert numbers.not_zero == len(not_zero) and numbers.amax == tensor.abs().max().item()
         assert numbers.headroom == math.log2(LARGEST / numbers.amax)
         for scale in (1.0, 2.0**8, 2.0**15):
             lost = ((not_zero * scale).half() == 0).float().mean().item()
@@ -97,8 +93,7 @@ def test_float8_loses_what_its_casts_lose(backward: bool) -> None:
 
 def test_infinities_of_masks_are_no_numbers() -> None:
     numbers = Numbers.of(torch.tensor([1.0, -torch.inf, torch.finfo(torch.bfloat16).min, torch.nan]))
-    assert numbers.amax == 1.0
-    assert numbers.to_dict()["not_finite"] == 2
+    assert numbers.amax == 1.0 and numbers.to_dict()["not_finite"] == 2
 
 
 class Nested(nn.Module):
@@ -159,13 +154,11 @@ def test_imitation_loses_what_fp16_loses() -> None:
 @pytest.mark.parametrize("recipe", rows(["classification", "language_model", "segmentation"], "language_model"))
 def test_healthy_networks_need_no_islands(recipe: str) -> None:
     forecast = told(recipe, SMALL[recipe])
-    assert not forecast.islands
-    assert not forecast.outside
+    assert not forecast.islands and not forecast.outside
     assert not forecast.underflowing(forecast.init_scale)
     assert 2.0**10 <= forecast.init_scale == forecast.largest_scale / 2
     check = checked(recipe, SMALL[recipe], forecast)
-    assert not check.islands.measured
-    assert not check.underflow.measured
+    assert not check.islands.measured and not check.underflow.measured
     assert 0.5 <= check.scale_forecast / check.scale_measured <= 2
 
 
@@ -240,7 +233,7 @@ def test_recomputed_activations_are_no_gradients() -> None:
 
 def test_another_mode_than_bf16_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["recipe=classification", *COMMON, *SMALL["classification"], "amp=fp32"]
-    assert script.visit(overrides, lambda loop, count: forecast_windows(loop, 1, [])) == 2
+    assert doctor.visit(overrides, lambda loop, count: forecast_windows(loop, 1, [])) == 2
     assert "use amp=bf16" in capsys.readouterr().err
 
 
@@ -261,16 +254,14 @@ def test_the_command_writes_table_json_and_picture(
     plant(monkeypatch, "classification", "3", 16)
     settings = ["recipe=classification", *COMMON, *SMALL["classification"], "amp=fp16", "amp.init_scale=8"]
     files = ["--json", "a.json", "--picture", "a.png"]
-    assert script.main(["forecast", *settings, 'amp.keep_fp32=["15"]', "--windows", "2", "--check", *files]) == 0
+    assert doctor.main(["forecast", *settings, 'amp.keep_fp32=["15"]', "--windows", "2", "--check", *files]) == 0
     text = capsys.readouterr().out
     assert all(len(line) <= 120 for line in text.splitlines())
-    assert 'amp=fp16 \'amp.keep_fp32=["15","3"]\' amp.init_scale=' in text
-    assert "OVERFLOW" in text
+    assert 'amp=fp16 \'amp.keep_fp32=["15","3"]\' amp.init_scale=' in text and "OVERFLOW" in text
     assert "more with more headroom" in text
     assert "precision 1.00, recall 1.00 (1 forecast, 1 measured, 1 in both)" in text
     content = json.loads(Path("a.json").read_text())
-    assert content["fp16"]["islands"] == ["3"]
-    assert content["windows"] == [1, 2]
+    assert content["fp16"]["islands"] == ["3"] and content["windows"] == [1, 2]
     assert {row["kind"] for row in content["layers"]} == set(KINDS)
     assert all(row["source"] for row in content["operations"])
     assert content["check"]["islands"] == {"precision": 1.0, "recall": 1.0, "forecast": ["3"], "measured": ["3"]}
@@ -291,5 +282,4 @@ def test_a_checkpoint_is_forecast_from_where_it_is(monkeypatch: pytest.MonkeyPat
     folder = run("classification", "a", "steps=3", "amp=bf16", "schedule.horizon=9")
     before = sorted(Path(folder).rglob("*"))
     forecast = told("classification", [*SMALL["classification"], f"resume={folder}", "schedule.horizon=9"])
-    assert forecast.windows == [4, 5]
-    assert sorted(Path(folder).rglob("*")) == before
+    assert forecast.windows == [4, 5] and sorted(Path(folder).rglob("*")) == before

@@ -385,8 +385,7 @@ def test_one_reduction_per_window_and_group_and_no_wait(on_ranks: OnRanks) -> No
             # Forward and backward; each group is gathered in what it computes in.
             assert found["1"]["allgather float16"] == 2 * in_16bit
             # The norm, the agreement, and the loss of the test.
-            assert found["4"]["all_reduce"] == 3
-            assert found["waits"] == 0
+            assert found["4"]["all_reduce"] == 3 and found["waits"] == 0
             whole = 4 * 4 * sum(p.numel() for p in gpt().parameters())
             assert found["bytes"] == pytest.approx(whole / 2, rel=0.05)
 
@@ -564,8 +563,7 @@ def test_evaluation_sees_the_weights_of_the_last_step(on_ranks: OnRanks) -> None
 
 
 @pytest.mark.slow
-def test_a_run_resumes_bit_exactly_and_goes_on_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_resumes_bit_exactly_and_goes_on_alone(own_folder: Path) -> None:
     settings = ["amp=fp16", "schedule.horizon=6", "clip=norm", "ema.decay=0.9", "optimizer=sgd"]
     settings += ["debug.inject={where: gradient, step: 2, rank: 1}"]  # one that a single process does not have
     sharded = functools.partial(on_two_ranks, "language_model", layout="fsdp")
@@ -582,8 +580,7 @@ def test_a_run_resumes_bit_exactly_and_goes_on_alone(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_the_doctor_finds_the_fault_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_doctor_finds_the_fault_of_one_rank(own_folder: Path) -> None:
     sharded = functools.partial(on_two_ranks, "language_model", layout="fsdp")
     sharded("forward", "steps=2", "amp=bf16", "debug.inject={where: activation, step: 2, rank: 1}")
     sharded(
@@ -615,9 +612,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_cannot_be_sharded_is_refused_before_the_start(
-    key: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: str, capsys: pytest.CaptureFixture[str], own_folder: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     refused_before_the_start(REFUSED[key], key, capsys)
 
 

@@ -108,8 +108,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_leaves_one_archive_of_all_its_steps(stage: str, machine: Machine) -> None:
     code, shown = machine.run(stage)
-    assert code == 0 and len(shown) < SHOWN
-    assert os.listdir(machine.out) == [f"stage{stage}.tar.gz"]
+    assert code == 0 and len(shown) < SHOWN and os.listdir(machine.out) == [f"stage{stage}.tar.gz"]
     found = machine.archive(stage)
     summary = found["summary.txt"].splitlines()
     assert summary and all(re.fullmatch(r"### \w+: ok, \d+ s", line) for line in summary)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from shared import script
 
 import train
 from amp_core.config import files
@@ -65,24 +65,19 @@ KINDS = {
 }
 
 
-def script(name):
-    spec = importlib.util.spec_from_file_location(f"hostile_{name}", ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
-
-
 def resume(folder):
     return train.main([*SMALL, f"run_dir={folder}", "steps=3"])
 
 
 PROGRAMS = {
     "train.py": (resume, {0, 2, 3, 4}),
-    "doctor.py": (lambda folder: script("doctor")(["locate", str(folder), "--step", "2"]), {0, 2, 3, 4}),
-    "report.py": (lambda folder: script("report")([str(folder), "--out", f"{folder}.html"]), {0}),
-    "runs.py": (lambda folder: script("runs")([str(folder)]), {0}),
-    "export.py": (lambda folder: script("export")([str(folder), f"{folder}.pt"]), {0, 2, 3, 4}),
+    "doctor.py": (
+        lambda folder: script("scripts/doctor.py").main(["locate", str(folder), "--step", "2"]),
+        {0, 2, 3, 4},
+    ),
+    "report.py": (lambda folder: script("scripts/report.py").main([str(folder), "--out", f"{folder}.html"]), {0}),
+    "runs.py": (lambda folder: script("scripts/runs.py").main([str(folder)]), {0}),
+    "export.py": (lambda folder: script("scripts/export.py").main([str(folder), f"{folder}.pt"]), {0, 2, 3, 4}),
 }
 
 

@@ -69,6 +69,5 @@ def test_a_run_that_diverged_says_so_and_ends_with_5_also_when_it_is_started_aga
 
 
 def test_log_none_prints_nothing_and_train_log_has_all(own_folder, capsys):
-    assert train.main([*SMALL, "steps=3"]) == 0
-    assert capsys.readouterr() == ("", "")
+    assert train.main([*SMALL, "steps=3"]) == 0 and capsys.readouterr() == ("", "")
     assert "finished 3 steps" in (own_folder / "a" / "train.log").read_text()

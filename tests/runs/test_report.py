@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 from omegaconf import OmegaConf
-from shared import flip
+from shared import flip, script
 
 import train
 from amp_core.checkpoints import folders as steps
@@ -34,14 +33,6 @@ from amp_tools.report.text import as_dict, left_out, markdown
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 918273
 CONFIGS: dict[tuple[str, ...], str] = {}
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_run(folder, *overrides, seed=1, value=0.97, speed=1000.0, status="finished", steps=60, error=None, **summary):
@@ -116,10 +107,8 @@ def claims(gap, *, digits=None, rate=500, noise=0.002, seeds=5, margin=0.004):
     """What is said of two groups beside a reference, in many sweeps; both are `gap` better than it."""
     draw = random.Random(2026)
     for _ in range(rate):
-        groups = [
-            {seed: round(draw.gauss(mean, noise), digits or 12) for seed in range(seeds)}
-            for mean in (0.9, 0.9 + gap, 0.9 + gap)
-        ]
+        means = (0.9, 0.9 + gap, 0.9 + gap)
+        groups = [{seed: round(draw.gauss(mean, noise), digits or 12) for seed in range(seeds)} for mean in means]
         yield judge([compare("g", group, "r", groups[0], margin=margin, better="max") for group in groups[1:]])
 
 
@@ -233,17 +222,8 @@ def test_one_seed_run_twice_counts_once(tmp_path):
 def test_settings_read_in_pieces_are_those_read_whole(tmp_path):
     folder = make_run(tmp_path / "run", "recipe=language_model", "amp=fp16", "amp.keep_fp32=['*.norm']")
     path = folder / ".hydra" / "config.yaml"
-    for place in (
-        "outputs/a/2026-01-31_12-00-00-123",
-        "/tmp/a=1,b-3f",
-        "./a",
-        "../b/1",
-        "a/b.c",
-        "1/2",
-        "'a/b'",
-        "a/",
-        "x",
-    ):
+    places = ["outputs/a/2026-01-31_12-00-00-123", "/tmp/a=1,b-3f", "./a", "../b/1", "a/b.c", "1/2", "'a/b'", "a/", "x"]
+    for place in places:
         path.write_text(re.sub(r"(?m)^run_dir: .*$", f"run_dir: {place}", path.read_text()))
         assert read_run(folder).config == flatten(stored_config(folder) or {})
     for more in ("", "x:\n- 1\n- {a: b}\n", 'y: "two\n\n  lines"\n', "# of\nz: {a: {b: [1, '&c']}}\n"):
@@ -282,8 +262,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_damaged_folder_is_named_and_harms_nothing(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_damaged_folder_is_named_and_harms_nothing(name, tmp_path, own_folder):
     HOSTILE[name](make_run(tmp_path / "runs" / name, "amp=bf16", seed=9))
     sweep(tmp_path / "runs", {"fp32": [0.97], "bf16": [0.98]})
     started = time.monotonic()
@@ -306,12 +285,8 @@ def test_links_files_and_what_is_no_run_are_passed_over(tmp_path):
     (runs / ".submitit").mkdir()
     notes = []
     assert find([runs, runs / "a", runs / "file"], notes) == [runs / "a"]
-    assert sorted(re.sub(r".*/runs/(\w+): (\w+ \w+).*", r"\1: \2", note) for note in notes) == [
-        "file: a file",
-        "link: a link",
-        "loop: a link",
-        "never_began: a job",
-    ]
+    notes = sorted(re.sub(r".*/runs/(\w+): (\w+ \w+).*", r"\1: \2", note) for note in notes)
+    assert notes == ["file: a file", "link: a link", "loop: a link", "never_began: a job"]
 
 
 def test_damaged_lines_are_counted_and_the_others_read(tmp_path):
@@ -366,7 +341,7 @@ def test_many_runs(tmp_path, capsys):
     draw = random.Random(3)
     sweep(tmp_path, {mode: [draw.gauss(0.97, 0.001) for _ in range(20)] for mode in ("fp32", "bf16", "fp16")})
     out = tmp_path / "out" / "report.html"
-    report = script("report")
+    report = script("scripts/report.py")
     assert report.main([str(tmp_path), "--out", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_runs"] == 60
     assert "60 runs: all finished" in out.read_text() and out.stat().st_size < 300_000
@@ -379,7 +354,7 @@ def test_many_runs(tmp_path, capsys):
 def test_pictures_as_png(tmp_path):
     pytest.importorskip("matplotlib")
     sweep(tmp_path / "runs", {"fp32": [0.97, 0.971, 0.972], "bf16": [0.97, 0.972, 0.971]})
-    assert script("report").main([str(tmp_path / "runs"), "--png", str(tmp_path / "png")]) == 0
+    assert script("scripts/report.py").main([str(tmp_path / "runs"), "--png", str(tmp_path / "png")]) == 0
     assert {path.read_bytes()[:4] for path in (tmp_path / "png").iterdir()} == {b"\x89PNG"}
 
 
@@ -394,13 +369,13 @@ def test_settings_that_json_has_no_word_for(tmp_path, capsys):
         raise AssertionError(word)
 
     for name in ("report", "runs"):
-        assert script(name).main([str(tmp_path), "--json"]) == 0
+        assert script(f"scripts/{name}.py").main([str(tmp_path), "--json"]) == 0
         assert json.loads(capsys.readouterr().out, parse_constant=refuse)
 
 
 def test_runs_are_listed_picked_and_compared(tmp_path, capsys):
     sweep(tmp_path, {"fp32": [0.97, 0.99], "bf16": [0.98, 0.96]})
-    runs = script("runs")
+    runs = script("scripts/runs.py")
 
     def say(*arguments):
         assert runs.main([*arguments]) == 0
@@ -413,11 +388,8 @@ def test_runs_are_listed_picked_and_compared(tmp_path, capsys):
     assert lines[1].split() == ["bf16", "0.002", "cnn", "0.9800"]
     rows = [["finished", "a" * 40 + "/" + "b" * 40]]
     [_, line] = table(["status", "folder"], rows, 40)
-    assert (
-        len(line) == 40
-        and re.fullmatch(r"finished  a+…b+", line)
-        and table(["status", "folder"], rows, None)[1][-1] == "b"
-    )
+    assert len(line) == 40 and re.fullmatch(r"finished  a+…b+", line)
+    assert table(["status", "folder"], rows, None)[1][-1] == "b"
     text = say("compare", str(tmp_path / "fp32_1"), str(tmp_path / "bf16_1"))
     assert re.search(r"amp.dtype +float32 +bfloat16", text) and re.search(r"speed +1,002 +2,004 +2.00x", text)
     for bad in (["--where", "amp.nam=bf16"], ["--where", "step>x"], ["--sort", "stepp"], ["nowhere"]):
@@ -425,11 +397,10 @@ def test_runs_are_listed_picked_and_compared(tmp_path, capsys):
         assert runs.main(arguments) == 2 and capsys.readouterr().err.startswith("error: ")
 
 
-def test_runs_are_found_where_the_readme_puts_them(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_runs_are_found_where_the_readme_puts_them(tmp_path, own_folder, capsys):
     for place in ("outputs", "multirun", "runs", "elsewhere"):
         make_run(tmp_path / place / "a", "amp=bf16")
-    assert script("runs").main(["--columns", "folder"]) == 0
+    assert script("scripts/runs.py").main(["--columns", "folder"]) == 0
     assert capsys.readouterr().out.split() == ["folder", "multirun/a", "outputs/a", "runs/a"]
 
 
@@ -496,15 +467,14 @@ def test_prune_takes_old_runs_without_a_result_and_nothing_else(tmp_path, capsys
     for folder in (root, tmp_path / "elsewhere"):
         old(folder)
     make_run(root / "failed_just_now", "amp=bf16", status="failed")
-    runs, before = script("runs"), snapshot(tmp_path)
+    runs, before = script("scripts/runs.py"), snapshot(tmp_path)
 
     with open(root / "going" / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         os.utime(root / "going" / ".lock", (1e9, 1e9))
         before = snapshot(tmp_path)
         assert runs.main(["prune", str(root)]) == 0  # dry
-        assert snapshot(tmp_path) == before
-        assert "nothing was removed" in capsys.readouterr().out
+        assert snapshot(tmp_path) == before and "nothing was removed" in capsys.readouterr().out
         assert runs.main(["prune", str(root), "--yes"]) == 0
     assert {path.name for path in root.iterdir()} == {
         *("diverged_with_notes", "parent", "finished", "going", "no_run", "linked", "failed_just_now", "damaged")
@@ -524,7 +494,7 @@ def test_prune_of_checkpoints_keeps_the_best_and_where_a_run_goes_on(tmp_path):
             checkpoint(folder, step, accuracy)
         (folder / "checkpoints" / "mine").mkdir()
         old(folder)
-    assert script("runs").main(["prune", str(tmp_path), "--checkpoints", "--yes"]) == 0
+    assert script("scripts/runs.py").main(["prune", str(tmp_path), "--checkpoints", "--yes"]) == 0
     left = {name: sorted(os.listdir(tmp_path / name / "checkpoints")) for name in ("done", "half")}
     assert left == {name: ["mine", "step_00000020", "step_00000030"] for name in ("done", "half")}
 
@@ -558,7 +528,7 @@ def test_prune_never_removes_the_last_sound_checkpoint(tmp_path, what):
         return sorted(int(name[5:]) for name in os.listdir(folder / "checkpoints"))
 
     arguments = ["prune", str(tmp_path), "--checkpoints", "--older", "0", "--yes"]
-    assert left_by(lambda _: script("runs").main(arguments)) == [4, 6]
+    assert left_by(lambda _: script("scripts/runs.py").main(arguments)) == [4, 6]
 
     def by_name(folder):  # as it was
         run, places = read_run(folder), sorted((folder / "checkpoints").iterdir())
@@ -573,7 +543,7 @@ def test_prune_takes_the_newest_by_number_and_the_best_sound_one(tmp_path):
         checkpoint(folder, step, accuracy)
     flip(folder / "checkpoints" / "step_99999999" / "state.pt", 0)
     old(folder)
-    assert script("runs").main(["prune", str(tmp_path), "--checkpoints", "--older", "0", "--yes"]) == 0
+    assert script("scripts/runs.py").main(["prune", str(tmp_path), "--checkpoints", "--older", "0", "--yes"]) == 0
     assert sorted(os.listdir(folder / "checkpoints")) == ["step_100000001", "step_99999998"]
 
 

@@ -95,8 +95,7 @@ def test_a_run_leaves_the_promised_folder(mode):
     assert memory["copies"] > 0 or mode != "bf16"
     assert [line["step"] for line in lines(folder) if line["split"] == "eval"] == [3, 6]
     assert {"loss", "accuracy", "ema_loss", "ema_accuracy"} <= lines(folder)[-1].keys()
-    assert summary(folder)["status"] == "finished"
-    assert summary(folder)["step"] == 6
+    assert summary(folder)["status"] == "finished" and summary(folder)["step"] == 6
     assert all(line["loss_scale"] == 1.0 for line in train_lines) or mode.startswith("fp16")
     saved = state(folder)
     assert set(saved) == {"model", "optimizer", "schedule", "ema", "scaler", "progress", "config", "format"}
@@ -116,8 +115,7 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(capsys):
     folder = run("run_dir=a", "steps=4")
     before = state(folder)
     run("run_dir=a", "steps=4")
-    assert "already finished" in capsys.readouterr().out
-    assert not differing(before, state(folder))
+    assert "already finished" in capsys.readouterr().out and not differing(before, state(folder))
     run("run_dir=a", "steps=6")
     assert state(folder)["progress"]["step"] == 6
     assert [line["step"] for line in lines(folder) if line["split"] == "eval"] == [4, 6]
@@ -135,8 +133,7 @@ def test_evaluate_changes_nothing(capsys):
 
 def test_dry_run_tells_the_plan_and_creates_nothing(capsys, tmp_path):
     run("dry_run=true", "steps=7", "accumulation=2")
-    assert "7 steps of 16 samples" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
+    assert "7 steps of 16 samples" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 def layers(capsys, recipe, *overrides):
@@ -167,8 +164,7 @@ def test_samples_and_epochs_are_turned_into_steps(capsys):
     run("dry_run=true", "samples=100")
     run("dry_run=true", "epochs=2.5", "accumulation=2")
     out = capsys.readouterr().out
-    assert "13 steps of 8 samples" in out
-    assert "15 steps of 16 samples" in out
+    assert "13 steps of 8 samples" in out and "15 steps of 16 samples" in out
 
 
 # --- one bad window leaves no trace -----------------------------------------------------------------------------------
@@ -250,8 +246,7 @@ def test_a_refused_resume_touches_nothing(capsys):
     run("run_dir=a", "steps=6", "batch_size=16", code=2)
     assert "16 samples per step, the checkpoint has 8" in capsys.readouterr().err
     run("resume=a", "steps=6", "optimizer.lr=0.5", code=2)
-    assert everything() == before
-    assert summary(folder)["status"] == "finished"
+    assert everything() == before and summary(folder)["status"] == "finished"
     assert not list(Path().glob("outputs/classification/*"))
 
 
@@ -299,8 +294,7 @@ def test_resume_last_finds_the_newest_unfinished_run_of_the_same_settings():
 def test_another_run_can_be_the_start_of_a_new_one():
     first = run("run_dir=a", "steps=3")
     second = run("run_dir=b", "resume=a", "steps=5")
-    assert state(second)["progress"]["step"] == 5
-    assert state(first)["progress"]["step"] == 3
+    assert state(second)["progress"]["step"] == 5 and state(first)["progress"]["step"] == 3
     assert not same_but(state(run("run_dir=c", "steps=5", "schedule.horizon=3")), state(second))
 
 
@@ -337,8 +331,7 @@ def kill_and_compare(settings, begin, complete):
     assert not unfinished or "continuing from step" in out
     assert not same_but(state("whole"), state("broken"))
     assert state("whole")["progress"]["skipped"] >= 1
-    assert timeless(lines("whole")) == timeless(lines("broken"))
-    assert unfinished
+    assert timeless(lines("whole")) == timeless(lines("broken")) and unfinished
 
 
 def timeless(metrics):
@@ -679,8 +672,7 @@ def test_a_foreign_checkpoint_is_refused_and_nothing_is_lost(capsys):
     run("resume=foreign.pt", "steps=3", code=3)
     run("run_dir=other", "steps=2", "model=mlp")
     run("run_dir=b", "resume=other", "steps=3", "allow_changes=true", code=3)
-    assert capsys.readouterr().err.count("error:") == 2
-    assert len(checkpoints("other")) == 1
+    assert capsys.readouterr().err.count("error:") == 2 and len(checkpoints("other")) == 1
 
 
 def test_two_runs_cannot_write_to_one_folder(capsys):

@@ -36,8 +36,7 @@ def everything(folder):
 def refused(capsys, *overrides):
     """The message of a refused command line, after which all is as it was."""
     before = everything("..")
-    assert train.main([*SMALL, *overrides]) == 2
-    assert everything("..") == before
+    assert train.main([*SMALL, *overrides]) == 2 and everything("..") == before
     return capsys.readouterr().err
 
 
@@ -130,8 +129,7 @@ def test_pruning_removes_links_and_not_what_they_lead_to(tmp_path):
     (folder / f".tmp-step_00000001-{dead}").symlink_to(theirs)
     (folder / f".tmp-old-step_00000001-{dead}").mkdir()
     (folder / f".tmp-old-step_00000001-{dead}" / "link").symlink_to(theirs)
-    assert train.main([*SMALL, "run_dir=run", "steps=6"]) == 0
-    assert everything(theirs) == before
+    assert train.main([*SMALL, "run_dir=run", "steps=6"]) == 0 and everything(theirs) == before
     assert [path.name for path in checkpoints("run") if path.name.startswith("step_0")] == [
         "step_00000005",
         "step_00000006",

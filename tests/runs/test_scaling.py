@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from shared import script
 
 from amp_core.config.rules import amp_config
 from amp_core.layouts.memory_model import Weight, lay_out, memory, traffic
@@ -17,16 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OnRanks = Callable[..., list[Any]]
 
 
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("scaling", ROOT / "scripts" / "scaling.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["scaling"] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
-scaling = load()
+scaling = script("scripts/scaling.py")
 PAGE = (ROOT / "docs" / "SCALING.md").read_text()
 
 

@@ -121,12 +121,10 @@ def test_no_byte_of_a_run_that_meets_them_all_is_one_of_a_secret(fails, monkeypa
     monkeypatch.setattr("sys.argv", ["train.py", *texts])
     assert train.main([*SMALL, "run_dir=run"]) == int(fails)
     said = "".join(capfd.readouterr())
-    assert "a message: " in said and "a warning: " in said
-    assert found_in(said.encode()) == []
+    assert "a message: " in said and "a warning: " in said and found_in(said.encode()) == []
     assert leaks(Path()) == []
-    assert [line for line in lines("run") if line["split"] == "mine"] and "a message" in Path(
-        "run/train.log"
-    ).read_text()
+    assert [line for line in lines("run") if line["split"] == "mine"]
+    assert "a message" in Path("run/train.log").read_text()
     assert not fails or "no answer: " in said
 
 
@@ -145,13 +143,9 @@ def test_a_report_of_a_run_folder_that_has_them_shows_none(capfd, monkeypatch):
         values["log"]["wandb_project"] = values["data"]["path"] = kind.value
         path.write_text(OmegaConf.to_yaml(OmegaConf.create(values)))
     capfd.readouterr()
-    for command in (
-        ["report.py", "runs", "--out", "report.html"],
-        ["runs.py", "list", "runs"],
-        ["runs.py", "compare", "runs/1", "runs/2"],
-    ):
-        code = subprocess.run([sys.executable, ROOT / "scripts" / command[0], *command[1:]]).returncode
-        assert code == 0, command
+    for command in ("report.py runs --out report.html", "runs.py list runs", "runs.py compare runs/1 runs/2"):
+        program, *arguments = command.split()
+        assert subprocess.run([sys.executable, ROOT / "scripts" / program, *arguments]).returncode == 0, command
     said = "".join(capfd.readouterr())
     page = Path("report.html").read_bytes()
     assert b"***" in page and found_in(page) == [] and found_in(said.encode()) == []
@@ -173,12 +167,8 @@ def test_what_is_no_secret_stays(monkeypatch, tmp_path):
         "hf_internal_testing/tiny-random-gpt2",
         "sort_key=len",
     ]
-    usual += [
-        "https://github.com/pytorch/pytorch/issues/1?page=2",
-        "python:3.11@sha256:0123abcd",
-        "best_key: loss",
-        "<|endoftext|>",
-    ]
+    usual += ["https://github.com/pytorch/pytorch/issues/1?page=2", "python:3.11@sha256:0123abcd", "best_key: loss"]
+    usual += ["<|endoftext|>"]
     assert [text for text in usual if redact(text) != text] == []
     assert list(secrets_in({"eos_token": "<|endoftext|>", "path": "/abs", "sha": commit, "n": [1, None, 2.5]})) == []
     assert train.main([*SMALL, "run_dir=run"]) == 0
@@ -212,11 +202,8 @@ def test_a_folder_that_holds_a_key_is_no_place_for_runs(capfd, monkeypatch):
     monkeypatch.chdir(place)
     assert train.main([*SMALL, "run_dir=run"]) == 2
     said = "".join(capfd.readouterr())
-    assert (
-        "run_dir: the name of the folder holds a key" in said
-        and not found_in(said.encode())
-        and not list(Path().iterdir())
-    )
+    assert "run_dir: the name of the folder holds a key" in said
+    assert not found_in(said.encode()) and not list(Path().iterdir())
 
 
 PRINTS = """

@@ -10,7 +10,6 @@ import random
 import resource
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from damaged import damage
 from running import differing
 from safetensors.torch import load_file, save_file
-from shared import flip, names, seal
+from shared import flip, names, script, seal
 from test_checkpoint import Evil
 from test_fsdp import MODES, Training
 from test_recipes import on_two_ranks, run
@@ -622,8 +621,7 @@ def test_saving_in_the_background_changes_no_number(tmp_path: Path, on_ranks: On
 # --- whole runs
 
 
-def test_a_run_in_shards_and_in_the_background_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_in_shards_and_in_the_background_is_the_same_run(own_folder: Path) -> None:
     # A large eps: with a small one AdamW turns the rounding of a gradient near 0 into a step of the size of lr.
     settings = ["optimizer.options.eps=1e-2", "amp=fp16", "schedule.horizon=6", "ema.decay=0.9", "save_every=1"]
     settings += ["accumulation=2"]
@@ -697,12 +695,7 @@ def test_pieces_along_another_dimension_are_put_together(tmp_path: Path) -> None
 
 
 def test_export_refuses_in_the_way_of_the_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        from export import main
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
-
+    main = script("scripts/export.py").main
     folder = tmp_path / "c"
     newest = Parts(1.0).checkpoint(folder).save(1)
     (tmp_path / "there.pt").touch()

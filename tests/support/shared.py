@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,16 @@ def seal(folder: Path, manifest: dict[str, Any]) -> None:
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     text = json.dumps({**manifest, "digest": digest}, sort_keys=True, indent=2) + "\n"
     (folder / "manifest.json").write_text(text)
+
+
+def script(path: str) -> Any:
+    """A program of this repository as a module, `scripts/doctor.py` as `scripts_doctor`."""
+    file = Path(__file__).resolve().parents[2] / path
+    spec = importlib.util.spec_from_file_location(f"{file.parent.name}_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
 
 
 def free_port() -> int:

@@ -264,9 +264,8 @@ def test_sums_of_70000_ones_are_infinite_in_fp16_and_their_mean_is_not() -> None
 
 @RECIPE
 def test_a_recipe_keeps_the_order_of_a_step_and_evaluates_in_the_dtypes_of_training(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: str, own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     events: list[str] = []
     # By module and whether it trains: the dtypes that came out, and whether autocast was on.
     seen: dict[nn.Module, dict[bool, set[tuple[torch.dtype, bool]]]] = defaultdict(lambda: {True: set(), False: set()})
@@ -311,8 +310,7 @@ def test_no_process_group_outlives_a_run() -> None:
     job = Job(compose.compose(["layout=ddp", "device=cpu", "data=synthetic"]), run_dir=None)
     for fails in (False, True):
         with contextlib.suppress(ZeroDivisionError), environment(job):
-            assert dist.is_initialized()
-            assert 1 / (not fails)
+            assert dist.is_initialized() and 1 / (not fails)
         assert not dist.is_initialized()
 
 
@@ -326,8 +324,7 @@ def test_cudnn_times_its_algorithms_unless_bits_must_repeat(overrides: list[str]
     for before in (False, True):
         with torch.backends.cudnn.flags(benchmark=before):
             with contextlib.suppress(ZeroDivisionError), environment(job):
-                assert torch.backends.cudnn.benchmark is is_on
-                assert 1 / before
+                assert torch.backends.cudnn.benchmark is is_on and 1 / before
             assert torch.backends.cudnn.benchmark is before
 
 
@@ -571,8 +568,7 @@ def test_one_overflow_ruins_the_statistics_for_all_clean_batches_after_it() -> N
         for _ in range(5):
             assert net(x / 3e4).isfinite().all()
         assert not net.norm.running_mean.isfinite().all() and net.norm.running_var.isnan().any()
-        assert net.norm.num_batches_tracked == 6
-        assert net.eval()(x / 3e4).isnan().any()
+        assert net.norm.num_batches_tracked == 6 and net.eval()(x / 3e4).isnan().any()
 
 
 def test_an_overflow_inside_one_module_escapes_its_hooks_and_not_the_dispatcher() -> None:

@@ -47,8 +47,7 @@ def test_every_number_is_in_one_item() -> None:
 
 @pytest.mark.parametrize("numbers, statement, shown", ROWS, ids=[row[0] for row in ROWS])
 def test_what_an_item_names_exists(numbers: str, statement: str, shown: str) -> None:
-    assert statement.strip() and "`" in shown
-    assert not missing(shown)
+    assert statement.strip() and "`" in shown and not missing(shown)
 
 
 def test_a_name_that_does_not_exist_is_found() -> None:

@@ -328,9 +328,8 @@ def compared(folder, *overrides):
 
 
 @pytest.mark.slow
-def test_a_compiled_run_is_the_run_and_continues_bit_exactly(tmp_path, monkeypatch):
+def test_a_compiled_run_is_the_run_and_continues_bit_exactly(tmp_path, own_folder):
     """Stopped in the middle, with statistics in one step, in the same names of weights."""
-    monkeypatch.chdir(tmp_path)
     expected = compared("eager")
     assert train.main(arguments("language_model", "run_dir=compiled", *RUN, *COMPILE, "steps=3")) == 0
     found = compared("compiled", *COMPILE)
@@ -348,12 +347,10 @@ def test_a_compiled_run_is_the_run_and_continues_bit_exactly(tmp_path, monkeypat
         (["perf=compile", "layout=data_parallel"], "layout=data_parallel"),
     ],
 )
-def test_what_has_no_effect_or_cannot_be_is_refused(overrides, key, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_what_has_no_effect_or_cannot_be_is_refused(overrides, key, own_folder, capsys):
     refused_before_the_start(overrides, key, capsys)
 
 
-def test_a_machine_without_a_compiler_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_machine_without_a_compiler_is_refused(own_folder, capsys):
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         refused_before_the_start(["perf=compile"], "found none of no-such-compiler", capsys)

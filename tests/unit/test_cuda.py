@@ -97,8 +97,7 @@ def test_two_hundred_steps_never_wait_for_the_device(mode, cls):
     with sync_debug("error"):
         for _ in range(100):
             report = steps()
-    assert report.taken.item()
-    assert all(torch.isfinite(p).all() for p in net.parameters())
+    assert report.taken.item() and all(torch.isfinite(p).all() for p in net.parameters())
 
 
 @pytest.mark.parametrize("index", [0, 3])
@@ -143,8 +142,7 @@ def test_fp16_underflows_without_a_scale_and_learns_with_one():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_continues_bit_exactly_on_the_device(mode, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_continues_bit_exactly_on_the_device(mode, own_folder):
     assert train.main([*SMALL, f"amp={mode}", "steps=12", "run_dir=whole", "schedule.horizon=12"]) == 0
     assert train.main([*SMALL, f"amp={mode}", "steps=5", "run_dir=parts", "schedule.horizon=12"]) == 0
     assert train.main([*SMALL, f"amp={mode}", "steps=12", "run_dir=parts", "schedule.horizon=12"]) == 0
@@ -158,8 +156,7 @@ def test_a_run_continues_bit_exactly_on_the_device(mode, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("deterministic", ["false", "true"])
-def test_cudnn_times_its_algorithms_unless_bits_must_repeat(deterministic, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_cudnn_times_its_algorithms_unless_bits_must_repeat(deterministic, own_folder):
     seen = set()
     handle = register_module_forward_hook(lambda *_: seen.add(torch.backends.cudnn.benchmark))
     more = [setting for setting in SMALL if "deterministic" not in setting]
@@ -327,9 +324,8 @@ def test_a_played_graph_of_replicas_is_the_step(mode, side_stream, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
-def test_a_run_as_a_graph_is_the_run(mode, tmp_path, monkeypatch):
+def test_a_run_as_a_graph_is_the_run(mode, own_folder):
     """With loaders that pin memory in a thread, evaluation, statistics and a resume in between."""
-    monkeypatch.chdir(tmp_path)
     more = [f"amp={mode}", "schedule.horizon=20", "amp.growth_interval=2", "doctor.statistics_every=7", "eval_every=6"]
     more += ["data.num_workers=2"]
     states = []
@@ -343,8 +339,7 @@ def test_a_run_as_a_graph_is_the_run(mode, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("graph", ["false", "true"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "o2"])
-def test_a_compiled_run_learns_what_the_eager_one_does(mode, graph, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_compiled_run_learns_what_the_eager_one_does(mode, graph, own_folder):
     more = ["model=resnet18", f"amp={mode}", "steps=12", "optimizer.lr=1e-3"]
     for folder, perf in (("plain", []), ("compiled", ["perf=compile", f"perf.graph={graph}"])):
         assert train.main([*SMALL, *more, *perf, f"run_dir={folder}"]) == 0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from shared import script
 
 from recipes import RECIPES, find
 
@@ -16,10 +16,7 @@ PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / 
 
 @pytest.fixture(scope="module")
 def hooks():
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("docs/hooks.py")
 
 
 @pytest.fixture(scope="module")

@@ -288,10 +288,8 @@ SMALL += ["device=cpu", "log.progress=false", "batch_size=8"]
 
 
 @pytest.mark.parametrize("mode", ["fp16", "o2", "bf16"])
-def test_a_run_says_it_once_and_puts_torchs_kernels_back(mode, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert train.main([*SMALL, f"amp={mode}", "steps=2", "run_dir=a"]) == 0
-    assert not ours.in_use()
+def test_a_run_says_it_once_and_puts_torchs_kernels_back(mode, own_folder):
+    assert train.main([*SMALL, f"amp={mode}", "steps=2", "run_dir=a"]) == 0 and not ours.in_use()
     noted = Path("a/train.log").read_text().count("fp16 convolutions compute in fp32")
     recorded = json.loads(Path("a/environment.json").read_text())["fp16_convolutions"]
     assert (noted, recorded) == ((0, None) if mode == "bf16" else (1, "fp32, rounded"))

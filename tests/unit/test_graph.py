@@ -139,8 +139,7 @@ def test_a_played_step_is_the_step(mode, on_tape):
     """Twenty of them; one overflows, and one has another shape, which is computed between two that are played."""
     plain, recorded = Training(mode), Training(mode)
     expected = plain.run(computed)
-    assert not same_but(expected, recorded.run(recorded.graph()))
-    assert on_tape == [20 - 3 - 1]
+    assert not same_but(expected, recorded.run(recorded.graph())) and on_tape == [20 - 3 - 1]
     assert expected["skipped"] == 1 and not expected["reported"][11, 0]
 
 
@@ -196,8 +195,7 @@ def test_what_cannot_be_recorded_is_computed_and_said_once(kind, why, num_record
     with caplog.at_level(logging.INFO, logger="amp_recipes"):
         assert not same_but(trained(computed), trained(None))
     said = [record.message for record in caplog.records if "perf.graph" in record.message]
-    assert len(said) == 1 and why in said[0]
-    assert on_tape == [0] * num_recordings
+    assert len(said) == 1 and why in said[0] and on_tape == [0] * num_recordings
 
 
 class Capture:
@@ -256,8 +254,7 @@ def test_a_state_that_is_loaded_is_recorded_anew(on_tape):
         training.run(run, 6)
         training.optimizer.load_state_dict(training.optimizer.state_dict())
         training.step = 0
-    assert not same_but(plain.run(computed, 6), recorded.run(whole, 6))
-    assert on_tape == [3, 3]
+    assert not same_but(plain.run(computed, 6), recorded.run(whole, 6)) and on_tape == [3, 3]
 
 
 def test_counts_that_a_computed_step_puts_elsewhere_are_recorded_anew(on_tape):
@@ -274,8 +271,7 @@ def test_counts_that_a_computed_step_puts_elsewhere_are_recorded_anew(on_tape):
                 handle.remove()
         return step(window) if recorded.step == 7 else whole(step, window)
 
-    assert not same_but(plain.run(computed), recorded.run(mixed))
-    assert on_tape == [3, 8]
+    assert not same_but(plain.run(computed), recorded.run(mixed)) and on_tape == [3, 8]
 
 
 def test_which_optimizers_ask_the_host():
@@ -323,8 +319,7 @@ def test_a_recipe_that_is_played_is_the_recipe(recipe, on_tape, tmp_path, monkey
     expected = compared(recipe, "plain", "doctor.statistics_every=6")
     monkeypatch.setattr(amp_core.memory.graph, "why_not_capturable", lambda *_: None)
     found = compared(recipe, "played", "doctor.statistics_every=6", "perf=graph")
-    assert found[0] == expected[0] and not same_but(found[1], expected[1])
-    assert on_tape == [4]
+    assert found[0] == expected[0] and not same_but(found[1], expected[1]) and on_tape == [4]
     sampled = [(tmp_path / folder / "doctor/statistics.jsonl").read_text() for folder in ("plain", "played")]
     assert sampled[0] == sampled[1] != ""
 
@@ -369,8 +364,7 @@ def test_a_recording_is_dropped_before_its_process_group_ends(ending, tmp_path, 
     assert recordings and alive == [0]
 
 
-def test_on_a_cpu_it_is_computed_and_said(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_on_a_cpu_it_is_computed_and_said(tmp_path, own_folder):
     expected = compared("custom_function", "plain")
     assert not same_but(compared("custom_function", "graph", "perf=graph")[1], expected[1])
     assert (tmp_path / "graph/train.log").read_text().count("CUDA graphs are for GPUs, this is a cpu") == 1

@@ -46,27 +46,14 @@ def make(run_dir, **changes):
 """
 
 
-def make_log(
-    run_dir: Path,
-    rank: int = 0,
-    start_step: int = 0,
-    last_line_step: int | None = None,
-    shows_scale: bool = True,
-    **changes: Any,
-) -> Log:
+def make_log(run_dir: Path, rank: int = 0, start_step: int = 0, **changes: Any) -> Log:
+    options = {key: changes.pop(key) for key in ("last_line_step", "shows_scale") if key in changes}
     values = {"name": "test", "progress": False, "tensorboard": False, "wandb": False, "wandb_project": "p"}
     more = {"wandb_entity": None, "wandb_group": None, "wandb_tags": [], "wandb_name": None, "quiet": False}
     cfg = LogConfig(**{**values, **more, "wandb_mode": "offline", **changes})
+    run_config = {"seed": 1, "amp": {"init_scale": 65536.0}}
     return Log(
-        run_dir,
-        cfg,
-        rank=rank,
-        run_config={"seed": 1, "amp": {"init_scale": 65536.0}},
-        name="n",
-        start_step=start_step,
-        total_steps=100,
-        last_line_step=last_line_step,
-        shows_scale=shows_scale,
+        run_dir, cfg, rank=rank, run_config=run_config, name="n", start_step=start_step, total_steps=100, **options
     )
 
 
@@ -86,13 +73,8 @@ def environment(home: Path, **more: str) -> dict[str, str]:
 
 
 def script(code: str, *args: object, **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
+    command = [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -143,12 +125,8 @@ def test_a_resume_cuts_what_lies_beyond_the_checkpoint(tmp_path):
     log.metrics({"step": 20, "split": "train", "loss": 2.0})
     log.metrics({"step": 30, "split": "train", "loss": 2.0})
     log.close({})
-    assert [(line["step"], line["split"], line["loss"]) for line in lines_of(tmp_path)] == [
-        (10, "train", 1.0),
-        (20, "eval", 1.0),
-        (20, "train", 2.0),
-        (30, "train", 2.0),
-    ]
+    expected = [(10, "train", 1.0), (20, "eval", 1.0), (20, "train", 2.0), (30, "train", 2.0)]
+    assert [(line["step"], line["split"], line["loss"]) for line in lines_of(tmp_path)] == expected
     assert [file.name for file in tmp_path.iterdir() if file.name.endswith(".tmp")] == []
 
 
@@ -162,16 +140,12 @@ def test_every_step_of_a_split_stands_once(tmp_path):
     assert [line["step"] for line in lines_of(tmp_path)] == [10, 10, 20, 20, 30, 30]
 
 
-def test_a_fresh_start_cuts_old_lines(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "split": "eval"}\n{"step": 10, "split": "train"}\n')
-    make_log(tmp_path).close({})
-    assert lines_of(tmp_path) == []
-
-
-def test_last_line_step_says_what_is_kept(tmp_path):
+def test_a_fresh_start_cuts_old_lines_up_to_the_last_that_counts(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "split": "eval"}\n{"step": 10, "split": "train"}\n')
     make_log(tmp_path, last_line_step=0).close({})
     assert lines_of(tmp_path) == [{"step": 0, "split": "eval"}]
+    make_log(tmp_path).close({})
+    assert lines_of(tmp_path) == []
 
 
 def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
@@ -220,8 +194,7 @@ def test_a_full_disk_warns_once_and_leaves_whole_lines(tmp_path):
     assert err.count("metrics.jsonl cannot be written") == err.count("train.log cannot be written") == 1
     assert err.count("\n") == 2
     steps = [line["step"] for line in lines_of(tmp_path)]
-    assert steps == [*range(1, len(steps)), 101]
-    assert len(steps) > 10
+    assert steps == [*range(1, len(steps)), 101] and len(steps) > 10
 
 
 def test_ranks_above_zero_write_nothing(tmp_path):
@@ -243,11 +216,8 @@ def test_messages_go_to_stdout_warnings_to_stderr_and_both_to_the_file(tmp_path,
     log.close({})
     assert capsys.readouterr() == ("100% done\n", "warning: beware\nwarning: of a part\n")
     written = (tmp_path / "train.log").read_text().splitlines()
-    assert [re.sub(r"^[\d-]+ [\d:,]+ ", "", line) for line in written] == [
-        "INFO 100% done",
-        "WARNING beware",
-        "WARNING of a part",
-    ]
+    written = [re.sub(r"^[\d-]+ [\d:,]+ ", "", line) for line in written]
+    assert written == ["INFO 100% done", "WARNING beware", "WARNING of a part"]
 
 
 def test_other_ranks_only_warn_and_say_who_they_are(tmp_path, capsys):
@@ -277,8 +247,7 @@ def test_a_run_that_was_never_closed_does_not_repeat_lines(tmp_path, capsys):
     log.info("once")
     log.close({})
     broken.close({})
-    assert capsys.readouterr().out == "once\n"
-    assert not logging.getLogger("amp_recipes").handlers
+    assert capsys.readouterr().out == "once\n" and not logging.getLogger("amp_recipes").handlers
 
 
 def test_a_closed_pipe_does_not_stop_the_run(tmp_path):
@@ -293,12 +262,10 @@ def test_a_closed_pipe_does_not_stop_the_run(tmp_path):
         os._exit(7)  # Python's own flush of the closed stdout is not what is tested
     """
     process = script(code, tmp_path)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    process.stderr.close()
-    assert process.wait(30) == 7
-    assert len(lines_of(tmp_path)) == 100
+    for pipe in (process.stdout, process.stderr):
+        assert pipe is not None
+        pipe.close()
+    assert process.wait(30) == 7 and len(lines_of(tmp_path)) == 100
 
 
 def test_the_key_is_not_logged(tmp_path, monkeypatch):
@@ -530,6 +497,11 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
+def wandb_process(log: Log) -> subprocess.Popen[bytes]:
+    assert log._wandb is not None and log._wandb._process is not None
+    return log._wandb._process
+
+
 def offline_files(run_dir: Path) -> list[Path]:
     return sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
 
@@ -547,21 +519,16 @@ def test_an_offline_run_is_continued_under_its_id(tmp_path, offline, capsys):
     assert first.name == second.name == f"run-{known}.wandb"
     for file, step in ((first, 20), (second, 40)):
         content = file.read_bytes()
-        assert b"train/loss" in content
-        assert f"{step}.125".encode() in content
-        assert b"finished" in content
-        assert b"init_scale" in content
+        assert b"train/loss" in content and f"{step}.125".encode() in content
+        assert b"finished" in content and b"init_scale" in content
     out, err = capsys.readouterr()
-    assert err == ""
-    assert out.count("wandb: offline run") == 2
+    assert err == "" and out.count("wandb: offline run") == 2
 
 
 def test_a_dead_service_is_one_warning_and_training_goes_on(tmp_path, offline, capsys):
     log = make_log(tmp_path, wandb=True)
     log.metrics(train_line(1))
-    assert log._wandb is not None
-    assert log._wandb._process is not None
-    child = log._wandb._process.pid
+    child = wandb_process(log).pid
     wait_until(lambda: log.advance(1) or "offline run" in capsys.readouterr().out)
     service = subprocess.run(["pgrep", "-P", str(child)], capture_output=True, text=True, check=True).stdout.split()
     for pid in service:
@@ -579,9 +546,7 @@ def test_a_dead_service_is_one_warning_and_training_goes_on(tmp_path, offline, c
 
 def test_a_dead_process_is_one_warning(tmp_path, offline, capsys):
     log = make_log(tmp_path, wandb=True)
-    assert log._wandb is not None
-    assert log._wandb._process is not None
-    log._wandb._process.kill()
+    wandb_process(log).kill()
     for step in range(1, 20):
         log.metrics(train_line(step))
         time.sleep(0.02)
@@ -594,22 +559,17 @@ def test_a_process_that_hangs_costs_lines_there_and_a_bounded_wait_at_the_end(tm
     usual = trackers.CLOSE_SECONDS
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.5)
     log = make_log(tmp_path, wandb=True)
-    assert log._wandb is not None
-    assert log._wandb._process is not None
-    child = log._wandb._process
+    child = wandb_process(log)
     os.kill(child.pid, signal.SIGSTOP)
     for step in range(1, 2001):  # it reads nothing any more: whoever waited for it would wait for ever
         log.metrics(train_line(step))
     assert len(log._wandb._pending) < 25_000
     start = time.monotonic()
     log.close({})
-    assert time.monotonic() - start < usual
-    assert child.returncode is not None
+    assert time.monotonic() - start < usual and child.returncode is not None
     err = capsys.readouterr().err.splitlines()
-    assert len(err) == 2
-    assert "wandb does not keep up" in err[0]
-    assert "did not finish within" in err[1]
-    assert len(lines_of(tmp_path)) == 2000
+    assert len(err) == 2 and "wandb does not keep up" in err[0]
+    assert "did not finish within" in err[1] and len(lines_of(tmp_path)) == 2000
 
 
 def test_a_killed_training_leaves_a_finished_run_and_no_process(tmp_path):
@@ -640,8 +600,7 @@ def test_the_mode_is_online_only_with_an_account(tmp_path, monkeypatch):
     def mode(wandb_mode: str = "auto") -> str:
         return trackers._wandb_mode(SimpleNamespace(wandb_mode=wandb_mode))  # pyright: ignore[reportArgumentType]
 
-    assert mode() == "offline"
-    assert (mode("online"), mode("offline")) == ("online", "offline")
+    assert mode() == "offline" and (mode("online"), mode("offline")) == ("online", "offline")
     (tmp_path / ".netrc").write_text("machine elsewhere login user password secret\n")
     assert mode() == "offline"
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
@@ -705,14 +664,9 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
 
 def test_the_options_hold_every_key_of_the_config():
     yaml = pytest.importorskip("yaml")
-    for name, tensorboard, wandb in (
-        ("default", False, False),
-        ("none", False, False),
-        ("tensorboard", True, False),
-        ("wandb", False, True),
-        ("all", True, True),
-    ):
+    for name in ("default", "none", "tensorboard", "wandb", "all"):
         text = (ROOT / "conf" / "log" / f"{name}.yaml").read_text()
         assert text.startswith("# ")
         cfg = LogConfig(**yaml.safe_load(text))
-        assert (cfg.name, cfg.tensorboard, cfg.wandb, cfg.wandb_mode) == (name, tensorboard, wandb, "auto")
+        trackers = [name in (tracker, "all") for tracker in ("tensorboard", "wandb")]
+        assert [cfg.name, cfg.tensorboard, cfg.wandb, cfg.wandb_mode] == [name, *trackers, "auto"]

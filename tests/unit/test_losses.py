@@ -145,8 +145,7 @@ def test_a_network_whose_head_computes_the_loss(mode: str, island: bool) -> None
         amp.prepare(each)
         with amp.autocast():
             if each is net:
-                assert isinstance(each.head, LossHead)
-                assert each(inputs).shape == (2, 40, 500)
+                assert isinstance(each.head, LossHead) and each(inputs).shape == (2, 40, 500)
                 loss = each(inputs, targets=targets)
             else:
                 loss = F.cross_entropy(each(inputs).flatten(0, 1).float(), targets.flatten(), reduction="sum")

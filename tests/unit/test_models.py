@@ -94,8 +94,7 @@ print("torchvision" in sys.modules)
 @pytest.mark.parametrize("shape", [GRAY, (3, 32, 32), (1, 8, 8), (4, 17, 23)], ids=str)
 def test_our_own_models_take_any_image(name: str, shape: tuple[int, int, int]) -> None:
     net = build_model(name, CLASSIFIERS, num_classes=7, image_shape=shape, options={})
-    assert net(torch.randn(3, *shape)).shape == (3, 7)
-    assert in_channels(name) is None
+    assert net(torch.randn(3, *shape)).shape == (3, 7) and in_channels(name) is None
 
 
 @pytest.mark.parametrize(
@@ -114,8 +113,7 @@ def test_torchvision_models_give_plain_logits_of_the_classes_of_the_data(
     shape = (in_channels(name) or 0, *shape[1:])
     net = build_model(name, CLASSIFIERS, num_classes=7, image_shape=shape, options={}).train()
     logits = net(torch.randn(2, *shape))
-    assert isinstance(logits, torch.Tensor)
-    assert logits.shape == (2, 7)
+    assert isinstance(logits, torch.Tensor) and logits.shape == (2, 7)
 
 
 @pytest.mark.parametrize("name", sorted(OWN))

@@ -82,8 +82,7 @@ def test_every_autocast_kernel_that_torch_has_for_cuda_was_thought_of():
 def test_operators_that_the_page_cannot_show_follow_the_list_too():
     x = torch.rand(2, 3)
     with autocast():
-        assert nn.GRUCell(3, 4)(x).dtype is FP16
-        assert nn.LSTMCell(3, 4)(x)[0].dtype is FP16
+        assert nn.GRUCell(3, 4)(x).dtype is FP16 and nn.LSTMCell(3, 4)(x)[0].dtype is FP16
         assert F.grid_sample(x.view(1, 1, 2, 3).half(), torch.rand(1, 2, 2, 2), align_corners=False).dtype is FP32
         assert F.normalize(x.half()).dtype is F.cosine_similarity(x.half(), x.half()).dtype is FP32
         assert torch.cdist(x.half(), x.half()).dtype is FP32
@@ -195,8 +194,7 @@ def test_gradients_and_double_backward_are_those_of_fp64_within_fp16(name):
     exact = gradients(copy.deepcopy(net).double(), x.double(), target, enabled=False)
     found = gradients(net, x, target)
     # 11 bits are 5e-4 per rounding; over seeds the deviation is 6e-4 to 1.3e-3.
-    assert (found - exact).norm() < 5e-3 * exact.norm()
-    assert (found != exact).any()
+    assert (found - exact).norm() < 5e-3 * exact.norm() and (found != exact).any()
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -292,8 +290,7 @@ def test_the_policy_leaves_no_trace():
     before, kernels, clear = answers(), policy.kernels_of("AutocastCPU"), torch.clear_autocast_cache
     policy.use_cuda_policy()
     policy.use_cuda_policy()
-    assert policy.policy_in_use() == "cuda"
-    assert not torch.equal(answers()[0], before[0])
+    assert policy.policy_in_use() == "cuda" and not torch.equal(answers()[0], before[0])
     policy.restore_policy()
     policy.restore_policy()
     assert policy.policy_in_use() == "device"
@@ -338,8 +335,7 @@ def test_a_run_without_it_does_not_even_import_it():
     )
 
 
-def test_a_run_uses_it_and_puts_it_back(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_uses_it_and_puts_it_back(own_folder, monkeypatch):
     small = [
         "data=synthetic",
         "data.num_samples=48",
@@ -353,8 +349,7 @@ def test_a_run_uses_it_and_puts_it_back(tmp_path, monkeypatch):
     monkeypatch.setattr(policy, "_fp32_result", lambda op: used.append(str(op)) or softmax(op))
     for folder, overrides in {"stock": [], "cuda": ["amp.op_policy=cuda"]}.items():
         assert train.main([*small, "amp=fp16", f"run_dir={folder}", *overrides]) == 0
-        assert policy.policy_in_use() == "device"
-        assert summary(folder)["status"] == "finished"
+        assert policy.policy_in_use() == "device" and summary(folder)["status"] == "finished"
     assert "aten.softmax.int" in used
     stock, cuda = ([line["loss"] for line in lines(folder) if line["split"] == "train"] for folder in ("stock", "cuda"))
     assert stock == pytest.approx(cuda, rel=1e-2)

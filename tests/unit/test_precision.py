@@ -93,8 +93,7 @@ def test_backward_runs_outside_of_autocast_even_when_called_inside(mode: str) ->
         amp.backward(Probe.apply(x).sum())
         assert not Probe.seen
         amp.grad(Probe.apply(x).sum(), x)
-        assert not Probe.seen
-        assert torch.is_autocast_enabled("cpu")
+        assert not Probe.seen and torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
@@ -159,53 +158,6 @@ def test_external_gradient_equals_the_loss_it_came_from(mode: str) -> None:
     features = net(x).half()
     features.backward(outside.half())
     assert outside.half().count_nonzero() < outside.numel()
-
-
-def penalised(amp: Amp | None, unscale: bool = True) -> tuple[float, Tensor]:
-    """The penalty on the gradient's norm and the total loss's gradient, unscaled; `amp` None is plain fp32."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
-    x, y = torch.randn(64, 16), torch.randn(64, 1)
-    amp = amp or amp_of("fp32")
-    with amp.autocast():
-        loss = F.mse_loss(net(x), y)
-    grads = amp.grad(loss, list(net.parameters()))
-    assert {g.dtype for g in grads} == {torch.float32}
-    with amp.autocast():
-        factor = 1.0 if unscale else amp.scale
-        penalty = sum((g * factor).square().sum() for g in grads).add(1e-12).sqrt()
-        total = loss + penalty
-    amp.backward(total)
-    amp.unscale_(sgd(net))
-    return penalty.item(), torch.cat([p.grad.flatten() for p in net.parameters()])
-
-
-def test_gradient_penalty_matches_fp32_and_unscaling_matters() -> None:
-    penalty, grad = penalised(None)
-    for amp in (amp_of(init_scale=2.0**10), amp_of(init_scale=2.0**14), amp_of("bf16")):
-        ours, ours_grad = penalised(amp)
-        assert abs(ours - penalty) < 1e-2 * penalty and relative(ours_grad, grad) < 1e-2
-    wrong, wrong_grad = penalised(amp_of(init_scale=2.0**14), unscale=False)  # the usual mistake
-    assert wrong > 1000 * penalty and not relative(wrong_grad, grad) < 1000  # or NaN
-
-
-def test_wgan_penalty_on_inputs_trains_after_the_scale_has_found_its_level() -> None:
-    """A unit upstream gradient times 65536 does not fit into fp16: the first steps are skipped, then all are taken."""
-    net, amp = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), amp_of()
-    optimizer, taken = AdamW(net.parameters(), fused=True), []
-    for _ in range(6):
-        x = torch.randn(8, 8, requires_grad=True)
-        with amp.autocast():
-            critic = net(x)
-        (grad,) = amp.grad(critic, x)
-        with amp.autocast():
-            loss = critic.float().mean() + 10 * (grad.square().sum(1).add(1e-12).sqrt() - 1).square().mean()
-        amp.backward(loss)
-        taken.append(bool(amp.step(optimizer).taken))
-        amp.update()
-        optimizer.zero_grad()
-    assert taken == [False] * (6 - sum(taken)) + [True] * sum(taken) and sum(taken) >= 3
-    assert all(p.isfinite().all() for p in net.parameters())
 
 
 # --- a bad window leaves no trace
@@ -311,24 +263,6 @@ def test_statistics_of_a_net_that_another_optimizer_s_window_runs_through(bad: b
     assert torch.equal(generator[1].running_mean, after)
 
 
-def test_a_buffer_that_the_forward_replaces_is_put_back_too() -> None:
-    class Tracks(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.mean = 0.9 * self.mean + x.mean().detach()
-            return super().forward(x)
-
-    net, amp, seen = Tracks(1, 1), amp_of("fp32"), []
-    net.register_buffer("mean", torch.zeros(()))
-    amp.guard(net)
-    for value in (1.0, INF, 1.0):
-        amp.backward(net(torch.full((1, 1), value)).sum())
-        amp.step(sgd(net))
-        amp.update()
-        net.zero_grad()
-        seen.append(round(net.mean.item(), 6))
-    assert seen == [1.0, 1.0, 1.9]
-
-
 @pytest.mark.parametrize("fused", [True, False])
 def test_one_bad_micro_batch_skips_its_whole_window(fused: bool) -> None:
     net, amp = nn.Linear(2, 1), amp_of(init_scale=1024.0)
@@ -411,13 +345,6 @@ def test_16_bit_weights_under_a_scale_are_refused(fused: bool, dtype: torch.dtyp
     with pytest.raises(TypeError, match="16"):
         amp.step(SGD([weight], lr=1.0, fused=fused))
     assert weight.eq(0).all()
-
-
-def test_sparse_gradients_are_refused() -> None:
-    net, amp = nn.Embedding(4, 2, sparse=True), amp_of()
-    amp.backward(net(torch.tensor([1])).sum())
-    with pytest.raises(TypeError, match="sparse"):
-        amp.step(sgd(net))
 
 
 @pytest.mark.parametrize("fused", [True, False])

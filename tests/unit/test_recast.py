@@ -77,10 +77,7 @@ def test_a_run_ends_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.Monke
     assert memory[0]["copies"] > memory[1]["copies"] == 0 and memory[0]["activations"] == memory[1]["activations"] > 0
 
 
-def test_where_there_are_no_copies_it_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_where_there_are_no_copies_it_is_refused(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for setting in ("amp=fp32", "amp=o2", "layout=fsdp", "layout=data_parallel"):
         refused_before_the_start(["perf.recast_weights=true", setting], "perf.recast_weights=true", capsys)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from running import refused_before_the_start
 from test_fsdp import MODES, Collectives, Training, gpt, same
 from test_recipes import run
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
-import train
 from amp_core import Amp, Ema, keep_fp32
 from amp_core.doctor.trace import Trace
 from amp_core.layouts.memory_model import saved_for_backward
@@ -231,11 +231,8 @@ def test_every_layout_computes_the_same_bits(num_ranks: int, cases: list[Any], o
 
 
 @pytest.mark.slow
-def test_the_doctor_says_the_same_of_blocks_that_are_computed_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_doctor_says_the_same_of_blocks_that_are_computed_twice(tmp_path: Path, own_folder: Path) -> None:
     """A fault in the forward pass, a loss scale that the backward pass cannot bear, and statistics of all layers."""
-    monkeypatch.chdir(tmp_path)
     reports = []
     for folder, twice in (("plain", []), ("twice", ["perf.checkpoint_activations=true"])):
         forward = ["steps=2", "amp=bf16", "debug.inject={where: activation, step: 2, rank: 0}"]
@@ -257,11 +254,6 @@ def test_the_doctor_says_the_same_of_blocks_that_are_computed_twice(
                 assert a[key] == b[key], (name, key)
 
 
-def test_a_model_without_blocks_is_refused_before_the_start(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert train.main(["device=cpu", "perf.checkpoint_activations=true", "model=mlp"]) == 2
-    text = capsys.readouterr().err
-    assert "perf.checkpoint_activations=true: model.name=mlp has no blocks" in text and text.count("error:") == 1
-    assert not list(tmp_path.iterdir())
+def test_a_model_without_blocks_is_refused_before_the_start(capsys: Any, own_folder: Path) -> None:
+    key = "perf.checkpoint_activations=true: model.name=mlp has no blocks"
+    refused_before_the_start(["perf.checkpoint_activations=true", "model=mlp"], key, capsys)

@@ -46,21 +46,6 @@ def trace(amp: Amp, bad: list[bool]) -> list[float]:
     return [one_step(amp, weight, optimizer, INF if now else 1.0) for now in bad]
 
 
-def train(net: nn.Module, optimizer: Optimizer, scaler: Amp | GradScaler, micros: list[list[Tensor]]) -> list[float]:
-    """The textbook's loop with GradScaler, or ours; the scale after each window."""
-    scales = []
-    for window in micros:
-        for x in window:
-            with torch.autocast("cpu", torch.float16):
-                loss = net(x).float().square().mean() / len(window)
-            scaler.backward(loss) if isinstance(scaler, Amp) else scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.scale if isinstance(scaler, Amp) else scaler.get_scale())
-    return scales
-
-
 # Optimizers for which the mathematics, not only the result, is the reference's: bitwise.
 OPTIMIZERS = {
     "sgd": lambda params: SGD(params, lr=0.125, momentum=0.9),
@@ -74,9 +59,9 @@ PATTERNS = int(os.environ.get("OVERFLOW_PATTERNS", 125))
 RATES: dict[str, Any] = {"lr_lambda": lambda taken: 0.5**taken}
 
 
-def with_grad_scaler(net: nn.Module, optimizer: Optimizer, knobs: dict[str, Any], micros: list[list[Tensor]]) -> Any:
+def with_grad_scaler(scaler: GradScaler, net: nn.Module, optimizer: Optimizer, micros: list[list[Tensor]]) -> Any:
     """Scales, taken steps, and where the schedule stands after each window, as in torch's documentation."""
-    scaler, schedule, seen = GradScaler("cpu", **knobs), LambdaLR(optimizer, **RATES), []
+    schedule, seen = LambdaLR(optimizer, **RATES), []
     for window in micros:
         before = scaler.get_scale()
         for x in window:
@@ -93,8 +78,8 @@ def with_grad_scaler(net: nn.Module, optimizer: Optimizer, knobs: dict[str, Any]
     return seen
 
 
-def with_ours(net: nn.Module, optimizer: Optimizer, knobs: dict[str, Any], micros: list[list[Tensor]]) -> Any:
-    amp, seen = amp_of(min_scale=2.0**-40, max_scale=2.0**40, **knobs), []
+def with_ours(amp: Amp, net: nn.Module, optimizer: Optimizer, micros: list[list[Tensor]]) -> Any:
+    seen: list[Any] = []
     schedule = Schedule(optimizer, lambda o, n: LambdaLR(o, **RATES), len(micros) + 1)
     for window in micros:
         for x in window:
@@ -131,8 +116,8 @@ def test_scales_and_weights_are_those_of_grad_scaler_for_1000_overflow_patterns(
         a, b = OPTIMIZERS[name](ours.parameters()), OPTIMIZERS[name](theirs.parameters())
         if name == "sgd_fused":  # torch leaves its momentum uninitialised when the first step is skipped
             b.state.update({p: {"momentum_buffer": torch.zeros_like(p)} for p in theirs.parameters()})
-        seen = with_ours(ours, a, knobs, micros)
-        assert seen == with_grad_scaler(theirs, b, knobs, micros)
+        seen = with_ours(amp_of(min_scale=2.0**-40, max_scale=2.0**40, **knobs), ours, a, micros)
+        assert seen == with_grad_scaler(GradScaler("cpu", **knobs), theirs, b, micros)
         assert all(torch.equal(x, y) for x, y in zip(ours.parameters(), theirs.parameters(), strict=True))
         num_skipped += sum(not is_taken for _, is_taken, _ in seen)
     assert 0.1 < num_skipped / (8 * PATTERNS) < 0.6  # both kinds of steps were seen
@@ -215,9 +200,9 @@ def test_capped_mode_needs_the_samples_of_a_micro_batch() -> None:
 def test_saved_state_continues_in_grad_scaler_and_back(cut: int, ours_first: bool) -> None:
     micros = [[torch.full((1, 3), INF if now else 0.01)] for now in (0, 0, 1, 0, 0, 1, 0, 0, 0, 0)]
 
-    def run(scaler: Amp | GradScaler, micros: list[list[Tensor]]) -> list[float]:
-        net = nn.Linear(3, 1)
-        return train(net, SGD(net.parameters(), lr=0.0), scaler, micros)
+    def run(scaler: Any, micros: list[list[Tensor]]) -> list[float]:
+        net, loop = nn.Linear(3, 1), with_ours if isinstance(scaler, Amp) else with_grad_scaler
+        return [scale for scale, *_ in loop(scaler, net, SGD(net.parameters(), lr=0.0), micros)]
 
     kinds = [lambda: amp_of(growth_interval=3), lambda: GradScaler("cpu", growth_interval=3)]
     first, second, whole = kinds[not ours_first](), kinds[ours_first](), kinds[1]()
@@ -270,12 +255,15 @@ def test_a_saved_scale_outside_of_cap_and_floor_is_clamped() -> None:
         assert amp.scale == used
 
 
+@pytest.mark.parametrize("unscale_first", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_one_optimizer_skips_alone_and_the_scale_falls_once(fused: bool) -> None:
+def test_one_optimizer_skips_alone_and_the_scale_falls_once(fused: bool, unscale_first: bool) -> None:
     (a, opt_a), (b, opt_b) = (a_weight(kind=lambda p, lr: SGD(p, lr=lr, fused=fused)) for _ in range(2))
     amp = amp_of()
     amp.backward((a * INF).sum(), retain_graph=True)
     amp.backward(b.sum())
+    if unscale_first:
+        amp.unscale_(opt_a), amp.unscale_(opt_b)
     reports = amp.step(opt_a), amp.step(opt_b)
     amp.update()
     assert [bool(report.taken) for report in reports] == [False, True]

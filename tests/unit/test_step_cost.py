@@ -53,9 +53,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str
 def test_a_step_calls_fewer_functions_than_one_by_hand(counts: Any, mode: str, num: int, most: int) -> None:
     """Though it has a schedule, a check in every mode and weights of micro-batches, which that one has not."""
     ours, by_hand = counts[mode, num, "ours"], counts[mode, num, "by hand"]
-    assert ours["calls"] <= most
-    assert ours["calls"] < 0.65 * by_hand["calls"]
-    assert ours["waits"] == 0
+    assert ours["calls"] <= most and ours["calls"] < 0.65 * by_hand["calls"] and ours["waits"] == 0
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
@@ -118,24 +116,7 @@ def test_nothing_stale_is_left_behind(fails: bool) -> None:
         for p in net.parameters():
             p.mul_(0)
     with amp.autocast():
-        assert bool(before.any())
-        assert not bool(net(images).any())
-
-
-def test_a_step_inside_makes_new_casts() -> None:
-    images, labels = batches(1)[0]
-    net, amp = mlp(), Amp.named("bf16")
-    optimizer = SGD(net.parameters(), lr=0.5, fused=True)
-    with amp.cache_weight_casts():
-        with amp.autocast():
-            loss = F.cross_entropy(net(images), labels)
-        amp.backward(loss)
-        amp.step(optimizer)
-        amp.update()
-        with amp.autocast():
-            after = net(images)
-    with amp.autocast():
-        assert torch.equal(after, net(images))
+        assert bool(before.any()) and not bool(net(images).any())
 
 
 def test_hooks_of_an_optimizer_are_called_and_its_scope_is_seen_by_a_profiler() -> None:

@@ -48,14 +48,12 @@ INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 )
 def test_signals_count_in_the_order_in_which_they_came(numbers, code, at_once):
     stop = Stop(None, None)
-    assert told_at_once(stop, numbers) == at_once
-    assert stop.code == code
+    assert told_at_once(stop, numbers) == at_once and stop.code == code
 
 
 def test_without_it_a_second_signal_hides_the_first():
     stop = Stop(None, None)
-    assert told_at_once(stop, [TERM, INT], in_order=False) is False
-    assert stop.code == 130
+    assert told_at_once(stop, [TERM, INT], in_order=False) is False and stop.code == 130
 
 
 def test_a_second_interrupt_that_was_swallowed_is_raised_again():
@@ -79,8 +77,7 @@ def test_nothing_of_it_is_left():
     before = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(before)
     descriptors = len(os.listdir("/proc/self/fd"))
-    assert told_at_once(Stop(None, None), [TERM, INT])
-    assert signal.set_wakeup_fd(-1) == before == -1
+    assert told_at_once(Stop(None, None), [TERM, INT]) and signal.set_wakeup_fd(-1) == before == -1
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 

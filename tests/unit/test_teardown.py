@@ -45,8 +45,7 @@ def test_a_module_in_a_running_function_loses_its_reducer(alive_at_the_end):
     modules, alive = alive_at_the_end
     net = train(modules)
     end_process_group()
-    assert alive == [False]
-    assert net.module.weight.grad is not None
+    assert alive == [False] and net.module.weight.grad is not None
 
 
 def test_destroyed_directly_it_keeps_the_reducer(alive_at_the_end):

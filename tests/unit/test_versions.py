@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import re
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared import script
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.torch_version import TorchVersion
@@ -22,10 +22,7 @@ from amp_core.config.versions import ANYWAY, TESTED, untested
 from amp_core.step.optimizers import build_optimizer, check_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("matrix_script", ROOT / "scripts" / "matrix.py")
-assert spec and spec.loader
-matrix = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(matrix)
+matrix = script("scripts/matrix.py")
 
 
 def minors(texts):
@@ -162,8 +159,7 @@ def test_failed_tests_fail_a_row_and_are_counted(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(matrix, "environment", lambda *row: python)
     monkeypatch.setattr(sys, "argv", ["matrix.py", "--workers", "0", "--", str(tmp_path), "-p", "no:cacheprovider"])
     page = matrix.PAGE.read_text()
-    assert matrix.main() == 1
-    assert "1 passed, 1 failed, 1 skipped" in capfd.readouterr().out
+    assert matrix.main() == 1 and "1 passed, 1 failed, 1 skipped" in capfd.readouterr().out
     assert matrix.PAGE.read_text() == page, "arguments for pytest are no result for the table"
 
 

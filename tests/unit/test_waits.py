@@ -102,8 +102,7 @@ def test_a_gradient_penalty_waits_never() -> None:
         grads = amp.grad(net(torch.ones(1, 2)).square(), list(net.parameters()))
         amp.backward(sum(g.square().sum() for g in grads))
 
-    assert waits(penalise) == 0
-    assert waits(scaler.get_scale) == 1
+    assert waits(penalise) == 0 and waits(scaler.get_scale) == 1
 
 
 def test_what_is_known_to_wait_is_counted() -> None:

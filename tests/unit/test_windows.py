@@ -126,11 +126,6 @@ def test_token_weights_equal_the_big_batch_also_with_fully_masked_micro_batches(
         assert ours.isfinite().all()  # a window without a single token has gradients of zero
 
 
-def test_the_mean_over_a_fully_masked_micro_batch_is_nan_whatever_its_weight() -> None:
-    net, (batch,) = nn.Linear(4, 7).double(), token_batches({0}, 1)
-    assert (token_loss(net, batch, "mean") * 0).isnan()
-
-
 # --- several ranks. A rank's functions stand here because they are sent by name.
 
 
@@ -189,8 +184,7 @@ def test_uneven_ranks_end_together_and_equal_one_process(
         optimizer.step()
         optimizer.zero_grad()
     for params, windows_seen, reductions in results:
-        assert windows_seen == num_windows
-        assert reductions == (num_windows if plain else 0)
+        assert windows_seen == num_windows and reductions == (num_windows if plain else 0)
         for a, b in zip(params, net.parameters(), strict=True):
             torch.testing.assert_close(a, b.detach(), rtol=1e-12, atol=1e-14)
     assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))

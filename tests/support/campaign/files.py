@@ -143,24 +143,9 @@ def _other_files(plan: Plan, folder: Path, copy: Path, result: Result) -> None:
         "environment.json",
         ".lock",
     ]
-    texts = [
-        b"",
-        b"[]",
-        b"null",
-        b"7",
-        b'{"eval": 3}',
-        b"{}",
-        b'"x"',
-        b"\xff\xfe\x00",
-        b"[" * 100_000,
-        b"a: [",
-        b"a: &a [*a]",
-    ]
-    texts += [
-        b'{"step": "x", "split": 3}\n[]\n{"step": null}\n',
-        b'{"status": "finished"}',
-        b'{"status": "finished", "eval": 3}',
-    ]
+    texts = [b"", b"[]", b"null", b"7", b'{"eval": 3}', b"{}", b'"x"', b"\xff\xfe\x00", b"[" * 100_000]
+    texts += [b"a: [", b"a: &a [*a]", b'{"step": "x", "split": 3}\n[]\n{"step": null}\n']
+    texts += [b'{"status": "finished"}', b'{"status": "finished", "eval": 3}']
     pairs = [(name, text) for name in names for text in texts]
     for case, rng in plan.cases("other files", short=8, long=2 * len(pairs)):
         name, text = pairs[case % len(pairs)] if plan.long else rng.choice(pairs)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import small
 import torch
 import torch.distributed as dist
 
@@ -25,25 +26,8 @@ from amp_core.checkpoints.reading import read
 from amp_core.run.stop import Stop
 from recipes import RECIPES, find
 
-COMMON = ["device=cpu", "log.progress=false", "save_every=1000", "eval_every=1000", "log_every=1", "batch_size=4"]
-IMAGES = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4"]
-SMALL: dict[str, list[str]] = {
-    "classification": [*IMAGES, "model.options.width=8"],
-    "contrastive": [*IMAGES, "model.options.width=8", "recipe.embedding=8", "recipe.num_neighbours=3"],
-    "custom_function": [*IMAGES, "model.options.width=16", "model.options.features=8"],
-    "distillation": [*IMAGES, "recipe.teacher_options.width=8", "recipe.teacher_steps=3"],
-    "face_recognition": [
-        *("data=synthetic_identities", "data.num_classes=24", "data.num_samples=96", "data.image_size=16"),
-        *("recipe.embedding=16", "recipe.sample_rate=0.5"),
-    ],
-    "gan": [*IMAGES, "model.options.width=8", "recipe.num_critic_steps=2"],
-    "language_model": [
-        *("data.num_samples=64", "data.length=32", "recipe.sample_bytes=4"),
-        *("model.options.depth=1", "model.options.width=32", "model.options.heads=2"),
-    ],
-    "segmentation": ["data.num_samples=48", "data.image_size=32", "model.options.width=4", "model.options.depth=2"],
-}
-"""Settings with which a step takes milliseconds."""
+MORE = {"distillation": ["recipe.teacher_steps=3"], "gan": ["recipe.num_critic_steps=2"]}
+SMALL = {name: [*each, *MORE.get(name, [])] for name, each in small.SMALL.items() if name != "model_parallel"}
 # A scale that overflows at first, and an average: state that is only right if it was put back.
 TELLING = ["amp=fp16", "amp.init_scale=16777216", "accumulation=2", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9"]
 
@@ -60,7 +44,7 @@ _agents: list[Child] = []
 
 def arguments(*overrides: str, recipe: str = "classification") -> list[str]:
     """A command line of a run that takes milliseconds per step."""
-    return [f"recipe={recipe}", *COMMON, *SMALL[recipe], *overrides]
+    return [f"recipe={recipe}", *small.COMMON, *SMALL[recipe], *overrides]
 
 
 @dataclass(frozen=True)
