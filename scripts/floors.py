@@ -34,7 +34,7 @@ LIMITS = {
     "data": 2085,
     "heads": 690,
     "run": 4700,
-    "doctor": 2220,
+    "doctor": 2245,
     "cli": 1395,
     "amp_tools": 4700,
 }

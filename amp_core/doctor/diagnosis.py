@@ -21,6 +21,7 @@ Cause = Literal[
     "overflow in a cast",
     "overflow in a function",
     "overflow in fp32",
+    "training diverges",
     "loss scale too large",
     "eps lost in 16 bits",
     "division or logarithm of zero",
@@ -355,6 +356,7 @@ ADVICE: dict[Cause, Fix] = {
         "code", "use binary_cross_entropy_with_logits, or an fp32 region that holds the sigmoid *and* the loss"
     ),
     "nothing left by a mask": Fix("code", "leave one key in every row, or set rows without keys to 0"),
+    "training diverges": Fix("code", "lower optimizer.lr, warm it up for longer, or clip gradients (clip=norm)"),
     "overflow in fp32": Fix("code", "lower optimizer.lr, clip gradients (clip=norm), and look at the data"),
     "poisoned buffer": Fix("data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer"),
     "poisoned weight": Fix("data", "start from an earlier checkpoint: resume=<folder>"),

@@ -22,9 +22,7 @@ def told(rehearsal: Rehearsal, nets: Iterable[nn.Module]) -> Iterator[None]:
     held: dict[torch.optim.Optimizer, list[tuple[Tensor, Tensor]]] = {}
 
     def told_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        rehearsal.add(~torch.isfinite(loss.detach()).all())
-        if rehearsal.watcher is not None:
-            rehearsal.watcher.on_loss(loss)
+        rehearsal.on_loss(loss)
         backward(loss, *args, **kwargs)
         pairs = [(p, p.grad) for p in params if p.grad is not None]
         check_gradients([grad for _, grad in pairs], scaled=False)

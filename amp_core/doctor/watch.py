@@ -7,6 +7,9 @@ step). The doctor acts on
 - any skipped step in a mode without a loss scale, and a loss that is not finite in any mode;
 - `doctor.after_skips` skipped steps in a row, and skipped steps at the minimum scale, in modes with one.
 
+An overflow of a training that diverges is no question of precision: islands would hold for a few steps. So the window's
+loss and the norm of the weights are held against those with the weights that the run began with.
+
 While steps are skipped the weights do not change, and the rerun is exact. Otherwise the window is rerun with the
 current weights, and if it is finite with them, the run restores its last checkpoint, trains again up to that step,
 examines it, and restores the current state.
@@ -17,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import re
 from collections.abc import Generator
 from typing import Any
@@ -27,7 +31,7 @@ from torch import Tensor
 
 from amp_core.config.errors import ConfigError
 from amp_core.config.redact import redact
-from amp_core.doctor.diagnosis import Diagnosis
+from amp_core.doctor.diagnosis import ADVICE, Diagnosis
 from amp_core.doctor.locate import Doctor
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.loop import Loop
@@ -36,10 +40,13 @@ from amp_core.run.replay import indices_of, replay, rerun_step, restore, snapsho
 from amp_core.run.resume import make_islands
 from amp_core.step.report import StepReport
 from amp_core.step.window import MicroBatch
+from amp_core.tensors import is_sharded, local
 
 logger = logging.getLogger("amp_recipes")
 
 _NEVER = 2**52  # exact in float64
+_GROWN = 2.0
+"""A norm of all weights that has grown by more, with a loss that has more than doubled, is no training."""
 _SMALL = 2**30
 """Largest state in bytes that is snapshot in host memory until there is a checkpoint."""
 Windows = Generator[list[MicroBatch], None, Any]
@@ -140,6 +147,8 @@ class Watch:
                 loss_scale=loop.amp.scale,
             )
         diagnosis.step, diagnosis.weights = first, weights
+        if diagnosis.cause.startswith("overflow"):
+            yield from self._hold_against_the_start(diagnosis, first)
         add_samples(loop, diagnosis, first)
         before, self.last = self.last, diagnosis
         if before is not None and _same(before, diagnosis):
@@ -171,6 +180,38 @@ class Watch:
             return (yield from self._diagnose(step))
         finally:
             restore(loop, present)
+
+    def _hold_against_the_start(self, diagnosis: Diagnosis, step: int) -> Windows:
+        """Change the diagnosis if training diverges, whatever the precision."""
+        loop = self.loop
+        if self._origin is None or self._origin_step >= step - 1:
+            return
+        loss, norm = yield from self._loss_and_norm(step)
+        present = snapshot(loop)
+        try:
+            restore(loop, self._origin)
+            first_loss, first_norm = yield from self._loss_and_norm(step)
+        finally:
+            restore(loop, present)
+        # A loss that is NaN in fp32 is no better.
+        if first_norm and norm > _GROWN * first_norm and not loss <= first_loss + abs(first_loss):
+            diagnosis.cause, diagnosis.islands = "training diverges", []
+            diagnosis.fixes, diagnosis.scale_that_fits = [ADVICE["training diverges"]], None
+            diagnosis.why += (
+                f" But without autocast the loss of this window is {loss:.4g}, and {first_loss:.4g} with the weights "
+                f"of step {self._origin_step}, whose norm has grown from {first_norm:.4g} to {norm:.4g}."
+            )
+
+    def _loss_and_norm(self, step: int) -> Generator[Any, None, tuple[float, float]]:
+        """The mean of a window's losses without autocast, and the norm of all weights."""
+        loop = self.loop
+        with loop.amp.in_fp32(), loop.amp.scaler.held_at(1.0), replay(loop, step) as (rehearsal, window):
+            yield window
+        squares = [w.double().square().sum().item() for net in loop.nets for w in local(net.parameters())]
+        found = self.doctor.agree(([loss.item() for loss in rehearsal.losses], math.fsum(squares)))
+        losses = [loss for losses, _ in found for loss in losses]
+        join = math.fsum if any(map(is_sharded, loop.nets)) else max
+        return math.fsum(losses) / len(losses), math.sqrt(join(square for _, square in found))
 
     def _heal(self, diagnosis: Diagnosis, step: int, streak: int) -> Windows:
         loop, policy = self.loop, self.loop.amp.scaler.policy

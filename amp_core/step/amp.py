@@ -213,7 +213,7 @@ class Amp:
             # In fp16 a loss of 1 times a scale of 65536 is already infinite.
             loss = loss.float() if loss.ndim == 0 else loss.float().reshape(())
             if self._rehearsal is not None:
-                self._tell_loss(loss)
+                self._rehearsal.on_loss(loss)
             gradient = self.scaler.scale * gradient
         elif self.scaler.policy is not None:
             gradient = self.scaler.scale * gradient
@@ -541,12 +541,6 @@ class Amp:
             yield
         finally:
             self._casts = casts
-
-    def _tell_loss(self, loss: Tensor) -> None:
-        assert self._rehearsal is not None
-        self._rehearsal.add(~torch.isfinite(loss.detach()).all())
-        if self._rehearsal.watcher is not None:
-            self._rehearsal.watcher.on_loss(loss)
 
     # --- state --------------------------------------------------------------------------------------------------------
 

@@ -55,10 +55,18 @@ class Rehearsal:
 
     def __init__(self) -> None:
         self.watcher: Watcher | None = None
+        self.losses: list[Tensor] = []
+        """What `backward` was given."""
         self._bad: list[Tensor] = []
 
     def add(self, bad: Tensor) -> None:
         self._bad.append(bad.detach().float().flatten())
+
+    def on_loss(self, loss: Tensor) -> None:
+        self.losses.append(loss.detach())
+        self.add(~torch.isfinite(self.losses[-1]).all())
+        if self.watcher is not None:
+            self.watcher.on_loss(loss)
 
     def show(self, gradients: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
         """Show the watcher weights and gradients before a step; it sees nothing of the step itself until `resume`."""

@@ -251,3 +251,17 @@ def test_a_scale_at_its_floor_calls_it(tmp_path, monkeypatch):
 def test_checkpoints_of_a_watched_run_load_plainly(tmp_path):
     assert start(tmp_path, "steps=5") == 0
     assert len(checkpoints(tmp_path)) == 1 and state(tmp_path)["progress"]["islands"] == []
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_training_that_diverges_is_not_healed(held, tmp_path, monkeypatch):
+    """A learning rate of 300: islands would be made again and again."""
+    if not held:
+        monkeypatch.setattr("amp_core.doctor.watch._GROWN", float("inf"))
+    code = start(tmp_path, "amp=fp16", "doctor=heal", "optimizer.lr=300", "steps=70")
+    (report, *_), islands = reports(tmp_path), summary(tmp_path).get("islands", [])
+    if held:
+        assert (report["cause"], report["fixes"][0]["override"], islands, code) == ("training diverges", None, [], 5)
+        assert "with the weights of step 0, whose norm has grown from" in report["why"]
+    else:
+        assert report["cause"].startswith("overflow") and islands
