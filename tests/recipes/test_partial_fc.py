@@ -131,7 +131,7 @@ def test_under_autocast_everything_is_float32():
 def test_scaling_the_injected_gradient_equals_scaling_the_loss():
     net = nn.Linear(8, DIM)
     inputs, labels = numbers(BATCH, 8), batch()[1]
-    injected, centres = [], []
+    injected, centres, moved = [], [], []
     for scale in (1.0, 1024.0):
         amp = Amp.named("fp16", init_scale=scale, dynamic=False)
         head = PartialFC(CLASSES, DIM)
@@ -139,13 +139,17 @@ def test_scaling_the_injected_gradient_equals_scaling_the_loss():
         _, x_grad = head(features.detach(), labels)
         amp.backward(features, gradient=x_grad)
         injected.append(net.weight.grad.clone())
-        centres.append(head.active.grad)
+        centres.append(head.active.grad.clone())
         net.zero_grad()
         (losses(net(inputs), labels, head.centres).mean() * scale).backward()
         assert error(injected[-1], net.weight.grad.double()) < 1e-5
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.0), sgd(head)]
+        assert amp.step(optimizers, unscaled=optimizers[1:]).taken
+        moved.append(head.centres.clone())
         net.zero_grad()
     assert torch.equal(1024 * injected[0], injected[1])  # a power of two is exact
-    assert torch.equal(*centres)  # these carry no scale
+    assert torch.equal(*centres) and torch.equal(*moved)  # these carry no scale
+    assert not torch.equal(moved[0], PartialFC(CLASSES, DIM).centres)
 
 
 def test_positives_are_always_sampled_and_their_number_is_fixed():

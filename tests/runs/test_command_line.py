@@ -163,10 +163,6 @@ def refuse(arguments, capsys, folder):
     return err
 
 
-def test_there_are_at_least_300_malformed_command_lines():
-    assert len({tuple(arguments) for arguments in MALFORMED}) >= 300
-
-
 @pytest.mark.parametrize("first", rows([0, 5, 10, 15], 0))
 def test_malformed_command_lines_exit_with_2_and_one_message_and_create_nothing(first, tmp_path, own_folder, capsys):
     # Every fifth, since composing takes a tenth of a second; by name and message more of them are held below.

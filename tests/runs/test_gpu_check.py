@@ -30,8 +30,8 @@ import amp_core.memory.graph  # noqa: E402
 import train  # noqa: E402
 
 STAGES = ["1", "2", "3", "4"]
-MOST_FILES, MOST_SECONDS, SHOWN = 8, 540, 12_000
-"""What a command on a GPU machine may leave and take, and how many characters of its output are seen."""
+MOST_SECONDS, SHOWN = 540, 12_000
+"""What a command on a GPU machine may take, and how many characters of its output are seen."""
 
 
 class Machine:
@@ -114,13 +114,6 @@ def test_a_stage_leaves_one_archive_of_all_its_steps(stage: str, machine: Machin
     assert summary and all(re.fullmatch(r"### \w+: ok, \d+ s", line) for line in summary)
     assert found.keys() == {"summary.txt"} | {line.split()[1][:-1] + ".txt" for line in summary}
     assert all(0 < int(limit) <= MOST_SECONDS for limit in machine.told("limits"))
-
-
-@pytest.mark.slow
-def test_the_stages_of_one_folder_are_few_files(machine: Machine) -> None:
-    for stage in STAGES:
-        machine.run(stage)
-    assert len(os.listdir(machine.out)) == len(STAGES) <= MOST_FILES
 
 
 def test_a_stage_that_is_killed_loses_the_step_at_work(machine: Machine) -> None:
