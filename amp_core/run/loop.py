@@ -385,12 +385,13 @@ class Loop:
 
     def summarise(self) -> None:
         """Put where the run stands into its summary."""
+        rate, waited = self.clock.overall(self.samples)
         self.env.summary |= {
             "step": self.step,
             "eval": self.eval,
             "skipped": int(self.amp.num_skipped),
-            "samples_per_second": self.clock.overall(self.samples),
-            "data_wait": round(self.clock.overall_wait(), 4),
+            "samples_per_second": rate,
+            "data_wait": round(waited, 4),
             "peak_memory_bytes": peak_memory(self.env.device),
             "memory": self.memory,
         }
