@@ -40,7 +40,7 @@ NAMES = {
 """Old name: new name."""
 
 MODULES = {
-    "agreement": ("checkpoints.agreement",),
+    "agreement": ("checkpoints.reading",),
     "buffers": ("step.buffers",),
     "checkpoint": (
         "checkpoints.checkpoint",

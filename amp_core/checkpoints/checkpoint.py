@@ -36,9 +36,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amp_core.checkpoints import folders, parts, plain_state, reading
-from amp_core.checkpoints.agreement import Ranks
 from amp_core.checkpoints.folders import DEFAULTS, FORMAT, MANIFEST, RESERVED, STATE
 from amp_core.checkpoints.parts import AveragedPart, Part
+from amp_core.checkpoints.reading import Ranks
 from amp_core.config.errors import CheckpointError
 from amp_core.tensors import is_dtensor, several_ranks
 

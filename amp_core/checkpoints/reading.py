@@ -1,4 +1,4 @@
-"""Reading checkpoints: the newest sound one, verified before it is used."""
+"""Reading checkpoints: the newest sound one, verified before it is used, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,54 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from amp_core.checkpoints import shards
-from amp_core.checkpoints.agreement import Ranks
 from amp_core.checkpoints.folders import MANIFEST, STATE, STEP_FOLDER, CorruptFile, inspect, read_file, step_folders
 from amp_core.checkpoints.parts import AveragedPart
 from amp_core.checkpoints.plain_state import unpickle
 from amp_core.checkpoints.shards import StatePath, Want
-from amp_core.config.errors import CheckpointError
+from amp_core.config.errors import CheckpointError, RunError, SaveError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of a group that takes tensors in host memory, such as gloo's; or this process alone.
+
+    Both methods are collective, and wait for all ranks. What `act` raises is raised on all of them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank, self.num = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+    def first(self, act: Callable[[], T]) -> T:
+        """What `act` returns on rank 0. The others do not call it."""
+        return self.each(lambda: act() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+    def each(self, act: Callable[[], T]) -> list[T]:
+        """What `act` returns on each rank, in order. Where several raise, the problem of the lowest rank counts."""
+        if self.num == 1:
+            return [act()]
+        problem, told = None, (None, None)
+        try:
+            told = None, act()
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            problem = error
+            kind = type(error) if type(error) in (SaveError, CheckpointError, CorruptFile, ValueError) else RuntimeError
+            name = f"{type(error).__name__}: " if kind is RuntimeError and not isinstance(error, RunError) else ""
+            told = kind, f"{name}{error}"
+        everyone: list[Any] = [None] * self.num
+        dist.all_gather_object(everyone, told, group=self.group)
+        for rank, (kind, value) in enumerate(everyone):
+            if kind is not None:
+                raise problem if rank == self.rank and problem is not None else kind(f"rank {rank}: {value}")
+        return [value for _, value in everyone]
 
 
 class Selection(NamedTuple):

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_core.checkpoints import folders, plain_state, shards
-from amp_core.checkpoints.agreement import Ranks
 from amp_core.checkpoints.folders import MANIFEST, STATE, digest_of, encode, is_sound
 from amp_core.checkpoints.parts import Part, net_of, parameters_of, plain_names
+from amp_core.checkpoints.reading import Ranks
 from amp_core.checkpoints.shards import Entry, Shard, StatePath
 from amp_core.config.errors import SaveError
 from amp_core.tensors import Slice, is_dtensor

@@ -1,4 +1,4 @@
-"""The doctor in a run: implements the protocols of `amp_core.run.protocols` for `doctor` and
+"""The doctor in a run: implements the protocols of `amp_core.run.environment` for `doctor` and
 `doctor.statistics_every`."""
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from amp_core.doctor.watch import doctor_of
 from amp_core.lowp.weights import master_params
 from amp_core.memory.recompute import recomputed
+from amp_core.run.environment import LogLike
 from amp_core.run.loop import Loop
-from amp_core.run.protocols import Log
 
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients")
 LOST = 2.0**-25
@@ -84,7 +84,7 @@ class Statistics:
         self._pending.append(_Sampled(step, self._found, scale))
         self._found = {}
 
-    def write(self, log: Log, upto: int | None = None) -> None:
+    def write(self, log: LogLike, upto: int | None = None) -> None:
         """Write the samples up to a step, waiting for their values; None: all."""
         while self._pending and (upto is None or self._pending[0].step <= upto):
             log.statistics(self._pending.pop(0).line())

@@ -33,9 +33,9 @@ from amp_core.config.errors import ConfigError
 from amp_core.config.redact import redact
 from amp_core.doctor.diagnosis import ADVICE, Diagnosis
 from amp_core.doctor.locate import Doctor
+from amp_core.run.environment import Symptoms
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.loop import Loop
-from amp_core.run.protocols import Symptoms
 from amp_core.run.replay import indices_of, replay, rerun_step, restore, snapshot
 from amp_core.run.resume import make_islands
 from amp_core.step.report import StepReport

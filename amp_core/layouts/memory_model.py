@@ -215,7 +215,7 @@ class Saved:
     """Bytes that autograd saves for backward passes. Each storage counts once, weights do not."""
 
     def __init__(self, weights: Iterable[Tensor], recast: Recast | None = None) -> None:
-        self._weights = {_memory(weight) for weight in weights}
+        self._weights = {storage_of(weight) for weight in weights}
         self._recast = recast
         self._uses: dict[int, int] = {}
         self._live: dict[tuple[str, bool], int] = {}
@@ -226,7 +226,7 @@ class Saved:
             kept = self._recast.pack(tensor)
             if kept is not tensor:
                 return kept
-        memory = _memory(tensor)
+        memory = storage_of(tensor)
         if memory in self._weights:
             return tensor
         return _Kept(self, tensor, memory, (str(tensor.dtype).removeprefix("torch."), self._is_copy(tensor)))
@@ -252,7 +252,7 @@ class Saved:
     def _is_copy(self, tensor: Tensor) -> bool:
         """Whether it is a weight cast by autocast."""
         weight = cast_weight(tensor if base_of(tensor) is None else base_of(tensor))
-        return weight is not None and _memory(weight) in self._weights
+        return weight is not None and storage_of(weight) in self._weights
 
     @property
     def total(self) -> int:
@@ -286,10 +286,6 @@ class _Kept:
 
     def __del__(self) -> None:
         self.saved.remove(self)
-
-
-def _memory(tensor: Tensor) -> int:
-    return storage_of(tensor)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ embedding is on one rank; and its state dict consists of pickled objects.
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -109,16 +110,12 @@ def _cut_of(optimizer: torch.optim.Optimizer) -> _Cut | None:
     if cut is None and params:
         between = type(optimizer).__name__ in WHOLE_MATRICES
         cut = _cuts[optimizer] = _Cut(params, dist.get_world_size(), between=between)
-    if cut is not None and (len(params) != len(cut.params) or any(map(_is_not, params, cut.params))):
+    if cut is not None and (len(params) != len(cut.params) or any(map(operator.is_not, params, cut.params))):
         raise RuntimeError(
             "the weights of an optimizer changed after its state was sharded over ranks; build another optimizer, "
             "or use layout.shard_optimizer=false"
         )
     return cut
-
-
-def _is_not(a: object, b: object) -> bool:
-    return a is not b
 
 
 def _empty(param: Tensor, **options: Any) -> Tensor:
@@ -230,10 +227,10 @@ def whole_state(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[
     for piece in cut.slices[dist.get_rank()]:
         entry = state["state"].get(shared[piece.number])
         if entry is not None:
-            mine[piece.number, piece.start] = {
-                key: _Sent(value.shape, value.dtype) if isinstance(value, Tensor) and value.ndim else _plain(value)
-                for key, value in entry.items()
-            }
+            own = mine[piece.number, piece.start] = dict(entry)
+            for key, value in entry.items():
+                if isinstance(value, Tensor):
+                    own[key] = _Sent(value.shape, value.dtype) if value.ndim else value.detach().cpu().clone()
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     entries: dict[int, dict[str, Any]] = {n: e for n, e in state["state"].items() if n not in set(shared)}
@@ -289,10 +286,6 @@ def _cut_like(value: Any, param: Tensor, piece: _Slice) -> Any:
 
 def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _plain(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)

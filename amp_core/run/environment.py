@@ -1,4 +1,7 @@
-"""What a recipe runs in: device, ranks, networks. `amp_core.run.process` makes it and tears it down."""
+"""What a recipe runs in: device, ranks, networks, and as protocols what its launcher hands it.
+
+`amp_core.run.process` makes it and tears it down, so that a recipe imports what a step needs, not what is around a run.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,28 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from amp_core.config.errors import RunError
 from amp_core.config.lengths import num_steps
 from amp_core.config.schema import Config
-from amp_core.run.protocols import Folder, Measurement, Monitor, Placement, Services, Stop
 from amp_core.step.amp import Amp
+from amp_core.step.report import StepReport
+from amp_core.step.window import MicroBatch
 
+Step = Callable[[list[MicroBatch]], Any]
+"""The computation of a whole step from its window."""
 TIME_LIMIT = 75
 """Why a run stops before its end: `max_minutes`. Other reasons are 128 and the number of a signal."""
-Driver = Callable[[Any, Callable[[Any], torch.Tensor] | None], Iterator[Any]]
+Driver = Callable[[Any, Callable[[Any], Tensor] | None], Iterator[Any]]
 """(loop, count) -> windows, for tools that look at a recipe instead of training it."""
 
 
@@ -66,8 +73,8 @@ class Environment:
         self.planned_ranks = world_size
         """Ranks when all machines of an elastic run are there: they decide about the samples per step."""
         self.run_dir = Path(job.run_dir) if job.run_dir else None
-        self.placement: Placement
-        self.stop: Stop
+        self.placement: PlacementLike
+        self.stop: StopLike
         self.folder: Folder
         self.services: Services
         self.host_group: dist.ProcessGroup | None = None
@@ -113,7 +120,7 @@ class Environment:
         if self.cfg.perf.compile is not None:
             self.placement.compiler.report()
 
-    def eagerly(self) -> contextlib.AbstractContextManager[None]:
+    def eagerly(self) -> AbstractContextManager[None]:
         """Inside of it nothing runs as compiled code, so that hooks and dispatch modes see every operation."""
         if self.cfg.perf.compile is None:
             return contextlib.nullcontext()
@@ -126,7 +133,7 @@ class Environment:
         samples = self.cfg.batch_size * self.cfg.accumulation * self.planned_ranks
         return num_steps(self.cfg, num_samples=len(data.train), samples_per_step=samples)
 
-    def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over all ranks, in place."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
@@ -180,3 +187,154 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+# --- what an environment is handed by `amp_core.run.process` ----------------------------------------------------------
+
+
+class PlacementLike(Protocol):
+    """Puts networks where they compute: `amp_core.layouts.placement.Placement`."""
+
+    compiler: Any
+
+    @property
+    def devices(self) -> list[torch.device]: ...
+
+    def wrap(self, net: nn.Module, amp: Amp, notes: list[str]) -> list[tuple[str, nn.Module]]: ...
+
+
+class StopLike(Protocol):
+    """Whether a run is to end early: `amp_core.run.stop.Stop`."""
+
+    code: int
+
+    def poll(self) -> int: ...
+
+
+class Folder(Protocol):
+    """The run folder: `amp_core.run.folder.RunFolder`."""
+
+    before: dict[str, Any]
+
+    def moved(self, checkpoint: Path) -> str | None: ...
+
+    def begin(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def write_summary(self, status: str, exit_code: int) -> None: ...
+
+
+class LogLike(Protocol):
+    """Where a run reports: `amp_core.run.log.Log`."""
+
+    def metrics(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def statistics(self, line: Mapping[str, Any]) -> None: ...
+
+    def advance(self, step: int) -> None: ...
+
+    def info(self, message: str) -> None: ...
+
+    def warning(self, message: str) -> None: ...
+
+    def close(self, summary: Mapping[str, Any]) -> None: ...
+
+
+class CapturedStep(Protocol):
+    """A step that is captured once and replayed: `amp_core.memory.graph.CudaGraphStep`."""
+
+    is_capturing: bool
+
+    @property
+    def is_used(self) -> bool: ...
+
+    def forget(self) -> None: ...
+
+    def __call__(self, step: Step, window: list[MicroBatch]) -> Any: ...
+
+
+class Services(Protocol):
+    """What a loop asks for by its settings: the module `amp_core.run.services`."""
+
+    def open_log(self, loop: Any, loaded: Any, notes: list[str], warnings: list[str]) -> LogLike: ...
+
+    def dry_run(self, loop: Any, count: Callable[[Any], Tensor] | None) -> Iterator[list[MicroBatch]]: ...
+
+    def captured_step(self, loop: Any) -> CapturedStep | None: ...
+
+    def fault(self, loop: Any, window: list[MicroBatch]) -> AbstractContextManager[bool]: ...
+
+    def saved_tensors(self, loop: Any) -> Callable[[], AbstractContextManager[None]]: ...
+
+    def say(self, message: str) -> None: ...
+
+
+# --- what a loop is handed by `amp_core.doctor.monitors` --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Symptoms:
+    """What a log line says about the steps since the last one. All ranks have the same."""
+
+    step: int
+    """At which they were read."""
+    streak: int
+    """Steps skipped in a row up to `step`."""
+    scale: float
+    """The loss scale."""
+    first_skip: int | None = None
+    """The first skipped step since the last line, known to a monitor."""
+    first_bad_loss: int | None = None
+    """The first step since the last line whose loss was not finite, known to a monitor."""
+
+
+class Finding(Protocol):
+    """The result of an examination."""
+
+    healed: bool
+
+    @property
+    def headline(self) -> str: ...
+
+
+class Monitor(Protocol):
+    """Looks at the steps of a run and examines those that went wrong."""
+
+    last: Any
+    """The last `Finding`, or None."""
+
+    def start(self) -> None:
+        """The run begins, or resumes."""
+
+    def note(self, of: str, report: StepReport, loss: Tensor | None) -> None:
+        """A step was computed. Does not wait for the device."""
+
+    def facts(self) -> dict[str, Tensor]:
+        """0-d tensors to read back with the next log line. On every rank."""
+        ...
+
+    def completed(self, symptoms: Symptoms, found: dict[str, float]) -> Symptoms:
+        """The symptoms with what `facts` were, now on the host."""
+        ...
+
+    def is_called(self, symptoms: Symptoms) -> bool:
+        """Whether these symptoms need an examination."""
+        ...
+
+    def examine(self, symptoms: Symptoms) -> Generator[list[MicroBatch], None, Any]:
+        """Yields windows that the recipe computes again; returns a `Finding`, or None."""
+        ...
+
+
+class Measurement(Protocol):
+    """Measures some steps of a run."""
+
+    every: int
+
+    def sampling(self, step: int) -> AbstractContextManager[None]:
+        """Around the computation of a step's window."""
+        ...
+
+    def write(self, log: LogLike, upto: int | None = None) -> None:
+        """Report what was measured up to a step; None: all."""

@@ -14,7 +14,6 @@ import copy
 import logging
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -47,12 +46,6 @@ def configs(max_restarts: int, timeout_minutes: float) -> dict[str, Any]:
     return {"patience": patience, "restarts": max_restarts > 0}
 
 
-@dataclass
-class _Sign:
-    value: bytes
-    since: float
-
-
 class Watched(RendezvousHandler):
     """A rendezvous whose partners are watched.
 
@@ -66,7 +59,8 @@ class Watched(RendezvousHandler):
         self._inner = inner
         self._patience, self._restarts = patience, restarts
         self._store: dist.Store | None = None
-        self._signs: dict[int, _Sign] = {}
+        self._signs: dict[int, tuple[bytes, float]] = {}
+        """Of each other machine the last sign of life, and since when it stands."""
         self._looked = 0.0
         self._own: tuple[dist.Store, str] | None = None
         self._ended = threading.Event()
@@ -76,7 +70,7 @@ class Watched(RendezvousHandler):
         info = self._inner.next_rendezvous()
         now = time.monotonic()
         self._store = info.store
-        self._signs = {rank: _Sign(b"", now) for rank in range(info.world_size) if rank != info.rank}
+        self._signs = {rank: (b"", now) for rank in range(info.world_size) if rank != info.rank}
         # A store of its own: the agent waits in its one, and holds its lock meanwhile.
         self._own = info.store.clone(), f"heartbeat/{info.rank}"  # type: ignore[attr-defined]
         if not self._beating.is_alive():
@@ -110,12 +104,12 @@ class Watched(RendezvousHandler):
         if self._store is None or now < self._looked + BEAT_SECONDS:
             return []
         self._looked = now
-        for rank, sign in self._signs.items():
+        for rank, (last, _) in self._signs.items():
             key = f"heartbeat/{rank}"
             value = self._store.get(key) if self._store.check([key]) else b""
-            if value != sign.value or value == LEFT.encode():
-                self._signs[rank] = _Sign(value, now)
-        return [rank for rank, sign in self._signs.items() if now - sign.since > self._patience]
+            if value != last or value == LEFT.encode():
+                self._signs[rank] = value, now
+        return [rank for rank, (_, since) in self._signs.items() if now - since > self._patience]
 
     def leave(self) -> None:
         """End in order: this machine is not to be taken for lost."""

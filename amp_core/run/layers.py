@@ -13,6 +13,7 @@ from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.lowp.islands import island_names, named_modules
 from amp_core.run.log import say
 from amp_core.run.loop import Loop
+from amp_core.run.replay import replay
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import local, unwrap
 
@@ -42,14 +43,10 @@ def show_layers(loop: Loop, count: Callable[[Any], Tensor] | None) -> Iterator[l
     hooks = [module.register_forward_hook(functools.partial(see, number)) for number, module in enumerate(names)]
     loop.feed = loop.feed.resized(min(SAMPLES, loop.cfg.batch_size))
     loop.feed.count = count
-    loop.is_replay = True
     try:
-        window = loop.feed.window_at(0)
-        with loop.amp.rehearse(), loop.env.eagerly(), loop.step_of(window) as dropped:
-            if not dropped:
-                yield window
+        with replay(loop, 1) as (_, window):
+            yield window
     finally:
-        loop.is_replay = False
         for hook in hooks:
             hook.remove()
     if loop.env.is_main:

@@ -181,7 +181,7 @@ class LineFile:
     """Appends whole lines, each with one write; the first failure is said, and later lines are tried again."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        self._path = path
+        self.path = path
         self._warn = warn
         self._file: io.FileIO | None = None
         self._has_failed = False
@@ -190,7 +190,7 @@ class LineFile:
         data = line.encode("utf-8", "backslashreplace") + b"\n"
         try:
             if self._file is None:
-                self._file = io.FileIO(open_file(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+                self._file = io.FileIO(open_file(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
             end = self._file.seek(0, os.SEEK_END)
             if self._file.write(data) != len(data):
                 self._file.truncate(end)  # or the next line would continue this half
@@ -198,7 +198,7 @@ class LineFile:
         except OSError as error:
             if not self._has_failed:
                 self._has_failed = True
-                self._warn(f"{self._path} cannot be written, lines will be missing: {error}")
+                self._warn(f"{self.path} cannot be written, lines will be missing: {error}")
 
     def close(self) -> None:
         if self._file is not None:

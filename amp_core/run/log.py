@@ -79,7 +79,6 @@ class Log:
         self._tensorboard: Any = None
         self._wandb: Any = None
         self._tensorboard_failures = 0
-        self._last_steps: dict[str, int] = {}
         if self._is_main:
             run_dir.mkdir(parents=True, exist_ok=True)
         self._open_text(run_dir, rank)
@@ -89,18 +88,9 @@ class Log:
             return
 
         if last_line_step is None:
-            last_line_step = start_step if start_step > 0 else -1
-        self._metrics_file = LineFile(run_dir / "metrics.jsonl", self.warning)
-        try:
-            self._last_steps = cut_lines(run_dir / "metrics.jsonl", last_line_step)
-        except OSError as error:
-            self.warning(f"metrics.jsonl: lines beyond step {last_line_step} cannot be cut and are doubled: {error}")
-        self._statistics_file: LineFile | None = None
-        self._statistics_path = run_dir / "doctor" / "statistics.jsonl"
-        try:
-            cut_lines(self._statistics_path, last_line_step)
-        except OSError as error:
-            self.warning(f"{self._statistics_path}: lines beyond step {last_line_step} cannot be cut: {error}")
+            last_line_step = start_step or -1
+        self._metrics_file, self._last_steps = self._open_lines(run_dir / "metrics.jsonl", last_line_step)
+        self._statistics_file, _ = self._open_lines(run_dir / "doctor" / "statistics.jsonl", last_line_step)
         if cfg.progress:
             self._progress = Progress(total_steps, shows_scale=shows_scale)
         if cfg.tensorboard:
@@ -135,12 +125,10 @@ class Log:
             return
         self._last_steps[split] = step
         self._metrics_file.append(dumps(metrics))
-        numbers = dict(
-            numbers_of(split, {key: value for key, value in metrics.items() if key not in ("step", "split")})
-        )
+        numbers = {key: value for key, value in metrics.items() if key not in ("step", "split")}
         if self._progress is not None and split == "train":
             self._show(self._progress.show, step, metrics)
-        self._track(step, numbers)
+        self._track(step, dict(numbers_of(split, numbers)))
 
     def statistics(self, line: Mapping[str, Any]) -> None:
         """Report the ranges of the layers in a step: to doctor/statistics.jsonl, the main ones to the trackers.
@@ -150,10 +138,8 @@ class Log:
         """
         if not self._is_main or self._is_closed:
             return
-        if self._statistics_file is None:
-            with contextlib.suppress(OSError):  # said at the first line
-                self._statistics_path.parent.mkdir(exist_ok=True)
-            self._statistics_file = LineFile(self._statistics_path, self.warning)
+        with contextlib.suppress(OSError):  # said at the first line
+            self._statistics_file.path.parent.mkdir(exist_ok=True)
         self._statistics_file.append(dumps(line))
         numbers = {
             f"{kind}_{name}/{layer or 'network'}": float(found[name])
@@ -229,6 +215,15 @@ class Log:
             self._progress = None
             self.warning(f"progress is switched off: {error}")
 
+    def _open_lines(self, path: Path, last_step: int) -> tuple[LineFile, dict[str, int]]:
+        """A file of lines, without those beyond a step, and the last step of each split in it."""
+        last_steps: dict[str, int] = {}
+        try:
+            last_steps = cut_lines(path, last_step)
+        except OSError as error:
+            self.warning(f"{path.name}: lines beyond step {last_step} cannot be cut and are doubled: {error}")
+        return LineFile(path, self.warning), last_steps
+
     def _open_text(self, run_dir: Path, rank: int) -> None:
         self._logger = logging.getLogger("amp_recipes")
         for handler in self._logger.handlers[:]:  # of a run that died before it could close
@@ -251,8 +246,7 @@ class Log:
         self._logger.setLevel(level)
         if self._is_main:
             self._metrics_file.close()
-            if self._statistics_file is not None:
-                self._statistics_file.close()
+            self._statistics_file.close()
 
 
 def say(message: str) -> None:

@@ -30,11 +30,20 @@ from torch import Tensor, nn
 from amp_core.config.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
 from amp_core.data import Data
 from amp_core.data.loading import GaveUp
-from amp_core.run.environment import TIME_LIMIT, Environment, exit_code_of, outcome_of, peak_memory
+from amp_core.run.environment import (
+    TIME_LIMIT,
+    Environment,
+    Finding,
+    LogLike,
+    Step,
+    Symptoms,
+    exit_code_of,
+    outcome_of,
+    peak_memory,
+)
 from amp_core.run.evaluation import Evaluate, Evaluation, check_result, spell
 from amp_core.run.feed import Feed
 from amp_core.run.meters import Clock, Metrics
-from amp_core.run.protocols import Finding, Log, Step, Symptoms
 from amp_core.run.resume import open_checkpoint, progress_of, resume
 from amp_core.step.amp import Amp
 from amp_core.step.ema import Ema
@@ -89,7 +98,7 @@ class Loop:
         self.graph = env.services.captured_step(self)
         self.saved_tensors = env.services.saved_tensors(self)
         self.monitor, self.measurement = env.monitors(self)
-        self._log: Log | None = None
+        self._log: LogLike | None = None
         self._symptoms: Symptoms | None = None
         self._is_looked_into = False
 
@@ -376,12 +385,13 @@ class Loop:
 
     def summarise(self) -> None:
         """Put where the run stands into its summary."""
+        rate, waited = self.clock.overall(self.samples)
         self.env.summary |= {
             "step": self.step,
             "eval": self.eval,
             "skipped": int(self.amp.num_skipped),
-            "samples_per_second": self.clock.overall(self.samples),
-            "data_wait": round(self.clock.overall_wait(), 4),
+            "samples_per_second": rate,
+            "data_wait": round(waited, 4),
             "peak_memory_bytes": peak_memory(self.env.device),
             "memory": self.memory,
         }
@@ -421,7 +431,7 @@ def _evaluate_only(loop: Loop, notes: list[str]) -> None:
         loop.env.services.say(f"step {loop.step}: {spell(loop.eval)}")
 
 
-def _end(loop: Loop, log: Log) -> None:
+def _end(loop: Loop, log: LogLike) -> None:
     loop.summarise()
     skipped = loop.env.summary["skipped"]
     check_result(loop.eval, step=loop.step, skipped=skipped, amp=loop.cfg.amp, scale=loop.amp.scale)

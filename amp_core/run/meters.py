@@ -261,6 +261,18 @@ def _rate_key(schedule: str) -> str:
     return f"lr_{schedule.removesuffix('schedule').strip('_')}".strip("_")
 
 
+class _Span:
+    """A time of training, without pauses."""
+
+    def __init__(self, samples: int) -> None:
+        self._began, self._samples = time.monotonic(), samples
+        self.paused = self.waited = 0.0
+
+    def rate_and_wait(self, samples: int) -> tuple[float, float]:
+        seconds = max(time.monotonic() - self._began - self.paused, 1e-9)
+        return (samples - self._samples) / seconds, min(self.waited / seconds, 1.0)
+
+
 class Clock:
     """Samples per second of training alone, and the share of it spent waiting for data: evaluation and saving do not
     count."""
@@ -269,14 +281,11 @@ class Clock:
         self.start(0)
 
     def start(self, samples: int) -> None:
-        self._began = self._lap = time.monotonic()
-        self._first = self._samples = samples
-        self._paused = self._paused_in_lap = 0.0
-        self._waited = self._waited_in_lap = 0.0
+        self._run, self._lap = _Span(samples), _Span(samples)
 
     def pause(self, seconds: float) -> None:
-        self._paused += seconds
-        self._paused_in_lap += seconds
+        self._run.paused += seconds
+        self._lap.paused += seconds
 
     def waiting(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The same batches; the time in which they are waited for counts."""
@@ -288,23 +297,16 @@ class Clock:
             except StopIteration:
                 return
             seconds = time.monotonic() - began
-            self._waited += seconds
-            self._waited_in_lap += seconds
+            self._run.waited += seconds
+            self._lap.waited += seconds
             yield batch
 
     def lap(self, samples: int) -> tuple[float, float]:
         """Samples per second, and the share of the time in which data were waited for, since the last lap."""
-        now = time.monotonic()
-        seconds = max(now - self._lap - self._paused_in_lap, 1e-9)
-        found = (samples - self._samples) / seconds, min(self._waited_in_lap / seconds, 1.0)
-        self._lap, self._samples, self._paused_in_lap, self._waited_in_lap = now, samples, 0.0, 0.0
+        found = self._lap.rate_and_wait(samples)
+        self._lap = _Span(samples)
         return found
 
-    def _seconds(self) -> float:
-        return max(time.monotonic() - self._began - self._paused, 1e-9)
-
-    def overall(self, samples: int) -> float:
-        return (samples - self._first) / self._seconds()
-
-    def overall_wait(self) -> float:
-        return min(self._waited / self._seconds(), 1.0)
+    def overall(self, samples: int) -> tuple[float, float]:
+        """The same since the start."""
+        return self._run.rate_and_wait(samples)

@@ -34,16 +34,13 @@ def replay(loop: Loop, step: int) -> Iterator[tuple[Rehearsal, list[MicroBatch]]
 
     To be used by what yields the window to the recipe.
     """
-    window = window_of(loop, step)
-    here = loop.step, loop.samples
+    window, here = window_of(loop, step), (loop.step, loop.samples)
     loop.step, loop.samples = step - 1, first_sample(loop, step)
-    loop.is_replay = True
     try:
-        with loop.amp.rehearse() as rehearsal, loop.env.eagerly(), loop.step_of(window):
+        with loop.amp.rehearse() as rehearsal, loop.env.eagerly(), rerun_step(loop, window):
             yield rehearsal, window
     finally:
         loop.step, loop.samples = here
-        loop.is_replay = False
 
 
 @contextlib.contextmanager

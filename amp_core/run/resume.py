@@ -13,11 +13,10 @@ from amp_core.config.errors import CheckpointError, ConfigError
 from amp_core.config.rules import SHARDED, differences, is_elastic
 from amp_core.config.schema import Config
 from amp_core.lowp.islands import islands_of, keep_fp32, named_modules
-from amp_core.run.environment import Environment
+from amp_core.run.environment import CapturedStep, Environment
 from amp_core.run.evaluation import Evaluation
 from amp_core.run.feed import Feed
 from amp_core.run.meters import Metrics
-from amp_core.run.protocols import CapturedStep
 from amp_core.step.amp import Amp
 from amp_core.step.ema import Ema
 from amp_core.step.schedule import Schedule

@@ -16,11 +16,11 @@ from amp_core.config.schema import scale_cap
 from amp_core.layouts.memory_model import Memory, memory_of, saved_for_backward, traffic, weights_of
 from amp_core.lowp.islands import island_names
 from amp_core.memory.recast import Recast
+from amp_core.run.environment import CapturedStep
 from amp_core.run.inject import fault as inject_fault
 from amp_core.run.layers import show_layers
 from amp_core.run.log import Log, say
 from amp_core.run.loop import Loop
-from amp_core.run.protocols import CapturedStep
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import unwrap
 
