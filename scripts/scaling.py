@@ -153,17 +153,10 @@ Bytes per weight on one process, for weights of linear layers:
 weight. SGD with momentum has half of Adam's moments, plain SGD none. The average needs `ema.decay`. "Copies" are the
 16-bit weights that autocast caches from the forward to the backward pass, none for norms and embeddings.
 
-Over R ranks:
-
-| layout | weights | gradients | moments | average | also |
-| --- | --- | --- | --- | --- | --- |
-| `single`, `ddp` | 1 | 1 | 1 | 1 | copies |
-| `ddp` + `shard_optimizer` | 1 | 1 | 1/R | 1 | copies |
-| `fsdp` | 1/R | 1/R | 1/R | 1/R | the largest block, gathered; with `accumulation` above 1 unsharded fp32 gradients |
-| `hsdp`, S ranks per replica | 1/S | 1/S | 1/S | 1/S | as `fsdp` |
-
-If the unsharded gradients do not fit, use more ranks, or a larger `batch_size` with `perf.checkpoint_activations=true`
-instead of `accumulation`.
+`fsdp` divides weights, gradients, moments and average by the number of ranks, `hsdp` by `shard_size`, `shard_optimizer`
+only the moments. Instead of copies, sharded layouts hold the largest block, gathered, and with `accumulation` above 1
+unsharded fp32 gradients: if these do not fit, use more ranks, or a larger `batch_size` with
+`perf.checkpoint_activations=true` instead of `accumulation`.
 
 ## Traffic
 
