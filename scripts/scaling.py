@@ -153,17 +153,10 @@ Bytes per weight on one process, for weights of linear layers:
 weight. SGD with momentum has half of Adam's moments, plain SGD none. The average needs `ema.decay`. "Copies" are the
 16-bit weights that autocast caches from the forward to the backward pass, none for norms and embeddings.
 
-Over R ranks:
-
-| layout | weights | gradients | moments | average | also |
-| --- | --- | --- | --- | --- | --- |
-| `single`, `ddp` | 1 | 1 | 1 | 1 | copies |
-| `ddp` + `shard_optimizer` | 1 | 1 | 1/R | 1 | copies |
-| `fsdp` | 1/R | 1/R | 1/R | 1/R | the largest block, gathered; with `accumulation` above 1 unsharded fp32 gradients |
-| `hsdp`, S ranks per replica | 1/S | 1/S | 1/S | 1/S | as `fsdp` |
-
-If the unsharded gradients do not fit, use more ranks, or a larger `batch_size` with `perf.checkpoint_activations=true`
-instead of `accumulation`.
+`fsdp` divides weights, gradients, moments and average by the number of ranks, `hsdp` by `shard_size`, `shard_optimizer`
+only the moments. Instead of copies, sharded layouts hold the largest block, gathered, and with `accumulation` above 1
+unsharded fp32 gradients: if these do not fit, use more ranks, or a larger `batch_size` with
+`perf.checkpoint_activations=true` instead of `accumulation`.
 
 ## Traffic
 
@@ -178,9 +171,9 @@ it: prefer larger micro-batches to `accumulation`.
 ## Model and measurement
 
 Bytes by the model for a GPT of {small} weights (width 64, depth 4) with AdamW and an average, on the rank that holds
-the most, and the largest relative difference to what was measured. Not modelled: buffers that DDP broadcasts, and that
-`shard_optimizer` aligns shards to 64 elements. Not measured: the gathered block and the memory of running
-collectives. Largest difference: {largest}.
+the most, and the largest relative difference to what was measured. "Within a step" are copies, or unsharded gradients.
+Not modelled: buffers that DDP broadcasts, and that `shard_optimizer` aligns shards to 64 elements. Not measured: the
+gathered block and the memory of running collectives. Largest difference: {largest}.
 
 {comparison}
 
@@ -499,7 +492,7 @@ def sent_per_weight() -> str:
 def row(case: Case, held: Memory, payload: dict[str, int]) -> str:
     """What the model says, in bytes, and the largest difference of a measurement to it."""
     model, exchanged = modelled(case)
-    numbers = [(model.total, held.total), (model.copies, held.copies), (model.unreduced, held.unreduced)]
+    numbers = [(model.total, held.total), (model.copies + model.unreduced, held.copies + held.unreduced)]
     numbers.append((round(sent(by_kind(exchanged), case)), round(sent(payload, case))))
     difference = max(abs(a - b) / max(b, 1) for a, b in numbers)
     cells = " | ".join(f"{a:,}" for a, _ in numbers)
@@ -507,9 +500,7 @@ def row(case: Case, held: Memory, payload: dict[str, int]) -> str:
 
 
 def comparison() -> str:
-    lines = table(
-        *("layout", "mode", "ranks", "accumulation", "held", "copies", "unreduced", "sent per step", "difference")
-    )
+    lines = table(*("layout", "mode", "ranks", "accumulation", "held", "within a step", "sent per step", "difference"))
     lines += [row(case, held, payload) for case, (held, payload, _) in zip(CASES, measured(CASES), strict=True)]
     return "\n".join(lines)
 

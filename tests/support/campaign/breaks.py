@@ -354,11 +354,11 @@ def breaks(plan: Plan) -> Result:
         began = time.monotonic()
         child = Child(act, folder / f"{case}.txt")
         child.wait(300)
-        result.counts["breaks of our own code"] += 1
+        result.counts["planted bugs"] += 1
         slowest = max(slowest, (time.monotonic() - began, each.what))
         if result.expect(report.exists(), case, f"{each.what}: the part ended: {child.text[-1000:]}"):
             found = json.loads(report.read_text())
-            result.counts["of these noticed"] += bool(found)
+            result.counts["of these caught"] += bool(found)
             result.expect(found, case, f"NOT NOTICED: {each.what}")
-    result.facts["the last one to be noticed"] = f"{slowest[1]}, {slowest[0]:.0f} s"
+    result.facts["slowest"] = f"{slowest[1]}, {slowest[0]:.0f} s"
     return result

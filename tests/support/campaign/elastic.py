@@ -91,14 +91,14 @@ def elastic(plan: Plan) -> Result:
             right = warned if not all(even) else not warned or (2 in numbers and accumulation == 1)
             result.expect(right, case, f"{what}: warned of other samples: {warned}")
             if all(even):
-                result.counts["runs that lost or regained machines, with the same samples per step"] += 1
+                result.counts["runs that lost or regained machines"] += 1
                 pairs = zip(state(folder / "alone")["model"].values(), state(torn)["model"].values(), strict=True)
                 difference = max((a - b).abs().max().item() for a, b in pairs)
                 furthest = max(furthest, difference)
                 # fp32 sums in another order, over some steps of AdamW.
                 result.expect(difference < 1e-5, case, f"{what}: weights differ by {difference}")
             else:
-                result.counts["runs that lost or regained machines, with other samples per step, and said so"] += 1
+                result.counts["runs with other samples per step, logged"] += 1
         clear(torn)
         clear(folder / "alone")
     result.facts["largest difference of a weight to the run on one machine"] = f"{furthest:.1e}"

@@ -272,7 +272,7 @@ def pickles(plan: Plan) -> Result:
         (work / "alone.pt").write_bytes(hostile[name])
         forge_shard(work / "shards" / "step_00000001", hostile[name])
         for path in (work / "direct", work / "alone.pt", work / "shards"):
-            result.counts["hostile files given to the reader"] += 1
+            result.counts["hostile files read"] += 1
             try:
                 read(path)
             except CheckpointError as error:
@@ -296,7 +296,7 @@ def pickles(plan: Plan) -> Result:
         else:
             (child,) = start(folder, line)
         code = child.wait()
-        result.counts["runs that met a hostile file"] += 1
+        result.counts["runs with a hostile file"] += 1
         what = f"{name} in {place}: exit code {code}: {child.text[-500:]}"
         result.expect(not canary.exists(), case, f"EXECUTED: {what}")
         result.expect(code in (0, 1, 2, 3) and "Traceback" not in child.text, case, what)

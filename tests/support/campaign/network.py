@@ -147,7 +147,7 @@ def _cuts(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
         began = time.monotonic()
         codes = [child.wait(180) for child in children]
         longest = max(longest, time.monotonic() - began)
-        result.counts["cables pulled between two machines"] += 1
+        result.counts["links cut between two machines"] += 1
         what = f"the cable of {name} is pulled at step {step}"
         texts = [child.text[-700:] for child in children]
         result.expect(all(code not in (None, 0) for code in codes), case, f"{what}: exit codes {codes}: {texts}")
@@ -203,10 +203,10 @@ def _comes_and_goes(plan: Plan, folder: Path, hosts: Path, result: Result) -> No
             result.expect(found == list(range(1, steps + 1)), case, f"{what}: lines of {len(found)} steps")
             samples = state(torn)["progress"]["samples"]
             result.expect(samples == 8 * steps, case, f"{what}: {samples} samples in {steps} steps of 8")
-            result.counts["machines lost by an elastic run, that came back"] += 1
+            result.counts["machines lost by an elastic run, and returned"] += 1
         clear(torn)
     if waits:
-        result.facts["longest until the other machine went on alone"] = f"{max(waits):.0f} s"
+        result.facts["longest until the other machine continued alone"] = f"{max(waits):.0f} s"
 
 
 def _log(folder: Path) -> str:
@@ -231,8 +231,8 @@ def _losses(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
         # torch's agent waits up to five minutes for its partners before it ends.
         codes = [child.wait(420) for child in children]
         what = f"{loss:.0%} of all packets lost in steps {step} to {step + longer}"
-        result.counts["cables that lost 30 % of their packets for some steps"] += 1
-        result.counts["of these runs that ended well by themselves"] += codes == [0, 0]
+        result.counts["links that lost 30 % of their packets"] += 1
+        result.counts["of these runs finished without a restart"] += codes == [0, 0]
         texts = [child.text[-700:] for child in children]
         result.expect(None not in codes, case, f"{what}: hangs: {texts}")
         if codes != [0, 0]:

@@ -206,7 +206,7 @@ def kills(plan: Plan) -> Result:
                 child.kill()
         finishes_as_if_alone(torn, kind, expected, result, case, ", ".join(what))
         clear(torn)
-    result.facts["kinds of runs"] = f"{len(kinds)}, of them drawn {32 if plan.long else 2}"
+    result.facts["kinds of runs"] = f"{len(kinds)}, {32 if plan.long else 2} of them drawn"
     if longest:
         result.facts["longest until the partners of a killed rank ended"] = f"{longest:.1f} s"
     return result
@@ -323,7 +323,7 @@ def _evaluations(plan: Plan, folder: Path, result: Result) -> None:
         before = functools.partial(_signal_in_evaluation, folder=torn, at=at)
         codes = run(torn, command, num_ranks=num_ranks, before=before)
         text = torn.with_name("torn.0.txt").read_text()
-        result.counts["signals in the middle of an evaluation"] += 1
+        result.counts["signals during an evaluation"] += 1
         result.expect(codes == [expected] * num_ranks, case, f"{what}: exit codes {codes}: {text[-700:]}")
         for rank in range(num_ranks):
             data_read = torn.with_name(f"torn.{rank}.evaluated").read_bytes()
@@ -397,7 +397,7 @@ def restarts(plan: Plan) -> Result:
                 killed += 1
                 wait_until(functools.partial(_are_gone, set(workers), child.pid), child)
         code = child.wait(180)
-        result.counts[f"ranks killed and started again ({layout})"] += killed
+        result.counts[f"ranks killed and restarted ({layout})"] += killed
         what = f"a rank killed at steps {steps}"
         if result.expect(code == 0, case, f"{what}: exit code {code}: {child.text[-1500:]}"):
             expect_same(expected, outcome(torn), result, case, what)
@@ -476,7 +476,7 @@ def ranks(plan: Plan) -> Result:
         )
         codes = [child.wait() for child in children]
         what = f"{recipe} in {mode}, {layout}, {fused}, {where} of rank {bad_rank} of {num_ranks} in step {step}"
-        result.counts[f"gradients that were not finite on one rank ({layout})"] += 1
+        result.counts[f"non-finite gradients on one rank ({layout})"] += 1
         dropped = [*command, f"debug.inject={{where: drop, step: {step}}}"]
         if result.expect(codes == [0] * num_ranks, case, f"{what}: exit codes {codes}: {children[0].text[-700:]}"):
             notes = [torn.with_name(f"torn.{rank}.replicas").read_text() for rank in range(num_ranks)]

@@ -220,7 +220,7 @@ def deaths(stage: Stage, scene: Scene, trace: list[Call], case: str, result: Res
         stage.reset()
         code = Child(lambda at=at, fault=fault: _patched_save(stage.folder, scene, Calls(at, fault)), stage.output)
         result.expect(code.wait() == 9, case, f"the process did not die at call {at}")
-        result.counts["deaths at a call of a save"] += 1
+        result.counts["kills at a call of a save"] += 1
         for problem in wrong_with(stage.folder, scene, acknowledged=False):
             result.expect(False, case, f"dead {fault} call {at} ({trace[at][0]}): {problem}")
 
@@ -240,7 +240,7 @@ def _errors(stage: Stage, scene: Scene, trace: list[Call], case: str, result: Re
                 return 0
 
             code = Child(act, stage.output).wait()
-            result.counts["calls of a save that fail"] += 1
+            result.counts["failing calls of a save"] += 1
             what = f"{errno.errorcode[number]} at call {at} ({name})"
             result.expect(code in (0, 4), case, f"{what}: exit code {code}: {stage.output.read_text()[-300:]}")
             for problem in wrong_with(stage.folder, scene, acknowledged=code == 0):

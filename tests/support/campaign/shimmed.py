@@ -91,8 +91,8 @@ def errors(plan: Plan) -> Result:
         failed = json.loads(torn.with_name("torn.calls").read_text())[1]
         times = "once" if failed == 1 else f"{failed} times" if at.stop < 10**9 else "for ever"
         what = f"{error} at {name} {begin} of {most}, {times}"
-        result.counts[f"runs of which a call failed ({error})"] += failed > 0
-        result.counts["of these ended with 4, and went on afterwards"] += bool(failed and code)
+        result.counts[f"runs with a failing call ({error})"] += failed > 0
+        result.counts["of these ended with 4 and resumed"] += bool(failed and code)
         _is_clear(child, code, result, case, what, (0, 4))
         result.expect(not failed or code or len(child.text.splitlines()) < 60, case, f"{what}: says too much")
         _sound(torn, result, case, what)
@@ -102,7 +102,7 @@ def errors(plan: Plan) -> Result:
             result.expect(again.wait() == 0, case, f"{what}: does not go on: {again.text[-900:]}")
         told = outcome(torn)
         if not is_whole:
-            result.counts["of these said that lines are missing"] += 1
+            result.counts["of these reported missing lines"] += 1
             expected, told = expected | {"lines": None}, told | {"lines": None}
         expect_same(expected, told, result, case, what)
         clear(torn)
@@ -136,7 +136,7 @@ def clock(plan: Plan) -> Result:
                 child.kill()
             children = start(torn, kind.command, num_ranks=kind.num_ranks, before=moved)
         codes = [child.wait() for child in children]
-        result.counts["runs whose clock was set back or forth"] += 1
+        result.counts["runs whose clock was set"] += 1
         if result.expect(set(codes) == {0}, case, f"{what}: {codes}: {children[0].text[-900:]}"):
             expect_same(expected, outcome(torn), result, case, what)
             rates = [

@@ -91,7 +91,7 @@ def _full(plan: Plan, disk: Path, expected: dict, result: Result) -> None:
             code = child.wait()
             what = f"a disk of {size} bytes"
             if code:
-                result.counts["disks that became full"] += 1
+                result.counts["disks filled"] += 1
             _is_clear(child, code, result, case, what, (0, 4))
             _sound(torn, result, case, what)
             if _remount(disk, f"size={1 << 24}"):
@@ -160,7 +160,7 @@ def _vanished(plan: Plan, folder: Path, seconds: float, result: Result) -> None:
             with contextlib.suppress(OSError):
                 gone.touch()
         code = child.wait()
-        result.counts["folders that disappeared under a run"] += 1
+        result.counts["folders removed during a run"] += 1
         _is_clear(child, code, result, case, what, (0, 4))
         clear(torn)
         shutil.rmtree(folder / "elsewhere", ignore_errors=True)
@@ -198,7 +198,7 @@ def _data_gone(plan: Plan, folder: Path, result: Result) -> None:
             else:
                 path.unlink()
         code = child.wait(60)
-        result.counts["data that disappeared under a run"] += 1
+        result.counts["data removed during a run"] += 1
         what = f"images {'cut' if cut else 'deleted'}, {workers} workers"
         _is_clear(child, code, result, case, what, (0, 1, 2))
         result.expect(not code or ".png" in child.text, case, f"{what}: the file is not named: {child.text[-700:]}")

@@ -67,7 +67,7 @@ def _two_launchers(plan: Plan, folder: Path, alone: Alone, result: Result) -> No
         time.sleep(rng.choice([0.0, 0.0, rng.uniform(0, 0.5), rng.uniform(0, 1.5)]))
         many += [start(torn, kind.command, before=slow_steps, output=folder / f"torn.{n}") for n in (1, 2)]
         codes = [child.wait() for (child,) in many]
-        result.counts["launchers that met in one run folder"] += 3
+        result.counts["launchers in one run folder"] += 3
         texts = [child.text for (child,) in many]
         what = f"three launchers: exit codes {codes}"
         result.expect(sorted(map(str, codes)) == ["0", "2", "2"], case, f"{what}: {[text[-500:] for text in texts]}")
@@ -99,21 +99,19 @@ def _stopped(plan: Plan, folder: Path, alone: Alone, result: Result) -> None:
             other = children[1 - rank]
             code = other.wait(30)
             longest = max(longest, time.monotonic() - began)
-            result.counts["ranks that stood still for ever"] += 1
+            result.counts["ranks stopped"] += 1
             result.expect(code == 1, case, f"{what}: the other ends with {code}: {other.text[-700:]}")
             result.expect("imed out" in other.text or "imeout" in other.text, case, f"{what}: {other.text[-700:]}")
             children[rank].kill()
         else:
             time.sleep(rng.uniform(0.2, 1.5))
             children[rank].signal(signal.SIGCONT)
-            result.counts["ranks that stood still for a while"] += 1
+            result.counts["ranks stopped and continued"] += 1
             codes = [child.wait() for child in children]
             result.expect(codes == [0, 0], case, f"{what} for a while: {codes}: {children[0].text[-700:]}")
         finishes_as_if_alone(torn, kind, expected, result, case, what)
         clear(torn)
-    result.facts["timeout, and longest until a rank that stood still was noticed"] = (
-        f"{60 * PATIENCE:.0f} s, {longest:.1f} s"
-    )
+    result.facts["timeout, and longest until a stopped rank was noticed"] = f"{60 * PATIENCE:.0f} s, {longest:.1f} s"
 
 
 def _data_worker(plan: Plan, folder: Path, alone: Alone, result: Result) -> None:
@@ -218,7 +216,7 @@ def _signals_while_a_worker_is_stopped(plan: Plan, folder: Path, alone: Alone, r
         finishes_as_if_alone(torn, kind, expected, result, case, what)
         clear(torn)
     result.facts["longest from a signal to the end, with stopped data workers"] = f"{longest:.1f} s"
-    result.facts["longest from a second signal, SIGINT, to the end"] = f"{after_second:.1f} s"
+    result.facts["longest from a second Ctrl-C to the end"] = f"{after_second:.1f} s"
 
 
 def _signals_while_a_rank_is_stopped(plan: Plan, folder: Path, result: Result) -> None:
@@ -256,7 +254,7 @@ def _signals_while_a_rank_is_stopped(plan: Plan, folder: Path, result: Result) -
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rng.choice(victims), signal.SIGSTOP)
         took = _told_to_stop(child, number, rng if twice else None, result, case, what)
-        result.counts[f"signals to launchers {f'with a stopped {who}' if victims else 'before they have any'}"] += 1
+        result.counts[f"signals to launchers {f'with a stopped {who}' if victims else 'before their workers'}"] += 1
         end = time.monotonic() + GONE_SECONDS
         left = {*workers, *victims}
         while left and time.monotonic() < end:
@@ -266,7 +264,7 @@ def _signals_while_a_rank_is_stopped(plan: Plan, folder: Path, result: Result) -
         longest, after_second = (longest, max(after_second, took)) if twice else (max(longest, took), after_second)
         clear(torn)
     result.facts["longest from a signal to the end, with a stopped rank"] = f"{longest:.1f} s"
-    result.facts["longest from a second signal, with a stopped rank"] = f"{after_second:.1f} s"
+    result.facts["longest from a second Ctrl-C, with a stopped rank"] = f"{after_second:.1f} s"
 
 
 def _stopped_worker(plan: Plan, folder: Path, result: Result) -> None:
@@ -283,7 +281,7 @@ def _stopped_worker(plan: Plan, folder: Path, result: Result) -> None:
             os.kill(rng.choice(workers), signal.SIGSTOP)
             code = child.wait(90)
             longest = max(longest, time.monotonic() - began)
-            result.counts["workers of the launcher that stood still for ever"] += 1
+            result.counts["workers of the launcher stopped"] += 1
             result.expect(code == 1, case, f"a worker stands still: exit code {code}: {child.text[-1500:]}")
             left = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
             result.expect(not left, case, f"a worker stands still: {left} are left")
