@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core import Amp, Clip, Ema
+from amp_core.lowp.weights import master_params
 from amp_core.step.fused import torch_step
 from amp_core.step.scaler import LossScale
 
@@ -66,6 +67,22 @@ def test_optimizers_of_weights_of_their_own_are_looked_at_once():
         amp.update()
         amp.zero_grad(*pair)
     assert len(amp._checked) == 1
+
+
+def test_an_optimizer_is_looked_at_again_when_it_gets_another_group():
+    """16-bit weights get no gradients, so they would silently not be trained."""
+    amp, (net, _) = Amp.named("o2", init_scale=8.0), net_and_optimizer()
+    amp.prepare(net)
+    optimizer = torch.optim.SGD(master_params(net), lr=0.1, fused=True)
+    for _ in range(2):
+        window(amp, net)
+        assert bool(amp.step(optimizer).taken)
+        amp.update()
+        amp.zero_grad(optimizer)
+    optimizer.add_param_group({"params": [net.weight]})
+    window(amp, net)
+    with pytest.raises(TypeError, match="16-bit weights, which get no gradients"):
+        amp.step(optimizer)
 
 
 def test_in_windows_of_their_own_optimizers_may_share_weights():
