@@ -352,6 +352,33 @@ def test_a_rank_keeps_the_positives_of_all_ranks(on_ranks):
         assert all(found), (start, stop)
 
 
+def _backbone_grads(rank):
+    """Gradients of a plain DDP net, of ours, which sums, and of one process."""
+    x, labels = batch()
+    grads = []
+    for wrap in (nn.parallel.DistributedDataParallel, lambda net: wrap_ddp(net, torch.device("cpu"))):
+        torch.manual_seed(1)
+        net = wrap(nn.Linear(DIM, DIM))
+        head = PartialFC(CLASSES, DIM, scale=32.0)
+        features = net(part(x, rank, 2))
+        _, x_grad = head(features.detach(), part(labels, rank, 2), 0.5)
+        features.backward(x_grad)
+        grads.append(net.module.weight.grad.clone())
+    torch.manual_seed(1)
+    net = nn.Linear(DIM, DIM).double()
+    full = PartialFC(CLASSES, DIM).gather_rows(head.centres)
+    if rank == 0:
+        losses(net(x.double()), labels, full.double(), scale=32.0).mean().backward()
+        grads.append(net.weight.grad)
+    return grads
+
+
+def test_a_backbone_that_averages_has_exactly_half_the_gradient(on_ranks):
+    averaged, summed, reference = on_ranks(_backbone_grads)[0]
+    assert torch.equal(averaged, 0.5 * summed)
+    assert error(summed, reference) < 1e-6
+
+
 def _largest(rank, classes, size):
     """Most elements of a matrix with a row per sample of all ranks, in a step."""
 
