@@ -143,7 +143,7 @@ def test_scaling_the_injected_gradient_equals_scaling_the_loss():
         net.zero_grad()
         (losses(net(inputs), labels, head.centres).mean() * scale).backward()
         assert error(injected[-1], net.weight.grad.double()) < 1e-5
-        optimizers = [torch.optim.SGD(net.parameters(), lr=0.0), sgd(head)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.0), torch.optim.SGD([head.active], lr=0.5)]
         assert amp.step(optimizers, unscaled=optimizers[1:]).taken
         moved.append(head.centres.clone())
         net.zero_grad()
