@@ -134,6 +134,17 @@ def test_a_variance_above_65504_survives_in_fp32_statistics_alone() -> None:
     assert frozen(net, FP16)(x).any() and frozen(net, FP16)(x).isfinite().all()
 
 
+def test_what_was_made_in_inference_mode_cannot_be_saved_for_a_backward_pass() -> None:
+    student, x = nn.Linear(3, 3), torch.randn(2, 3)
+    with torch.inference_mode():
+        answers = torch.randn(2, 3)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        F.mse_loss(student(x), answers)
+    with torch.no_grad():
+        answers = torch.randn(2, 3)
+    F.mse_loss(student(x), answers).backward()
+
+
 def statistics_of(rank: int) -> float:
     net = nn.BatchNorm1d(1)
     net(torch.full((2, 1), 10.0 * (rank + 1)))  # running mean 1 and 2

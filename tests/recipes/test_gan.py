@@ -323,14 +323,8 @@ def test_the_generator_steps_in_every_third_window() -> None:
 @pytest.mark.parametrize("share", [False, True])
 def test_accumulation_and_ranks_do_not_change_the_run(share: bool) -> None:
     """Both networks under DDP, three passes through one of them, and a penalty that is differentiated twice."""
-    settings = [
-        "steps=3",
-        "amp=fp32",
-        "optimizer=sgd",
-        "optimizer.lr=0.02",
-        f"recipe.share_graph={share}".lower(),
-        *BOTH,
-    ]
+    settings = ["steps=3", "amp=fp32", "optimizer=sgd", "optimizer.lr=0.02", *BOTH]
+    settings += [f"recipe.share_graph={share}".lower()]
     one = run("one", "batch_size=16", *settings)
     for other in (run("four", "accumulation=4", *settings), on_two_ranks("gan", "ranks", "accumulation=2", *settings)):
         assert (weights(one) - weights(other)).abs().max() < 1e-5 * weights(one).abs().max()

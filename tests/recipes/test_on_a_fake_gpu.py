@@ -126,21 +126,12 @@ def steps(recipe: str, mode: str, device: torch.device, num: int = 3) -> int:
 
         env.device = device
         stub: Any
-        replaced = [
-            (module, "build_data", real_data),
-            (nn.Module, "to", _to),
-            (Loop, "windows", windows),
-            (Loop, "log", mock.Mock()),
-            (Loop, "draw", _drawn),
-            (type(env), "seed_step", mock.Mock()),
-            (torch.random, "fork_rng", contextlib.nullcontext),
-        ]
+        replaced = [(module, "build_data", real_data), (nn.Module, "to", _to), (Loop, "windows", windows)]
+        replaced += [(Loop, "log", mock.Mock()), (Loop, "draw", _drawn), (type(env), "seed_step", mock.Mock())]
+        replaced += [(torch.random, "fork_rng", contextlib.nullcontext)]
         if on_fake_gpu:
-            replaced += [
-                (torch.autograd, "backward", _backward),
-                (torch.autograd, "grad", _grad),
-                (importlib.import_module("amp_core.step.amp"), "_backward", _backward),
-            ]
+            replaced += [(torch.autograd, "backward", _backward), (torch.autograd, "grad", _grad)]
+            replaced += [(importlib.import_module("amp_core.step.amp"), "_backward", _backward)]
         else:
             replaced += [(Amp, "__init__", _amp_on_meta)]
         for where, name, stub in replaced:

@@ -143,7 +143,7 @@ def test_scaling_the_injected_gradient_equals_scaling_the_loss():
         net.zero_grad()
         (losses(net(inputs), labels, head.centres).mean() * scale).backward()
         assert error(injected[-1], net.weight.grad.double()) < 1e-5
-        optimizers = [torch.optim.SGD(net.parameters(), lr=0.0), sgd(head)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.0), torch.optim.SGD([head.active], lr=0.5)]
         assert amp.step(optimizers, unscaled=optimizers[1:]).taken
         moved.append(head.centres.clone())
         net.zero_grad()
@@ -350,6 +350,33 @@ def _sampled(rank):
 def test_a_rank_keeps_the_positives_of_all_ranks(on_ranks):
     for found, start, stop in on_ranks(_sampled):
         assert all(found), (start, stop)
+
+
+def _backbone_grads(rank):
+    """Gradients of a plain DDP net, of ours, which sums, and of one process."""
+    x, labels = batch()
+    grads = []
+    for wrap in (nn.parallel.DistributedDataParallel, lambda net: wrap_ddp(net, torch.device("cpu"))):
+        torch.manual_seed(1)
+        net = wrap(nn.Linear(DIM, DIM))
+        head = PartialFC(CLASSES, DIM, scale=32.0)
+        features = net(part(x, rank, 2))
+        _, x_grad = head(features.detach(), part(labels, rank, 2), 0.5)
+        features.backward(x_grad)
+        grads.append(net.module.weight.grad.clone())
+    torch.manual_seed(1)
+    net = nn.Linear(DIM, DIM).double()
+    full = PartialFC(CLASSES, DIM).gather_rows(head.centres)
+    if rank == 0:
+        losses(net(x.double()), labels, full.double(), scale=32.0).mean().backward()
+        grads.append(net.weight.grad)
+    return grads
+
+
+def test_a_backbone_that_averages_has_exactly_half_the_gradient(on_ranks):
+    averaged, summed, reference = on_ranks(_backbone_grads)[0]
+    assert torch.equal(averaged, 0.5 * summed)
+    assert error(summed, reference) < 1e-6
 
 
 def _largest(rank, classes, size):

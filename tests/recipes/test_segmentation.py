@@ -59,6 +59,15 @@ def loss_and_grad(loss_fn: Any, z: Tensor, y: Tensor, dtype: torch.dtype) -> tup
 # --- the loss -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "dtype, first", [(FP16, 8.3203125), (BF16, 6.25), (torch.float32, 16.635599)], ids=["fp16", "bf16", "fp32"]
+)
+def test_a_sigmoid_is_exactly_1_long_before_its_logit_is_large(dtype: torch.dtype, first: float) -> None:
+    z = torch.linspace(0, 20, 200001).to(dtype)
+    ones = torch.sigmoid(z) == 1
+    assert z[ones].min().item() == pytest.approx(first, rel=1e-4) and ones[z >= first + 0.01].all()
+
+
 @REDUCTION
 def test_the_usual_cure_of_the_loss_is_nan_in_fp16_where_the_network_is_confident_and_wrong(reduction: str) -> None:
     y = torch.zeros(1)

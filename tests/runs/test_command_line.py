@@ -50,14 +50,8 @@ NUMBERS = [
     "layout.timeout_minutes",
 ]  # fmt: skip
 WRONG_TYPE = [f"{key}={value}" for key in NUMBERS for value in ("abc", "[1,2]", "{a: 1}", "true")]
-WRONG_TYPE += [
-    "steps=1.5",
-    "batch_size=64.0",
-    "seed=null",
-    "deterministic=maybe",
-    "deterministic=1",
-    "dry_run=yes please",
-]
+WRONG_TYPE += ["steps=1.5", "batch_size=64.0", "seed=null", "deterministic=maybe", "deterministic=1"]
+WRONG_TYPE += ["dry_run=yes please"]
 WRONG_TYPE += ["amp.keep_fp32=head", "amp.keep_fp32=[1,2]", "amp.scaling=7", "model.options=3", "data.path=[a]"]
 WRONG_TYPE += ["amp=1", "amp=null", "amp=true", "model=1.5", "device=tpu", "task=test", "amp.dtype=float64", "ema=0.9"]
 WRONG_TYPE += ["debug.inject=3", "debug.inject={where: nowhere, step: 1}", "debug.inject={where: batch}", "log=1"]
@@ -75,27 +69,10 @@ NO_SUCH_NAME += ["schedule.name=ReduceLROnPlateau", "schedule.name=LambdaLR", "m
 NO_SUCH_NAME += ["recipe.name=clasification", "resume=/no/such/folder", "optimizer.options.momentum=0.9"]
 NO_SUCH_NAME += ["schedule.options.gama=0.1", "model.options.witdh=8", "model.options.weights=IMAGENET1K_V1"]
 
-BAD_SYNTAX = [
-    "=",
-    "=5",
-    "steps",
-    "steps 5",
-    "[",
-    "{",
-    "amp.keep_fp32=[a",
-    "amp.keep_fp32=a]",
-    "steps=[",
-    "debug.inject={",
-]
-BAD_SYNTAX += [
-    "a=b=",
-    "steps=${nothing}",
-    "steps=${oc.env:NO_SUCH_VARIABLE_HERE}",
-    "steps=???",
-    "~steps",
-    "~amp",
-    "~model",
-]
+BAD_SYNTAX = ["=", "=5", "steps", "steps 5", "[", "{", "amp.keep_fp32=[a", "amp.keep_fp32=a]", "steps=["]
+BAD_SYNTAX += ["debug.inject={"]
+BAD_SYNTAX += ["a=b=", "steps=${nothing}", "steps=${oc.env:NO_SUCH_VARIABLE_HERE}", "steps=???", "~steps", "~amp"]
+BAD_SYNTAX += ["~model"]
 BAD_SYNTAX += ["amp@other=fp16", "+model@x=cnn", "amp=fp16 amp", "'", '"', "seed==1", "++", "+", "~", "steps=\x00"]
 BAD_SYNTAX += ["steps=\udcff\udcfe", "\udcff=1", "+new=1", "+new.key=1", "++amp.other=1", "amp=fp16,bf16"]
 BAD_SYNTAX += ["model.options={_target_: os.system}", "+recipe._target_=os.system", "+model.options._target_=os.system"]
@@ -306,15 +283,8 @@ def test_a_typo_gets_the_nearest_key_and_the_nearest_option(tmp_path, own_folder
 
 
 def test_every_problem_stands_in_one_message(tmp_path, own_folder, capsys):
-    bad = [
-        "stepz=1",
-        "amp=fp17",
-        "accumulation=0",
-        "seed=abc",
-        "optimizer.name=Adm",
-        "schedule.name=cos",
-        "clip.factor=1",
-    ]
+    bad = ["stepz=1", "amp=fp17", "accumulation=0", "seed=abc", "optimizer.name=Adm", "schedule.name=cos"]
+    bad += ["clip.factor=1"]
     message = refuse(bad, capsys, tmp_path)
     for key in ("stepz", *bad[1:-1], "clip.factor"):
         assert key in message

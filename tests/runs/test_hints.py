@@ -91,13 +91,8 @@ HYDRA += ["seed=1,2", "amp=fp16,bf16", "experiment=tune", "+experiment=tune_scal
 HYDRA += ["-m seed=1,2 run_dir=x", "-m seed=1,2 hydra.run.dir=x", "-m optimizer.lr=interval(0.001,0.1)", "-m seeds=1,2"]
 HYDRA += ["-m seed=1,2 hydra/launcher=joblibb", "-m seed=1,2 hydra/launcher=joblib hydra.launcher.njobs=2"]
 RULES = ["amp=bf16 amp.init_scale=1024", "layout.nproc_per_node=2", "clip.max_norm=1.0", "schedule=none"]
-RULES += [
-    "amp=fp16 amp.scaling=false",
-    "layout.bucket_mb=3",
-    "data.num_classes=5",
-    "perf.dynamic=true",
-    "perf.graph=maybe",
-]
+RULES += ["amp=fp16 amp.scaling=false", "layout.bucket_mb=3", "data.num_classes=5", "perf.dynamic=true"]
+RULES += ["perf.graph=maybe"]
 WRONG = [*TYPOS, *OPTIONS, *NAMES, *OTHERS, *HYDRA, *RULES]
 NO_OTHER_WAY = {"schedule=none", "perf.graph=maybe", "trainer.x=1"}
 """Those that only name what is valid."""

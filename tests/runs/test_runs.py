@@ -52,13 +52,8 @@ def command(*overrides):
 
 
 def start(*overrides):
-    return subprocess.Popen(
-        command(*overrides),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    environ, pipe = os.environ | {"OMP_NUM_THREADS": "1"}, subprocess.PIPE
+    return subprocess.Popen(command(*overrides), stdout=pipe, stderr=pipe, text=True, env=environ)
 
 
 def fork(*overrides):
@@ -78,13 +73,8 @@ def finish(process, code=0, timeout=100):
 @pytest.mark.parametrize("mode", rows(MODES, "bf16", "fp16_capped"))
 def test_a_run_leaves_the_promised_folder(mode):
     folder = run("run_dir=a", f"amp={mode}", "steps=6", "log_every=2", "save_every=2", "eval_every=3", *EVERYTHING)
-    assert {p.name for p in folder.iterdir()} >= {
-        ".hydra",
-        "environment.json",
-        "train.log",
-        "metrics.jsonl",
-        "summary.json",
-    }
+    promised = {".hydra", "environment.json", "train.log", "metrics.jsonl", "summary.json"}
+    assert {p.name for p in folder.iterdir()} >= promised
     train_lines = [line for line in lines(folder) if line["split"] == "train"]
     assert [line["step"] for line in train_lines] == [2, 4, 6]
     keys = {"step", "split", "loss", "lr", "loss_scale", "skipped", "grad_norm", "samples_per_second", "data_wait"}
@@ -182,15 +172,8 @@ def test_a_dynamic_scale_backs_off_once_and_the_rest_is_the_run_that_never_saw_i
 
 
 def test_a_run_that_only_skips_ends_as_diverged_with_the_last_good_weights(capsys):
-    folder = run(
-        "run_dir=a",
-        "steps=200",
-        "amp=fp32",
-        "optimizer=sgd",
-        "optimizer.lr=1e30",
-        "amp.max_consecutive_skips=5",
-        code=5,
-    )
+    settings = ["steps=200", "amp=fp32", "optimizer=sgd", "optimizer.lr=1e30", "amp.max_consecutive_skips=5"]
+    folder = run("run_dir=a", *settings, code=5)
     assert summary(folder)["status"] == "diverged"
     assert "amp.max_consecutive_skips=5" in capsys.readouterr().err
 
@@ -267,17 +250,10 @@ def test_epochs_count_samples_when_the_samples_per_step_change():
 
 
 def test_a_line_holds_the_learning_rate_of_its_step():
-    folder = run(
-        "run_dir=a",
-        "steps=4",
-        "log_every=1",
-        "schedule=warmup_linear",
-        "optimizer.lr=0.004",
-        "schedule.options.warmup=0",
-    )
-    assert [line["lr"] for line in lines(folder) if line["split"] == "train"] == pytest.approx(
-        [0.004, 0.003, 0.002, 0.001]
-    )
+    rates = ["schedule=warmup_linear", "optimizer.lr=0.004", "schedule.options.warmup=0"]
+    folder = run("run_dir=a", "steps=4", "log_every=1", *rates)
+    found = [line["lr"] for line in lines(folder) if line["split"] == "train"]
+    assert found == pytest.approx([0.004, 0.003, 0.002, 0.001])
 
 
 def test_resume_last_finds_the_newest_unfinished_run_of_the_same_settings():
@@ -607,15 +583,8 @@ def test_a_sweep_goes_on_past_a_failed_job_and_completes_what_is_missing(capsys)
 
 @pytest.mark.slow
 def test_torchrun_makes_one_folder_and_refuses_a_sweep():
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        str(ROOT / "train.py"),
-        *SMALL,
-        "layout=ddp",
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(ROOT / "train.py"), *SMALL]
+    torchrun += ["layout=ddp"]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*torchrun, "steps=3"], capture_output=True, text=True, env=environ, timeout=100)
     assert done.returncode == 0, done.stderr

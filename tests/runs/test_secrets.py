@@ -156,11 +156,8 @@ def test_what_is_no_secret_stays(monkeypatch, tmp_path):
     commit, digest = "5ecre7aa" * 5, "0123456789abcdef" * 4
     usual = [commit, digest, "/abs/path/of/data", "~/data", "https://host/x", "https://host:8080/a@b", "user@host:/x"]
     usual += ["s3://bucket/key/of@it", "postgresql://db/x", "2026-11-22T11:12:32+00:00", "torch 2.13.0+cpu", "a: b@c"]
-    usual += [
-        '{"loss_per_token": 2.345678901, "num_tokens": 12345678}',
-        "token = tokenizer(text)",
-        "lambda key: key[0]",
-    ]
+    usual += ['{"loss_per_token": 2.345678901, "num_tokens": 12345678}', "token = tokenizer(text)"]
+    usual += ["lambda key: key[0]"]
     usual += [
         "task-of-a-rather-long-name-2026",
         "risk-" + "a" * 30,

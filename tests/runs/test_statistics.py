@@ -233,14 +233,8 @@ def test_ranks(mode: str) -> None:
 
 def test_a_replay_is_not_sampled() -> None:
     """The doctor computes windows again; they are no steps of the run."""
-    folder = run(
-        "classification",
-        "a",
-        "steps=3",
-        "amp=bf16",
-        "doctor.statistics_every=1",
-        "debug.inject={where: batch, step: 2}",
-    )
+    settings = ["steps=3", "amp=bf16", "doctor.statistics_every=1", "debug.inject={where: batch, step: 2}"]
+    folder = run("classification", "a", *settings)
     lines = sampled(folder)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines[1]["layers"]["0"]["activations"]["amax"] is None

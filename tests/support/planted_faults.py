@@ -139,27 +139,10 @@ def both(*plants: Plant) -> Plant:
     return plant
 
 
-def drawn(
-    row: int,
-    *,
-    step: int = 1,
-    micro: int = 0,
-    accumulation: int = 1,
-    num_samples: int = 96,
-    rank: int = 0,
-    num_ranks: int = 1,
-) -> int:
+def drawn(row, *, step=1, micro=0, accumulation=1, num_samples=96, rank=0, num_ranks=1) -> int:
     """Index of a sample that is drawn with batches of 4."""
-    sampler = Sampler(
-        num_samples,
-        seed=0,
-        batch_size=4,
-        accumulation=accumulation,
-        rank=rank,
-        world_size=num_ranks,
-        start_sample=(step - 1) * accumulation * 4 * num_ranks,
-    )
-    batches = iter(sampler)
+    split = {"batch_size": 4, "accumulation": accumulation, "rank": rank, "world_size": num_ranks}
+    batches = iter(Sampler(num_samples, seed=0, start_sample=(step - 1) * accumulation * 4 * num_ranks, **split))
     return [next(batches) for _ in range(accumulation)][micro][row][0]
 
 

@@ -1011,14 +1011,8 @@ def changes_of_save(writer: Checkpoint, step: int) -> list[tuple[str, str]]:
 
 
 def durable_write(folder: str) -> list[tuple[str, str]]:
-    return [
-        ("mkdir", folder),
-        ("write", f"{folder}/state.pt"),
-        ("fsync", f"{folder}/state.pt"),
-        ("write", f"{folder}/manifest.json"),
-        ("fsync", f"{folder}/manifest.json"),
-        ("fsync", folder),
-    ]
+    files = [(act, f"{folder}/{name}") for name in ("state.pt", "manifest.json") for act in ("write", "fsync")]
+    return [("mkdir", folder), *files, ("fsync", folder)]
 
 
 def test_nothing_is_renamed_before_it_is_on_disk_nor_deleted_before_the_new_one_is(tmp_path: Path) -> None:

@@ -34,14 +34,8 @@ pytestmark = [
 MODES = ["fp32", "tf32", "bf16", "fp16", "fp16_capped", "o2", "o3", "bf16_pure", "fp8"]
 FUSED = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]
 FUSED += [torch.optim.Adagrad] if torch.__version__ >= "2.12" else []  # before, it was for CPUs only
-SMALL = [
-    "device=cuda",
-    "data=synthetic",
-    "data.num_samples=256",
-    "data.image_size=16",
-    "data.num_classes=4",
-    "batch_size=16",
-]
+SMALL = ["device=cuda", "data=synthetic", "data.num_samples=256", "data.image_size=16", "data.num_classes=4"]
+SMALL += ["batch_size=16"]
 SMALL += ["log.progress=false", "deterministic=true", "clip=norm", "ema.decay=0.9", "accumulation=2"]
 
 

@@ -117,16 +117,7 @@ def begin_to_watch(run: Run) -> None:
     run.optimizer.register_step_pre_hook(lambda *_: None)
 
 
-CHANGES = (
-    change_groups,
-    move_a_weight,
-    load,
-    load_in_place,
-    replace_moments,
-    replace_an_entry,
-    forget,
-    begin_to_watch,
-)
+CHANGES = (change_groups, move_a_weight, load, load_in_place, replace_moments, replace_an_entry, forget, begin_to_watch)
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -120,7 +120,9 @@ def test_a_gradient_that_lies_otherwise_in_memory_steps_as_it_reads(mode, kind, 
     """Fused kernels go through weight and gradient in the order of memory, and write into both."""
     weight = nn.Parameter(torch.linspace(-1, 1, 24).view(4, 6))
     before, amp = weight.detach().clone(), Amp.named(mode, **({"init_scale": 8.0} if mode == "fp16" else {}))
-    optimizer = torch.optim.AdamW([weight], lr=0.1, eps=1e-2, fused=True)
+    other = nn.Parameter(torch.zeros(3))  # its gradient lies as it does
+    other.grad = torch.zeros(3)
+    optimizer = torch.optim.AdamW([weight, other], lr=0.1, eps=1e-2, fused=True)
     weight.grad = STRANGE[kind]() if mode != "fp16" else (STRANGE[kind]().double() * 8).float()
     if kind == "expanded" and mode == "fp16":
         weight.grad = (torch.tensor([[0.5], [-2.0], [1.0], [4.0]]) * 8).expand(4, 6)

@@ -336,13 +336,8 @@ def test_a_run_without_it_does_not_even_import_it():
 
 
 def test_a_run_uses_it_and_puts_it_back(own_folder, monkeypatch):
-    small = [
-        "data=synthetic",
-        "data.num_samples=48",
-        "data.image_size=8",
-        "data.num_classes=4",
-        "model.options.width=8",
-    ]
+    small = ["data=synthetic", "data.num_samples=48", "data.image_size=8", "data.num_classes=4"]
+    small += ["model.options.width=8"]
     small += ["device=cpu", "log.progress=false", "batch_size=8", "steps=4", "accumulation=2", "log_every=1", "seed=1"]
     used = []
     softmax = policy._fp32_result

@@ -21,14 +21,8 @@ from amp_core.models import CLASSIFIERS, LANGUAGE_MODELS, build_model
 from amp_core.run.pretrained import load_pretrained
 
 FACTS: dict[str, Any] = {"image_shape": (1, 16, 16)}
-SMALL = [
-    "device=cpu",
-    "log.progress=false",
-    "data=synthetic",
-    "data.num_samples=64",
-    "data.image_size=16",
-    "log_every=1",
-]
+SMALL = ["device=cpu", "log.progress=false", "data=synthetic", "data.num_samples=64", "data.image_size=16"]
+SMALL += ["log_every=1"]
 UNCHANGED = ["steps=1", "debug.inject={where:drop,step:1,rank:0,value:nan}", "doctor=off"]
 """A run whose only step is skipped: it ends with the weights with which it began."""
 SMALL += ["batch_size=8", "model.options.width=8", "save_every=1000", "eval_every=1000"]

@@ -257,17 +257,17 @@ def test_a_saved_scale_outside_of_cap_and_floor_is_clamped() -> None:
 
 @pytest.mark.parametrize("unscale_first", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_one_optimizer_skips_alone_and_the_scale_falls_once(fused: bool, unscale_first: bool) -> None:
-    (a, opt_a), (b, opt_b) = (a_weight(kind=lambda p, lr: SGD(p, lr=lr, fused=fused)) for _ in range(2))
-    amp = amp_of()
-    amp.backward((a * INF).sum(), retain_graph=True)
-    amp.backward(b.sum())
-    if unscale_first:
-        amp.unscale_(opt_a), amp.unscale_(opt_b)
-    reports = amp.step(opt_a), amp.step(opt_b)
+@pytest.mark.parametrize("bad", [0, 1])
+def test_one_optimizer_skips_alone_and_the_scale_falls_once(bad: int, fused: bool, unscale_first: bool) -> None:
+    pairs, amp = [a_weight(kind=lambda p, lr: SGD(p, lr=lr, fused=fused)) for _ in range(2)], amp_of()
+    for i, (weight, _) in enumerate(pairs):
+        amp.backward((weight * (INF if i == bad else 1.0)).sum(), retain_graph=True)
+    for _, optimizer in pairs if unscale_first else ():
+        amp.unscale_(optimizer)
+    taken = [bool(amp.step(optimizer).taken) for _, optimizer in pairs]
     amp.update()
-    assert [bool(report.taken) for report in reports] == [False, True]
-    assert (a.item(), b.item(), amp.scale) == (0.0, -1.0, 32768.0)
+    assert taken == [bad == 1, bad == 0] and amp.scale == 32768.0
+    assert [weight.item() for weight, _ in pairs] == [-1.0 if each else 0.0 for each in taken]
 
 
 def test_growth_counts_windows_not_optimizers() -> None:

@@ -19,14 +19,8 @@ from amp_core.doctor.trace import _functional
 from amp_core.torch_private import NAMES, _each, _update_scale_, find, need
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = [
-    *(
-        path
-        for folder in ("amp_core", "amp_tools", "recipes", "hydra_plugins")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-    ),
-    ROOT / "train.py",
-]
+FOLDERS = ("amp_core", "amp_tools", "recipes", "hydra_plugins")
+CODE = [*(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))), ROOT / "train.py"]
 TOOLS = [*sorted((ROOT / "scripts").rglob("*.py")), *sorted((ROOT / "tests/support/campaign").rglob("*.py"))]
 DOOR = ROOT / "amp_core" / "torch_private.py"
 

@@ -139,6 +139,22 @@ def test_a_thousand_small_steps(mode: str, expected: float) -> None:
     assert value == pytest.approx(expected, abs=tolerance)
 
 
+def test_the_wrong_way_adam_with_fp16_moments_divides_by_zero() -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=FP16))
+    weight.grad = torch.tensor([1e-4, 0.0], dtype=FP16)
+    Adam([weight], lr=1e-3, foreach=False).step()
+    assert weight[0] == -INF and weight[1].isnan()  # the square of 1e-4 and eps=1e-8 are 0 in fp16
+
+    net = Scalar(1.0)
+    weights = LowPrecisionWeights(net, FP16, "nearest")
+    (param,) = master_params(net)
+    param.grad = torch.tensor([1e-4, 0.0]).repeat(128)
+    weights.begin_step([param])
+    Adam([param], lr=1e-3, foreach=False).step()
+    weights.end_step([param], torch.tensor(True))
+    assert net.weight[0].item() == pytest.approx(0.999, abs=5e-4) and net.weight[1] == 1.0
+
+
 # --- rounding
 
 

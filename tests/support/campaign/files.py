@@ -135,14 +135,8 @@ def _whole_runs(plan: Plan, folder: Path, steps: list[Path], is_sharded: bool, r
 
 def _other_files(plan: Plan, folder: Path, copy: Path, result: Result) -> None:
     """Damage to what is not a checkpoint never stops a run without a clear word."""
-    names = [
-        "summary.json",
-        "metrics.jsonl",
-        ".hydra/config.yaml",
-        ".hydra/overrides.yaml",
-        "environment.json",
-        ".lock",
-    ]
+    names = ["summary.json", "metrics.jsonl", ".hydra/config.yaml", ".hydra/overrides.yaml", "environment.json"]
+    names += [".lock"]
     texts = [b"", b"[]", b"null", b"7", b'{"eval": 3}', b"{}", b'"x"', b"\xff\xfe\x00", b"[" * 100_000]
     texts += [b"a: [", b"a: &a [*a]", b'{"step": "x", "split": 3}\n[]\n{"step": null}\n']
     texts += [b'{"status": "finished"}', b'{"status": "finished", "eval": 3}']
