@@ -28,7 +28,6 @@ class Part(Protocol):
     """What can be saved under a name: a net, an optimizer, an `Amp`, a `Schedule`, an `Ema`, ..."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
-
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 

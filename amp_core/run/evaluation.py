@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
-import torch.distributed as dist
 from torch import nn
 
 from amp_core.config.errors import Diverged
@@ -15,7 +14,7 @@ from amp_core.data.loading import GaveUp, interruptible
 from amp_core.run.environment import Environment
 from amp_core.run.meters import Clock
 from amp_core.step.ema import Ema
-from amp_core.tensors import unwrap
+from amp_core.tensors import share_buffers, unwrap
 
 Evaluate = Callable[[nn.Module], dict[str, float]]
 
@@ -62,10 +61,7 @@ class Evaluation:
         """The metrics, without a stop."""
         net = unwrap(self._model)
         nets = [net] if self._ema is None else [net, self._ema.model]
-        if self._env.world_size > 1:
-            # Running statistics differ between ranks; rank 0's are saved, so rank 0's are evaluated.
-            for buffer in (buffer for each in nets for buffer in each.buffers()):
-                dist.broadcast(buffer, 0)
+        share_buffers(*nets)  # rank 0's are saved, so rank 0's are evaluated
         metrics = self._evaluate(net.eval())
         net.train()
         if self._ema is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import InjectConfig
 from amp_core.step.amp import Amp
@@ -66,9 +67,7 @@ def _fault_in_shards(amp: Amp, weights: set[Tensor], value: float) -> Iterator[N
 
 
 def _first_float(batch: Any) -> Tensor:
-    if isinstance(batch, Tensor):
-        return batch
-    for item in batch.values() if isinstance(batch, dict) else batch:
-        if isinstance(item, Tensor) and item.is_floating_point():
-            return item
+    for tensor in all_tensors(batch):
+        if tensor.is_floating_point():
+            return tensor
     raise ConfigError("debug.inject.where=batch: the batch holds no floating-point tensor; use where=gradient")

@@ -256,7 +256,7 @@ class Loop:
             yield from self._consult(in_a_hurry=bool(stop))
             self._save(is_last=at_end or bool(stop))
         if at_end and evaluated:
-            _end(self, self._log)
+            _end(self)
         elif stop:
             where = f"{self.step} of {end}{' in its evaluation' if at_end else ''}"
             _interrupt(self, stop, where, "a checkpoint was written")
@@ -314,10 +314,6 @@ class Loop:
         if self.measurement is not None:
             self.measurement.write(self._log, upto=step)
         self.env.summary |= {"step": step, "skipped": skipped, "samples_per_second": line.rate}
-        for note in line.notes:
-            self._log.info(note)
-        for warning in line.warnings:
-            self._log.warning(warning)
         symptoms = Symptoms(step, line.streak, scale)
         self._symptoms = symptoms if self.monitor is None else self.monitor.completed(symptoms, line.found)
 
@@ -347,7 +343,7 @@ class Loop:
             return False
         if self._log is not None:
             self._log.metrics({"step": self.step, "split": "eval", **self.eval})
-            self._log.info(f"step {self.step}: {spell(self.eval)}")
+            logger.info("step %d: %s", self.step, spell(self.eval))
         return True
 
     def _save(self, *, is_last: bool) -> None:
@@ -431,17 +427,17 @@ def _evaluate_only(loop: Loop, notes: list[str]) -> None:
         loop.env.services.say(f"step {loop.step}: {spell(loop.eval)}")
 
 
-def _end(loop: Loop, log: LogLike) -> None:
+def _end(loop: Loop) -> None:
     loop.summarise()
     skipped = loop.env.summary["skipped"]
     check_result(loop.eval, step=loop.step, skipped=skipped, amp=loop.cfg.amp, scale=loop.amp.scale)
     loop.env.folder.write_summary("finished", 0)
     if loop.env.is_main:
-        log.info(f"finished {loop.step} steps: {spell(loop.eval)}")
+        logger.info("finished %d steps: %s", loop.step, spell(loop.eval))
         if loop.memory is not None:
             sizes = (f"{what} {size / 2**20:.1f} MiB" for what, size in loop.memory.items() if size)
-            log.info(f"memory per rank: {', '.join(sizes)}")
-        log.info(f"run folder: {loop.env.run_dir}")
+            logger.info("memory per rank: %s", ", ".join(sizes))
+        logger.info("run folder: %s", loop.env.run_dir)
 
 
 def _interrupt(loop: Loop, stop: int, where: str, saved: str, cause: BaseException | None = None) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +16,8 @@ from torch import Tensor
 from amp_core.step.amp import Amp
 from amp_core.step.report import StepReport
 from amp_core.step.schedule import Schedule
+
+logger = logging.getLogger("amp_recipes")
 
 
 class Meter:
@@ -106,8 +109,6 @@ class Line:
     """Steps skipped in a row up to this line."""
     found: dict[str, float]
     """The facts that were asked for with `Metrics.begin_line`."""
-    notes: list[str]
-    warnings: list[str]
 
 
 class Metrics:
@@ -207,7 +208,7 @@ class Metrics:
         self._reading = Reading(numbers, [*sums, *facts], step, rate, waited)
 
     def finish_line(self) -> Line | None:
-        """The line that was begun, or None. Waits for its numbers."""
+        """The line that was begun, or None. Waits for its numbers, and logs what is remarkable about them."""
         if self._reading is None:
             return None
         reading, self._reading = self._reading, None
@@ -236,24 +237,24 @@ class Metrics:
             "samples_per_second": round(reading.rate, 3),
             "data_wait": round(reading.waited, 4),
         }
-        notes, warnings = self._remarks(reading.step, int(skipped), int(streak), scale)
-        return Line(line | norms, reading.rate, int(streak), extra, notes, warnings)
+        self._remark(reading.step, int(skipped), int(streak), scale)
+        return Line(line | norms, reading.rate, int(streak), extra)
 
-    def _remarks(self, step: int, skipped: int, streak: int, scale: float) -> tuple[list[str], list[str]]:
-        """Notes and warnings about skipped steps, each once in a run."""
+    def _remark(self, step: int, skipped: int, streak: int, scale: float) -> None:
+        """Log what is remarkable about skipped steps, each once in a run."""
         policy = self._amp.scaler.policy
-        notes, warnings = [], []
         if skipped and not self._skip_noted:
             self._skip_noted = True
             why = "usual while the loss scale settles" if policy else "not usual without a loss scale: look at the data"
-            notes.append(f"step {step}: first skipped step, its gradients were not finite ({why})")
+            logger.info("step %d: first skipped step, its gradients were not finite (%s)", step, why)
         if policy and policy.dynamic and scale <= policy.min_scale and streak and not self._floor_noted:
             self._floor_noted = True
-            warnings.append(
-                f"the loss scale is at its floor {scale:g} and steps are still skipped (step {step}): "
-                f"the overflow is in the forward pass or in the data, not in the scale"
+            logger.warning(
+                "the loss scale is at its floor %g and steps are still skipped (step %d): the overflow is in the "
+                "forward pass or in the data, not in the scale",
+                scale,
+                step,
             )
-        return notes, warnings
 
 
 def _rate_key(schedule: str) -> str:

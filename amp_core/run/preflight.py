@@ -57,8 +57,7 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
     if sound("device", "perf") and cfg.perf.compile is not None:
         _check_compiler(cfg, problems)
     if sound("optimizer"):
-        on_cuda = sound("device") and cfg.device != "cpu" and torch.cuda.is_available()
-        problems += check_optimizer(cfg.optimizer, on_cuda=on_cuda)
+        problems += check_optimizer(cfg.optimizer, on_cuda=sound("device") and _on_cuda(cfg))
     if sound("schedule"):
         problems += check_schedule(cfg.schedule)
     if sound("model"):
@@ -68,8 +67,7 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
             _check_parts(cfg, recipe.MODELS, problems)
     if sound("data"):
         problems += check_data(cfg.data, recipe.DATA)
-        on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
-        if cfg.data.prepare_on == "device" and cfg.data.name in DECODED and not on_cuda:
+        if cfg.data.prepare_on == "device" and cfg.data.name in DECODED and not _on_cuda(cfg):
             problems.append(
                 f"data.prepare_on=device: the files of data={cfg.data.name} are decoded by a CUDA GPU, and the run "
                 f"has none; use data.prepare_on=loader"
@@ -181,6 +179,10 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
             warnings.append(f"amp={cfg.amp.name}: {name} has no Tensor Cores (compute capability 7.0 and later)")
 
 
+def _on_cuda(cfg: Config) -> bool:
+    return cfg.device != "cpu" and torch.cuda.is_available()
+
+
 def _check_compiler(cfg: Config, problems: list[str]) -> None:
     from amp_core.memory.compiled import NEEDED, missing_compiler  # other runs need no compiler
 
@@ -197,8 +199,7 @@ def _check_compiler(cfg: Config, problems: list[str]) -> None:
             f"{suggest(cfg.perf.backend, [*known, 'aot_eager', 'eager'])}"
         )
         return
-    on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
-    reason = missing_compiler(cfg.perf.backend, "cuda" if on_cuda else "cpu")
+    reason = missing_compiler(cfg.perf.backend, "cuda" if _on_cuda(cfg) else "cpu")
     if reason is not None:
         problems.append(f"perf.compile={cfg.perf.compile}: {reason}; install one, or use perf=default")
 
@@ -207,8 +208,8 @@ def num_processes(cfg: Config) -> int:
     """Processes on this machine when the run is started by `train.py` itself."""
     if cfg.layout.name in ONE_PROCESS:
         return 1
-    on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
-    return cfg.layout.nproc_per_node or (torch.cuda.device_count() // (cfg.layout.num_stages or 1) if on_cuda else 1)
+    per_stage = cfg.layout.num_stages or 1
+    return cfg.layout.nproc_per_node or (torch.cuda.device_count() // per_stage if _on_cuda(cfg) else 1)
 
 
 def needs_agent(cfg: Config) -> bool:

@@ -41,11 +41,10 @@ def environment(job: Job) -> Iterator[Environment]:
     env = Environment(job, cfg, device, rank, local_rank, world_size)
     env.placement, env.services = Placement(env), services
     env.folder = folder = RunFolder(env)
-    before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
-    deterministic = (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic)
     handlers: dict[int, Any] = {}
     undo = contextlib.ExitStack()
     undo.enter_context(kept_convolutions())
+    undo.enter_context(_settings(cfg))
     if cfg.amp.op_policy == "cuda":
         from amp_core.lowp.op_policy import kept_policy  # other runs need none of it
 
@@ -61,12 +60,6 @@ def environment(job: Job) -> Iterator[Environment]:
             if cfg.perf.graph:
                 # Nodes of autograd belong to the stream on which they are made, and the default one cannot be recorded.
                 undo.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
-        if cfg.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-            torch.backends.cudnn.deterministic = True
-        undo.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
-        torch.backends.cudnn.benchmark = cfg.perf.cudnn_benchmark and not cfg.deterministic
         if cfg.layout.name == "ddp" or world_size > 1:
             _join(cfg, device, rank, world_size)
             env.host_group = env.new_host_group()
@@ -103,12 +96,28 @@ def environment(job: Job) -> Iterator[Environment]:
         folder.close()
         env.nets.clear()
         end_process_group()
-        if cfg.deterministic:  # to ask for what is there already would import torch's compiler, for a second
-            torch.use_deterministic_algorithms(deterministic[0])
-            torch.backends.cudnn.deterministic = deterministic[1]
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
         undo.close()
+
+
+@contextlib.contextmanager
+def _settings(cfg: Config) -> Iterator[None]:
+    """Sets the algorithms of torch, and puts back what a run changes of them, by `Amp` too."""
+    cudnn: Any = torch.backends.cudnn
+    before = {name: getattr(cudnn, name) for name in ("allow_tf32", "benchmark", "deterministic")}
+    was_deterministic, precision = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    cudnn.benchmark = cfg.perf.cudnn_benchmark and not cfg.deterministic
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        if cfg.deterministic:  # to ask for what is there already would import torch's compiler, for a second
+            torch.use_deterministic_algorithms(was_deterministic)
+        torch.set_float32_matmul_precision(precision)
+        for name, value in before.items():
+            setattr(cudnn, name, value)
 
 
 def _join(cfg: Config, device: torch.device, rank: int, world_size: int) -> None:

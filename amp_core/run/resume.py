@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
-from amp_core.config.errors import CheckpointError, ConfigError
+from amp_core.config.errors import ConfigError
 from amp_core.config.rules import SHARDED, differences, is_elastic
 from amp_core.config.schema import Config
 from amp_core.lowp.islands import islands_of, keep_fp32, named_modules
@@ -65,7 +64,7 @@ def set_progress(run: Run, progress: dict[str, Any]) -> None:
 
 
 def open_checkpoint(run: Run) -> Checkpoint:
-    """The checkpoints of a run, in its folder. Collective."""
+    """The checkpoints of a run, in its folder; all ranks agree on what they load. Collective."""
     env, cfg = run.env, run.cfg
     own = None if env.run_dir is None else env.run_dir / "checkpoints"
     in_shards = cfg.checkpoint.name == "sharded"
@@ -90,26 +89,26 @@ def resume(run: Run) -> tuple[Loaded | None, list[str], list[str]]:
 
     Raises:
         ConfigError: the checkpoint was made with other settings.
-        CheckpointError: no usable checkpoint, or different ones on different ranks.
+        CheckpointError: no usable checkpoint.
     """
     env, cfg = run.env, run.cfg
     notes = list(env.job.notes)
-    warnings = _spread(run, notes)
     planned = {name: schedule.num_steps for name, schedule in run.schedules.items()}
     loaded = run.checkpoint.load() if env.run_dir is not None else None
     if loaded is None and cfg.resume not in ("auto", "last", "never"):
         loaded = run.checkpoint.load(cfg.resume)
     elif loaded is None and cfg.task == "evaluate" and cfg.run_dir is not None:
         loaded = run.checkpoint.load(cfg.run_dir)
-    _agree_on(run, loaded)
     if loaded is None:
+        warnings = _spread(run, notes)
         if env.run_dir is not None and (env.run_dir / "metrics.jsonl").exists():
             notes.append("the run folder has no checkpoint yet: starting from step 0")
         return None, notes, warnings
     notes += loaded.notes
     if cfg.task == "train":
         _check_changes(run, loaded, notes)
-        warnings = _keep_samples_per_step(run, loaded, notes, warnings)
+        _keep_samples_per_step(run, loaded, notes)
+    warnings = _spread(run, notes)
     set_progress(run, loaded.progress)
     progress = loaded.progress
     run.metrics.load_states(progress.get("meters", []), env.rank, progress.get("skipped_of", {}))
@@ -158,16 +157,6 @@ def can_make_islands(amp: Amp, nets: list[tuple[str, nn.Module]]) -> bool:
     return autocasts and not in_16bit
 
 
-def _agree_on(run: Run, loaded: Loaded | None) -> None:
-    if run.env.world_size == 1:
-        return
-    found: list[Any] = [None] * run.env.world_size
-    mine = None if loaded is None else (loaded.step, loaded.digest)
-    dist.all_gather_object(found, mine, group=run.env.host_group)
-    if any(other != found[0] for other in found):
-        raise CheckpointError(f"the ranks loaded different checkpoints: {found}; do all see the same run folder?")
-
-
 def _check_changes(run: Run, loaded: Loaded, notes: list[str]) -> None:
     changed = differences(loaded.config, run.cfg.to_dict())
     if not changed:
@@ -181,17 +170,17 @@ def _check_changes(run: Run, loaded: Loaded, notes: list[str]) -> None:
     )
 
 
-def _keep_samples_per_step(run: Run, loaded: Loaded, notes: list[str], warnings: list[str]) -> list[str]:
-    """Hold the samples per step when the number of ranks changed, by another accumulation. Returns warnings."""
+def _keep_samples_per_step(run: Run, loaded: Loaded, notes: list[str]) -> None:
+    """Plan the samples per step of the checkpoint when the number of ranks changed."""
     cfg, progress, old = run.cfg, loaded.progress, loaded.config
     before, now = int(progress.get("planned_samples", progress["samples_per_step"])), run.planned_samples
     if before == now:
-        return warnings
+        return
     per_micro_batch = cfg.batch_size * run.env.world_size
     same = all(old.get(key) == getattr(cfg, key) for key in ("batch_size", "accumulation"))
     if same and (before % per_micro_batch == 0 or is_elastic(cfg)):
         run.planned_samples = before
-        return _spread(run, notes)
+        return
     problem = (
         f"batch_size={cfg.batch_size}, accumulation={cfg.accumulation}, {run.env.world_size} rank(s): "
         f"{now} samples per step, the checkpoint has {before}; choose values whose product is {before}, "
@@ -200,7 +189,6 @@ def _keep_samples_per_step(run: Run, loaded: Loaded, notes: list[str], warnings:
     if not cfg.allow_changes:
         raise ConfigError(problem)
     notes.append(problem)
-    return warnings
 
 
 def _spread(run: Run, notes: list[str]) -> list[str]:

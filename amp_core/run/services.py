@@ -42,11 +42,11 @@ def open_log(loop: Loop, loaded: Loaded | None, notes: list[str], warnings: list
     )
     if cfg.perf.compile is not None:
         env.placement.compiler.clock = functools.partial(log.clock, "compiling")
-    for note in notes if env.is_main else []:
-        log.info(note)
-    for warning in warnings if env.is_main else []:
-        log.warning(warning)
     if env.is_main:
+        for note in notes:
+            log.info(note)
+        for warning in warnings:
+            log.warning(warning)
         log.info(plan(loop))
         log.info(f"run folder: {env.run_dir}")
     return log
