@@ -70,15 +70,13 @@ def _check_16bit(cfg: OptimizerConfig) -> list[str]:
     if cfg.name not in ("Adam", "AdamW"):
         return [f"{key}: is for Adam and AdamW; {cfg.name} keeps its state in float32"]
     problems = [
-        f"{key}: has no {name}; leave out optimizer.options.{name}" for name in cfg.options if name not in _KNOWN
+        f"{key}: has no {name}; leave out optimizer.options.{name}"
+        for name in cfg.options
+        if name not in ("betas", "eps")
     ]
     if cfg.fused is False:
         problems.append(f"{key}: its step is torch's fused one; leave out optimizer.fused=false")
     return problems
-
-
-_KNOWN = ("betas", "eps")
-"""Options of `Adam16`."""
 
 
 def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optimizer:
