@@ -38,12 +38,13 @@ from amp_core.doctor.plain_loop import RandomState, kept, told, with_zeros
 from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
 from amp_core.layouts.stages import Stages
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
+from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, eagerly, may_compile
 from amp_core.run.resume import can_make_islands
 from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
 from amp_core.tensors import is_sharded, unwrap
 
-Replay = Callable[[], contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
+Replay = Callable[..., contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Agree = Callable[[Any], list[Any]]
 
 _MOST_ROUNDS = 8
@@ -103,10 +104,11 @@ class Doctor:
         rehearsals: list[Rehearsal] = []
 
         @contextlib.contextmanager
-        def replay() -> Iterator[tuple[Rehearsal, Any]]:
+        def replay(*, as_trained: bool = False) -> Iterator[tuple[Rehearsal, Any]]:
             (first or present).restore()
             nets = [net for _, net in self.nets]
-            with kept(nets), self.amp.rehearse() as rehearsal, told(rehearsal, nets):
+            eager = contextlib.nullcontext() if as_trained or not may_compile() else eagerly()
+            with eager, kept(nets), self.amp.rehearse() as rehearsal, told(rehearsal, nets):
                 rehearsals.append(rehearsal)
                 yield rehearsal, batch
 
@@ -135,10 +137,15 @@ class Doctor:
 
         Args:
             replay: a context in which the window is computed once without changing state; gives the rehearsal and the
-                window.
+                window. Eagerly, but for `replay(as_trained=True)`.
         """
         everywhere = yield from self._look(replay)
         if all(one["finite"] for one in everywhere):
+            if may_compile() and not (yield from self._is_finite(replay, as_trained=True)):
+                return self._not_found(
+                    "The window is finite in eager code, and not as it is compiled here.",
+                    [Fix("code", "compile backward passes outside autocast", None, BACKWARD)],
+                )
             return (yield from self._silent(replay, everywhere))
         if suspects := {name for one in everywhere for name in one["suspects"]}:
             # They are convicted if finite numbers in their place make the window finite; else what else breaks it is.
@@ -150,15 +157,11 @@ class Doctor:
         join = math.hypot if any(is_sharded(net) for _, net in self.nets) else max
         norm = join(*(one["grad_norm"] for one in everywhere), 0.0)
         if not broken and norm < math.inf and all(one["is_loss_finite"] for one in everywhere):
-            return self._too_long(norm, scale, len(everywhere))
+            return self._too_long(norm, scale)
         if not broken:
-            return Diagnosis(
-                "not found",
+            return self._not_found(
                 "The window is not finite, and no watched operation caused it. It may have happened in "
-                "another thread or process, or in a separate step.",
-                amp=self.amp.config.name,
-                loss_scale=scale,
-                num_ranks=len(everywhere),
+                "another thread or process, or in a separate step."
             )
         rank = broken[0]
         birth: FirstNonFinite = everywhere[rank]["culprit"]
@@ -174,6 +177,8 @@ class Doctor:
             if fits is not None:
                 return self._too_large(diagnosis, scale, fits)
         yield from self._prescribe(diagnosis, birth, replay)
+        if diagnosis.islands and may_compile():
+            yield from self._confirm(diagnosis, replay)
         if birth.backward and self.amp.scaler.policy and not any(fix.verified for fix in diagnosis.fixes):
             fits = yield from self._largest_scale(replay, min(scale, 1.0), _LEAST_SCALE)
             if fits is not None:
@@ -212,19 +217,20 @@ class Doctor:
         else:
             diagnosis.why += " The window is not finite without autocast either."
 
-    def _too_long(self, norm: float, scale: float, num_ranks: int) -> Diagnosis:
-        return Diagnosis(
-            "gradient norm beyond fp32",
-            f"Each gradient is finite, and their norm is {norm:.3g}, scaled by {scale:g}; fp32 ends at 3.4e38.",
-            phase="backward",
-            amp=self.amp.config.name,
-            loss_scale=scale,
-            num_ranks=num_ranks,
-            fixes=[ADVICE["overflow in fp32"]],
-        )
+    def _too_long(self, norm: float, scale: float) -> Diagnosis:
+        why = f"Each gradient is finite, and their norm is {norm:.3g}, scaled by {scale:g}; fp32 ends at 3.4e38."
+        diagnosis = self._not_found(why, [ADVICE["overflow in fp32"]])
+        diagnosis.cause, diagnosis.phase = "gradient norm beyond fp32", "backward"
+        return diagnosis
 
-    def _is_finite(self, replay: Replay) -> Generator[Any, None, bool]:
-        with replay() as (rehearsal, window):
+    def _not_found(self, why: str, fixes: Sequence[Fix] = ()) -> Diagnosis:
+        """A diagnosis without an operation."""
+        found = Diagnosis("not found", why, amp=self.amp.config.name, loss_scale=self.amp.scale, fixes=list(fixes))
+        found.num_ranks = len(self.agree(None))
+        return found
+
+    def _is_finite(self, replay: Replay, *, as_trained: bool = False) -> Generator[Any, None, bool]:
+        with replay(as_trained=as_trained) as (rehearsal, window):
             yield window
         return all(self.agree(rehearsal.is_finite))
 
@@ -357,6 +363,25 @@ class Doctor:
             diagnosis.fixes.append(advice)
         if not diagnosis.fixes and self.amp.dtype is torch.float16:
             diagnosis.fixes.append(BF16)
+
+    def _confirm(self, diagnosis: Diagnosis, replay: Replay) -> Generator[Any, None, None]:
+        """Try the islands in compiled code, too: by default a compiled backward pass keeps the forward's autocast."""
+        first, *others = diagnosis.fixes
+        with (
+            self.as_islands(diagnosis.islands),
+            self.amp.scaler.held_at(diagnosis.scale_that_fits or diagnosis.loss_scale),
+        ):
+            if (yield from self._is_finite(replay, as_trained=True)):
+                return
+            with backward_outside_autocast():
+                finite = yield from self._is_finite(replay, as_trained=True)
+        if finite:
+            text = f"{first.text}; and compile backward passes outside autocast"
+            first = dataclasses.replace(first, text=text, override=None, python=f"{BACKWARD}; {first.python}")
+        else:
+            text = f"{first.text}: finite in eager code, but not as it is compiled here"
+            first, diagnosis.islands = dataclasses.replace(first, text=text, verified=False), []
+        diagnosis.fixes = [first, *others]
 
     def _island_fix(self, names: list[str], scale: float | None = None) -> Fix:
         text = f"compute in fp32: {', '.join(name or 'the whole network' for name in names)}"

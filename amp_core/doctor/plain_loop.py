@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -54,7 +55,9 @@ def told(rehearsal: Rehearsal, nets: Iterable[nn.Module]) -> Iterator[None]:
     ]
     torch.Tensor.backward, torch.amp.GradScaler.update = told_backward, keep_scale  # type: ignore[method-assign]
     try:
-        yield
+        with warnings.catch_warnings():  # a compiled model says that it sees the hooks of the trace
+            warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+            yield
     finally:
         torch.Tensor.backward, torch.amp.GradScaler.update = backward, update  # type: ignore[method-assign]
         for hook in hooks:

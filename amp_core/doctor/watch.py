@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import re
@@ -160,7 +161,7 @@ class Watch:
         return diagnosis
 
     def _diagnose(self, step: int) -> Generator[Any, None, Diagnosis | None]:
-        return (yield from self.doctor.diagnose(lambda: replay(self.loop, step)))
+        return (yield from self.doctor.diagnose(functools.partial(replay, self.loop, step)))
 
     def _start_before(self, step: int) -> tuple[int, Any] | None:
         checkpoint = self.loop.checkpoint.newest_before(step)
@@ -279,7 +280,7 @@ def diagnose_step(loop: Loop, step: int, found: list[Diagnosis | None]) -> Windo
     while loop.step < step - 1:
         with rerun_step(loop) as window:
             yield window
-    diagnosis = yield from doctor_of(loop).diagnose(lambda: replay(loop, step))
+    diagnosis = yield from doctor_of(loop).diagnose(functools.partial(replay, loop, step))
     if diagnosis is not None:
         diagnosis.step, diagnosis.weights = step, "the weights of the step"
         add_samples(loop, diagnosis, step)

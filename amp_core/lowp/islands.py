@@ -77,7 +77,10 @@ def keep_fp32(target: Target, patterns: Pattern | Iterable[Pattern] = "") -> Tar
         TypeError: the target or a pattern has another type.
     """
     if isinstance(target, nn.Module):
-        for module in _choose(target, [patterns] if isinstance(patterns, str | type) else list(patterns)):
+        named = [patterns] if isinstance(patterns, str | type) else list(patterns)
+        # A compiled model has other names; both are meant.
+        named = [name.replace("_orig_mod.", "") if isinstance(name, str) else name for name in named]
+        for module in _choose(unwrap(target), named):
             _to_island(module)
         _forget_compiled(methods_changed=False)
         return target

@@ -19,6 +19,7 @@ import functools
 import importlib.util
 import logging
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -192,6 +193,26 @@ def allow_graphs() -> Iterator[None]:
         finally:
             tracer.removeFilter(brief)
             torch.compiler.reset()
+
+
+def may_compile() -> bool:
+    """Whether something in this process may be compiled. Imports nothing."""
+    return "torch._dynamo" in sys.modules
+
+
+BACKWARD = 'torch._functorch.config.backward_pass_autocast = "off"'
+"""The line of a program with which torch.compile computes backward passes outside autocast."""
+
+
+@contextlib.contextmanager
+def backward_outside_autocast() -> Iterator[None]:
+    """Compile anew inside, as with `BACKWARD`, and again afterwards."""
+    torch.compiler.reset()
+    try:
+        with find("torch._functorch.config").patch(backward_pass_autocast="off"):
+            yield
+    finally:
+        torch.compiler.reset()
 
 
 def eagerly() -> contextlib.AbstractContextManager[None]:

@@ -29,15 +29,16 @@ def window_of(loop: Loop, step: int) -> list[MicroBatch]:
 
 
 @contextlib.contextmanager
-def replay(loop: Loop, step: int) -> Iterator[tuple[Rehearsal, list[MicroBatch]]]:
+def replay(loop: Loop, step: int, *, as_trained: bool = False) -> Iterator[tuple[Rehearsal, list[MicroBatch]]]:
     """Around a computation of the window of `step` that leaves no trace: no step, no metrics. On every rank.
 
-    To be used by what yields the window to the recipe.
+    To be used by what yields the window to the recipe. Eagerly, or compiled `as_trained`.
     """
+    eager = contextlib.nullcontext() if as_trained else loop.env.eagerly()
     window, here = window_of(loop, step), (loop.step, loop.samples)
     loop.step, loop.samples = step - 1, first_sample(loop, step)
     try:
-        with loop.amp.rehearse() as rehearsal, loop.env.eagerly(), rerun_step(loop, window):
+        with loop.amp.rehearse() as rehearsal, eager, rerun_step(loop, window):
             yield rehearsal, window
     finally:
         loop.step, loop.samples = here

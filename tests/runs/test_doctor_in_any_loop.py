@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -359,3 +360,65 @@ def test_a_loss_scale_below_one_is_tried():
     assert fix.python == f'Amp.named("fp16", init_scale={fits}, min_scale={fits})'
     net, batch = nn.Linear(8, 4), (torch.randn(6, 8),)
     assert located(net, batch, "fp16", heavy, init_scale=fits / 4, min_scale=fits / 4) is None
+
+
+# --- compiled code ----------------------------------------------------------------------------------------------------
+
+
+def wide_again(graph, inputs):
+    """A compiler that is right."""
+    return graph.forward
+
+
+def in_half(graph, inputs):
+    """A compiler that computes islands in 16 bits."""
+
+    def run(*args):
+        return tuple(out.half().to(out.dtype) if isinstance(out, torch.Tensor) else out for out in graph(*args))
+
+    return run
+
+
+@pytest.fixture
+def as_torch_compiles():
+    torch.compiler.reset()
+    with importlib.import_module("torch._functorch.config").patch(backward_pass_autocast="same_as_forward"):
+        yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("backend, cure", [(wide_again, "keep"), (in_half, None), ("aot_eager", "torch._functorch")])
+def test_a_cure_is_tried_in_compiled_code(backend, cure, as_torch_compiles):
+    """aot_eager, as inductor, computes the backward pass of an island in 16 bits if nobody says otherwise."""
+    net, batch = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), images()
+    with torch.no_grad():
+        net[2].weight.mul_(1e6)
+    amp, model = Amp.named("fp16", init_scale=1.0), torch.compile(net, backend=backend)
+    optimizer, taken = torch.optim.SGD(net.parameters(), 0.0), []
+
+    def step():
+        with amp.autocast():
+            loss = F.cross_entropy(model(batch[0]).float() * 1e-6, batch[1])
+        amp.backward(loss)
+        taken.append(amp.step(optimizer).taken & loss.isfinite())
+        amp.update()
+        amp.zero_grad(optimizer)
+
+    diagnosis = Doctor(amp, model).locate(step, batch)
+    assert diagnosis is not None and diagnosis.module == "2"
+    fix = diagnosis.fixes[0]
+    assert fix.verified is (cure is not None) and fix.python.startswith(cure or "keep")
+    assert ("not as it is compiled here (tried: not enough)" in str(diagnosis)) is (cure is None)
+    *lines, island = fix.python.split("; ")
+    exec(island, {"keep_fp32": keep_fp32, "model": model})  # names of a compiled model
+    step()
+    assert bool(taken[-1]) is (cure == "keep")
+    if cure == "keep":
+        return
+    diagnosis = Doctor(amp, model).locate(step, batch)
+    assert diagnosis is not None and "finite in eager code, and not as it is compiled" in diagnosis.why
+    if lines:
+        exec(lines[0], {"torch": torch})
+        torch.compiler.reset()
+        step()
+        assert bool(taken[-1]) and Doctor(amp, model).locate(step, batch) is None
