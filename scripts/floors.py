@@ -24,23 +24,23 @@ PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 
 LIMITS = {
     "config": 1840,
-    "base": 690,
+    "base": 685,
     "lowp": 1630,
     "step": 2200,
     "memory": 850,
-    "layouts": 1310,
-    "checkpoints": 2035,
+    "layouts": 1300,
+    "checkpoints": 2020,
     "models": 765,
     "data": 2075,
     "heads": 685,
-    "run": 4700,
+    "run": 4635,
     "doctor": 2290,
     "cli": 1395,
     "amp_tools": 4700,
 }
 """Lines of each floor at most, in their order. `base` are the modules that lie beside the folders."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 9500, 2465
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 9400, 2465
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 500

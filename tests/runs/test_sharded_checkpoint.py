@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -203,6 +204,15 @@ def agree(rank: int, folder: str) -> list[Any]:
     checkpoint = checkpoint_of(training, folder, "sharded", keep=3)
     with pytest.raises(ValueError, match=r"config.here is a type"):
         checkpoint.save(9, config={"here": int if rank == 0 else 0})
+    # A path that leads to another folder on each rank: all find a sound checkpoint, of other weights.
+    Path(f"{folder}{rank}").mkdir()
+    net = nn.Linear(2, 2)
+    nn.init.constant_(net.weight, rank)
+    with contextlib.chdir(f"{folder}{rank}"):
+        Checkpoint("here", model=net).save(1)
+        assert Checkpoint("here", model=net).load("here") is not None
+        with pytest.raises(CheckpointError, match=r"the ranks read different ones: .*; do all see the same folder\?"):
+            Checkpoint("here", model=net, group=dist.group.WORLD).load("here")
     return [loaded.step, loaded.notes, problems, again.step, checkpoint.newest_before(7)[0]]  # type: ignore[index]
 
 
