@@ -18,6 +18,7 @@ For gradients of gradients this is an approximation: parts of them do not grow w
 
 from __future__ import annotations
 
+import functools
 import math
 import textwrap
 from collections.abc import Generator, Iterable, Sequence
@@ -465,7 +466,7 @@ def check_windows(loop: Loop, told: Forecast, found: list[Check]) -> Windows:
         for _ in told.windows:
             with loop.amp.scaler.held_at(1.0):
                 for _ in range(_MOST_ROUNDS):
-                    diagnosis = yield from doctor.diagnose(lambda step=loop.step + 1: replay(loop, step))
+                    diagnosis = yield from doctor.diagnose(functools.partial(replay, loop, loop.step + 1))
                     if diagnosis is None or not diagnosis.islands or diagnosis.cause == "position collision":
                         break
                     needed += islands.enter_context(doctor.as_islands(diagnosis.islands))

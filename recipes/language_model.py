@@ -132,7 +132,8 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             totals += torch.stack([*losses, num_valid((inputs, targets))])
         *sums, num_tokens = env.sum_over_ranks(totals).tolist()
         loss, *further = [total / num_tokens for total in sums]
-        metrics = {"loss": loss, "bits_per_byte": loss / math.log(2), "perplexity": math.exp(loss)}
+        perplexity = math.inf if loss > 700 else math.exp(loss)  # beyond it Python raises
+        metrics = {"loss": loss, "bits_per_byte": loss / math.log(2), "perplexity": perplexity}
         return metrics | {f"loss_at_{offset}": value for offset, value in zip(offsets[1:], further, strict=True)}
 
     loop = Loop(env, data, amp=amp, evaluate=evaluate, model=model, optimizer=optimizer, schedule=schedule, ema=ema)

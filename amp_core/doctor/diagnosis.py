@@ -174,7 +174,9 @@ class Diagnosis:
         lines += ["", f"  {self.why}", ""]
         for fix in self.fixes:
             mark = {True: " (tried: the window is finite with it)", False: " (tried: not enough)", None: ""}
-            lines.append(f"  -> {fix.text}{mark[fix.verified]}")
+            # Settings stand in brackets.
+            text = re.sub(r" \((?:optimizer\.lr|\w+=[^()]*)\)", "", fix.text) if self.in_python else fix.text
+            lines.append(f"  -> {text}{mark[fix.verified]}")
             if change := fix.python if self.in_python else fix.override:
                 lines.append(f"     {change}")
         if self.healed:
@@ -356,10 +358,14 @@ ADVICE: dict[Cause, Fix] = {
         "code", "use binary_cross_entropy_with_logits, or an fp32 region that holds the sigmoid *and* the loss"
     ),
     "nothing left by a mask": Fix("code", "leave one key in every row, or set rows without keys to 0"),
-    "training diverges": Fix("code", "lower optimizer.lr, warm it up for longer, or clip gradients (clip=norm)"),
-    "overflow in fp32": Fix("code", "lower optimizer.lr, clip gradients (clip=norm), and look at the data"),
+    "training diverges": Fix(
+        "code", "lower the learning rate (optimizer.lr), warm it up for longer, or clip gradients (clip=norm)"
+    ),
+    "overflow in fp32": Fix(
+        "code", "lower the learning rate (optimizer.lr), clip gradients (clip=norm), and look at the data"
+    ),
     "poisoned buffer": Fix("data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer"),
-    "poisoned weight": Fix("data", "start from an earlier checkpoint: resume=<folder>"),
+    "poisoned weight": Fix("data", "start from an earlier checkpoint (resume=<folder>)"),
     "infinite constant": Fix("code", "write a finite number, or keep what it masks from the loss"),
     "bad input": Fix("data", "repair or remove the samples; if all are like that, normalise them"),
     "overflow in a product": BF16,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amp_core.doctor.diagnosis import (
     ADVICE,
@@ -34,7 +34,7 @@ from amp_core.doctor.diagnosis import (
     keep_fp32_override,
     location_of,
 )
-from amp_core.doctor.plain_loop import RandomState, kept, told, with_zeros
+from amp_core.doctor.plain_loop import RandomState, kept, told, with_zeros, without_autocast
 from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
 from amp_core.layouts.stages import Stages
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
@@ -77,6 +77,7 @@ class Doctor:
         self.rank = rank
         self.agree: Agree = agree or (lambda value: [value])
         self._random: RandomState | None = None
+        self._gradscaler: torch.amp.GradScaler | None = None
 
     def remember(self) -> None:
         """Keep the random state of here, before a window, for a `locate` of that window after it. Copies 5 KB."""
@@ -85,8 +86,9 @@ class Doctor:
     def locate(self, step: Callable[[], Any], batch: Any = ()) -> Diagnosis | None:
         """Diagnose a window of a plain training loop. Waits for the device at each operation.
 
-        Weights, gradients, buffers, loss scale and random state are afterwards as they were; a `step` that changes
-        weights by other means than `amp.step` or an optimizer's `step()` has to undo that itself.
+        Weights, gradients, buffers, loss scale and the random states of torch, Python and numpy are afterwards as they
+        were. Not put back: other state of the program, such as that of a schedule or an average; leave these out of
+        `step`. A window begins without gradients. Keeps a copy of weights and buffers meanwhile.
 
         Args:
             step: computes the window: forward, `amp.backward(loss)` or `loss.backward()`, `amp.step(optimizer)` or
@@ -99,16 +101,28 @@ class Doctor:
         Raises:
             RuntimeError: `step` told of no loss and of no gradients, so there is nothing to judge by.
             TypeError: an optimizer's `step()` needs a closure, or a gradient is sparse.
+            ValueError: a weight is on the meta device.
         """
+        nets = [net for _, net in self.nets]
+        if any(weight.is_meta for net in nets for weight in net.parameters()):
+            raise ValueError("a weight is on the meta device, and holds no numbers; expected a network with weights")
         present, first = RandomState(self.amp.device), self._random
+        scale, self._gradscaler = self.amp.scaler.scale.clone(), None
         rehearsals: list[Rehearsal] = []
+
+        def scaled(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+            """By the scale of `amp`, which tries others; the first is that of the scaler."""
+            if self._gradscaler is None and self.amp.scaler.policy is not None:
+                self._gradscaler = scaler
+                self.amp.scaler.set(scaler.get_scale())
+            factor = self.amp.scaler.scale if self._gradscaler is not None else scaler.get_scale()
+            return outputs * factor if isinstance(outputs, Tensor) else [each * factor for each in outputs]
 
         @contextlib.contextmanager
         def replay(*, as_trained: bool = False) -> Iterator[tuple[Rehearsal, Any]]:
             (first or present).restore()
-            nets = [net for _, net in self.nets]
             eager = contextlib.nullcontext() if as_trained or not may_compile() else eagerly()
-            with eager, kept(nets), self.amp.rehearse() as rehearsal, told(rehearsal, nets):
+            with eager, kept(nets), self.amp.rehearse() as rehearsal, told(rehearsal, nets, scaled):
                 rehearsals.append(rehearsal)
                 yield rehearsal, batch
 
@@ -116,7 +130,12 @@ class Doctor:
         try:
             while True:
                 next(search)
-                step()
+                try:
+                    step()
+                except Exception:
+                    if len(rehearsals) == 1:
+                        raise
+                    rehearsals[-1].add(torch.ones(()))  # what is tried does not fit this program
                 if not rehearsals[-1].was_told:
                     raise RuntimeError(
                         "the step told of no loss and of no gradients; expected it to call amp.backward(loss) and "
@@ -128,6 +147,7 @@ class Doctor:
             return done.value
         finally:
             search.close()  # also where the step raises: nothing may go on watching
+            self.amp.scaler.set(scale)
             present.restore()
 
     # --- the search -------------------------------------------------------------------------------------------------
@@ -207,7 +227,7 @@ class Doctor:
     def _in_fp32(self, diagnosis: Diagnosis, birth: FirstNonFinite, replay: Replay) -> Generator[Any, None, None]:
         """Whether a zero is one in fp32, too: else 16 bits made it."""
         marks = {kind for kind, _ in birth.marks}
-        with self.amp.in_fp32(), self.amp.scaler.held_at(min(diagnosis.loss_scale, 1.0)):
+        with without_autocast(), self.amp.scaler.held_at(min(diagnosis.loss_scale, 1.0)):
             finite = yield from self._is_finite(replay)
         if finite:
             diagnosis.cause = "underflow in 16 bits"
@@ -218,8 +238,11 @@ class Doctor:
             diagnosis.why += " The window is not finite without autocast either."
 
     def _too_long(self, norm: float, scale: float) -> Diagnosis:
-        why = f"Each gradient is finite, and their norm is {norm:.3g}, scaled by {scale:g}; fp32 ends at 3.4e38."
-        diagnosis = self._not_found(why, [ADVICE["overflow in fp32"]])
+        why = (
+            f"Each gradient is finite, and the sum of their squares exceeds fp32, which ends at 3.4e38: their norm is "
+            f"{norm:.3g}, scaled by {scale:g}."
+        )
+        diagnosis = self._not_found(why, [Fix("code", "divide the loss by a constant, such as the number of elements")])
         diagnosis.cause, diagnosis.phase = "gradient norm beyond fp32", "backward"
         return diagnosis
 
@@ -320,7 +343,7 @@ class Doctor:
         diagnosis.cause, diagnosis.scale_that_fits = "loss scale too large", fits
         diagnosis.why = (
             f"With a loss scale of {scale:g} gradients exceed {self.amp.config.dtype}; with {fits:g} the window is "
-            "finite. Nothing is wrong with the network."
+            "finite."
         )
         grown = scale > policy.init_scale
         fields = {"max_scale": fits} if grown else {"init_scale": fits}
@@ -332,14 +355,24 @@ class Doctor:
 
     def _scale_fix(self, text: str, **fields: float) -> Fix:
         override = " ".join(f"amp.{name}={value:.17g}" for name, value in fields.items())
-        return Fix("override", text, override, self._named(**fields), verified=True)
+        scale = min(fields.values())
+        python = (
+            self._named(**fields)
+            if self._gradscaler is None
+            else f'torch.amp.GradScaler("{self.amp.device.type}", init_scale={scale:.17g})'
+        )
+        return Fix("override", text, override, python, verified=True)
 
     def _prescribe(self, diagnosis: Diagnosis, birth: FirstNonFinite, replay: Replay) -> Generator[Any, None, None]:
         cause = diagnosis.cause
         advice = ADVICE.get(cause)
         if cause == "poisoned buffer" and advice is not None:
             # A guard restores buffers after skipped steps: what it has let through came with a step that was taken.
-            more = "lower optimizer.lr, or clip gradients" if self.amp.is_guarding else "amp.guard(net) keeps it clean"
+            more = (
+                "lower the learning rate (optimizer.lr), or clip gradients"
+                if self.amp.is_guarding
+                else "amp.guard(net) keeps it clean"
+            )
             advice = dataclasses.replace(advice, text=f"{advice.text}; {more}")
         if cause in CURED_BY_ISLANDS and self.can_make_islands:
             scale = diagnosis.loss_scale
@@ -392,7 +425,7 @@ class Doctor:
         if scale is not None:
             text += "; and begin with a smaller loss scale"
             override += f" amp.init_scale={scale:g}"
-            python += f"; amp = {self._named(init_scale=scale)}"
+            python += f"; {self._scale_fix('', init_scale=scale).python}"
         return Fix("override", text, override, python, verified=True)
 
     def _named(self, **fields: float) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,26 +18,41 @@ from amp_core.step.report import Rehearsal, require_no_closure
 
 
 @contextlib.contextmanager
-def told(rehearsal: Rehearsal, nets: Iterable[nn.Module]) -> Iterator[None]:
-    """Have `loss.backward()` tell the rehearsal, as `Amp` does, while no optimizer steps and no GradScaler updates."""
+def told(
+    rehearsal: Rehearsal, nets: Iterable[nn.Module], scaled: Callable[[torch.amp.GradScaler, Any], Any]
+) -> Iterator[None]:
+    """Have torch's `backward()` and `step()` tell the rehearsal, as `Amp` does; no optimizer steps, no scale moves.
+
+    Args:
+        rehearsal: of the window.
+        nets: whose gradients count.
+        scaled: in place of `GradScaler.scale`.
+    """
     params = [p for net in nets for p in net.parameters()]
-    backward, update = torch.Tensor.backward, torch.amp.GradScaler.update
+    backward, update, scale = torch.Tensor.backward, torch.amp.GradScaler.update, torch.amp.GradScaler.scale
     held: dict[torch.optim.Optimizer, list[tuple[Tensor, Tensor]]] = {}
 
     def told_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         rehearsal.on_loss(loss)
         backward(loss, *args, **kwargs)
-        pairs = [(p, p.grad) for p in params if p.grad is not None]
-        check_gradients([grad for _, grad in pairs], scaled=False)
-        for _, grad in pairs:
+        tell([p for p in params if p.grad is not None], [p.grad for p in params if p.grad is not None])
+
+    def tell(params: list[Tensor], grads: list[Tensor]) -> None:
+        check_gradients(grads, scaled=False)
+        for grad in grads:
             rehearsal.add(~torch.isfinite(grad).all())
         if rehearsal.watcher is not None:
-            rehearsal.watcher.on_gradients([p for p, _ in pairs], [grad for _, grad in pairs])
+            rehearsal.watcher.on_gradients(params, grads)
+
+    def told_scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        scale(scaler, outputs)  # it begins with this
+        return scaled(scaler, outputs)
 
     def take_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         require_no_closure(optimizer)
         if args[1:] or kwargs:
             raise TypeError(f"{type(optimizer).__name__}.step() was given a closure; expected a step without one")
+        tell(*with_grads(optimizer))  # perhaps of torch.autograd.grad
         held[optimizer] = list(zip(*with_grads(optimizer), strict=True))
         for param, _ in held[optimizer]:
             param.grad = None  # nothing to step
@@ -53,22 +70,25 @@ def told(rehearsal: Rehearsal, nets: Iterable[nn.Module]) -> Iterator[None]:
         register_optimizer_step_pre_hook(take_gradients),
         register_optimizer_step_post_hook(give_gradients),
     ]
-    torch.Tensor.backward, torch.amp.GradScaler.update = told_backward, keep_scale  # type: ignore[method-assign]
+    torch.Tensor.backward = told_backward  # type: ignore[method-assign]
+    torch.amp.GradScaler.update, torch.amp.GradScaler.scale = keep_scale, told_scale  # type: ignore[method-assign]
     try:
         with warnings.catch_warnings():  # a compiled model says that it sees the hooks of the trace
             warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
             yield
     finally:
-        torch.Tensor.backward, torch.amp.GradScaler.update = backward, update  # type: ignore[method-assign]
+        torch.Tensor.backward = backward  # type: ignore[method-assign]
+        torch.amp.GradScaler.update, torch.amp.GradScaler.scale = update, scale  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
 
 
 @contextlib.contextmanager
 def kept(nets: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside there are no gradients. Afterwards gradients and buffers are as before, also those that were replaced."""
+    """Inside there are no gradients. Afterwards weights, gradients and buffers are as before, also replaced buffers."""
     modules = [module for net in nets for module in net.modules()]
     grads = [(p, p.grad) for module in modules for p in module.parameters(recurse=False)]
+    weights = [(p, p.detach().clone()) for p, _ in grads]  # a loop may change them without an optimizer
     buffers = [(m, name, b, b.clone()) for m in modules for name, b in m.named_buffers(recurse=False)]
     for param, _ in grads:
         param.grad = None
@@ -78,10 +98,28 @@ def kept(nets: Iterable[nn.Module]) -> Iterator[None]:
         for param, grad in grads:
             param.grad = grad
         with torch.no_grad():
+            for param, before in weights:
+                if not torch.equal(param, before):  # NaN was there before, or is not wanted
+                    param.copy_(before)
             for module, name, buffer, before in buffers:
                 buffer.copy_(before)
                 if getattr(module, name) is not buffer:
                     setattr(module, name, buffer)
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Inside, autocast casts nothing, that of `Amp` and that of torch."""
+    enable = torch.set_autocast_enabled
+
+    def disable(*args: Any) -> None:
+        enable(*args[:-1], False)  # pyright: ignore[reportCallIssue]
+
+    torch.set_autocast_enabled = disable
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled = enable
 
 
 @contextlib.contextmanager
@@ -101,12 +139,16 @@ class RandomState:
     """A snapshot of the random generators that a window may use."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cpu = torch.get_rng_state()
+        self._cpu, self._python = torch.get_rng_state(), random.getstate()
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._device = device
 
     def restore(self) -> None:
         """Restore the snapshot."""
         torch.set_rng_state(self._cpu)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)

@@ -16,6 +16,7 @@ import linecache
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -227,7 +228,9 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         self._unwritten: set[int] = set()
         self._shared: set[int] = set()
         self._tensors = {storage_key(tensor): name for name, tensor in tensors.items()}
-        self._batch_sizes = {t.shape[0] for name, t in tensors.items() if name.startswith("batch") and t.ndim}
+        sizes = Counter(t.shape[0] for name, t in tensors.items() if name.startswith("batch") and t.ndim)
+        self._batch_sizes = {size for size, count in sizes.items() if count == max(sizes.values())}
+        """Of most tensors of the batch: another one, such as the weights of classes, has no sample per row."""
         self._pauses = 0
         self._handles: list[Any] = []
         for name, tensor in tensors.items():
@@ -423,6 +426,9 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             return self._not_finite_before(name or f"unseen {found.name}", found.tensor, found.key, place)
         return CONSTANT
 
+    def _is_of_samples(self, tensor: Tensor, name: str) -> bool:
+        return name.startswith("batch") and bool(tensor.ndim) and tensor.shape[0] in self._batch_sizes
+
     def _own_tensor(self, key: int) -> str | None:
         """Name of a weight or buffer of the current module, which may be in none of the networks."""
         if not self._modules:
@@ -437,7 +443,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
     def _not_finite_before(self, name: str, tensor: Tensor, key: int, place: Location) -> int:
         number = len(self.births)
         birth = FirstNonFinite(number, "", place, False, [], Range.of(name, tensor), bool(tensor.isnan().any()), None)
-        birth.tensor, birth.rows = name, _bad_rows(tensor)
+        birth.tensor, birth.rows = name, _bad_rows(tensor) if self._is_of_samples(tensor, name) else []
         if name.startswith(("batch", "buffer")) and not bool((tensor.isnan() | tensor.isposinf()).any()):
             # Only -inf, as in a mask of attention: no more suspicious than one that the program writes.
             self.constants.append(birth)
@@ -480,7 +486,8 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         name, place = call.name, call.place
         inherited = {mark for each in call.inputs for mark in self._marks.get(each.key, ())}
         marks: set[tuple[str, str]] = set()
-        if inherited and any(bool((tensor <= 0).any()) for tensor in outputs if not tensor.is_complex()):
+        plain = [tensor for tensor in outputs if tensor.layout is torch.strided and not tensor.is_complex()]
+        if inherited and any(bool((tensor <= 0).any()) for tensor in plain):
             marks |= {mark for mark in inherited if mark[0] in _FADING}
         if name.rstrip("_") in _SPREADS_SIGMOID:
             marks |= {mark for mark in inherited if mark[0] in ("sigmoid", "wide sigmoid")}
@@ -496,7 +503,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             if bool(((probability == 0) | (probability == 1)).any()):
                 kind = "bce" if any(kind == "sigmoid" for kind, _ in inherited) else "wide bce"
                 marks.add((kind, f"binary_cross_entropy at {place.source}"))
-        if outputs[0].dtype in HALF and not call.backward:
+        if outputs[0].dtype in HALF and plain and not call.backward:
             what = f"{name.strip('_')} in {_dtype_name(outputs[0])} at {place.source}"
             if name.rstrip("_") in _UNDERFLOWS and _underflows(call, outputs[0]):
                 marks.add(("underflow", what))
@@ -682,7 +689,7 @@ def _is_at_a_pole(name: str, args: Sequence[Any], tensors: list[Tensor]) -> bool
         return bool((tensors[0] <= -1).any())
     if name == "pow":
         return bool(torch.any(torch.as_tensor(args[1]) < 0)) and any(bool((tensor == 0).any()) for tensor in tensors)
-    return name in ("acos", "asin", "acosh", "atanh", "logit", "erfinv")
+    return name in ("acos", "asin", "acosh", "atanh", "logit", "erfinv", "logdet", "_linalg_slogdet", "linalg_slogdet")
 
 
 def _underflows(call: _Call, output: Tensor) -> bool:
@@ -707,7 +714,7 @@ def _cancels(call: _Call, output: Tensor) -> bool:
 def _in_float64(call: _Call, output: Tensor) -> Tensor | None:
     """The result of the operation in float64 on the same inputs; None if it cannot be computed."""
     if call.name in ("_to_copy", "copy_"):
-        return call.inputs[-1].tensor.double()
+        return call.inputs[-1].tensor.double() if call.inputs else None
     func = _functional(call.func) if call.func._schema.is_mutable else call.func
     before = iter(call.inputs)
 

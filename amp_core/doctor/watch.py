@@ -34,6 +34,7 @@ from amp_core.config.errors import ConfigError
 from amp_core.config.redact import redact
 from amp_core.doctor.diagnosis import ADVICE, Diagnosis
 from amp_core.doctor.locate import Doctor
+from amp_core.doctor.plain_loop import without_autocast
 from amp_core.run.environment import Symptoms
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.loop import Loop
@@ -185,7 +186,7 @@ class Watch:
     def _hold_against_the_start(self, diagnosis: Diagnosis, step: int) -> Windows:
         """Change the diagnosis if training diverges, whatever the precision."""
         loop = self.loop
-        if self._origin is None or self._origin_step >= step - 1:
+        if self._origin is None or self._origin_step >= step - 1 or loop.amp.weights:
             return
         loss, norm = yield from self._loss_and_norm(step)
         present = snapshot(loop)
@@ -194,8 +195,9 @@ class Watch:
             first_loss, first_norm = yield from self._loss_and_norm(step)
         finally:
             restore(loop, present)
-        # A loss that is NaN in fp32 is no better.
-        if first_norm and norm > _GROWN * first_norm and not loss <= first_loss + abs(first_loss):
+        # A recipe may tell of no loss. One that is NaN now is no better than one that has grown.
+        has_grown = math.isfinite(first_loss) and not loss <= first_loss + abs(first_loss)
+        if first_norm and norm > _GROWN * first_norm and has_grown:
             diagnosis.cause, diagnosis.islands = "training diverges", []
             diagnosis.fixes, diagnosis.scale_that_fits = [ADVICE["training diverges"]], None
             diagnosis.why += (
@@ -206,13 +208,14 @@ class Watch:
     def _loss_and_norm(self, step: int) -> Generator[Any, None, tuple[float, float]]:
         """The mean of a window's losses without autocast, and the norm of all weights."""
         loop = self.loop
-        with loop.amp.in_fp32(), loop.amp.scaler.held_at(1.0), replay(loop, step) as (rehearsal, window):
+        with without_autocast(), loop.amp.scaler.held_at(1.0), replay(loop, step) as (rehearsal, window):
             yield window
         squares = [w.double().square().sum().item() for net in loop.nets for w in local(net.parameters())]
         found = self.doctor.agree(([loss.item() for loss in rehearsal.losses], math.fsum(squares)))
         losses = [loss for losses, _ in found for loss in losses]
         join = math.fsum if any(map(is_sharded, loop.nets)) else max
-        return math.fsum(losses) / len(losses), math.sqrt(join(square for _, square in found))
+        mean = math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else math.nan
+        return mean, math.sqrt(join(square for _, square in found))
 
     def _heal(self, diagnosis: Diagnosis, step: int, streak: int) -> Windows:
         loop, policy = self.loop, self.loop.amp.scaler.policy
@@ -277,6 +280,8 @@ def diagnose_step(loop: Loop, step: int, found: list[Diagnosis | None]) -> Windo
     """A driver (`env.driver`) that trains up to a step of a run again and examines it. Fills `found`."""
     if step <= loop.step:
         raise ConfigError(f"--step {step}: the checkpoint is at step {loop.step}; expected a later step")
+    if step > loop.num_steps:
+        raise ConfigError(f"--step {step}: the run ends at step {loop.num_steps}; expected an earlier step")
     while loop.step < step - 1:
         with rerun_step(loop) as window:
             yield window

@@ -532,15 +532,8 @@ class Amp:
             yield self._rehearsal
         finally:
             self._rehearsal = None
-
-    @contextlib.contextmanager
-    def in_fp32(self) -> Iterator[None]:
-        """Inside, `autocast` casts nothing: to see what a window does in fp32."""
-        casts, self._casts = self._casts, False
-        try:
-            yield
-        finally:
-            self._casts = casts
+            self._states.clear()  # of a window that was not ended
+            self._in_window = False
 
     # --- state --------------------------------------------------------------------------------------------------------
 

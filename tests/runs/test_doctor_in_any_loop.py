@@ -422,3 +422,92 @@ def test_a_cure_is_tried_in_compiled_code(backend, cure, as_torch_compiles):
         torch.compiler.reset()
         step()
         assert bool(taken[-1]) and Doctor(amp, model).locate(step, batch) is None
+
+
+# --- what an attack found ---------------------------------------------------------------------------------------------
+
+
+def test_a_gradscaler_of_torch_is_told_its_scale():
+    net, batch = network(), images()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scaler, amp = torch.amp.GradScaler("cpu", init_scale=2.0**30), Amp.named("fp16")
+    diagnosis = Doctor(amp, net).locate(torchs_loop(net, optimizer, batch, scaler=scaler), batch)
+    assert diagnosis is not None and (diagnosis.cause, diagnosis.loss_scale) == ("loss scale too large", 2.0**30)
+    cured = eval(diagnosis.fixes[0].python, {"torch": torch})
+    assert Doctor(amp, net).locate(torchs_loop(net, optimizer, batch, scaler=cured), batch) is None
+    assert scaler.get_scale() == 2.0**30 and amp.scale == 65536.0
+
+
+def test_torchs_own_autocast_is_switched_off_to_see_what_fp32_does():
+    torch.manual_seed(0)
+    net, x = nn.Linear(8, 5), torch.randn(16, 8)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = spread(net(x))
+        loss.backward()
+
+    diagnosis = Doctor(Amp.named("bf16"), net).locate(step)
+    assert diagnosis is not None and diagnosis.cause == "cancellation in 16 bits"
+    assert "optimizer.lr" not in str(diagnosis) and "clip=" not in str(diagnosis)
+
+
+def test_weights_that_a_loop_changes_by_hand_are_put_back():
+    net, (x, _) = network(), images()
+    x[0, 0] = float("nan")
+    before = copy.deepcopy(net.state_dict())
+
+    def step():
+        net(x).sum().backward()
+        with torch.no_grad():
+            for p in net.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+
+    diagnosis = Doctor(Amp.named("fp32"), net).locate(step, (x,))
+    assert diagnosis is not None and diagnosis.cause == "bad input" and same(net.state_dict(), before)
+
+
+def test_gradients_of_autograd_grad_are_told_by_the_optimizer():
+    net, (x, _) = network(1e30), images()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step():
+        grads = torch.autograd.grad(net(x * 1e30).square().sum(), [*net.parameters()])
+        for p, grad in zip(net.parameters(), grads, strict=True):
+            p.grad = grad
+        optimizer.step()
+
+    assert Doctor(Amp.named("fp32"), net).locate(step, (x,)) is not None
+
+
+def test_a_trial_that_does_not_fit_the_program_is_no_cure():
+    """In an island the line is given fp32 beside its own fp16."""
+
+    class Stubborn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.b(F.layer_norm((self.a(x) * 5e5).half(), (8,)))
+
+    diagnosis = located(Stubborn(), (torch.randn(6, 8),), "fp16")
+    assert diagnosis is not None and not any(fix.verified for fix in diagnosis.fixes)
+
+
+def test_rows_of_weights_are_no_samples():
+    net = network()
+    with torch.no_grad():
+        net[1].running_var[3] = float("nan")
+    net.eval()
+    diagnosis = located(net, images()[:1], "fp32")
+    assert diagnosis is not None and diagnosis.cause == "poisoned buffer" and not diagnosis.samples
+
+
+def test_sparse_gradients_and_meta_weights_are_refused_by_name():
+    net = nn.Embedding(8, 4, sparse=True)
+    with pytest.raises(TypeError, match="sparse gradients are not supported"):
+        Doctor(Amp.named("fp32"), net).locate(lambda: net(torch.tensor([1, 2])).sum().backward())
+    with pytest.raises(ValueError, match="meta device"):
+        Doctor(Amp.named("fp32"), nn.Linear(2, 2, device="meta")).locate(lambda: None)
