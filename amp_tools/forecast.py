@@ -18,12 +18,12 @@ For gradients of gradients this is an approximation: parts of them do not grow w
 
 from __future__ import annotations
 
-import functools
 import math
 import textwrap
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -457,8 +457,7 @@ class Check:
 def check_windows(loop: Loop, told: Forecast, found: list[Check]) -> Windows:
     """A driver through the windows of a forecast in fp16. Appends to `found`.
 
-    Islands that are needed are those that the doctor finds, by breaking operation after breaking operation, until the
-    window is finite at a loss scale of 1. With them follow the largest scale and the zeros.
+    Needed are the islands that the doctor finds, until the window is finite at a loss scale of 1.
     """
     doctor, start = doctor_of(loop), snapshot(loop)
     needed, scales, tally = list[str](), list[float](), _Tally()
@@ -466,7 +465,7 @@ def check_windows(loop: Loop, told: Forecast, found: list[Check]) -> Windows:
         for _ in told.windows:
             with loop.amp.scaler.held_at(1.0):
                 for _ in range(_MOST_ROUNDS):
-                    diagnosis = yield from doctor.diagnose(functools.partial(replay, loop, loop.step + 1))
+                    diagnosis = yield from doctor.diagnose(partial(replay, loop, loop.step + 1))
                     if diagnosis is None or not diagnosis.islands or diagnosis.cause == "position collision":
                         break
                     needed += islands.enter_context(doctor.as_islands(diagnosis.islands))

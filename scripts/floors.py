@@ -34,7 +34,7 @@ LIMITS = {
     "data": 2075,
     "heads": 685,
     "run": 4635,
-    "doctor": 2290,
+    "doctor": 2400,
     "cli": 1395,
     "amp_tools": 4700,
 }

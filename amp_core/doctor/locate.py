@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from amp_core.doctor.diagnosis import (
     ADVICE,
@@ -34,11 +34,11 @@ from amp_core.doctor.diagnosis import (
     keep_fp32_override,
     location_of,
 )
-from amp_core.doctor.plain_loop import RandomState, kept, told, with_zeros, without_autocast
+from amp_core.doctor.plain_loop import PlainLoop, RandomState, with_zeros, without_autocast
 from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
 from amp_core.layouts.stages import Stages
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
-from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, eagerly, may_compile
+from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
 from amp_core.run.resume import can_make_islands
 from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
@@ -77,7 +77,7 @@ class Doctor:
         self.rank = rank
         self.agree: Agree = agree or (lambda value: [value])
         self._random: RandomState | None = None
-        self._gradscaler: torch.amp.GradScaler | None = None
+        self._plain: PlainLoop | None = None
 
     def remember(self) -> None:
         """Keep the random state of here, before a window, for a `locate` of that window after it. Copies 5 KB."""
@@ -103,52 +103,20 @@ class Doctor:
             TypeError: an optimizer's `step()` needs a closure, or a gradient is sparse.
             ValueError: a weight is on the meta device.
         """
-        nets = [net for _, net in self.nets]
-        if any(weight.is_meta for net in nets for weight in net.parameters()):
-            raise ValueError("a weight is on the meta device, and holds no numbers; expected a network with weights")
-        present, first = RandomState(self.amp.device), self._random
-        scale, self._gradscaler = self.amp.scaler.scale.clone(), None
-        rehearsals: list[Rehearsal] = []
-
-        def scaled(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
-            """By the scale of `amp`, which tries others; the first is that of the scaler."""
-            if self._gradscaler is None and self.amp.scaler.policy is not None:
-                self._gradscaler = scaler
-                self.amp.scaler.set(scaler.get_scale())
-            factor = self.amp.scaler.scale if self._gradscaler is not None else scaler.get_scale()
-            return outputs * factor if isinstance(outputs, Tensor) else [each * factor for each in outputs]
-
-        @contextlib.contextmanager
-        def replay(*, as_trained: bool = False) -> Iterator[tuple[Rehearsal, Any]]:
-            (first or present).restore()
-            eager = contextlib.nullcontext() if as_trained or not may_compile() else eagerly()
-            with eager, kept(nets), self.amp.rehearse() as rehearsal, told(rehearsal, nets, scaled):
-                rehearsals.append(rehearsal)
-                yield rehearsal, batch
-
-        search = self.diagnose(replay)
+        loop = PlainLoop(self.amp, [net for _, net in self.nets], batch, self._random)
+        self._plain = loop
+        search = self.diagnose(loop.replay)
         try:
             while True:
                 next(search)
-                try:
-                    step()
-                except Exception:
-                    if len(rehearsals) == 1:
-                        raise
-                    rehearsals[-1].add(torch.ones(()))  # what is tried does not fit this program
-                if not rehearsals[-1].was_told:
-                    raise RuntimeError(
-                        "the step told of no loss and of no gradients; expected it to call amp.backward(loss) and "
-                        "amp.step(optimizer), or loss.backward() and optimizer.step()"
-                    )
+                loop.run(step)
         except StopIteration as done:
             if done.value is not None:
                 done.value.in_python = True
             return done.value
         finally:
             search.close()  # also where the step raises: nothing may go on watching
-            self.amp.scaler.set(scale)
-            present.restore()
+            loop.restore()
 
     # --- the search -------------------------------------------------------------------------------------------------
 
@@ -355,12 +323,9 @@ class Doctor:
 
     def _scale_fix(self, text: str, **fields: float) -> Fix:
         override = " ".join(f"amp.{name}={value:.17g}" for name, value in fields.items())
-        scale = min(fields.values())
-        python = (
-            self._named(**fields)
-            if self._gradscaler is None
-            else f'torch.amp.GradScaler("{self.amp.device.type}", init_scale={scale:.17g})'
-        )
+        python, scale = self._named(**fields), min(fields.values())
+        if self._plain is not None and self._plain.scaler is not None:
+            python = f'torch.amp.GradScaler("{self.amp.device.type}", init_scale={scale:.17g})'
         return Fix("override", text, override, python, verified=True)
 
     def _prescribe(self, diagnosis: Diagnosis, birth: FirstNonFinite, replay: Replay) -> Generator[Any, None, None]:

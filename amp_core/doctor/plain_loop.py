@@ -13,8 +13,68 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from amp_core.memory.compiled import eagerly, may_compile
+from amp_core.step.amp import Amp
 from amp_core.step.gradients import check_gradients, with_grads
 from amp_core.step.report import Rehearsal, require_no_closure
+
+
+class PlainLoop:
+    """One window of a loop, to be computed several times.
+
+    Args:
+        amp: whose scale is tried; it begins with that of the loop's GradScaler, if there is one.
+        nets: the networks.
+        batch: of the window.
+        random: the state from before the window; None: the present one.
+
+    Raises:
+        ValueError: a weight is on the meta device.
+    """
+
+    def __init__(self, amp: Amp, nets: list[nn.Module], batch: Any, random: RandomState | None) -> None:
+        if any(weight.is_meta for net in nets for weight in net.parameters()):
+            raise ValueError("a weight is on the meta device, and holds no numbers; expected a network with weights")
+        self.amp, self.nets, self.batch = amp, nets, batch
+        self.scaler: torch.amp.GradScaler | None = None
+        self._present, self._scale = RandomState(amp.device), amp.scaler.scale.clone()
+        self._first = random or self._present
+        self._rehearsals: list[Rehearsal] = []
+
+    @contextlib.contextmanager
+    def replay(self, *, as_trained: bool = False) -> Iterator[tuple[Rehearsal, Any]]:
+        """Around a computation of the window."""
+        self._first.restore()
+        eager = contextlib.nullcontext() if as_trained or not may_compile() else eagerly()
+        with eager, kept(self.nets), self.amp.rehearse() as rehearsal, told(rehearsal, self.nets, self._scaled):
+            self._rehearsals.append(rehearsal)
+            yield rehearsal, self.batch
+
+    def run(self, step: Callable[[], Any]) -> None:
+        """Compute the window. One that raises only when something is tried is not finite with it."""
+        try:
+            step()
+        except Exception:
+            if len(self._rehearsals) == 1:
+                raise
+            self._rehearsals[-1].add(torch.ones(()))
+        if not self._rehearsals[-1].was_told:
+            raise RuntimeError(
+                "the step told of no loss and of no gradients; expected it to call amp.backward(loss) and "
+                "amp.step(optimizer), or loss.backward() and optimizer.step()"
+            )
+
+    def restore(self) -> None:
+        """Put the random state and the scale back."""
+        self.amp.scaler.set(self._scale)
+        self._present.restore()
+
+    def _scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        if self.scaler is None and self.amp.scaler.policy is not None:
+            self.scaler = scaler
+            self.amp.scaler.set(scaler.get_scale())
+        factor = self.amp.scaler.scale if self.scaler is not None else scaler.get_scale()
+        return outputs * factor if isinstance(outputs, Tensor) else [each * factor for each in outputs]
 
 
 @contextlib.contextmanager

@@ -70,6 +70,8 @@ one."""
 _SPREADS_SIGMOID = {"_to_copy", "rsub", "sub", "add", "neg", "clamp", "clamp_min", "clamp_max", "index", "where", "mul"}
 _SPREADS_BCE = {"_to_copy", "mul", "clone", "sum", "expand", "div", "sigmoid_backward"}
 _UNDERFLOWS = {"_to_copy", "_softmax", "exp", "exp2", "sigmoid", "mul", "div", "square", "pow", "prod", "reciprocal"}
+_UPDATES_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+"""They write to their fourth and fifth argument, and their schemas do not say so."""
 _SUBTRACTS = {"sub", "add", "rsub"}
 _FADING = ("eps", "underflow", "cancellation")
 """Marks of numbers that are 0 because of their dtype: they end where no zero is left."""
@@ -335,7 +337,8 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         name = func.overloadpacket.__name__
         node = current_node()
         place = self._place_of(node, name)
-        written = {storage_key(tensor) for tensor in _written(func, args, kwargs)}
+        statistics = [t for t in args[3:5] if isinstance(t, Tensor)] if name in _UPDATES_STATISTICS else []
+        written = {storage_key(tensor) for tensor in (*_written(func, args, kwargs), *statistics)}
         inputs = [_Input(n, tensor, storage_key(tensor)) for n, tensor in _named(func, args, kwargs)]
         read = {each.key for each in inputs} - written
         if read and read <= self._unwritten:  # only a collective can have written it, through its own memory
@@ -352,7 +355,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
                 if key not in written:  # new memory, perhaps of a freed tensor
                     self._forget(key)
             return result
-        outputs = [tensor for tensor in tensors_in(result) if _has_fractions(tensor)]
+        outputs = [tensor for tensor in (*tensors_in(result), *statistics) if _has_fractions(tensor)]
         if result is None:  # fully_shard's copies into its buffers
             outputs = [tensor for tensor in _written(func, args, kwargs) if _has_fractions(tensor)]
         if outputs and not is_view(func):  # a view shares the storage of its base, and its records
@@ -392,7 +395,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         for each in call.inputs:
             if _has_fractions(each.tensor) and not _finite(each.tensor):
                 has_nan &= not bool(each.tensor.isnan().any())  # this operation did not produce an existing NaN
-                origins |= self._origins.get(each.key) or received or {self._unknown(each, call.place)}
+                origins |= self._origins.get(each.key) or received or self._unknown(each, call.place)
         constants = {origin for origin in origins if origin <= CONSTANT}
         if origins - constants:
             return frozenset(origins - constants)
@@ -415,16 +418,16 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         else:
             table.pop(key, None)
 
-    def _unknown(self, found: _Input, place: Location) -> int:
+    def _unknown(self, found: _Input, place: Location) -> set[int]:
         """The origin of non-finite values that no watched operation produced."""
         if found.key in self._shared:
-            return REMOTE
-        if found.key in self._tensors:
-            return CONSTANT  # finite before the window, and written without being declared, as running statistics are
+            return {REMOTE}
+        if found.key in self._tensors:  # finite before the window, and written by something that does not say so
+            return set()
         name = self._own_tensor(found.key)
         if name is not None or found.tensor.numel() > 1:
-            return self._not_finite_before(name or f"unseen {found.name}", found.tensor, found.key, place)
-        return CONSTANT
+            return {self._not_finite_before(name or f"unseen {found.name}", found.tensor, found.key, place)}
+        return {CONSTANT}
 
     def _is_of_samples(self, tensor: Tensor, name: str) -> bool:
         return name.startswith("batch") and bool(tensor.ndim) and tensor.shape[0] in self._batch_sizes

@@ -227,8 +227,10 @@ class Attends(nn.Module):
         return self.last(((y @ y.mT + mask).softmax(-1) @ y).abs() + 1)
 
 
-def located(net, inputs, mode="fp16", loss=lambda y: y.float().mean(), **fields):
+def located(net, inputs, mode="fp16", loss=lambda y: y.float().mean(), *, guarded=False, **fields):
     amp = Amp.named(mode, **fields)
+    if guarded:
+        amp.guard(net)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
 
     def step():
@@ -503,6 +505,9 @@ def test_rows_of_weights_are_no_samples():
     net.eval()
     diagnosis = located(net, images()[:1], "fp32")
     assert diagnosis is not None and diagnosis.cause == "poisoned buffer" and not diagnosis.samples
+    assert "amp.guard(net) keeps it clean" in str(diagnosis)
+    diagnosis = located(net, images()[:1], "fp32", guarded=True)
+    assert diagnosis is not None and "guard" not in str(diagnosis) and "lower the learning rate" in str(diagnosis)
 
 
 def test_sparse_gradients_and_meta_weights_are_refused_by_name():
