@@ -33,7 +33,7 @@ LIMITS = {
     "models": 765,
     "data": 2075,
     "heads": 685,
-    "run": 4635,
+    "run": 4645,
     "doctor": 2400,
     "cli": 1395,
     "amp_tools": 4700,

@@ -83,11 +83,13 @@ def spell(metrics: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
-def check_result(metrics: Mapping[str, float], *, step: int, skipped: int, amp: AmpConfig, scale: float) -> None:
+def check_result(
+    metrics: Mapping[str, float], *, step: int, skipped: int, amp: AmpConfig, scale: float, streak: int = 0
+) -> None:
     """Hold the last evaluation and the number of skipped steps against a run that worked.
 
     Steps that only brought the loss scale from its start down to where it is now were no failure, unless the run ended
-    before the first step that was taken: then it has learned nothing.
+    before the first step that was taken: then it has learned nothing; or at the smallest scale, still skipping.
 
     Args:
         metrics: of the last evaluation, the same on every rank.
@@ -95,16 +97,21 @@ def check_result(metrics: Mapping[str, float], *, step: int, skipped: int, amp: 
         skipped: those of them that were skipped.
         amp: the mode.
         scale: the loss scale at the end.
+        streak: steps in a row that were skipped at the end.
 
     Raises:
         Diverged: a metric is not finite, no step was taken, or more than half of the steps were skipped.
     """
     searched = 0
-    if amp.scaling and amp.init_scale and amp.backoff_factor:
+    is_lost = streak > 0 and scale <= (amp.min_scale or 0)
+    if amp.scaling and amp.init_scale and amp.backoff_factor and not is_lost:
         searched = max(0, round(math.log(scale / amp.init_scale, amp.backoff_factor)))
     how = f"{skipped} of {step} steps were skipped"
     if bad := [f"{name} {value:g}" for name, value in metrics.items() if not math.isfinite(value)]:
-        raise Diverged(f"diverged: {', '.join(bad)} at the end, and {how}; expected finite metrics. Lower optimizer.lr")
+        raise Diverged(
+            f"diverged: {', '.join(bad)} at the end, and {how}; expected finite metrics. Lower optimizer.lr; if the "
+            f"training loss is finite, see what task=evaluate amp=fp32 says"
+        )
     if skipped == step == searched:
         raise Diverged(
             f"diverged: {how}, the loss scale came down from {amp.init_scale:.10g} to {scale:.10g} and no step was "

@@ -430,7 +430,8 @@ def _evaluate_only(loop: Loop, notes: list[str]) -> None:
 def _end(loop: Loop) -> None:
     loop.summarise()
     skipped = loop.env.summary["skipped"]
-    check_result(loop.eval, step=loop.step, skipped=skipped, amp=loop.cfg.amp, scale=loop.amp.scale)
+    streak, scale = int(loop.amp.num_consecutive_skips), loop.amp.scale
+    check_result(loop.eval, step=loop.step, skipped=skipped, amp=loop.cfg.amp, scale=scale, streak=streak)
     loop.env.folder.write_summary("finished", 0)
     if loop.env.is_main:
         logger.info("finished %d steps: %s", loop.step, spell(loop.eval))

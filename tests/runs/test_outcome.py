@@ -39,6 +39,8 @@ def test_the_search_for_a_loss_scale_is_no_failure():
     check_result({"loss": 1.0}, step=40, skipped=36, amp=FP16, scale=1.0)  # 16 halvings, and half of the steps
     with pytest.raises(Diverged):
         check_result({"loss": 1.0}, step=40, skipped=37, amp=FP16, scale=1.0)
+    with pytest.raises(Diverged, match="36 of 40 steps"):  # still skipping at the smallest scale: nothing was found
+        check_result({"loss": 1.0}, step=40, skipped=36, amp=FP16, scale=1.0, streak=3)
 
 
 def test_a_run_without_a_single_taken_step_is_no_success_also_while_the_loss_scale_is_searched():
