@@ -17,6 +17,7 @@ from amp_core.memory.compiled import eagerly, may_compile
 from amp_core.step.amp import Amp
 from amp_core.step.gradients import check_gradients, with_grads
 from amp_core.step.report import Rehearsal, require_no_closure
+from amp_core.tensors import local
 
 
 class PlainLoop:
@@ -159,8 +160,9 @@ def kept(nets: Iterable[nn.Module]) -> Iterator[None]:
             param.grad = grad
         with torch.no_grad():
             for param, before in weights:
-                if not torch.equal(param, before):  # NaN was there before, or is not wanted
-                    param.copy_(before)
+                now, then = local((param, before))
+                if not torch.equal(now, then):  # NaN was there before, or is not wanted
+                    now.copy_(then)
             for module, name, buffer, before in buffers:
                 buffer.copy_(before)
                 if getattr(module, name) is not buffer:
