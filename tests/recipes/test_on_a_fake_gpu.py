@@ -131,7 +131,7 @@ def steps(recipe: str, mode: str, device: torch.device, num: int = 3) -> int:
         replaced += [(torch.random, "fork_rng", contextlib.nullcontext)]
         if on_fake_gpu:
             replaced += [(torch.autograd, "backward", _backward), (torch.autograd, "grad", _grad)]
-            replaced += [(importlib.import_module("amp_core.step.amp"), "_backward", _backward)]
+            replaced += [(importlib.import_module("amp_core.step.amp"), "run_backward", _backward)]
         else:
             replaced += [(Amp, "__init__", _amp_on_meta)]
         for where, name, stub in replaced:
