@@ -17,7 +17,6 @@ embedding is on one rank; and its state dict consists of pickled objects.
 from __future__ import annotations
 
 import contextlib
-import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_core.config.schema import WHOLE_MATRICES
 from amp_core.lowp.weights import master_params
+from amp_core.step.gradients import same, weights_of
 from amp_core.tensors import StateLayout, all_gather, several_ranks, state_layouts
 from amp_core.torch_private import foreach_copy_
 
@@ -105,12 +105,12 @@ def is_state_sharded(optimizer: torch.optim.Optimizer) -> bool:
 def _cut_of(optimizer: torch.optim.Optimizer) -> _Cut | None:
     if not _shared or not several_ranks():
         return None
-    params = [p for group in optimizer.param_groups for p in group["params"] if p in _shared]
+    params = [p for p in weights_of(optimizer) if p in _shared]
     cut = _cuts.get(optimizer)
     if cut is None and params:
         between = type(optimizer).__name__ in WHOLE_MATRICES
         cut = _cuts[optimizer] = _Cut(params, dist.get_world_size(), between=between)
-    if cut is not None and (len(params) != len(cut.params) or any(map(operator.is_not, params, cut.params))):
+    if cut is not None and not same(params, cut.params):
         raise RuntimeError(
             "the weights of an optimizer changed after its state was sharded over ranks; build another optimizer, "
             "or use layout.shard_optimizer=false"
@@ -220,7 +220,7 @@ def whole_state(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[
     cut = _cut_of(optimizer)
     if cut is None:
         return optimizer.state_dict()
-    number_of = {param: number for number, param in enumerate(_params(optimizer))}
+    number_of = {param: number for number, param in enumerate(weights_of(optimizer))}
     shared = [number_of[param] for param in cut.params]
     state = optimizer.state_dict()
     mine: dict[tuple[int, int], dict[str, Any]] = {}
@@ -269,7 +269,7 @@ def slices_of(optimizer: torch.optim.Optimizer, states: dict[Any, Any], numbers:
         return states
     mine = {cut.params[piece.number]: piece for piece in cut.slices[dist.get_rank()]}
     taken: dict[Any, Any] = {}
-    for number, param in zip(numbers, _params(optimizer), strict=True):
+    for number, param in zip(numbers, weights_of(optimizer), strict=True):
         if number not in states or (param in _shared and param not in mine):
             continue
         taken[number] = states[number]
@@ -282,10 +282,6 @@ def _cut_like(value: Any, param: Tensor, piece: _Slice) -> Any:
     if not isinstance(value, Tensor) or value.shape != param.shape:
         return value
     return _part(_empty(param, dtype=value.dtype, device=value.device).copy_(value), piece).clone()
-
-
-def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 @dataclass(frozen=True)
