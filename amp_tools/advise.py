@@ -7,8 +7,9 @@ same windows, so their operations are matched in order, and the slow dispatch mo
     report = advise(train_step, model, amp, optimizers=[optimizer])       # a plain loop
     print(report)
 
-What is found are pure functions of the `Profile`, the `FINDERS`. Shares are those of a whole step, with the wait for
-its data. They overlap: a cast may also be a small operator, so they do not add up.
+What is found are pure functions of the `Profile`, the `FINDERS`; their shares are forecasts. What a setting changes is
+then tried, in turns with the run as it is, and findings are ranked by what was gained. Shares and gains are of a whole
+step, with the wait for its data. They overlap: a cast may also be a small operator, so they do not add up.
 """
 
 from __future__ import annotations
@@ -31,22 +32,16 @@ from amp_core.run.replay import rerun_step, restore, snapshot
 from amp_core.step.amp import Amp
 from amp_tools.findings import FINDERS, waits
 from amp_tools.measure import NUM_WARM_UPS, measure, seconds_of, time_windows, time_with_loader
-from amp_tools.profile import (
-    Finding,
-    Profile,
-    spell,
-)
+from amp_tools.profile import Finding, Profile, spell
+from amp_tools.trials import try_reads
 
 if TYPE_CHECKING:
     from amp_core.run.loop import Loop
 
-_HARMLESS = ("perf.", "optimizer.fused=", "data.num_workers=")
-"""Overrides that do not change what is computed."""
-
 
 @dataclass(frozen=True)
 class Report:
-    """What was found, the largest share first, and what of it was measured."""
+    """What was found, the largest gain first."""
 
     what: str
     profile: Profile
@@ -95,29 +90,16 @@ class Report:
 
 
 def examine(what: str, profile: Profile) -> Report:
-    """Everything that is found in a profile."""
+    """Everything that is found in a profile, the largest gain first; what one change would cure is one finding."""
     found = [finding for finder in FINDERS for finding in finder(profile)]
-    found.sort(key=lambda finding: -1.0 if finding.share is None else finding.share, reverse=True)
-    return Report(what, profile, found, profile.hints)
-
-
-def try_out(report: Report, seconds: Callable[[list[str]], float | None]) -> Report:
-    """The report with what came of the overrides that leave the training as it is.
-
-    A share is a bound: what one layer gains in another layout, its neighbours may lose.
-
-    Args:
-        seconds: of a step with these overrides; None when it could not be measured.
-    """
-    harmless = [f for f in report.findings if f.override and f.override.startswith(_HARMLESS)]
-    before = seconds([]) if harmless else None
-    after = {f.override: seconds([f.override]) for f in harmless if f.override}
-    findings = []
-    for finding in report.findings:
-        measured = after.get(finding.override or "")
-        pair = None if before is None or measured is None else (before, measured)
-        findings.append(dataclasses.replace(finding, tried=pair))
-    return dataclasses.replace(report, findings=findings)
+    found = [dataclasses.replace(each, tried=profile.trials.get(each.cause)) for each in found]
+    causes: dict[str, Finding] = {}
+    for each in sorted(found, key=lambda finding: finding.rank, reverse=True):
+        first = causes.setdefault(each.cause, each)
+        if first is not each:
+            evidence = f"{first.evidence}. Also: {each.title} ({each.evidence})"
+            causes[each.cause] = dataclasses.replace(first, evidence=evidence)
+    return Report(what, profile, list(causes.values()), profile.hints)
 
 
 # --- drivers ------------------------------------------------------------------------------------------------------
@@ -135,7 +117,8 @@ def advise(
     """Look at a plain training loop. Its data, and what it does with them before `step`, are not looked at.
 
     Args:
-        step: computes a window and takes its step; called a few times more than 3 * `num_windows`. It trains for good.
+        step: computes a window and takes its step; called a few times more than 3 * `num_windows`. It trains for good;
+            numbers that it reads from tensors are in some of the steps those of the step before, to time the wait.
         nets: one network, or pairs of a name and a network.
         amp: the mode that trains.
         optimizers: that `step` steps.
@@ -144,7 +127,8 @@ def advise(
     """
     doctor = Doctor(amp, nets)
     timed = time_windows(contextlib.nullcontext, amp, num_windows)
-    steps = measure(doctor, optimizers, contextlib.nullcontext, lambda: None, num_windows, timed)
+    again = contextlib.nullcontext
+    steps = try_reads(measure(doctor, optimizers, again, lambda: None, num_windows, timed), again, amp)
     try:
         while True:
             next(steps)
@@ -162,26 +146,15 @@ def advise_run(loop: Loop, num_windows: int, found: list[Profile]) -> Generator[
     began = time.perf_counter()
     saved = snapshot(loop)
     saving = time.perf_counter() - began
-    timed = time_with_loader(loop, num_windows)
-    p = yield from measure(
-        doctor, loop.optimizers, partial(rerun_step, loop), lambda: restore(loop, saved), num_windows, timed
-    )
+    timed, again = time_with_loader(loop, num_windows), partial(rerun_step, loop)
+    measuring = measure(doctor, loop.optimizers, again, lambda: restore(loop, saved), num_windows, timed)
+    p = yield from try_reads(measuring, again, loop.amp)
     p.num_workers, p.batch_size = cfg.data.num_workers, cfg.batch_size
     p.accumulation, p.channels_last = loop.accumulation, cfg.perf.channels_last
+    p.keep_fp32 = list(cfg.amp.keep_fp32)
     with loop.feed.loading(loop.samples, num_workers=0) as windows:
         p.loading = statistics.median([seconds_of(lambda: next(windows)) for _ in range(4)][1:])
     # The forward pass is about a third of a step, and needs no more than that for a sample of the evaluation.
     evaluating = len(loop.data.eval) / loop.feed.samples_per_step * p.compute / 3
     p.cadences = {"eval_every": (cfg.eval_every, evaluating), "save_every": (cfg.save_every, saving)}
     found.append(p)
-
-
-def time_run(loop: Loop, num_windows: int, found: list[tuple[float, float]]) -> Generator[Any, None, None]:
-    """A driver that only measures steps, for a comparison.
-
-    Appends to `found` the seconds that a step computes, and those that it takes with the wait for its data. Medians.
-    """
-    yield from time_windows(partial(rerun_step, loop), loop.amp, NUM_WARM_UPS)
-    steps, loads = yield from time_with_loader(loop, num_windows)
-    whole = [step + load for step, load in zip(steps, loads, strict=True)]
-    found.append((statistics.median(steps), statistics.median(whole)))

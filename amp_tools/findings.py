@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from amp_core.doctor.trace import Location
 from amp_core.lowp.float8 import MULTIPLE
 from amp_core.torch_private import cpu_has
-from amp_tools.profile import FLOAT8, HALF, MULTIPLIED, Finding, Op, Profile, flops, layout_key, sizes, spell
+from amp_tools.profile import FLOAT8, HALF, MULTIPLIED, Finding, Op, Profile, flops, sizes, spell
 
 _WAITS = {"_local_scalar_dense", "equal", "nonzero", "_unique2", "masked_select"}
 """Hand the host a number, or a size that depends on one."""
@@ -23,10 +23,8 @@ _NARROW = 64
 
 def find_slow_units(p: Profile) -> list[Finding]:
     """A device without units for the type of the mode, where it costs more than fp32."""
-    if p.units is None or p.dtype == "float32":
-        return []
     unit = p.units
-    if not unit.emulated and unit.speedup >= 0.8:
+    if unit is None or p.dtype == "float32" or (not unit.emulated and unit.speedup >= 0.8):
         return []
     low = [op for op in p.ops if op.is_product and op.inputs and op.inputs[0].dtype != "float32"]
     evidence = f"a large product in {p.dtype} runs at {unit.speedup:.2f} times the speed of fp32"
@@ -38,16 +36,8 @@ def find_slow_units(p: Profile) -> list[Finding]:
     if p.device == "cuda" and p.dtype == "bfloat16" and not has_bf16:
         other = "amp=fp16"
     title = f"{unit.device} {unit.emulated or f'is slower in {p.dtype} than in fp32'}"
-    return [
-        Finding(
-            title,
-            p.share_of(low) * (1 - unit.speedup) if unit.speedup < 1 else None,
-            evidence,
-            _place(low) if low else "everywhere",
-            "use a mode that this device has units for",
-            other,
-        )
-    ]
+    share = p.share_of(low) * (1 - unit.speedup) if unit.speedup < 1 else None
+    return [Finding(title, share, evidence, _place(low), "use a mode that this device has units for", other)]
 
 
 def find_odd_sizes(p: Profile) -> list[Finding]:
@@ -55,16 +45,17 @@ def find_odd_sizes(p: Profile) -> list[Finding]:
     products = [op for op in p.ops if op.is_product]
     total = sum(op.seconds for op in products)
     operations = sum(flops(op) for op in products)
-    odd: dict[tuple[str, int], list[Op]] = defaultdict(list)
+    odd: dict[int, list[Op]] = defaultdict(list)
     for op in products:
         dtype = op.inputs[0].dtype if op.inputs else ""
         multiple = MULTIPLE if dtype in FLOAT8 else 8
         if dtype not in (*HALF, *FLOAT8):
             continue
         for size in sorted({size for size in sizes(op) if size >= _NARROW and size % multiple}):
-            odd[_name(op.place), size].append(op)
+            odd[size].append(op)
     found = []
-    for (name, size), ops in odd.items():
+    # The rest is told by the costliest.
+    for size, ops in sorted(odd.items(), key=lambda item: sum(op.seconds for op in item[1]), reverse=True)[:5]:
         dtype = ops[0].inputs[0].dtype
         multiple = MULTIPLE if dtype in FLOAT8 else 8
         padded = size + -size % multiple
@@ -79,12 +70,11 @@ def find_odd_sizes(p: Profile) -> list[Finding]:
         if p.device != "cuda":
             evidence += "; it matters on a GPU, a CPU pads by itself"
         share = p.share(seconds) if p.device == "cuda" else None
-        title = f"the size {size} in {name} is no multiple of {multiple}, which Tensor Cores want"
+        names = " and ".join(dict.fromkeys(_name(op.place) for op in ops))
+        title = f"the size {size} in {names} is no multiple of {multiple}, which Tensor Cores want"
         override = f"batch_size={padded}" if size == p.batch_size else None
         found.append(Finding(title, share, evidence, _place(ops), advice, override))
-    # The rest is told by the first few: they are sorted by what they cost.
-    cost = {id(finding): sum(op.seconds for op in ops) for finding, ops in zip(found, odd.values(), strict=True)}
-    return sorted(found, key=lambda finding: cost[id(finding)], reverse=True)[:5]
+    return found
 
 
 def find_casts(p: Profile) -> list[Finding]:
@@ -107,19 +97,12 @@ def find_casts(p: Profile) -> list[Finding]:
         )
     if part < 0.7:
         advice.append("activations change their type where 16-bit and fp32 operations alternate: fewer fp32 islands")
-    override = None
-    if part > 0.3 and p.batch_size and p.accumulation % 2 == 0:
-        override = f"batch_size={2 * p.batch_size} accumulation={p.accumulation // 2}"
-    return [
-        Finding(
-            "casts from one floating-point type to another",
-            share,
-            f"{len(casts) / p.num_steps:g} casts per step, {part:.0%} of their time for weights. Most of it in {worst}",
-            _place(casts),
-            "; ".join(advice),
-            override,
-        )
-    ]
+    override = _twice_the_batch(p) if part > 0.3 and p.accumulation % 2 == 0 else None
+    evidence = (
+        f"{len(casts) / p.num_steps:g} casts per step, {part:.0%} of their time for weights. Most of it in {worst}"
+    )
+    title = "casts from one floating-point type to another"
+    return [Finding(title, share, evidence, _place(casts), "; ".join(advice), override)]
 
 
 def find_small_operators(p: Profile) -> list[Finding]:
@@ -137,17 +120,20 @@ def find_small_operators(p: Profile) -> list[Finding]:
         f"(median); {len(small) / len(work):.0%} of them are {what} below {bound * 1e6:.0f} µs and take "
         f"{p.share_of(small):.0%} of the time, and {p.between:.0%} is spent between operations"
     )
-    override = None
-    if p.batch_size and p.accumulation % 2 == 0:
-        override = f"batch_size={2 * p.batch_size} accumulation={p.accumulation // 2}"
-    elif p.batch_size:
-        override = f"batch_size={2 * p.batch_size}"
+    override = _twice_the_batch(p)
     advice = "larger micro-batches: the same number of operations for more samples"
     if override and "accumulation" not in override:
         advice += " (this one changes the training: more samples per step)"
     if p.device == "cuda":
         advice += "; or torch.compile(model, mode='reduce-overhead'), which starts a step's kernels all at once"
     return [Finding("many small operations", at_stake, evidence, _place(small), advice, override)]
+
+
+def _twice_the_batch(p: Profile) -> str | None:
+    """The setting for micro-batches twice as large, with as many samples per step as before where that can be."""
+    if not p.batch_size:
+        return None
+    return f"batch_size={2 * p.batch_size}" + (f" accumulation={p.accumulation // 2}" * (p.accumulation % 2 == 0))
 
 
 def waits(p: Profile) -> list[Op]:
@@ -179,7 +165,7 @@ def find_waits(p: Profile) -> list[Finding]:
         evidence = f"{len(ops) / p.num_steps:g} per step: {place.code or ops[0].name}"
         share = p.share(sum(op.host_seconds for op in ops)) if p.device == "cuda" else None
         if share is None:
-            evidence += "; on a CPU it costs nothing, on a GPU each empties the queue of kernels"
+            evidence += "; on a CPU there is nothing to wait for, on a GPU each empties the queue of kernels"
         found.append(Finding(f"waits for the device at {source}", share, evidence, str(place), advice, override))
     return found
 
@@ -189,10 +175,7 @@ def find_loading(p: Profile) -> list[Finding]:
     if p.loading is None:
         return []
     compute, waited = p.compute, p.wait
-    # Workers are ahead when the measurement begins; what they cannot keep up with shows later.
-    later = max(p.loading / max(p.num_workers, 1) - compute, 0.0) if p.num_workers else 0.0
-    stall = max(waited, later)
-    share = stall / (stall + compute)
+    share = waited / p.step
     if share < 0.05:
         return []
     needed = math.ceil(p.loading / compute) if compute else p.num_cores
@@ -201,8 +184,6 @@ def find_loading(p: Profile) -> list[Finding]:
         f"{spell(waited)} of waiting and {spell(compute)} of computing per step with data.num_workers={p.num_workers}; "
         f"one process makes the data of a step in {spell(p.loading)}"
     )
-    if later > waited:
-        evidence += f", so that {p.num_workers} fall behind by {spell(later)} per step once their lead is used up"
     override = None
     if p.num_workers and waited > p.loading:
         advice = "handing the data over from workers takes longer than making them here"
@@ -232,33 +213,23 @@ def find_unfused(p: Profile) -> list[Finding]:
         advice = "the fused form updates all weights in one kernel and is skipped on the device (fused=True in torch)"
         if not each.has_fused:
             advice = "it has no fused form: foreach=true where it fits in memory, or another optimizer, such as AdamW"
-        override = "optimizer.fused=true" if each.has_fused else "+optimizer.options.foreach=true"
+        override = "optimizer.fused=true" if each.has_fused else "++optimizer.options.foreach=true"
         found.append(Finding(f"{each.name} is not fused", share, evidence, _place(ops), advice, override))
     return found
 
 
 def find_channels_first(p: Profile) -> list[Finding]:
-    """Convolutions of NCHW tensors that were measured to be faster in NHWC, the layout of channels_last."""
+    """Convolutions of NCHW tensors in 16 bits, or on a GPU, where channels_last may be faster: to be tried."""
     forward = [op for op in p.ops if op.short == "convolution" and op.inputs and op.inputs[0].is_nchw]
-    measured = [(op, p.layouts[layout_key(op)]) for op in forward if layout_key(op) in p.layouts]
-    first, last = (sum(pair[i] for _, pair in measured) for i in (0, 1))
-    if not first or last > 0.95 * first:
-        return []
+    forward = [op for op in forward if p.device == "cuda" or op.inputs[0].dtype in HALF]
     names = {_name(op.place) for op in forward}
-    both = [op for op in p.ops if op.short.startswith("convolution") and _name(op.place) in names]
-    op = max((op for op, _ in measured), key=lambda op: op.seconds)
-    one = p.layouts[layout_key(op)]
-    evidence = (
-        f"{len(forward) / p.num_steps:g} convolutions per step on NCHW; with their backward pass "
-        f"{p.share_of(both):.0%} of a step. One of {list(op.inputs[0].shape)} takes "
-        f"{spell(one[0])}, and {spell(one[1])} in channels_last"
-    )
+    share = p.share_of(op for op in p.ops if op.short.startswith("convolution") and _name(op.place) in names)
+    if share < 0.05:
+        return []
+    evidence = f"{len(forward) / p.num_steps:g} convolutions per step on NCHW"
     advice = "store networks and images in NHWC (model.to(memory_format=torch.channels_last), and the images)"
     if p.channels_last:
         advice = "perf.channels_last is on, but something before this layer puts the images back: a reshape or a stack"
-    share = p.share_of(both) * (1 - last / first)
-    if share < 0.05:
-        return []
     override = None if p.channels_last else "perf.channels_last=true"
     return [Finding("convolutions without channels_last", share, evidence, _place(forward), advice, override)]
 
@@ -266,31 +237,15 @@ def find_channels_first(p: Profile) -> list[Finding]:
 def find_pointwise_chains(p: Profile) -> list[Finding]:
     """Pointwise operations that follow each other, each of which reads and writes memory for a few operations."""
     chains = list(_chains(p.work))
-    total, saved = 0.0, 0.0
-    lines: dict[str, float] = defaultdict(float)
-    members: list[Op] = []
-    for chain in chains:
-        seconds = sum(op.seconds for op in chain)
-        gain = max(seconds * (1 - _fused_bytes(chain) / max(sum(op.num_bytes for op in chain), 1)), 0.0)
-        total, saved = total + seconds, saved + gain
-        place = chain[0].place
-        lines[_name(place) + (f" ({place.kind})" if place.kind else "")] += gain
-        members += chain
-    share = p.share(saved)
+    members = [op for chain in chains for op in chain]
+    share = p.share_of(members)
     if share < 0.05:
         return []
-    most = sorted(lines.items(), key=lambda item: item[1], reverse=True)[:3]
-    longest = max(chains, key=len)
-    evidence = (
-        f"chains of pointwise operations take {p.share(total):.0%} of a step; fused, they would move "
-        f"{saved / max(total, 1e-12):.0%} fewer bytes. Most of it in "
-        f"{'; '.join(f'{name}: {p.share(seconds):.1%}' for name, seconds in most)}. The longest: "
-        f"{', '.join(op.short for op in longest[:8])}{', ...' if len(longest) > 8 else ''}"
-    )
-    advice = (
-        "torch.compile fuses them (of the whole network, or of these modules); or write them with one function of "
-        "torch that does the same. The share is a bound: what the backward pass needs is still written"
-    )
+    most = "; ".join(f"{where}: {p.share_of(ops):.1%}" for where, ops in _groups(members)[:3])
+    longest = [op.short for op in max(chains, key=len)]
+    evidence = f"chains of pointwise operations. Most of their time in {most}. The longest: {', '.join(longest[:8])}"
+    evidence += ", ..." if len(longest) > 8 else ""
+    advice = "torch.compile fuses them; or write them with one function of torch that does the same"
     return [Finding("pointwise operations that could be fused", share, evidence, _place(members), advice)]
 
 
@@ -315,9 +270,7 @@ def find_memory_bound(p: Profile) -> list[Finding]:
         f"byte (median); this device wants {p.units.balance:.0f} to be busy. They and their backward pass take "
         f"{share:.0%} of a step"
     )
-    override = f"batch_size={2 * p.batch_size}" if p.batch_size else None
-    if p.batch_size and p.accumulation % 2 == 0:
-        override = f"batch_size={2 * p.batch_size} accumulation={p.accumulation // 2}"
+    override = _twice_the_batch(p)
     advice = "larger micro-batches: the weights are read once for more rows"
     return [Finding("layers bound by reading their weights", share, evidence, _place(thin), advice, override)]
 
@@ -334,24 +287,33 @@ def find_cadences(p: Profile) -> list[Finding]:
         enough = 49 * seconds / p.step  # 2%
         digit = 10 ** math.floor(math.log10(enough))
         fewer = f"{name}={math.ceil(enough / digit) * digit}"
-        found.append(
-            Finding(f"{what} part of the run", share, evidence, name, "less often: then it is below 2%", fewer)
-        )
+        advice = "less often: then it is below 2%"
+        found.append(Finding(f"{what} part of the run", share, evidence, name, advice, fewer))
     return found
 
 
-def find_costly_autocast(p: Profile) -> list[Finding]:
-    """A mode that is slower than fp32 for this network on this device."""
-    if p.fp32_step is None or p.dtype == "float32":
+def find_islands(p: Profile) -> list[Finding]:
+    """Products that the fp32 islands of the setting keep from the units of the mode."""
+    wide = [op for op in p.ops if op.is_product and op.inputs and op.inputs[0].dtype == "float32"]
+    share = p.share_of(wide)
+    if not p.keep_fp32 or p.dtype == "float32" or share < 0.05:
         return []
-    step = p.compute
-    if step < 1.05 * p.fp32_step:
+    products = sum(op.is_product for op in p.ops)
+    evidence = f"{len(wide)} of {products} products are in fp32, by amp.keep_fp32=[{','.join(p.keep_fp32)}]"
+    if p.units is not None:
+        evidence += f"; a large one in {p.dtype} runs at {p.units.speedup:.2f} times the speed"
+    advice = "keep only what needs fp32: doctor.py forecast names the layers that overflow"
+    return [Finding("large fp32 islands", share, evidence, _place(wide), advice, "amp.keep_fp32=[]")]
+
+
+def find_costly_autocast(p: Profile) -> list[Finding]:
+    """A mode that was tried to be slower than fp32 for this network on this device."""
+    if "amp=fp32" not in p.trials or p.trials["amp=fp32"].low <= 0:
         return []
     casts = [op for op in p.ops if op.is_cast]
-    evidence = f"a step computes for {spell(step)}, and for {spell(p.fp32_step)} in fp32 (medians, without data)"
     advice = f"this network is too small for {p.dtype} to pay on this device, or the device has no units for it"
-    share = (1 - p.fp32_step / step) * p.busy
-    return [Finding(f"amp={p.amp} is slower than fp32", share, evidence, _place(casts), advice, "amp=fp32")]
+    evidence = f"{len(casts) / p.num_steps:g} casts per step take {p.share_of(casts):.1%} of it"
+    return [Finding(f"amp={p.amp} is slower than fp32", None, evidence, _place(casts), advice, "amp=fp32")]
 
 
 FINDERS: tuple[Callable[[Profile], list[Finding]], ...] = (
@@ -366,6 +328,7 @@ FINDERS: tuple[Callable[[Profile], list[Finding]], ...] = (
     find_pointwise_chains,
     find_memory_bound,
     find_cadences,
+    find_islands,
     find_costly_autocast,
 )
 
@@ -419,13 +382,3 @@ def _chains(ops: Sequence[Op]) -> Iterator[list[Op]]:
             chain.append(op)
     if len(chain) > 1:
         yield chain
-
-
-def _fused_bytes(chain: list[Op]) -> int:
-    """The bytes that one kernel for the whole chain would move: its inputs from outside, and its last outputs."""
-    made: set[int] = set()
-    read: dict[int, int] = {}
-    for op in chain:
-        read |= {each.key: each.num_bytes for each in op.inputs if each.key not in made}
-        made |= {each.key for each in op.outputs}
-    return sum(read.values()) + sum(each.num_bytes for each in chain[-1].outputs)

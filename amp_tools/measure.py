@@ -1,9 +1,4 @@
-"""Where the time of a run's steps goes: each operation with its time, module and source line.
-
-Windows are computed three times: as in training, for the time of whole steps; under torch's profiler, for the time of
-each operation; and watched by a dispatch mode that knows modules and source lines. The last two are the same windows,
-so their operations are matched in order, and the slow dispatch mode is in none of the times.
-"""
+"""Where the time of a run's steps goes: each operation with its time, module and source line."""
 
 from __future__ import annotations
 
@@ -22,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from amp_core.data.loading import Batches
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.trace import Location, Trace, current_node, is_view, named_tensors, storage_key, tensors_in
 from amp_core.lowp.float8 import float8_is_emulated
@@ -29,24 +25,22 @@ from amp_core.lowp.lint import find_unsafe
 from amp_core.run.replay import rerun_step
 from amp_core.step.amp import Amp
 from amp_core.torch_private import cpu_has
-from amp_tools.profile import HALF, Finding, Op, Operand, OptimizerFacts, Profile, Units, layout_key
+from amp_tools.profile import HALF, Finding, Op, Operand, OptimizerFacts, Profile, Units
 
 if TYPE_CHECKING:
     from amp_core.run.loop import Loop
 _POINTWISE = {"native_dropout", "native_dropout_backward", "fill_", "zero_", "zeros_like", "ones_like"}
 """Those without torch's tag that move as many bytes as they compute numbers."""
-_WITHOUT_WORK = (
-    "empty",
-    "new_empty",
-    "set_",
-    "resize_",
-    "detach",
-    "lift_fresh",
-    "_local_scalar_dense",
-    "record_stream",
-)
+_WITHOUT_WORK = ("empty", "new_empty", "set_", "resize_", "detach", "lift_fresh")
+_WITHOUT_WORK += ("_local_scalar_dense", "record_stream")
+_PREFETCHED = inspect.signature(Batches).parameters["prefetch"].default  # by each worker
 _MARK = "amp_recipes::window"
 NUM_WARM_UPS = 3
+_PREFETCHED = inspect.signature(Batches).parameters["prefetch"].default  # by each worker
+_MARK = "amp_recipes::window"
+NUM_WARM_UPS = 3
+NUM_PAIRS = 6
+"""Turns without and with a change: the median of so many ratios lies outside of their range with a chance of 1/32."""
 _PASSED = 4
 """Events of other operations that may lie before the next one, such as the autocast of a product around its casts."""
 _FAR = 100  # events between two operations of one thread; backward nodes and composite operations lie between
@@ -93,15 +87,13 @@ class Listing(Trace):
         return result
 
     def _operand(self, tensor: Tensor) -> Operand:
-        key = storage_key(tensor)
-        name = self._tensors.get(key, "")
+        name = self._tensors.get(storage_key(tensor), "")
         nchw = tensor.ndim == 4 and tensor.layout is torch.strided
         return Operand(
             tuple(tensor.shape),
             str(tensor.dtype).removeprefix("torch."),
             tensor.device.type,
             tensor.numel() * tensor.element_size(),
-            key,
             name.removeprefix("weight ") if name.startswith("weight ") else "",
             nchw and not tensor.is_contiguous(memory_format=torch.channels_last),
         )
@@ -187,26 +179,36 @@ Again = Callable[[], contextlib.AbstractContextManager[Any]]
 Times = tuple[list[float], list[float]]
 
 
-def time_windows(again: Again, amp: Amp, num_windows: int) -> Generator[Any, None, Times]:
+def time_windows(
+    again: Again, amp: Amp, num_windows: int, clock: Callable[[], float] = time.perf_counter
+) -> Generator[Any, None, Times]:
     """Seconds of steps, and of their waiting for data: none."""
     steps = []
     for _ in range(num_windows):
         with again() as window:
             _wait_for(amp.device)
-            began = time.perf_counter()
+            began = clock()
             yield window
             _wait_for(amp.device)
-            steps.append(time.perf_counter() - began)
+            steps.append(clock() - began)
     return steps, [0.0] * num_windows
 
 
 def time_with_loader(loop: Loop, num_windows: int) -> Generator[Any, None, Times]:
-    """The same with the data as training loads them."""
-    device = loop.amp.device
+    """The same with the data as training loads them, once the batches loaded ahead are used up.
+
+    They are drained without computing; then as many windows are computed, in which workers that are fast enough get
+    ahead again. Workers deliver in bursts of a batch each: several bursts are measured.
+    """
+    device, workers = loop.amp.device, loop.cfg.data.num_workers
+    ahead = math.ceil(workers * _PREFETCHED / loop.accumulation) + 1  # one more that is on its way to the device
+    num_warm_ups, num_windows = max(NUM_WARM_UPS, ahead), max(num_windows, 4 * ahead)
     steps, loads = [], []
     with loop.feed.loading(loop.samples) as windows:
-        for number in range(NUM_WARM_UPS + num_windows):
-            if number == NUM_WARM_UPS:
+        for _ in range(ahead):
+            next(windows)
+        for number in range(num_warm_ups + num_windows):
+            if number == num_warm_ups:
                 _wait_for(device)
                 start = time.perf_counter()
             began = time.perf_counter()
@@ -214,7 +216,7 @@ def time_with_loader(loop: Loop, num_windows: int) -> Generator[Any, None, Times
             loaded = time.perf_counter()
             with rerun_step(loop, window):
                 yield window
-            if number >= NUM_WARM_UPS:
+            if number >= num_warm_ups:
                 loads.append(loaded - began)
                 steps.append(time.perf_counter() - loaded)
         _wait_for(device)
@@ -224,6 +226,11 @@ def time_with_loader(loop: Loop, num_windows: int) -> Generator[Any, None, Times
     # The host is ahead of a GPU: it waits for data when computing alone is faster than the whole.
     steps, _ = yield from time_windows(partial(rerun_step, loop), loop.amp, num_windows)
     return steps, [max(total / num_windows - statistics.median(steps), 0.0)] * num_windows
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """The CPU time of the process, which other processes disturb less; on a GPU, whose time it is not, the wall's."""
+    return time.process_time if device.type == "cpu" else time.perf_counter
 
 
 def measure(
@@ -264,7 +271,6 @@ def measure(
     found.units = measure_units(device, _low(amp), float8=amp.config.float8)
     found.optimizers = [_facts(optimizer, events.optimizers, optimizers) for optimizer in optimizers]
     found.num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found.layouts = measure_layouts(ops, device)
     found.hints = hints.findings(doctor)
     return found
 
@@ -416,28 +422,3 @@ def measure_units(device: torch.device, dtype: torch.dtype, *, float8: bool = Fa
     slow_product, product, copy = _race([lambda: a @ a, lambda: low @ low, big.clone], device)
     balance = (2 * n**3 / product) / (2 * big.numel() * 4 / copy)
     return Units(what, emulated, 1.0 if dtype is torch.float32 else slow_product / product, balance)
-
-
-def measure_layouts(ops: Sequence[Op], device: torch.device, most: int = 2) -> dict[Any, tuple[float, float]]:
-    """Seconds of the `most` costliest convolutions on NCHW, forward and backward: as they are, and in channels_last."""
-    cost: dict[Any, float] = defaultdict(float)
-    for op in ops:
-        matters = op.short == "convolution" and (device.type == "cuda" or op.inputs[0].dtype in HALF)
-        if matters and op.inputs[0].is_nchw:
-            cost[layout_key(op)] += op.seconds
-    found = {}
-    for key in sorted(cost, key=lambda key: cost[key], reverse=True)[:most]:
-        image, weight, dtype, settings = key
-        tensors = [torch.randn(shape, device=device, dtype=getattr(torch, dtype)) for shape in (image, weight)]
-        runs = []
-        for layout in (torch.contiguous_format, torch.channels_last):
-            x, w = (t.to(memory_format=layout).requires_grad_() for t in tensors)
-            gradient = torch.ops.aten.convolution(x, w, None, *settings).detach()
-
-            def both(x: Tensor = x, w: Tensor = w, gradient: Tensor = gradient, settings: Any = settings) -> None:
-                torch.autograd.grad(torch.ops.aten.convolution(x, w, None, *settings), (x, w), gradient)
-
-            runs.append(both)
-        first, last = _race(runs, device)
-        found[key] = (first, last)
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,6 @@ class Operand:
     dtype: str
     device: str = "cpu"
     num_bytes: int = 0
-    key: int = 0
-    """The same for the same storage, as long as it lives."""
     weight: str = ""
     """Its name, if it is a weight."""
     is_nchw: bool = False
@@ -114,30 +112,63 @@ def spell(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What a change gave: shares of a step's time, per sample, from pairs of turns without and with it."""
+
+    gain: float
+    """By the median of the ratios of a pair."""
+    low: float
+    high: float
+    """By the largest and the least ratio: the median of n pairs lies outside with a probability of 2^(1 - n)."""
+    num_pairs: int
+    how: str
+
+    def __str__(self) -> str:
+        interval = f"{1 - 2.0 ** (1 - self.num_pairs):.0%} interval {self.low:.1%} to {self.high:.1%}"
+        return f"{self.gain:.1%} of a step ({interval}, {self.num_pairs} pairs of turns, {self.how})"
+
+
+def trial_of(pairs: Iterable[Sequence[float]], part: float, how: str) -> Trial:
+    """The gain by pairs of seconds per sample, without and with a change of what takes `part` of a step."""
+    ratios = [after / before for before, after in pairs]
+    middle, worst, best = (part * (1 - ratio) for ratio in (statistics.median(ratios), max(ratios), min(ratios)))
+    return Trial(middle, worst, best, len(ratios), how)
+
+
+@dataclass(frozen=True)
 class Finding:
     """Something that costs time, or that is not right in 16 bits."""
 
     title: str
     share: float | None
-    """The share of a step's time that is at stake, at most; None: not known here, or not about time."""
+    """Forecast: the share of a step's time that what was found takes; None: not known here, or not about time."""
     evidence: str
     place: str
     advice: str
     override: str | None = None
-    tried: tuple[float, float] | None = None
-    """Seconds of a step without the override, and with it."""
+    tried: Trial | None = None
+
+    @property
+    def cause(self) -> str:
+        """The same for findings that one change would cure."""
+        return self.override or f"{self.title} {self.place}"
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Sorts: measured gains, what was not tried by its forecast, what was tried and gave nothing."""
+        if self.tried is None:
+            return 1, -1.0 if self.share is None else self.share
+        return (2 if self.tried.low > 0 else 0), self.tried.gain
 
     def __str__(self) -> str:
-        share = "" if self.share is None else f"up to {self.share:.0%} of a step: "
-        lines = textwrap.wrap(f"{share}{self.title}", 114)
-        for key, text in (("measured", self.evidence), ("place", self.place), ("advice", self.advice)):
+        gains = {2: f"gains {self.tried.gain:.0%} of a step: " if self.tried else "", 0: "no gain measured: ", 1: ""}
+        lines = textwrap.wrap(gains[self.rank[0]] + self.title, 114)
+        share = "" if self.share is None else f"it takes {self.share:.1%} of a step"
+        about = [("measured", self.evidence), ("place", self.place), ("advice", self.advice)]
+        about += [("", self.override or ""), ("forecast", share), ("tried", str(self.tried or (share and "not tried")))]
+        for key, text in about:
             wrapped = textwrap.wrap(text, 102, break_long_words=False, break_on_hyphens=False)
             lines += [f"  {key if i == 0 else '':<10}{line}" for i, line in enumerate(wrapped)]
-        if self.override:
-            lines.append(f"  {'':<10}{self.override}")
-        if self.tried:
-            before, after = self.tried
-            lines.append(f"  {'tried':<10}a step takes {spell(after)} with it, and {spell(before)} without")
         return "\n".join(lines)
 
 
@@ -170,12 +201,12 @@ class Profile:
     accumulation: int = 1
     channels_last: bool = False
     """Whether the setting is on."""
-    layouts: dict[Any, tuple[float, float]] = field(default_factory=dict)
-    """Seconds of some convolutions, by `layout_key`: as they are, and in channels_last."""
     cadences: dict[str, tuple[int, float]] = field(default_factory=dict)
     """By the name of the setting: every so many steps so many seconds."""
-    fp32_step: float | None = None
-    """Seconds of a step of the same run in fp32."""
+    keep_fp32: list[str] = field(default_factory=list)
+    """The setting's islands."""
+    trials: dict[str, Trial] = field(default_factory=dict)
+    """What was gained without a cause, by `Finding.cause`."""
     hints: list[Finding] = field(default_factory=list)
 
     @property
@@ -258,7 +289,3 @@ def flops(op: Op) -> int:
         image = image or op.outputs[0].shape
         return 2 * image[0] * math.prod(image[2:]) * math.prod(weight) * (2 if backward else 1)
     return 0
-
-
-def layout_key(op: Op) -> tuple[Any, ...]:
-    return (op.inputs[0].shape, op.inputs[1].shape, op.inputs[0].dtype, op.convolution)

@@ -94,8 +94,9 @@ def forecast(args: argparse.Namespace) -> int:
 
 
 def advise(args: argparse.Namespace) -> int:
-    """Say what the steps of a recipe spend their time on, and what would give some of it back."""
-    from amp_tools.advise import Profile, advise_run, examine, time_run, try_out
+    """Say what the steps of a recipe spend their time on, and what the settings that would change it gain."""
+    from amp_tools.advise import Profile, advise_run, examine
+    from amp_tools.trials import LOADER, time_run, try_out
 
     if args.windows < 1:
         raise ConfigError(f"--windows {args.windows}: expected at least 1")
@@ -103,25 +104,19 @@ def advise(args: argparse.Namespace) -> int:
     code = visit(args.overrides, lambda loop, count: advise_run(loop, args.windows, profiles))
     if code or not profiles:
         return code
-    profile = profiles[0]
+    report = examine(" ".join(["train.py", *args.overrides]), profiles[0])
+    with_loader = any((each.override or "").startswith(LOADER) for each in report.findings)
 
-    def timed(overrides: list[str]) -> tuple[float, float] | None:
+    def turn(override: str) -> tuple[float, float] | None:
+        # What belongs to a mode, such as a loss scale, another one may refuse.
+        others = ("amp=", "amp.") if override.startswith("amp=") else ("/",)
+        base = [each for each in args.overrides if not each.lstrip("+~").startswith(others)]
         found: list[tuple[float, float]] = []
-        visit(overrides, lambda loop, count: time_run(loop, args.windows, found))
+        visit([*base, *override.split()], lambda loop, count: time_run(loop, args.windows, with_loader, found))
         return found[0] if found else None
 
-    def whole_step(more: list[str]) -> float | None:
-        times = timed([*args.overrides, *more])
-        return times and times[1]
-
-    if args.compare and profile.dtype != "float32":
-        # What belongs to a mode, such as a loss scale, fp32 may refuse.
-        rest = [override for override in args.overrides if not override.lstrip("+~").startswith(("amp=", "amp."))]
-        times = timed([*rest, "amp=fp32"])
-        profile.fp32_step = times and times[0]
-    report = examine(" ".join(["train.py", *args.overrides]), profile)
-    if args.compare:
-        report = try_out(report, whole_step)
+    try_out(profiles[0], [each.override for each in report.findings], turn)
+    report = examine(report.what, profiles[0])
     if args.json:
         args.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     print(report)
@@ -165,7 +160,6 @@ def main(arguments: list[str]) -> int:
     command = commands.add_parser("advise", help="why it is not faster, measured")
     command.add_argument("overrides", nargs="*", help="settings as for train.py")
     command.add_argument("--windows", type=int, default=10, help="steps to measure")
-    command.add_argument("--compare", action="store_true", help="also time steps in fp32, and with what is advised")
     command.add_argument("--json", type=Path, metavar="FILE", help="where to write the findings as JSON")
     command.set_defaults(do=advise)
 
