@@ -212,8 +212,8 @@ def find_unfused(p: Profile) -> list[Finding]:
         evidence += f"{how}; and the host waits for the device once per step to know whether to skip"
         advice = "the fused form updates all weights in one kernel and is skipped on the device (fused=True in torch)"
         if not each.has_fused:
-            advice = "it has no fused form: foreach=true where it fits in memory, or another optimizer, such as AdamW"
-        override = "optimizer.fused=true" if each.has_fused else "++optimizer.options.foreach=true"
+            advice = "it has no fused form: another optimizer, such as AdamW"
+        override = "optimizer.fused=true" if each.has_fused else None
         found.append(Finding(f"{each.name} is not fused", share, evidence, _place(ops), advice, override))
     return found
 

@@ -112,21 +112,14 @@ class _Hints(Trace):
         if call.name in ("binary_cross_entropy", "log", "log2", "log10") and not call.backward:
             found = [text for kind, text in inherited if kind == "sigmoid" and "float16" in text]
             if found:
-                self._hint(
-                    "bce",
-                    call.place,
-                    "the logarithm of a 16-bit probability",
-                    f"{call.name} of a {found[0]}: above 0.998 in bf16, and 0.9998 in fp16, it is rounded to 1",
-                    "binary_cross_entropy_with_logits takes the logits; or put sigmoid and loss into an fp32 island",
+                evidence = f"{call.name} of a {found[0]}: above 0.998 in bf16, and 0.9998 in fp16, it is rounded to 1"
+                advice = (
+                    "binary_cross_entropy_with_logits takes the logits; or put sigmoid and loss into an fp32 island"
                 )
+                self._hint("bce", call.place, "the logarithm of a 16-bit probability", evidence, advice)
         for _, text in {mark for mark in marks - inherited if mark[0] == "eps"}:
-            self._hint(
-                "eps",
-                call.place,
-                "an eps that is 0 in 16 bits",
-                text,
-                "use an eps that 16 bits can hold (1e-5), or compute this line in fp32",
-            )
+            advice = "use an eps that 16 bits can hold (1e-5), or compute this line in fp32"
+            self._hint("eps", call.place, "an eps that is 0 in 16 bits", text, advice)
         return marks
 
     def _hint(self, kind: str, place: Location, title: str, evidence: str, advice: str) -> None:
@@ -136,13 +129,8 @@ class _Hints(Trace):
         """With positions that fell together, and what the settings of modules tell."""
         for found in self.collisions:
             evidence = f"{found.distinct} integers up to {found.largest:g} in {found.dtype}: {found.kept} are different"
-            self._hint(
-                "positions",
-                found.place,
-                "positions that 16 bits cannot tell apart",
-                evidence,
-                "compute positions, and what they are multiplied with, in fp32: inside of autocast(enabled=False)",
-            )
+            advice = "compute positions, and what they are multiplied with, in fp32: inside of autocast(enabled=False)"
+            self._hint("positions", found.place, "positions that 16 bits cannot tell apart", evidence, advice)
         hints = list(self.hints.values())
         for prefix, net in doctor.nets:
             for name, reason in find_unsafe(net, _low(doctor.amp)):

@@ -119,20 +119,20 @@ class Trial:
     """By the median of the ratios of a pair."""
     low: float
     high: float
-    """By the largest and the least ratio: the median of n pairs lies outside with a probability of 2^(1 - n)."""
+    """By the second largest and the second least ratio: so is the interval of a median whatever the distribution."""
     num_pairs: int
     how: str
 
     def __str__(self) -> str:
-        interval = f"{1 - 2.0 ** (1 - self.num_pairs):.0%} interval {self.low:.1%} to {self.high:.1%}"
+        coverage = 1 - 2 * (1 + self.num_pairs) / 2**self.num_pairs
+        interval = f"{coverage:.0%} interval {self.low:.1%} to {self.high:.1%}"
         return f"{self.gain:.1%} of a step ({interval}, {self.num_pairs} pairs of turns, {self.how})"
 
 
 def trial_of(pairs: Iterable[Sequence[float]], part: float, how: str) -> Trial:
     """The gain by pairs of seconds per sample, without and with a change of what takes `part` of a step."""
-    ratios = [after / before for before, after in pairs]
-    middle, worst, best = (part * (1 - ratio) for ratio in (statistics.median(ratios), max(ratios), min(ratios)))
-    return Trial(middle, worst, best, len(ratios), how)
+    gains = sorted(part * (1 - after / before) for before, after in pairs)
+    return Trial(statistics.median(gains), gains[1], gains[-2], len(gains), how)
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,10 @@ class Finding:
         return self.override or f"{self.title} {self.place}"
 
     @property
-    def rank(self) -> tuple[int, float]:
+    def rank(self) -> tuple[int, float, float]:
         """Sorts: measured gains, what was not tried by its forecast, what was tried and gave nothing."""
-        if self.tried is None:
-            return 1, -1.0 if self.share is None else self.share
-        return (2 if self.tried.low > 0 else 0), self.tried.gain
+        share = -1.0 if self.share is None else self.share
+        return (1, share, 0.0) if self.tried is None else (2 * (self.tried.low > 0), self.tried.gain, share)
 
     def __str__(self) -> str:
         gains = {2: f"gains {self.tried.gain:.0%} of a step: " if self.tried else "", 0: "no gain measured: ", 1: ""}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -20,7 +21,7 @@ from amp_tools.profile import Profile, trial_of
 if TYPE_CHECKING:
     from amp_core.run.loop import Loop
 
-NUM_PAIRS = 6
+NUM_PAIRS = 9
 _CLOCKS = {"cpu": "CPU time", "cuda": "wall time"}
 LOADER = "data.num_workers="
 
@@ -60,6 +61,7 @@ class Reads:
         new: list[Any] = []
 
         def reader(read: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(read)
             def number(tensor: Tensor) -> Any:
                 frame = sys._getframe(1)
                 if frame.f_lineno != self._line or not frame.f_code.co_filename.endswith(self._path):
@@ -83,16 +85,21 @@ class Reads:
         self._known = new
 
 
+def _direction(number: int) -> int:
+    """A B, B A, A B, ...: what drifts falls on both alike."""
+    return -1 if number % 2 else 1
+
+
 def try_reads(measuring: Generator[Any, None, Profile], again: Again, amp: Amp) -> Generator[Any, None, Profile]:
     """The measured profile, with what a step gains when the reads of a line do not wait; of three lines at most."""
     p = yield from measuring
     for finding in [each for each in find_waits(p) if each.override is None][:3]:
         reads, pairs = Reads(finding.title.rpartition(" ")[2]), []
-        for _ in range(NUM_PAIRS):
-            pair = []
-            for skip in (False, True):
+        for number in range(NUM_PAIRS):
+            pair = [0.0, 0.0]
+            for skip in (False, True)[:: _direction(number)]:
                 steps, _ = yield from time_windows(partial(reads.window, again, skip), amp, 3, clock_of(amp.device))
-                pair.append(statistics.median(steps))
+                pair[skip] = statistics.median(steps)
             pairs.append(pair)
         if reads.num_skipped:
             how = f"{_CLOCKS[p.device]}, each read gave the number of the step before"
@@ -113,7 +120,7 @@ def try_out(p: Profile, overrides: Iterable[str | None], turn: Callable[[str], t
     names += ["amp=fp32"] if p.dtype != "float32" and "amp=fp32" not in names else []
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in ("", *names)}
     for number in range(NUM_PAIRS if names else 0):
-        for name in list(turns)[:: -1 if number % 2 else 1]:  # what drifts falls on all alike
+        for name in list(turns)[:: _direction(number)]:
             seconds = turn(name)
             if seconds is None and not name:
                 return
