@@ -105,12 +105,13 @@ def advise(args: argparse.Namespace) -> int:
     if code or not profiles:
         return code
     report = examine(" ".join(["train.py", *args.overrides]), profiles[0])
-    with_loader = any((each.override or "").startswith(LOADER) for each in report.findings)
+    is_late = any((each.override or "").startswith(LOADER) for each in report.findings)
 
     def turn(override: str) -> tuple[float, float] | None:
         # What belongs to a mode, such as a loss scale, another one may refuse.
-        others = ("amp=", "amp.") if override.startswith("amp=") else ("/",)
-        base = [each for each in args.overrides if not each.lstrip("+~").startswith(others)]
+        is_mode = override.startswith("amp=")
+        base = [o for o in args.overrides if not (is_mode and o.lstrip("+~").startswith(("amp=", "amp.")))]
+        with_loader = is_late and (not override or override.startswith(LOADER))
         found: list[tuple[float, float]] = []
         visit([*base, *override.split()], lambda loop, count: time_run(loop, args.windows, with_loader, found))
         return found[0] if found else None
