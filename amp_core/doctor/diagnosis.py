@@ -364,6 +364,7 @@ ADVICE: dict[Cause, Fix] = {
     "overflow in fp32": Fix(
         "code", "lower the learning rate (optimizer.lr), clip gradients (clip=norm), and look at the data"
     ),
+    "gradient norm beyond fp32": Fix("code", "divide the loss by a constant, such as the number of elements"),
     "poisoned buffer": Fix("data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer"),
     "poisoned weight": Fix("data", "start from an earlier checkpoint (resume=<folder>)"),
     "infinite constant": Fix("code", "write a finite number, or keep what it masks from the loss"),

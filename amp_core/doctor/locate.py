@@ -117,6 +117,11 @@ class Doctor:
         finally:
             search.close()  # also where the step raises: nothing may go on watching
             loop.restore()
+            self._plain = None
+
+    def over_ranks(self, norms: Iterable[float]) -> float:
+        """The norm of tensors of which each rank holds a shard with one of these norms, or all."""
+        return (math.hypot if any(is_sharded(net) for _, net in self.nets) else max)(*norms, 0.0)
 
     # --- the search -------------------------------------------------------------------------------------------------
 
@@ -142,8 +147,7 @@ class Doctor:
                 everywhere = others
         broken = [rank for rank, one in enumerate(everywhere) if one["culprit"] is not None]
         scale = self.amp.scale
-        join = math.hypot if any(is_sharded(net) for _, net in self.nets) else max
-        norm = join(*(one["grad_norm"] for one in everywhere), 0.0)
+        norm = self.over_ranks(one["grad_norm"] for one in everywhere)
         if not broken and norm < math.inf and all(one["is_loss_finite"] for one in everywhere):
             return self._too_long(norm, scale)
         if not broken:
@@ -210,7 +214,7 @@ class Doctor:
             f"Each gradient is finite, and the sum of their squares exceeds fp32, which ends at 3.4e38: their norm is "
             f"{norm:.3g}, scaled by {scale:g}."
         )
-        diagnosis = self._not_found(why, [Fix("code", "divide the loss by a constant, such as the number of elements")])
+        diagnosis = self._not_found(why, [ADVICE["gradient norm beyond fp32"]])
         diagnosis.cause, diagnosis.phase = "gradient norm beyond fp32", "backward"
         return diagnosis
 

@@ -281,23 +281,20 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
     @property
     def culprit(self) -> FirstNonFinite | None:
         """The earliest non-finite value that reached a loss or a gradient; else an infinite constant that did."""
-        numbers = [number for number in self.reached if number >= 0]
-        if numbers:
-            return self.births[min(numbers)]
-        constants = [CONSTANT - origin - 1 for origin in self.reached if origin < CONSTANT]
-        return self.constants[min(constants)] if constants else None
+        return next(iter(self._origins_of_results()), None)
 
     @property
     def suspects(self) -> list[str]:
         """Names of tensors from before the window whose non-finite values reached a loss or a gradient."""
-        reached = [
-            self.births[n] if n >= 0 else self.constants[CONSTANT - n - 1]
-            for n in self.reached
-            if n >= 0 or n < CONSTANT
-        ]
-        return [birth.tensor for birth in reached if birth.tensor in self._tensors.values() and not birth.op]
+        found = self._origins_of_results()
+        return [birth.tensor for birth in found if birth.tensor in self._tensors.values() and not birth.op]
 
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _origins_of_results(self) -> list[FirstNonFinite]:
+        """What reached a loss or a gradient: non-finite values in their order, then constants in theirs."""
+        numbers = sorted((n for n in self.reached if n >= 0 or n < CONSTANT), key=lambda n: (n < 0, abs(n)))
+        return [self.births[n] if n >= 0 else self.constants[CONSTANT - n - 1] for n in numbers]
 
     def _note(self, tensor: Tensor, what: str) -> None:
         key = storage_key(tensor)

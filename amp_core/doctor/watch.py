@@ -42,7 +42,7 @@ from amp_core.run.replay import indices_of, replay, rerun_step, restore, snapsho
 from amp_core.run.resume import make_islands
 from amp_core.step.report import StepReport
 from amp_core.step.window import MicroBatch
-from amp_core.tensors import is_sharded, local
+from amp_core.tensors import local
 
 logger = logging.getLogger("amp_recipes")
 
@@ -210,12 +210,11 @@ class Watch:
         loop = self.loop
         with without_autocast(), loop.amp.scaler.held_at(1.0), replay(loop, step) as (rehearsal, window):
             yield window
-        squares = [w.double().square().sum().item() for net in loop.nets for w in local(net.parameters())]
-        found = self.doctor.agree(([loss.item() for loss in rehearsal.losses], math.fsum(squares)))
+        norm = math.hypot(*(w.double().norm().item() for net in loop.nets for w in local(net.parameters())))
+        found = self.doctor.agree(([loss.item() for loss in rehearsal.losses], norm))
         losses = [loss for losses, _ in found for loss in losses]
-        join = math.fsum if any(map(is_sharded, loop.nets)) else max
         mean = math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else math.nan
-        return mean, math.sqrt(join(square for _, square in found))
+        return mean, self.doctor.over_ranks(norm for _, norm in found)
 
     def _heal(self, diagnosis: Diagnosis, step: int, streak: int) -> Windows:
         loop, policy = self.loop, self.loop.amp.scaler.policy
