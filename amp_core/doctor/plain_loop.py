@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from amp_core.memory.compiled import eagerly, may_compile
 from amp_core.step.amp import Amp
-from amp_core.step.gradients import check_gradients, with_grads
+from amp_core.step.gradients import check_gradients, weights_of, with_grads
 from amp_core.step.report import Rehearsal, require_no_closure
 from amp_core.tensors import local
 
@@ -59,6 +59,7 @@ class PlainLoop:
             if len(self._rehearsals) == 1:
                 raise
             self._rehearsals[-1].add(torch.ones(()))
+        _tell(self._rehearsals[-1], [p for net in self.nets for p in net.parameters()])  # perhaps no step took them
         if not self._rehearsals[-1].was_told:
             raise RuntimeError(
                 "the step told of no loss and of no gradients; expected it to call amp.backward(loss) and "
@@ -96,14 +97,7 @@ def told(
     def told_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         rehearsal.on_loss(loss)
         backward(loss, *args, **kwargs)
-        tell([p for p in params if p.grad is not None], [p.grad for p in params if p.grad is not None])
-
-    def tell(params: list[Tensor], grads: list[Tensor]) -> None:
-        check_gradients(grads, scaled=False)
-        for grad in grads:
-            rehearsal.add(~torch.isfinite(grad).all())
-        if rehearsal.watcher is not None:
-            rehearsal.watcher.on_gradients(params, grads)
+        _tell(rehearsal, params)
 
     def told_scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
         scale(scaler, outputs)  # it begins with this
@@ -113,7 +107,7 @@ def told(
         require_no_closure(optimizer)
         if args[1:] or kwargs:
             raise TypeError(f"{type(optimizer).__name__}.step() was given a closure; expected a step without one")
-        tell(*with_grads(optimizer))  # perhaps of torch.autograd.grad
+        _tell(rehearsal, weights_of(optimizer))  # perhaps of torch.autograd.grad
         held[optimizer] = list(zip(*with_grads(optimizer), strict=True))
         for param, _ in held[optimizer]:
             param.grad = None  # nothing to step
@@ -142,6 +136,16 @@ def told(
         torch.amp.GradScaler.update, torch.amp.GradScaler.scale = update, scale  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
+
+
+def _tell(rehearsal: Rehearsal, weights: Iterable[Tensor]) -> None:
+    params = [p for p in weights if p.grad is not None]
+    grads = [p.grad for p in params if p.grad is not None]
+    check_gradients(grads, scaled=False)
+    for grad in grads:
+        rehearsal.add(~torch.isfinite(grad).all())
+    if rehearsal.watcher is not None:
+        rehearsal.watcher.on_gradients(params, grads)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import linecache
 import math
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from amp_core.memory.recompute import recomputed
 from amp_core.tensors import is_dtensor, local
@@ -41,23 +42,17 @@ NEEDED = (
 """Private names of torch that the trace needs."""
 current_node, _sequence_number = find("torch._C._current_autograd_node"), find("torch._C._autograd._get_sequence_nr")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_ENGINE = (torch.autograd.__file__, torch.autograd.graph.__file__)
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _WATCHING = ("doctor/", "lowp/islands.py", "lowp/op_policy.py", "step/amp.py", "memory/recompute.py")
-_WATCHING += ("layouts/fsdp.py", "layouts/stages.py", "tensors.py", "../amp_tools/")
+_WATCHING += ("step/gradients.py", "layouts/fsdp.py", "layouts/stages.py", "tensors.py", "../amp_tools/")
 _NOT_SHOWN = tuple(os.path.normpath(_CORE + name) + ("" if name.endswith("py") else os.sep) for name in _WATCHING)
 """Frames that do not locate an operation in a network."""
 _ROOTS = (os.path.dirname(_CORE.rstrip(os.sep)) + os.sep, os.getcwd() + os.sep)
 
-UNWRITTEN = {
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "resize_",
-    "set_",
-    "empty_permuted",
-}
+UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
+UNWRITTEN |= {"empty_permuted", "_efficientzerotensor"}
+"""Their results hold no numbers yet; the last one, of forward-mode differentiation, has no memory to look at."""
 _CONSTANTS = {"full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor", "where"}
 _CONSTANTS |= {"constant_pad_nd", "lift_fresh", "index_fill", "index_fill_"}
 _CONSTANTS |= {"add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_"}
@@ -223,8 +218,11 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         self.is_loss_finite, self.grad_norm = True, 0.0
         """The gradient norm in float64, of this rank's shards."""
         self._names = names
-        self._modules: list[tuple[str | None, str, nn.Module]] = []
+        self._modules: list[tuple[str | None, str, Any, nn.Module]] = []
+        """Name, class, the node of autograd that entered it (None: the program did), the module."""
         self._places: dict[int, Location] = {}
+        self._last: dict[int, int] = {}
+        """Number of the last node that has a place, by thread."""
         self._origins: dict[int, frozenset[int]] = {}
         self._marks: dict[int, frozenset[tuple[str, str]]] = {}
         self._unwritten: set[int] = set()
@@ -234,7 +232,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         self._batch_sizes = {size for size, count in sizes.items() if count == max(sizes.values())}
         """Of most tensors of the batch: another one, such as the weights of classes, has no sample per row."""
         self._pauses = 0
-        self._handles: list[Any] = []
+        self._handles: dict[nn.Module | None, Any] = {}
         for name, tensor in tensors.items():
             if name.startswith("batch"):
                 self._marks[storage_key(tensor)] = frozenset({("input", name)})
@@ -242,15 +240,12 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
                 self._not_finite_before(name, tensor, storage_key(tensor), Location(None, "", "before the window", ""))
 
     def __enter__(self) -> Trace:
-        self._handles = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
+        self._handles[None] = register_module_forward_pre_hook(self._enter_module)
         return super().__enter__()
 
     def __exit__(self, *problem: Any) -> None:
         super().__exit__(*problem)
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
 
     # --- what `Amp` tells -----------------------------------------------------------------------------------------
@@ -305,15 +300,18 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             self.reached.setdefault(origin, []).append(what)
 
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
-        name = self._names.get(module)
-        if name is None and self._modules and self._modules[-1][0] is not None:
-            # A wrapper, or part of a library's module.
-            self._modules.append((*self._modules[-1][:2], module))
-        else:
-            self._modules.append((name, _class_name(module), module))
+        name, kind = self._names.get(module), _class_name(module)
+        outer, its_kind = self._modules[-1][:2] if self._modules else (None, "")
+        # Nodes of Python functions, such as a checkpoint around this module.
+        self._number(Location(outer, its_kind, *_source(), ""))
+        if name is None and outer is not None:  # a wrapper, or part of a library's module
+            name, kind = outer, its_kind
+        self._modules.append((name, kind, current_node(), module))
+        if module not in self._handles:  # a global hook would be called before the module's own ones
+            self._handles[module] = module.register_forward_hook(self._leave_module, always_call=True)
 
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self._modules:
+        if self._modules and self._modules[-1][-1] is module:  # replicas share their hooks
             self._modules.pop()
 
     def __torch_dispatch__(
@@ -353,6 +351,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
                     self._forget(key)
             return result
         outputs = [tensor for tensor in (*tensors_in(result), *statistics) if _has_fractions(tensor)]
+        outputs = [tensor for tensor in outputs if not tensor.is_meta]
         if result is None:  # fully_shard's copies into its buffers
             outputs = [tensor for tensor in _written(func, args, kwargs) if _has_fractions(tensor)]
         if outputs and not is_view(func):  # a view shares the storage of its base, and its records
@@ -427,7 +426,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         return {CONSTANT}
 
     def _is_of_samples(self, tensor: Tensor, name: str) -> bool:
-        return name.startswith("batch") and bool(tensor.ndim) and tensor.shape[0] in self._batch_sizes
+        return name.startswith(("batch", "unseen")) and bool(tensor.ndim) and tensor.shape[0] in self._batch_sizes
 
     def _own_tensor(self, key: int) -> str | None:
         """Name of a weight or buffer of the current module, which may be in none of the networks."""
@@ -547,41 +546,51 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
 
     def _place_of(self, node: Any, name: str) -> Location:
         again = recomputed()
+        module, kind, entered_by = self._modules[-1][:3] if self._modules else (None, "", None)
         if node is not None and again is None:
-            place = self._places.get(node._sequence_nr())
-            if place is not None:
-                if torch.is_grad_enabled():  # a second derivative
-                    self._places.setdefault(last_node(), place)
-                if isinstance(node, FunctionCtx):  # a backward written in Python has its own lines
-                    source, code = _source()
-                    return replace(place, source=source, code=code)
-                return place
-            return Location(None, "", *_source(), node.name())  # Python code that autograd calls, such as a hook
-        module, kind = self._modules[-1][:2] if self._modules else (None, "")
-        if again is not None and not self._modules:
-            module, kind = self._names.get(again), _class_name(again)
-        source, code = _source()
-        place = Location(module, kind, source, code, name)
-        # Autograd creates an operation's node just before the operation gets here. One without a node finds the number
-        # of its predecessor, which is already used.
-        self._places.setdefault(last_node(), place)
+            place = self._places.get(node._sequence_nr()) or Location(None, "", *_source(), node.name())
+            source, code = _source(by_autograd=True)
+            if source:  # a hook, or a backward written in Python
+                forward = place.forward if isinstance(node, FunctionCtx) else ""
+                place = replace(place, source=source, code=code, forward=forward)
+            if entered_by is node:  # which computes modules again, itself
+                place = replace(place, module=module, kind=kind, forward=name)
+        else:
+            if again is not None and not self._modules:
+                module, kind = self._names.get(again), _class_name(again)
+            place = Location(module, kind, *_source(), name)
+        self._number(place)
         return place
+
+    def _number(self, place: Location) -> None:
+        """Give a place to the nodes that are new in this thread.
+
+        Autograd creates an operation's node just before the operation gets here, one per level of torch.func. One
+        without a node finds the number of its predecessor, which is already used.
+        """
+        last, thread = last_node(), threading.get_ident()
+        for number in range(self._last.get(thread, last - 1) + 1, last + 1):
+            self._places.setdefault(number, place)
+        self._last[thread] = last
 
 
 def last_node() -> int:
     return _sequence_number() - 1
 
 
-def _source() -> tuple[str, str]:
+def _source(*, by_autograd: bool = False) -> tuple[str, str]:
+    """file:line of the innermost frame to show, and the line; `by_autograd`: empty if autograd's engine called none."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
+        if by_autograd and path in _ENGINE:
+            break
         is_mode = frame.f_code.co_name == "__torch_dispatch__"  # also one of a subclass, in another file
         if not is_mode and not path.startswith((_TORCH, *_NOT_SHOWN, "<")):
             shown = next((path.removeprefix(root) for root in _ROOTS if path.startswith(root)), path)
             return f"{shown}:{frame.f_lineno}", linecache.getline(path, frame.f_lineno).strip()
         frame = frame.f_back
-    return "unknown", ""
+    return "" if by_autograd else "unknown", ""
 
 
 def _class_name(module: nn.Module) -> str:

@@ -1,0 +1,198 @@
+"""Where the doctor says that a fault is: checkpoints, hooks, torch.func, labels. And steps that it cannot examine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from amp_core import Amp, Doctor
+
+HERE = Path(__file__)
+INF, NAN = float("inf"), float("nan")
+
+
+def examined(net, loss, batch=(), mode="fp32", **fields):
+    amp = Amp.named(mode, **fields)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step():
+        with amp.autocast():
+            result = loss()
+        amp.backward(result)
+        amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+
+    return Doctor(amp, net).locate(step, batch)
+
+
+def line_of(diagnosis):
+    """What this file says where the diagnosis points."""
+    file, number = diagnosis.source.rsplit(":", 1)
+    assert file.endswith(HERE.name)
+    return HERE.read_text().splitlines()[int(number) - 1].strip()
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+class Steep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 1e38 * 1e38  # too steep
+
+
+class Checkpointed(nn.Module):
+    """A block that is computed again in the backward pass by torch's checkpoint."""
+
+    def __init__(self, behind, *, in_block):
+        super().__init__()
+        self.first, self.behind, self.in_block = nn.Linear(8, 8), behind, in_block
+        self.block = nn.Sequential(nn.Linear(8, 8), Behind(behind) if in_block else nn.Identity())
+
+    def forward(self, x):
+        body = self.block if self.in_block else lambda y: self.behind(self.block(y))
+        return checkpoint(body, self.first(x), use_reentrant=True)
+
+
+class Behind(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def root_of_zero(x):
+    return (x * 0).square().sum(1, keepdim=True).sqrt()  # its gradient is 0 / 0
+
+
+@pytest.mark.parametrize("in_block, module", [(True, "block.1"), (False, "")])
+@pytest.mark.parametrize(
+    "behind, says", [(root_of_zero, "# its gradient is 0 / 0"), (Steep.apply, "# too steep")], ids=["sqrt", "own"]
+)
+def test_a_fault_in_the_backward_pass_of_a_reentrant_checkpoint_has_its_module(in_block, module, behind, says):
+    net = Checkpointed(behind, in_block=in_block)
+    x = torch.randn(4, 8)
+    diagnosis = examined(net, lambda: net(x).mean())
+    assert diagnosis is not None and (diagnosis.module, diagnosis.phase) == (module, "backward")
+    assert line_of(diagnosis).endswith(says)
+
+
+def times_a_lot(grad):
+    return grad * 1e38 * 1e38  # in the hook
+
+
+def on_weight(net):
+    net[0].weight.register_hook(times_a_lot)
+
+
+def on_activation(net):
+    net[0].register_forward_hook(lambda module, inputs, output: output.register_hook(times_a_lot) and None)
+
+
+def on_module(net):
+    net[1].register_full_backward_hook(lambda module, grads, of_output: (times_a_lot(grads[0]),))
+
+
+def on_accumulated(net):
+    net[0].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", times_a_lot(p.grad)))
+
+
+@pytest.mark.parametrize("register", [on_weight, on_activation, on_module, on_accumulated])
+def test_a_fault_in_a_gradient_hook_has_the_line_of_the_hook(register):
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
+    assert examined(net, lambda: net(x).mean()) is None
+    register(net)
+    diagnosis = examined(net, lambda: net(x).mean())
+    assert diagnosis is not None and (diagnosis.phase, line_of(diagnosis)) == (
+        "backward",
+        "return grad * 1e38 * 1e38  # in the hook",
+    )
+
+
+def test_a_fault_in_a_forward_hook_has_the_module_of_the_hook():
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU())), torch.randn(4, 8)
+    net[1][0].register_forward_hook(lambda module, inputs, output: output * 1e7)
+    diagnosis = examined(net, lambda: net(x).float().mean() / 1e7, mode="fp16", init_scale=4.0)
+    assert diagnosis is not None and diagnosis.module == "1.0" and "output * 1e7" in line_of(diagnosis)
+    # Hooks of the program are called as before, and none of the doctor's is left.
+    assert len(net[1][0]._forward_hooks) == 1 and not net[0]._forward_hooks
+
+
+def to_great_power(y):
+    y = y * 1e30  # inside
+    return (y * 1e30).mean()
+
+
+def by_grad(net, x):
+    grads = torch.func.grad(lambda p: to_great_power(torch.func.functional_call(net, p, (x,))))(
+        dict(net.named_parameters())
+    )
+    return sum(grad.sum() for grad in grads.values())
+
+
+def by_vmap(net, x):
+    return torch.func.vmap(to_great_power)(net(x)).mean()
+
+
+def by_jvp(net, x):
+    return torch.func.jvp(lambda v: to_great_power(net(v)), (x,), (torch.ones_like(x),))[1].sum()
+
+
+def by_jacfwd(net, x):
+    return torch.func.jacfwd(lambda v: to_great_power(net(v)))(x).sum()
+
+
+# torch.func.jvp compiles a helper with torch.jit.script.
+BY_TORCH = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
+@BY_TORCH
+@pytest.mark.parametrize("transformed", [by_grad, by_vmap, by_jvp, by_jacfwd])
+def test_a_fault_in_torch_func_has_its_line(transformed):
+    """Forward-mode differentiation has tensors without memory: to look at one ends the process."""
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
+    diagnosis = examined(net, lambda: transformed(net, x) + net(x).mean())
+    assert diagnosis is not None and "1e30" in line_of(diagnosis)
+    if transformed is by_grad:  # the derivative of the outer product overflows in that of the inner one
+        assert line_of(diagnosis) == "y = y * 1e30  # inside"
+
+
+@BY_TORCH
+def test_a_finite_derivative_by_torch_func_is_silent():
+    net, x = nn.Linear(8, 8), torch.randn(4, 8)
+    assert examined(net, lambda: torch.func.jvp(net, (x,), (torch.ones_like(x),))[1].square().mean()) is None
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_bad_label_is_named_with_its_sample(value):
+    net, x, labels = nn.Linear(8, 1), torch.randn(6, 8), torch.randn(6)
+    labels[4] = value
+    diagnosis = examined(net, lambda: F.mse_loss(net(x)[:, 0], labels), (x, labels))
+    assert diagnosis is not None and (diagnosis.cause, diagnosis.samples) == ("bad input", [4])
+    assert "batch[1] was not finite" in diagnosis.why
+    # Nobody said that it is of the batch.
+    diagnosis = examined(net, lambda: F.mse_loss(net(x)[:, 0], labels), (x,))
+    assert diagnosis is not None and (diagnosis.cause, diagnosis.samples) == ("not found", [4])
+
+
+# --- gradients that no step takes -------------------------------------------------------------------------------------
+
+
+def test_gradients_that_no_step_takes_are_examined_too():
+    net, amp = nn.Linear(8, 8), Amp.named("fp32")
+    x = torch.randn(4, 8)
+    diagnosis = Doctor(amp, net).locate(lambda: amp.backward(Steep.apply(net(x)).mean()))
+    assert diagnosis is not None and diagnosis.phase == "backward"
+    assert Doctor(amp, net).locate(lambda: amp.backward(net(x).mean())) is None
