@@ -100,8 +100,8 @@ class Doctor:
 
         Raises:
             RuntimeError: `step` told of no loss and of no gradients, so there is nothing to judge by.
-            TypeError: an optimizer's `step()` needs a closure, or a gradient is sparse.
-            ValueError: a weight is on the meta device.
+            TypeError: an optimizer's `step()` needs a closure or gradients, or a gradient is sparse.
+            ValueError: a weight or a buffer is on the meta device.
         """
         loop = PlainLoop(self.amp, [net for _, net in self.nets], batch, self._random)
         self._plain = loop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import sys
 import warnings
@@ -19,6 +20,8 @@ from amp_core.step.gradients import check_gradients, weights_of, with_grads
 from amp_core.step.report import Rehearsal, require_no_closure
 from amp_core.tensors import local
 
+Held = dict[torch.optim.Optimizer, list[tuple[Tensor, Tensor]]]
+
 
 class PlainLoop:
     """One window of a loop, to be computed several times.
@@ -34,33 +37,50 @@ class PlainLoop:
     """
 
     def __init__(self, amp: Amp, nets: list[nn.Module], batch: Any, random: RandomState | None) -> None:
-        if any(weight.is_meta for net in nets for weight in net.parameters()):
-            raise ValueError("a weight is on the meta device, and holds no numbers; expected a network with weights")
+        if any(each.is_meta for net in nets for each in itertools.chain(net.parameters(), net.buffers())):
+            raise ValueError(
+                "a weight or a buffer is on the meta device, and holds no numbers; expected a network with numbers"
+            )
         self.amp, self.nets, self.batch = amp, nets, batch
         self.scaler: torch.amp.GradScaler | None = None
         self._present, self._scale = RandomState(amp.device), amp.scaler.scale.clone()
         self._first = random or self._present
         self._rehearsals: list[Rehearsal] = []
+        self._held: Held = {}
 
     @contextlib.contextmanager
     def replay(self, *, as_trained: bool = False) -> Iterator[tuple[Rehearsal, Any]]:
         """Around a computation of the window."""
         self._first.restore()
         eager = contextlib.nullcontext() if as_trained or not may_compile() else eagerly()
-        with eager, kept(self.nets), self.amp.rehearse() as rehearsal, told(rehearsal, self.nets, self._scaled):
+        with (
+            eager,
+            kept(self.nets),
+            self.amp.rehearse() as rehearsal,
+            told(rehearsal, self.nets, self._scaled, self._held),
+        ):
             self._rehearsals.append(rehearsal)
             yield rehearsal, self.batch
 
     def run(self, step: Callable[[], Any]) -> None:
         """Compute the window. One that raises only when something is tried is not finite with it."""
+        rehearsal = self._rehearsals[-1]
         try:
             step()
-        except Exception:
+        except Exception as error:
+            if self._held:
+                name = type(next(iter(self._held))).__name__
+                raise TypeError(
+                    f"{name}.step() raised {type(error).__name__}: it computes with the gradients, as second-order "
+                    f"optimizers do, and a rerun takes them away so that nothing is stepped; expected a step that "
+                    f"ends before {name}.step()"
+                ) from error
             if len(self._rehearsals) == 1:
                 raise
-            self._rehearsals[-1].add(torch.ones(()))
-        _tell(self._rehearsals[-1], [p for net in self.nets for p in net.parameters()])  # perhaps no step took them
-        if not self._rehearsals[-1].was_told:
+            rehearsal.add(torch.ones(()))
+            return
+        _tell(rehearsal, [p for net in self.nets for p in net.parameters()])  # perhaps no step took them
+        if not rehearsal.losses and not getattr(rehearsal.watcher, "has_gradients", True):
             raise RuntimeError(
                 "the step told of no loss and of no gradients; expected it to call amp.backward(loss) and "
                 "amp.step(optimizer), or loss.backward() and optimizer.step()"
@@ -81,7 +101,7 @@ class PlainLoop:
 
 @contextlib.contextmanager
 def told(
-    rehearsal: Rehearsal, nets: Iterable[nn.Module], scaled: Callable[[torch.amp.GradScaler, Any], Any]
+    rehearsal: Rehearsal, nets: Iterable[nn.Module], scaled: Callable[[torch.amp.GradScaler, Any], Any], held: Held
 ) -> Iterator[None]:
     """Have torch's `backward()` and `step()` tell the rehearsal, as `Amp` does; no optimizer steps, no scale moves.
 
@@ -89,10 +109,10 @@ def told(
         rehearsal: of the window.
         nets: whose gradients count.
         scaled: in place of `GradScaler.scale`.
+        held: gradients of optimizers that are within their step.
     """
     params = [p for net in nets for p in net.parameters()]
     backward, update, scale = torch.Tensor.backward, torch.amp.GradScaler.update, torch.amp.GradScaler.scale
-    held: dict[torch.optim.Optimizer, list[tuple[Tensor, Tensor]]] = {}
 
     def told_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         rehearsal.on_loss(loss)

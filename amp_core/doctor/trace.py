@@ -215,7 +215,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         self.reached: dict[int, list[str]] = {}
         """Origins of non-finite results: number of the first non-finite value -> names of losses and gradients."""
         self.num_operations = 0
-        self.is_loss_finite, self.grad_norm = True, 0.0
+        self.is_loss_finite, self.has_gradients, self.grad_norm = True, False, 0.0
         """The gradient norm in float64, of this rank's shards."""
         self._names = names
         self._modules: list[tuple[str | None, str, Any, nn.Module]] = []
@@ -257,6 +257,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
 
     def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         self.pause()
+        self.has_gradients |= bool(grads)
         norms = [grad.double().norm().item() for grad in local(grads) if grad.layout is torch.strided]
         self.grad_norm = max(self.grad_norm, math.hypot(*norms))
         self.resume()

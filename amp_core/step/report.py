@@ -80,11 +80,6 @@ class Rehearsal:
             self.watcher.resume()
 
     @property
-    def was_told(self) -> bool:
-        """Whether the window had a loss or a step."""
-        return bool(self._bad)
-
-    @property
     def is_finite(self) -> bool:
         """Whether the gradients, on all ranks, and the losses, on this one, were finite. Waits for the device."""
         return not self._bad or not bool(torch.cat(self._bad).any())

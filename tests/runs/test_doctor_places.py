@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -196,3 +197,145 @@ def test_gradients_that_no_step_takes_are_examined_too():
     diagnosis = Doctor(amp, net).locate(lambda: amp.backward(Steep.apply(net(x)).mean()))
     assert diagnosis is not None and diagnosis.phase == "backward"
     assert Doctor(amp, net).locate(lambda: amp.backward(net(x).mean())) is None
+
+
+# --- steps that it cannot examine -------------------------------------------------------------------------------------
+
+
+class OfCurvature(torch.optim.Optimizer):
+    """Computes with gradients before its step, as AdaHessian does."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        params = [p for group in self.param_groups for p in group["params"]]
+        seconds = torch.autograd.grad([p.grad for p in params], params, [torch.ones_like(p) for p in params])
+        with torch.no_grad():
+            for p, second in zip(params, seconds, strict=True):
+                p -= 0.1 * p.grad / (second.abs() + 1)
+
+
+def by_backward(net, optimizer, x):
+    optimizer.zero_grad()
+    net(x).square().mean().backward(create_graph=True)
+    optimizer.step()
+
+
+def by_closure(net, optimizer, x):
+    def closure():
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def by_amp(net, optimizer, x):
+    amp = Amp.named("fp32")
+    amp.backward(net(x).square().mean())
+    amp.step(optimizer)
+
+
+def without_gradients(net, optimizer, x):
+    with torch.no_grad():
+        net(x).sum()
+    optimizer.step()
+
+
+def frozen(net, optimizer, x):
+    net(x).detach().sum().backward()
+
+
+def raising(net, optimizer, x):
+    by_backward(net, optimizer, x)
+    raise LookupError("no such batch")
+
+
+def dense():
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
+
+
+def sparse():
+    return nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1))
+
+
+def meta():
+    net = dense()
+    net[1].to("meta")
+    return net
+
+
+def meta_buffer():
+    net = dense()
+    net[1].running_var = net[1].running_var.to("meta")
+    return net
+
+
+SGD, LBFGS = lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), torch.optim.LBFGS
+
+
+def everything(net, optimizer):
+    """What a step may change, but for numbers on the meta device, which has none."""
+    tensors = [*net.state_dict().values(), *(p.grad for p in net.parameters())]
+    kept = [t.to_dense() if t.is_sparse else t for t in tensors if t is not None and not t.is_meta]
+    return copy.deepcopy(([t.detach() for t in kept], optimizer.state_dict(), torch.get_rng_state()))
+
+
+def equal(a, b):
+    flat = [torch.utils._pytree.tree_leaves(each) for each in (a, b)]
+    return len(flat[0]) == len(flat[1]) and all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(*flat, strict=True)
+    )
+
+
+# torch says that create_graph=True makes a cycle of references.
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize(
+    "make, optim, step, error, says",
+    [
+        (sparse, SGD, by_backward, TypeError, "sparse gradients are not supported; use sparse=False"),
+        (sparse, SGD, by_amp, TypeError, "sparse gradients are not supported; use sparse=False"),
+        (dense, LBFGS, by_closure, TypeError, "LBFGS.step() needs a closure"),
+        (dense, SGD, by_closure, TypeError, "SGD.step() was given a closure; expected a step without one"),
+        (dense, LBFGS, by_amp, TypeError, "LBFGS.step() needs a closure"),
+        (dense, OfCurvature, by_backward, TypeError, "expected a step that ends before OfCurvature.step()"),
+        (dense, SGD, without_gradients, RuntimeError, "told of no loss and of no gradients; expected it to call"),
+        (dense, SGD, frozen, RuntimeError, "does not require grad"),
+        (dense, SGD, raising, LookupError, "no such batch"),
+        (meta, SGD, by_backward, ValueError, "on the meta device"),
+        (meta_buffer, SGD, by_backward, ValueError, "on the meta device"),
+    ],
+)
+def test_a_step_that_cannot_be_examined_is_one_error_and_leaves_the_state(make, optim, step, error, says):
+    net = make()
+    x = torch.tensor([1, 2, 5]) if make is sparse else torch.randn(6, 8)
+    optimizer = optim(net.parameters())
+    for p in net.parameters():
+        p.grad = torch.full_like(p, INF)  # of an earlier window
+    backward, before = torch.Tensor.backward, everything(net, optimizer)
+    with pytest.raises(error) as raised:
+        Doctor(Amp.named("fp32"), net).locate(lambda: step(net, optimizer, x), x)
+    assert says in str(raised.value)
+    assert equal(everything(net, optimizer), before)
+    assert torch.Tensor.backward is backward and not net[0]._forward_hooks
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("factor, cause", [(1.0, None), (1e38, "overflow in fp32")])
+def test_a_graph_of_the_gradients_is_no_obstacle(factor, cause):
+    net, x = nn.Linear(8, 1), torch.randn(6, 8)
+    optimizer = SGD(net.parameters())
+    before = everything(net, optimizer)
+    diagnosis = Doctor(Amp.named("fp32"), net).locate(lambda: by_backward(net, optimizer, x * factor), x)
+    assert (diagnosis and diagnosis.cause) == cause
+    assert equal(everything(net, optimizer), before)
+
+
+def test_a_step_without_a_backward_pass_is_not_called_finite():
+    net, amp = dense(), Amp.named("fp32")
+    optimizer = SGD(net.parameters())
+    with pytest.raises(RuntimeError, match="told of no loss and of no gradients"):
+        Doctor(amp, net).locate(lambda: amp.step(optimizer))

@@ -703,7 +703,7 @@ FAULTS = [
           "infinite constant", "aten.masked_fill", "16", "return x.masked_fill(forbidden, -INF)",
           settings=("amp=bf16", "recipe.label_smoothing=0.1"), fix="code"),
     Fault("an infinity that is added", "face_recognition", nothing,
-          "infinite constant", "aten.add", "",
+          "infinite constant", "aten.add", "0",
           settings=("amp=bf16", "debug.inject={where: activation, step: 1}"), mended=BF16, fix="code"),
     # Positions.
     Fault("positions in bf16", "language_model", nothing,
