@@ -35,6 +35,7 @@ Cause = Literal[
     "position collision",
     "poisoned buffer",
     "poisoned weight",
+    "poisoned gradient",
     "bad input",
     "infinite constant",
     "not found",
@@ -155,7 +156,7 @@ class Diagnosis:
         lines = [head, ""]
         if self.op:
             lines.append(f"  operation  {self.op}, {self.phase} pass")
-        if self.cause not in ("not found", "bad input", "poisoned weight", "poisoned buffer"):
+        if self.cause not in ("not found", "bad input") and not self.cause.startswith("poisoned"):
             where = "outside of the networks" if self.module is None else self.module or "the network itself"
             lines.append(f"  module     {where}" + (f" ({self.module_class})" if self.module_class else ""))
         if self.source:
@@ -338,7 +339,7 @@ CURED_BY_ISLANDS: tuple[Cause, ...] = (
     "nothing left by a mask",
 )
 
-BF16 = Fix("override", "or use bf16, which has the range of fp32", "amp=bf16", 'Amp.named("bf16")')
+BF16 = Fix("override", "use bf16, which has the range of fp32", "amp=bf16", 'Amp.named("bf16")')
 ADVICE: dict[Cause, Fix] = {
     "eps lost in 16 bits": Fix(
         "code", "compute this line in fp32, or use an eps that 16 bits can hold, its reciprocal too, such as 1e-3"
@@ -367,10 +368,11 @@ ADVICE: dict[Cause, Fix] = {
     "gradient norm beyond fp32": Fix("code", "divide the loss by a constant, such as the number of elements"),
     "poisoned buffer": Fix("data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer"),
     "poisoned weight": Fix("data", "start from an earlier checkpoint (resume=<folder>)"),
+    "poisoned gradient": Fix("code", "optimizer.zero_grad() before the window, also after a step that was skipped"),
     "infinite constant": Fix("code", "write a finite number, or keep what it masks from the loss"),
     "bad input": Fix("data", "repair or remove the samples; if all are like that, normalise them"),
     "overflow in a product": BF16,
-    "overflow in a reduction": Fix("code", "or sum in fp32: .float() before it, dtype=torch.float32, or a mean first"),
+    "overflow in a reduction": Fix("code", "sum in fp32: .float() before it, dtype=torch.float32, or a mean first"),
     "overflow in a cast": BF16,
     "overflow in a function": BF16,
 }

@@ -34,9 +34,8 @@ from amp_core.doctor.diagnosis import (
     keep_fp32_override,
     location_of,
 )
-from amp_core.doctor.plain_loop import PlainLoop, RandomState, with_zeros, without_autocast
+from amp_core.doctor.plain_loop import PlainLoop, RandomState, in_one_thread, with_zeros, without_autocast
 from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
-from amp_core.layouts.stages import Stages
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
 from amp_core.run.resume import can_make_islands
@@ -111,9 +110,13 @@ class Doctor:
                 next(search)
                 loop.run(step)
         except StopIteration as done:
-            if done.value is not None:
-                done.value.in_python = True
-            return done.value
+            diagnosis = done.value
+            if diagnosis is None and loop.adds_to_bad_gradients(step):
+                why = "The window is finite, and it adds to gradients of an earlier one, which are not."
+                diagnosis = self._not_found(why, "poisoned gradient")
+            if diagnosis is not None:
+                diagnosis.in_python = True
+            return diagnosis
         finally:
             search.close()  # also where the step raises: nothing may go on watching
             loop.restore()
@@ -137,7 +140,8 @@ class Doctor:
             if may_compile() and not (yield from self._is_finite(replay, as_trained=True)):
                 return self._not_found(
                     "The window is finite in eager code, and not as it is compiled here.",
-                    [Fix("code", "compile backward passes outside autocast", None, BACKWARD)],
+                    "not found",
+                    Fix("code", "compile backward passes outside autocast", None, BACKWARD),
                 )
             return (yield from self._silent(replay, everywhere))
         if suspects := {name for one in everywhere for name in one["suspects"]}:
@@ -158,7 +162,7 @@ class Doctor:
         rank = broken[0]
         birth: FirstNonFinite = everywhere[rank]["culprit"]
         cause = cause_of(birth)
-        diagnosis = self._describe(birth, cause, everywhere[rank])
+        diagnosis = self.describe(birth, cause, everywhere[rank]["births"], everywhere[rank]["reached"])
         diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = rank, broken, len(everywhere)
         diagnosis.loss_scale = scale
         if cause == "division or logarithm of zero" and self.amp.dtype is not torch.float32 and not self.amp.weights:
@@ -192,7 +196,7 @@ class Doctor:
                 changed.enter_context(with_zeros(tensor))
             trace = Trace(self.names, tensors)
             rehearsal.watcher = trace
-            with trace, _one_thread(self.names):
+            with trace, in_one_thread(self.names):
                 yield window
         return trace, rehearsal
 
@@ -214,13 +218,12 @@ class Doctor:
             f"Each gradient is finite, and the sum of their squares exceeds fp32, which ends at 3.4e38: their norm is "
             f"{norm:.3g}, scaled by {scale:g}."
         )
-        diagnosis = self._not_found(why, [ADVICE["gradient norm beyond fp32"]])
-        diagnosis.cause, diagnosis.phase = "gradient norm beyond fp32", "backward"
-        return diagnosis
+        return self._not_found(why, "gradient norm beyond fp32")
 
-    def _not_found(self, why: str, fixes: Sequence[Fix] = ()) -> Diagnosis:
+    def _not_found(self, why: str, cause: Cause = "not found", *fixes: Fix) -> Diagnosis:
         """A diagnosis without an operation."""
-        found = Diagnosis("not found", why, amp=self.amp.config.name, loss_scale=self.amp.scale, fixes=list(fixes))
+        found = Diagnosis(cause, why, amp=self.amp.config.name, loss_scale=self.amp.scale, phase="backward")
+        found.fixes = [ADVICE[cause]] if cause in ADVICE else list(fixes)
         found.num_ranks = len(self.agree(None))
         return found
 
@@ -273,8 +276,11 @@ class Doctor:
                 return diagnosis
         return None
 
-    def _describe(self, birth: FirstNonFinite, cause: Cause, found: dict[str, Any]) -> Diagnosis:
-        others = [b for b in found["births"] if b.number != birth.number and b.op]
+    def describe(
+        self, birth: FirstNonFinite, cause: Cause, births: Sequence[FirstNonFinite] = (), reached: Sequence[str] = ()
+    ) -> Diagnosis:
+        """A diagnosis of a first non-finite value, without fixes."""
+        others = [b for b in births if b.number != birth.number and b.op]
         return Diagnosis(
             cause,
             explain(birth, cause),
@@ -283,7 +289,7 @@ class Doctor:
             phase="backward" if birth.backward else "forward" if birth.op else "before",
             inputs=birth.inputs,
             output=birth.output,
-            reached=found["reached"],
+            reached=list(reached),
             amp=self.amp.config.name,
             samples=birth.rows,
             tensor=birth.tensor,
@@ -481,16 +487,3 @@ class Doctor:
     def modules(self, names: Sequence[str]) -> list[nn.Module]:
         """The modules with these names."""
         return [module for module, name in self.names.items() if name in set(names)]
-
-
-@contextlib.contextmanager
-def _one_thread(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Run pipeline stages sequentially, which is bit-identical: other threads are not watched."""
-    threaded = [module for module in modules if isinstance(module, Stages) and module.threads]
-    for module in threaded:
-        module.threads = False
-    try:
-        yield
-    finally:
-        for module in threaded:
-            module.threads = True

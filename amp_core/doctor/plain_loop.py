@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from amp_core.layouts.stages import Stages
 from amp_core.memory.compiled import eagerly, may_compile
 from amp_core.step.amp import Amp
 from amp_core.step.gradients import check_gradients, weights_of, with_grads
@@ -49,13 +50,13 @@ class PlainLoop:
         self._held: Held = {}
 
     @contextlib.contextmanager
-    def replay(self, *, as_trained: bool = False) -> Iterator[tuple[Rehearsal, Any]]:
+    def replay(self, *, as_trained: bool = False, keep_grads: bool = False) -> Iterator[tuple[Rehearsal, Any]]:
         """Around a computation of the window."""
         self._first.restore()
         eager = contextlib.nullcontext() if as_trained or not may_compile() else eagerly()
         with (
             eager,
-            kept(self.nets),
+            kept(self.nets, grads=keep_grads),
             self.amp.rehearse() as rehearsal,
             told(rehearsal, self.nets, self._scaled, self._held),
         ):
@@ -85,6 +86,15 @@ class PlainLoop:
                 "the step told of no loss and of no gradients; expected it to call amp.backward(loss) and "
                 "amp.step(optimizer), or loss.backward() and optimizer.step()"
             )
+
+    def adds_to_bad_gradients(self, step: Callable[[], Any]) -> bool:
+        """Whether the window is not finite with the gradients that it finds: it does not begin with zero_grad()."""
+        grads = local(p.grad for net in self.nets for p in net.parameters() if p.grad is not None)
+        if all(bool(torch.isfinite(grad).all()) for grad in grads if grad.layout is torch.strided):
+            return False
+        with self.replay(keep_grads=True) as (rehearsal, _):
+            self.run(step)
+        return not rehearsal.is_finite
 
     def restore(self) -> None:
         """Put the random state and the scale back."""
@@ -169,18 +179,18 @@ def _tell(rehearsal: Rehearsal, weights: Iterable[Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def kept(nets: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside there are no gradients. Afterwards weights, gradients and buffers are as before, also replaced buffers."""
+def kept(nets: Iterable[nn.Module], *, grads: bool = False) -> Iterator[None]:
+    """Put weights, gradients and buffers back, also replaced buffers. Inside are no gradients, or copies of them."""
     modules = [module for net in nets for module in net.modules()]
-    grads = [(p, p.grad) for module in modules for p in module.parameters(recurse=False)]
-    weights = [(p, p.detach().clone()) for p, _ in grads]  # a loop may change them without an optimizer
+    given = [(p, p.grad) for module in modules for p in module.parameters(recurse=False)]
+    weights = [(p, p.detach().clone()) for p, _ in given]  # a loop may change them without an optimizer
     buffers = [(m, name, b, b.clone()) for m in modules for name, b in m.named_buffers(recurse=False)]
-    for param, _ in grads:
-        param.grad = None
+    for param, grad in given:
+        param.grad = grad.clone() if grads and grad is not None else None
     try:
         yield
     finally:
-        for param, grad in grads:
+        for param, grad in given:
             param.grad = grad
         with torch.no_grad():
             for param, before in weights:
@@ -206,6 +216,19 @@ def without_autocast() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_enabled = enable
+
+
+@contextlib.contextmanager
+def in_one_thread(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Run pipeline stages sequentially, which is bit-identical: other threads are not watched."""
+    threaded = [module for module in modules if isinstance(module, Stages) and module.threads]
+    for module in threaded:
+        module.threads = False
+    try:
+        yield
+    finally:
+        for module in threaded:
+            module.threads = True
 
 
 @contextlib.contextmanager

@@ -396,11 +396,12 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         constants = {origin for origin in origins if origin <= CONSTANT}
         if origins - constants:
             return frozenset(origins - constants)
-        takes_masks = call.name in _TAKES_MASKS or "attention" in call.name
-        if constants and (not has_nan or (min(constants) < CONSTANT and not takes_masks)):
-            return frozenset(constants)
+        is_emptied = has_nan and (call.name in _TAKES_MASKS or "attention" in call.name)
+        if not is_emptied and constants - {CONSTANT}:
+            return frozenset(constants - {CONSTANT})
         birth = self._birth(call, bad[0], has_nan, bool(constants), marks)
-        if call.name in _CONSTANTS and _has_infinite_scalar(call.args):
+        is_written = call.name in _CONSTANTS and _has_infinite_scalar(call.args)
+        if is_written or (constants and not is_emptied):  # here, or before the window as a tensor of one number
             birth.is_constant = True
             self.constants.append(birth)
             return frozenset({CONSTANT - len(self.constants)})

@@ -32,9 +32,10 @@ from torch import Tensor
 
 from amp_core.config.errors import ConfigError
 from amp_core.config.redact import redact
-from amp_core.doctor.diagnosis import ADVICE, Diagnosis
+from amp_core.doctor.diagnosis import ADVICE, Diagnosis, cause_of
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
+from amp_core.doctor.trace import Trace, named_tensors
 from amp_core.run.environment import Symptoms
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.loop import Loop
@@ -116,6 +117,20 @@ class Watch:
             return symptoms.first_skip is not None
         at_floor = policy.dynamic and symptoms.scale <= policy.min_scale and symptoms.streak > 0
         return symptoms.streak >= self.cfg.after_skips or at_floor
+
+    def in_evaluation(self) -> str:
+        """Where an evaluation, computed again with every operation watched, first becomes non-finite."""
+        loop, doctor = self.loop, self.doctor
+        trace = Trace(doctor.names, named_tensors(doctor.nets, ()))
+        with loop.env.eagerly(), trace:
+            loop.evaluation.metrics_of_nets()
+        births = [birth for births in doctor.agree(trace.births[:1]) for birth in births]
+        if not births:
+            return ""
+        diagnosis = doctor.describe(births[0], cause_of(births[0]))
+        diagnosis.step = loop.step
+        advice = ADVICE.get(diagnosis.cause)
+        return f"{diagnosis.headline}. {diagnosis.why}" + (f" Try: {advice.text}" if advice is not None else "")
 
     # --- the examination -------------------------------------------------------------------------------------------
 

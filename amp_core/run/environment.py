@@ -300,6 +300,10 @@ class Monitor(Protocol):
         """The symptoms with what `facts` were, now on the host."""
         ...
 
+    def in_evaluation(self) -> str:
+        """Where an evaluation, computed again, becomes non-finite; empty: nowhere. On every rank."""
+        ...
+
     def is_called(self, symptoms: Symptoms) -> bool:
         """Whether these symptoms need an examination."""
         ...

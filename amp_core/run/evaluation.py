@@ -83,8 +83,33 @@ def spell(metrics: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
+def check_metrics(metrics: Mapping[str, float], *, where: str = "", how: str = "") -> None:
+    """Hold an evaluation against one of a network that computes numbers.
+
+    Args:
+        metrics: the same on every rank.
+        where: it becomes non-finite, if that was looked for: training was finite.
+        how: training went.
+
+    Raises:
+        Diverged: a metric is not finite.
+    """
+    if bad := [f"{name} {value:g}" for name, value in metrics.items() if not math.isfinite(value)]:
+        found = f"diverged: {', '.join(bad)} at the end{how}; expected finite metrics"
+        if where:
+            raise Diverged(f"{found}. Not finite in evaluation alone: {where}")
+        raise Diverged(f"{found}. Lower optimizer.lr; if the training loss is finite, try task=evaluate amp=fp32")
+
+
 def check_result(
-    metrics: Mapping[str, float], *, step: int, skipped: int, amp: AmpConfig, scale: float, streak: int = 0
+    metrics: Mapping[str, float],
+    *,
+    step: int,
+    skipped: int,
+    amp: AmpConfig,
+    scale: float,
+    streak: int = 0,
+    where: str = "",
 ) -> None:
     """Hold the last evaluation and the number of skipped steps against a run that worked.
 
@@ -98,6 +123,7 @@ def check_result(
         amp: the mode.
         scale: the loss scale at the end.
         streak: steps in a row that were skipped at the end.
+        where: see `check_metrics`.
 
     Raises:
         Diverged: a metric is not finite, no step was taken, or more than half of the steps were skipped.
@@ -107,11 +133,7 @@ def check_result(
     if amp.scaling and amp.init_scale and amp.backoff_factor and not is_lost:
         searched = max(0, round(math.log(scale / amp.init_scale, amp.backoff_factor)))
     how = f"{skipped} of {step} steps were skipped"
-    if bad := [f"{name} {value:g}" for name, value in metrics.items() if not math.isfinite(value)]:
-        raise Diverged(
-            f"diverged: {', '.join(bad)} at the end, and {how}; expected finite metrics. Lower optimizer.lr; if the "
-            f"training loss is finite, see what task=evaluate amp=fp32 says"
-        )
+    check_metrics(metrics, where=where, how=f", and {how}")
     if skipped == step == searched:
         raise Diverged(
             f"diverged: {how}, the loss scale came down from {amp.init_scale:.10g} to {scale:.10g} and no step was "

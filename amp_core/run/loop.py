@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import signal
 import sys
 import time
@@ -41,7 +42,7 @@ from amp_core.run.environment import (
     outcome_of,
     peak_memory,
 )
-from amp_core.run.evaluation import Evaluate, Evaluation, check_result, spell
+from amp_core.run.evaluation import Evaluate, Evaluation, check_metrics, check_result, spell
 from amp_core.run.feed import Feed
 from amp_core.run.meters import Clock, Metrics
 from amp_core.run.resume import open_checkpoint, progress_of, resume
@@ -425,13 +426,23 @@ def _evaluate_only(loop: Loop, notes: list[str]) -> None:
         for note in notes:
             loop.env.services.say(note)
         loop.env.services.say(f"step {loop.step}: {spell(loop.eval)}")
+    check_metrics(loop.eval, where=_where_in_evaluation(loop))
+
+
+def _where_in_evaluation(loop: Loop) -> str:
+    """Where the last evaluation became non-finite, if training is finite as far as the monitor knows."""
+    monitor = loop.monitor
+    if monitor is None or monitor.last is not None or all(map(math.isfinite, loop.eval.values())):
+        return ""
+    return monitor.in_evaluation()
 
 
 def _end(loop: Loop) -> None:
     loop.summarise()
     skipped = loop.env.summary["skipped"]
     streak, scale = int(loop.amp.num_consecutive_skips), loop.amp.scale
-    check_result(loop.eval, step=loop.step, skipped=skipped, amp=loop.cfg.amp, scale=scale, streak=streak)
+    where = "" if streak else _where_in_evaluation(loop)
+    check_result(loop.eval, step=loop.step, skipped=skipped, amp=loop.cfg.amp, scale=scale, streak=streak, where=where)
     loop.env.folder.write_summary("finished", 0)
     if loop.env.is_main:
         logger.info("finished %d steps: %s", loop.step, spell(loop.eval))

@@ -265,3 +265,39 @@ def test_training_that_diverges_is_not_healed(held, tmp_path, monkeypatch):
         assert "with the weights of step 0, whose norm has grown from" in report["why"]
     else:
         assert report["cause"].startswith("overflow") and islands
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+class LoudInEvaluation(nn.Module):
+    def forward(self, x):
+        return x if self.training else x * 1e9
+
+
+@pytest.mark.parametrize("task", ["train", "evaluate"])
+def test_an_overflow_in_evaluation_alone_is_named_with_its_module(task, tmp_path, monkeypatch, capsys):
+    build = recipes.classification.build_model
+    if task == "evaluate":  # of weights that were trained without it
+        assert start(tmp_path, "amp=fp16", "steps=2") == 0
+    monkeypatch.setattr(
+        recipes.classification, "build_model", lambda *a, **k: build(*a, **k).append(LoudInEvaluation())
+    )
+    before = summary(tmp_path) if task == "evaluate" else None
+    assert start(tmp_path, "amp=fp16", "steps=2", f"task={task}") == 5
+    said = capsys.readouterr().err
+    assert "diverged: " in said and "Not finite in evaluation alone: step 2: overflow in a product, aten.mul" in said
+    assert "in 16, tests/runs/test_doctor.py:" in said and "amp=bf16" not in said and "use bf16" in said
+    assert task == "train" or summary(tmp_path) == before
+    # In fp32 both are finite.
+    assert start(tmp_path / "fp32", "amp=fp32", "steps=2") == 0
+
+
+def test_an_evaluation_that_is_not_finite_ends_with_5_without_a_doctor(tmp_path, monkeypatch, capsys):
+    build = recipes.classification.build_model
+    monkeypatch.setattr(
+        recipes.classification, "build_model", lambda *a, **k: build(*a, **k).append(LoudInEvaluation())
+    )
+    assert start(tmp_path, "amp=fp16", "steps=2", "doctor=off") == 5
+    assert start(tmp_path, "amp=fp16", "steps=2", "doctor=off", "task=evaluate") == 5
+    assert "expected finite metrics. Lower optimizer.lr" in capsys.readouterr().err

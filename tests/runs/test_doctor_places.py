@@ -339,3 +339,43 @@ def test_a_step_without_a_backward_pass_is_not_called_finite():
     optimizer = SGD(net.parameters())
     with pytest.raises(RuntimeError, match="told of no loss and of no gradients"):
         Doctor(amp, net).locate(lambda: amp.step(optimizer))
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_gradients_left_by_an_earlier_window_are_to_blame_if_it_adds_to_them(zeroes):
+    net, x = nn.Linear(8, 1), torch.randn(6, 8)
+    optimizer = SGD(net.parameters())
+    net.weight.grad = torch.full_like(net.weight, NAN)
+    before = everything(net, optimizer)
+
+    def step():
+        if zeroes:
+            optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    diagnosis = Doctor(Amp.named("fp32"), net).locate(step, x)
+    after = everything(net, optimizer)
+    assert equal(*([part.nan_to_num(7.0) for part in each[0]] for each in (before, after)))
+    if zeroes:
+        assert diagnosis is None
+    else:
+        assert diagnosis is not None and diagnosis.cause == "poisoned gradient" and "zero_grad()" in str(diagnosis)
+        net.weight.grad = torch.zeros_like(net.weight)
+        assert Doctor(Amp.named("fp32"), net).locate(step, x) is None
+
+
+@pytest.mark.parametrize("number", [torch.tensor(INF), torch.tensor(NAN), -torch.tensor(INF)])
+@pytest.mark.parametrize("where", ["before", "within"])
+def test_a_number_that_the_program_writes_is_an_infinite_constant(number, where):
+    net, x = nn.Linear(8, 1), torch.randn(6, 8)
+    value = number.item()
+
+    def loss():
+        return (net(x) + (number if where == "before" else torch.tensor(value))).mean()  # written here
+
+    diagnosis = examined(net, loss, (x,))
+    assert diagnosis is not None and diagnosis.cause == "infinite constant"
+    assert line_of(diagnosis).endswith("# written here")
+    # One that goes nowhere is none.
+    assert examined(net, lambda: torch.where(x[:, :1] < INF, net(x), number).mean(), (x,)) is None
