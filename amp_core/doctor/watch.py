@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import re
@@ -32,14 +33,14 @@ from torch import Tensor
 
 from amp_core.config.errors import ConfigError
 from amp_core.config.redact import redact
-from amp_core.doctor.diagnosis import ADVICE, Diagnosis, cause_of
+from amp_core.doctor.diagnosis import ADVICE, Diagnosis, Fix, cause_of
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
 from amp_core.doctor.trace import Trace, named_tensors
 from amp_core.run.environment import Symptoms
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.loop import Loop
-from amp_core.run.replay import indices_of, replay, rerun_step, restore, snapshot
+from amp_core.run.replay import first_sample, indices_of, replay, rerun_step, restore, snapshot
 from amp_core.run.resume import make_islands
 from amp_core.step.report import StepReport
 from amp_core.step.window import MicroBatch
@@ -74,6 +75,8 @@ class Watch:
         self._bad_losses: dict[str, Tensor] = {}
         self._origin: dict[str, Any] | None = None
         self._origin_step = -1
+        self._begin = 0
+        """The step after which the data workers were started."""
 
     # --- during the steps -----------------------------------------------------------------------------------------
 
@@ -82,6 +85,7 @@ class Watch:
         weights = [p for net in self.loop.nets for p in net.parameters()]
         if sum(p.numel() * p.element_size() for p in weights) < _SMALL:
             self._origin, self._origin_step = snapshot(self.loop), self.loop.step
+        self._begin = self.loop.step
         self._skipped_before = {of: int(meter.num_skipped) for of, meter in self.loop.metrics.meters.items()}
 
     def note(self, of: str, report: StepReport, loss: Tensor | None) -> None:
@@ -149,7 +153,7 @@ class Watch:
         unchanged = streak > 0 and first >= begin
         logger.info("the doctor reruns step %d", first)
         weights = "the weights of the step" if unchanged else f"the weights of step {loop.step}"
-        diagnosis = yield from self._diagnose(first)
+        diagnosis = (yield from self._diagnose(first)) or self._by_worker(first)
         if diagnosis is None and not unchanged:
             start = self._start_before(first)
             if start is not None:
@@ -178,6 +182,28 @@ class Watch:
 
     def _diagnose(self, step: int) -> Generator[Any, None, Diagnosis | None]:
         return (yield from self.doctor.diagnose(functools.partial(replay, self.loop, step)))
+
+    def _by_worker(self, step: int) -> Diagnosis | None:
+        """Load a window that is finite as training did, by the same worker: is its data?"""
+        loop, num_workers = self.loop, self.loop.cfg.data.num_workers
+        if not num_workers:
+            return None
+        ahead = (step - 1 - self._begin) % num_workers  # each worker loads one batch in turn
+        with loop.feed.loading(first_sample(loop, step - ahead)) as windows:
+            window = next(itertools.islice(windows, ahead, None))
+        births = Trace({}, named_tensors((), [micro.batch for micro in window])).births
+        for rank, found in enumerate(self.doctor.agree(births[:1])):
+            for birth in found:
+                diagnosis = self.doctor.describe(birth, "bad input")
+                diagnosis.why = (
+                    f"{birth.tensor} is finite if the main process loads it, and not if a data worker does: data "
+                    f"differ by worker."
+                )
+                text = "load data in the main process, or repair what workers keep or draw by themselves"
+                diagnosis.fixes = [Fix("override", text, "data.num_workers=0", verified=True)]
+                diagnosis.rank, diagnosis.ranks = rank, [rank]
+                return diagnosis
+        return None
 
     def _start_before(self, step: int) -> tuple[int, Any] | None:
         checkpoint = self.loop.checkpoint.newest_before(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -301,3 +302,42 @@ def test_an_evaluation_that_is_not_finite_ends_with_5_without_a_doctor(tmp_path,
     assert start(tmp_path, "amp=fp16", "steps=2", "doctor=off") == 5
     assert start(tmp_path, "amp=fp16", "steps=2", "doctor=off", "task=evaluate") == 5
     assert "expected finite metrics. Lower optimizer.lr" in capsys.readouterr().err
+
+
+class BadInOneWorker:
+    """A data set that worker 1 of two reads wrongly."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitems__(self, keys):
+        images, *rest = self.dataset.__getitems__(keys)
+        worker = torch.utils.data.get_worker_info()
+        if worker is not None and worker.id == 1:
+            images[2] = float("nan")
+        return images, *rest
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_data_that_differ_by_worker_are_told_from_bad_data(first, tmp_path, monkeypatch):
+    """Worker 1 loads every second batch, from where the run resumed."""
+    settings = ["amp=bf16", "log_every=1", "data.num_workers=2"]
+    if first:
+        assert start(tmp_path, *settings, f"steps={first}", "allow_changes=true") == 0
+    build = recipes.classification.build_data
+
+    def build_faulty(*args, **kwargs):
+        data = build(*args, **kwargs)
+        return dataclasses.replace(data, train=BadInOneWorker(data.train))
+
+    monkeypatch.setattr(recipes.classification, "build_data", build_faulty)
+    assert start(tmp_path, *settings, f"steps={first + 4}", "allow_changes=true", "doctor.max_reports=1") == 0
+    assert [line["step"] for line in lines(tmp_path) if line["loss"] is None] == [first + 2, first + 4]
+    (report,) = reports(tmp_path)
+    assert (report["step"], report["cause"]) == (first + 2, "bad input")
+    assert "batch[0][0] is finite if the main process loads it" in report["why"]
+    assert (report["fixes"][0]["override"], report["fixes"][0]["verified"]) == ("data.num_workers=0", True)
+    assert report["samples"] == [report["window"][2]]
