@@ -41,30 +41,9 @@ Cause = Literal[
     "not found",
 ]
 
-_PRODUCTS = {
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "addmv",
-    "mv",
-    "dot",
-    "mul",
-    "square",
-    "addcmul",
-    "linear",
-    "outer",
-    "div",
-}
-_PRODUCTS |= {
-    "convolution",
-    "convolution_backward",
-    "_scaled_mm",
-    "linear_backward",
-    "prelu",
-    "_prelu_kernel",
-    "matmul",
-}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "mul", "square", "addcmul", "linear", "outer"}
+_PRODUCTS |= {"convolution", "convolution_backward", "_scaled_mm", "linear_backward", "prelu", "_prelu_kernel"}
+_PRODUCTS |= {"div", "matmul"}
 _REDUCTIONS = {"sum", "nansum", "mean", "norm", "linalg_vector_norm", "cumsum", "cumprod", "prod", "var", "var_mean"}
 _REDUCTIONS |= {"std", "std_mean", "logsumexp", "logcumsumexp", "index_add", "scatter_add", "index_put", "trace"}
 _REDUCTIONS |= {"embedding_dense_backward", "_foreach_norm", "cdist", "_cdist_forward", "native_layer_norm"}
@@ -119,7 +98,7 @@ class Diagnosis:
     scale_that_fits: float | None = None
     """If the loss scale was too large: the largest power of two at which the window is finite."""
     samples: list[int] = field(default_factory=list)
-    """Indices of the affected samples in the training data."""
+    """Indices of the affected samples in the training data; of rows in the batch of a plain loop."""
     window: list[int] = field(default_factory=list)
     """Indices of all samples of this rank's window in the training data."""
     weights: str = ""
@@ -171,7 +150,7 @@ class Diagnosis:
             lines.append(f"  mode       amp={self.amp}, loss scale {self.loss_scale:g}{weights}")
         if self.samples:
             shown = ", ".join(map(str, self.samples[:8])) + _and_more(len(self.samples) - 8)
-            lines.append(f"  samples    {shown} of the training data")
+            lines.append(f"  samples    {shown} of the {'batch' if self.in_python else 'training data'}")
         lines += ["", f"  {self.why}", ""]
         for fix in self.fixes:
             mark = {True: " (tried: the window is finite with it)", False: " (tried: not enough)", None: ""}

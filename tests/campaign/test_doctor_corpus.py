@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import json
 import linecache
 import math
 import os
+import re
 import shlex
 import socket
 import sys
 import types
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -35,6 +39,7 @@ from test_recipes import arguments
 from tiers import rows
 
 import train
+from amp_core.doctor.diagnosis import Cause
 from amp_core.doctor.trace import Range
 from amp_core.doctor.watch import diagnose_step
 from amp_core.models.gpt import position_ids
@@ -110,6 +115,8 @@ def test_a_planted_fault_is_located_classified_and_cured(fault: Fault):
     # Lost positions are numbers like any other; that they are lost is shown below.
     assert finite == (fault.cause == "position collision") and diagnosis is not None
     print(diagnosis)
+    check_text(str(diagnosis))
+    check_text(str(dataclasses.replace(diagnosis, in_python=True, healed=True)))
     check_place(fault, diagnosis)
     SCORE["located"].add(fault.name)
     assert diagnosis.cause == fault.cause
@@ -132,6 +139,13 @@ def test_a_planted_fault_is_located_classified_and_cured(fault: Fault):
         finite, _ = examine_planted(fault, False, with_override(fault.settings, f"{key}={2 * float(scale):g}"))
         assert not finite, "twice the scale fits, too"
     SCORE["cured"].add(fault.name)
+
+
+def check_text(text):
+    """No line of a report ends in the middle, or shows an empty value."""
+    debris = re.compile(r"\s$|[;:,(]$|\S  +[;:,]|\bNone\b|\(\)|: , |-> or |\b([a-z]\w*)\b.* \(in \1\)")
+    for line in text.splitlines():
+        assert not debris.search(line), line
 
 
 def check_place(fault, diagnosis):
@@ -349,12 +363,53 @@ def test_masks_of_minus_infinity_are_no_fault(monkeypatch):
     assert examine("language_model", ["amp=fp16", "amp.init_scale=256"]) == (True, None)
 
 
-def test_the_score_is_full():
+def in_test(file, name):
+    """The source of a test with its decorators."""
+    source = (ROOT / "tests" / "runs" / file).read_text()
+    (found,) = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name)
+    return "\n".join(
+        source.splitlines()[min(each.lineno for each in (found, *found.decorator_list)) - 1 : found.end_lineno]
+    )
+
+
+ANY_LOOP, PLACES = "test_doctor_in_any_loop.py", "test_doctor_places.py"
+ELSEWHERE = {
+    "underflow in 16 bits": (ANY_LOOP, "test_causes_are_told_apart"),
+    "cancellation in 16 bits": (ANY_LOOP, "test_causes_are_told_apart"),
+    "sigmoid before a logarithm": (ANY_LOOP, "test_causes_are_told_apart"),
+    "targets longer than their inputs": (ANY_LOOP, "test_causes_are_told_apart"),
+    "gradient norm beyond fp32": (ANY_LOOP, "test_a_norm_beyond_fp32_is_told_from_gradients_that_are_not_finite"),
+    "training diverges": ("test_doctor.py", "test_training_that_diverges_is_not_healed"),
+    "poisoned gradient": (PLACES, "test_gradients_left_by_an_earlier_window_are_to_blame_if_it_adds_to_them"),
+    "not found": (PLACES, "test_a_bad_label_is_named_with_its_sample"),
+}
+"""Causes that no fault of the corpus has: the tests that assert them."""
+
+
+def test_each_cause_of_the_page_has_a_case():
+    page = (ROOT / "docs" / "DOCTOR.md").read_text()
+    table = page.partition("## Causes")[2].partition("## When")[0]
+    cells = [row.split("|")[1].strip() for row in table.splitlines() if row.startswith("| ")][2:]
+    named = {re.sub(r"^a(?=n? )", "overflow in a", cause) for cell in cells for cause in cell.split(", ")}
+    assert named == set(get_args(Cause))
+    planted = {fault.cause for fault in FAULTS}
+    assert planted.isdisjoint(ELSEWHERE) and planted | set(ELSEWHERE) == named
+    for cause, (file, name) in ELSEWHERE.items():
+        assert f'"{cause}"' in in_test(file, name), cause
+
+
+def test_the_score_is_full(capsys):
     """The score of what was run before it: the whole corpus, unless tests were selected."""
     names = {fault.name for fault in FAULTS}
     assert len(names) == len(FAULTS) >= 24 and len(HEALTHY) >= 10
     assert {fault.recipe for fault in FAULTS} == set(RECIPES)
     if SCORE["ran"] != names or len(SCORE["silent"]) < len(HEALTHY):
         pytest.skip("a part of the corpus was not run")
-    print(*(f"{what}: {len(done)}" for what, done in SCORE.items()))
+    with capsys.disabled():
+        print(f"\n{'cause':<34}{'ran':>6}{'located':>9}{'classified':>12}{'cured':>7}")
+        for cause in dict.fromkeys(fault.cause for fault in FAULTS):
+            of = {fault.name for fault in FAULTS if fault.cause == cause}
+            counts = [len(SCORE[what] & of) for what in ("ran", "located", "classified", "cured")]
+            print("{:<34}{:>6}{:>9}{:>12}{:>7}".format(cause, *counts))
+        print(f"{'healthy runs without a report':<34}{len(SCORE['silent']):>6} of {len(HEALTHY)}")
     assert SCORE["located"] == SCORE["classified"] == SCORE["cured"] == names
