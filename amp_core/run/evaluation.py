@@ -84,16 +84,7 @@ def spell(metrics: dict[str, float]) -> str:
 
 
 def check_metrics(metrics: Mapping[str, float], *, where: str = "", how: str = "") -> None:
-    """Hold an evaluation against one of a network that computes numbers.
-
-    Args:
-        metrics: the same on every rank.
-        where: it becomes non-finite, if that was looked for: training was finite.
-        how: training went.
-
-    Raises:
-        Diverged: a metric is not finite.
-    """
+    """Raise Diverged if a metric is not finite; `where` it became so, if training was finite, and `how` that went."""
     if bad := [f"{name} {value:g}" for name, value in metrics.items() if not math.isfinite(value)]:
         found = f"diverged: {', '.join(bad)} at the end{how}; expected finite metrics"
         if where:
