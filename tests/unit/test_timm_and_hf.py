@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +28,7 @@ if find_spec("timm"):
 if find_spec("transformers"):
     import transformers
 
+ROOT = Path(__file__).resolve().parents[2]
 needs_timm = pytest.mark.skipif(not find_spec("timm"), reason="needs pip install 'amp-recipes[timm]'")
 needs_hf = pytest.mark.skipif(not find_spec("transformers"), reason="needs pip install 'amp-recipes[hf]'")
 IMAGES: dict[str, Any] = {"image_shape": (3, 32, 32), "num_classes": 7}
@@ -363,3 +366,19 @@ def test_a_resumed_run_is_the_run(run: str) -> None:
     assert train.main([*arguments, "steps=4", "run_dir=parts"]) == 0
     assert summary("whole")["status"] == "finished" and not same_but(state("whole"), state("parts"))
     assert summary("whole")["eval"] == summary("parts")["eval"]
+
+
+@needs_timm
+@needs_hf
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_folder")
+def test_the_lines_of_the_page_work_as_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/YOUR_OWN_MODEL.md").read_text()
+    section = page.partition("## A model of timm or transformers in 5 lines")[2].partition("\n## ")[0]
+    install, *commands = re.findall(r"^    (\S.*)$", section, re.MULTILINE)
+    assert install == "pip install -e '.[timm,hf]'" and len(commands) == 4
+    for command in commands:
+        python, program, *arguments = shlex.split(command)
+        assert (python, program) == ("python", "train.py")
+        assert train.main([*arguments, "device=cpu", "log.progress=false", "steps=2"]) == 0
+    assert "weights: " in capsys.readouterr().out
