@@ -54,10 +54,8 @@ def timm_classifier(name: str) -> Builder:
     timm = _import("timm", name, "timm")
     if name not in (names := timm.list_models()):
         raise ConfigError(f"model.name=timm:{name}: timm {timm.__version__} has no such model. {suggest(name, names)}")
-    cls = inspect.signature(timm.model_entrypoint(name)).return_annotation
-    if cls is inspect.Signature.empty:
-        with torch.device("meta"):
-            cls = type(timm.create_model(name, pretrained=False))
+    with torch.device("meta"):
+        cls = type(timm.create_model(name, pretrained=False))
     keys = {key for key, p in inspect.signature(cls).parameters.items() if p.kind is not p.VAR_KEYWORD}
 
     def build(*, image_shape: ImageShape, **given: Any) -> nn.Module:
@@ -130,12 +128,11 @@ def _transformers(name: str, task: str, fields: Callable[..., dict[str, Any]]) -
     keys, facts = {*config().to_dict(), *config.attribute_map}, inspect.signature(fields).parameters
 
     def build(**given: Any) -> nn.Module:
-        fixed = fields(**{key: given[key] for key in facts})
+        length = given.get("length", 0)
+        fixed = fields(**{key: given.pop(key) for key in facts})
         fixed = {key: value for key, value in fixed.items() if key in keys or key == "num_labels"}
-        options = {key: value for key, value in given.items() if key not in facts}
-        net = network(config.from_dict({**values, **options, **fixed}))
-        length, limit = given.get("length", 0), getattr(net.config, "max_position_embeddings", None)
-        if limit is not None and length > limit:
+        net = network(config.from_dict({**values, **given, **fixed}))
+        if length > (limit := getattr(net.config, "max_position_embeddings", length)):
             raise ConfigError(f"data.length={length}: {called} has {limit} positions; use at most data.length={limit}")
         return net
 
