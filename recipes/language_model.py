@@ -206,6 +206,9 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
         )
     if knobs.loss_chunk is not None and knobs.loss_chunk < 1:
         problems.append(f"recipe.loss_chunk={knobs.loss_chunk}: expected a number of tokens above 0, or null")
+    for key in ("eval_offset", "loss_chunk"):
+        if getattr(knobs, key) is not None and cfg.model.name != "gpt":
+            problems.append(f"recipe.{key}={getattr(knobs, key)}: needs model=gpt, not {cfg.model.name}; leave it out")
     if knobs.sample_bytes < 0:
         problems.append(f"recipe.sample_bytes={knobs.sample_bytes}: expected at least 0")
     if not knobs.prompt:

@@ -162,6 +162,9 @@ def _plain(cfg: Any, chosen: Mapping[str, str], typed: set[str]) -> dict[str, An
         raise ConfigError(problems)
     for group in FREE:
         _drop_options_of_another(group, read_once(group, chosen[group], tuple(config_dirs())), values, typed)
+    library, colon, _ = read_once("model", chosen["model"], tuple(config_dirs())).get("name", "").partition(":")
+    if colon and (name := flatten(values).get("model.name")) and not str(name).startswith(f"{library}:"):
+        values["model"]["name"] = f"{library}:{name}"  # model=timm model.name=resnet18 is timm's, not torchvision's
     if "data.num_workers" not in typed and isinstance(flat.get("data.num_workers"), int):
         values["data"]["num_workers"] = min(flat["data.num_workers"], num_cores())
     return values

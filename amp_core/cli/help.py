@@ -44,8 +44,8 @@ SWEEP = """A sweep runs every combination of the values that keys are given:
 A failed job is told and does not end the sweep. Exit codes: 0 all finished, 1 some did not, 2 bad configuration
 (nothing was begun), 130 and 143 interrupted: running jobs wrote a checkpoint first. docs/SWEEPS.md has the rest."""
 BY_NAME = {
-    "model": "model.name= takes any classification network of torchvision.models besides; "
-    "arguments: model.options.<name>=",
+    "model": "model.name= takes any classification network of torchvision.models besides; model=timm and model=hf take "
+    "those of timm and transformers; arguments: model.options.<name>=",
     "optimizer": "optimizer.name= takes any class of torch.optim with dense gradients and no closure; "
     "arguments: optimizer.options.<name>=",
     "schedule": "schedule.name= takes any scheduler of torch.optim.lr_scheduler that needs no metric; "

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import suggest
@@ -32,8 +32,9 @@ class Family:
         example: facts of an example data set, to check options before there is one.
         more_names: further names, found when needed.
         more: the builder of a further name.
-        probe: makes inputs on the meta device from the facts, to try a network of `more`; None if it is known to take
-            them. Our own take images of any size.
+        libraries: names of functions in `timm_and_hf` that return the builder of `<library>:<name>`, by library.
+        outputs: shape of the output for two images, from the facts, to try a network that is not our own. Our own take
+            images of any size.
         in_channels: colour channels that a network takes, by name; None: any number.
     """
 
@@ -42,7 +43,8 @@ class Family:
     example: Mapping[str, Any]
     more_names: Callable[[], Iterable[str]] | None = None
     more: Callable[[str], Builder] | None = None
-    probe: Callable[..., tuple[Tensor, ...] | None] = lambda **facts: None
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    outputs: Callable[..., tuple[int, ...]] | None = None
     in_channels: Callable[[str], int | None] = lambda name: None
 
     def names(self) -> list[str]:
@@ -53,6 +55,11 @@ class Family:
         """The builder of a name in the family."""
         if name in self.builders:
             return self.builders[name]
+        library, colon, rest = name.partition(":")
+        if colon:
+            from amp_core.models import timm_and_hf
+
+            return getattr(timm_and_hf, self.libraries[library])(rest)
         assert self.more is not None
         return self.more(name)
 
@@ -60,7 +67,8 @@ class Family:
 RESERVED = {
     "image_size": "follows data.image_size; leave it out",
     "input_size": "follows data.image_size; leave it out",
-    "weights": "nothing is downloaded; use model.weights=<file> with weights that you have",
+    "img_size": "follows data.image_size; leave it out",
+    "weights": "use model.weights=<file>, or model.weights=default for torchvision's own",
     "progress": "has no effect without a download; leave it out",
     "aux_logits": "a recipe takes one output from a model; leave it out",
     "transform_input": "is for pretrained weights; leave it out",
@@ -70,9 +78,14 @@ RESERVED = {
 
 def check_model(name: str, options: Mapping[str, Any], family: Family) -> list[str]:
     """Problems of a model's name and options, one sentence each. Allocates no weights and draws no random numbers."""
-    if name not in family.builders and name not in (names := family.names()):
-        return [f"model.name={name}: is not {family.what}. {suggest(name, names)}"]
-    builder = family.builder(name)
+    is_theirs = ":" in name and name.partition(":")[0] in family.libraries
+    if not is_theirs and name not in family.builders and name not in (names := family.names()):
+        valid = [*names, *(f"{library}:<name>" for library in family.libraries)]
+        return [f"model.name={name}: is not {family.what}. {suggest(name, valid)}"]
+    try:
+        builder = family.builder(name)
+    except ConfigError as problem:
+        return problem.problems
     accepted = [key for key in inspect.signature(builder).parameters if key not in (*RESERVED, *family.example)]
     problems = []
     for option in options:
@@ -82,7 +95,7 @@ def check_model(name: str, options: Mapping[str, Any], family: Family) -> list[s
             problems.append(f"model.options.{option}: {RESERVED[option]}")
         elif option not in accepted:
             problems.append(f"model.options.{option}: {name} has no such option. {suggest(option, accepted)}")
-    if options and not problems:
+    if (options or is_theirs) and not problems:
         try:
             with torch.device("meta"):
                 builder(**family.example, **options)
@@ -90,7 +103,8 @@ def check_model(name: str, options: Mapping[str, Any], family: Family) -> list[s
             pass  # RegNet computes its widths with tensors: it cannot be built without data
         except Exception as error:  # constructors raise different types for bad options
             given = ", ".join(f"{key}={value}" for key, value in options.items())
-            problems.append(f"model.options: {name} cannot be built with {given}: {_one_line(error)}")
+            what = f"options: {name} cannot be built with {given}" if given else f"name={name}: cannot be built"
+            problems.append(f"model.{what}: {_one_line(error)}")
     return problems
 
 
@@ -114,21 +128,23 @@ def build_model(name: str, family: Family, *, options: Mapping[str, Any], **fact
     if shape is not None and needed not in (None, shape[0]):
         raise ConfigError(f"model.name={name}: takes images with {needed} channels; these have {shape[0]}")
     builder = family.builder(name)
-    # Trying a network imports torch's compiler, which takes as long as importing torch.
-    inputs = None if name in family.builders else family.probe(**facts)
-    if inputs is not None:
+    # Trying a network imports torch's compiler, which takes as long as importing torch. Torchvision's all take 224x224.
+    if name not in family.builders and family.outputs and shape and (":" in name or shape[1:] != (224, 224)):
         try:
             with torch.device("meta"):
-                shadow = builder(**facts, **options)
-            shadow.eval()(*inputs)
+                found = builder(**facts, **options).eval()(torch.empty(2, *shape))
         except NotImplementedError:
-            pass
+            found = None
         except Exception as error:
-            size = f"{shape[1]}x{shape[2]} pixels" if shape else ", ".join(f"{k}={v}" for k, v in facts.items())
             raise ConfigError(
-                f"model.name={name}: does not take images of {size} ({_one_line(error)}); "
+                f"model.name={name}: does not take images of {shape[1]}x{shape[2]} pixels ({_one_line(error)}); "
                 f"expected a larger data.image_size, such as 224"
             ) from error
+        output, expected = getattr(found, "shape", type(found)), family.outputs(**facts)
+        if found is not None and output != expected:
+            raise ConfigError(
+                f"model.name={name}: returns {output}, expected logits {expected}; use another model.name"
+            )
     return builder(**facts, **options)
 
 
@@ -151,4 +167,4 @@ def check_choice(key: str, value: Any, valid: Iterable[str]) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

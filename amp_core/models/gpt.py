@@ -188,4 +188,9 @@ class GPT(nn.Module):
         return self.head(x) if targets is None else self.head(x, targets)
 
 
-LANGUAGE_MODELS = Family(what="a language model", builders={"gpt": GPT}, example={"vocab_size": 256, "length": 256})
+LANGUAGE_MODELS = Family(
+    what="a language model",
+    builders={"gpt": GPT},
+    example={"vocab_size": 256, "length": 16},
+    libraries={"hf": "hf_language_model"},
+)

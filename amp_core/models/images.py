@@ -1,4 +1,4 @@
-"""Classification networks: two small ones of our own, and every classification model of `torchvision.models`.
+"""Classification networks: two small ones of our own, and those of torchvision, timm and transformers.
 
 All map [B, C, H, W] images to [B, num_classes] logits.
 """
@@ -10,8 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from amp_core.models.family import Family, ImageShape, check_count, check_probability
 from amp_core.vision import import_torchvision
@@ -106,18 +105,13 @@ def _torchvision(name: str) -> Callable[..., nn.Module]:
     return build
 
 
-def _probe(*, image_shape: ImageShape, **_: Any) -> tuple[Tensor, ...] | None:
-    if image_shape[1:] == (224, 224):  # the size that all torchvision models take
-        return None
-    return (torch.empty(2, *image_shape, device="meta"),)
-
-
 CLASSIFIERS = Family(
     what="an image classification network",
     builders=OWN,
     example={"num_classes": 10, "image_shape": (3, 224, 224)},
-    probe=_probe,
+    outputs=lambda image_shape, num_classes: (2, num_classes),
     more_names=_torchvision_names,
     more=_torchvision,
     in_channels=in_channels,
+    libraries={"timm": "timm_classifier", "hf": "hf_classifier"},
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -53,6 +56,27 @@ class UNet(nn.Module):
         return self.head(x)
 
 
+class FeatureUNet(nn.Module):
+    """A U-Net whose way down is a network of timm that returns feature maps [B, C, h, w], the finest first."""
+
+    def __init__(self, encoder: Any, num_masks: int) -> None:
+        super().__init__()
+        channels, self.stride = encoder.feature_info.channels(), encoder.feature_info.reduction()[0]
+        pairs = [*itertools.pairwise(channels)][::-1]
+        self.encoder = encoder
+        self.narrow = nn.ModuleList(nn.Conv2d(coarse, fine, 1) for fine, coarse in pairs)
+        self.up = nn.ModuleList(_block(2 * fine, fine) for fine, _ in pairs)
+        self.head = nn.Conv2d(channels[0], num_masks * self.stride**2, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        *skips, x = self.encoder(images)
+        for narrow, block in zip(self.narrow, self.up, strict=True):
+            skip = skips.pop()
+            x = F.interpolate(narrow(x), size=skip.shape[-2:], mode="nearest")
+            x = block(torch.cat([skip, x], dim=1))
+        return F.pixel_shuffle(self.head(x), self.stride)[..., : images.shape[-2], : images.shape[-1]]
+
+
 def _block(inputs: int, outputs: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for channels in (inputs, outputs):
@@ -66,4 +90,7 @@ SEGMENTERS = Family(
     what="a segmentation network",
     builders={"unet": unet},
     example={"num_masks": 1, "image_shape": (3, 64, 64)},
+    outputs=lambda image_shape, num_masks: (2, num_masks, *image_shape[1:]),
+    in_channels=lambda name: 3 if ":" in name else None,
+    libraries={"timm": "timm_segmenter"},
 )

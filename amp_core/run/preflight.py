@@ -63,6 +63,8 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
     if sound("model"):
         found = check_model(cfg.model.name, cfg.model.options, recipe.MODELS)
         problems += found + check_weights(cfg)
+        if cfg.model.weights is None and [*Path(cfg.model.name.removeprefix("hf:")).glob("*.safetensors")]:
+            warnings.append(f"model.name={cfg.model.name}: its weights are not used; model.weights=default loads them")
         if not found and sound("amp", "perf"):
             _check_parts(cfg, recipe.MODELS, problems)
     if sound("data"):

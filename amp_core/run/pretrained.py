@@ -6,7 +6,8 @@ import fnmatch
 import re
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,13 @@ from amp_core.checkpoints.parts import first_few
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import Config, suggest
+from amp_core.models.images import CLASSIFIERS
+from amp_core.vision import import_torchvision
 
+DEFAULT = "default"
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+IN_FOLDERS = "model[.-]*safetensors"
+"""One file, or several, in a folder of timm or transformers."""
 NESTED = ("state_dict", "model_state_dict", "model")
 """Keys under which other programs store the weights beside other state."""
 PREFIXES = ("_orig_mod.", "module.", "model.")
@@ -30,7 +36,10 @@ def check_weights(cfg: Config) -> list[str]:
     path = cfg.model.weights
     if path is None:
         return ["model.fresh: has no effect without model.weights; leave it out"] if cfg.model.fresh else []
-    if not _resumes(cfg, cfg.run_dir) and not Path(path).exists():
+    if path == DEFAULT and _default(cfg.model.name) is None:
+        how = "networks of torchvision and folders of transformers do; use model.weights=<file>"
+        return [f"model.weights={DEFAULT}: model.name={cfg.model.name} has no weights of its own, {how}"]
+    if path != DEFAULT and not _resumes(cfg, cfg.run_dir) and not Path(path).exists():
         return [f"model.weights={path}: there is no such file or folder; expected {_EXPECTED}"]
     return []
 
@@ -44,7 +53,17 @@ def start_from(cfg: Config, run_dir: Path | None, net: nn.Module) -> str:
     assert cfg.model.weights is not None
     if _resumes(cfg, run_dir):
         return "model.weights has no effect: all weights come from a checkpoint"
-    return f"weights: {load_pretrained(net, cfg.model.weights, cfg.model.fresh or ())}"
+    path = _default(cfg.model.name) if cfg.model.weights == DEFAULT else cfg.model.weights
+    assert path is not None, "check_weights was not asked"
+    return f"weights: {load_pretrained(net, path, cfg.model.fresh or ())}"
+
+
+def _default(name: str) -> str | None:
+    """The folder of a network of transformers, or the address of torchvision's newest weights."""
+    if name.startswith("hf:") and Path(name[3:]).is_dir():
+        return name[3:]
+    is_of_torchvision = ":" not in name and name not in CLASSIFIERS.builders and name in CLASSIFIERS.names()
+    return import_torchvision().models.get_model_weights(name).DEFAULT.url if is_of_torchvision else None
 
 
 def _resumes(cfg: Config, run_dir: str | Path | None) -> bool:
@@ -74,10 +93,11 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
             network is unchanged then.
     """
     own = {name: tensor for name, tensor in net.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
-    found = _without_prefix(_read(path, net), own)
+    found = _with_prefix(_without_prefix(_read(path, net), own), own)
     kept = {name for name in (*own, *found) if any(_is_below(name, pattern) for pattern in fresh)}
+    modules = dict.fromkeys(name.rpartition(".")[0] or name for name in own)
     problems = [
-        f"model.fresh={pattern}: matches neither a module nor a tensor. {suggest(pattern, _modules(own))}"
+        f"model.fresh={pattern}: matches neither a module nor a tensor. {suggest(pattern, modules)}"
         for pattern in fresh
         if not any(_is_below(name, pattern) for name in (*own, *found))
     ]
@@ -100,9 +120,9 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
     if not taken and not problems:
         problems.append(f"model.fresh={list(fresh)}: nothing of model.weights={path} is left to load; leave out both")
     if wrong := [*missing, *unlike, *unknown]:
-        modules = sorted({name.rpartition(".")[0] or name for name in wrong})
-        if len(wrong) < len(own) and len(modules) <= 3:
-            listed = ",".join(f'"{name}"' for name in modules)
+        places = sorted({_outermost(name, taken.keys() - unlike) for name in wrong})
+        if len(wrong) < len(own) and len(places) <= 4:
+            listed = ",".join(f'"{name}"' for name in places)
             problems[-1] += f". To keep the initial weights there: 'model.fresh=[{listed}]'"
         else:
             problems[-1] += f". Is it of another network than model.name, with {first_few(list(own), 2)}?"
@@ -121,17 +141,25 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
     return f"{len(taken)} tensors ({', '.join(dtypes)}) from {path}" + (f"; initial: {first_few(left)}" if left else "")
 
 
-_EXPECTED = f"a file ({', '.join(SUFFIXES)}) or the folder of a run"
+_EXPECTED = f"a file ({', '.join(SUFFIXES)}), the folder of a run, or one with model.safetensors"
 
 
 def _read(path: str, net: nn.Module) -> dict[str, Any]:
     """The state dict of a file or a run, on the CPU."""
     place = Path(path)
+    if path.startswith("https://"):
+        try:
+            return torch.hub.load_state_dict_from_url(path, map_location="cpu", check_hash=True, weights_only=True)
+        except (OSError, RuntimeError) as problem:
+            how = "download it elsewhere, and use model.weights=<file>"
+            raise ConfigError(f"model.weights={DEFAULT}: cannot load {path} ({problem}); {how}") from problem
     if not place.exists():
         raise ConfigError(f"model.weights={path}: there is no such file or folder; expected {_EXPECTED}")
     try:
-        if place.suffix == ".safetensors":
-            return _load_safetensors(path)
+        files = [place] if place.suffix == ".safetensors" else sorted(place.glob(IN_FOLDERS))
+        if files:
+            return {name: tensor for file in files for name, tensor in _load_safetensors(str(file)).items()}
+        place = next(place.glob("pytorch_model.bin"), place)
         contents: Any = None
         if place.is_file():
             with warnings.catch_warnings(action="ignore"):  # about pickles that are refused anyway
@@ -204,13 +232,25 @@ def _without_prefix(state: dict[str, Any], own: Mapping[str, Tensor]) -> dict[st
     return state
 
 
+def _with_prefix(state: dict[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Names with what those of most of the network have before them, such as `encoder.`, if none fits as it is."""
+    if own.keys() & state.keys():
+        return state
+    befores = Counter(full.removesuffix(name) for name in state for full in own if full.endswith(f".{name}"))
+    ((before, count),) = befores.most_common(1) or [("", 0)]
+    return {f"{before}{name}": value for name, value in state.items()} if 2 * count > len(state) else state
+
+
+def _outermost(name: str, fitting: Collection[str]) -> str:
+    """The largest module around a tensor that holds nothing which fits, or the tensor."""
+    parts = name.split(".")
+    around = [".".join(parts[:end]) for end in range(1, len(parts))]
+    return next((module for module in around if not any(n.startswith(f"{module}.") for n in fitting)), name)
+
+
 def _is_below(name: str, pattern: str) -> bool:
     parts = name.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
-
-
-def _modules(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
 
 
 def _fits(found: Tensor, own: Tensor) -> bool:

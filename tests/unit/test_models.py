@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import choices, read_option
 from amp_core.models import build_model, check_model
+from amp_core.models.gpt import LANGUAGE_MODELS
 from amp_core.models.images import CLASSIFIERS, OWN, in_channels
 from amp_core.vision import import_torchvision
 from recipes import RECIPES, find
@@ -66,16 +68,16 @@ except RuntimeError as error:
     assert run_python(code) == "operator aten::other does not exist\n"
 
 
-def test_our_own_models_do_not_import_torchvision() -> None:
+def test_our_own_models_import_neither_torchvision_nor_timm_nor_transformers() -> None:
     code = """
 import sys
 from amp_core.models import build_model, check_model
 from amp_core.models.images import CLASSIFIERS
 assert check_model("cnn", {"width": 8}, CLASSIFIERS) == []
 build_model("mlp", CLASSIFIERS, num_classes=10, image_shape=(1, 28, 28), options={})
-print("torchvision" in sys.modules)
+print([name for name in ("torchvision", "timm", "transformers") if name in sys.modules])
 """
-    assert run_python(code) == "False\n"
+    assert run_python(code) == "[]\n"
 
 
 # --- building ---------------------------------------------------------------------------------------------------------
@@ -161,7 +163,7 @@ def test_every_classification_model_of_torchvision_is_accepted_and_nothing_else(
         (
             "resnet18",
             {"weights": "DEFAULT"},
-            ["model.options.weights: nothing is downloaded; use model.weights=<file>"],
+            ["model.options.weights: use model.weights=<file>, or model.weights=default"],
         ),
         ("cnn", {"num_classes": 3}, ["model.options.num_classes: follows the data set"]),
         ("vit_b_16", {"image_size": 32}, ["model.options.image_size: follows data.image_size"]),
@@ -204,5 +206,10 @@ def test_every_option_of_the_model_group_can_be_built(option: str) -> None:
     assert set(values) == {"name", "options"}
     families = {module.MODELS.what: module.MODELS for module in map(find, RECIPES)}
     takers = [family for family in families.values() if values["name"] in family.names()]
+    library, colon, _ = values["name"].partition(":")
+    if colon:
+        if not find_spec({"hf": "transformers"}.get(library, library)):
+            pytest.skip(f"{library} is not installed")
+        takers = [CLASSIFIERS if library == "timm" else LANGUAGE_MODELS]
     assert len(takers) == 1 or values["name"] == "own"  # other names are unique over all families
     assert not [found for taker in takers for found in check_model(values["name"], values["options"], taker)]

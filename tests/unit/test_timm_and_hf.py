@@ -1,0 +1,384 @@
+"""Networks of timm and transformers: their own outputs and names, their files of weights, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import refused_before_the_start, same_but, state, summary
+from torch import Tensor, nn
+
+import train
+from amp_core.cli.compose import compose
+from amp_core.config.errors import ConfigError
+from amp_core.models import CLASSIFIERS, LANGUAGE_MODELS, SEGMENTERS, Family, build_model, check_model
+from amp_core.run.pretrained import load_pretrained
+from amp_core.vision import import_torchvision
+
+if find_spec("timm"):
+    import_torchvision()  # what timm imports fails beside a CPU-only torch
+    import timm
+if find_spec("transformers"):
+    import transformers
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_timm = pytest.mark.skipif(not find_spec("timm"), reason="needs pip install 'amp-recipes[timm]'")
+needs_hf = pytest.mark.skipif(not find_spec("transformers"), reason="needs pip install 'amp-recipes[hf]'")
+IMAGES: dict[str, Any] = {"image_shape": (3, 32, 32), "num_classes": 7}
+TEXT: dict[str, Any] = {"vocab_size": 256, "length": 24}
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+BERT |= {"intermediate_size": 64}
+SMALL = ["device=cpu", "log.progress=false", "save_every=1000", "eval_every=1000", "log_every=1", "batch_size=4"]
+PICTURES = [*SMALL, "data=synthetic", "data.num_samples=96", "data.image_size=32", "data.num_classes=4"]
+
+
+def build(name: str, family: Family = CLASSIFIERS, seed: int = 0, **options: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    return build_model(name, family, options=options, **(TEXT if family is LANGUAGE_MODELS else IMAGES)).eval()
+
+
+def folder(path: str, config: dict[str, Any] = GPT2, **fields: Any) -> str:
+    Path(path).mkdir()
+    Path(path, "config.json").write_text(json.dumps(config | fields))
+    return f"hf:{path}"
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return torch.randint(0, 256, (2, TEXT["length"]), generator=torch.Generator().manual_seed(seed))
+
+
+# --- networks ---------------------------------------------------------------------------------------------------------
+
+
+@needs_timm
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext"])
+def test_a_network_of_timm_is_timms_own(name: str) -> None:
+    ours = build(f"timm:{name}")
+    size = {"img_size": 32} if "vit" in name else {}
+    theirs = timm.create_model(name, num_classes=7, **size).eval()
+    theirs.load_state_dict(ours.state_dict())  # also the names of weights are theirs
+    images = torch.randn(2, *IMAGES["image_shape"])
+    assert torch.equal(ours(images), theirs(images)) and ours(images).shape == (2, 7)
+    assert not [
+        key for key, value in build(f"timm:{name}").state_dict().items() if not value.equal(ours.state_dict()[key])
+    ]
+
+
+@needs_hf
+def test_a_network_of_transformers_gives_its_logits() -> None:
+    ours = build("hf:vit_tiny")
+    theirs = transformers.ViTForImageClassification(ours.config).eval()
+    theirs.load_state_dict(ours.state_dict())
+    images = torch.randn(2, *IMAGES["image_shape"])
+    assert torch.equal(ours(images), theirs(images).logits) and ours(images).shape == (2, 7)
+
+
+@needs_hf
+@pytest.mark.parametrize("name", ["gpt2_tiny", "llama_tiny", "qwen3_tiny", "bert"])
+@pytest.mark.usefixtures("own_folder")
+def test_a_language_model_sees_no_later_token(name: str) -> None:
+    if name == "bert":
+        name = folder("bert", BERT).removeprefix("hf:")
+    net, text = build(f"hf:{name}", LANGUAGE_MODELS), tokens()
+    changed = text.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % 256
+    with torch.no_grad():
+        assert net(text).shape == (2, TEXT["length"], 256)
+        # The last token reaches no other position, and its own.
+        assert torch.equal(net(text)[:, :-1], net(changed)[:, :-1])
+        assert not torch.equal(net(text)[:, -1], net(changed)[:, -1])
+        if name == "bert":  # as transformers builds it from this folder
+            leaks = transformers.BertLMHeadModel(transformers.AutoConfig.from_pretrained(name)).eval()
+            assert not torch.equal(leaks(text).logits[:, :-1], leaks(changed).logits[:, :-1])
+
+
+@needs_hf
+@pytest.mark.usefixtures("own_folder")
+def test_the_dtype_and_the_padding_of_a_folder_do_not_count() -> None:
+    name = folder("llama", {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64})
+    config = json.loads(Path("llama/config.json").read_text())
+    config |= {"num_attention_heads": 2, "dtype": "bfloat16", "pad_token_id": 10, "vocab_size": 256}
+    Path("llama/config.json").write_text(json.dumps(config))
+
+    def gradient_of_byte_10(net: nn.Module, logits: Any) -> Tensor:
+        logits(torch.full((1, 8), 10)).float().square().sum().backward()
+        return net.get_input_embeddings().weight.grad[10]  # type: ignore[operator]
+
+    ours = build(name, LANGUAGE_MODELS)
+    assert {p.dtype for p in ours.parameters()} == {torch.float32} and gradient_of_byte_10(ours, ours).any()
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained("llama"))
+    assert theirs.dtype is torch.bfloat16 and not gradient_of_byte_10(theirs, lambda x: theirs(x).logits).any()
+
+
+@needs_timm
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext"])
+def test_a_unet_on_an_encoder_of_timm_gives_a_mask_for_each_pixel(name: str) -> None:
+    torch.manual_seed(0)
+    shape = (3, 48, 64)
+    net = build_model(f"timm:{name}", SEGMENTERS, options={}, num_masks=2, image_shape=shape)
+    images = torch.randn(2, *shape)
+    masks = net(images)
+    assert masks.shape == (2, 2, 48, 64)
+    masks.square().sum().backward()
+    unused = [name for name, p in net.named_parameters() if p.grad is None]
+    assert not unused  # DDP would wait for them
+
+
+@needs_timm
+@needs_hf
+def test_options_reach_the_network() -> None:
+    assert build("timm:test_resnet", drop_rate=0.25).drop_rate == 0.25
+    assert build("hf:gpt2_tiny", LANGUAGE_MODELS, n_embd=96).config.hidden_size == 96
+    assert build("hf:gpt2_tiny", LANGUAGE_MODELS, hidden_size=96).config.n_embd == 96
+
+
+@pytest.mark.parametrize(
+    "typed, name",
+    [
+        (["model=timm"], "timm:resnet18"),
+        (["model=timm", "model.name=resnet26"], "timm:resnet26"),
+        (["model=timm", "model.name=timm:resnet26"], "timm:resnet26"),
+        (["model=hf", "model.name=/models/llama"], "hf:/models/llama"),
+        (["model=resnet18", "model.name=resnet34"], "resnet34"),
+        (["model.name=timm:resnet26"], "timm:resnet26"),
+    ],
+)
+def test_the_group_decides_whose_network_a_name_is(typed: list[str], name: str) -> None:
+    assert compose(typed)["model"]["name"] == name
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@needs_timm
+@pytest.mark.usefixtures("own_folder")
+def test_weights_of_timm_reach_the_classifier_and_the_encoder_of_a_unet() -> None:
+    from safetensors.torch import save_file
+
+    Path("hub").mkdir()
+    theirs = timm.create_model("test_resnet", num_classes=1000)
+    save_file(theirs.state_dict(), "hub/model.safetensors")
+    ours = build("timm:test_resnet", seed=1)
+    with pytest.raises(ConfigError, match=r"To keep the initial weights there: 'model.fresh=\[\"fc\"\]'"):
+        load_pretrained(ours, "hub")
+    assert "initial: fc.bias, fc.weight" in load_pretrained(ours, "hub", ["fc"])
+    assert torch.equal(ours.get_parameter("conv1.0.weight"), theirs.get_parameter("conv1.0.weight"))
+
+    unet = build_model("timm:test_resnet", SEGMENTERS, options={}, num_masks=1, image_shape=(3, 32, 32))
+    fresh = ["encoder.model.fc", "head", "narrow", "up"]
+    with pytest.raises(ConfigError, match=r"model.fresh=\[" + ",".join(f'"{name}"' for name in fresh)):
+        load_pretrained(unet, "hub")
+    before = unet.get_parameter("head.weight").clone()
+    load_pretrained(unet, "hub", fresh)
+    assert torch.equal(unet.get_parameter("encoder.model.conv1.0.weight"), theirs.get_parameter("conv1.0.weight"))
+    assert torch.equal(unet.get_parameter("head.weight"), before)
+
+
+@needs_hf
+@pytest.mark.parametrize("size", ["10MB", "20KB"], ids=["one file", "several files"])
+@pytest.mark.usefixtures("own_folder")
+def test_a_folder_of_transformers_gives_its_outputs(size: str) -> None:
+    torch.manual_seed(1)
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, vocab_size=256)).eval()
+    theirs.save_pretrained("theirs", max_shard_size=size)
+    assert (len(list(Path("theirs").glob("*.safetensors"))) > 1) == (size == "20KB")
+    ours = build("hf:theirs", LANGUAGE_MODELS)
+    assert not torch.equal(ours(tokens()), theirs(tokens()).logits)
+    load_pretrained(ours, "theirs")
+    assert torch.equal(ours(tokens()), theirs(tokens()).logits)
+    # And back: our state dict is one of theirs.
+    theirs.load_state_dict(build("hf:theirs", LANGUAGE_MODELS, seed=3).state_dict())
+
+
+@needs_hf
+@pytest.mark.usefixtures("own_folder")
+def test_weights_without_the_head_load_by_their_names_in_the_network() -> None:
+    torch.manual_seed(1)
+    body = transformers.GPT2Model(transformers.GPT2Config(**GPT2, vocab_size=256)).eval()
+    torch.save(body.state_dict(), "body.pt")  # wte.weight; in the network transformer.wte.weight
+    ours = build(folder("gpt2"), LANGUAGE_MODELS)
+    load_pretrained(ours, "body.pt")  # the head is tied to the embedding
+    assert torch.equal(ours.transformer(tokens()).last_hidden_state, body(tokens()).last_hidden_state)  # type: ignore[operator]
+
+
+@needs_hf
+@pytest.mark.usefixtures("own_folder")
+def test_a_run_starts_from_the_folder_of_its_network(capsys: pytest.CaptureFixture[str]) -> None:
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, vocab_size=256)).save_pretrained("theirs")
+    text = [*SMALL, "recipe=language_model", "data.num_samples=32", "data.length=24", "recipe.sample_bytes=0"]
+    text += ["model=hf", "model.name=theirs", "steps=1", "amp=fp32", "doctor=off"]
+    skipped = "debug.inject={where:drop,step:1,rank:0,value:nan}"
+    assert train.main([*text, "dry_run=true"]) == 0
+    assert "its weights are not used; model.weights=default loads them" in capsys.readouterr().out
+    assert train.main([*text, skipped, "model.weights=default", "run_dir=run"]) in (0, 5)
+    theirs = transformers.GPT2LMHeadModel.from_pretrained("theirs").state_dict()
+    assert not [name for name, tensor in state("run")["model"].items() if not tensor.equal(theirs[name])]
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_torchvisions_own_weights_come_from_its_cache_or_are_refused(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(Path("cache").absolute()))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody listens there: a machine without a network
+    torch.manual_seed(1)
+    theirs = import_torchvision().models.squeezenet1_1()
+    arguments = [*PICTURES, "model.name=squeezenet1_1", "model.weights=default", "amp=fp32", "steps=1", "doctor=off"]
+    arguments += ["run_dir=run", "debug.inject={where:drop,step:1,rank:0,value:nan}", 'model.fresh=["classifier.1"]']
+    assert train.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "cannot load https://download.pytorch.org/models/squeezenet1_1-" in error and "model.weights=<file>" in error
+    assert not Path("run").exists()
+    url = import_torchvision().models.get_model_weights("squeezenet1_1").DEFAULT.url
+    torch.save(theirs.state_dict(), Path("cache/hub/checkpoints", Path(url).name))
+    assert train.main(arguments) in (0, 5)
+    began = state("run")["model"]
+    assert not [n for n, tensor in theirs.state_dict().items() if "classifier" not in n and not tensor.equal(began[n])]
+
+
+# --- refusing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library, package", [("timm", "timm"), ("hf", "transformers")])
+@pytest.mark.usefixtures("own_folder")
+def test_a_missing_package_is_named_with_its_extra(library: str, package: str, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # Python then raises what it raises for one that is not there
+    expected = f"needs the package {package}: pip install 'amp-recipes[{library}]'"
+    refused_before_the_start([f"model={library}", "model.name=vit_tiny"], expected, capsys)
+
+
+@needs_timm
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["model=timm", "model.name=resnt18"], "no such model. Did you mean resnet18?"),
+        (["model=timm", "model.options.drop_rat=0.1"], "has no such option. Did you mean drop_rate?"),
+        (["model=timm", "model.options.img_size=32"], "follows data.image_size"),
+        (["model=timm", "model.options.checkpoint_path=x"], "has no such option"),
+        (["model=timm", "model.options.block_args=3"], "cannot be built with block_args=3"),
+        (["model=timm", "model.weights=default"], "model.name=timm:resnet18 has no weights of its own"),
+        (["recipe=language_model", "model=timm"], "is not a language model. Valid: gpt, hf:<name>."),
+        (["recipe=gan", "model=timm"], "is not a generator with its discriminator"),
+        (["recipe=distillation", "recipe.teacher_model=timm:resnt18"], "recipe.teacher_model=timm:resnt18: timm"),
+    ],
+)
+@pytest.mark.usefixtures("own_folder")
+def test_what_timm_cannot_do_is_refused_before_the_start(arguments: list[str], expected: str, capsys: Any) -> None:
+    refused_before_the_start(arguments, expected, capsys)
+
+
+@needs_hf
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["model=hf", "model.name=org/model"], "nothing is downloaded; expected a folder with a config.json"),
+        (["model=hf"], "its type is gpt2, of which transformers has no network for image classification"),
+        (["recipe=language_model", "model=hf", "model.name=vit_tiny"], "has no network for causal lm"),
+        (["recipe=language_model", "model=hf", "model.options.n_layers=2"], "no such option. Did you mean n_layer?"),
+        (["recipe=language_model", "model=hf", "model.options.vocab_size=9"], "follows the data set"),
+        (["recipe=language_model", "model=hf", "model.options.n_head=7"], "cannot be built with n_head=7"),
+        (["recipe=language_model", "model=hf", "recipe.loss_chunk=8"], "recipe.loss_chunk=8: needs model=gpt"),
+        (["recipe=language_model", "model=hf", "recipe.eval_offset=8"], "recipe.eval_offset=8: needs model=gpt"),
+        (["recipe=language_model", "model=hf", "model.weights=default"], "has no weights of its own"),
+    ],
+)
+@pytest.mark.usefixtures("own_folder")
+def test_what_transformers_cannot_do_is_refused_before_the_start(
+    arguments: list[str], expected: str, capsys: Any
+) -> None:
+    refused_before_the_start(arguments, expected, capsys)
+
+
+@needs_hf
+@pytest.mark.usefixtures("own_folder")
+def test_a_folder_cannot_run_code_and_a_damaged_one_is_refused() -> None:
+    name = folder("code", {"model_type": "mine", "auto_map": {"AutoConfig": "code.Config", "AutoModel": "code.Net"}})
+    Path("code/code.py").write_text("from pathlib import Path\nPath('exploded').touch()\n")
+    (problem,) = check_model(name, {}, LANGUAGE_MODELS)
+    assert "its type is mine, of which transformers has no network" in problem and not Path("exploded").exists()
+    known = folder("known", GPT2 | {"auto_map": {"AutoModelForCausalLM": "code.Net"}})
+    assert type(build(known, LANGUAGE_MODELS)).__name__ == "GPT2LMHeadModel"
+    Path("code/config.json").write_text("{")
+    assert "code/config.json cannot be read" in check_model(name, {}, LANGUAGE_MODELS)[0]
+
+
+@needs_timm
+def test_a_network_without_a_classifier_is_refused() -> None:
+    expected = r"returns torch.Size\(\[2, 5, 7\]\), expected logits \(2, 7\)"
+    with pytest.raises(ConfigError, match=expected):
+        build("timm:test_vit", global_pool="")
+
+
+@needs_hf
+@pytest.mark.usefixtures("own_folder")
+def test_text_longer_than_the_positions_is_refused_and_leaves_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*SMALL, "recipe=language_model", "data.num_samples=32", "model=hf", "steps=1", "run_dir=run"]
+    assert train.main([*arguments, "data.length=32", "model.options.n_positions=16"]) == 2
+    assert "data.length=32: model.name=hf:gpt2_tiny has 16 positions" in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
+@needs_hf
+@pytest.mark.parametrize("damage", ["cut", "of another shape"])
+@pytest.mark.usefixtures("own_folder")
+def test_damaged_weights_and_those_of_another_shape_leave_no_folder(damage: str, capsys: Any) -> None:
+    vocab_size = 256 if damage == "cut" else 300
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, vocab_size=vocab_size)).save_pretrained("theirs")
+    if damage == "cut":
+        file = Path("theirs/model.safetensors")
+        file.write_bytes(file.read_bytes()[:-100])
+    arguments = [*SMALL, "recipe=language_model", "data.num_samples=32", "data.length=24", "model=hf", "steps=1"]
+    assert train.main([*arguments, "model.name=theirs", "model.weights=default", "run_dir=run"]) == 2
+    error = capsys.readouterr().err
+    found = "cannot be read as tensors" if damage == "cut" else "is float32 (300, 32), expected float32 (256, 32)"
+    assert found in error and error.count("error:") == 1 and not Path("run").exists(), error
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+RUNS = {
+    "classification": [*PICTURES, "model=timm", "model.name=test_resnet", "amp=fp16", "accumulation=2", "clip=norm"],
+    "classification of hf": [*PICTURES, "model=hf", "model.name=vit_tiny", "ema.decay=0.9"],
+    "segmentation": [*SMALL, "data.num_samples=48", "data.image_size=32", "model=timm", "model.name=test_convnext"],
+    "language_model": [*SMALL, "data.num_samples=64", "data.length=32", "recipe.sample_bytes=4", "model=hf"],
+    "distillation": [
+        *(*PICTURES, "model=timm", "model.name=test_vit", "recipe.teacher_model=hf:vit_tiny"),
+        "recipe.teacher_steps=1",
+    ],
+}
+
+
+@needs_timm
+@needs_hf
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.usefixtures("own_folder")
+def test_a_resumed_run_is_the_run(run: str) -> None:
+    arguments = [f"recipe={run.partition(' ')[0]}", *RUNS[run], "schedule.horizon=4"]
+    assert train.main([*arguments, "steps=4", "run_dir=whole"]) == 0
+    assert train.main([*arguments, "steps=2", "run_dir=parts"]) == 0
+    assert train.main([*arguments, "steps=4", "run_dir=parts"]) == 0
+    assert summary("whole")["status"] == "finished" and not same_but(state("whole"), state("parts"))
+    assert summary("whole")["eval"] == summary("parts")["eval"]
+
+
+@needs_timm
+@needs_hf
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_folder")
+def test_the_lines_of_the_page_work_as_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/YOUR_OWN_MODEL.md").read_text()
+    section = page.partition("## A model of timm or transformers in 5 lines")[2].partition("\n## ")[0]
+    install, *commands = re.findall(r"^    (\S.*)$", section, re.MULTILINE)
+    assert install == "pip install -e '.[timm,hf]'" and len(commands) == 4
+    for command in commands:
+        python, program, *arguments = shlex.split(command)
+        assert (python, program) == ("python", "train.py")
+        assert train.main([*arguments, "device=cpu", "log.progress=false", "steps=2"]) == 0
+    assert "weights: " in capsys.readouterr().out
