@@ -39,7 +39,7 @@ from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
 from amp_core.layouts.stages import Stages
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
-from amp_core.run.resume import can_make_islands
+from amp_core.run.resume import can_make_islands, has_16bit
 from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
 from amp_core.tensors import is_sharded, unwrap
@@ -157,7 +157,11 @@ class Doctor:
         diagnosis = self._describe(birth, cause, everywhere[rank])
         diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = rank, broken, len(everywhere)
         diagnosis.loss_scale = scale
-        if cause == "division or logarithm of zero" and self.amp.dtype is not torch.float32 and not self.amp.weights:
+        if (
+            cause == "division or logarithm of zero"
+            and self.amp.dtype is not torch.float32
+            and not has_16bit(self.nets)
+        ):
             yield from self._in_fp32(diagnosis, birth, replay)
             cause = diagnosis.cause
         if birth.backward and self.amp.scaler.policy and cause.startswith("overflow"):
