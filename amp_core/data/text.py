@@ -36,10 +36,7 @@ def num_valid(batch: Batch) -> Tensor:
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy of logits [B, L, vocab_size] summed over the valid tokens; 0 without any, whose mean is 0 / 0.
-
-    In fp32: a 16-bit sum would overflow or stop growing.
-    """
+    """The sum over valid tokens, in fp32, of logits [B, L, vocab_size]; 0 without any, whose mean would be 0 / 0."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 

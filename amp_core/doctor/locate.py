@@ -157,11 +157,7 @@ class Doctor:
         diagnosis = self._describe(birth, cause, everywhere[rank])
         diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = rank, broken, len(everywhere)
         diagnosis.loss_scale = scale
-        if (
-            cause == "division or logarithm of zero"
-            and self.amp.dtype is not torch.float32
-            and not has_16bit(self.nets)
-        ):
+        if cause == "division or logarithm of zero" and not (self.amp.dtype is torch.float32 or has_16bit(self.nets)):
             yield from self._in_fp32(diagnosis, birth, replay)
             cause = diagnosis.cause
         if birth.backward and self.amp.scaler.policy and cause.startswith("overflow"):

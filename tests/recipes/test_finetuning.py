@@ -310,9 +310,9 @@ def test_peft_and_quantised_bases_resume_bit_exactly(settings: list[str]) -> Non
 
 @pytest.mark.usefixtures("own_folder")
 def test_settings_that_cannot_work_are_refused(capsys: Any) -> None:
-    run("a", "recipe.rank=0", "recipe.alpha=-1", "amp=bf16_pure", 'model.fresh=["head"]', "model.weights=no", code=2)
+    run("a", "recipe.rank=0", "recipe.alpha=-1", "amp=bf16_pure", "model.weights=no", code=2)
     err = capsys.readouterr().err
-    for message in ("recipe.rank=0: ", "recipe.alpha=-1", "amp=bf16_pure: ", "model.fresh: ", "model.weights=no: "):
+    for message in ("recipe.rank=0: ", "recipe.alpha=-1", "amp=bf16_pure: ", "model.weights=no: "):
         assert message in err
     run("a", 'recipe.targets=["block.*"]', code=2)
     assert "recipe.targets=['block.*']: block.* is no linear layer" in capsys.readouterr().err
