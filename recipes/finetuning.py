@@ -3,7 +3,7 @@
 The lesson: what is frozen may be stored in 16 bits, what is trained may not. Autocast casts the matrices of a base at
 each call anyway: stored in 16 bits they give the same numbers in half of the memory, without gradients, moments or
 averages. Adapters in fp16 fail with "Attempting to unscale FP16 gradients"; in bf16 they stall, since an update below
-half of the spacing of a weight is lost. Merge in fp32, too: in 16 bits most of an adapter is lost.
+half of the spacing of a weight is lost. Merge in fp32, too: 16 bits round what an adapter adds, small ones to nothing.
 
     python train.py recipe=finetuning                                          trains a small base first
     python train.py recipe=language_model model=gpt_small run_dir=runs/base    a base of Python sources, and
