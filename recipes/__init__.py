@@ -27,6 +27,7 @@ RECIPES = {
     "custom_function": "recipes.custom_function",
     "distillation": "recipes.distillation",
     "face_recognition": "recipes.face_recognition",
+    "finetuning": "recipes.finetuning",
     "gan": "recipes.gan",
     "language_model": "recipes.language_model",
     "model_parallel": "recipes.model_parallel",

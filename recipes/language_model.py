@@ -28,13 +28,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_core.config.schema import Config
 from amp_core.data import build_data
 from amp_core.data.loading import eval_loader, to_device
-from amp_core.data.text import IGNORE, Batch
+from amp_core.data.text import num_valid, token_loss
 from amp_core.heads.losses import give_loss
 from amp_core.models import build_model
 from amp_core.models.gpt import LANGUAGE_MODELS, num_shared_ids
@@ -147,21 +146,6 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             file.parent.mkdir(exist_ok=True)
             file.write_text(text, encoding="utf-8")
     return loop.eval
-
-
-def num_valid(batch: Batch) -> Tensor:
-    """Valid target tokens of a batch, a 0-d int64 tensor."""
-    return (batch[1] != IGNORE).sum()
-
-
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy summed over the valid tokens, in fp32; 0 without any, whose mean would be 0 / 0.
-
-    Args:
-        logits: [B, L, vocab_size] in any floating dtype. A 16-bit sum would overflow or stop growing.
-        targets: int64 [B, L].
-    """
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,23 @@ def export(source: Path, target: Path, part: str | None = None) -> list[str]:
     else:
         head = shards.head((str(name), tensor.dtype, tuple(tensor.shape)) for name, tensor in contents.items())
         data = [head, *map(shards.buffer_of, contents.values())]
-    temporary = target.absolute().with_name(f".tmp-{target.name}-{os.getpid()}")
-    with folders.saving(target.absolute(), sum(map(len, data))):
+    write_whole(target.absolute(), data)
+    what = f"all of step {found.step}" if part is None else f"{part} of step {found.step}"
+    return [*found.notes, f"wrote {target} ({os.stat(target).st_size:,} bytes): {what}, {found.path}"]
+
+
+def write_state(target: Path, state: Mapping[str, Any]) -> None:
+    """Writes a state dict as torch.save does, whole or not at all. Raises SaveError."""
+    write_whole(target.absolute(), plain_state.serialise(plain_state.to_plain(state)))
+
+
+def write_whole(target: Path, data: Sequence[Any]) -> None:
+    """Writes buffers to an absolute path, all or nothing. Raises SaveError."""
+    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
+    with folders.saving(target, sum(map(len, data))):
         try:
             folders.write_file(temporary, *data)
             os.rename(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
-        folders.sync_folder(target.absolute().parent)
-    what = f"all of step {found.step}" if part is None else f"{part} of step {found.step}"
-    return [*found.notes, f"wrote {target} ({os.stat(target).st_size:,} bytes): {what}, {found.path}"]
+        folders.sync_folder(target.parent)

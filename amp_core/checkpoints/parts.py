@@ -117,6 +117,24 @@ def plain_names(net: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def save_trained_alone(net: nn.Module) -> None:
+    """From here on the state dict of a network, and of its copies, has the weights alone that are trained now."""
+    trained = tuple(f".{name}" for name, param in net.named_parameters() if param.requires_grad)
+
+    def is_left_out(key: str) -> bool:
+        return not f".{key.replace('_orig_mod.', '')}".endswith(trained)
+
+    def leave_out(net: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for key in filter(is_left_out, list(state)):
+            del state[key]
+
+    def may_lack(net: nn.Module, found: Any) -> None:
+        found.missing_keys[:] = itertools.filterfalse(is_left_out, list(found.missing_keys))
+
+    net.register_state_dict_post_hook(leave_out)
+    net.register_load_state_dict_post_hook(may_lack)
+
+
 def full_state(part: Part, *, keep: bool = True) -> Mapping[str, Any]:
     """The state to save, with full tensors; collective where tensors are sharded. `keep`: false if nobody needs it."""
     if isinstance(part, Optimizer) and (layout := state_layout(part)) is not None:

@@ -16,6 +16,7 @@ KINDS = {
     "imagenet": "images",
     "cifar10": "images",
     "torch_sources": "text",
+    "torch_headers": "text",
     "text": "text",
     "brain": "masks",
     "digit_scenes": "masks",
@@ -36,6 +37,7 @@ NEEDS = {
     "imagenet": {"path", "image_size"},
     "cifar10": {"path"},
     "torch_sources": {"length"},
+    "torch_headers": {"length"},
     "text": {"path", "length"},
     "digit_scenes": {"image_size", "num_samples"},
     "mask_folder": {"path", "image_size"},
@@ -48,6 +50,7 @@ TAKES = {
     "mnist_subset": {"image_size"},
     "cifar10": {"image_size"},
     "torch_sources": {"num_samples"},
+    "torch_headers": {"num_samples"},
     "text": {"eval_path", "num_samples"},
     "glyphs": {"image_size"},
     "identity_folder": {"eval_path"},
@@ -165,14 +168,19 @@ def _check_classes(root: Path) -> Iterator[str]:
             yield f"{message}: {shown}; expected the same class folders in both"
 
 
-SOURCES = ("torch", "sympy")
-"""Packages whose Python sources are text to train on and to evaluate on. torch requires sympy."""
+SOURCES = {
+    "torch_sources": (".py", "torch", "sympy"),
+    "torch_headers": (".h", "torch/include/torch", "torch/include/c10"),
+}
+"""Text inside packages: the ending of its files, a folder to train on and one to evaluate on. torch requires sympy."""
 
 
 def package_folder(name: str) -> Path | None:
-    """Where a package is installed; it is not imported."""
-    spec = importlib.util.find_spec(name)
-    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+    """Where a package is installed, or a folder in one, such as torch/include; it is not imported."""
+    package, _, inside = name.partition("/")
+    spec = importlib.util.find_spec(package)
+    folder = Path(spec.submodule_search_locations[0], inside) if spec and spec.submodule_search_locations else None
+    return folder if folder is not None and folder.is_dir() else None
 
 
 def text_files(path: Path, ending: str = "") -> list[Path]:
@@ -189,9 +197,9 @@ def text_files(path: Path, ending: str = "") -> list[Path]:
 def _check_text(cfg: DataConfig) -> Iterator[str]:
     if cfg.augment:
         yield f"data.augment=true: has no effect, data={cfg.name} is not augmented; leave it out"
-    if cfg.name == "torch_sources":
-        missing = (name for name in SOURCES if package_folder(name) is None)
-        yield from (f"data=torch_sources: needs the package {name}; use data=text" for name in missing)
+    if cfg.name in SOURCES:
+        missing = (name for name in SOURCES[cfg.name][1:] if package_folder(name) is None)
+        yield from (f"data={cfg.name}: needs the package {name}; use data=text" for name in missing)
         return
     if cfg.path is None:
         yield "data.path=null: expected a file of text, or a folder of such files"
@@ -306,6 +314,7 @@ CHECKS: dict[str, Callable[[DataConfig], Iterator[str]]] = {
     "imagenet": _check_path,
     "cifar10": _check_path,
     "torch_sources": _check_text,
+    "torch_headers": _check_text,
     "text": _check_text,
     "brain": _check_brain,
     "digit_scenes": _check_digit_scenes,

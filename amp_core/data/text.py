@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,6 +28,16 @@ IGNORE = -100
 """Target of a position without a token; `cross_entropy` ignores it by default."""
 EVAL_SHARE = 16
 """Training samples per evaluation sample, if text is held out or `data.num_samples` is given."""
+
+
+def num_valid(batch: Batch) -> Tensor:
+    """Valid target tokens of a batch, a 0-d int64 tensor."""
+    return (batch[1] != IGNORE).sum()
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum over valid tokens, in fp32, of logits [B, L, vocab_size]; 0 without any, whose mean would be 0 / 0."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 class TextPieces:
@@ -109,9 +120,9 @@ def _parts(cfg: DataConfig, paths: Sequence[Path], eval_paths: Sequence[Path] | 
     return Data(train, held_out, {"vocab_size": VOCAB_SIZE, "length": cfg.length})
 
 
-def _torch_sources(cfg: DataConfig, seed: int, channels: int | None) -> Data:
-    folders = [package_folder(name) for name in SOURCES]
-    train, held_out = (text_files(folder, ".py") for folder in folders if folder is not None)
+def _sources(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+    ending, *folders = SOURCES[cfg.name]
+    train, held_out = (text_files(folder, ending) for folder in map(package_folder, folders) if folder is not None)
     return _parts(cfg, train, held_out)
 
 
@@ -121,4 +132,8 @@ def _text(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     return _parts(cfg, text_files(Path(cfg.path).expanduser()), held_out)
 
 
-BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {"torch_sources": _torch_sources, "text": _text}
+BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {
+    "torch_sources": _sources,
+    "torch_headers": _sources,
+    "text": _text,
+}

@@ -38,7 +38,7 @@ from amp_core.doctor.plain_loop import PlainLoop, RandomState, in_one_thread, wi
 from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
-from amp_core.run.resume import can_make_islands
+from amp_core.run.resume import can_make_islands, has_16bit
 from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
 from amp_core.tensors import is_sharded, unwrap
@@ -165,7 +165,7 @@ class Doctor:
         diagnosis = self.describe(birth, cause, everywhere[rank]["births"], everywhere[rank]["reached"])
         diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = rank, broken, len(everywhere)
         diagnosis.loss_scale = scale
-        if cause == "division or logarithm of zero" and self.amp.dtype is not torch.float32 and not self.amp.weights:
+        if cause == "division or logarithm of zero" and not (self.amp.dtype is torch.float32 or has_16bit(self.nets)):
             yield from self._in_fp32(diagnosis, birth, replay)
             cause = diagnosis.cause
         if birth.backward and self.amp.scaler.policy and cause.startswith("overflow"):

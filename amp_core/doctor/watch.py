@@ -41,7 +41,7 @@ from amp_core.run.environment import Symptoms
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.loop import Loop
 from amp_core.run.replay import first_sample, indices_of, replay, rerun_step, restore, snapshot
-from amp_core.run.resume import make_islands
+from amp_core.run.resume import has_16bit, make_islands
 from amp_core.step.report import StepReport
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import local
@@ -227,7 +227,7 @@ class Watch:
     def _hold_against_the_start(self, diagnosis: Diagnosis, step: int) -> Windows:
         """Change the diagnosis if training diverges, whatever the precision."""
         loop = self.loop
-        if self._origin is None or self._origin_step >= step - 1 or loop.amp.weights:
+        if self._origin is None or self._origin_step >= step - 1 or has_16bit(loop.env.nets):
             return
         loss, norm = yield from self._loss_and_norm(step)
         present = snapshot(loop)

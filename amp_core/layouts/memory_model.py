@@ -40,7 +40,7 @@ class Weight:
 
     shape: tuple[int, ...]
     low: bool = False
-    """Stored in 16 bits, in modes with 16-bit weights."""
+    """Stored in 16 bits."""
     cast: bool = False
     """Autocast casts it, so that sharded layouts gather it in 16 bits."""
     group: int = 0
@@ -105,7 +105,7 @@ def weights_of(net: nn.Module, amp: AmpConfig) -> list[Weight]:
         found.append(
             Weight(
                 shape=tuple(param.shape),
-                low=is_low(live),
+                low=is_low(live) or live.dtype in (torch.float16, torch.bfloat16),
                 cast=param in whole,
                 group=2 * group_of.get(param, 0) + (param in whole),
                 parts=1 if group is None else group.size(),

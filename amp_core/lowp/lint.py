@@ -25,6 +25,7 @@ _NATIVE_NORMS = {
 }
 """Their kernels add eps in fp32, whatever the dtype of the input."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_HALF = (torch.float16, torch.bfloat16)
 _SMALLEST = 64
 """Narrower matmuls are memory-bound; Tensor Cores do not speed them up."""
 
@@ -61,6 +62,17 @@ def find_unsafe(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tu
     return found
 
 
+def trained_in_16_bits(model: nn.Module) -> str:
+    """What is wrong with weights that are trained and stored in 16 bits; "" if there are none."""
+    low = [name for name, param in model.named_parameters() if param.requires_grad and param.dtype in _HALF]
+    problem = (
+        f"{', '.join(low[:3])}{', ...' if low[3:] else ''} are trained and stored in 16 bits: updates below half of "
+        f"their spacing are lost, and no loss scale can be used (torch: 'Attempting to unscale FP16 gradients'). Store "
+        f"them in fp32 (param.data = param.data.float()) and freeze the rest (param.requires_grad_(False))"
+    )
+    return problem if low else ""
+
+
 def find_slow(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tuple[str, str]]:
     """Linear layers and convolutions whose sizes are not multiples of 8, which Tensor Cores prefer in 16 bits.
 
@@ -95,7 +107,7 @@ def find_slow(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tupl
 
 def in_16_bits(model: nn.Module, dtype: torch.dtype) -> list[tuple[str, nn.Module]]:
     """The modules with their names, without islands and their insides."""
-    if dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in _HALF:
         return []
     islands = island_names(model)
     if "" in islands:

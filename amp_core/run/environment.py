@@ -99,15 +99,15 @@ class Environment:
         """Rank 0, the only one that writes."""
         return self.rank == 0
 
-    def wrap(self, net: nn.Module, amp: Amp) -> nn.Module:
+    def wrap(self, net: nn.Module, amp: Amp, *, has_weights: bool = False) -> nn.Module:
         """`net` on the device, with its fp32 islands, its statistics guarded, in the layout of the run.
 
         In layout model_parallel its parts stay on the devices where they are. Networks in an `nn.ModuleDict` are
         wrapped one by one, in place; names of islands are those in the dictionary.
 
-        The first network of a run starts from `model.weights`, unless a checkpoint replaces its weights anyway.
+        The first network starts from `model.weights`, unless it `has_weights` or a checkpoint replaces all of them.
         """
-        if self.cfg.model.weights is not None and not self.nets:
+        if self.cfg.model.weights is not None and not (self.nets or has_weights):
             from amp_core.run.pretrained import start_from
 
             self.job.notes.append(start_from(self.cfg, self.run_dir, net))

@@ -150,10 +150,15 @@ def make_islands(run: Run, names: list[str]) -> None:
     run.env.summary["islands"] = run.islands
 
 
+def has_16bit(nets: list[tuple[str, nn.Module]]) -> bool:
+    """Whether weights are stored in 16 bits, such as a frozen base: these networks need autocast."""
+    return any(p.dtype in (torch.float16, torch.bfloat16) for _, net in nets for p in net.parameters())
+
+
 def can_make_islands(amp: Amp, nets: list[tuple[str, nn.Module]]) -> bool:
     """Whether modules can become islands now: it takes autocast, and weights in fp32, also where they are gathered."""
     autocasts = amp.dtype in (torch.float16, torch.bfloat16)
-    in_16bit = amp.weights or amp.config.float8 or any(gathers_16bit(net) for _, net in nets)
+    in_16bit = amp.weights or amp.config.float8 or has_16bit(nets) or any(gathers_16bit(net) for _, net in nets)
     return autocasts and not in_16bit
 
 

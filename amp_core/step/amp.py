@@ -262,8 +262,12 @@ class Amp:
         `step` reduces gradients of 16-bit weights over ranks: do not wrap in DistributedDataParallel. Logs what is
         unsafe in 16 bits, and on a GPU what is slow.
         """
-        from amp_core.lowp.lint import find_slow, find_unsafe
+        from amp_core.lowp.lint import find_slow, find_unsafe, trained_in_16_bits
 
+        if self.config.update is None and (problem := trained_in_16_bits(net)):
+            if self.scaler.policy is not None:
+                raise ConfigError(f"amp={self.config.name}: {problem}")
+            logger.warning("amp=%s: %s", self.config.name, problem)
         for name, reason in find_unsafe(net, self._low):
             logger.warning("amp=%s: %s: %s", self.config.name, name or "the network", reason)
         for name, reason in find_slow(net, self._low) if self.device.type == "cuda" else ():

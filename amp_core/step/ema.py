@@ -25,6 +25,7 @@ class Ema:
         decay: weight of the old average per taken step, at least 0 and below 1.
         warmup: use min(decay, (1 + t) / (10 + t)) after t taken steps, so that the average soon forgets the initial
             weights.
+        share_frozen: do not average weights without gradients; the copy has their memory, and they stay frozen.
 
     Attributes:
         model: the averaged copy: unwrapped, in evaluation mode, without gradients; in fp32 also beside 16-bit weights.
@@ -32,7 +33,7 @@ class Ema:
         num_taken: 0-d int64 tensor, taken steps.
     """
 
-    def __init__(self, net: nn.Module, decay: float, *, warmup: bool = True) -> None:
+    def __init__(self, net: nn.Module, decay: float, *, warmup: bool = True, share_frozen: bool = False) -> None:
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"Ema(decay={decay}): expected at least 0 and below 1")
         self.source = unwrap(net)
@@ -40,8 +41,14 @@ class Ema:
         self.model.eval().requires_grad_(False)
         self.decay = decay
         self.warmup = warmup
-        self._averages: list[Tensor] = list(self.model.parameters())
-        self._weights = list(self.source.parameters())
+        self._averages: list[Tensor] = []
+        self._weights: list[Tensor] = []
+        for average, weight in zip(self.model.parameters(), self.source.parameters(), strict=True):
+            if share_frozen and not weight.requires_grad:
+                average.data = weight.data
+                continue
+            self._averages.append(average)
+            self._weights.append(weight)
         names = (name.rpartition(".") for name, _ in self.source.named_buffers())
         self._owners = [(self.source.get_submodule(path), name) for path, _, name in names]
         self._present: list[Tensor | None] = []
@@ -102,6 +109,6 @@ class Ema:
         self.num_taken.fill_(int(progress.get("averaged", 0)))
 
 
-def build_ema(cfg: EmaConfig, net: nn.Module) -> Ema | None:
+def build_ema(cfg: EmaConfig, net: nn.Module, *, share_frozen: bool = False) -> Ema | None:
     """The EMA of the `ema` group, or None."""
-    return None if cfg.decay is None else Ema(net, cfg.decay, warmup=cfg.warmup)
+    return None if cfg.decay is None else Ema(net, cfg.decay, warmup=cfg.warmup, share_frozen=share_frozen)

@@ -65,7 +65,7 @@ def check_gradients(grads: Sequence[Tensor], *, scaled: bool) -> bool:
         if dtype in (torch.float16, torch.bfloat16) and scaled:
             raise TypeError(
                 f"the weights are {dtype}, whose gradients cannot be unscaled without loss; keep them in float32 and "
-                f"let amp.autocast() cast: do not call model.half()"
+                f"let amp.autocast() cast: do not call model.half(). amp.prepare(model) names them"
             )
         if layout is not torch.strided:
             raise TypeError("sparse gradients are not supported; use sparse=False in the embedding")

@@ -11,6 +11,10 @@ SMALL: dict[str, list[str]] = {
         *("data=synthetic_identities", "data.num_classes=24", "data.num_samples=96", "data.image_size=16"),
         *("recipe.embedding=16", "recipe.sample_rate=0.5"),
     ],
+    "finetuning": [
+        *("data.num_samples=64", "data.length=32", "recipe.base_steps=2", "recipe.rank=2"),
+        *("model.options.depth=1", "model.options.width=32", "model.options.heads=2"),
+    ],
     "gan": [*IMAGES, "model.options.width=8", "recipe.num_critic_steps=3"],
     "language_model": [
         *("data.num_samples=64", "data.length=32", "recipe.sample_bytes=4"),
