@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 import recipes.classification
 import train
+from amp_core import Amp, Doctor
+from amp_tools.zeros import Zero, find_zeros
 from recipes import RECIPES
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -168,3 +170,50 @@ def test_a_healthy_run_has_no_warning(recipe: str, mode: str) -> None:
     settings = [f"recipe={recipe}", f"amp={mode}", *COMMON, *SMALL[recipe], "steps=6", "log_every=2", "eval_every=3"]
     settings += ["amp.init_scale=4096"] if mode == "fp16" else []
     assert warnings_of("healthy", *settings) == []
+
+
+# --- the operation that makes zeros -----------------------------------------------------------------------------------
+
+
+def zeros_of(model: nn.Module, mode: str, scale: float = 1.0, least: float = 0.5) -> list[Zero]:
+    """Of a window of a plain loop."""
+    amp = Amp.named(mode, init_scale=scale) if mode == "fp16" else Amp.named(mode)
+    images, labels = torch.randn(8, 192), torch.randint(4, (8,))
+
+    def step() -> None:
+        with amp.autocast():
+            loss = F.cross_entropy(model(images), labels)
+        amp.backward(loss * 2.0**-20)
+
+    found = find_zeros(Doctor(amp, model), step, (images, labels), least=least)
+    assert all(p.grad is None for p in model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("mode", ["fp16", "bf16", "fp32"])
+def test_the_first_zero_after_an_overflow_is_located(mode: str) -> None:
+    zeros = zeros_of(loud(4000), mode, 2.0**16)
+    if mode != "fp16":
+        assert zeros == []
+        return
+    first = zeros[0]
+    assert (first.op, first.place.module, first.place.kind) == ("aten.rsqrt", "2", "RMSNorm")
+    assert first.has_overflowed and not first.backward and first.share == 1.0
+    assert first.place.source.startswith("tests/runs/test_doctor_silent.py:") and "torch.rsqrt" in first.place.code
+    assert zeros_of(loud(4.0), mode, 2.0**16) == []
+
+
+def test_a_gradient_that_becomes_0_is_located_and_a_loss_scale_ends_it() -> None:
+    first = zeros_of(net(nn.ReLU()), "fp16", 1.0)[0]
+    assert first.backward and not first.has_overflowed and first.place.module == "3"
+    assert zeros_of(net(nn.ReLU()), "fp16", 2.0**20) == []
+
+
+def test_a_negative_infinity_in_a_mask_and_a_relu_make_no_zero() -> None:
+    """They are 0 in exact arithmetic, too."""
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.relu((-x.abs() - 1) * 6e4 * 6e4) + x.masked_fill(x < 0, -torch.inf).softmax(-1)
+
+    assert [zero for zero in zeros_of(net(Masked()), "fp16", 2.0**20) if not zero.backward] == []
