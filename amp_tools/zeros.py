@@ -70,7 +70,7 @@ def _capped(tensor: Tensor) -> Tensor:
     return tensor.detach().nan_to_num(nan=torch.nan) if tensor.is_floating_point() else tensor
 
 
-def find_zeros(doctor: Doctor, step: Callable[[], Any], batch: Any = (), *, least: float = 0.01) -> list[Zero]:
+def find_zeros(doctor: Doctor, step: Callable[[], Any], batch: Any = (), *, least: float = 0.5) -> list[Zero]:
     """Where numbers of a window become 0, in the order of computation. Waits for the device at each operation.
 
     Args:

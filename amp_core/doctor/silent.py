@@ -36,7 +36,7 @@ logger = logging.getLogger("amp_recipes")
 
 _LEAST = {"outputs": 2.0**-7, "gradients": 0.5, "weights": 0.5, "statistics": 0.0}
 """A module with a larger share of such numbers is suspicious."""
-_GATES = ("torch.nn.modules.activation", "torch.nn.modules.dropout", "torch.nn.modules.pooling")
+_GATES = tuple(f"torch.nn.modules.{name}" for name in ("activation", "container", "dropout", "pooling"))
 Search = Generator[Any, None, str | None]
 
 
@@ -180,7 +180,7 @@ class Silent:
         amp = self.loop.amp
         with amp.scaler.held_at(scale), self.sampling(outputs=True), replay(self.loop, step) as (rehearsal, window):
             yield window
-        order = [i for each, i in self._counts if each == kind]
+        order = self.doctor.agree([i for each, i in self._counts if each == kind])[0]
         row = self._shares({})[list(_LEAST).index(kind)].tolist()
         return {self._names[i]: row[i] for i in order} if all(self.doctor.agree(rehearsal.is_finite)) else {}
 
@@ -226,10 +226,11 @@ class Silent:
         policy, names = self.loop.amp.scaler.policy, list[str]()
         assert policy is not None
         run = functools.partial(replay, self.loop, step)
-        with self.loop.amp.scaler.held_at(policy.init_scale):
+        high = min(policy.init_scale, policy.max_scale)
+        with self.loop.amp.scaler.held_at(high):
             if self.doctor.can_make_islands and not (yield from self.doctor._is_finite(run)):
                 names = yield from self.doctor._smallest_islands(run, None)
-        how = f"{self._islands(names)} (tried at loss scale {policy.init_scale:g})" if names else "amp=bf16"
+        how = f"{self._islands(names)} (tried at loss scale {high:g})" if names else "amp=bf16"
         return f"the loss scale is at its floor amp.min_scale={policy.min_scale:g}, small gradients may be 0; {how}"
 
     def _islands(self, names: list[str]) -> str:
