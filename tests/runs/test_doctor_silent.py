@@ -13,12 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small import COMMON, SMALL
+from test_recipes import on_two_ranks
 from tiers import rows
 from torch import Tensor, nn
+from waits import Waits
 
 import recipes.classification
 import train
 from amp_core import Amp, Doctor
+from amp_core.doctor.silent import Silent
 from amp_tools.zeros import Zero, find_zeros
 from recipes import RECIPES
 
@@ -165,11 +168,45 @@ HEALTHY = [(recipe, mode) for recipe in sorted(RECIPES) for mode in ("fp32", "bf
 
 
 @pytest.mark.parametrize("recipe, mode", rows(HEALTHY, *[row for row in HEALTHY if row[1] == "fp16"]))
-def test_a_healthy_run_has_no_warning(recipe: str, mode: str) -> None:
-    """ReLUs, unused rows of embeddings and sampled classes have zeros of their own."""
+def test_a_healthy_run_has_no_warning(recipe: str, mode: str, monkeypatch: Any) -> None:
+    """ReLUs and unused rows of embeddings have zeros of their own: they are examined, and acquitted."""
+    examined, rerun = set[str](), Silent._rerun
+
+    def seen(silent: Silent, step: int, kind: str, scale: float) -> Any:
+        examined.add(kind)
+        return rerun(silent, step, kind, scale)
+
+    monkeypatch.setattr(Silent, "_rerun", seen)
     settings = [f"recipe={recipe}", f"amp={mode}", *COMMON, *SMALL[recipe], "steps=6", "log_every=2", "eval_every=3"]
     settings += ["amp.init_scale=4096"] if mode == "fp16" else []
     assert warnings_of("healthy", *settings) == []
+    expected = {"language_model": {"gradients"}, "classification": {"outputs"}}.get(recipe, examined)
+    assert examined == (expected if mode == "fp16" else set())
+
+
+@pytest.mark.slow
+def test_two_ranks_examine_the_same(tmp_path: Path) -> None:
+    on_two_ranks("language_model", tmp_path / "run", "amp=fp16", "steps=4", "log_every=2")
+    assert "WARNING" not in (tmp_path / "run" / "train.log").read_text()
+    stalls = ["amp=bf16_pure", "amp.update=nearest", "optimizer.lr=1e-7", "steps=4", "schedule=constant"]
+    on_two_ranks("classification", tmp_path / "stalls", *stalls, "log_every=2")
+    assert "WARNING step 4: " in (tmp_path / "stalls" / "train.log").read_text()
+
+
+@pytest.mark.parametrize("mode", ["fp16", "bf16", "o3"])
+def test_the_step_of_a_log_line_waits_no_more_often_when_it_is_watched(mode: str) -> None:
+    def more(doctor: str) -> int:
+        """Waits of three steps and log lines."""
+        nums = []
+        for steps in (3, 6):
+            settings = [*COMMON, *SMALL["segmentation"], "recipe=segmentation", f"amp={mode}", f"doctor={doctor}"]
+            settings += ["amp.init_scale=64"] if mode == "fp16" else []
+            with Waits() as waits:
+                assert train.main([*settings, f"steps={steps}", "log_every=1", f"run_dir={doctor}{steps}"]) == 0
+            nums.append(waits.num)
+        return nums[1] - nums[0]
+
+    assert more("watch") == more("off")
 
 
 # --- the operation that makes zeros -----------------------------------------------------------------------------------
