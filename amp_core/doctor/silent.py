@@ -137,7 +137,8 @@ class Silent:
         for p, want in wanted.items():
             if p in before:
                 still = (before[p] == self._before[p]) & want & moves.to(want.device)
-                shares["weights", self._owner[p]] = still.sum() / want.sum().clamp(min=1)
+                share, at = still.sum() / want.sum().clamp(min=1), ("weights", self._owner[p])
+                shares[at] = torch.maximum(share, shares.get(at, share))
         return shares
 
     def read(self, symptoms: Symptoms, found: dict[str, float]) -> None:
@@ -175,7 +176,7 @@ class Silent:
                 f"input exceeds fp32; scale it down, and reset_running_stats() or an earlier checkpoint (resume=...)"
             )
         how = {"o3": "amp=o2", "bf16_pure": "amp.update=stochastic"}.get(self.loop.cfg.amp.name, "keep them in fp32")
-        return f"{name}: most 16-bit weights did not move since the last log line, updates are lost to rounding; {how}"
+        return f"{name}: most 16-bit weights or averages did not move since the last log line, lost to rounding; {how}"
 
     def _rerun(self, step: int, kind: str, scale: float) -> Generator[Any, None, dict[str, float]]:
         """Shares by module, in the order of computation; {}: the step is not finite."""
@@ -188,7 +189,7 @@ class Silent:
 
     def _gradients(self, step: int, name: str) -> Search:
         amp, policy, cures = self.loop.amp, self.loop.amp.scaler.policy, dict[str, float]()
-        scale, how = amp.scale, "" if amp.scaler.policy else "amp=o2 " if amp.weights else "amp.scaling=true "
+        scale, how = amp.scale, "" if policy else "amp=o2 "
         now = (yield from self._rerun(step, "gradients", scale)).get(name, 0.0)
         for larger in (scale * 2.0**k for k in (4, 8, 12, 16)):
             if not (shares := (yield from self._rerun(step, "gradients", larger))):
@@ -220,9 +221,8 @@ class Silent:
                 how = f"{share:.1%} of the outputs of {each} are 0 in fp16 only; {self._islands(names)} (tried)"
             if cured and all(cured[other] <= full[other] + least for other in lost):
                 return how
-        return next(
-            (f"{share:.1%} of the outputs of {each} are 0 in fp16 only; amp=bf16" for each, share in lost.items()), None
-        )
+        each = next(iter(lost), None)
+        return each and f"{lost[each]:.1%} of the outputs of {each} are 0 in fp16 only; amp=bf16"
 
     def _floor(self, step: int, name: str) -> Search:
         policy, names = self.loop.amp.scaler.policy, list[str]()

@@ -57,6 +57,11 @@ class LargeInEvaluation(nn.Linear):
         return super().forward(x) if self.training else super().forward(x * 1e5) * 1e-5
 
 
+class Bf16(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.bfloat16()
+
+
 def net(*between: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 32), *between, nn.Linear(32, 4))
 
@@ -108,13 +113,20 @@ FAULTS = [
         "fp16 weights that do not move",
         lambda: net(nn.ReLU()),
         "amp=o3 optimizer.lr=1e-7",
-        r"step 4: [13]: most 16-bit weights did not move since the last log line, updates are lost to rounding; (amp=o2)",
+        r"step 4: [13]: most 16-bit weights or averages did not move since the last log line, lost to rounding; (amp=o2)",
     ),
     Fault(
         "bf16 weights that do not move",
         lambda: net(nn.ReLU()),
         "amp=bf16_pure amp.update=nearest optimizer.lr=1e-7",
-        r"step 4: [13]: most 16-bit weights did not move .*; (amp.update=stochastic)",
+        r"step 4: [13]: most 16-bit weights or averages did not move .*; (amp.update=stochastic)",
+    ),
+    Fault(
+        "a bf16 average that does not move",
+        lambda: nn.Sequential(Bf16(), *net(nn.ReLU())).bfloat16(),
+        "amp=fp32 ema.decay=0.9999 ema.warmup=false",
+        r"step 4: [24]: most 16-bit weights or averages did not move .*; keep them in fp32",
+        healthy=lambda: net(nn.ReLU()),
     ),
     Fault(
         "a channel with an infinite variance",
@@ -162,6 +174,13 @@ def test_a_silent_fault_is_reported_once_and_its_cure_ends_the_warning(fault: Fa
     cure = shlex.split(found[1]) if found.groups() else []
     assert warnings_of("cured", *settings, *cure) == []
     assert warnings_of("unwatched", *settings, "doctor=off", code=fault.code) == []
+
+
+def test_bf16_weights_that_move_give_no_warning(monkeypatch: Any) -> None:
+    """As those of the average that does not."""
+    (fault,) = [fault for fault in FAULTS if "average" in fault.name]
+    monkeypatch.setattr(recipes.classification, "build_model", lambda *_, **__: fault.build())
+    assert warnings_of("no average", *SHORT, *fault.settings.split()[:-2]) == []
 
 
 HEALTHY = [(recipe, mode) for recipe in sorted(RECIPES) for mode in ("fp32", "bf16", "fp16")]
