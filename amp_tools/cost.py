@@ -51,7 +51,7 @@ class Cost:
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 loop.monitor, loop.measurement = ways[name]
                 began = _now(device)
-                with loop.step_of(windows[turn % _WINDOWS]), loop.sampling():
+                with loop.step_of(windows[turn % _WINDOWS]), loop.sampling(), loop.watching():
                     yield windows[turn % _WINDOWS]
                 if loop.monitor is not None and turn % _LINE == 0:
                     torch.stack(list(loop.monitor.facts().values())).tolist()

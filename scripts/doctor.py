@@ -2,6 +2,7 @@
 
     python scripts/doctor.py locate outputs/classification/2026-01-31_12-00-00 --step 137
     python scripts/doctor.py locate amp=fp16 model=resnet18 --step 1        # settings as for train.py
+    python scripts/doctor.py zeros amp=fp16 recipe=segmentation --step 5    # what becomes 0 in 16 bits
     python scripts/doctor.py forecast recipe=segmentation                   # headroom and scale, without fp16
     python scripts/doctor.py advise recipe=language_model                   # why is it not faster?
 
@@ -63,6 +64,21 @@ def locate(args: argparse.Namespace) -> int:
             print(f"step {args.step}: nothing found; every number is finite and no position is lost")
         else:
             print(json.dumps(diagnosis.to_dict(), indent=2) if args.json else diagnosis)
+    return code
+
+
+def zeros(args: argparse.Namespace) -> int:
+    """List the operations of one step whose results become 0 in 16 bits."""
+    from amp_tools.again import overrides_before
+    from amp_tools.zeros import Zero, zeros_of_step
+
+    overrides = args.overrides
+    if len(overrides) == 1 and Path(overrides[0]).is_dir():
+        overrides = overrides_before(overrides[0], args.step)
+    found: list[Zero] = []
+    code = visit(overrides, lambda loop, count: zeros_of_step(loop, args.step, args.least, found))
+    if code == 0:
+        print(*found or [f"step {args.step}: no operation loses {args.least:g} of its results to 0"], sep="\n")
     return code
 
 
@@ -145,6 +161,12 @@ def main(arguments: list[str]) -> int:
     command.add_argument("--step", type=int, default=1, help="counted from 1, as in metrics.jsonl")
     command.add_argument("--json", action="store_true")
     command.set_defaults(do=locate)
+
+    command = commands.add_parser("zeros", help="the operations of a step whose results become 0 in 16 bits")
+    command.add_argument("overrides", nargs="*", help="a run folder, or settings as for train.py")
+    command.add_argument("--step", type=int, default=1, help="counted from 1, as in metrics.jsonl")
+    command.add_argument("--least", type=float, default=0.5, help="share of an operation's results that counts")
+    command.set_defaults(do=zeros)
 
     command = commands.add_parser(
         "forecast", help="what fp16 would do, told from bf16: overflows, loss scale, underflow"

@@ -36,6 +36,7 @@ from amp_core.config.redact import redact
 from amp_core.doctor.diagnosis import ADVICE, Diagnosis, Fix, cause_of
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
+from amp_core.doctor.silent import Silent
 from amp_core.doctor.trace import Trace, named_tensors
 from amp_core.run.environment import Symptoms
 from amp_core.run.lines import write_json, write_text
@@ -66,6 +67,7 @@ class Watch:
     def __init__(self, loop: Loop) -> None:
         self.loop, self.cfg = loop, loop.cfg.doctor
         self.doctor = doctor_of(loop)
+        self.silent = Silent(loop, self.doctor)
         self.last: Diagnosis | None = None
         self.num_calls = 0
         self._examined = -1
@@ -97,21 +99,33 @@ class Watch:
         self._bad_losses[of] += bad[1]
         torch.maximum(self._firsts, bad * (_NEVER - (self.loop.step + 1)), out=self._firsts)
 
+    def sampling(self) -> contextlib.AbstractContextManager[None]:
+        """Around the window of a log line. Hooks would make a compiled module compile again."""
+        return self.silent.sampling(outputs=self.loop.cfg.perf.compile is None)
+
+    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """Explain metrics that are not finite."""
+        self.silent.evaluated(step, metrics)
+
     def facts(self) -> dict[str, Tensor]:
         """The values to read back with the metrics; resets them."""
         firsts = self._firsts
         self._firsts = torch.zeros_like(firsts)
         if self.loop.env.world_size > 1:
             dist.all_reduce(firsts, op=dist.ReduceOp.MAX)
-        return {"first_skip": firsts[0], "first_bad_loss": firsts[1]}
+        return {"first_skip": firsts[0], "first_bad_loss": firsts[1]} | self.silent.facts()
 
     def completed(self, symptoms: Symptoms, found: dict[str, float]) -> Symptoms:
         """The symptoms with the values of `facts` that were read back."""
+        self.silent.read(symptoms, found)
         firsts = {name: _NEVER - int(value) if value else None for name, value in found.items()}
         return dataclasses.replace(symptoms, **firsts)
 
     def is_called(self, symptoms: Symptoms) -> bool:
-        """Whether these symptoms need a diagnosis."""
+        """Whether these symptoms need an examination."""
+        return bool(self.silent.suspects) or self._needs_diagnosis(symptoms)
+
+    def _needs_diagnosis(self, symptoms: Symptoms) -> bool:
         policy = self.loop.amp.scaler.policy
         if self.num_calls >= self.cfg.max_reports:
             return False
@@ -141,6 +155,9 @@ class Watch:
     def examine(self, symptoms: Symptoms) -> Windows:
         """Yield windows to rerun; return the diagnosis, or None."""
         loop = self.loop
+        yield from self.silent.examine(symptoms.step)
+        if not self._needs_diagnosis(symptoms) and symptoms.streak < loop.cfg.amp.max_consecutive_skips:
+            return None
         streak, policy = int(loop.amp.num_consecutive_skips), loop.amp.scaler.policy
         begin = loop.step - streak + 1
         first = symptoms.first_bad_loss if symptoms.first_bad_loss is not None else symptoms.first_skip

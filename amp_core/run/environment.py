@@ -289,6 +289,10 @@ class Monitor(Protocol):
     def start(self) -> None:
         """The run begins, or resumes."""
 
+    def sampling(self) -> AbstractContextManager[None]:
+        """Around the computation of the window of a log line. Does not wait for the device."""
+        ...
+
     def note(self, of: str, report: StepReport, loss: Tensor | None) -> None:
         """A step was computed. Does not wait for the device."""
 
@@ -311,6 +315,9 @@ class Monitor(Protocol):
     def examine(self, symptoms: Symptoms) -> Generator[list[MicroBatch], None, Any]:
         """Yields windows that the recipe computes again; returns a `Finding`, or None."""
         ...
+
+    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """An evaluation ended with these metrics. On every rank."""
 
 
 class Measurement(Protocol):

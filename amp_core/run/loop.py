@@ -183,7 +183,7 @@ class Loop:
             yield from self._after_step(end)
         while self.step < end:
             window = next(windows)
-            with self.step_of(window) as dropped, self.sampling(), self.saved_tensors():
+            with self.step_of(window) as dropped, self.sampling(), self.watching(), self.saved_tensors():
                 if not dropped:
                     yield window
             if self.step == begin + 1:
@@ -238,6 +238,11 @@ class Loop:
     def sampling(self) -> contextlib.AbstractContextManager[None]:
         """Around the computation of the next step's window, inside of `step_of`: statistics, if it is their turn."""
         return contextlib.nullcontext() if self.measurement is None else self.measurement.sampling(self.step + 1)
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """The same for the monitor, in the step of a log line; a captured step calls no hooks."""
+        looks = self.monitor is not None and self.graph is None and (self.step + 1) % self.cfg.log_every == 0
+        return self.monitor.sampling() if self.monitor is not None and looks else contextlib.nullcontext()
 
     def _after_step(self, end: int) -> Iterator[list[MicroBatch]]:
         cfg, at_end = self.cfg, self.step >= end
@@ -345,6 +350,8 @@ class Loop:
         if self._log is not None:
             self._log.metrics({"step": self.step, "split": "eval", **self.eval})
             logger.info("step %d: %s", self.step, spell(self.eval))
+        if self.monitor is not None:
+            self.monitor.evaluated(self.step, self.eval)
         return True
 
     def _save(self, *, is_last: bool) -> None:
