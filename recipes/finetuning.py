@@ -213,7 +213,7 @@ def freeze(net: nn.Module, dtype: torch.dtype, kind: str, layers: list[str]) -> 
             continue
         if kind == "nf4" and layer.in_features % 64:
             raise ConfigError(f"recipe.base=nf4: {name} has {layer.in_features} inputs; expected a multiple of 64")
-        import bitsandbytes as bnb
+        import bitsandbytes as bnb  # pyright: ignore[reportMissingImports]
 
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # tells at each call that int8 rounds its inputs
         sizes = layer.in_features, layer.out_features, layer.bias is not None
@@ -255,7 +255,7 @@ def adapt(net: nn.Module, layers: list[str], knobs: Knobs) -> None:
     if knobs.adapter == "peft":
         if package_folder("torchvision"):
             import_torchvision()  # peft does so, which fails beside another build of torch
-        from peft import LoraConfig, inject_adapter_in_model
+        from peft import LoraConfig, inject_adapter_in_model  # pyright: ignore[reportMissingImports]
 
         config = LoraConfig(r=knobs.rank, lora_alpha=knobs.alpha, target_modules=layers)  # type: ignore[arg-type]
         inject_adapter_in_model(config, net)

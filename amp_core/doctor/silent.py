@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from amp_core.doctor.diagnosis import keep_fp32_override
+from amp_core.doctor.diagnosis import ADVICE, cause_of, keep_fp32_override
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
-from amp_core.doctor.trace import HALF, tensors_in
+from amp_core.doctor.trace import HALF, Trace, named_tensors, tensors_in
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
 from amp_core.lowp.weights import is_low, master_params
 from amp_core.memory.recompute import recomputed
@@ -65,6 +65,7 @@ class Silent:
         self._table, self._counts = self._cleared, dict[tuple[str, int], list[tuple[Tensor, int]]]()
         self._should_move, self._before = dict[Tensor, Tensor](), dict[Tensor, Tensor]()
         self._since = loop.step, loop.amp.num_skipped.clone()
+        self._where = ""
         self._tries = dict.fromkeys([*_LEAST, "floor", "evaluation"], 3)
 
     @contextlib.contextmanager
@@ -238,34 +239,35 @@ class Silent:
     def _islands(self, names: list[str]) -> str:
         return keep_fp32_override(list(dict.fromkeys([*islands_of(self.doctor.nets), *names])))
 
-    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
-        """Evaluate again if metrics are not finite, and name the module where they become so. On every rank."""
+    def evaluated(self, step: int, metrics: dict[str, float]) -> str:
+        """Where metrics that are not finite became so, in an evaluation with every operation watched. On every rank."""
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
-        if not bad or self._tries["evaluation"] < 0:
-            return
-        loop, found = self.loop, list[str]()
-        names = self.doctor.names | (named_modules([("", loop.ema.model)]) if loop.ema else {})
+        if bad and self._tries["evaluation"] >= 0:
+            self._where = self._in_evaluation()
+            self._warn("evaluation", step, f"{', '.join(bad)} of the evaluation is not finite: {self._where}")
+        return self._where if bad else ""
 
-        def look(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not found and module in names and _is_finite(inputs) and not _is_finite(output):
-                found.append(names[module])
-
-        with loop.env.eagerly():
-            with _hooked(look):
-                loop.evaluation.metrics_of_nets()
-            first = next((name for each in self.doctor.agree(found) for name in each), None)
-            text = f"{', '.join(bad)} of the evaluation is not finite"
-            if first is not None:
-                modules = [module for module, name in names.items() if name == first]
-                tensors = (
-                    t for m in modules for t in (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False))
-                )
-                spoilt = [name for name, tensor in tensors if not _is_finite(tensor)]
-                text += f"; it begins in {first or 'the network itself'}{': ' if spoilt else ''}{', '.join(spoilt)}"
-                with as_islands(modules if self.doctor.can_make_islands and first and not spoilt else []) as made:
-                    if made and all(map(math.isfinite, loop.evaluation.metrics_of_nets().values())):
-                        text += f"; {self._islands([first])} (tried)"
-        self._warn("evaluation", step, text)
+    def _in_evaluation(self) -> str:
+        loop, doctor = self.loop, self.doctor
+        averages = [("", loop.ema.model)] if loop.ema else []
+        names = doctor.names | named_modules(averages)
+        tensors = named_tensors([*doctor.nets, *averages], ())
+        if spoilt := [name for name, tensor in tensors.items() if not _is_finite(tensor)]:
+            return f"{', '.join(spoilt[:3])} is not finite"
+        trace = Trace(names, named_tensors(doctor.nets, ()))
+        with loop.env.eagerly(), trace:
+            loop.evaluation.metrics_of_nets()
+        births = [birth for births in doctor.agree(trace.births[:1]) for birth in births]
+        if not births:
+            return ""
+        diagnosis = doctor.describe(births[0], cause_of(births[0]))
+        modules = [module for module, name in names.items() if name and name == diagnosis.module]
+        text = f"{diagnosis.headline.partition(': ')[2]}. {diagnosis.why}"
+        with loop.env.eagerly(), as_islands(modules if doctor.can_make_islands else []) as made:
+            if made and all(map(math.isfinite, loop.evaluation.metrics_of_nets().values())):
+                return f"{text} Try: {self._islands([diagnosis.module or ''])} (tried)"
+        advice = ADVICE.get(diagnosis.cause)
+        return text + (f" Try: {advice.text}" if advice is not None else "")
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from amp_core.config.errors import ConfigError
 from amp_core.config.redact import redact
-from amp_core.doctor.diagnosis import ADVICE, Diagnosis, Fix, cause_of
+from amp_core.doctor.diagnosis import ADVICE, Diagnosis, Fix
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
 from amp_core.doctor.silent import Silent
@@ -103,9 +103,9 @@ class Watch:
         """Around the window of a log line. Hooks would make a compiled module compile again."""
         return self.silent.sampling(outputs=self.loop.cfg.perf.compile is None)
 
-    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
-        """Explain metrics that are not finite."""
-        self.silent.evaluated(step, metrics)
+    def evaluated(self, step: int, metrics: dict[str, float]) -> str:
+        """Where metrics became non-finite."""
+        return self.silent.evaluated(step, metrics)
 
     def facts(self) -> dict[str, Tensor]:
         """The values to read back with the metrics; resets them."""
@@ -135,20 +135,6 @@ class Watch:
             return symptoms.first_skip is not None
         at_floor = policy.dynamic and symptoms.scale <= policy.min_scale and symptoms.streak > 0
         return symptoms.streak >= self.cfg.after_skips or at_floor
-
-    def in_evaluation(self) -> str:
-        """Where an evaluation, computed again with every operation watched, first becomes non-finite."""
-        loop, doctor = self.loop, self.doctor
-        trace = Trace(doctor.names, named_tensors(doctor.nets, ()))
-        with loop.env.eagerly(), trace:
-            loop.evaluation.metrics_of_nets()
-        births = [birth for births in doctor.agree(trace.births[:1]) for birth in births]
-        if not births:
-            return ""
-        diagnosis = doctor.describe(births[0], cause_of(births[0]))
-        diagnosis.step = loop.step
-        advice = ADVICE.get(diagnosis.cause)
-        return f"{diagnosis.headline}. {diagnosis.why}" + (f" Try: {advice.text}" if advice is not None else "")
 
     # --- the examination -------------------------------------------------------------------------------------------
 

@@ -304,10 +304,6 @@ class Monitor(Protocol):
         """The symptoms with what `facts` were, now on the host."""
         ...
 
-    def in_evaluation(self) -> str:
-        """Where an evaluation, computed again, becomes non-finite; empty: nowhere. On every rank."""
-        ...
-
     def is_called(self, symptoms: Symptoms) -> bool:
         """Whether these symptoms need an examination."""
         ...
@@ -316,8 +312,9 @@ class Monitor(Protocol):
         """Yields windows that the recipe computes again; returns a `Finding`, or None."""
         ...
 
-    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
-        """An evaluation ended with these metrics. On every rank."""
+    def evaluated(self, step: int, metrics: dict[str, float]) -> str:
+        """Where an evaluation with these metrics became non-finite; empty: nowhere. On every rank."""
+        ...
 
 
 class Measurement(Protocol):

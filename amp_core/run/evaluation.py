@@ -36,6 +36,8 @@ class Evaluation:
         """The last results."""
         self.step = -1
         """At which they were made."""
+        self.where = ""
+        """Where they became non-finite, if they are and training is finite."""
         self.asked = 0
         """Why the last one was stopped: what `Stop.poll` said."""
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import signal
 import sys
 import time
@@ -350,8 +349,7 @@ class Loop:
         if self._log is not None:
             self._log.metrics({"step": self.step, "split": "eval", **self.eval})
             logger.info("step %d: %s", self.step, spell(self.eval))
-        if self.monitor is not None:
-            self.monitor.evaluated(self.step, self.eval)
+        _look_at_evaluation(self)
         return True
 
     def _save(self, *, is_last: bool) -> None:
@@ -433,22 +431,20 @@ def _evaluate_only(loop: Loop, notes: list[str]) -> None:
         for note in notes:
             loop.env.services.say(note)
         loop.env.services.say(f"step {loop.step}: {spell(loop.eval)}")
-    check_metrics(loop.eval, where=_where_in_evaluation(loop))
+    _look_at_evaluation(loop)
+    check_metrics(loop.eval, where=loop.evaluation.where)
 
 
-def _where_in_evaluation(loop: Loop) -> str:
-    """Where the last evaluation became non-finite, if training is finite as far as the monitor knows."""
-    monitor = loop.monitor
-    if monitor is None or monitor.last is not None or all(map(math.isfinite, loop.eval.values())):
-        return ""
-    return monitor.in_evaluation()
+def _look_at_evaluation(loop: Loop) -> None:
+    if loop.monitor is not None and loop.monitor.last is None:
+        loop.evaluation.where = loop.monitor.evaluated(loop.step, loop.eval)
 
 
 def _end(loop: Loop) -> None:
     loop.summarise()
     skipped = loop.env.summary["skipped"]
     streak, scale = int(loop.amp.num_consecutive_skips), loop.amp.scale
-    where = "" if streak else _where_in_evaluation(loop)
+    where = "" if streak else loop.evaluation.where
     check_result(loop.eval, step=loop.step, skipped=skipped, amp=loop.cfg.amp, scale=scale, streak=streak, where=where)
     loop.env.folder.write_summary("finished", 0)
     if loop.env.is_main:

@@ -145,7 +145,7 @@ FAULTS = [
         "an evaluation that is not finite",
         lambda: net(LargeInEvaluation(32, 32)),
         "amp=fp16 eval_every=4",
-        r"step 4: loss of the evaluation is not finite; it begins in 2; (.*) \(tried\)",
+        r"step 4: loss of the evaluation is not finite: overflow in .* in 2, .* Try: (.*) \(tried\)",
         code=5,
     ),
 ]
