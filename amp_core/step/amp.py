@@ -326,7 +326,7 @@ class Amp:
             )
         self._reduce(state)
         params, grads = with_grads(optimizer)
-        in_parts = check_gradients(grads, scaled=self.scaler.policy is not None)
+        in_parts = check_gradients(grads, scaled=self.scaler.policy is not None, optimizer=optimizer)
         if not in_parts and not self.weights:  # which show what they are in a step alone
             lay_out_gradients(params, grads)
         if grads:
@@ -351,15 +351,15 @@ class Amp:
         does not move the scale.
 
         Args:
-            optimizer: any optimizer of dense gradients without a closure. Several in a list step together or not at
-                all, each clipped by its own norm; stepped in separate calls, each skips alone.
+            optimizer: any without a closure; not fused, if gradients are sparse. Several in a list step together or not
+                at all, each clipped by its own norm; stepped in separate calls, each skips alone.
             clip: a `Clip`, or any function of (parameters, unscaled gradients) that changes the gradients in place.
             unscaled: the optimizers whose gradients are not scaled, because they do not come from `backward`.
             sharded: the optimizers whose gradients are this rank's shard; they are clipped by the global norm.
 
         Raises:
             RuntimeError: a second step before `update`.
-            TypeError: 16-bit weights under a loss scale, sparse gradients, or an optimizer that needs a closure.
+            TypeError: 16-bit weights under a loss scale, sparse gradients and a fused step, or a step with a closure.
             ValueError: no optimizer, one twice, or a weight that several optimizers of the window own.
         """
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -423,7 +423,7 @@ class Amp:
         if self.weights:
             self._reduce(state)
         params, grads = state.params, state.grads = with_grads(state.optimizer)
-        state.in_parts = check_gradients(grads, scaled=self.scaler.policy is not None)
+        state.in_parts = check_gradients(grads, scaled=self.scaler.policy is not None, optimizer=state.optimizer)
         for weights in self.weights:
             weights.begin_step(params)
         if not state.in_parts:
