@@ -179,6 +179,7 @@ class OptimizerConfig:
 
 
 WHOLE_MATRICES = {"Adafactor": "factors the moments of whole matrices", "Muon": "orthogonalises whole matrices"}
+WHOLE_MATRICES["MuonAdamW"] = WHOLE_MATRICES["Muon"]
 """Optimizers that do not compute element by element."""
 
 

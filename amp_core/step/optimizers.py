@@ -44,6 +44,7 @@ def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]
         return [f"optimizer.name={cfg.name}: there is no such optimizer. {suggest(cfg.name, _available())}"]
     cls = _available()[cfg.name]
     parameters = [p for p in inspect.signature(cls).parameters if p not in ("params", "lr", "weight_decay", "fused")]
+    parameters += ["betas"] if cls is torch.optim.Muon else []  # of AdamW beside it
     problems = [
         f"optimizer.options.{key}: {cfg.name} has no such option. {suggest(key, parameters)}"
         for key in cfg.options
@@ -59,7 +60,7 @@ def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]
         problems += _check_16bit(cfg)
     if not problems:
         try:
-            _build(cfg, [{"params": [nn.Parameter(torch.zeros(shape))]} for shape in ((2, 2), (2,))])
+            build_optimizer(cfg, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
         except Exception as problem:  # report to the user whatever the constructor raises
             problems.append(f"optimizer.name={cfg.name}: refuses its settings: {problem}")
     return problems
@@ -83,8 +84,13 @@ def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optim
     """The optimizer of the `optimizer` group over the weights of `nets` that need gradients.
 
     Weight decay applies to weights of two and more dimensions; norms and biases have none. A fused step never syncs
-    with the device, others once.
+    with the device, others once. Muon has AdamW beside it (`amp_core.step.muon`).
     """
+    if cfg.name == "Muon":
+        from amp_core.step import muon  # other runs need none of it
+
+        fused = True if cfg.fused is None else cfg.fused
+        return muon.build(nets, cfg.lr, cfg.weight_decay, fused=fused, **_tuples(cfg.options))
     params = [p for net in nets for p in master_params(net) if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": cfg.weight_decay},
@@ -93,9 +99,14 @@ def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optim
     return _build(cfg, [group for group in groups if group["params"]])
 
 
+def _tuples(options: dict[str, Any]) -> dict[str, Any]:
+    """Lists of a config as tuples, which torch expects of betas."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+
+
 def _build(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     cls = _available()[cfg.name]
-    options = dict(cfg.options)
+    options = _tuples(cfg.options)
     # A differentiable step excludes fused and wins unless both were requested. So do weights on several devices in SGD,
     # whose fused form takes its learning rate from one device.
     devices = {p.device for group in groups for p in group["params"]}
@@ -103,9 +114,6 @@ def _build(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Op
     has_fused = _has_fused(cls, on_cuda=any(device.type == "cuda" for device in devices))
     if cfg.fused or (cfg.fused is None and has_fused and not options.get("differentiable") and not spread):
         options["fused"] = True
-    for key, value in options.items():
-        if isinstance(value, list):  # torch expects betas as a tuple
-            options[key] = tuple(value)
     if "weight_decay" not in inspect.signature(cls).parameters:
         groups = [{k: v for k, v in group.items() if k != "weight_decay"} for group in groups]
     spare_compiler()
