@@ -164,7 +164,7 @@ class OptimizerConfig:
     """The optimizer."""
 
     name: str
-    """Any class of `torch.optim` for dense gradients without a closure."""
+    """Any class of `torch.optim` for dense gradients without a closure, or `AdamW8bit` of torchao."""
     lr: float
     """Peak learning rate."""
     weight_decay: float
@@ -179,7 +179,7 @@ class OptimizerConfig:
 
 
 WHOLE_MATRICES = {"Adafactor": "factors the moments of whole matrices", "Muon": "orthogonalises whole matrices"}
-WHOLE_MATRICES["MuonAdamW"] = WHOLE_MATRICES["Muon"]
+WHOLE_MATRICES |= {"MuonAdamW": WHOLE_MATRICES["Muon"], "AdamW8bit": "quantises blocks of whole weights"}
 """Optimizers that do not compute element by element."""
 
 

@@ -315,8 +315,12 @@ def memory_of(
     accumulation: int = 1,
 ) -> Memory:
     """The memory of existing networks, wrapped or not; optimizers may own other weights too. No collective."""
-    ratios = [(group, state_ratio(o, group)) for o in optimizers for group in o.param_groups]
-    state_of = {p: ratio for group, ratio in ratios for p in group["params"]}
+    state_of: dict[Tensor, float] = {}
+    for optimizer in optimizers:
+        by_weight = getattr(optimizer, "state_ratio", None)  # 8-bit moments depend on the size of a weight
+        for group in optimizer.param_groups:
+            ratio = state_ratio(optimizer, group) if by_weight is None else 0.0
+            state_of |= {p: ratio if by_weight is None else by_weight(p) for p in group["params"]}
     averaged = None if ema is None else ema.source
     total, seen = Memory(), set()
     for net in map(unwrap, nets):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,6 +31,14 @@ def _available() -> dict[str, type[torch.optim.Optimizer]]:
     return {name: cls for name, cls in sorted(found.items()) if name not in REFUSED}
 
 
+def _class_of(name: str) -> type[torch.optim.Optimizer]:
+    if name != "AdamW8bit":
+        return _available()[name]
+    from amp_core.lowp.adam8 import AdamW8bit  # imports torchao, for seconds
+
+    return AdamW8bit
+
+
 def _has_fused(cls: type[torch.optim.Optimizer], *, on_cuda: bool = False) -> bool:
     if on_cuda and cls is torch.optim.Adagrad and torch.__version__ < "2.12":
         return False  # its first step would raise
@@ -40,10 +49,15 @@ def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]
     """Problems of the `optimizer` group, found by building one over a single CPU weight."""
     if cfg.name in REFUSED:
         return [f"optimizer.name={cfg.name}: {REFUSED[cfg.name]}. {suggest('', _available())}"]
-    if cfg.name not in _available():
-        return [f"optimizer.name={cfg.name}: there is no such optimizer. {suggest(cfg.name, _available())}"]
-    cls = _available()[cfg.name]
-    parameters = [p for p in inspect.signature(cls).parameters if p not in ("params", "lr", "weight_decay", "fused")]
+    if cfg.name not in (names := [*_available(), "AdamW8bit"]):
+        return [f"optimizer.name={cfg.name}: there is no such optimizer. {suggest(cfg.name, names)}"]
+    for package in ("torchao", "triton") if cfg.name == "AdamW8bit" else ():  # which compiles its step for a GPU
+        if find_spec(package) is None and (on_cuda or package == "torchao"):
+            hint = "install it, or use optimizer=adamw optimizer.state_dtype=bfloat16"
+            return [f"optimizer.name=AdamW8bit: needs the package {package}; {hint}"]
+    cls = _class_of(cfg.name)
+    ours = ("params", "lr", "weight_decay", "fused", "bf16_stochastic_round")
+    parameters = [p for p in inspect.signature(cls).parameters if p not in ours]
     parameters += ["betas"] if cls is torch.optim.Muon else []  # of AdamW beside it
     problems = [
         f"optimizer.options.{key}: {cfg.name} has no such option. {suggest(key, parameters)}"
@@ -105,7 +119,7 @@ def _tuples(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    cls = _available()[cfg.name]
+    cls = _class_of(cfg.name)
     options = _tuples(cfg.options)
     # A differentiable step excludes fused and wins unless both were requested. So do weights on several devices in SGD,
     # whose fused form takes its learning rate from one device.
