@@ -327,7 +327,7 @@ class Config:
     """Time limit: the run writes a checkpoint and ends with exit code 75."""
     batch_size: int
     """Samples per micro-batch and rank."""
-    device: Literal["auto", "cuda", "cpu"]
+    device: Literal["auto", "cuda", "cpu", "mps", "xpu"]
     seed: int
     deterministic: bool
     """Use only deterministic algorithms; slower on a GPU."""
