@@ -81,16 +81,15 @@ def take_values(optimizer: torch.optim.Optimizer | None, grads: list[Tensor]) ->
     Raises:
         TypeError: they cannot be stepped.
     """
-    reason = None
     if optimizer is None or any(grad.layout not in (torch.strided, torch.sparse_coo) for grad in grads):
-        reason = "are not supported here"
-    elif any(group.get("fused") for group in optimizer.param_groups):
-        reason = f"do not fit the fused step of {type(optimizer).__name__}; use fused=False"
-    elif is_state_sharded(optimizer):
-        reason = "do not fit optimizer state that is sharded over ranks; use layout.shard_optimizer=false"
-    if reason is not None:
-        raise TypeError(f"sparse gradients {reason}, or sparse=False in the embedding")
-    for i, param in enumerate(with_grads(optimizer)[0] if optimizer is not None else ()):
+        raise TypeError("sparse gradients are not supported here; use sparse=False in the embedding")
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if fused or is_state_sharded(optimizer):
+        what = (
+            f"the fused step of {type(optimizer).__name__}; use fused=False" if fused else "layout.shard_optimizer=true"
+        )
+        raise TypeError(f"sparse gradients do not fit {what}, or use sparse=False in the embedding")
+    for i, param in enumerate(with_grads(optimizer)[0]):
         if grads[i].layout is torch.sparse_coo:
             param.grad = grads[i].coalesce()
             grads[i] = param.grad.values()

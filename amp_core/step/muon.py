@@ -22,11 +22,7 @@ logger = logging.getLogger("amp_recipes")
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Steps groups that have `ns_steps` by `torch.optim.Muon`, the others by `torch.optim.AdamW`. One sync per step.
-
-    Args:
-        params: groups with all settings of the one or the other; see `build`.
-    """
+    """Steps groups that have `ns_steps` by `torch.optim.Muon`, others by `torch.optim.AdamW`. `build` makes them."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {})
@@ -37,45 +33,36 @@ class MuonAdamW(torch.optim.Optimizer):
         muon, adamw = torch.optim.Muon([torch.zeros(1, 1)]), torch.optim.AdamW([torch.zeros(1)])
         adamw.param_groups, adamw.state = [g for g in self.param_groups if "ns_steps" not in g], self.state
         bare_step(adamw)
-        muon.param_groups = []
-        for group in (g for g in self.param_groups if "ns_steps" in g):
-            muon.param_groups.append({**group, "params": []})
-            for param in (p for p in group["params"] if p.grad is not None):
-                state, matrix = self.state[param], _rows(param)
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(param)
-                matrix.grad = _rows(param.grad)
-                muon.state[matrix] = {"momentum_buffer": _rows(state["momentum_buffer"])}
-                muon.param_groups[-1]["params"].append(matrix)
+        muon.param_groups = [{**g, "params": list(g["params"])} for g in self.param_groups if "ns_steps" in g]
+        for group in muon.param_groups:
+            for i, param in enumerate(group["params"]):
+                group["params"][i] = matrix = _rows(param)
+                if param.grad is not None:
+                    if "momentum_buffer" not in self.state[param]:
+                        self.state[param]["momentum_buffer"] = torch.zeros_like(param)
+                    muon.state[matrix]["momentum_buffer"] = _rows(self.state[param]["momentum_buffer"])
+                    matrix.grad = _rows(param.grad)
         bare_step(muon)
 
 
 def build(nets: Iterable[nn.Module], lr: float, weight_decay: float, **options: Any) -> torch.optim.Optimizer:
-    """Muon over the hidden matrices of networks; AdamW alone, with a warning, where there are none.
+    """The optimizer of weights that need gradients; AdamW alone, with a warning, where there is no hidden matrix.
 
-    Args:
-        nets: their weights that need gradients.
-        lr: of both.
-        weight_decay: not applied to norms and biases.
-        **options: `fused` and `betas` of AdamW; the others of Muon.
+    Of the options, `fused` and `betas` are AdamW's, the others Muon's. Weight decay is not applied to norms and biases.
     """
     adam = {key: options.pop(key) for key in ("fused", "betas") if key in options}
-    sides = [zip(net.parameters(), master_params(net), strict=True) for net in nets]
-    ours = hidden_matrices(nets)
-    params = [(param in ours, side) for pairs in sides for param, side in pairs if side.requires_grad]
-    matrices = [p for is_matrix, p in params if is_matrix]
-    rest = [p for is_matrix, p in params if not is_matrix]
+    hidden = hidden_matrices(nets)
+    pairs = [pair for net in nets for pair in zip(net.parameters(), master_params(net), strict=True)]
+    matrices = [side for param, side in pairs if side.requires_grad and param in hidden]
+    rest = [side for param, side in pairs if side.requires_grad and param not in hidden]
     groups = [{"params": [p for p in rest if p.ndim >= 2], "weight_decay": weight_decay}]
     groups += [{"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    # Checks the values, and adds the defaults to the groups; of kernels by their rows.
-    muon = torch.optim.Muon([_rows(p) for p in matrices or [torch.zeros(1, 1)]], lr, weight_decay, **options)
-    rest_of = torch.optim.AdamW(groups or [torch.zeros(1)], lr=lr, **adam)
+    adamw = torch.optim.AdamW([group for group in groups if group["params"]] or [torch.zeros(1)], lr=lr, **adam)
+    muon = torch.optim.Muon([_rows(p) for p in matrices] or [torch.zeros(1, 1)], lr, weight_decay, **options)
     if not matrices:
         logger.warning("optimizer.name=Muon: no hidden matrix; AdamW steps all weights")
-        return rest_of
-    logger.info("Muon steps %d matrices, AdamW %d other weights", len(matrices), len(rest))
-    return MuonAdamW([{**muon.param_groups[0], "params": matrices}, *(rest_of.param_groups if groups else ())])
+        return adamw
+    return MuonAdamW([{**muon.param_groups[0], "params": matrices}, *(adamw.param_groups if rest else ())])
 
 
 def hidden_matrices(nets: Iterable[nn.Module]) -> set[Tensor]:
@@ -89,8 +76,6 @@ def hidden_matrices(nets: Iterable[nn.Module]) -> set[Tensor]:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """A view as a matrix. The columns of a kernel are in memory order, on which orthogonalisation does not depend."""
-    if tensor.ndim == 2:
-        return tensor.detach()
-    width = tensor[0].numel()
-    return tensor.detach().as_strided((len(tensor), width), (width, 1))
+    """A view as a matrix; a kernel's columns are in memory order, on which orthogonalisation does not depend."""
+    shape = (len(tensor), tensor.numel() // max(len(tensor), 1))
+    return tensor.detach() if tensor.ndim == 2 else tensor.detach().as_strided(shape, (shape[1], 1))
