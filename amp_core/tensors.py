@@ -319,6 +319,21 @@ _HAS_DISTRIBUTED = dist.is_available()
 all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
+UNTESTED_DEVICES = ("mps", "xpu")
+"""Accelerators of torch that the tests know as fake tensors only."""
+
+
+def is_there(device_type: str) -> bool:
+    """Whether this machine has an accelerator of this type, and this build of torch is for it."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found is not None and found.type == device_type
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """float64 for counts and sums; float32 on mps, which has none and counts to 2^24 exactly."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def several_ranks() -> bool:
     """Whether there is a process group of more than one rank."""
     return _HAS_DISTRIBUTED and dist.is_initialized() and dist.get_world_size() > 1

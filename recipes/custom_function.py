@@ -52,6 +52,7 @@ from amp_core.step.optimizers import build_optimizer
 from amp_core.step.report import StepReport
 from amp_core.step.schedule import build_schedule
 from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.tensors import widest
 
 DATA = "images"
 
@@ -99,7 +100,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
         # loss, correct, samples: summed on the device, read back once.
-        totals = torch.zeros(3, dtype=torch.float64, device=env.device)
+        totals = torch.zeros(3, dtype=widest(env.device), device=env.device)
         batches = eval_loader(
             data.eval,
             batch_size=max(cfg.batch_size, 128),

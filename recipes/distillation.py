@@ -47,7 +47,7 @@ from amp_core.step.optimizers import build_optimizer
 from amp_core.step.report import StepReport
 from amp_core.step.schedule import build_schedule
 from amp_core.step.window import MicroBatch, sync_grads
-from amp_core.tensors import share_buffers, unwrap
+from amp_core.tensors import share_buffers, unwrap, widest
 from amp_core.torch_private import NormBase
 
 DATA = "images"
@@ -187,7 +187,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     def evaluate(net: nn.Module) -> dict[str, float]:
         teacher = frozen_teacher()
         # loss, correct, teacher correct, agreeing, samples: summed on the device, read back once.
-        totals = torch.zeros(5, dtype=torch.float64, device=env.device)
+        totals = torch.zeros(5, dtype=widest(env.device), device=env.device)
         batches = eval_loader(
             data.eval,
             batch_size=max(cfg.batch_size, 128),

@@ -51,7 +51,7 @@ from amp_core.run.pretrained import load_pretrained
 from amp_core.step.ema import build_ema
 from amp_core.step.optimizers import build_optimizer
 from amp_core.step.schedule import build_schedule
-from amp_core.tensors import unwrap
+from amp_core.tensors import unwrap, widest
 from amp_core.vision import import_torchvision
 
 DATA = "text"
@@ -133,7 +133,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
-        totals = torch.zeros(2, dtype=torch.float64, device=env.device)  # loss, tokens: read back once
+        totals = torch.zeros(2, dtype=widest(env.device), device=env.device)  # loss, tokens: read back once
         batches = eval_loader(data.eval, batch_size=32, rank=env.rank, world_size=env.world_size)
         for inputs, targets in to_device(batches, env.device):
             with amp.autocast():

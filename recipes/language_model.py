@@ -46,7 +46,7 @@ from amp_core.step.optimizers import build_optimizer
 from amp_core.step.report import StepReport
 from amp_core.step.schedule import build_schedule
 from amp_core.step.window import MicroBatch, sync_grads
-from amp_core.tensors import unwrap
+from amp_core.tensors import unwrap, widest
 
 DATA = "text"
 MODELS = LANGUAGE_MODELS
@@ -116,7 +116,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     def evaluate(net: nn.Module) -> dict[str, float]:
         offsets = [0, knobs.eval_offset] if knobs.eval_offset else [0]
         # Loss per offset, and tokens: summed on the device, read back once.
-        totals = torch.zeros(len(offsets) + 1, dtype=torch.float64, device=env.device)
+        totals = torch.zeros(len(offsets) + 1, dtype=widest(env.device), device=env.device)
         batches = eval_loader(
             data.eval,
             batch_size=max(cfg.batch_size, 32),

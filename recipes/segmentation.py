@@ -55,6 +55,7 @@ from amp_core.step.optimizers import build_optimizer
 from amp_core.step.report import StepReport
 from amp_core.step.schedule import build_schedule
 from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.tensors import widest
 
 DATA = "masks"
 MODELS = SEGMENTERS
@@ -119,8 +120,8 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
         # Over the whole set, not per image: small masks would count as much as large ones.
-        losses = torch.zeros(2, dtype=torch.float64, device=env.device)
-        pixels = torch.zeros(3, data.facts["num_masks"], dtype=torch.float64, device=env.device)
+        losses = torch.zeros(2, dtype=widest(env.device), device=env.device)
+        pixels = torch.zeros(3, data.facts["num_masks"], dtype=widest(env.device), device=env.device)
         batches = eval_loader(
             data.eval,
             batch_size=max(cfg.batch_size, 32),

@@ -253,6 +253,8 @@ def _check_run(cfg: Config) -> Iterator[str]:
             yield f"optimizer.options.{key}: is set by this project; {where}"
     if cfg.ema.decay is not None and not 0 <= cfg.ema.decay < 1:
         yield f"ema.decay={cfg.ema.decay:g}: expected at least 0 and below 1, or null to switch it off"
+    if cfg.optimizer.name == "AdamW8bit" and cfg.layout.shard_optimizer:
+        yield "optimizer.name=AdamW8bit: has no slices for layout.shard_optimizer=true; use one of them"
     if cfg.optimizer.state_dtype == "bfloat16" and cfg.layout.shard_optimizer:
         yield (
             "optimizer.state_dtype=bfloat16: layout.shard_optimizer=true promises bit-identical steps, "

@@ -164,7 +164,7 @@ class OptimizerConfig:
     """The optimizer."""
 
     name: str
-    """Any class of `torch.optim` for dense gradients without a closure."""
+    """Any class of `torch.optim` for dense gradients without a closure, or `AdamW8bit` of torchao."""
     lr: float
     """Peak learning rate."""
     weight_decay: float
@@ -179,6 +179,7 @@ class OptimizerConfig:
 
 
 WHOLE_MATRICES = {"Adafactor": "factors the moments of whole matrices", "Muon": "orthogonalises whole matrices"}
+WHOLE_MATRICES |= {"MuonAdamW": WHOLE_MATRICES["Muon"], "AdamW8bit": "quantises blocks of whole weights"}
 """Optimizers that do not compute element by element."""
 
 
@@ -326,7 +327,7 @@ class Config:
     """Time limit: the run writes a checkpoint and ends with exit code 75."""
     batch_size: int
     """Samples per micro-batch and rank."""
-    device: Literal["auto", "cuda", "cpu"]
+    device: Literal["auto", "cuda", "cpu", "mps", "xpu"]
     seed: int
     deterministic: bool
     """Use only deterministic algorithms; slower on a GPU."""

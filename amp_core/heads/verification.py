@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from amp_core.tensors import widest
+
 RATES = ("1e-2", "1e-3", "1e-4")
 _FOLDS = 10
 _MOST_SAME, _MOST_DIFFERENT = 20_000, 200_000
@@ -115,4 +117,4 @@ def _identify(embeddings: Tensor, labels: Tensor, scale: float) -> tuple[float, 
         right.append(logits.argmax(1) == own)
     counted = counts[labels] > 1
     loss, hits = torch.cat(losses)[counted], torch.cat(right)[counted]
-    return loss.mean().item(), hits.double().mean().item()
+    return loss.mean().item(), hits.to(widest(hits.device)).mean().item()

@@ -106,6 +106,8 @@ def _sum(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
 
 def _sum_compressed(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """As many bytes as a bfloat16 all-reduce: each rank sums its part of the bucket, then all gather the sums."""
+    if bucket.buffer().is_sparse:
+        return _sum(bucket)
     buffer, num_ranks = bucket.buffer(), dist.get_world_size()
     share = -(-buffer.numel() // num_ranks)
     sent = torch.zeros(num_ranks * share, dtype=torch.bfloat16, device=buffer.device)

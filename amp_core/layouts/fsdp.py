@@ -68,8 +68,11 @@ def wrap_fsdp(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
         dtype: the autocast dtype of training, or None without autocast. Forward passes must then run inside autocast.
 
     Raises:
-        ConfigError: torch cannot shard a weight of it, such as one without dimensions.
+        ConfigError: torch cannot shard a weight of it, such as one without dimensions, or its gradient is sparse.
     """
+    for name, module in net.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ConfigError(f"layout: {name}: sparse gradients cannot be sharded; use sparse=False, or layout=ddp")
     for tensor in tensors_of(net):
         dist.broadcast(tensor.detach(), 0)
     return _shard(net, mesh, dtype)

@@ -315,8 +315,12 @@ def memory_of(
     accumulation: int = 1,
 ) -> Memory:
     """The memory of existing networks, wrapped or not; optimizers may own other weights too. No collective."""
-    ratios = [(optimizer, state_ratio(optimizer)) for optimizer in optimizers]
-    state_of = {p: ratio for optimizer, ratio in ratios for group in optimizer.param_groups for p in group["params"]}
+    state_of: dict[Tensor, float] = {}
+    for optimizer in optimizers:
+        by_weight = getattr(optimizer, "state_ratio", None)  # 8-bit moments depend on the size of a weight
+        for group in optimizer.param_groups:
+            ratio = state_ratio(optimizer, group) if by_weight is None else 0.0
+            state_of |= {p: ratio if by_weight is None else by_weight(p) for p in group["params"]}
     averaged = None if ema is None else ema.source
     total, seen = Memory(), set()
     for net in map(unwrap, nets):
@@ -331,11 +335,11 @@ def memory_of(
     return total + memory(others, amp)
 
 
-def state_ratio(optimizer: torch.optim.Optimizer) -> float:
+def state_ratio(optimizer: torch.optim.Optimizer, group: dict[str, Any] | None = None) -> float:
     """Optimizer state per weight element, in fp32 elements, measured by one step on a small weight."""
     weight = nn.Parameter(torch.zeros(16, 16))
     weight.grad = torch.zeros_like(weight)
-    group: dict[str, Any] = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    group = {k: v for k, v in (group or optimizer.param_groups[0]).items() if k != "params"}
     try:
         twin = type(optimizer)([{"params": [weight], **group, "lr": 0.0}])  # type: ignore[call-arg]
         with torch.no_grad():

@@ -40,14 +40,15 @@ Pattern = str | type[nn.Module]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_DEVICE_TYPES = ("cpu", "cuda")
+_DEVICE_TYPES = ("cpu", (torch.accelerator.current_accelerator() or torch.device("cuda")).type)
+"""Where autocast may be on: the CPU, and the accelerator that this build of torch is for."""
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def keep_fp32(target: Target, patterns: Pattern | Iterable[Pattern] = "") -> Target:
     """Make `target`, or the modules in it that match `patterns`, compute in fp32 under autocast.
 
-    Inside an island autocast is off on CPU and CUDA, and float16 and bfloat16 tensors among the arguments arrive as
+    Inside an island autocast is off on every device, and float16 and bfloat16 tensors among the arguments arrive as
     fp32, also in tuples, lists, dicts, named tuples and dataclasses; a container that holds such a tensor arrives as a
     copy. Other dtypes are not cast. Outputs are fp32; autocast casts them again for 16-bit operations. Only `forward`
     is covered; hooks of the module run outside the island. Gradients are computed in fp32 if `backward()` is called
@@ -179,7 +180,7 @@ def _in_fp32(fn: Any) -> Any:
     def in_fp32(*args: Any, **kwargs: Any) -> Any:
         known: dict[Tensor, Tensor] = {}
         try:
-            with _autocast_off("cpu"), _autocast_off("cuda"):
+            with _autocast_off(_DEVICE_TYPES[0]), _autocast_off(_DEVICE_TYPES[1]):
                 return fn(*_as_fp32(args, known), **_as_fp32(kwargs, known))
         except RuntimeError as error:
             # FSDP and a later `.half()` make weights 16-bit; torch's error names neither module nor cause.

@@ -227,6 +227,8 @@ class LowPrecisionWeights:
             params: an optimizer's parameters; those of other networks are ignored.
         """
         grads = [p.grad for p in params if p in self._owned and p.grad is not None] if several_ranks() else []
+        if any(grad.is_sparse for grad in grads):
+            raise TypeError("sparse gradients of 16-bit weights cannot be summed over ranks; use sparse=False")
         for bucket in buckets(grads):
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             dist.all_reduce(flat)

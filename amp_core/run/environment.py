@@ -29,6 +29,7 @@ from amp_core.config.schema import Config
 from amp_core.step.amp import Amp
 from amp_core.step.report import StepReport
 from amp_core.step.window import MicroBatch
+from amp_core.tensors import UNTESTED_DEVICES
 
 Step = Callable[[list[MicroBatch]], Any]
 """The computation of a whole step from its window."""
@@ -160,6 +161,8 @@ class Environment:
         seed = (self.cfg.seed * 0x9E3779B97F4A7C15 + self.rank * 0xBF58476D1CE4E5B9 + step * 0x94D049BB133111EB) % 2**63
         random.seed(seed)
         torch.default_generator.manual_seed(seed)
+        if self.device.type in UNTESTED_DEVICES:
+            torch.get_device_module(self.device).manual_seed(seed)
         for number, device in enumerate(self.devices if self.device.type == "cuda" else ()):
             # Replicas and stages on further devices draw numbers of their own.
             generator = torch.cuda.default_generators[device.index or 0]

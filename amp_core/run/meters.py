@@ -16,6 +16,7 @@ from torch import Tensor
 from amp_core.step.amp import Amp
 from amp_core.step.report import StepReport
 from amp_core.step.schedule import Schedule
+from amp_core.tensors import widest
 
 logger = logging.getLogger("amp_recipes")
 
@@ -203,8 +204,8 @@ class Metrics:
         facts |= {("", name): value for name, value in extra.items()}
         for name, schedule in self._schedules.items():
             facts["", _rate_key(name)] = schedule.last_rate().to(self._amp.device)
-        # float64 holds counts and scales exactly.
-        numbers = torch.cat([summed.double(), torch.stack([f.detach().double() for f in facts.values()])])
+        wide = widest(self._amp.device)  # holds counts and scales exactly
+        numbers = torch.cat([summed.to(wide), torch.stack([f.detach().to(wide) for f in facts.values()])])
         self._reading = Reading(numbers, [*sums, *facts], step, rate, waited)
 
     def finish_line(self) -> Line | None:

@@ -20,7 +20,7 @@ from amp_core.run.pretrained import check_weights
 from amp_core.run.rendezvous import launched
 from amp_core.step.optimizers import check_optimizer
 from amp_core.step.schedule import check_schedule
-from amp_core.tensors import blocks
+from amp_core.tensors import UNTESTED_DEVICES, blocks, is_there
 from amp_core.torch_private import cpu_has, need
 
 LAYOUTS = ("single", "data_parallel", "ddp", "fsdp", "hsdp")
@@ -107,7 +107,16 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
         reason = "torch was built without CUDA" if torch.version.cuda is None else "no CUDA GPU was found"
         problems.append(f"device=cuda: {reason}; use device=cpu, or device=auto")
         return
-    on_cuda = num_gpus > 0 and cfg.device != "cpu"
+    if cfg.device in UNTESTED_DEVICES:
+        if not is_there(cfg.device):
+            problems.append(f"device={cfg.device}: torch finds no such accelerator; use device=cpu, or device=auto")
+        elif cfg.layout.name != "single":
+            problems.append(f"device={cfg.device}: runs in one process on one device; use layout=single")
+        elif cfg.device == "mps" and cfg.doctor is not None and cfg.doctor.name != "off":
+            problems.append("device=mps: has no float64, which the doctor computes in; use doctor=off")
+        else:
+            warnings.append(f"device={cfg.device}: is not tested; please compare a short run with device=cpu")
+    on_cuda = _on_cuda(cfg) and num_gpus > 0
     wanted = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else cfg.layout.nproc_per_node or 1
     num_stages = cfg.layout.num_stages or 1
     if on_cuda and wanted * num_stages > num_gpus:
@@ -182,7 +191,7 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
 
 
 def _on_cuda(cfg: Config) -> bool:
-    return cfg.device != "cpu" and torch.cuda.is_available()
+    return cfg.device in ("auto", "cuda") and torch.cuda.is_available()
 
 
 def _check_compiler(cfg: Config, problems: list[str]) -> None:

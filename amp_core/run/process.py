@@ -23,6 +23,7 @@ from amp_core.run.folder import RunFolder
 from amp_core.run.rendezvous import launched, worker_store
 from amp_core.run.stop import PATIENCE, SIGNALS, Stop
 from amp_core.run.teardown import end_process_group
+from amp_core.tensors import UNTESTED_DEVICES
 
 
 @contextlib.contextmanager
@@ -134,7 +135,9 @@ def _join(cfg: Config, device: torch.device, rank: int, world_size: int) -> None
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of this rank: `auto` is cuda where there is one."""
+    """The device of this rank: `auto` is cuda where there is one, else the CPU; others are used if named."""
+    if name in UNTESTED_DEVICES:
+        return torch.device(name, 0)
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     return torch.device("cuda", local_rank)

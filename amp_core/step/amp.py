@@ -54,11 +54,14 @@ from amp_core.step.report import (
 )
 from amp_core.step.scaler import LossScale, policy_of
 from amp_core.tensors import (
+    UNTESTED_DEVICES,
     is_sharded,
     is_state_sharded,
+    is_there,
     multiply_,
     several_ranks,
     step_on_local_shards,
+    widest,
 )
 from amp_core.torch_private import log_missing
 
@@ -86,8 +89,10 @@ class Amp:
         log_missing()
         self.config = config
         self.device = torch.device(device)
-        if self.device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"device={self.device}: expected cpu or cuda")
+        if self.device.type not in ("cpu", "cuda", *UNTESTED_DEVICES):
+            raise ConfigError(f"device={self.device}: expected cpu, cuda, {' or '.join(UNTESTED_DEVICES)}")
+        if self.device.type in UNTESTED_DEVICES and not is_there(self.device.type):
+            raise ConfigError(f"device={self.device}: torch finds no such accelerator on this machine")
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"device={self.device}: this machine has no CUDA GPU, or torch was built without CUDA")
         self.dtype = getattr(torch, config.dtype)
@@ -122,10 +127,10 @@ class Amp:
         self.beginnings: list[Callable[[Tensor], None]] = []
         """Called by `backward` with the initial gradient: the loss's weight times the loss scale."""
         self._zero = torch.zeros((), device=self.device)
-        # float64 counts exactly, and adds `found_inf` without a cast.
-        self._skips = torch.zeros(2, dtype=torch.float64, device=self.device)
+        # Floating point adds `found_inf` without a cast.
+        self._skips = torch.zeros(2, dtype=widest(self.device), device=self.device)
         self.num_skipped, self.num_consecutive_skips = self._skips.unbind()
-        """Windows with a skipped step, in total and since the last window without one: 0-d float64 tensors."""
+        """Windows with a skipped step, in total and since the last window without one: 0-d tensors of `widest`."""
 
     @classmethod
     def named(cls, mode: str, device: str | torch.device = "cpu", *, samples: int | None = None, **fields: Any) -> Amp:
@@ -326,7 +331,7 @@ class Amp:
             )
         self._reduce(state)
         params, grads = with_grads(optimizer)
-        in_parts = check_gradients(grads, scaled=self.scaler.policy is not None)
+        in_parts = check_gradients(grads, scaled=self.scaler.policy is not None, optimizer=optimizer)
         if not in_parts and not self.weights:  # which show what they are in a step alone
             lay_out_gradients(params, grads)
         if grads:
@@ -351,15 +356,15 @@ class Amp:
         does not move the scale.
 
         Args:
-            optimizer: any optimizer of dense gradients without a closure. Several in a list step together or not at
-                all, each clipped by its own norm; stepped in separate calls, each skips alone.
+            optimizer: any without a closure; not fused, if gradients are sparse. Several in a list step together or not
+                at all, each clipped by its own norm; stepped in separate calls, each skips alone.
             clip: a `Clip`, or any function of (parameters, unscaled gradients) that changes the gradients in place.
             unscaled: the optimizers whose gradients are not scaled, because they do not come from `backward`.
             sharded: the optimizers whose gradients are this rank's shard; they are clipped by the global norm.
 
         Raises:
             RuntimeError: a second step before `update`.
-            TypeError: 16-bit weights under a loss scale, sparse gradients, or an optimizer that needs a closure.
+            TypeError: 16-bit weights under a loss scale, sparse gradients and a fused step, or a step with a closure.
             ValueError: no optimizer, one twice, or a weight that several optimizers of the window own.
         """
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -423,7 +428,7 @@ class Amp:
         if self.weights:
             self._reduce(state)
         params, grads = state.params, state.grads = with_grads(state.optimizer)
-        state.in_parts = check_gradients(grads, scaled=self.scaler.policy is not None)
+        state.in_parts = check_gradients(grads, scaled=self.scaler.policy is not None, optimizer=state.optimizer)
         for weights in self.weights:
             weights.begin_step(params)
         if not state.in_parts:

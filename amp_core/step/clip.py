@@ -65,7 +65,7 @@ class Clip:
 
         Args:
             params: the weights.
-            grads: their gradients, in the same order and shapes.
+            grads: their gradients, in the same order; of sparse ones the values.
             norm: norm: their global norm, 0-d.
         """
         if self.kind == "norm":
@@ -78,6 +78,10 @@ class Clip:
             foreach_clamp_min_(grads, -self.threshold)
             foreach_clamp_max_(grads, self.threshold)
             return
+        if any(param.shape != grad.shape for param, grad in zip(params, grads, strict=True)):
+            raise TypeError(
+                "Clip.adaptive compares each row of a weight and its gradient, which is sparse; use Clip.norm"
+            )
         norms = [norm for pair in zip(params, grads, strict=True) for norm in map(_unit_norms, pair)]
         _join_vectors([tensor for pair in zip(params, grads, strict=True) for tensor in pair], norms)
         for grad, weight_norm, grad_norm in zip(local(grads), norms[::2], norms[1::2], strict=True):

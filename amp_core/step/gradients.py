@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amp_core.tensors import global_grad_norm, is_dtensor
+from amp_core.tensors import global_grad_norm, is_dtensor, is_state_sharded
 from amp_core.torch_private import find, foreach_norm, version_of
 
 _run_backward = find("torch.autograd.graph._engine_run_backward")
@@ -58,8 +58,8 @@ def norm_over_ranks(norm: Tensor) -> Tensor:
     return squares.sqrt()
 
 
-def check_gradients(grads: Sequence[Tensor], *, scaled: bool) -> bool:
-    """Raise TypeError for unsupported gradients; return whether they are sharded."""
+def check_gradients(grads: list[Tensor], *, scaled: bool, optimizer: torch.optim.Optimizer | None = None) -> bool:
+    """Raise TypeError for unsupported gradients; return whether they are sharded. Sparse ones: `take_values`."""
     plain = True
     for kind, dtype, layout in {(type(grad), grad.dtype, grad.layout) for grad in grads}:
         if dtype in (torch.float16, torch.bfloat16) and scaled:
@@ -68,9 +68,31 @@ def check_gradients(grads: Sequence[Tensor], *, scaled: bool) -> bool:
                 f"let amp.autocast() cast: do not call model.half(). amp.prepare(model) names them"
             )
         if layout is not torch.strided:
-            raise TypeError("sparse gradients are not supported; use sparse=False in the embedding")
+            take_values(optimizer, grads)
         plain = plain and kind is Tensor
     return not plain and any(map(is_dtensor, grads))
+
+
+def take_values(optimizer: torch.optim.Optimizer | None, grads: list[Tensor]) -> None:
+    """Coalesce sparse gradients, and replace them in `grads` by their values, dense and in the same memory.
+
+    The norm is that of the gradient only once values with the same index are summed.
+
+    Raises:
+        TypeError: they cannot be stepped.
+    """
+    if optimizer is None or any(grad.layout not in (torch.strided, torch.sparse_coo) for grad in grads):
+        raise TypeError("sparse gradients are not supported here; use sparse=False in the embedding")
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if fused or is_state_sharded(optimizer):
+        what = (
+            f"the fused step of {type(optimizer).__name__}; use fused=False" if fused else "layout.shard_optimizer=true"
+        )
+        raise TypeError(f"sparse gradients do not fit {what}, or use sparse=False in the embedding")
+    for i, param in enumerate(with_grads(optimizer)[0]):
+        if grads[i].layout is torch.sparse_coo:
+            param.grad = grads[i].coalesce()
+            grads[i] = param.grad.values()
 
 
 def lay_out_gradients(params: Sequence[Tensor], grads: list[Tensor]) -> None:
@@ -80,7 +102,7 @@ def lay_out_gradients(params: Sequence[Tensor], grads: list[Tensor]) -> None:
     """
     if not all(map(eq, map(Tensor.stride, params), map(Tensor.stride, grads))):
         for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            if param.stride() != grad.stride():
+            if param.grad is grad and param.stride() != grad.stride():  # else the values of a sparse one
                 param.grad = grads[i] = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,6 +31,14 @@ def _available() -> dict[str, type[torch.optim.Optimizer]]:
     return {name: cls for name, cls in sorted(found.items()) if name not in REFUSED}
 
 
+def _class_of(name: str) -> type[torch.optim.Optimizer]:
+    if name != "AdamW8bit":
+        return _available()[name]
+    from amp_core.lowp.adam8 import AdamW8bit  # imports torchao, for seconds
+
+    return AdamW8bit
+
+
 def _has_fused(cls: type[torch.optim.Optimizer], *, on_cuda: bool = False) -> bool:
     if on_cuda and cls is torch.optim.Adagrad and torch.__version__ < "2.12":
         return False  # its first step would raise
@@ -40,10 +49,16 @@ def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]
     """Problems of the `optimizer` group, found by building one over a single CPU weight."""
     if cfg.name in REFUSED:
         return [f"optimizer.name={cfg.name}: {REFUSED[cfg.name]}. {suggest('', _available())}"]
-    if cfg.name not in _available():
-        return [f"optimizer.name={cfg.name}: there is no such optimizer. {suggest(cfg.name, _available())}"]
-    cls = _available()[cfg.name]
-    parameters = [p for p in inspect.signature(cls).parameters if p not in ("params", "lr", "weight_decay", "fused")]
+    if cfg.name not in (names := [*_available(), "AdamW8bit"]):
+        return [f"optimizer.name={cfg.name}: there is no such optimizer. {suggest(cfg.name, names)}"]
+    for package in ("torchao", "triton") if cfg.name == "AdamW8bit" else ():  # which compiles its step for a GPU
+        if find_spec(package) is None and (on_cuda or package == "torchao"):
+            hint = "install it, or use optimizer=adamw optimizer.state_dtype=bfloat16"
+            return [f"optimizer.name=AdamW8bit: needs the package {package}; {hint}"]
+    cls = _class_of(cfg.name)
+    ours = ("params", "lr", "weight_decay", "fused", "bf16_stochastic_round")
+    parameters = [p for p in inspect.signature(cls).parameters if p not in ours]
+    parameters += ["betas"] if cls is torch.optim.Muon else []  # of AdamW beside it
     problems = [
         f"optimizer.options.{key}: {cfg.name} has no such option. {suggest(key, parameters)}"
         for key in cfg.options
@@ -59,7 +74,7 @@ def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]
         problems += _check_16bit(cfg)
     if not problems:
         try:
-            _build(cfg, [{"params": [nn.Parameter(torch.zeros(shape))]} for shape in ((2, 2), (2,))])
+            build_optimizer(cfg, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
         except Exception as problem:  # report to the user whatever the constructor raises
             problems.append(f"optimizer.name={cfg.name}: refuses its settings: {problem}")
     return problems
@@ -83,8 +98,13 @@ def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optim
     """The optimizer of the `optimizer` group over the weights of `nets` that need gradients.
 
     Weight decay applies to weights of two and more dimensions; norms and biases have none. A fused step never syncs
-    with the device, others once.
+    with the device, others once. Muon has AdamW beside it (`amp_core.step.muon`).
     """
+    if cfg.name == "Muon":
+        from amp_core.step import muon  # other runs need none of it
+
+        fused = True if cfg.fused is None else cfg.fused
+        return muon.build(nets, cfg.lr, cfg.weight_decay, fused=fused, **_tuples(cfg.options))
     params = [p for net in nets for p in master_params(net) if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": cfg.weight_decay},
@@ -93,9 +113,14 @@ def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optim
     return _build(cfg, [group for group in groups if group["params"]])
 
 
+def _tuples(options: dict[str, Any]) -> dict[str, Any]:
+    """Lists of a config as tuples, which torch expects of betas."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+
+
 def _build(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    cls = _available()[cfg.name]
-    options = dict(cfg.options)
+    cls = _class_of(cfg.name)
+    options = _tuples(cfg.options)
     # A differentiable step excludes fused and wins unless both were requested. So do weights on several devices in SGD,
     # whose fused form takes its learning rate from one device.
     devices = {p.device for group in groups for p in group["params"]}
@@ -103,9 +128,6 @@ def _build(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Op
     has_fused = _has_fused(cls, on_cuda=any(device.type == "cuda" for device in devices))
     if cfg.fused or (cfg.fused is None and has_fused and not options.get("differentiable") and not spread):
         options["fused"] = True
-    for key, value in options.items():
-        if isinstance(value, list):  # torch expects betas as a tuple
-            options[key] = tuple(value)
     if "weight_decay" not in inspect.signature(cls).parameters:
         groups = [{k: v for k, v in group.items() if k != "weight_decay"} for group in groups]
     spare_compiler()

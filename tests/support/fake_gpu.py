@@ -5,7 +5,7 @@
         with gpu.step():
             ...                      # AssertionError where the host would wait, or tensors of two devices meet
 
-Reading a number back is an error of torch's fake tensors, too. What they let pass, as real ones do, is a 0-d tensor on the CPU
+`fake_gpu("mps")` and `fake_gpu("xpu")` are other accelerators; the first has no float64. Reading a number back is an error of torch's fake tensors, too. What they let pass, as real ones do, is a 0-d tensor on the CPU
 beside tensors on the GPU: that is an error here, and so is a copy from one to the other, which waits unless the memory
 is pinned. Kernels that have no fake form (fused optimizers, the loss scale) do nothing.
 
@@ -48,8 +48,9 @@ class FakeGpu(TorchDispatchMode):
         num: operators of steps, by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "cuda") -> None:
         super().__init__()
+        self.kind = kind
         self.num: dict[str, int] = {}
         self._in_step = False
 
@@ -76,6 +77,9 @@ class FakeGpu(TorchDispatchMode):
             returned = args[0]
         else:
             returned = func(*args, **kwargs)
+        if self.kind == "mps":
+            wide = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.dtype == torch.float64]
+            assert all(leaf.device.type != "mps" for leaf in wide), f"{func} makes float64, which mps has not"
         if self._in_step:
             self.num[str(func)] = self.num.get(str(func), 0) + 1
             devices = _devices((args, kwargs, returned))
@@ -84,11 +88,15 @@ class FakeGpu(TorchDispatchMode):
 
 
 class _Operators(TorchFunctionMode):
-    """Indexing by one number and copies, as operators: torch's methods enter the device first, or look at the memory."""
+    """Indexing by one number, casts and copies, as operators: torch's methods enter the device first, or look at the memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__ and isinstance(args[1], int):
             return args[0].select(0, args[1])
+        if func is Tensor.to and isinstance(args[1], torch.dtype):
+            return aten._to_copy(args[0], dtype=args[1])
+        if func is Tensor.to and isinstance(args[1], torch.device) and args[1].type == args[0].device.type:
+            return args[0]
         if func is Tensor.copy_:
             return aten.copy_(*args, **(kwargs or {}))
         if func is Tensor.__deepcopy__:
@@ -102,13 +110,14 @@ class _Operators(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def fake_gpu() -> Iterator[FakeGpu]:
-    gpu = FakeGpu()
+def fake_gpu(kind: str = "cuda") -> Iterator[FakeGpu]:
+    gpu = FakeGpu(kind)
     with (
         # torch would start the GPU that it is told of.
         mock.patch.object(FakeTensorMode, "avoid_device_init", True),
         mock.patch("torch._subclasses.fake_tensor.init_gpu_context"),
-        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.is_available", return_value=kind == "cuda"),
+        mock.patch("amp_core.step.amp.is_there", return_value=kind != "cuda"),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
         mock.patch("torch.cuda.is_bf16_supported", return_value=True),
         mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),

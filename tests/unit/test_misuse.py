@@ -157,15 +157,6 @@ def test_gradients_of_weights_in_channels_last_stay_where_they_are():
     assert all(p.grad is grad for p, grad in zip(net.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("act", [Amp.unscale_, Amp.step])
-def test_sparse_gradients_are_refused(act):
-    net = nn.Embedding(8, 4, sparse=True)
-    amp, optimizer = Amp.named("fp16", init_scale=8.0), torch.optim.SGD(net.parameters(), lr=0.1)
-    amp.backward(net(torch.tensor([1, 2])).square().mean())
-    with pytest.raises(TypeError, match="sparse gradients are not supported; use sparse=False"):
-        act(amp, optimizer)
-
-
 def test_a_loss_that_is_no_scalar_is_refused_and_one_number_is_not():
     amp, (net, _) = Amp.named("fp16", init_scale=8.0), net_and_optimizer()
     losses = net(torch.ones(3, 6)).square().mean(1)

@@ -122,7 +122,7 @@ COST = {
     "ASGD": 1, "Adadelta": 1, "Adafactor": 1, "Adagrad": 1, "Adam": 1, "AdamW": 1, "Adamax": 1, "Muon": 1, "NAdam": 1,
     "RAdam": 1, "RMSprop": 1, "Rprop": 1, "SGD": 1,
 }  # fmt: skip
-REFUSED = {"LBFGS": "a closure", "SparseAdam": "sparse gradients"}
+REFUSED = {"LBFGS": "a closure", "SparseAdam": "takes only sparse gradients"}
 
 
 def test_the_table_names_every_optimizer_of_torch() -> None:

@@ -1,0 +1,272 @@
+"""Muon for hidden matrices and AdamW for the rest are one optimizer: torch's steps, skipped together, saved whole."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import differing, refused_before_the_start, state
+from torch import Tensor, nn
+
+import train
+from amp_core import Amp, Clip
+from amp_core.config.schema import OptimizerConfig
+from amp_core.layouts.ddp import wrap_ddp
+from amp_core.layouts.memory_model import memory_of
+from amp_core.layouts.zero import share_state, whole_state
+from amp_core.models.gpt import GPT
+from amp_core.models.images import cnn
+from amp_core.step.muon import hidden_matrices
+from amp_core.step.optimizers import build_optimizer, check_optimizer
+
+OnRanks = Callable[..., list[Any]]
+CONFIG = OptimizerConfig("Muon", 0.01, 0.1, None, "float32", {"adjust_lr_fn": "match_rms_adamw", "betas": [0.9, 0.95]})
+OVERFLOW = 6
+
+
+def net_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 8), nn.Linear(8, 4))
+
+
+def loss_of(net: nn.Module, step: int) -> Tensor:
+    ids = torch.randint(0, 16, (32,), generator=torch.Generator().manual_seed(step))
+    with torch.autocast("cpu", torch.float16):
+        out = net(ids)
+    return out.float().square().mean() * (1e38 if step == OVERFLOW else 1.0)
+
+
+def test_every_bit_is_that_of_two_optimizers_and_grad_scaler() -> None:
+    ours, theirs = net_of(), net_of()
+    amp, optimizer = Amp.named("fp16", init_scale=2.0**12), build_optimizer(CONFIG, ours)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    hidden = [theirs[1].weight, theirs[3].weight]
+    large, small = [theirs[0].weight, theirs[4].weight], [p for p in theirs.parameters() if p.ndim < 2]
+    muon = torch.optim.Muon(hidden, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    groups: list[dict[str, Any]] = [{"params": large, "weight_decay": 0.1}, {"params": small, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True)
+    for step in range(20):
+        amp.backward(loss_of(ours, step))
+        amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+        scaler.scale(loss_of(theirs, step)).backward()
+        scaler.step(muon)
+        scaler.step(adamw)
+        scaler.update()
+        theirs.zero_grad()
+    assert amp.scale == scaler.get_scale() == 2.0**11 and int(amp.num_skipped) == 1
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    assert not all(map(torch.equal, ours.parameters(), net_of().parameters()))
+
+
+def test_kernels_are_matrices_of_one_row_per_output() -> None:
+    """In channels_last their columns lie in another order, which is that of the reference here."""
+    for layout, order in ((torch.contiguous_format, (0, 1, 2, 3)), (torch.channels_last, (0, 2, 3, 1))):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.Flatten(), nn.Linear(8, 2)).to(memory_format=layout)  # type: ignore[call-overload]
+        kernel = net[0].weight
+        twin = nn.Parameter(kernel.detach().permute(order).flatten(1).clone())
+        muon = torch.optim.Muon([twin], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        optimizer = build_optimizer(CONFIG, net)
+        for _ in range(3):
+            net(torch.randn(4, 3, 3, 3).to(memory_format=layout)).square().mean().backward()
+            twin.grad = kernel.grad.permute(order).flatten(1)  # type: ignore[union-attr]
+            optimizer.step()
+            muon.step()
+            optimizer.zero_grad()
+        assert torch.equal(kernel.detach().permute(order).flatten(1), twin)
+        assert optimizer.state[kernel]["momentum_buffer"].stride() == kernel.stride()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_and_the_last_layer_are_left_to_adamw(tied: bool) -> None:
+    net = GPT(vocab_size=32, length=8, width=8, depth=1, heads=1, tied=tied, positions="learned")
+    found = {name for name, param in net.named_parameters() if param in hidden_matrices([net])}
+    matrices = {name for name, param in net.named_parameters() if param.ndim == 2}
+    assert found and matrices - found == {"embed.weight", "table.weight"} | ({"head.weight"} if not tied else set())
+    net = cnn(num_classes=10, image_shape=(1, 28, 28))
+    assert sorted(p.ndim for p in hidden_matrices([net])) == [4] * sum(isinstance(m, nn.Conv2d) for m in net.modules())
+
+
+def test_a_network_without_hidden_matrices_is_left_to_adamw_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert type(build_optimizer(CONFIG, nn.Linear(4, 2))) is torch.optim.AdamW
+    assert "no hidden matrix; AdamW steps all weights" in caplog.text
+
+
+def test_its_memory_is_that_of_its_groups() -> None:
+    net = net_of()
+    optimizer = build_optimizer(CONFIG, net)
+    for step in range(2):
+        loss_of(net, step).backward()
+        optimizer.step()
+    held = sum(v.nbytes for entry in optimizer.state.values() for v in entry.values() if v.ndim)
+    assert memory_of([net], [optimizer], None, Amp.named("fp32").config).moments == held
+
+
+@pytest.mark.parametrize(
+    "options, found",
+    [
+        ({"ns_steps": 3, "betas": [0.9, 0.99]}, None),
+        ({"n_steps": 3}, r"optimizer\.options\.n_steps: Muon has no such option.*ns_steps"),
+        ({"adjust_lr_fn": "adam"}, r"refuses its settings: .*adam is not supported"),
+        ({"betas": [0.9, 2.0]}, r"refuses its settings: Invalid beta"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], found: str | None) -> None:
+    problems = check_optimizer(OptimizerConfig("Muon", 0.1, 0.0, None, "float32", options))
+    if found is None:
+        assert problems == []
+    else:
+        assert len(problems) == 1 and re.search(found, problems[0])
+
+
+@pytest.mark.parametrize(
+    "arguments, key",
+    [
+        (["optimizer.fused=true"], "optimizer.fused"),
+        (["optimizer.state_dtype=bfloat16"], "optimizer.state_dtype"),
+        (["layout=fsdp", "layout.nproc_per_node=2"], "optimizer.name"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    arguments: list[str], key: str, capsys: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused_before_the_start(["optimizer=muon", *arguments], key, capsys)
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------------
+
+RUNS = {
+    "classification": ["recipe=classification", "model.options.width=4", "ema.decay=0.9"],
+    "language_model": [
+        "recipe=language_model", "data.length=32", "model.options.width=16", "model.options.depth=1",
+        "model.options.heads=1", "recipe.sample_bytes=0",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """With a learning rate that moves for both, a skipped step, and a stop in between."""
+    common = [*RUNS[name], "optimizer=muon", "device=cpu", "amp=fp16", "batch_size=8", "data.num_workers=0"]
+    common += ["schedule=warmup_cosine", "schedule.horizon=6", "clip=norm", "log=none", "eval_every=100"]
+    common += ["debug.inject={where: gradient, step: 2, value: inf}"]
+    assert train.main([*common, "steps=6", f"run_dir={tmp_path}/whole"]) == 0
+    assert train.main([*common, "steps=3", f"run_dir={tmp_path}/parts"]) == 0
+    assert train.main([*common, "steps=6", f"run_dir={tmp_path}/parts"]) == 0
+    whole, parts = state(tmp_path / "whole"), state(tmp_path / "parts")
+    for key in ("model", "optimizer", "scaler", "schedule"):
+        assert not differing(whole[key], parts[key])
+    assert whole["optimizer"]["class"] == "MuonAdamW" and whole["schedule"]["num_taken"] == 5
+    rates = {group["lr"] for group in whole["optimizer"]["param_groups"]}
+    assert len(rates) == 1 and rates != {1e-2}
+    entries = [set(entry) for entry in whole["optimizer"]["state"].values()]
+    assert {"momentum_buffer"} in entries and {"step", "exp_avg", "exp_avg_sq"} in entries
+
+
+def trained(rank: int, slices: bool) -> list[Any]:
+    net = net_of()
+    ddp = wrap_ddp(net, torch.device("cpu"), exact=True)
+    if slices:
+        share_state(net)
+    amp, optimizer = Amp.named("fp16", init_scale=2.0**12), build_optimizer(CONFIG, net)
+    for step in range(8):
+        amp.backward(loss_of(ddp, step if step == OVERFLOW else 100 + 2 * step + rank), 0.5)
+        amp.step(optimizer, Clip.norm(0.5))
+        amp.update()
+        amp.zero_grad(optimizer)
+    held = sum(v.numel() for entry in optimizer.state.values() for v in entry.values())
+    return [[p.detach() for p in net.parameters()], whole_state(optimizer)["state"], int(amp.num_skipped), held]
+
+
+def test_replicas_and_slices_are_the_same_in_every_bit(on_ranks: OnRanks) -> None:
+    replicas, slices = (on_ranks(functools.partial(trained, slices=slices), num_ranks=2) for slices in (False, True))
+    assert not differing(replicas[0][:2], replicas[1][:2])
+    for rank in range(2):
+        assert not differing(replicas[rank][:3], slices[rank][:3]) and replicas[rank][2] == 1
+        assert slices[rank][3] < replicas[rank][3]
+
+
+# --- the lesson ---------------------------------------------------------------------------------------------------------
+
+DEFAULT, CONVERGING = (3.4445, -4.7750, 2.0315), (15 / 8, -10 / 8, 3 / 8)
+
+
+def newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+    """In the dtype of the matrix."""
+    a, b, c = coefficients
+    x = matrix / matrix.norm()
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def by_torch(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+    """What torch.optim.Muon subtracts from the weight: in bfloat16."""
+    weight = nn.Parameter(torch.zeros_like(matrix))
+    weight.grad = matrix.clone()
+    options: dict[str, Any] = {"ns_coefficients": coefficients, "ns_steps": steps}
+    torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, **options).step()
+    return -weight.detach()
+
+
+def error_of(x: Tensor) -> float:
+    """The distance of x x^T from the identity."""
+    return float((x.double() @ x.double().T - torch.eye(len(x), dtype=torch.float64)).norm())
+
+
+def a_matrix(n: int) -> tuple[Tensor, Tensor]:
+    """A float64 matrix with singular values from 0.3 to 1, and the orthogonal one that is nearest to it."""
+    torch.manual_seed(0)
+    (u, _), (v, _) = (torch.linalg.qr(torch.randn(n, n, dtype=torch.float64)) for _ in range(2))
+    return u @ torch.diag(torch.linspace(0.3, 1, n, dtype=torch.float64)) @ v, u @ v
+
+
+def test_newton_schulz_that_converges_is_orthogonal_to_the_rounding_of_its_dtype() -> None:
+    """Right in fp32; bfloat16 stays at its own rounding, however many iterations it gets.
+
+    At an orthogonal x the polynomial has no first and no second derivative, so only the rounding of the last iteration
+    counts. With the unit roundoff u of the dtype: that of the Gram matrix, of norm sqrt(n), enters with |b + 2c| = 1/2;
+    that of b A + c A^2 = -7/8 I with 7/8; that of the result with 1. The three products sum n terms in fp32, with an
+    error of at most n u32 times the norms of their factors: 1/2, 3/8 and 7/8 of n^2 u32. x x^T doubles all of it.
+    """
+    n, steps = 32, 20
+    matrix, _ = a_matrix(n)
+
+    def bound(dtype: torch.dtype) -> float:
+        u, sums = torch.finfo(dtype).eps / 2, min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) / 2
+        first = 2 * ((1 / 2 + 7 / 8 + 1) * u * math.sqrt(n) + (1 / 2 + 3 / 8 + 7 / 8) * sums * n**2)
+        return first * (1 + first)  # the square of the error in x x^T
+
+    exact, full = (
+        error_of(newton_schulz(matrix.to(dtype), CONVERGING, steps)) for dtype in (torch.float64, torch.float32)
+    )
+    low = error_of(by_torch(matrix.float(), CONVERGING, steps))
+    assert exact <= bound(torch.float64) and full <= bound(torch.float32) < low <= bound(torch.bfloat16)
+
+
+def test_beside_muon_s_own_polynomial_bfloat16_is_enough() -> None:
+    """Its five iterations are further from orthogonal than bfloat16 is from them, so fp32 would gain little."""
+    matrix, nearest = a_matrix(32)
+    exact = newton_schulz(matrix, DEFAULT, 5)
+    rounding = (by_torch(matrix.float(), DEFAULT, 5) - exact).norm()
+    assert rounding < 0.5 * (exact - nearest).norm()
+
+
+def test_float16_would_lose_small_gradients_before_they_are_normalised() -> None:
+    """Rows that become 0 stay 0, and each of them is an error of 1."""
+    matrix = a_matrix(32)[0].float() * 1e-7
+    num_lost = int((matrix.half() == 0).all(dim=1).sum())
+    lost, kept = (
+        error_of(newton_schulz(matrix.to(dtype).float(), CONVERGING, 20)) for dtype in (torch.float16, torch.bfloat16)
+    )
+    assert num_lost >= 1 and lost >= math.sqrt(num_lost) and kept < 1
