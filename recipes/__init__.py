@@ -25,6 +25,7 @@ RECIPES = {
     "classification": "recipes.classification",
     "contrastive": "recipes.contrastive",
     "custom_function": "recipes.custom_function",
+    "diffusion": "recipes.diffusion",
     "distillation": "recipes.distillation",
     "face_recognition": "recipes.face_recognition",
     "finetuning": "recipes.finetuning",

@@ -41,6 +41,7 @@ SMALL = {
     "classification": [*IMAGES, "model.options.width=8"],
     "contrastive": [*IMAGES, "model.options.width=8", "accumulation=2"],
     "custom_function": [*IMAGES, "model.options.width=16"],
+    "diffusion": [*IMAGES, "model.options.width=8"],
     "distillation": [*IMAGES, "recipe.teacher_options.width=8", "recipe.teacher_steps=1"],
     "face_recognition": [
         *("data=synthetic_identities", "data.num_classes=2000", "data.num_samples=512", "data.image_size=16"),

@@ -6,6 +6,7 @@ SMALL: dict[str, list[str]] = {
     "classification": [*IMAGES, "model.options.width=8"],
     "contrastive": [*IMAGES, "model.options.width=8", "recipe.embedding=8", "recipe.num_neighbours=3"],
     "custom_function": [*IMAGES, "model.options.width=16", "model.options.features=8"],
+    "diffusion": [*IMAGES, "model.options.width=8", "recipe.num_sampler_steps=2"],
     "distillation": [*IMAGES, "recipe.teacher_options.width=8", "recipe.teacher_steps=1"],
     "face_recognition": [
         *("data=synthetic_identities", "data.num_classes=24", "data.num_samples=96", "data.image_size=16"),
