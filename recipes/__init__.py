@@ -32,6 +32,7 @@ RECIPES = {
     "gan": "recipes.gan",
     "language_model": "recipes.language_model",
     "model_parallel": "recipes.model_parallel",
+    "policy_gradient": "recipes.policy_gradient",
     "segmentation": "recipes.segmentation",
 }
 

@@ -53,6 +53,7 @@ SMALL = {
         *("model.options.depth=2", "model.options.width=64", "model.options.heads=2"),
     ],
     "model_parallel": [*IMAGES, "model.options.width=8"],
+    "policy_gradient": ["batch_size=8"],
     "segmentation": ["data.num_samples=96", "data.image_size=32", "model.options.width=8", "model.options.depth=2"],
 }
 """A step takes a few hundredths of a second. With --size full recipes keep their own settings."""

@@ -22,5 +22,6 @@ SMALL: dict[str, list[str]] = {
         *("model.options.depth=1", "model.options.width=32", "model.options.heads=2"),
     ],
     "model_parallel": [*IMAGES, "model.options.width=8"],
+    "policy_gradient": ["recipe.group=4", "recipe.num_places=3", "model.options.depth=1", "model.options.width=16"],
     "segmentation": ["data.num_samples=48", "data.image_size=32", "model.options.width=4", "model.options.depth=2"],
 }
