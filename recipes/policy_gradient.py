@@ -43,6 +43,7 @@ from amp_core.step.report import StepReport
 from amp_core.step.schedule import build_schedule
 from amp_core.step.window import MicroBatch, sync_grads
 from amp_core.tensors import unwrap
+from amp_core.torch_private import foreach_copy_
 
 DATA = "own"
 MODELS = LANGUAGE_MODELS
@@ -165,7 +166,7 @@ class Prompts:
 @torch.no_grad()
 def take_weights(engine: nn.Module, net: nn.Module) -> None:
     """Round the weights of `net` into those of the engine."""
-    torch._foreach_copy_(list(engine.parameters()), list(unwrap(net).parameters()))
+    foreach_copy_(list(engine.parameters()), list(unwrap(net).parameters()))
 
 
 def inputs_of(prompts: Tensor, answers: Tensor) -> Tensor:
