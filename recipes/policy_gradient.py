@@ -16,8 +16,8 @@ right place; its baseline is the mean over the eight answers to a prompt.
 
 Expected: not measured yet.
 
-Sources: Qi et al., "Defeating the Training-Inference Mismatch via FP16" (arXiv:2510.26788); advantages over a group:
-Shao et al., "DeepSeekMath" (arXiv:2402.03300).
+Sources: Qi et al., "Defeating the Training-Inference Mismatch via FP16" (arXiv:2510.26788); the mean of a group as
+baseline: Shao et al., "DeepSeekMath" (arXiv:2402.03300).
 """
 
 from __future__ import annotations
@@ -203,9 +203,12 @@ def log_probabilities(logits: Tensor, symbols: Tensor) -> Tensor:
 
 
 def advantages(rewards: Tensor, group: int) -> Tensor:
-    """Rewards [B * group, N] minus the mean of their group, divided by its standard deviation."""
+    """Rewards [B * group, N] minus the mean of their group.
+
+    Not divided by their standard deviation: that would make one right answer among wrong ones count most.
+    """
     rewards = rewards.unflatten(0, (-1, group))
-    return ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten(0, 1)
+    return (rewards - rewards.mean(1, keepdim=True)).flatten(0, 1)
 
 
 def policy_loss(learned: Tensor, sampled: Tensor, advantage: Tensor, cap: float | None) -> Tensor:
