@@ -25,12 +25,14 @@ RECIPES = {
     "classification": "recipes.classification",
     "contrastive": "recipes.contrastive",
     "custom_function": "recipes.custom_function",
+    "diffusion": "recipes.diffusion",
     "distillation": "recipes.distillation",
     "face_recognition": "recipes.face_recognition",
     "finetuning": "recipes.finetuning",
     "gan": "recipes.gan",
     "language_model": "recipes.language_model",
     "model_parallel": "recipes.model_parallel",
+    "policy_gradient": "recipes.policy_gradient",
     "segmentation": "recipes.segmentation",
 }
 

@@ -41,6 +41,7 @@ SMALL = {
     "classification": [*IMAGES, "model.options.width=8"],
     "contrastive": [*IMAGES, "model.options.width=8", "accumulation=2"],
     "custom_function": [*IMAGES, "model.options.width=16"],
+    "diffusion": [*IMAGES, "model.options.width=8"],
     "distillation": [*IMAGES, "recipe.teacher_options.width=8", "recipe.teacher_steps=1"],
     "face_recognition": [
         *("data=synthetic_identities", "data.num_classes=2000", "data.num_samples=512", "data.image_size=16"),
@@ -52,6 +53,7 @@ SMALL = {
         *("model.options.depth=2", "model.options.width=64", "model.options.heads=2"),
     ],
     "model_parallel": [*IMAGES, "model.options.width=8"],
+    "policy_gradient": ["batch_size=8"],
     "segmentation": ["data.num_samples=96", "data.image_size=32", "model.options.width=8", "model.options.depth=2"],
 }
 """A step takes a few hundredths of a second. With --size full recipes keep their own settings."""

@@ -98,9 +98,10 @@ def steps(recipe: str, mode: str, device: torch.device, num: int = 3) -> int:
     assert not problems
     job = Job(compose.compose(sound), run_dir=None)
     module = importlib.import_module(f"recipes.{recipe}")
-    build_data = module.build_data
+    build_data = getattr(module, "build_data", None)
 
     def real_data(*args: Any, **kwargs: Any) -> Any:
+        assert build_data is not None
         with _disable_current_modes():
             return build_data(*args, **kwargs)
 
@@ -126,7 +127,8 @@ def steps(recipe: str, mode: str, device: torch.device, num: int = 3) -> int:
 
         env.device = device
         stub: Any
-        replaced = [(module, "build_data", real_data), (nn.Module, "to", _to), (Loop, "windows", windows)]
+        replaced = [(nn.Module, "to", _to), (Loop, "windows", windows)]
+        replaced += [(module, "build_data", real_data)] if build_data else []  # some recipes bring their own
         replaced += [(Loop, "log", mock.Mock()), (Loop, "draw", _drawn), (type(env), "seed_step", mock.Mock())]
         replaced += [(torch.random, "fork_rng", contextlib.nullcontext)]
         if on_fake_gpu:

@@ -6,6 +6,7 @@ SMALL: dict[str, list[str]] = {
     "classification": [*IMAGES, "model.options.width=8"],
     "contrastive": [*IMAGES, "model.options.width=8", "recipe.embedding=8", "recipe.num_neighbours=3"],
     "custom_function": [*IMAGES, "model.options.width=16", "model.options.features=8"],
+    "diffusion": [*IMAGES, "model.options.width=8", "recipe.num_sampler_steps=2"],
     "distillation": [*IMAGES, "recipe.teacher_options.width=8", "recipe.teacher_steps=1"],
     "face_recognition": [
         *("data=synthetic_identities", "data.num_classes=24", "data.num_samples=96", "data.image_size=16"),
@@ -21,5 +22,6 @@ SMALL: dict[str, list[str]] = {
         *("model.options.depth=1", "model.options.width=32", "model.options.heads=2"),
     ],
     "model_parallel": [*IMAGES, "model.options.width=8"],
+    "policy_gradient": ["recipe.group=4", "recipe.num_places=3", "model.options.depth=1", "model.options.width=16"],
     "segmentation": ["data.num_samples=48", "data.image_size=32", "model.options.width=4", "model.options.depth=2"],
 }

@@ -12,7 +12,7 @@ from recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "BEHAVIOURS.md").read_text()
-ROWS = re.findall(r"^- \*\*([\d., ]+)\*\* (.*)\n  (.*)$", PAGE, re.MULTILINE)
+ROWS = re.findall(r"^- \*\*([\w., ]+)\*\* (.*)\n  (.*)$", PAGE, re.MULTILINE)
 NUMBERS = [str(number) for number in range(1, 76)] + [f"5.{number}" for number in range(1, 50)]
 
 
@@ -42,7 +42,8 @@ def missing(shown: str) -> list[str]:
 
 
 def test_every_number_is_in_one_item() -> None:
-    assert sorted(number for numbers, _, _ in ROWS for number in numbers.split(", ")) == sorted(NUMBERS)
+    labels = [label for row in ROWS for label in row[0].split(", ")]
+    assert sorted(label for label in labels if label not in RECIPES) == sorted(NUMBERS)
 
 
 @pytest.mark.parametrize("numbers, statement, shown", ROWS, ids=[row[0] for row in ROWS])
