@@ -277,9 +277,9 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
         return {
             "poisoned buffer": f"{birth.tensor}: {before}; an earlier batch left it there.",
             "poisoned weight": f"{birth.tensor}: {before}; no loss can be finite with it.",
-            "bad input": f"{birth.tensor} was not finite when it came from the data set."
+            "bad input": f"{birth.tensor}: {before}."
             if not birth.op
-            else f"{birth.tensor} holds numbers up to {birth.wide:.4g} as it comes from the data set, and {dtype} ends "
+            else f"{birth.tensor} holds numbers up to {birth.wide:.4g}, and {dtype} ends "
             f"at {limit:g}.",
         }[cause]
     reach = f"{birth.wide:.4g}" if birth.wide is not None else "more"

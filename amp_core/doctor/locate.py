@@ -245,7 +245,7 @@ class Doctor:
             "suspects": trace.suspects,
             "is_loss_finite": trace.is_loss_finite,
             "grad_norm": trace.grad_norm,
-            "births": trace.births[:32],
+            "births": [birth for birth in trace.births if birth.number in trace.reached][:32],
             "collisions": trace.collisions,
         }
 

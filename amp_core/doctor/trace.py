@@ -389,8 +389,11 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         # Some collectives (gloo's) end with a copy from their own memory.
         to = storage_key(call.args[0]) if call.name == "copy_" else None
         received = self._origins.get(to) or {REMOTE} if to in self._shared else None
+        statistics = _unread(call)
+        if all(storage_key(tensor) in statistics for tensor in bad):
+            statistics = set()
         for each in call.inputs:
-            if _has_fractions(each.tensor) and not _finite(each.tensor):
+            if each.key not in statistics and _has_fractions(each.tensor) and not _finite(each.tensor):
                 has_nan &= not bool(each.tensor.isnan().any())  # this operation did not produce an existing NaN
                 origins |= self._origins.get(each.key) or received or self._unknown(each, call.place)
         constants = {origin for origin in origins if origin <= CONSTANT}
@@ -659,6 +662,14 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
     for argument in arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors_in(given.get(argument.name))
+
+
+def _unread(call: _Call) -> set[int]:
+    """Running statistics of a BatchNorm in training, which normalises by the batch alone, forward and backward."""
+    trains = 7 if call.name == "native_batch_norm_backward" else 5
+    if "batch_norm" not in call.name or len(call.args) <= trains or call.args[trains] is False:
+        return set()
+    return {storage_key(tensor) for tensor in call.args[3:5] if isinstance(tensor, Tensor)}
 
 
 def is_view(func: Any) -> bool:

@@ -1,0 +1,563 @@
+"""The doctor on networks of timm and transformers, each healthy and with three faults, beside two other tools.
+
+    pip install timm transformers
+    OMP_NUM_THREADS=1 python tests/campaign/doctor_on_models.py --out benchmarks/doctor_on_models.md
+
+The loop is torch's own: autocast to fp16, `GradScaler`. A fault counts only if the loop without any tool is not finite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import functools
+import io
+import platform
+import re
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+from foreign_models import TIMM, TRANSFORMERS, Batch, Foreign, hf, of_words, timm  # noqa: E402
+
+from amp_core import Amp, Diagnosis, Doctor, keep_fp32  # noqa: E402
+
+INF, NAN = float("inf"), float("nan")
+SAMPLES = 4
+TORCH = str(Path(torch.__file__).parent)
+
+
+# --- faults in the code: what a module does with its result -----------------------------------------------------------
+
+
+def eps_lost(y: Tensor) -> Tensor:
+    y = y * (torch.arange(len(y)) > 0).to(y.dtype).view(-1, *[1] * (y.ndim - 1))  # a sample that was dropped
+    return y / (y.square().mean(-1, keepdim=True).sqrt().detach() + 1e-8)
+
+
+def eps_kept(y: Tensor) -> Tensor:
+    y = y * (torch.arange(len(y)) > 0).to(y.dtype).view(-1, *[1] * (y.ndim - 1))
+    return y / (y.square().mean(-1, keepdim=True).sqrt().detach() + 1e-3)
+
+
+def log_of_zero(y: Tensor) -> Tensor:
+    return y * torch.log(torch.relu(y))
+
+
+def log_clamped(y: Tensor) -> Tensor:
+    return y * torch.log(y.clamp(min=1e-3))
+
+
+def root_of_zero(y: Tensor) -> Tensor:
+    return torch.sqrt(y * (y > 0))
+
+
+def root_above_zero(y: Tensor) -> Tensor:
+    return torch.sqrt(y * (y > 0) + 1e-3)
+
+
+def empty_row(y: Tensor) -> Tensor:
+    mask = torch.zeros_like(y)
+    mask[0] = -INF
+    return y * torch.softmax(y + mask, -1)
+
+
+def kept_row(y: Tensor) -> Tensor:
+    mask = torch.zeros_like(y)
+    mask[0, ..., 1:] = -INF
+    return y * torch.softmax(y + mask, -1)
+
+
+def cancels(y: Tensor) -> Tensor:
+    y = y.flatten(1) + 100
+    return (y / ((y * y).mean(1) - y.mean(1) ** 2).sqrt()[:, None]).view(SHAPE[0])
+
+
+def deviates(y: Tensor) -> Tensor:
+    y = y.flatten(1) + 100
+    return (y / y.var(1).sqrt()[:, None]).view(SHAPE[0])
+
+
+def long_sum(y: Tensor) -> Tensor:
+    return y - (y + 64).sum() / y.numel()
+
+
+def sum_in_fp32(y: Tensor) -> Tensor:
+    return y - (y + 64).sum(dtype=torch.float32) / y.numel()
+
+
+def large_exp(y: Tensor) -> Tensor:
+    return torch.exp(12 * y.abs() / y.abs().max().detach())
+
+
+def exp_in_fp32(y: Tensor) -> Tensor:
+    return torch.exp(12 * y.float().abs() / y.abs().max().detach()).log1p()
+
+
+def narrow_cast(y: Tensor) -> Tensor:
+    return (y.float() * 1e7).half()
+
+
+def wide_cast(y: Tensor) -> Tensor:
+    return (y.float() * 1e7).float() * 1e-7
+
+
+def small_square(y: Tensor) -> Tensor:
+    return torch.log((y * 1e-5) ** 2)
+
+
+def small_square_in_fp32(y: Tensor) -> Tensor:
+    return torch.log((y.float() * 1e-5) ** 2)
+
+
+SHAPE: list[torch.Size] = [torch.Size()]
+IN_CODE: dict[Callable[[Tensor], Tensor], tuple[Callable[[Tensor], Tensor], str]] = {
+    eps_lost: (eps_kept, "eps lost in 16 bits"),
+    log_of_zero: (log_clamped, "division or logarithm of zero"),
+    root_of_zero: (root_above_zero, "division or logarithm of zero"),
+    empty_row: (kept_row, "nothing left by a mask"),
+    cancels: (deviates, "cancellation in 16 bits"),
+    long_sum: (sum_in_fp32, "overflow in a reduction"),
+    large_exp: (exp_in_fp32, "overflow in a function"),
+    narrow_cast: (wide_cast, "overflow in a cast"),
+    small_square: (small_square_in_fp32, "underflow in 16 bits"),
+}
+"""The fault: the same with what the doctor asks for, and the cause."""
+
+
+def patch(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    cls = type(module)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        y = cls.forward(self, *args, **kwargs)
+        SHAPE[0] = y.shape
+        return function(y)
+
+    module.__class__ = type(cls.__name__, (cls,), {"forward": forward})
+
+
+# --- a loop, and what is true of it -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """A network with a fault, and what is to be said of it."""
+
+    model: Foreign
+    fault: str
+    net: nn.Module
+    batch: Batch
+    cause: str = ""
+    module: str | None = None
+    lines: set[str] = field(default_factory=set)
+    """file:line of the operation at fault."""
+    tensor: str = ""
+    samples: list[int] = field(default_factory=list)
+    scale: float = 0.0
+    """0: the largest up to 1024 at which the network without the fault is finite."""
+    mended: nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        self.scale = self.scale or fitting(self.model)
+
+    def step(self, net: nn.Module | None = None, scale: float | None = None, dtype: torch.dtype = torch.float16) -> Any:
+        """The loop that a user has, and whether its last step was taken."""
+        net = self.net if net is None else net
+        optimizer = torch.optim.SGD(net.parameters(), 0.0)
+        scaler, taken = torch.amp.GradScaler("cpu", init_scale=scale or self.scale), []
+
+        def step() -> bool:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype):
+                loss = self.model.loss(net, self.batch)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            grads = [p.grad for p in net.parameters() if p.grad is not None]
+            taken.append(all(bool(each.isfinite().all()) for each in (loss, *grads)))
+            scaler.step(optimizer)
+            scaler.update()
+            return taken[-1]
+
+        return step
+
+    def is_finite(self, *args: Any, **kwargs: Any) -> bool:
+        torch.manual_seed(1)
+        return self.step(*args, **kwargs)()
+
+
+@functools.cache
+def fitting(model: Foreign) -> float:
+    net, batch = seeded(model)
+    scales = (2.0**exponent for exponent in range(10, -1, -1))
+    return next(scale for scale in scales if Case(model, "", copy.deepcopy(net), batch, scale=scale).is_finite())
+
+
+def seeded(model: Foreign) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    return model.build(), model.batch(SAMPLES)
+
+
+@dataclass
+class Called:
+    """A module without children in the forward pass."""
+
+    name: str
+    kind: str
+    largest: float
+    lines: set[str]
+    """Where torch's module is called, or that of a library computes."""
+
+
+def called(model: Foreign, net: nn.Module, batch: Batch) -> list[Called]:
+    """What is called once, in order."""
+    found: list[Called] = []
+    names = {module: name for name, module in net.named_modules()}
+
+    def seen(module: nn.Module, inputs: Any, output: Any) -> None:
+        lines = lines_of(type(module).forward)
+        if any(line.startswith(TORCH) for line in lines):
+            stack = [f for f in traceback.extract_stack()[:-1] if not f.filename.startswith((TORCH, "<"))]
+            lines = {f"{stack[-1].filename}:{stack[-1].lineno}"}
+        largest = output.detach().abs().max().item() if isinstance(output, Tensor) else 0.0
+        found.append(Called(names[module], type(module).__name__, largest, lines))
+
+    hooks = [m.register_forward_hook(seen) for m in names if [*m.parameters(recurse=False)]]
+    torch.manual_seed(1)
+    with torch.no_grad():
+        model.loss(net, batch)
+    for hook in hooks:
+        hook.remove()
+    return [each for each in found if sum(each.name == other.name for other in found) == 1]
+
+
+def products(model: Foreign, net: nn.Module, batch: Batch) -> list[Called]:
+    """Modules that multiply by a matrix, those in the middle of the pass first."""
+    kinds = ("Linear", "Conv2d", "Conv1d", "Conv1D")
+    found = [each for each in called(model, net, batch) if each.kind in kinds]
+    return sorted(found, key=lambda each: abs(found.index(each) - len(found) / 2))
+
+
+def lines_of(function: Callable[..., Any]) -> set[str]:
+    code = function.__code__
+    return {f"{code.co_filename}:{line}" for *_, line in code.co_lines() if line and line > code.co_firstlineno}
+
+
+def first_broken(cases: Iterator[Case]) -> Case:
+    """The first that is a fault: many an infinity is swallowed by a sigmoid or a ReLU6 behind it."""
+    return next(case for case in cases if not case.is_finite())
+
+
+def large_weight(model: Foreign) -> Iterator[Case]:
+    net, batch = seeded(model)
+    for each in products(model, net, batch):
+        faulty = copy.deepcopy(net)
+        with torch.no_grad():
+            weight = faulty.get_submodule(each.name).weight.mul_(4 * 65504 / each.largest)  # type: ignore[operator]
+        cause = "overflow in a cast" if weight.abs().max() > 65504 else "overflow in a product"
+        yield Case(model, "large weight", faulty, batch, cause, each.name, each.lines, mended=net)
+
+
+def poisoned_weight(model: Foreign) -> Iterator[Case]:
+    net, batch = seeded(model)
+    for each in products(model, net, batch):
+        faulty = copy.deepcopy(net)
+        with torch.no_grad():
+            faulty.get_submodule(each.name).weight.view(-1)[0] = NAN  # type: ignore[operator]
+        tensor = f"weight {each.name}.weight"
+        yield Case(model, "poisoned weight", faulty, batch, "poisoned weight", each.name, each.lines, tensor, mended=net)
+
+
+def poisoned_buffer(model: Foreign) -> Iterator[Case]:
+    """Of a normalisation that is frozen, as in fine-tuning."""
+    net, batch = seeded(model)
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    norms = [each for each in called(model, net, batch) if "BatchNorm" in each.kind]
+    for each in norms[len(norms) // 2 :]:
+        faulty = copy.deepcopy(net)
+        faulty.get_submodule(each.name).running_var[0] = NAN  # type: ignore[index,operator]
+        tensor = f"buffer {each.name}.running_var"
+        yield Case(model, "poisoned buffer", faulty, batch, "poisoned buffer", each.name, each.lines, tensor, mended=net)
+
+
+def bad_sample(model: Foreign) -> Iterator[Case]:
+    net, batch = seeded(model)
+    key = next(key for key, each in batch.items() if each.is_floating_point())
+    spoilt = batch | {key: batch[key].clone()}
+    spoilt[key][2].view(-1)[7] = INF
+    first = called(model, net, batch)[0]
+    yield Case(model, "bad sample", net, spoilt, "bad input", first.name, first.lines, f"batch[{key}]", [2])
+
+
+def large_scale(model: Foreign) -> Iterator[Case]:
+    net, batch = seeded(model)
+    yield Case(model, "large loss scale", net, batch, "loss scale too large", scale=2.0**40, mended=net)
+
+
+def in_code(function: Callable[[Tensor], Tensor]) -> Callable[[Foreign], Iterator[Case]]:
+    def cases(model: Foreign) -> Iterator[Case]:
+        net, batch = seeded(model)
+        mended, cause = IN_CODE[function]
+        for each in products(model, net, batch):
+            faulty, right = copy.deepcopy(net), copy.deepcopy(net)
+            patch(faulty.get_submodule(each.name), function)
+            patch(right.get_submodule(each.name), mended)
+            name = function.__name__.replace("_", " ")
+            yield Case(model, name, faulty, batch, cause, each.name, lines_of(function), mended=right)
+
+    return cases
+
+
+CODE = [in_code(function) for function in IN_CODE]
+FAULTS: dict[str, tuple[Callable[[Foreign], Iterator[Case]], ...]] = {
+    "vit_tiny_patch16_224": (large_weight, bad_sample, CODE[0]),
+    "convnext_atto": (large_weight, poisoned_weight, CODE[1]),
+    "swin_tiny_patch4_window7_224": (large_weight, bad_sample, CODE[2]),
+    "efficientnet_b0": (large_weight, poisoned_buffer, CODE[3]),
+    "mobilenetv3_small_100": (large_weight, poisoned_buffer, CODE[4]),
+    "resnet18": (large_weight, poisoned_buffer, CODE[5]),
+    "regnety_002": (large_weight, bad_sample, CODE[6]),
+    "mixer_s32_224": (large_weight, poisoned_weight, CODE[7]),
+    "deit_tiny_distilled_patch16_224": (large_weight, large_scale, CODE[8]),
+    "eva02_tiny_patch14_224": (large_weight, poisoned_weight, CODE[3]),
+    "gpt2": (large_weight, poisoned_weight, CODE[0]),
+    "llama": (large_weight, large_scale, CODE[1]),
+    "t5": (large_weight, poisoned_weight, CODE[2]),
+    "bert": (large_weight, poisoned_weight, CODE[4]),
+    "wav2vec2": (large_weight, bad_sample, CODE[8]),
+    "mixtral": (large_weight, large_scale, CODE[6]),
+}
+
+
+# --- three tools ------------------------------------------------------------------------------------------------------
+
+
+def diagnose(case: Case, net: nn.Module | None = None) -> tuple[Diagnosis | None, float, float]:
+    """With wall time and processor time."""
+    net = case.net if net is None else net
+    torch.manual_seed(1)
+    wall, used = time.perf_counter(), time.process_time()
+    diagnosis = Doctor(Amp.named("fp16"), net).locate(case.step(net), case.batch)
+    return diagnosis, time.perf_counter() - wall, time.process_time() - used
+
+
+def is_located(case: Case, diagnosis: Diagnosis) -> bool:
+    if case.tensor:
+        return diagnosis.tensor == case.tensor and diagnosis.samples == case.samples
+    if case.module is None:  # a scale that is too large: no module is at fault
+        return diagnosis.phase == "backward" and diagnosis.scale_that_fits is not None
+    path, _, line = diagnosis.source.rpartition(":")
+    return diagnosis.module == case.module and f"{(ROOT / path).resolve() if path else ''}:{line}" in case.lines
+
+
+def cures(case: Case, diagnosis: Diagnosis) -> tuple[int, int]:
+    """Of the changes printed as tried, those after which the loop of the user takes its step."""
+    right = tried = 0
+    for fix in diagnosis.fixes:
+        if fix.verified:
+            model = copy.deepcopy(case.net)
+            scale = re.search(r"init_scale=([^,)]+)", fix.python)
+            for line in fix.python.split("; "):
+                if line.startswith("keep_fp32"):
+                    exec(line, {"keep_fp32": keep_fp32, "model": model})
+            tried += 1
+            right += case.is_finite(model, scale=float(scale[1]) if scale else None)
+    return right, tried
+
+
+def underflow_overflow(case: Case) -> bool:
+    """Whether transformers' tool stops at the module at fault, or inside of it."""
+    from transformers.debug_utils import DebugUnderflowOverflow  # pyright: ignore[reportMissingImports]
+
+    net, said = copy.deepcopy(case.net), io.StringIO()
+    torch.manual_seed(1)
+    with contextlib.redirect_stdout(said):
+        tool = DebugUnderflowOverflow(net)
+        try:
+            case.step(net)()
+        except ValueError as stopped:
+            if "DebugUnderflowOverflow" not in str(stopped):
+                raise
+            heads = re.findall(rf"^{tool.prefix} (\S*) \w+$", said.getvalue(), re.MULTILINE)
+            return bool(heads) and f"{heads[-1]}.".startswith(f"{case.module}.")
+    return False
+
+
+def anomaly(case: Case) -> bool:
+    """Whether autograd's tool stops, and shows the line at fault as that of the forward call."""
+    net = copy.deepcopy(case.net)
+    torch.manual_seed(1)
+    with warnings.catch_warnings(record=True) as said, torch.autograd.detect_anomaly(check_nan=True):
+        warnings.simplefilter("always")
+        try:
+            case.step(net)()
+        except RuntimeError as stopped:
+            if "returned nan values" not in str(stopped):
+                raise
+            text = next(str(each.message) for each in said if "Error detected in" in str(each.message))
+            frames = re.findall(r'File "([^"]+)", line (\d+)', text)
+            shown = [f"{path}:{line}" for path, line in frames if not path.startswith(TORCH)]
+            return bool(shown) and shown[-1] in case.lines
+    return False
+
+
+@dataclass
+class Row:
+    """What was seen of one fault."""
+
+    model: str
+    fault: str
+    place: str
+    located: bool
+    cause: bool
+    right: int
+    tried: int
+    mended: bool
+    module_tool: bool
+    anomaly: bool
+    wall: float
+    cpu: float
+    report: str
+
+
+def examine(model: Foreign, make: Callable[[Foreign], Iterator[Case]]) -> Row:
+    case = first_broken(make(model))
+    before = copy.deepcopy(case.net.state_dict())
+    diagnosis, wall, cpu = diagnose(case)
+    after = case.net.state_dict()
+    assert all(torch.equal(after[k].nan_to_num(), before[k].nan_to_num()) for k in before), "the state has changed"
+    located = diagnosis is not None and is_located(case, diagnosis)
+    right, tried = cures(case, diagnosis) if diagnosis is not None else (0, 0)
+    mended = healthy(case)
+    return Row(
+        model.name,
+        case.fault,
+        case.tensor or case.module or "",
+        located,
+        diagnosis is not None and diagnosis.cause == case.cause,
+        right,
+        tried,
+        mended,
+        underflow_overflow(case),
+        anomaly(case),
+        wall,
+        cpu,
+        str(diagnosis),
+    )
+
+
+def healthy(case: Case) -> bool:
+    """Whether the network without the fault is finite, and the doctor silent."""
+    net, batch = seeded(case.model) if case.mended is None else (case.mended, case.batch)
+    twin = Case(case.model, "", net, batch)
+    return twin.is_finite() and diagnose(twin)[0] is None
+
+
+LARGE = [
+    hf("gpt2, 10.7 million weights", "GPT2LMHeadModel", of_words, vocab_size=96, n_embd=384, n_layer=6, n_head=6),
+    timm("vit_tiny_patch16_224", img_size=64, depth=22),
+]
+"""About 10 million weights, for the time."""
+
+
+def table(rows: list[Row], silent: list[bool], times: list[str]) -> str:
+    import timm as of_timm  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+
+    def mark(yes: bool) -> str:
+        return "yes" if yes else "**no**"
+
+    count = len(rows)
+    cpu = next((x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")), "a CPU")
+    text = [
+        "# The doctor on models of timm and transformers",
+        "",
+        f"Of {count} faults in {len(silent)} networks that nobody here wrote, the doctor locates "
+        f"{sum(r.located for r in rows)} and names the cause of {sum(r.cause for r in rows)}; "
+        f"{sum(r.right for r in rows)} of {sum(r.tried for r in rows)} changes that it prints as tried cure the loop. "
+        f"`DebugUnderflowOverflow` stops at the right module in {sum(r.module_tool for r in rows)}, autograd's anomaly "
+        f"mode shows the right line in {sum(r.anomaly for r in rows)}. Of {len(silent)} networks without a fault the "
+        f"doctor says nothing of {sum(silent)}.",
+        "",
+        f"`python tests/campaign/doctor_on_models.py`, {time.strftime('%Y-%m-%d', time.gmtime())}: torch "
+        f"{torch.__version__}, timm {of_timm.__version__}, transformers {transformers.__version__}, python "
+        f"{platform.python_version()}, {cpu}, {torch.get_num_threads()} thread(s), fp16 autocast and `GradScaler`, "
+        f"random weights, {SAMPLES} samples.",
+        "",
+        "Located: the module and the line, or the weight, buffer or sample. Cures: of those printed as tried, the ones "
+        "after which the loop takes its step. Mended: without the fault, or with what the report asks for, the loop is "
+        "finite and the doctor silent. Module: `DebugUnderflowOverflow` stops at it. Line: anomaly mode shows it.",
+        "",
+        "| network | fault | at | located | cause | cures | mended | module | line |",
+        "| --- | --- | --- | --- | --- | ---: | --- | --- | --- |",
+    ]
+    for r in rows:
+        place = f"`{r.place}`" if r.place else ""
+        marks = f"{mark(r.located)} | {mark(r.cause)} | {r.right} of {r.tried} | {mark(r.mended)}"
+        text.append(
+            f"| {r.model} | {r.fault} | {place} | {marks} | {'yes' if r.module_tool else 'no'} | "
+            f"{'yes' if r.anomaly else 'no'} |"
+        )
+    return "\n".join([*text, "", "Time of a diagnosis:", "", *times, ""])
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--only", help="networks whose name contains this")
+    options.add_argument("--out", type=Path, help="writes the table here")
+    options.add_argument("--reports", type=Path, help="writes all reports here, to be read")
+    given = options.parse_args()
+    warnings.simplefilter("ignore")
+    models = [m for m in (*TIMM, *TRANSFORMERS) if not given.only or given.only in m.name]
+    rows, silent, reports = [], [], []
+    for model in models:
+        net, batch = seeded(model)
+        silent.append(diagnose(Case(model, "", net, batch))[0] is None)
+        for make in FAULTS[model.name]:
+            row = examine(model, make)
+            rows.append(row)
+            reports.append(f"##### {row.model}: {row.fault} at {row.place}\n{row.report}\n")
+            print(
+                f"{row.model:32} {row.fault:16} located {row.located:d} cause {row.cause:d} cures {row.right}/{row.tried} "
+                f"mended {row.mended:d} module {row.module_tool:d} line {row.anomaly:d} {row.wall:.2f} s {row.cpu:.2f} s",
+                flush=True,
+            )
+    if given.reports:
+        given.reports.write_text("\n".join(reports))
+    if given.out:
+        times = []
+        for model in LARGE:
+            cases = [first_broken(make(model)) for make in (large_weight, poisoned_weight, CODE[0])]
+            taken = [diagnose(case)[1:] for case in cases for _ in range(3)]
+            step = min(_timed(case.step()) for case in cases)
+            weights = sum(p.numel() for p in cases[0].net.parameters()) / 1e6
+            wall, cpu = (statistics.median(each) for each in zip(*taken, strict=True))
+            times.append(
+                f"- {model.name.split(',')[0]} of {weights:.1f} million weights: median {wall:.2f} s ({cpu:.2f} s of the "
+                f"processor) of {len(taken)} diagnoses of {len(cases)} faults; a step takes {step:.3f} s"
+            )
+        given.out.write_text(table(rows, silent, times))
+
+
+def _timed(step: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    step()
+    return time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    main()
