@@ -279,8 +279,7 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
             "poisoned weight": f"{birth.tensor}: {before}; no loss can be finite with it.",
             "bad input": f"{birth.tensor}: {before}."
             if not birth.op
-            else f"{birth.tensor} holds numbers up to {birth.wide:.4g}, and {dtype} ends "
-            f"at {limit:g}.",
+            else f"{birth.tensor} holds numbers up to {birth.wide:.4g}, and {dtype} ends at {limit:g}.",
         }[cause]
     reach = f"{birth.wide:.4g}" if birth.wide is not None else "more"
     text = f"The result of {pass_} is {reach} in exact arithmetic, and {dtype} ends at {limit:g}"

@@ -169,6 +169,8 @@ class Case:
     scale: float = 0.0
     """0: the largest up to 1024 at which the network without the fault is finite."""
     mended: nn.Module | None = None
+    loss: Callable[[nn.Module, Batch], Tensor] | None = None
+    healthy_loss: Callable[[nn.Module, Batch], Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.scale = self.scale or fitting(self.model)
@@ -182,7 +184,7 @@ class Case:
         def step() -> bool:
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype):
-                loss = self.model.loss(net, self.batch)
+                loss = (self.loss or self.model.loss)(net, self.batch)
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             grads = [p.grad for p in net.parameters() if p.grad is not None]
@@ -243,11 +245,11 @@ def called(model: Foreign, net: nn.Module, batch: Batch) -> list[Called]:
     return [each for each in found if sum(each.name == other.name for other in found) == 1]
 
 
-def products(model: Foreign, net: nn.Module, batch: Batch) -> list[Called]:
-    """Modules that multiply by a matrix, those in the middle of the pass first."""
+def products(model: Foreign, net: nn.Module, batch: Batch, at: float = 0.5) -> list[Called]:
+    """Modules that multiply by a matrix, those near this share of the pass first."""
     kinds = ("Linear", "Conv2d", "Conv1d", "Conv1D")
     found = [each for each in called(model, net, batch) if each.kind in kinds]
-    return sorted(found, key=lambda each: abs(found.index(each) - len(found) / 2))
+    return sorted(found, key=lambda each: abs(found.index(each) - len(found) * at))
 
 
 def lines_of(function: Callable[..., Any]) -> set[str]:
@@ -272,12 +274,14 @@ def large_weight(model: Foreign) -> Iterator[Case]:
 
 def poisoned_weight(model: Foreign) -> Iterator[Case]:
     net, batch = seeded(model)
-    for each in products(model, net, batch):
+    for each in products(model, net, batch, 0.25):
         faulty = copy.deepcopy(net)
         with torch.no_grad():
             faulty.get_submodule(each.name).weight.view(-1)[0] = NAN  # type: ignore[operator]
         tensor = f"weight {each.name}.weight"
-        yield Case(model, "poisoned weight", faulty, batch, "poisoned weight", each.name, each.lines, tensor, mended=net)
+        yield Case(
+            model, "poisoned weight", faulty, batch, "poisoned weight", each.name, each.lines, tensor, mended=net
+        )
 
 
 def poisoned_buffer(model: Foreign) -> Iterator[Case]:
@@ -291,7 +295,9 @@ def poisoned_buffer(model: Foreign) -> Iterator[Case]:
         faulty = copy.deepcopy(net)
         faulty.get_submodule(each.name).running_var[0] = NAN  # type: ignore[index,operator]
         tensor = f"buffer {each.name}.running_var"
-        yield Case(model, "poisoned buffer", faulty, batch, "poisoned buffer", each.name, each.lines, tensor, mended=net)
+        yield Case(
+            model, "poisoned buffer", faulty, batch, "poisoned buffer", each.name, each.lines, tensor, mended=net
+        )
 
 
 def bad_sample(model: Foreign) -> Iterator[Case]:
@@ -312,7 +318,7 @@ def in_code(function: Callable[[Tensor], Tensor]) -> Callable[[Foreign], Iterato
     def cases(model: Foreign) -> Iterator[Case]:
         net, batch = seeded(model)
         mended, cause = IN_CODE[function]
-        for each in products(model, net, batch):
+        for each in products(model, net, batch, 0.75):
             faulty, right = copy.deepcopy(net), copy.deepcopy(net)
             patch(faulty.get_submodule(each.name), function)
             patch(right.get_submodule(each.name), mended)
@@ -322,24 +328,111 @@ def in_code(function: Callable[[Tensor], Tensor]) -> Callable[[Foreign], Iterato
     return cases
 
 
+def norm_without_eps(model: Foreign) -> Iterator[Case]:
+    """And samples of only zeros, as padding has them."""
+    net, batch = seeded(model)
+    for each in called(model, net, batch):
+        faulty = copy.deepcopy(net)
+        norm = faulty.get_submodule(each.name)
+        eps = next((name for name in ("eps", "variance_epsilon") if hasattr(norm, name)), None)
+        if eps is None or "Batch" in each.kind:
+            continue
+        setattr(norm, eps, 0.0)
+        norm.register_forward_pre_hook(zero_first)
+        right = copy.deepcopy(net)
+        right.get_submodule(each.name).register_forward_pre_hook(zero_first)
+        cause = "division or logarithm of zero"
+        yield Case(model, "norm without eps", faulty, batch, cause, each.name, each.lines, mended=right)
+
+
+def zero_first(module: nn.Module, inputs: Any) -> Any:
+    return (inputs[0] * (torch.arange(len(inputs[0])) > 0).view(-1, *[1] * (inputs[0].ndim - 1)), *inputs[1:])
+
+
+def in_loss(function: Callable[[Tensor], Tensor], mended: Callable[[Tensor], Tensor], cause: str) -> Any:
+    """Outside of the network."""
+
+    def cases(model: Foreign) -> Iterator[Case]:
+        net, batch = seeded(model)
+        name = function.__name__.replace("_", " ")
+        case = Case(model, name, net, batch, cause, None, lines_of(function))
+        case.loss = lambda net, batch: function(logits(net, batch))
+        case.healthy_loss = lambda net, batch: mended(logits(net, batch))
+        yield case
+
+    def logits(net: nn.Module, batch: Batch) -> Tensor:
+        return net(batch["x"]) if "x" in batch else net(**batch).logits
+
+    return cases
+
+
+def log_of_softmax(y: Tensor) -> Tensor:
+    return -torch.log(torch.softmax(y * 10 / y.std().detach(), -1)).mean().float()
+
+
+def log_softmax(y: Tensor) -> Tensor:
+    return -torch.log_softmax(y * 10 / y.std().detach(), -1).mean().float()
+
+
+def log_of_sigmoid(y: Tensor) -> Tensor:
+    return -torch.log(1 - torch.sigmoid(y * 10 / y.std().detach())).mean().float()
+
+
+def log_sigmoid(y: Tensor) -> Tensor:
+    return -nn.functional.logsigmoid(-y.float() * 10 / y.std().detach()).mean()
+
+
+def sum_of_squares(y: Tensor) -> Tensor:
+    return (y * (400 / y.detach().norm())).square().sum() / y.numel()
+
+
+def squares_in_fp32(y: Tensor) -> Tensor:
+    return (y.float() * (400 / y.detach().float().norm())).square().sum() / y.numel()
+
+
+IN_LOSS = [
+    in_loss(log_of_softmax, log_softmax, "underflow in 16 bits"),
+    in_loss(log_of_sigmoid, log_sigmoid, "16-bit sigmoid before a logarithm"),
+    in_loss(sum_of_squares, squares_in_fp32, "overflow in a reduction"),
+]
+
+
+def steep(model: Foreign) -> Iterator[Case]:
+    """A gradient that a hook multiplies, as a reversal of gradients or a balance of losses does."""
+    net, batch = seeded(model)
+    for each in products(model, net, batch):
+        faulty = copy.deepcopy(net)
+        faulty.get_submodule(each.name).register_forward_hook(steeper)
+        yield Case(model, "gradient hook", faulty, batch, "loss scale too large", None, lines_of(steepen), mended=net)
+
+
+def steeper(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(steepen)
+
+
+def steepen(gradient: Tensor) -> Tensor:
+    return gradient * 1e6
+
+
 CODE = [in_code(function) for function in IN_CODE]
 FAULTS: dict[str, tuple[Callable[[Foreign], Iterator[Case]], ...]] = {
-    "vit_tiny_patch16_224": (large_weight, bad_sample, CODE[0]),
-    "convnext_atto": (large_weight, poisoned_weight, CODE[1]),
+    "vit_tiny_patch16_224": (large_weight, bad_sample, steep),
+    "convnext_atto": (large_weight, poisoned_weight, norm_without_eps),
     "swin_tiny_patch4_window7_224": (large_weight, bad_sample, CODE[2]),
     "efficientnet_b0": (large_weight, poisoned_buffer, CODE[3]),
     "mobilenetv3_small_100": (large_weight, poisoned_buffer, CODE[4]),
-    "resnet18": (large_weight, poisoned_buffer, CODE[5]),
-    "regnety_002": (large_weight, bad_sample, CODE[6]),
+    "resnet18": (large_weight, IN_LOSS[2], CODE[5]),
+    "regnety_002": (large_weight, bad_sample, steep),
     "mixer_s32_224": (large_weight, poisoned_weight, CODE[7]),
-    "deit_tiny_distilled_patch16_224": (large_weight, large_scale, CODE[8]),
+    "deit_tiny_distilled_patch16_224": (large_weight, IN_LOSS[0], CODE[8]),
     "eva02_tiny_patch14_224": (large_weight, poisoned_weight, CODE[3]),
     "gpt2": (large_weight, poisoned_weight, CODE[0]),
-    "llama": (large_weight, large_scale, CODE[1]),
+    "llama": (large_weight, large_scale, norm_without_eps),
     "t5": (large_weight, poisoned_weight, CODE[2]),
-    "bert": (large_weight, poisoned_weight, CODE[4]),
+    "bert": (large_weight, IN_LOSS[1], CODE[1]),
     "wav2vec2": (large_weight, bad_sample, CODE[8]),
-    "mixtral": (large_weight, large_scale, CODE[6]),
+    "mixtral": (large_weight, IN_LOSS[0], CODE[6]),
 }
 
 
@@ -358,7 +451,7 @@ def diagnose(case: Case, net: nn.Module | None = None) -> tuple[Diagnosis | None
 def is_located(case: Case, diagnosis: Diagnosis) -> bool:
     if case.tensor:
         return diagnosis.tensor == case.tensor and diagnosis.samples == case.samples
-    if case.module is None:  # a scale that is too large: no module is at fault
+    if not case.lines:  # a scale that is too large: no module is at fault
         return diagnosis.phase == "backward" and diagnosis.scale_that_fits is not None
     path, _, line = diagnosis.source.rpartition(":")
     return diagnosis.module == case.module and f"{(ROOT / path).resolve() if path else ''}:{line}" in case.lines
@@ -463,7 +556,7 @@ def examine(model: Foreign, make: Callable[[Foreign], Iterator[Case]]) -> Row:
 def healthy(case: Case) -> bool:
     """Whether the network without the fault is finite, and the doctor silent."""
     net, batch = seeded(case.model) if case.mended is None else (case.mended, case.batch)
-    twin = Case(case.model, "", net, batch)
+    twin = Case(case.model, "", net, batch, loss=case.healthy_loss)
     return twin.is_finite() and diagnose(twin)[0] is None
 
 
@@ -482,7 +575,7 @@ def table(rows: list[Row], silent: list[bool], times: list[str]) -> str:
         return "yes" if yes else "**no**"
 
     count = len(rows)
-    cpu = next((x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")), "a CPU")
+    cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
     text = [
         "# The doctor on models of timm and transformers",
         "",
