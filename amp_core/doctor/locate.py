@@ -324,7 +324,7 @@ class Doctor:
             f"With a loss scale of {scale:g} gradients exceed {self.amp.config.dtype}; with {fits:g} the window is "
             "finite."
         )
-        grown = scale > policy.init_scale
+        grown = scale > policy.init_scale and not (self._plain and self._plain.scaler)  # torch's has no cap
         fields = {"max_scale": fits} if grown else {"init_scale": fits}
         text = "cap the loss scale" if grown else "begin with a smaller loss scale"
         if policy.dynamic:

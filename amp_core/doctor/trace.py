@@ -131,9 +131,15 @@ class Range:
 
     def __str__(self) -> str:
         text = f"{self.name} {self.dtype}{list(self.shape)}: "
-        if self.shape and self.not_finite == math.prod(self.shape):
+        if self.not_finite and self.not_finite == math.prod(self.shape):
             return f"{text}none of {self.not_finite:,} is finite"
-        text += f"|x| from {self.smallest:.3g} to {self.largest:.3g}" if self.largest else "all 0"
+        text += (
+            f"|x| from {self.smallest:.3g} to {self.largest:.3g}"
+            if self.largest
+            else "all 0"
+            if not self.not_finite
+            else "0"
+        )
         text += f", {self.zeros:.1%} zeros" if self.zeros and self.largest else ""
         return text + (f", {self.not_finite:,} not finite" if self.not_finite else "")
 
@@ -494,8 +500,6 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         inherited = {mark for each in call.inputs for mark in self._marks.get(each.key, ())}
         marks: set[tuple[str, str]] = set()
         plain = [tensor for tensor in outputs if tensor.layout is torch.strided and not tensor.is_complex()]
-        if inherited and any(bool((tensor <= 0).any()) for tensor in plain):
-            marks |= {mark for mark in inherited if mark[0] in _FADING}
         if name.rstrip("_") in _SPREADS_SIGMOID:
             marks |= {mark for mark in inherited if mark[0] in ("sigmoid", "wide sigmoid")}
         if name in _SPREADS_INPUT:
@@ -520,6 +524,9 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             eps = _small_number(call.args)
             if eps is not None and any(t.dtype in HALF and not torch.tensor(eps).to(t.dtype) for t in outputs):
                 marks.add(("eps", f"{eps:g} in {_dtype_name(outputs[0])} at {place.source}"))
+        if inherited and any(bool((tensor <= 0).any()) for tensor in plain):
+            fresh = {kind for kind, _ in marks}  # a zero of this operation hides those before it
+            marks |= {mark for mark in inherited if mark[0] in _FADING and mark[0] not in fresh}
         return frozenset(marks)
 
     def _find_collisions(self, call: _Call, output: Tensor) -> None:
