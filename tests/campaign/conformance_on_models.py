@@ -143,15 +143,17 @@ def textbook(model: Foreign, mode: str) -> Run:
 class Sensitivity(TorchFunctionMode):
     """Sums ((u |a| + eta) dL/da)^2 of every result a, while a loss is computed in fp32 and differentiated."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, *, loss_in_fp32: bool) -> None:
         super().__init__()
+        self.loss_in_fp32 = loss_in_fp32  # then single numbers, which nothing casts, are not rounded
         info = torch.finfo(dtype)
         self.u, self.eta, self.total = info.eps / 2, info.smallest_normal * info.eps / 2, 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_floating_point():
+            is_rounded = isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_floating_point()
+            if is_rounded and not (self.loss_in_fp32 and tensor.ndim == 0):
                 error = self.error_of(tensor)
                 tensor.register_hook(lambda gradient, error=error: self.add(error, gradient))
         return result
@@ -166,7 +168,9 @@ class Sensitivity(TorchFunctionMode):
 
 def in_fp32(model: Foreign, net: nn.Module, batch: Batch, dtype: torch.dtype) -> tuple[float, float]:
     """The loss in fp32, and by how much rounding to the dtype may move it."""
-    seen = Sensitivity(dtype)
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        loss_in_fp32 = model.loss(copy.deepcopy(net), batch).dtype is torch.float32
+    seen = Sensitivity(dtype, loss_in_fp32=loss_in_fp32)
     batch = {key: each.clone().requires_grad_() if each.is_floating_point() else each for key, each in batch.items()}
     with seen:
         loss = model.loss(net, batch)
