@@ -133,13 +133,8 @@ class Range:
         text = f"{self.name} {self.dtype}{list(self.shape)}: "
         if self.not_finite and self.not_finite == math.prod(self.shape):
             return f"{text}none of {self.not_finite:,} is finite"
-        text += (
-            f"|x| from {self.smallest:.3g} to {self.largest:.3g}"
-            if self.largest
-            else "all 0"
-            if not self.not_finite
-            else "0"
-        )
+        zero = "0" if self.not_finite else "all 0"
+        text += f"|x| from {self.smallest:.3g} to {self.largest:.3g}" if self.largest else zero
         text += f", {self.zeros:.1%} zeros" if self.zeros and self.largest else ""
         return text + (f", {self.not_finite:,} not finite" if self.not_finite else "")
 
@@ -395,10 +390,8 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         # Some collectives (gloo's) end with a copy from their own memory.
         to = storage_key(call.args[0]) if call.name == "copy_" else None
         received = self._origins.get(to) or {REMOTE} if to in self._shared else None
-        statistics = _unread(call)
-        if all(storage_key(tensor) in statistics for tensor in bad):
-            statistics = set()
-        read = [each for each in call.inputs if each.key not in statistics and _has_fractions(each.tensor)]
+        unread = _unread(call, bad)
+        read = [each for each in call.inputs if each.key not in unread and _has_fractions(each.tensor)]
         given = [each for each in read if not is_finite(each.tensor)]
         origins: set[int] = set()
         for each in given:
@@ -681,12 +674,13 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
             yield from tensors_in(given.get(argument.name))
 
 
-def _unread(call: _Call) -> set[int]:
-    """Running statistics of a BatchNorm in training, which normalises by the batch alone, forward and backward."""
+def _unread(call: _Call, bad: list[Tensor]) -> set[int]:
+    """Running statistics of a BatchNorm in training, if more than they is bad: it normalises by the batch alone."""
     trains = 7 if call.name == "native_batch_norm_backward" else 5
     if "batch_norm" not in call.name or len(call.args) <= trains or call.args[trains] is False:
         return set()
-    return {storage_key(tensor) for tensor in call.args[3:5] if isinstance(tensor, Tensor)}
+    found = {storage_key(tensor) for tensor in call.args[3:5] if isinstance(tensor, Tensor)}
+    return found if any(storage_key(tensor) not in found for tensor in bad) else set()
 
 
 def is_view(func: Any) -> bool:
