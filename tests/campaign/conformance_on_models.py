@@ -163,7 +163,7 @@ class Sensitivity(TorchFunctionMode):
             return value.detach().abs() * self.u + self.eta
 
     def add(self, error: Tensor, gradient: Tensor) -> None:
-        self.total += (error * gradient).square().sum(dtype=torch.float64).item()
+        self.total += (error.double() * gradient).square().sum().item()
 
 
 def in_fp32(model: Foreign, net: nn.Module, batch: Batch, dtype: torch.dtype) -> tuple[float, float]:
@@ -193,7 +193,7 @@ def examine(model: Foreign, mode: str) -> dict[str, Any]:
     for number, before in cached.before.items():
         loss, bound = in_fp32(model, before, given[number * ACCUMULATION], MODES[mode])
         differences.append((abs(cached.losses[number * ACCUMULATION].item() - loss), bound))
-    worst = max(differences, key=lambda each: each[0] / each[1])
+    worst = max(differences, key=lambda each: each[0] / max(each[1], 1e-300))
     return {
         "weights": f"{sum(p.numel() for p in net.parameters()) / 1e6:.1f} M",
         "skips": f"{cached.taken.count(False)}",
