@@ -171,7 +171,9 @@ def in_fp32(model: Foreign, net: nn.Module, batch: Batch, dtype: torch.dtype) ->
     with torch.no_grad(), torch.autocast("cpu", dtype):
         loss_in_fp32 = model.loss(copy.deepcopy(net), batch).dtype is torch.float32
     seen = Sensitivity(dtype, loss_in_fp32=loss_in_fp32)
-    batch = {key: each.clone().requires_grad_() if each.is_floating_point() else each for key, each in batch.items()}
+    batch = {key: each.clone() for key, each in batch.items()}
+    for key, each in batch.items():
+        each.requires_grad_(each.is_floating_point() and key != "input_values")  # wav2vec2 asks for those by itself
     with seen:
         loss = model.loss(net, batch)
     loss.backward()
