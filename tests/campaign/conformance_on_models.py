@@ -150,6 +150,8 @@ class Sensitivity(TorchFunctionMode):
         self.u, self.eta, self.total = info.eps / 2, info.smallest_normal * info.eps / 2, 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.requires_grad.__set__ and args[0].requires_grad:  # wav2vec2 wants it of its input, as we do
+            return None
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             is_rounded = isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_floating_point()
@@ -171,9 +173,7 @@ def in_fp32(model: Foreign, net: nn.Module, batch: Batch, dtype: torch.dtype) ->
     with torch.no_grad(), torch.autocast("cpu", dtype):
         loss_in_fp32 = model.loss(copy.deepcopy(net), batch).dtype is torch.float32
     seen = Sensitivity(dtype, loss_in_fp32=loss_in_fp32)
-    batch = {key: each.clone() for key, each in batch.items()}
-    for key, each in batch.items():
-        each.requires_grad_(each.is_floating_point() and key != "input_values")  # wav2vec2 asks for those by itself
+    batch = {key: each.clone().requires_grad_() if each.is_floating_point() else each for key, each in batch.items()}
     with seen:
         loss = model.loss(net, batch)
     loss.backward()
