@@ -223,7 +223,7 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
     limit = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4e38}.get(dtype, float("nan"))
     what = birth.op.split(".")[-1].strip("_")
     pass_ = "the backward pass of " + birth.place.forward.strip("_") if birth.place.forward and birth.backward else what
-    marks = dict(birth.marks)
+    marks = dict(sorted(birth.marks))
     if cause in ("16-bit sigmoid before a logarithm", "sigmoid before a logarithm"):
         origin = (
             marks.get("sigmoid")
@@ -259,7 +259,7 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
         elif what in _ABOVE_ZERO:
             given = "was given a zero or a negative number"
         elif not birth.at_a_pole:
-            given = "has no value for its inputs, such as a mean of nothing or a root of a negative number"
+            given = "has no value for its inputs, such as a mean of nothing, a row without variance, a negative root"
         return f"{what} {given}" + (f" (in {pass_})." if pass_ != what else ".")
     if cause == "nothing left by a mask":
         return f"{what} got only infinities of a mask, such as a row of attention with no key left."
@@ -277,10 +277,9 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
         return {
             "poisoned buffer": f"{birth.tensor}: {before}; an earlier batch left it there.",
             "poisoned weight": f"{birth.tensor}: {before}; no loss can be finite with it.",
-            "bad input": f"{birth.tensor} was not finite when it came from the data set."
+            "bad input": f"{birth.tensor}: {before}."
             if not birth.op
-            else f"{birth.tensor} holds numbers up to {birth.wide:.4g} as it comes from the data set, and {dtype} ends "
-            f"at {limit:g}.",
+            else f"{birth.tensor} holds numbers up to {birth.wide:.4g}, and {dtype} ends at {limit:g}.",
         }[cause]
     reach = f"{birth.wide:.4g}" if birth.wide is not None else "more"
     text = f"The result of {pass_} is {reach} in exact arithmetic, and {dtype} ends at {limit:g}"

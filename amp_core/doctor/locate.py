@@ -34,7 +34,7 @@ from amp_core.doctor.diagnosis import (
     keep_fp32_override,
     location_of,
 )
-from amp_core.doctor.plain_loop import PlainLoop, RandomState, in_one_thread, with_zeros, without_autocast
+from amp_core.doctor.plain_loop import PlainLoop, RandomState, in_one_thread, with_finite, without_autocast
 from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
@@ -188,12 +188,13 @@ class Doctor:
         return self.agree(self._summary(trace, rehearsal))
 
     def _trace(self, replay: Replay, in_place: Collection[str] = ()) -> Generator[Any, None, tuple[Trace, Rehearsal]]:
-        """Watch the window, with zeros in place of the non-finite numbers of the tensors that are named."""
+        """Watch the window, with finite numbers in the tensors that are named."""
         with replay() as (rehearsal, window), contextlib.ExitStack() as changed:
             batch = [getattr(micro, "batch", micro) for micro in window] if isinstance(window, list) else window
             tensors = named_tensors(self.nets, batch)
-            for tensor in (tensors[name] for name in in_place if name in tensors):
-                changed.enter_context(with_zeros(tensor))
+            for name in in_place:
+                if name in tensors:  # a variance of 0 would be a fault of its own
+                    changed.enter_context(with_finite(tensors[name], float(name.endswith("running_var"))))
             trace = Trace(self.names, tensors)
             rehearsal.watcher = trace
             with trace, in_one_thread(self.names):
@@ -245,7 +246,7 @@ class Doctor:
             "suspects": trace.suspects,
             "is_loss_finite": trace.is_loss_finite,
             "grad_norm": trace.grad_norm,
-            "births": trace.births[:32],
+            "births": [birth for birth in trace.births if birth.number in trace.reached][:32],
             "collisions": trace.collisions,
         }
 
@@ -323,7 +324,7 @@ class Doctor:
             f"With a loss scale of {scale:g} gradients exceed {self.amp.config.dtype}; with {fits:g} the window is "
             "finite."
         )
-        grown = scale > policy.init_scale
+        grown = scale > policy.init_scale and not (self._plain and self._plain.scaler)  # torch's has no cap
         fields = {"max_scale": fits} if grown else {"init_scale": fits}
         text = "cap the loss scale" if grown else "begin with a smaller loss scale"
         if policy.dynamic:
@@ -435,11 +436,13 @@ class Doctor:
         enough = False
         for _ in range(_MOST_ROUNDS if names else 0):
             with self.as_islands(names) as names:
-                trace, rehearsal = yield from self._trace(replay)
-            found = self.agree((rehearsal.is_finite, trace.culprit and trace.culprit.place.module))
-            enough = all(finite for finite, _ in found)
-            following = next((module for _, module in found if module is not None and module not in names), None)
-            if enough or following is None:
+                enough = yield from self._is_finite(replay)
+                if enough:
+                    break
+                trace, _ = yield from self._trace(replay)
+            found = self.agree(trace.culprit and trace.culprit.place.module)
+            following = next((module for module in found if module is not None and module not in names), None)
+            if following is None:
                 break
             names = [*names, following]
         if not enough:

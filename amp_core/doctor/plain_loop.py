@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from amp_core.doctor.trace import is_finite
 from amp_core.layouts.stages import Stages
 from amp_core.memory.compiled import eagerly, may_compile
 from amp_core.step.amp import Amp
@@ -172,10 +173,10 @@ def _tell(rehearsal: Rehearsal, weights: Iterable[Tensor]) -> None:
     params = [p for p in weights if p.grad is not None]
     grads = [p.grad for p in params if p.grad is not None]
     check_gradients(grads, scaled=False)
-    for grad in grads:
-        rehearsal.add(~torch.isfinite(grad).all())
-    if rehearsal.watcher is not None:
-        rehearsal.watcher.on_gradients(params, grads)
+    rehearsal.show([(params, grads)])
+    for grad in local(grads):
+        rehearsal.add(torch.tensor(not is_finite(grad), device=grad.device))
+    rehearsal.resume()
 
 
 @contextlib.contextmanager
@@ -232,11 +233,11 @@ def in_one_thread(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def with_zeros(tensor: Tensor) -> Iterator[None]:
-    """Zeros in place of the non-finite numbers of a tensor."""
+def with_finite(tensor: Tensor, number: float) -> Iterator[None]:
+    """A number in place of those of a tensor that are not finite."""
     kept = tensor.detach().clone()
     with torch.no_grad():
-        tensor.nan_to_num_(0.0, 0.0, 0.0)
+        tensor.nan_to_num_(number, number, number)
     try:
         yield
     finally:

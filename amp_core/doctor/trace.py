@@ -131,9 +131,10 @@ class Range:
 
     def __str__(self) -> str:
         text = f"{self.name} {self.dtype}{list(self.shape)}: "
-        if self.shape and self.not_finite == math.prod(self.shape):
+        if self.not_finite and self.not_finite == math.prod(self.shape):
             return f"{text}none of {self.not_finite:,} is finite"
-        text += f"|x| from {self.smallest:.3g} to {self.largest:.3g}" if self.largest else "all 0"
+        zero = "0" if self.not_finite else "all 0"
+        text += f"|x| from {self.smallest:.3g} to {self.largest:.3g}" if self.largest else zero
         text += f", {self.zeros:.1%} zeros" if self.zeros and self.largest else ""
         return text + (f", {self.not_finite:,} not finite" if self.not_finite else "")
 
@@ -236,7 +237,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         for name, tensor in tensors.items():
             if name.startswith("batch"):
                 self._marks[storage_key(tensor)] = frozenset({("input", name)})
-            if tensor.is_floating_point() and not _finite(tensor):
+            if tensor.is_floating_point() and not is_finite(tensor):
                 self._not_finite_before(name, tensor, storage_key(tensor), Location(None, "", "before the window", ""))
 
     def __enter__(self) -> Trace:
@@ -251,21 +252,23 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
     # --- what `Amp` tells -----------------------------------------------------------------------------------------
 
     def on_loss(self, loss: Tensor) -> None:
-        if not _finite(loss):
+        self.pause()
+        if not is_finite(loss):
             self.is_loss_finite = False
             self._note(loss, "the loss")
+        self.resume()
 
     def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         self.pause()
         self.has_gradients |= bool(grads)
         norms = [grad.double().norm().item() for grad in local(grads) if grad.layout is torch.strided]
         self.grad_norm = max(self.grad_norm, math.hypot(*norms))
-        self.resume()
         for param, grad in zip(local(params), local(grads), strict=True):
-            if not _finite(grad):
+            if not is_finite(grad):
                 self._note(
                     grad, f"the gradient of {self._tensors.get(storage_key(param), 'a weight').removeprefix('weight ')}"
                 )
+        self.resume()
 
     def pause(self) -> None:
         """Stop watching: what follows belongs to the step, not to the window."""
@@ -368,7 +371,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         marks = self._new_marks(call, outputs)
         if not call.backward:
             self._find_collisions(call, outputs[0])
-        bad = [tensor for tensor in outputs if not _finite(tensor)]
+        bad = [tensor for tensor in outputs if not is_finite(tensor)]
         origins = self._origins_of(call, bad, marks) if bad else frozenset()
         for tensor in outputs:
             key = storage_key(tensor)
@@ -384,18 +387,20 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
 
     def _origins_of(self, call: _Call, bad: list[Tensor], marks: frozenset[tuple[str, str]]) -> frozenset[int]:
         """The origins of the non-finite elements of `bad`: those of the inputs, or this operation."""
-        origins: set[int] = set()
-        has_nan = any(bool(tensor.isnan().any()) for tensor in bad)
         # Some collectives (gloo's) end with a copy from their own memory.
         to = storage_key(call.args[0]) if call.name == "copy_" else None
         received = self._origins.get(to) or {REMOTE} if to in self._shared else None
-        for each in call.inputs:
-            if _has_fractions(each.tensor) and not _finite(each.tensor):
-                has_nan &= not bool(each.tensor.isnan().any())  # this operation did not produce an existing NaN
-                origins |= self._origins.get(each.key) or received or self._unknown(each, call.place)
+        unread = _unread(call, bad)
+        read = [each for each in call.inputs if each.key not in unread and _has_fractions(each.tensor)]
+        given = [each for each in read if not is_finite(each.tensor)]
+        origins: set[int] = set()
+        for each in given:
+            origins |= self._origins.get(each.key) or received or self._unknown(each, call.place)
         constants = {origin for origin in origins if origin <= CONSTANT}
         if origins - constants:
             return frozenset(origins - constants)
+        # An operation that is given a NaN has not produced it.
+        has_nan = any(map(_has_nan, bad)) and not any(_has_nan(each.tensor) for each in given)
         is_emptied = has_nan and (call.name in _TAKES_MASKS or "attention" in call.name)
         if not is_emptied and constants - {CONSTANT}:
             return frozenset(constants - {CONSTANT})
@@ -488,8 +493,6 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         inherited = {mark for each in call.inputs for mark in self._marks.get(each.key, ())}
         marks: set[tuple[str, str]] = set()
         plain = [tensor for tensor in outputs if tensor.layout is torch.strided and not tensor.is_complex()]
-        if inherited and any(bool((tensor <= 0).any()) for tensor in plain):
-            marks |= {mark for mark in inherited if mark[0] in _FADING}
         if name.rstrip("_") in _SPREADS_SIGMOID:
             marks |= {mark for mark in inherited if mark[0] in ("sigmoid", "wide sigmoid")}
         if name in _SPREADS_INPUT:
@@ -514,6 +517,9 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             eps = _small_number(call.args)
             if eps is not None and any(t.dtype in HALF and not torch.tensor(eps).to(t.dtype) for t in outputs):
                 marks.add(("eps", f"{eps:g} in {_dtype_name(outputs[0])} at {place.source}"))
+        if inherited and any(bool((tensor <= 0).any()) for tensor in plain):
+            fresh = {kind for kind, _ in marks}  # a zero of this operation hides those before it
+            marks |= {mark for mark in inherited if mark[0] in _FADING and mark[0] not in fresh}
         return frozenset(marks)
 
     def _find_collisions(self, call: _Call, output: Tensor) -> None:
@@ -617,13 +623,20 @@ def _has_fractions(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     tensor = tensor.detach()
     if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return True
     if tensor.dtype.itemsize == 1:
         tensor = tensor.float()
-    return bool(torch.isfinite(tensor).all())
+    # Far faster than a test of each number; a NaN is both the smallest and the largest.
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    in_memory = sorted(range(values.ndim), key=values.stride, reverse=True)  # ten times faster than across it
+    return bool(torch.stack(values.permute(in_memory).aminmax()).isfinite().all())
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return bool(tensor.isnan().any())
 
 
 def _is_whole(tensor: Tensor) -> bool:
@@ -661,6 +674,15 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
             yield from tensors_in(given.get(argument.name))
 
 
+def _unread(call: _Call, bad: list[Tensor]) -> set[int]:
+    """Running statistics of a BatchNorm in training, if more than they is bad: it normalises by the batch alone."""
+    trains = 7 if call.name == "native_batch_norm_backward" else 5
+    if "batch_norm" not in call.name or len(call.args) <= trains or call.args[trains] is False:
+        return set()
+    found = {storage_key(tensor) for tensor in call.args[3:5] if isinstance(tensor, Tensor)}
+    return found if any(storage_key(tensor) not in found for tensor in bad) else set()
+
+
 def is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
@@ -677,7 +699,7 @@ def _has_infinite_scalar(args: Sequence[Any]) -> bool:
     return any(
         not abs(a) < float("inf")
         if isinstance(a, int | float)
-        else isinstance(a, Tensor) and a.numel() == 1 and not _finite(a)
+        else isinstance(a, Tensor) and a.numel() == 1 and not is_finite(a)
         for a in args
     )
 

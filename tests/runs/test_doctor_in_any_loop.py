@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_core import Amp, Doctor, keep_fp32
-from amp_core.doctor.trace import Trace
+from amp_core.doctor.trace import Range, Trace, is_finite
 
 INF = float("inf")
 
@@ -516,3 +516,92 @@ def test_sparse_gradients_and_meta_weights_are_refused_by_name():
         Doctor(Amp.named("fp32"), net).locate(lambda: net(torch.tensor([1, 2])).sum().backward())
     with pytest.raises(ValueError, match="meta device"):
         Doctor(Amp.named("fp32"), nn.Linear(2, 2, device="meta")).locate(lambda: None)
+
+
+# --- what models of others showed ---------------------------------------------------------------------------------------
+
+
+def test_a_bad_batch_that_was_seen_before_is_not_blamed_on_the_statistics_that_it_spoilt():
+    """The loop skipped its step, and BatchNorm has kept the NaN: training does not read it."""
+    net, batch = network(), images()
+    batch[0][2, 3] = float("nan")
+    step = torchs_loop(net, torch.optim.SGD(net.parameters(), 0.1), batch, scaler=torch.amp.GradScaler("cpu"))
+    step()
+    assert net[1].running_mean.isnan().any()
+    diagnosis = Doctor(Amp.named("fp16"), net).locate(step, batch)
+    assert diagnosis is not None and (diagnosis.cause, diagnosis.samples) == ("bad input", [2])
+    assert "samples    2 of the batch" in str(diagnosis) and "data set" not in str(diagnosis)
+    net.eval()  # now it is read
+    diagnosis = Doctor(Amp.named("fp16"), net).locate(step, batch)
+    assert diagnosis is not None and diagnosis.tensor == "buffer 1.running_mean"
+
+
+def test_an_infinity_that_is_never_used_is_not_in_the_report():
+    class Buckets(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network(1.5e5)
+
+        def forward(self, x):
+            distance = torch.arange(4.0)
+            return self.inner(x) + torch.where(distance > 0, torch.log(distance), distance)  # log(0) is left out
+
+    diagnosis = located(Buckets(), images()[:1])
+    assert diagnosis is not None and diagnosis.module == "inner.0" and "aten.log" not in str(diagnosis)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_a_number_that_is_not_finite_is_seen_wherever_it_is(dtype):
+    largest = torch.finfo(dtype).max
+    for place in range(33):
+        values = torch.ones(3, 11, dtype=dtype) * largest  # whose sum is not finite
+        assert is_finite(values) and is_finite(values.t()) and is_finite(values[:, ::2])
+        values.view(-1)[place] = (INF, -INF, float("nan"))[place % 3]
+        assert not is_finite(values) and not is_finite(values.t())
+    assert is_finite(torch.empty(0, dtype=dtype)) and is_finite(torch.ones((), dtype=dtype))
+
+
+def steepen(gradient):
+    return gradient * 1e5
+
+
+def test_the_hook_of_a_tensor_is_named_with_its_own_line():
+    class Hooked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            y = self.inner(x).view(-1, 8)
+            y.register_hook(steepen)
+            return self.last(y)
+
+    torch.manual_seed(0)
+    diagnosis = located(Hooked(), images()[:1], init_scale=2.0**16)
+    assert diagnosis is not None and diagnosis.code == "return gradient * 1e5" and diagnosis.phase == "backward"
+    diagnosis = located(Hooked(), images()[:1], loss=lambda y: y.float().mean() * 1e5)
+    assert diagnosis is not None and "backward pass of view" not in str(diagnosis)
+
+
+def test_the_last_operation_that_made_a_zero_is_named():
+    """Not one of those before it, whose zeros were others."""
+    x = torch.tensor([1e-6, 1e-2, 1.0]).half()
+    with Trace({}, {}) as trace:
+        torch.log((x * 1e-2).square())
+    (birth,) = trace.births
+    assert [what.split()[0] for kind, what in birth.marks if kind == "underflow"] == ["pow"]
+
+
+def test_a_scale_of_torchs_scaler_is_not_called_a_cap():
+    net, batch = network(), images()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    step = torchs_loop(net, torch.optim.SGD(net.parameters(), 0.1), batch, scaler=scaler)
+    diagnosis = Doctor(Amp.named("fp16"), net).locate(step, batch)
+    assert diagnosis is not None and diagnosis.fixes[0].text.startswith("begin with a smaller loss scale")
+
+
+def test_a_range_says_all_only_of_all():
+    inf = torch.tensor(INF)
+    assert str(Range.of("x", inf)).endswith("[]: none of 1 is finite")
+    assert str(Range.of("x", torch.stack([inf, inf * 0 + 0]).nan_to_num(0, INF))).endswith(": 0, 1 not finite")
+    assert str(Range.of("x", torch.zeros(2))).endswith(": all 0")

@@ -1,0 +1,271 @@
+"""Fifty networks of timm and transformers through the core, bf16 and fp16, against loops written by hand.
+
+    pip install timm transformers
+    OMP_NUM_THREADS=1 python tests/campaign/conformance_on_models.py --out benchmarks/models.md
+
+Each trains 20 windows of two micro-batches with AdamW, clipping by norm, an EMA, `amp.guard` and, in fp16, a loss scale
+that begins too large. Asked for:
+
+- the textbook loop (autocast, `GradScaler`, `clip_grad_norm_`, an EMA by hand) skips the same steps and ends with the
+  same bits in weights and average;
+- the cache of weight casts changes no bit;
+- a skipped step leaves buffers as they were;
+- the loss differs from that in fp32, of the same weights and samples, by at most what rounding explains to first order.
+  Every weight, input and result a is rounded twice at most, when it is made and when it is cast, each time by up to
+  u |a| + eta, and that moves the loss by dL/da as much. Independent errors of mean zero then add up to more than
+  6.6 * sqrt(2 * sum((u |a| + eta)^2 (dL/da)^2)) once in 10^9 times (Hoeffding, with sqrt(2 ln(2 * 10^9)) = 6.6; Higham
+  and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019). u = 2^-8 (bf16) or 2^-11 (fp16), eta is
+  half the smallest number of the dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import math
+import platform
+import re
+import sys
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+from foreign_models import MORE, TIMM, TRANSFORMERS, Batch, Foreign  # noqa: E402
+
+from amp_core import Amp, Clip, Ema, windows  # noqa: E402
+
+WINDOWS, ACCUMULATION, SAMPLES, DECAY, MAX_NORM, LEARNING_RATE = 20, 2, 4, 0.9, 1.0, 1e-4
+INIT_SCALE, GROWTH_INTERVAL = 2.0**24, 4
+MODES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOOKED_AT = (0, WINDOWS // 2, WINDOWS - 1)
+"""Windows whose loss is compared with that in fp32."""
+
+
+@dataclass
+class Run:
+    """What a loop left behind."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    taken: list[bool] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    average: list[Tensor] = field(default_factory=list)
+    before: dict[int, nn.Module] = field(default_factory=dict)
+    """The network before a window."""
+    is_guarded: bool = True
+
+
+def built(model: Foreign) -> nn.Module:
+    """Without dropout, whose random numbers depend on the dtype."""
+    torch.manual_seed(0)
+    net = model.build()
+    for module in net.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
+                setattr(module, name, 0.0)
+    return net.train()
+
+
+def batches(model: Foreign) -> list[Batch]:
+    torch.manual_seed(1)
+    return [model.batch(SAMPLES) for _ in range(WINDOWS * ACCUMULATION)]
+
+
+def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), LEARNING_RATE)
+
+
+def finished(run: Run, net: nn.Module, average: Any) -> Run:
+    run.weights, run.average = ([p.detach().clone() for p in each] for each in (net.parameters(), average))
+    return run
+
+
+def ours(model: Foreign, mode: str, *, cache: bool) -> Run:
+    net, run = built(model), Run()
+    fields = {"init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL} if mode == "fp16" else {}
+    amp = Amp.named(mode, **fields)
+    amp.guard(net)
+    optimizer, ema = optimizer_of(net), Ema(net, DECAY, warmup=False)
+    for number, window in enumerate(windows(batches(model), ACCUMULATION)):
+        if cache and number in LOOKED_AT:
+            run.before[number] = copy.deepcopy(net)
+        buffers = [b.clone() for b in net.buffers()]
+        with amp.cache_weight_casts(net) if cache else contextlib.nullcontext():
+            for micro in window:
+                with amp.autocast():
+                    loss = model.loss(net, micro.batch)
+                amp.backward(loss, micro.weight)
+                run.losses.append(loss.detach().float())
+        report = amp.step(optimizer, clip=Clip.norm(MAX_NORM, folded=False))
+        ema.update(report)
+        amp.update()
+        amp.zero_grad(optimizer)
+        run.taken.append(bool(report.taken))
+        if not run.taken[-1]:
+            run.is_guarded &= all(map(torch.equal, buffers, net.buffers()))
+    return finished(run, net, ema.model.parameters())
+
+
+def textbook(model: Foreign, mode: str) -> Run:
+    """As the documentation of torch has it."""
+    net, run = built(model), Run()
+    scaler = torch.amp.GradScaler("cpu", enabled=mode == "fp16", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
+    optimizer, average = optimizer_of(net), [p.detach().clone() for p in net.parameters()]
+    for number, batch in enumerate(batches(model)):
+        with torch.autocast("cpu", MODES[mode]):
+            loss = model.loss(net, batch)
+        scaler.scale(loss / ACCUMULATION).backward()
+        run.losses.append(loss.detach().float())
+        if number % ACCUMULATION < ACCUMULATION - 1:
+            continue
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        run.taken.append(bool(norm.isfinite()))
+        if run.taken[-1]:
+            for mean, p in zip(average, net.parameters(), strict=True):
+                mean += (1 - torch.tensor(DECAY)) * (p.detach() - mean)
+    return finished(run, net, average)
+
+
+class Sensitivity(TorchFunctionMode):
+    """Sums ((u |a| + eta) dL/da)^2 of every result a, while a loss is computed in fp32 and differentiated."""
+
+    def __init__(self, dtype: torch.dtype, *, loss_in_fp32: bool) -> None:
+        super().__init__()
+        self.loss_in_fp32 = loss_in_fp32  # then single numbers, which nothing casts, are not rounded
+        info = torch.finfo(dtype)
+        self.u, self.eta, self.total = info.eps / 2, info.smallest_normal * info.eps / 2, 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.requires_grad.__set__ and args[0].requires_grad:  # wav2vec2 wants it of its input, as we do
+            return None
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            is_rounded = isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_floating_point()
+            if is_rounded and not (self.loss_in_fp32 and tensor.ndim == 0):
+                error = self.error_of(tensor)
+                tensor.register_hook(lambda gradient, error=error: self.add(error, gradient))
+        return result
+
+    def error_of(self, value: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return value.detach().abs() * self.u + self.eta
+
+    def add(self, error: Tensor, gradient: Tensor) -> None:
+        self.total += (error.double() * gradient).square().sum().item()
+
+
+def in_fp32(model: Foreign, net: nn.Module, batch: Batch, dtype: torch.dtype) -> tuple[float, float]:
+    """The loss in fp32, and by how much rounding to the dtype may move it."""
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        loss_in_fp32 = model.loss(copy.deepcopy(net), batch).dtype is torch.float32
+    seen = Sensitivity(dtype, loss_in_fp32=loss_in_fp32)
+    batch = {key: each.clone().requires_grad_() if each.is_floating_point() else each for key, each in batch.items()}
+    with seen:
+        loss = model.loss(net, batch)
+    loss.backward()
+    for leaf in (*net.parameters(), *batch.values()):
+        if leaf.grad is not None:
+            seen.add(seen.error_of(leaf), leaf.grad)
+    return loss.item(), math.sqrt(2 * math.log(2e9)) * math.sqrt(2 * seen.total)
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def examine(model: Foreign, mode: str) -> dict[str, Any]:
+    cached, plain, theirs = ours(model, mode, cache=True), ours(model, mode, cache=False), textbook(model, mode)
+    net, given = built(model), batches(model)
+    tied = sum(1 for _ in net.named_parameters(remove_duplicate=False)) > sum(1 for _ in net.parameters())
+    differences = []
+    for number, before in cached.before.items():
+        loss, bound = in_fp32(model, before, given[number * ACCUMULATION], MODES[mode])
+        differences.append((abs(cached.losses[number * ACCUMULATION].item() - loss), bound))
+    worst = max(differences, key=lambda each: each[0] / max(each[1], 1e-300))
+    return {
+        "weights": f"{sum(p.numel() for p in net.parameters()) / 1e6:.1f} M",
+        "skips": f"{cached.taken.count(False)}",
+        "same skips": cached.taken == plain.taken == theirs.taken,
+        "as textbook": all(
+            same(getattr(plain, name), getattr(theirs, name)) for name in ("losses", "weights", "average")
+        ),
+        "cache": (same(cached.losses, plain.losses) and same(cached.weights, plain.weights)) or (tied and "tied"),
+        "guard": cached.is_guarded and plain.is_guarded,
+        "loss": f"{cached.losses[0].item():.3f}, {cached.losses[-1].item():.3f}",
+        "from fp32": f"{worst[0]:.2g} of {worst[1]:.2g}",
+        "bounded": all(difference <= bound for difference, bound in differences),
+    }
+
+
+COLUMNS = ["weights", "skips", "same skips", "as textbook", "cache", "guard", "loss", "from fp32", "bounded"]
+
+
+ASKED = ["same skips", "as textbook", "cache", "guard", "bounded"]
+
+
+def shown(value: Any) -> str:
+    return {True: "yes", False: "**no**"}.get(value, value) if isinstance(value, bool | str) else str(value)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--only", default="", help="networks whose name contains this")
+    options.add_argument("--out", type=Path, help="writes the table here")
+    given = options.parse_args()
+    warnings.simplefilter("ignore")  # of these packages
+    rows = []
+    for model in (*TIMM, *TRANSFORMERS, *MORE):
+        for mode in MODES if given.only in model.name else ():
+            begun = time.process_time()
+            try:
+                row = examine(model, mode)
+            except (RuntimeError, TypeError, ValueError) as error:
+                row = dict.fromkeys(COLUMNS, "") | {"from fp32": f"{type(error).__name__}: {str(error)[:80]}"}
+            rows.append((model.name, mode, row))
+            print(model.name, mode, row, f"{time.process_time() - begun:.1f} s", flush=True)
+            if given.out:
+                given.out.write_text(table(rows))
+
+
+def table(rows: list[tuple[str, str, dict[str, Any]]]) -> str:
+    import timm as of_timm  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+
+    cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
+    right = sum(all(row[name] in (True, "tied") for name in ASKED) for *_, row in rows)
+    lines = [f"| {' | '.join([name, mode, *(shown(row[c]) for c in COLUMNS)])} |" for name, mode, row in rows]
+    return "\n".join(
+        [
+            "# Models of timm and transformers through the core",
+            "",
+            f"{right} of {len(rows)} rows hold in every column.",
+            "",
+            f"`python tests/campaign/conformance_on_models.py`, {time.strftime('%Y-%m-%d', time.gmtime())}: torch "
+            f"{torch.__version__}, timm {of_timm.__version__}, transformers {transformers.__version__}, python "
+            f"{platform.python_version()}, {cpu}, {torch.get_num_threads()} thread(s). Its first lines say what the "
+            "columns ask for.",
+            "",
+            f"| network | mode | {' | '.join(COLUMNS)} |",
+            "| --- | --- |" + " --- |" * len(COLUMNS),
+            *lines,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
