@@ -1,0 +1,606 @@
+"""The checks: what a trainer must do, and what it means for a user if it does not.
+
+Most networks are a weight times small integers, with power-of-two batch sizes and scales: right answers are exact in
+fp16, bf16 and fp32 on any processor, and are computed in float64 beside the trainer.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_conformance.networks import (
+    Bag,
+    Line,
+    Normed,
+    Recorder,
+    Two,
+    filled,
+    halving,
+    mean,
+    mean_loss,
+    numbers,
+    one_for_each,
+    sgd,
+    with_momentum,
+)
+from amp_conformance.task import Batch, NotOffered, Task, Trainer, View, same
+
+SCALE = 1024.0
+"""The first loss scale: 7 times 1024 fits into fp16."""
+
+
+class Failed(Exception):
+    """A trainer did it wrong. The message has the number seen and the right one."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check.
+
+    Attributes:
+        name: for the table and the command line.
+        group: "windows", "skipped steps", "loss scale", "checkpoints" or "processes".
+        wrong: what goes wrong for a user of a trainer that fails.
+        trap: its numbers in the list of behaviours.
+        bound: how near the right answer is asked for, and why.
+        ranks: processes.
+        run: raises `Failed`, or `NotOffered`.
+    """
+
+    name: str
+    group: str
+    wrong: str
+    trap: str
+    bound: str
+    ranks: int
+    run: Callable[[Trainer, random.Random], None]
+
+
+CHECKS: dict[str, Check] = {}
+EXACT = "exact: small integers, powers of two"
+
+
+def check(group: str, wrong: str, trap: str, bound: str = EXACT, ranks: int = 1) -> Callable[..., None]:
+    """Register a function as a check; underscores in its name become spaces."""
+
+    def register(function: Callable[[Trainer, random.Random], None]) -> None:
+        name = function.__name__.replace("_", " ")
+        CHECKS[name] = Check(name, group, wrong, trap, bound, ranks, function)
+
+    return register
+
+
+@dataclass
+class Seen:
+    """What is kept of a `View`."""
+
+    state: dict[str, Tensor]
+    momentum: list[Tensor]
+    rates: list[float]
+    scale: float | None
+    ema: dict[str, Tensor] | None
+
+    @property
+    def weight(self) -> float:
+        """The first number of the first weight."""
+        return float(next(iter(self.state.values())).flatten()[0])
+
+
+def see(view: View) -> Seen:
+    """Copies of what a check compares."""
+    found = [state.get("momentum_buffer") for optimizer in view.optimizers for state in optimizer.state.values()]
+    momentum = [tensor.detach().clone() for tensor in found if isinstance(tensor, Tensor)]
+    ema = None if view.ema is None else {key: value.clone() for key, value in view.ema.state_dict().items()}
+    return Seen(view.state(), momentum, view.rates, view.scale, ema)
+
+
+def follow(trainer: Trainer, task: Task) -> list[Seen]:
+    """Run a task; what is seen after each epoch."""
+    seen: list[Seen] = []
+    trainer.run(task, lambda view: seen.append(see(view)))
+    expected = len(task.epochs) - task.done
+    if len(seen) != expected:
+        raise Failed(f"{len(seen)} epochs were made, expected {expected}")
+    return seen
+
+
+def line(*epochs: Sequence[Batch], **settings: object) -> Task:
+    """A task of one weight, SGD with lr=1 and a loss scale of 1024."""
+    return Task(Line, mean_loss, sgd, epochs, init_scale=SCALE).but(**settings)
+
+
+def expect(what: str, seen: float, right: float, bound: float = 0.0) -> None:
+    """Raise `Failed` unless a number is right."""
+    if not abs(seen - right) <= bound:  # also for NaN
+        raise Failed(f"{what} is {seen:.10g}, expected {right:.10g}")
+
+
+def scale_of(seen: Seen) -> float:
+    """The loss scale."""
+    if seen.scale is None:
+        raise NotOffered("does not tell its loss scale")
+    return seen.scale
+
+
+BAD = math.inf
+"""An input that makes gradients infinite or NaN in every mode."""
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+@check("windows", "Accumulation changes the gradient by a factor: another learning rate.", "40")
+def accumulation_equals_a_larger_batch(trainer: Trainer, draw: random.Random) -> None:
+    epoch = [numbers(draw) for _ in range(4)]
+    (seen,) = follow(trainer, line(epoch, accumulation=4))
+    expect("the weight", seen.weight, -mean(*epoch))
+
+
+@check("windows", "The last window of an epoch counts too little, or leaks into the next epoch.", "5.1")
+def the_last_window_of_an_epoch_is_shorter(trainer: Trainer, draw: random.Random) -> None:
+    epochs = [[numbers(draw) for _ in range(6)] for _ in range(2)]
+    seen = follow(trainer, line(*epochs, accumulation=4))
+    right = 0.0
+    for number, (epoch, each) in enumerate(zip(epochs, seen, strict=True), 1):
+        right -= mean(*epoch[:4]) + mean(*epoch[4:])
+        expect(f"the weight after epoch {number}", each.weight, right)
+
+
+@check("windows", "Short texts or small batches count as much as long ones: a mean of means.", "5.9")
+def micro_batches_of_unequal_size(trainer: Trainer, draw: random.Random) -> None:
+    epoch = [numbers(draw, size=1), numbers(draw, size=3)]
+    (seen,) = follow(trainer, line(epoch, accumulation=2, weighted=True))
+    expect("the weight", seen.weight, -mean(*epoch), bound=7 * 4 * 2.0**-24)
+
+
+@check("windows", "The learning rate decays as many times too fast as there are micro-batches.", "5.2")
+def the_schedule_counts_windows(trainer: Trainer, draw: random.Random) -> None:
+    epoch = [numbers(draw) for _ in range(4)]
+    (seen,) = follow(trainer, line(epoch, accumulation=2, schedule=halving))
+    expect("the learning rate after 2 windows", seen.rates[0], 0.25)
+
+
+@check("windows", "The average forgets as many times too fast as there are micro-batches.", "5.11")
+def the_average_counts_windows(trainer: Trainer, draw: random.Random) -> None:
+    epoch = [numbers(draw) for _ in range(4)]
+    (seen,) = follow(trainer, line(epoch, accumulation=2, ema=0.5))
+    assert seen.ema is not None
+    first = -mean(*epoch[:2])
+    second = first - mean(*epoch[2:])
+    average = 0.5 * (0.5 * 0.0 + 0.5 * first) + 0.5 * second
+    # torch's AveragedModel copies the weights at its first update.
+    others = [0.5 * first + 0.5 * second]
+    got = float(next(iter(seen.ema.values())).flatten()[0])
+    if got not in others:
+        expect("the average after 2 windows", got, average)
+
+
+def _clip(trainer: Trainer, draw: random.Random, mode: str) -> None:
+    batch = numbers(draw, size=4)
+    norm, largest = mean(batch), 0.5
+    (seen,) = follow(trainer, line([batch], mode=mode, clip=largest))
+    # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; three roundings in fp32.
+    expect("the clipped update", -seen.weight, largest, bound=largest * (1e-6 / norm + 4 * 2.0**-24))
+
+
+CLIPPED = "relative 1e-6 / norm (what torch adds to the norm) and 4 roundings of fp32"
+
+
+@check("windows", "Clipping sees gradients times the loss scale: every update becomes far too small.", "5.3", CLIPPED)
+def gradients_are_unscaled_before_they_are_clipped(trainer: Trainer, draw: random.Random) -> None:
+    _clip(trainer, draw, "fp16")
+
+
+@check("windows", "Modes are not comparable: one clips, another does not.", "39", CLIPPED)
+def fp32_is_clipped_as_well(trainer: Trainer, draw: random.Random) -> None:
+    _clip(trainer, draw, "fp32")
+
+
+@check("windows", "Parts of a window are clipped instead of its gradient: another direction.", "35")
+def a_whole_window_is_clipped(trainer: Trainer, draw: random.Random) -> None:
+    large, largest = float(draw.randint(4, 7)), 2.0
+    epoch = [filled(large), filled(2.0 - large)]
+    (seen,) = follow(trainer, line(epoch, accumulation=2, clip=largest, mode="fp16"))
+    expect("the update, whose norm is below the largest", -seen.weight, 1.0)
+
+
+@check("windows", "A window of zero gradients turns the weights into NaN when it is clipped.", "5.17")
+def zero_gradients(trainer: Trainer, draw: random.Random) -> None:
+    good = numbers(draw)
+    seen = follow(trainer, line([filled(0.0)], [good], mode="fp16", clip=1e6))
+    expect("the weight after zero gradients", seen[0].weight, 0.0)
+    expect("the weight after the next window", seen[1].weight, -mean(good))
+
+
+@check("windows", "Embeddings with sparse gradients cannot be trained in fp16, or are not unscaled.", "18")
+def sparse_gradients(trainer: Trainer, draw: random.Random) -> None:
+    batch = filled(float(draw.randint(0, 7)), size=4)
+    task = Task(Bag, mean_loss, sgd, [[batch]], mode="fp16", init_scale=SCALE)
+    (seen,) = follow(trainer, task)
+    right = torch.zeros(8, 1)
+    right[int(batch[0][0, 0])] = -1.0
+    if not torch.equal(seen.state["table.weight"], right):
+        raise Failed(f"the table moved by {seen.state['table.weight'].flatten().tolist()}, expected -1 in one row")
+
+
+@check("windows", "The backward pass casts what it must not: other gradients than the forward pass asks for.", "10")
+def autocast_is_off_in_the_backward_pass(trainer: Trainer, draw: random.Random) -> None:
+    nets: list[Recorder] = []
+
+    def net() -> Recorder:
+        nets.append(Recorder())
+        return nets[-1]
+
+    follow(trainer, Task(net, mean_loss, sgd, [[numbers(draw)]], mode="bf16"))
+    looks = [look for each in nets for look in each.in_backward]
+    if not looks or any(looks):
+        raise Failed(f"autocast was on in {sum(looks)} of {len(looks)} backward passes, expected none")
+
+
+@check("windows", "Evaluation takes the memory and the time of fp32, and measures another network.", "8")
+def evaluation_runs_under_the_same_autocast(trainer: Trainer, draw: random.Random) -> None:
+    nets: list[Recorder] = []
+
+    def net() -> Recorder:
+        nets.append(Recorder())
+        return nets[-1]
+
+    def after(view: View) -> None:
+        if view.evaluate is None:
+            raise NotOffered("does not evaluate")
+        view.evaluate(numbers(draw)[0])
+
+    trainer.run(Task(net, mean_loss, sgd, [[numbers(draw)]], mode="bf16"), after)
+    training, evaluation = (set().union(*(each.dtypes[is_training] for each in nets)) for is_training in (True, False))
+    if training != {torch.bfloat16} or evaluation != training:
+        raise Failed(f"training computes in {training or 'nothing'}, evaluation in {evaluation or 'nothing'}")
+
+
+@check("windows", "The device waits for the host in every micro-batch: slow, also in other people's profiles.", "5.33")
+def at_most_one_wait_per_window(trainer: Trainer, draw: random.Random) -> None:
+    def waits(num_windows: int) -> int:
+        epoch = [numbers(draw) for _ in range(4 * num_windows)]
+        with _Reads() as reads:
+            trainer.run(line(epoch, mode="fp16", accumulation=4, clip=100.0), lambda view: None)
+        return reads.count
+
+    per_window = (waits(6) - waits(2)) / 4
+    if per_window > 1:
+        raise Failed(f"{per_window:g} numbers are read back per window of 4 micro-batches, expected at most 1")
+
+
+class _Reads(TorchDispatchMode):
+    """Counts numbers that the host reads from tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:  # type: ignore[override, type-arg]
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))  # type: ignore[operator]
+
+
+@check("windows", "An average, or any copy of the trained network, computes with the weights of the original.", "5.34")
+def a_copy_of_the_network_uses_its_own_weights(trainer: Trainer, draw: random.Random) -> None:
+    outputs: list[float] = []
+
+    def after(view: View) -> None:
+        twin = copy.deepcopy(view.net).eval()
+        with torch.no_grad():
+            for param in twin.parameters():
+                param.zero_()
+            outputs.append(float(twin(filled(1.0)[0]).float().sum()))
+
+    trainer.run(line([numbers(draw)], mode="bf16"), after)
+    expect("the output of a copy whose weights are 0", outputs[0], 0.0)
+
+
+# --- skipped steps ----------------------------------------------------------------------------------------------------
+
+
+@check("skipped steps", "One overflow ruins weights or momentum, or the run after it is another one.", "23")
+def a_skipped_step_leaves_weights_and_momentum(trainer: Trainer, draw: random.Random) -> None:
+    first, last = numbers(draw), numbers(draw)
+    task = line([first], [filled(BAD)], [last], mode="fp16").but(optimizers=with_momentum)
+    seen = follow(trainer, task)
+    right = follow(trainer, task.but(epochs=[[first], [last]]))
+    expect("the weight after a skipped step", seen[1].weight, seen[0].weight)
+    for before, after in zip(seen[0].momentum, seen[1].momentum, strict=True):
+        expect("the momentum after a skipped step", float(after.flatten()[0]), float(before.flatten()[0]))
+    expect("the weight after the next step", seen[2].weight, right[1].weight)
+
+
+@check("skipped steps", "Half of a bad window is trained on, or leaks into the next.", "41")
+def a_bad_micro_batch_skips_its_whole_window(trainer: Trainer, draw: random.Random) -> None:
+    good = [numbers(draw) for _ in range(2)]
+    for bad in ([filled(BAD), numbers(draw)], [numbers(draw), filled(BAD)]):
+        seen = follow(trainer, line(bad, good, mode="fp16", accumulation=2))
+        expect("the weight after a window with one bad micro-batch", seen[0].weight, 0.0)
+        expect("the weight after the next window", seen[1].weight, -mean(*good))
+
+
+@check("skipped steps", "The learning rate decays although nothing was learned; warm-ups end too early.", "5.2")
+def the_schedule_ignores_skipped_steps(trainer: Trainer, draw: random.Random) -> None:
+    bad = set(draw.sample(range(5), 2))
+    epoch = [filled(BAD) if i in bad else numbers(draw) for i in range(5)]
+    (seen,) = follow(trainer, line(epoch, mode="fp16", schedule=halving))
+    expect("the learning rate after 5 windows, 2 of them skipped", seen.rates[0], 0.5**3)
+
+
+@check(
+    "skipped steps", "The average moves on although the weights did not, towards weights that were seen before.", "5.11"
+)
+def the_average_ignores_skipped_steps(trainer: Trainer, draw: random.Random) -> None:
+    seen = follow(trainer, line([numbers(draw), numbers(draw)], [filled(BAD)], mode="fp16", ema=0.5))
+    assert seen[0].ema is not None and seen[1].ema is not None
+    before, after = (float(next(iter(each.values())).flatten()[0]) for each in (seen[0].ema, seen[1].ema))
+    expect("the average after a skipped step", after, before)
+
+
+@check("skipped steps", "One overflow leaves inf in running statistics: training looks well, evaluation is NaN.", "5.8")
+def running_statistics_survive_a_skipped_step(trainer: Trainer, draw: random.Random) -> None:
+    task = Task(Normed, mean_loss, sgd, [[numbers(draw, size=4)], [filled(6e4, size=4)]], mode="fp16", init_scale=SCALE)
+    seen = follow(trainer, task)
+    for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
+        expect(f"{name} after an overflow", float(seen[1].state[name]), float(seen[0].state[name]))
+
+
+def _stays_finite(trainer: Trainer, draw: random.Random, mode: str, clip: float | None) -> None:
+    first, last = numbers(draw), numbers(draw)
+    seen = follow(trainer, line([first], [filled(math.nan)], [last], mode=mode, clip=clip))
+    expect("the weight after a NaN", seen[1].weight, seen[0].weight)
+    expect("the weight after the next window", seen[2].weight, -mean(first) - mean(last))
+
+
+@check("skipped steps", "One bad sample in fp32 ends the run.", "5.13")
+def a_nan_in_fp32_reaches_no_weight(trainer: Trainer, draw: random.Random) -> None:
+    _stays_finite(trainer, draw, "fp32", None)
+
+
+@check("skipped steps", "One bad sample in bf16, where no loss scaler looks, ends the run.", "5.13")
+def a_nan_in_bf16_reaches_no_weight(trainer: Trainer, draw: random.Random) -> None:
+    _stays_finite(trainer, draw, "bf16", None)
+
+
+@check("skipped steps", "Clipping divides by a norm that is NaN, and spreads it over all weights.", "5.18")
+def a_nan_that_is_clipped_reaches_no_weight(trainer: Trainer, draw: random.Random) -> None:
+    _stays_finite(trainer, draw, "bf16", 100.0)
+
+
+# --- loss scale -------------------------------------------------------------------------------------------------------
+
+
+@check("loss scale", "The scale stays where gradients overflow: no step is ever taken.", "24")
+def an_overflow_halves_the_scale_once(trainer: Trainer, draw: random.Random) -> None:
+    seen = follow(trainer, line([numbers(draw)], [filled(BAD), numbers(draw)], mode="fp16", accumulation=2))
+    expect("the loss scale before", scale_of(seen[0]), SCALE)
+    expect("the loss scale after an overflow", scale_of(seen[1]), SCALE / 2)
+
+
+@check("loss scale", "The scale grows too early and overflows again and again, or never grows.", "24")
+def the_scale_grows_after_clean_windows_in_a_row(trainer: Trainer, draw: random.Random) -> None:
+    good, bad = [numbers(draw)], [filled(BAD)]
+    seen = follow(trainer, line(good * 2, bad, good * 2, good, mode="fp16", growth_interval=3))
+    for epoch, right in enumerate((SCALE, SCALE / 2, SCALE / 2, SCALE)):
+        expect(f"the loss scale after epoch {epoch + 1}", scale_of(seen[epoch]), right)
+
+
+@check("loss scale", "Without a bound the scale grows to infinity where gradients are small.", "5.20")
+def the_scale_has_a_largest_value(trainer: Trainer, draw: random.Random) -> None:
+    epoch = [filled(2.0**-12) for _ in range(6)]
+    (seen,) = follow(trainer, line(epoch, mode="fp16", growth_interval=1, max_scale=4 * SCALE))
+    expect("the loss scale after 6 clean windows", scale_of(seen), 4 * SCALE)
+
+
+@check("loss scale", "The scale reaches 0 in silence; nothing is learned from then on, and nobody is told.", "5.19")
+def the_scale_has_a_smallest_value_or_an_error(trainer: Trainer, draw: random.Random) -> None:
+    try:
+        (seen,) = follow(trainer, line([filled(BAD) for _ in range(24)], mode="fp16"))
+    except NotOffered:
+        raise
+    except Exception:
+        return  # said aloud
+    if not scale_of(seen) >= 1:
+        raise Failed(f"after 24 overflows the loss scale is {scale_of(seen):.3g} and nothing was raised")
+
+
+def _two(epochs: Sequence[Sequence[Batch]], **settings: object) -> Task:
+    return Task(Two, mean_loss, one_for_each, epochs, mode="fp16", init_scale=SCALE).but(**settings)
+
+
+@check("loss scale", "An overflow in one network changes the scale before the other is unscaled: a wrong step.", "5.5")
+def one_scale_for_several_optimizers(trainer: Trainer, draw: random.Random) -> None:
+    for column in (0, 1):
+        x, y = numbers(draw, width=2)
+        right = -float(x[:, 1 - column].double().mean())
+        x[:, column] = BAD
+        # A loss of its own for each network: infinity in one would reach the other through a sum.
+        (seen,) = follow(trainer, _two([[(x, y)]]).but(loss=_apart))
+        names = ("a.weight", "b.weight")
+        expect(f"{names[column]} after its overflow", float(seen.state[names[column]]), 0.0)
+        other = float(seen.state[names[1 - column]])
+        if other not in (0.0, right):  # skipped together, or each by itself
+            raise Failed(f"{names[1 - column]}, whose gradients are finite, is {other:.6g}, expected {right:.6g} or 0")
+        expect("the loss scale", scale_of(seen), SCALE / 2)
+
+
+def _apart(net: nn.Module, batch: Batch) -> Tensor:
+    x = batch[0]
+    return net(x).float().nan_to_num(posinf=0.0).mean() if not x.isfinite().all() else mean_loss(net, batch)
+
+
+@check("loss scale", "With two optimizers the scale grows twice as fast as it was told to.", "5.5")
+def several_optimizers_grow_the_scale_once(trainer: Trainer, draw: random.Random) -> None:
+    epochs = [[numbers(draw, width=2)] for _ in range(2)]
+    seen = follow(trainer, _two(epochs, growth_interval=2))
+    expect("the loss scale after 1 clean window", scale_of(seen[0]), SCALE)
+    expect("the loss scale after 2 clean windows", scale_of(seen[1]), 2 * SCALE)
+
+
+@check("loss scale", "Clipping one network unscales the other twice, or not at all.", "5.15")
+def several_optimizers_are_clipped(trainer: Trainer, draw: random.Random) -> None:
+    batch = numbers(draw, width=2)
+    (seen,) = follow(trainer, _two([[batch]], clip=100.0))
+    for column, name in enumerate(("a.weight", "b.weight")):
+        expect(name, float(seen.state[name]), -float(batch[0][:, column].double().mean()))
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def _resumed(trainer: Trainer, task: Task, done: int, **changes: object) -> tuple[list[Seen], list[Seen]]:
+    """What the uninterrupted run and one that is resumed after some epochs show for the rest."""
+    seen: list[Seen] = []
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder, "saved")
+
+        def after(view: View) -> None:
+            seen.append(see(view))
+            if len(seen) == done:
+                if view.save is None:
+                    raise NotOffered("does not save")
+                view.save(saved)
+
+        trainer.run(task, after)
+        return seen[done:], follow(trainer, task.but(load=saved, done=done, **changes))
+
+
+@check("checkpoints", "A run that was preempted ends with another network than one that was not.", "62")
+def a_resumed_run_equals_one_without_a_stop(trainer: Trainer, draw: random.Random) -> None:
+    epochs = [[numbers(draw), numbers(draw)] for _ in range(4)]
+    task = line(*epochs, mode="fp16", schedule=halving).but(optimizers=with_momentum)
+    for right, seen in zip(*_resumed(trainer, task, 2), strict=True):
+        if not same(right.state, seen.state):
+            expect("the weight after resuming", seen.weight, right.weight)
+        expect("the learning rate after resuming", seen.rates[0], right.rates[0])
+
+
+@check("checkpoints", "Each resumed job begins with skipped steps until the loss scale is found again.", "62")
+def the_loss_scale_is_saved(trainer: Trainer, draw: random.Random) -> None:
+    good, bad = [numbers(draw)], [filled(BAD)]
+    task = line(bad * 2, good * 2, good, mode="fp16", growth_interval=3)
+    _, seen = _resumed(trainer, task, 2)
+    expect("the loss scale, a clean window after resuming", scale_of(seen[0]), SCALE / 2)
+
+
+@check("checkpoints", "The average begins anew with each job.", "62")
+def the_average_is_saved(trainer: Trainer, draw: random.Random) -> None:
+    epochs = [[numbers(draw), numbers(draw)] for _ in range(3)]
+    for right, seen in zip(*_resumed(trainer, line(*epochs, mode="fp16", ema=0.5), 2), strict=True):
+        assert right.ema is not None and seen.ema is not None
+        if not same(right.ema, seen.ema):
+            raise Failed("the average differs from that of the run without a stop")
+
+
+@check("checkpoints", "A checkpoint cannot be loaded in another mode.", "63, 64, 5.40")
+def the_mode_may_change_between_save_and_load(trainer: Trainer, draw: random.Random) -> None:
+    epochs = [[numbers(draw)] for _ in range(2)]
+    right = -sum(mean(*epoch) for epoch in epochs)
+    for before, after in (("fp16", "fp32"), ("fp32", "fp16"), ("fp16", "bf16"), ("bf16", "fp16")):
+        try:
+            _, seen = _resumed(trainer, line(*epochs, mode=before), 1, mode=after)
+        except NotOffered:
+            raise
+        except Exception as error:
+            raise Failed(f"saved in {before}, loaded in {after}: {type(error).__name__}: {error}") from error
+        expect(f"the weight, saved in {before} and loaded in {after}", seen[0].weight, right)
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def _on_all(value: float | None) -> list[float]:
+    found: list[float | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return [math.nan if each is None else each for each in found]
+
+
+def _gathered(trainer: Trainer, task: Task) -> list[dict[str, list[float]]]:
+    """Of each epoch the weight and the loss scale on all ranks."""
+    seen: list[dict[str, list[float]]] = []
+
+    def after(view: View) -> None:
+        weight = {name: value for name, value in view.state().items() if "own" not in name}
+        numbers = {"weight": float(next(iter(weight.values())).flatten()[0]), "loss scale": view.scale}
+        seen.append({name: _on_all(value) for name, value in numbers.items()})
+
+    trainer.run(task, after)
+    return seen
+
+
+def _mine(batches: Sequence[Batch]) -> Batch:
+    return batches[dist_rank()]
+
+
+def dist_rank() -> int:
+    """The rank of this process, also before there is a group."""
+    import os
+
+    return int(os.environ.get("RANK", "0"))
+
+
+def _expect_on_ranks(what: str, seen: list[float], right: float, bound: float = 0.0) -> None:
+    for rank, each in enumerate(seen):
+        expect(f"{what} on rank {rank}", each, right, bound)
+
+
+@check("processes", "Several processes train with other gradients than one with the whole batch.", "58", ranks=2)
+def processes_equal_a_larger_batch(trainer: Trainer, draw: random.Random) -> None:
+    batches = [[numbers(draw) for _ in range(2)] for _ in range(6)]
+    seen = _gathered(trainer, line([_mine(each) for each in batches], mode="fp16", accumulation=4, ranks=2))
+    flat = [[batch for pair in some for batch in pair] for some in (batches[:4], batches[4:])]
+    _expect_on_ranks("the weight", seen[0]["weight"], -mean(*flat[0]) - mean(*flat[1]))
+
+
+@check("processes", "An overflow on one process makes them part for good.", "5.6", ranks=2)
+def processes_skip_together(trainer: Trainer, draw: random.Random) -> None:
+    bad = draw.randrange(2)
+    good = [numbers(draw) for _ in range(2)]
+    first = filled(BAD) if dist_rank() == bad else numbers(draw)
+    seen = _gathered(trainer, line([first], [_mine(good)], mode="fp16", ranks=2))
+    _expect_on_ranks("the weight after an overflow on one process", seen[0]["weight"], 0.0)
+    _expect_on_ranks("the weight after the next window", seen[1]["weight"], -mean(*good))
+
+
+class _WithOwn(nn.Module):
+    """A shared line, and a weight that each process has for itself, such as a shard of a large last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.own = Line(), Line()
+        self._ddp_params_and_buffers_to_ignore = ["own.weight"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared(x[:, :1]) + self.own(x[:, 1:])
+
+
+@check(
+    "processes", "An overflow in a weight of one process makes loss scales differ: shared weights part.", "5.6", ranks=2
+)
+def processes_agree_when_only_one_overflows(trainer: Trainer, draw: random.Random) -> None:
+    (x, y), good = numbers(draw, width=2), numbers(draw, width=2)
+    if dist_rank() == 0:
+        x[:, 1] = BAD
+    task = Task(_WithOwn, _apart, sgd, [[(x, y)], [good]], mode="fp16", init_scale=SCALE, ranks=2)
+    for seen in _gathered(trainer, task):
+        for what, numbers_seen in seen.items():
+            if len(set(numbers_seen)) > 1 and not all(map(math.isnan, numbers_seen)):
+                raise Failed(f"the {what} is {numbers_seen[0]:.6g} on rank 0 and {numbers_seen[1]:.6g} on rank 1")
+
+
+@check("processes", "A process with few samples or tokens counts as much as one with many.", "5.9", ranks=2)
+def processes_with_unequal_counts(trainer: Trainer, draw: random.Random) -> None:
+    batches = [numbers(draw, size=1), numbers(draw, size=3)]
+    seen = _gathered(trainer, line([_mine(batches)], weighted=True, ranks=2))
+    _expect_on_ranks("the weight", seen[0]["weight"], -mean(*batches), bound=7 * 4 * 2.0**-24)

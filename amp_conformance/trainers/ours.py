@@ -1,0 +1,74 @@
+"""This project's parts in a plain loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_conformance.task import Task, View
+from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, sync_grads, windows
+
+
+class Ours:
+    """`amp_core` in the loop of its README."""
+
+    name = "amp_core"
+    package: str | None = "amp-recipes"
+    configuration = "Amp, Clip, Schedule, Ema and Checkpoint, amp.guard(net), in the plain loop of the README"
+    documentation = "README.md"
+
+    def run(self, task: Task, after: Callable[[View], None]) -> None:
+        """See `task.Trainer`."""
+        if task.ranks > 1 and not dist.is_initialized():
+            dist.init_process_group("gloo")
+        policy = {"init_scale": task.init_scale, "growth_interval": task.growth_interval}
+        if task.max_scale is not None:
+            policy["max_scale"] = task.max_scale
+        amp = Amp.named(task.mode, **(policy if task.mode == "fp16" else {}))
+        net = task.net()
+        amp.guard(net)
+        model: nn.Module = DistributedDataParallel(net) if task.ranks > 1 else net
+        optimizers = list(task.optimizers(net))
+        make = task.schedule
+        schedules = [Schedule(each, lambda o, _: make(o), 100) for each in optimizers] if make else []  # type: ignore[misc]
+        ema = None if task.ema is None else Ema(net, task.ema, warmup=False)
+        parts = {"model": net, "scaler": amp, "ema": ema}
+        parts |= {f"optimizer{i}": each for i, each in enumerate(optimizers)}
+        parts |= {f"schedule{i}": each for i, each in enumerate(schedules)}
+        count = None if task.weighted else lambda batch: 1
+        if task.load is not None:
+            Checkpoint(task.load, **parts).load()  # type: ignore[arg-type]
+
+        def evaluate(inputs: torch.Tensor) -> torch.Tensor:
+            net.eval()
+            with torch.no_grad(), amp.autocast():
+                output = net(inputs)
+            net.train()
+            return output
+
+        def save(folder: Path) -> None:
+            Checkpoint(folder, **parts).save(1)  # type: ignore[arg-type]
+
+        for epoch in range(task.done, len(task.epochs)):
+            batches = task.epochs[epoch]
+            for window in windows(batches, task.accumulation, count=count, world_size=task.ranks):
+                with amp.cache_weight_casts(net) if len(window) > 1 else contextlib.nullcontext():
+                    for micro in window:
+                        with sync_grads(model, when=micro.is_last), amp.autocast():
+                            loss = task.loss(model, micro.batch)
+                        amp.backward(loss, micro.weight)
+                report = amp.step(optimizers, clip=None if task.clip is None else Clip.norm(task.clip))
+                amp.update()
+                amp.zero_grad(*optimizers)
+                for schedule in schedules:
+                    schedule.advance(report)
+                if ema is not None:
+                    ema.update(report)
+            scale = amp.scale if task.mode == "fp16" else None
+            after(View(net, optimizers, scale, None if ema is None else ema.model, evaluate, save))

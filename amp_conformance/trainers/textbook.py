@@ -1,0 +1,93 @@
+"""The loop of tutorials: autocast, `GradScaler`, and what people add around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from amp_conformance.task import Task, View
+
+
+class Textbook:
+    """torch's own parts, used as its documentation shows."""
+
+    name = "textbook"
+    package: str | None = None
+    configuration = (
+        "torch.amp.GradScaler, clip_grad_norm_ after unscale_, AveragedModel, a scheduler stepped with each window"
+    )
+    documentation = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
+
+    def run(self, task: Task, after: Callable[[View], None]) -> None:
+        """See `task.Trainer`."""
+        task.require(self.name, max_scale=False, weighted=False)
+        if task.ranks > 1 and not dist.is_initialized():
+            dist.init_process_group("gloo")
+        net = task.net()
+        model: nn.Module = DistributedDataParallel(net) if task.ranks > 1 else net
+        optimizers = task.optimizers(net)
+        schedules = [task.schedule(optimizer) for optimizer in optimizers] if task.schedule else []
+        ema = None if task.ema is None else AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(task.ema))
+        scaler = torch.amp.GradScaler(  # type: ignore[attr-defined]
+            "cpu", task.init_scale, growth_interval=task.growth_interval, enabled=task.mode == "fp16"
+        )
+        parts = {"net": net, "scaler": scaler}
+        parts |= {f"optimizer{i}": each for i, each in enumerate(optimizers)}
+        parts |= {f"schedule{i}": each for i, each in enumerate(schedules)}
+        parts |= {} if ema is None else {"ema": ema}
+        if task.load is not None:
+            state = torch.load(task.load / "state.pt", weights_only=True)
+            for name, part in parts.items():
+                part.load_state_dict(state[name])
+
+        def autocast() -> torch.autocast:
+            is_on = task.dtype is not torch.float32
+            return torch.autocast("cpu", dtype=task.dtype if is_on else None, enabled=is_on)
+
+        def evaluate(inputs: torch.Tensor) -> torch.Tensor:
+            net.eval()
+            with torch.no_grad(), autocast():
+                output = net(inputs)
+            net.train()
+            return output
+
+        def save(folder: Path) -> None:
+            folder.mkdir()
+            torch.save({name: part.state_dict() for name, part in parts.items()}, folder / "state.pt")
+
+        for epoch in range(task.done, len(task.epochs)):
+            for i, batch in enumerate(task.epochs[epoch], 1):
+                with autocast():
+                    loss = task.loss(model, batch) / task.accumulation
+                scaler.scale(loss).backward()
+                if i % task.accumulation:
+                    continue
+                for optimizer in optimizers:
+                    if task.clip is not None:
+                        scaler.unscale_(optimizer)
+                        params = [param for group in optimizer.param_groups for param in group["params"]]
+                        nn.utils.clip_grad_norm_(params, task.clip)
+                    scaler.step(optimizer)
+                scaler.update()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                for schedule in schedules:
+                    schedule.step()
+                if ema is not None:
+                    ema.update_parameters(net)
+            after(
+                View(
+                    net,
+                    optimizers,
+                    scaler.get_scale() if task.mode == "fp16" else None,
+                    None if ema is None else ema.module,
+                    evaluate,
+                    save,
+                )
+            )
