@@ -91,7 +91,8 @@ class ClipsInFp16Only(ByHand):
 class ClipsEachMicroBatch(ByHand):
     def backward(self, batch: Batch, weight: float, *, is_last: bool) -> None:
         if self.task.ranks > 1:  # gradients live in the buckets of DistributedDataParallel
-            return super().backward(batch, weight, is_last=is_last)
+            super().backward(batch, weight, is_last=is_last)
+            return
         params = list(self.net.parameters())
         before = [None if p.grad is None else p.grad.clone() for p in params]
         for p in params:
