@@ -270,6 +270,15 @@ class ForgetsMomentum(ByHand):
             optimizer.state.clear()
 
 
+@caught_by("the schedule is saved")
+class ForgetsTheSchedule(ByHand):
+    def load(self, state: dict[str, Any]) -> None:
+        rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
+        super().load({**state, "schedules": [schedule.state_dict() for schedule in self.schedules]})
+        for group, rate in zip((g for o in self.optimizers for g in o.param_groups), rates, strict=True):
+            group["lr"] = rate
+
+
 @caught_by("the average is saved")
 class ForgetsTheAverage(ByHand):
     def load(self, state: dict[str, Any]) -> None:

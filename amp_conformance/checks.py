@@ -383,7 +383,9 @@ def a_nan_that_is_clipped_reaches_no_weight(trainer: Trainer, draw: random.Rando
 
 @check("loss scale", "The scale stays where gradients overflow: no step is ever taken.", "24")
 def an_overflow_halves_the_scale_once(trainer: Trainer, draw: random.Random) -> None:
-    seen = follow(trainer, line([numbers(draw), numbers(draw)], [filled(BAD), numbers(draw)], mode="fp16", accumulation=2))
+    seen = follow(
+        trainer, line([numbers(draw), numbers(draw)], [filled(BAD), numbers(draw)], mode="fp16", accumulation=2)
+    )
     expect("the loss scale before", scale_of(seen[0]), SCALE)
     expect("the loss scale after an overflow", scale_of(seen[1]), SCALE / 2)
 
@@ -425,19 +427,13 @@ def one_scale_for_several_optimizers(trainer: Trainer, draw: random.Random) -> N
         x, y = numbers(draw, width=2)
         right = -float(x[:, 1 - column].double().mean())
         x[:, column] = BAD
-        # A loss of its own for each network: infinity in one would reach the other through a sum.
-        (seen,) = follow(trainer, _two([[(x, y)]]).but(loss=_apart))
+        (seen,) = follow(trainer, _two([[(x, y)]]))  # a sum: the gradients of one know nothing of the other
         names = ("a.weight", "b.weight")
         expect(f"{names[column]} after its overflow", float(seen.state[names[column]]), 0.0)
         other = float(seen.state[names[1 - column]])
         if other not in (0.0, right):  # skipped together, or each by itself
             raise Failed(f"{names[1 - column]}, whose gradients are finite, is {other:.6g}, expected {right:.6g} or 0")
         expect("the loss scale", scale_of(seen), SCALE / 2)
-
-
-def _apart(net: nn.Module, batch: Batch) -> Tensor:
-    x = batch[0]
-    return net(x).float().nan_to_num(posinf=0.0).mean() if not x.isfinite().all() else mean_loss(net, batch)
 
 
 @check("loss scale", "With two optimizers the scale grows twice as fast as it was told to.", "5.5")
@@ -479,11 +475,18 @@ def _resumed(trainer: Trainer, task: Task, done: int, **changes: object) -> tupl
 @check("checkpoints", "A run that was preempted ends with another network than one that was not.", "62")
 def a_resumed_run_equals_one_without_a_stop(trainer: Trainer, draw: random.Random) -> None:
     epochs = [[numbers(draw), numbers(draw)] for _ in range(4)]
-    task = line(*epochs, mode="fp16", schedule=halving).but(optimizers=with_momentum)
+    task = line(*epochs, mode="fp16").but(optimizers=with_momentum)
     for right, seen in zip(*_resumed(trainer, task, 2), strict=True):
         if not same(right.state, seen.state):
             expect("the weight after resuming", seen.weight, right.weight)
+
+
+@check("checkpoints", "The learning rate begins anew with each job.", "62")
+def the_schedule_is_saved(trainer: Trainer, draw: random.Random) -> None:
+    epochs = [[numbers(draw), numbers(draw)] for _ in range(3)]
+    for right, seen in zip(*_resumed(trainer, line(*epochs, mode="fp16", schedule=halving), 2), strict=True):
         expect("the learning rate after resuming", seen.rates[0], right.rates[0])
+        expect("the weight after resuming", seen.weight, right.weight)
 
 
 @check("checkpoints", "Each resumed job begins with skipped steps until the loss scale is found again.", "62")
@@ -592,7 +595,7 @@ def processes_agree_when_only_one_overflows(trainer: Trainer, draw: random.Rando
     (x, y), good = numbers(draw, width=2), numbers(draw, width=2)
     if dist_rank() == 0:
         x[:, 1] = BAD
-    task = Task(_WithOwn, _apart, sgd, [[(x, y)], [good]], mode="fp16", init_scale=SCALE, ranks=2)
+    task = Task(_WithOwn, mean_loss, sgd, [[(x, y)], [good]], mode="fp16", init_scale=SCALE, ranks=2)
     for seen in _gathered(trainer, task):
         for what, numbers_seen in seen.items():
             if len(set(numbers_seen)) > 1 and not all(map(math.isnan, numbers_seen)):

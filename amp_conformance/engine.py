@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import multiprocessing
 import os
@@ -106,18 +105,20 @@ def _child(end: Connection, check: Check, trainer: Trainer, seed: int, rank: int
         os.environ.update({key: str(value) for key, value in names.items()}, TORCHELASTIC_RUN_ID="conformance")
     warnings.simplefilter("ignore")
     before = _global_state()
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
-        try:
-            check.run(trainer, random.Random(f"{seed} {check.name}"))
-            answer = ("passed", "")
-        except NotOffered as reason:
-            answer = ("not offered", str(reason))
-        except Failed as failure:
-            answer = ("failed", str(failure))
-        except BaseException as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            text = " ".join(str(error).split())[:300]
-            answer = ("error", f"{type(error).__name__}: {text} ({os.path.basename(where.filename)}:{where.lineno})")
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # loggers hold the streams, not the names
+        os.dup2(nothing, stream)
+    try:
+        check.run(trainer, random.Random(f"{seed} {check.name}"))
+        answer = ("passed", "")
+    except NotOffered as reason:
+        answer = ("not offered", str(reason))
+    except Failed as failure:
+        answer = ("failed", str(failure))
+    except BaseException as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split())[:300]
+        answer = ("error", f"{type(error).__name__}: {text} ({os.path.basename(where.filename)}:{where.lineno})")
     after = _global_state()
     changed = ", ".join(f"{name} ({before[name]} -> {after[name]})" for name in before if before[name] != after[name])
     end.send((*answer, changed))

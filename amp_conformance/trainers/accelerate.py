@@ -91,5 +91,3 @@ class Accelerate:
                         each.zero_grad()
             scale = None if accelerator.scaler is None else accelerator.scaler.get_scale()
             after(View(net, optimizers, scale, None if ema is None else ema.module, evaluate, save))
-
-

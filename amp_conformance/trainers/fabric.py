@@ -22,14 +22,14 @@ class Fabric:
     package: str | None = "lightning"
     configuration = (
         "the loss divided by the number of micro-batches that a window really has, no_backward_sync, clip_gradients "
-        "with error_if_nonfinite=False, MixedPrecision with a GradScaler for the CPU"
+        "with error_if_nonfinite=False, MixedPrecision with a GradScaler for the CPU, which is put into the saved state"
     )
     documentation = "https://lightning.ai/docs/fabric/stable/advanced/gradient_accumulation.html"
 
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""
         task.require(self.name, max_scale=False, schedule=False, ema=False)
-        plugins = []
+        plugins, scaler = [], None
         if task.mode != "fp32":
             scaler = torch.amp.GradScaler("cpu", task.init_scale, growth_interval=task.growth_interval)  # type: ignore[attr-defined]
             names = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
@@ -41,8 +41,10 @@ class Fabric:
         optimizers = task.optimizers(net)
         model, *wrapped = fabric.setup(net, *optimizers)
         state = {"model": model} | {f"optimizer{i}": each for i, each in enumerate(wrapped)}
+        if task.mode == "fp16":
+            state["scaler"] = scaler
         if task.load is not None:
-            fabric.load(task.load, state)
+            fabric.load(task.load, state, strict=False)
 
         def evaluate(inputs: torch.Tensor) -> torch.Tensor:
             model.eval()
@@ -70,5 +72,5 @@ class Fabric:
                     each.step()
                 for each in wrapped:
                     each.zero_grad()
-            scaler = getattr(fabric._precision, "scaler", None)
-            after(View(net, optimizers, None if scaler is None else scaler.get_scale(), None, evaluate, save))
+            scale = scaler.get_scale() if task.mode == "fp16" and scaler is not None else None
+            after(View(net, optimizers, scale, None, evaluate, save))

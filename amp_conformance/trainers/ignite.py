@@ -20,7 +20,7 @@ class Ignite:
     name = "Ignite"
     package: str | None = "pytorch-ignite"
     configuration = (
-        "create_supervised_trainer with gradient_accumulation_steps; its autocast is for CUDA alone, so only fp32 can be "
+        "create_supervised_trainer with gradient_accumulation_steps; its autocast is for CUDA alone, so only fp32 is "
         "checked on a CPU"
     )
     documentation = "https://docs.pytorch.org/ignite/engine.html"

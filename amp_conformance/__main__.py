@@ -1,0 +1,138 @@
+"""The command line: put trainers through the checks, and write a table.
+
+python -m amp_conformance --trainer accelerate --trainer fabric
+python -m amp_conformance --trainer my_package.my_module:MyTrainer
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from amp_conformance import CHECKS, Result, Trainer, run
+
+TRAINERS = {
+    "by_hand": "by_hand:ByHand",
+    "textbook": "textbook:Textbook",
+    "ours": "ours:Ours",
+    "accelerate": "accelerate:Accelerate",
+    "fabric": "fabric:Fabric",
+    "lightning": "lightning:Lightning",
+    "huggingface": "huggingface:HuggingFace",
+    "timm": "timm:Timm",
+    "ignite": "ignite:Ignite",
+}
+"""Names on the command line -> modules of `amp_conformance.trainers` and classes."""
+BEGIN, END = "<!-- begin of the table -->", "<!-- end of the table -->"
+MARKS = {"passed": "yes", "failed": "**no**", "error": "**error**", "hung": "**hung**", "not offered": "-"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A trainer and what came of its checks."""
+
+    trainer: Trainer
+    results: list[Result]
+
+    @property
+    def version(self) -> str:
+        """Of its package."""
+        package = self.trainer.package
+        return "" if package is None else version(package)
+
+
+def load(name: str) -> Trainer:
+    """A trainer by its name, or by `module:Class`.
+
+    Raises:
+        SystemExit: it cannot be imported.
+    """
+    module, _, cls = TRAINERS.get(name, name).rpartition(":")
+    if name in TRAINERS:
+        module = f"amp_conformance.trainers.{module}"
+    try:
+        return getattr(importlib.import_module(module), cls)()  # type: ignore[no-any-return]
+    except (ImportError, AttributeError, ValueError) as error:
+        known = ", ".join(TRAINERS)
+        raise SystemExit(f"error: --trainer {name}: {error}; expected one of {known}, or module:Class") from error
+
+
+def table(rows: Sequence[Row], command: str) -> str:
+    """The results in Markdown: trainers x checks, then each failure with what was seen."""
+    lines = [f"torch {version('torch')}, {platform.machine()}, {date.today()}, `{command}`.", ""]
+    names = [" ".join(filter(None, (row.trainer.name, row.version))) for row in rows]
+    lines += [f"| check | {' | '.join(names)} |", "| --- |" + " --- |" * len(rows)]
+    for number, name in enumerate(CHECKS):
+        cells = [MARKS[row.results[number].status] for row in rows]
+        lines.append(f"| [{name}](#{name.replace(' ', '-')}) | {' | '.join(cells)} |")
+    counts = [[sum(r.status == status for r in row.results) for row in rows] for status in ("passed", "not offered")]
+    total = [f"{yes} of {len(CHECKS) - no}" for yes, no in zip(*counts, strict=True)]
+    lines += [f"| **passed of what is offered** | {' | '.join(total)} |", ""]
+    for group in dict.fromkeys(check.group for check in CHECKS.values()):
+        lines += [f"### {group.capitalize()}", ""]
+        for number, (name, check) in enumerate(CHECKS.items()):
+            if check.group == group:
+                lines += [f"#### {name}", "", f"{check.wrong} Bound: {check.bound}. Behaviours: {check.trap}.", ""]
+                bad = [row for row in rows if row.results[number].status in ("failed", "error", "hung")]
+                lines += [f"- {row.trainer.name}: {_escaped(row.results[number].seen)}" for row in bad]
+                lines += [""] if bad else []
+    lines += ["### How each trainer is set up", ""]
+    for row in rows:
+        notes = {result.note for result in row.results if result.note}
+        left = f" It leaves changed: {'; '.join(sorted(note.split(' (')[0] for note in notes))}." if notes else ""
+        lines.append(f"- [{row.trainer.name}]({row.trainer.documentation}): {row.trainer.configuration}.{left}")
+    return "\n".join(lines)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("<", "&lt;").replace("|", "\\|")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; the exit code is 1 if a check failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trainer", action="append", metavar="NAME", help=f"{', '.join(TRAINERS)}, or module:Class")
+    parser.add_argument("--check", action="append", choices=CHECKS, metavar="NAME", help="one check; default: all")
+    parser.add_argument("--seed", type=int, help="of the numbers drawn; default: another one each time")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for one check (default 60)")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the marks of this page")
+    flags = parser.parse_args(arguments)
+    sys.path.insert(0, "")  # trainers of one's own
+    if flags.write and flags.check:
+        parser.error("--write needs all checks; leave out --check")
+    installed = [name for name in TRAINERS if flags.trainer or _is_installed(name)]
+    rows = []
+    for name in flags.trainer or installed:
+        trainer = load(name)
+        results = run(trainer, flags.check or (), seed=flags.seed, limit=flags.limit)
+        rows.append(Row(trainer, results))
+        print(f"== {trainer.name}")
+        for result in results:
+            print(result, flush=True)
+    if flags.write:
+        page = flags.write.read_text()
+        head, _, rest = page.partition(BEGIN)
+        if not rest or END not in rest:
+            parser.error(f"{flags.write}: the marks {BEGIN} and {END} are missing")
+        command = f"python scripts/conformance.py --write {flags.write}"
+        flags.write.write_text(f"{head}{BEGIN}\n{table(rows, command)}\n{END}{rest.partition(END)[2]}")
+    return int(any(result.status not in ("passed", "not offered") for row in rows for result in row.results))
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        load(name)
+    except (SystemExit, PackageNotFoundError):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

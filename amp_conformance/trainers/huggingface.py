@@ -1,0 +1,129 @@
+"""Hugging Face's Trainer."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from amp_conformance.task import Task, View, plain
+
+
+class _Feed:
+    """The batches of each epoch."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.epoch = task, task.done
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.task.epochs[self.epoch])
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for x, y in self.task.epochs[self.epoch]:
+            yield {"x": x, "labels": y}
+
+
+class _Trainer(transformers.Trainer):  # type: ignore[misc]
+    task: Task
+
+    def get_train_dataloader(self) -> Any:
+        return _Feed(self.task)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if return_outputs:
+            return torch.zeros(()), {"output": model(inputs["x"])}
+        loss = self.task.loss(model, (inputs["x"], inputs["labels"]))
+        if self.task.weighted:
+            loss = loss * len(inputs["x"]) / num_items_in_batch * self.accelerator.num_processes
+        return loss
+
+
+class _Callback(transformers.TrainerCallback):  # type: ignore[misc]
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.end = end
+
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.end()
+
+
+class HuggingFace:
+    """transformers.Trainer with a loss of its own."""
+
+    name = "HF Trainer"
+    package: str | None = "transformers"
+    configuration = (
+        "compute_loss overridden, loss_is_scaled_for_ga, num_items_in_batch for weights, logging_nan_inf_filter=False. "
+        "On a CPU it trains fp32 when it is asked for fp16, so the adapter gives its Accelerator a GradScaler"
+    )
+    documentation = "https://huggingface.co/docs/transformers/main_classes/trainer"
+
+    def run(self, task: Task, after: Callable[[View], None]) -> None:
+        """See `task.Trainer`."""
+        task.require(self.name, max_scale=False, several=False, ema=False)
+        net = task.net()
+        (optimizer,) = task.optimizers(net)
+        schedule = task.schedule(optimizer) if task.schedule else LambdaLR(optimizer, lambda _: 1.0)
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = transformers.TrainingArguments(
+                folder,
+                use_cpu=True,
+                bf16=task.mode != "fp32",
+                num_train_epochs=len(task.epochs),
+                gradient_accumulation_steps=task.accumulation,
+                max_grad_norm=task.clip or 0.0,
+                logging_nan_inf_filter=False,
+                logging_strategy="no",
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                remove_unused_columns=False,
+                label_names=["labels"],
+                seed=torch.initial_seed() % 2**32,
+                **({"ddp_backend": "gloo"} if task.ranks > 1 else {}),
+            )
+            trainer: Any = _Trainer(
+                net, arguments, train_dataset=[0], data_collator=lambda rows: rows[0], optimizers=(optimizer, schedule)
+            )
+            trainer.task = task
+            trainer.model_accepts_loss_kwargs = task.weighted
+            trainer.loss_is_scaled_for_ga = task.weighted
+            if task.mode == "fp16":
+                trainer.accelerator.state._mixed_precision = "fp16"
+                trainer.accelerator.scaler = torch.amp.GradScaler(  # type: ignore[attr-defined]
+                    "cpu", task.init_scale, growth_interval=task.growth_interval
+                )
+
+            def evaluate(inputs: Tensor) -> Tensor:
+                found = trainer.prediction_step(
+                    trainer.model, {"x": inputs, "labels": torch.zeros(len(inputs))}, prediction_loss_only=False
+                )
+                trainer.model.train()
+                return found[1]
+
+            def evaluate_as_trained(inputs: Tensor) -> Tensor:
+                trainer.model.eval()
+                return evaluate(inputs)
+
+            def save(target: Path) -> None:
+                trainer._save_checkpoint(trainer.model, trial=None)
+                shutil.move(str(next(Path(folder).glob("checkpoint-*"))), target)
+
+            def end() -> None:
+                scaler = trainer.accelerator.scaler
+                scale = None if scaler is None else scaler.get_scale()
+                after(View(plain(trainer.model), [optimizer], scale, None, evaluate_as_trained, save))
+
+            trainer.add_callback(_Callback(end))
+            trainer.train(resume_from_checkpoint=str(task.load) if task.load else None)

@@ -1,0 +1,111 @@
+"""The checks of `amp_conformance` are right: a right loop passes all, each wrong one is caught by what should catch it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SHOW = "import json, sys, amp_conformance; from amp_conformance.broken import *; from amp_conformance.broken import BROKEN;"
+SHOW += "from amp_conformance.trainers.by_hand import ByHand;"
+
+
+def told(code: str) -> object:
+    """The JSON that a fresh process prints: checks fork, and this one may have threads."""
+    done = subprocess.run([sys.executable, "-c", SHOW + code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def table(*arguments: str) -> tuple[int, list[str]]:
+    """Exit code and lines of the command line."""
+    command = [sys.executable, "scripts/conformance.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_the_right_loop_passes_every_check() -> None:
+    code, lines = table("--trainer", "by_hand")
+    assert [line for line in lines[1:] if not line.startswith("passed ")] == []
+    assert code == 0 and len(lines) > 30
+
+
+def test_amp_core_passes_every_check() -> None:
+    code, lines = table("--trainer", "ours")
+    assert [line for line in lines[1:] if not line.startswith("passed ")] == []
+    assert code == 0
+
+
+def test_each_broken_trainer_is_caught_by_what_should_catch_it() -> None:
+    code = "print(json.dumps([[c.__name__, str(r)] for c, right in BROKEN.items() for r in amp_conformance.run(c(), sorted(right))"
+    code += " if r.status not in ('failed', 'error')] + [len(BROKEN)]))"
+    *missed, number = told(code)  # type: ignore[misc]
+    assert missed == []
+    assert number >= 20
+
+
+@pytest.mark.slow
+def test_each_broken_trainer_is_caught_by_nothing_else() -> None:
+    code = "print(json.dumps([[c.__name__, str(r)] for c, right in BROKEN.items()"
+    code += " for r in amp_conformance.run(c(), [n for n in amp_conformance.CHECKS if n not in right]) if r.status != 'passed']))"
+    assert told(code) == []
+
+
+def test_a_trainer_that_raises_hangs_or_changes_the_process_does_not_stop_the_others() -> None:
+    code = "names = ['zero gradients', 'processes skip together'];"
+    code += "print(json.dumps([str(r) for c in (Raises, Hangs, ChangesTheDefaultDtype) for r in amp_conformance.run(c(), names, limit=5)]))"
+    raised, raised_on_ranks, hung, hung_on_ranks, *changed = told(code)  # type: ignore[misc]
+    assert raised.startswith("error") and raised_on_ranks.startswith("error") and "ValueError: out of order" in raised
+    assert hung.startswith("hung") and hung_on_ranks.startswith("hung") and "no answer within 5 s" in hung
+    assert all(
+        each.startswith("passed") and "default dtype (torch.float32 -> torch.float64)" in each for each in changed
+    )
+
+
+def test_an_unknown_trainer_is_refused_in_a_sentence() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "amp_conformance", "--trainer", "fabrik"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("error: --trainer fabrik: ") and "expected one of by_hand, textbook" in done.stderr
+
+
+def test_the_example_of_the_page_runs() -> None:
+    page = (ROOT / "docs" / "CONFORMANCE.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = dict(reversed(line.split(maxsplit=1)) for line in done.stdout.splitlines())  # type: ignore[arg-type]
+    assert found["accumulation equals a larger batch"] == "passed"
+    assert any(
+        line.startswith("failed") and "a nan in bf16 reaches no weight" in line for line in done.stdout.splitlines()
+    )
+
+
+@pytest.mark.parametrize("name", ["accelerate", "fabric", "lightning", "huggingface", "timm", "ignite"])
+@pytest.mark.slow
+def test_the_adapters_of_other_trainers_work(name: str) -> None:
+    if importlib.util.find_spec({"fabric": "lightning", "huggingface": "transformers"}.get(name, name)) is None:
+        pytest.skip(f"{name} is not installed")
+    _, lines = table("--trainer", name)
+    assert any(line.startswith("passed       accumulation equals a larger batch") for line in lines)
+    assert [line for line in lines if line.startswith(("hung", "error")) and "sparse" not in line] == []
+
+
+def test_the_package_stands_alone() -> None:
+    """Nothing of amp_core is imported but by its adapter."""
+    found = {
+        path.name: re.findall(r"^\s*(?:from|import) (amp_core|amp_tools|recipes)\b", path.read_text(), re.MULTILINE)
+        for path in (ROOT / "amp_conformance").rglob("*.py")
+    }
+    assert {name for name, imports in found.items() if imports} == {"ours.py"}
