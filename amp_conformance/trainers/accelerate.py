@@ -1,9 +1,11 @@
 """Hugging Face Accelerate."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -67,7 +69,7 @@ class Accelerate:
         for epoch in range(task.done, len(task.epochs)):
             # Each process has its own batches already.
             loader = prepare_data_loader(
-                DataLoader(list(task.epochs[epoch]), batch_size=None), num_processes=1, process_index=0
+                DataLoader(list(task.epochs[epoch]), batch_size=None),  # type: ignore[arg-type] num_processes=1, process_index=0
             )
             left: list[float] = []
             for i, batch in enumerate(loader):
@@ -77,7 +79,7 @@ class Accelerate:
                         if not left:
                             window = task.windows(epoch)[i // task.accumulation]
                             counts = torch.tensor([float(len(x)) for x, _ in window])
-                            total = accelerator.reduce(counts.sum(), "sum")
+                            total: Any = accelerator.reduce(counts.sum(), "sum")
                             left = (counts / total * task.accumulation * accelerator.num_processes).tolist()
                         loss = loss * left.pop(0)
                     accelerator.backward(loss)

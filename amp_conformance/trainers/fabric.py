@@ -1,10 +1,12 @@
 """Lightning Fabric."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric as Runner
@@ -59,7 +61,7 @@ class Fabric:
         for epoch in range(task.done, len(task.epochs)):
             for window in task.windows(epoch):
                 counts = torch.tensor([float(len(x)) if task.weighted else 1.0 for x, _ in window])
-                total = counts.sum()
+                total: Any = counts.sum()
                 if task.weighted:
                     total = fabric.all_reduce(total, reduce_op="mean")
                 for i, batch in enumerate(window):

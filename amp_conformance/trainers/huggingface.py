@@ -1,5 +1,6 @@
 """Hugging Face's Trainer."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import shutil
@@ -74,7 +75,7 @@ class HuggingFace:
         task.require(self.name, max_scale=False, several=False, ema=False)
         net = task.net()
         (optimizer,) = task.optimizers(net)
-        schedule = task.schedule(optimizer) if task.schedule else LambdaLR(optimizer, lambda _: 1.0)
+        schedule: Any = task.schedule(optimizer) if task.schedule else LambdaLR(optimizer, lambda _: 1.0)
         with tempfile.TemporaryDirectory() as folder:
             arguments = transformers.TrainingArguments(
                 folder,
@@ -91,7 +92,7 @@ class HuggingFace:
                 remove_unused_columns=False,
                 label_names=["labels"],
                 seed=torch.initial_seed() % 2**32,
-                **({"ddp_backend": "gloo"} if task.ranks > 1 else {}),
+                ddp_backend="gloo" if task.ranks > 1 else None,
             )
             trainer: Any = _Trainer(
                 net, arguments, train_dataset=[0], data_collator=lambda rows: rows[0], optimizers=(optimizer, schedule)

@@ -1,5 +1,6 @@
 """PyTorch Ignite."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,6 @@
 """Lightning's Trainer."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import logging
@@ -92,7 +93,7 @@ class Lightning:
 
         def end() -> None:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
-            ema = None if averaging is None else averaging._average_model.module.net  # type: ignore[union-attr]
+            ema: Any = None if averaging is None else averaging._average_model.module.net  # type: ignore[union-attr]
             scale = None if scaler is None else scaler.get_scale()
             after(View(module.net, module.made, scale, ema, evaluate, lambda path: trainer.save_checkpoint(path)))
 

@@ -1,5 +1,6 @@
 """timm's train.py."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Callable
