@@ -34,12 +34,39 @@ BEGIN, END = "<!-- begin of the table -->", "<!-- end of the table -->"
 MARKS = {"passed": "yes", "failed": "**no**", "error": "**error**", "hung": "**hung**", "not offered": "-"}
 
 
+REPRODUCTIONS = {
+    "the last window of an epoch is shorter": "tail",
+    "processes equal a larger batch": "tail",
+    "sparse gradients": "sparse",
+    "the schedule ignores skipped steps": "schedule",
+    "the average ignores skipped steps": "average",
+    "running statistics survive a skipped step": "running_statistics",
+    "a nan in fp32 reaches no weight": "nan",
+    "a nan in bf16 reaches no weight": "nan",
+    "a nan that is clipped reaches no weight": "nan",
+    "the scale has a smallest value or an error": "scale_floor",
+    "one scale for several optimizers": "several_optimizers",
+    "several optimizers grow the scale once": "several_optimizers",
+    "several optimizers are clipped": "several_clipped",
+    "the mode may change between save and load": "change_of_mode",
+    "processes agree when only one overflows": "processes",
+}
+"""Checks -> how the files in `reproductions` end; they begin with the name of a trainer."""
+
+
 @dataclass(frozen=True)
 class Row:
-    """A trainer and what came of its checks."""
+    """A trainer, its name on the command line, and what came of its checks."""
 
+    name: str
     trainer: Trainer
     results: list[Result]
+
+    def reproduction(self, check: str) -> str:
+        """A link to the file that shows a failure without this package, or ""."""
+        folder, end = Path(__file__).parent / "reproductions", REPRODUCTIONS.get(check, "?")
+        found = [path for path in folder.glob(f"{self.name}_*.py") if end in path.stem]
+        return f" ([alone](../amp_conformance/reproductions/{found[0].name}))" if found else ""
 
     @property
     def version(self) -> str:
@@ -81,7 +108,9 @@ def table(rows: Sequence[Row], command: str) -> str:
             if check.group == group:
                 lines += [f"#### {name}", "", f"{check.wrong} Bound: {check.bound}. Behaviours: {check.trap}.", ""]
                 bad = [row for row in rows if row.results[number].status in ("failed", "error", "hung")]
-                lines += [f"- {row.trainer.name}: {_escaped(row.results[number].seen)}" for row in bad]
+                lines += [
+                    f"- {row.trainer.name}: {_escaped(row.results[number].seen)}{row.reproduction(name)}" for row in bad
+                ]
                 lines += [""] if bad else []
     lines += ["### How each trainer is set up", ""]
     for row in rows:
@@ -112,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in flags.trainer or installed:
         trainer = load(name)
         results = run(trainer, flags.check or (), seed=flags.seed, limit=flags.limit)
-        rows.append(Row(trainer, results))
+        rows.append(Row(name, trainer, results))
         print(f"== {trainer.name}")
         for result in results:
             print(result, flush=True)

@@ -109,3 +109,25 @@ def test_the_package_stands_alone() -> None:
         for path in (ROOT / "amp_conformance").rglob("*.py")
     }
     assert {name for name, imports in found.items() if imports} == {"ours.py"}
+
+
+REPRODUCTIONS = sorted((ROOT / "amp_conformance" / "reproductions").glob("*.py"))
+
+
+def test_reproductions_are_short_and_use_their_trainer_alone() -> None:
+    assert len(REPRODUCTIONS) > 30
+    for path in REPRODUCTIONS:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        assert len(lines) <= 30, path
+        assert not [line for line in lines if re.search(r"\b(amp_conformance|amp_core)\b", line)], path
+
+
+def test_the_page_links_to_a_reproduction_of_each_failure_of_other_trainers() -> None:
+    page = (ROOT / "docs" / "CONFORMANCE.md").read_text()
+    table = page.partition("### Windows")[2].partition("### How each")[0]
+    others = ("Accelerate", "Fabric", "Lightning", "HF Trainer", "timm", "Ignite")
+    failures = [line for line in table.splitlines() if line.startswith(tuple(f"- {name}: " for name in others))]
+    assert len(failures) > 20
+    for line in failures:
+        (path,) = re.findall(r"\(\.\./(amp_conformance/reproductions/\w+\.py)\)", line)
+        assert (ROOT / path).exists()
