@@ -344,15 +344,11 @@ class PatchesForward(ByHand):
 
 
 class Raises(ByHand):
-    """Of no use at all: each check says so, and the next one runs."""
-
     def window(self, window: Window) -> None:
         raise ValueError("out of order")
 
 
 class Hangs(ByHand):
-    """Never ends."""
-
     def window(self, window: Window) -> None:
         while True:
             pass

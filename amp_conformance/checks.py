@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import random
 import tempfile
 from collections.abc import Callable, Sequence
@@ -542,15 +543,8 @@ def _gathered(trainer: Trainer, task: Task) -> list[dict[str, list[float]]]:
     return seen
 
 
-def _mine(batches: Sequence[Batch]) -> Batch:
-    return batches[dist_rank()]
-
-
-def dist_rank() -> int:
-    """The rank of this process, also before there is a group."""
-    import os
-
-    return int(os.environ.get("RANK", "0"))
+def _rank() -> int:
+    return int(os.environ["RANK"])  # also before there is a group
 
 
 def _expect_on_ranks(what: str, seen: list[float], right: float, bound: float = 0.0) -> None:
@@ -561,7 +555,7 @@ def _expect_on_ranks(what: str, seen: list[float], right: float, bound: float = 
 @check("processes", "Several processes train with other gradients than one with the whole batch.", "58", ranks=2)
 def processes_equal_a_larger_batch(trainer: Trainer, draw: random.Random) -> None:
     batches = [[numbers(draw) for _ in range(2)] for _ in range(6)]
-    seen = _gathered(trainer, line([_mine(each) for each in batches], mode="fp16", accumulation=4, ranks=2))
+    seen = _gathered(trainer, line([each[_rank()] for each in batches], mode="fp16", accumulation=4, ranks=2))
     flat = [[batch for pair in some for batch in pair] for some in (batches[:4], batches[4:])]
     _expect_on_ranks("the weight", seen[0]["weight"], -mean(*flat[0]) - mean(*flat[1]))
 
@@ -570,8 +564,8 @@ def processes_equal_a_larger_batch(trainer: Trainer, draw: random.Random) -> Non
 def processes_skip_together(trainer: Trainer, draw: random.Random) -> None:
     bad = draw.randrange(2)
     good = [numbers(draw) for _ in range(2)]
-    first = filled(BAD) if dist_rank() == bad else numbers(draw)
-    seen = _gathered(trainer, line([first], [_mine(good)], mode="fp16", ranks=2))
+    first = filled(BAD) if _rank() == bad else numbers(draw)
+    seen = _gathered(trainer, line([first], [good[_rank()]], mode="fp16", ranks=2))
     _expect_on_ranks("the weight after an overflow on one process", seen[0]["weight"], 0.0)
     _expect_on_ranks("the weight after the next window", seen[1]["weight"], -mean(*good))
 
@@ -593,7 +587,7 @@ class _WithOwn(nn.Module):
 )
 def processes_agree_when_only_one_overflows(trainer: Trainer, draw: random.Random) -> None:
     (x, y), good = numbers(draw, width=2), numbers(draw, width=2)
-    if dist_rank() == 0:
+    if _rank() == 0:
         x[:, 1] = BAD
     task = Task(_WithOwn, mean_loss, sgd, [[(x, y)], [good]], mode="fp16", init_scale=SCALE, ranks=2)
     for seen in _gathered(trainer, task):
@@ -605,5 +599,5 @@ def processes_agree_when_only_one_overflows(trainer: Trainer, draw: random.Rando
 @check("processes", "A process with few samples or tokens counts as much as one with many.", "5.9", ranks=2)
 def processes_with_unequal_counts(trainer: Trainer, draw: random.Random) -> None:
     batches = [numbers(draw, size=1), numbers(draw, size=3)]
-    seen = _gathered(trainer, line([_mine(batches)], weighted=True, ranks=2))
+    seen = _gathered(trainer, line([batches[_rank()]], weighted=True, ranks=2))
     _expect_on_ranks("the weight", seen[0]["weight"], -mean(*batches), bound=7 * 4 * 2.0**-24)

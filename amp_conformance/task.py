@@ -6,6 +6,7 @@ A trainer is anything with `run(task, after)`. It trains the task's network on i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,11 @@ class Task:
     def dtype(self) -> torch.dtype:
         """The dtype of autocast; float32: none."""
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.mode]
+
+    def autocast(self) -> torch.autocast:
+        """torch's context of a forward pass in the mode."""
+        is_on = self.dtype is not torch.float32
+        return torch.autocast("cpu", dtype=self.dtype if is_on else None, enabled=is_on)
 
     def windows(self, epoch: int) -> list[Window]:
         """The windows of an epoch."""
@@ -161,6 +167,21 @@ class Trainer(Protocol):
         Raises:
             NotOffered: the trainer cannot express the task.
         """
+
+
+def evaluator(
+    net: nn.Module, context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+) -> Callable[[Tensor], Tensor]:
+    """For `View.evaluate`: the network in evaluation mode, without gradients, in a context."""
+
+    def evaluate(inputs: Tensor) -> Tensor:
+        net.eval()
+        with torch.no_grad(), context():
+            output = net(inputs)
+        net.train()
+        return output
+
+    return evaluate
 
 
 def plain(net: nn.Module) -> nn.Module:

@@ -15,7 +15,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
-from amp_conformance.task import Task, View, plain
+from amp_conformance.task import Task, View, evaluator, plain
 
 
 class Accelerate:
@@ -56,21 +56,13 @@ class Accelerate:
         if task.load is not None:
             accelerator.load_state(str(task.load))
 
-        def evaluate(inputs: torch.Tensor) -> torch.Tensor:
-            model.eval()
-            with torch.no_grad():
-                output = model(inputs)
-            model.train()
-            return output
-
         def save(folder: Path) -> None:
             accelerator.save_state(str(folder))
 
         for epoch in range(task.done, len(task.epochs)):
             # Each process has its own batches already.
-            loader = prepare_data_loader(
-                DataLoader(list(task.epochs[epoch]), batch_size=None),  # type: ignore[arg-type] num_processes=1, process_index=0
-            )
+            batches: Any = list(task.epochs[epoch])
+            loader = prepare_data_loader(DataLoader(batches, batch_size=None), num_processes=1, process_index=0)
             left: list[float] = []
             for i, batch in enumerate(loader):
                 with accelerator.accumulate(model):
@@ -92,4 +84,4 @@ class Accelerate:
                     for each in wrapped:
                         each.zero_grad()
             scale = None if accelerator.scaler is None else accelerator.scaler.get_scale()
-            after(View(net, optimizers, scale, None if ema is None else ema.module, evaluate, save))
+            after(View(net, optimizers, scale, None if ema is None else ema.module, evaluator(model), save))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from amp_conformance.task import Batch, Task, View, Window, plain
+from amp_conformance.task import Batch, Task, View, Window, evaluator
 
 
 class ByHand:
@@ -83,8 +83,7 @@ class ByHand:
 
     def autocast(self) -> torch.autocast:
         """The context of a forward pass."""
-        dtype = self.task.dtype
-        return torch.autocast("cpu", dtype=None if dtype is torch.float32 else dtype, enabled=dtype != torch.float32)
+        return self.task.autocast()
 
     def finish(self, optimizer: Optimizer) -> bool:
         """Unscale, check, clip and step; whether the step was taken."""
@@ -162,11 +161,7 @@ class ByHand:
 
     def evaluate(self, inputs: Tensor) -> Tensor:
         """The output in evaluation."""
-        net = plain(self.net).eval()
-        with torch.no_grad(), self.autocast():
-            output = net(inputs)
-        net.train()
-        return output
+        return evaluator(self.net, self.autocast)(inputs)
 
     def save(self, folder: Path) -> None:
         """Write everything that the next window depends on."""

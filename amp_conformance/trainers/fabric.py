@@ -12,7 +12,7 @@ import torch
 from lightning.fabric import Fabric as Runner
 from lightning.fabric.plugins import MixedPrecision
 
-from amp_conformance.task import Task, View
+from amp_conformance.task import Task, View, evaluator
 
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 
@@ -48,13 +48,6 @@ class Fabric:
         if task.load is not None:
             fabric.load(task.load, state, strict=False)
 
-        def evaluate(inputs: torch.Tensor) -> torch.Tensor:
-            model.eval()
-            with torch.no_grad():
-                output = model(inputs)
-            model.train()
-            return output
-
         def save(folder: Path) -> None:
             fabric.save(folder, state)
 
@@ -75,4 +68,4 @@ class Fabric:
                 for each in wrapped:
                     each.zero_grad()
             scale = scaler.get_scale() if task.mode == "fp16" and scaler is not None else None
-            after(View(net, optimizers, scale, None, evaluate, save))
+            after(View(net, optimizers, scale, None, evaluator(model), save))

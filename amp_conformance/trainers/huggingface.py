@@ -107,15 +107,11 @@ class HuggingFace:
                 )
 
             def evaluate(inputs: Tensor) -> Tensor:
-                found = trainer.prediction_step(
-                    trainer.model, {"x": inputs, "labels": torch.zeros(len(inputs))}, prediction_loss_only=False
-                )
-                trainer.model.train()
-                return found[1]
-
-            def evaluate_as_trained(inputs: Tensor) -> Tensor:
                 trainer.model.eval()
-                return evaluate(inputs)
+                batch = {"x": inputs, "labels": torch.zeros(len(inputs))}
+                _, output, _ = trainer.prediction_step(trainer.model, batch, prediction_loss_only=False)
+                trainer.model.train()
+                return output
 
             def save(target: Path) -> None:
                 trainer._save_checkpoint(trainer.model, trial=None)
@@ -124,7 +120,7 @@ class HuggingFace:
             def end() -> None:
                 scaler = trainer.accelerator.scaler
                 scale = None if scaler is None else scaler.get_scale()
-                after(View(plain(trainer.model), [optimizer], scale, None, evaluate_as_trained, save))
+                after(View(plain(trainer.model), [optimizer], scale, None, evaluate, save))
 
             trainer.add_callback(_Callback(end))
             trainer.train(resume_from_checkpoint=str(task.load) if task.load else None)

@@ -12,7 +12,7 @@ from ignite.engine import Engine, Events, create_supervised_trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_conformance.task import Batch, NotOffered, Task, View
+from amp_conformance.task import Batch, NotOffered, Task, View, evaluator
 
 
 class Ignite:
@@ -60,13 +60,8 @@ class Ignite:
         def save(folder: Path) -> None:
             torch.save({name: part.state_dict() for name, part in parts.items()}, folder)
 
-        def evaluate(inputs: torch.Tensor) -> torch.Tensor:
-            net.eval()
-            with torch.no_grad():
-                return net(inputs)
-
         def end(engine: Engine) -> None:
-            after(View(net, [optimizer], None, None, evaluate, save))
+            after(View(net, [optimizer], None, None, evaluator(net), save))
 
         trainer.add_event_handler(Events.EPOCH_COMPLETED, end)
         for epoch in range(task.done, len(task.epochs)):

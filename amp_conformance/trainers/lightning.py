@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from amp_conformance.task import Batch, Task, View
+from amp_conformance.task import Batch, Task, View, evaluator
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -84,18 +84,20 @@ class Lightning:
         averaging = None if task.ema is None else EMAWeightAveraging(decay=task.ema)
         callbacks: list[Callback] = [] if averaging is None else [averaging]
 
-        def evaluate(inputs: Tensor) -> Tensor:
-            module.eval()
-            with torch.no_grad(), trainer.precision_plugin.val_step_context():
-                output = module.net(inputs)
-            module.train()
-            return output
-
         def end() -> None:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             ema: Any = None if averaging is None else averaging._average_model.module.net  # type: ignore[union-attr]
             scale = None if scaler is None else scaler.get_scale()
-            after(View(module.net, module.made, scale, ema, evaluate, lambda path: trainer.save_checkpoint(path)))
+            after(
+                View(
+                    module.net,
+                    module.made,
+                    scale,
+                    ema,
+                    evaluator(module.net, trainer.precision_plugin.val_step_context),
+                    lambda path: trainer.save_checkpoint(path),
+                )
+            )
 
         trainer = Trainer(
             accelerator="cpu",

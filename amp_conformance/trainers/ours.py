@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_conformance.task import Task, View
+from amp_conformance.task import Task, View, evaluator
 from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, sync_grads, windows
 
 
@@ -45,13 +44,6 @@ class Ours:
         if task.load is not None:
             Checkpoint(task.load, **parts).load()  # type: ignore[arg-type]
 
-        def evaluate(inputs: torch.Tensor) -> torch.Tensor:
-            net.eval()
-            with torch.no_grad(), amp.autocast():
-                output = net(inputs)
-            net.train()
-            return output
-
         def save(folder: Path) -> None:
             Checkpoint(folder, **parts).save(1)  # type: ignore[arg-type]
 
@@ -71,4 +63,4 @@ class Ours:
                 if ema is not None:
                     ema.update(report)
             scale = amp.scale if task.mode == "fp16" else None
-            after(View(net, optimizers, scale, None if ema is None else ema.model, evaluate, save))
+            after(View(net, optimizers, scale, None if ema is None else ema.model, evaluator(net, amp.autocast), save))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from amp_conformance.task import Task, View
+from amp_conformance.task import Task, View, evaluator
 
 
 class Textbook:
@@ -46,24 +46,13 @@ class Textbook:
             for name, part in parts.items():
                 part.load_state_dict(state[name])
 
-        def autocast() -> torch.autocast:
-            is_on = task.dtype is not torch.float32
-            return torch.autocast("cpu", dtype=task.dtype if is_on else None, enabled=is_on)
-
-        def evaluate(inputs: torch.Tensor) -> torch.Tensor:
-            net.eval()
-            with torch.no_grad(), autocast():
-                output = net(inputs)
-            net.train()
-            return output
-
         def save(folder: Path) -> None:
             folder.mkdir()
             torch.save({name: part.state_dict() for name, part in parts.items()}, folder / "state.pt")
 
         for epoch in range(task.done, len(task.epochs)):
             for i, batch in enumerate(task.epochs[epoch], 1):
-                with autocast():
+                with task.autocast():
                     loss = task.loss(model, batch) / task.accumulation
                 scaler.scale(loss).backward()
                 if i % task.accumulation:
@@ -81,13 +70,5 @@ class Textbook:
                     schedule.step()
                 if ema is not None:
                     ema.update_parameters(net)
-            after(
-                View(
-                    net,
-                    optimizers,
-                    scaler.get_scale() if task.mode == "fp16" else None,
-                    None if ema is None else ema.module,
-                    evaluate,
-                    save,
-                )
-            )
+            scale, average = scaler.get_scale() if task.mode == "fp16" else None, None if ema is None else ema.module
+            after(View(net, optimizers, scale, average, evaluator(net, task.autocast), save))

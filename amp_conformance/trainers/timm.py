@@ -12,7 +12,7 @@ from timm.utils import ModelEmaV3, NativeScaler, dispatch_clip_grad
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_conformance.task import Task, View
+from amp_conformance.task import Task, View, evaluator
 
 
 class Timm:
@@ -46,17 +46,6 @@ class Timm:
                 if name in state:  # as its resume_checkpoint
                     part.load_state_dict(state[name])  # type: ignore[attr-defined]
 
-        def autocast() -> torch.autocast:
-            is_on = task.dtype is not torch.float32
-            return torch.autocast("cpu", dtype=task.dtype if is_on else None, enabled=is_on)
-
-        def evaluate(inputs: torch.Tensor) -> torch.Tensor:
-            net.eval()
-            with torch.no_grad(), autocast():
-                output = net(inputs)
-            net.train()
-            return output
-
         def save(folder: Path) -> None:
             torch.save({name: part.state_dict() for name, part in parts.items()}, folder)  # type: ignore[attr-defined]
 
@@ -68,7 +57,7 @@ class Timm:
                 need_update = i == len(batches) - 1 or (i + 1) % task.accumulation == 0
                 if isinstance(model, DistributedDataParallel):
                     model.require_backward_grad_sync = need_update
-                with autocast():
+                with task.autocast():
                     loss = task.loss(model, batch)
                     if task.accumulation > 1:
                         loss = loss / steps
@@ -90,4 +79,6 @@ class Timm:
                 if schedule is not None:
                     schedule.step()
             scale = None if scaler is None else scaler._scaler.get_scale()
-            after(View(net, [optimizer], scale, None if ema is None else ema.module, evaluate, save))
+            after(
+                View(net, [optimizer], scale, None if ema is None else ema.module, evaluator(net, task.autocast), save)
+            )
