@@ -34,6 +34,7 @@ RECIPES = {
     "model_parallel": "recipes.model_parallel",
     "policy_gradient": "recipes.policy_gradient",
     "segmentation": "recipes.segmentation",
+    "speech": "recipes.speech",
 }
 
 if sys.argv[0] == "-m" and (_asked := sys.orig_argv[sys.orig_argv.index("-m") + 1]) in RECIPES.values():
