@@ -27,6 +27,7 @@ RECIPES = {
     "custom_function": "recipes.custom_function",
     "diffusion": "recipes.diffusion",
     "distillation": "recipes.distillation",
+    "experts": "recipes.experts",
     "face_recognition": "recipes.face_recognition",
     "finetuning": "recipes.finetuning",
     "gan": "recipes.gan",

@@ -43,6 +43,7 @@ SMALL = {
     "custom_function": [*IMAGES, "model.options.width=16"],
     "diffusion": [*IMAGES, "model.options.width=8"],
     "distillation": [*IMAGES, "recipe.teacher_options.width=8", "recipe.teacher_steps=1"],
+    "experts": [*IMAGES, "model.options.width=16"],
     "face_recognition": [
         *("data=synthetic_identities", "data.num_classes=2000", "data.num_samples=512", "data.image_size=16"),
         "recipe.embedding=32",
