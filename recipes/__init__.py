@@ -27,6 +27,7 @@ RECIPES = {
     "custom_function": "recipes.custom_function",
     "diffusion": "recipes.diffusion",
     "distillation": "recipes.distillation",
+    "experts": "recipes.experts",
     "face_recognition": "recipes.face_recognition",
     "finetuning": "recipes.finetuning",
     "gan": "recipes.gan",
@@ -34,6 +35,7 @@ RECIPES = {
     "model_parallel": "recipes.model_parallel",
     "policy_gradient": "recipes.policy_gradient",
     "segmentation": "recipes.segmentation",
+    "speech": "recipes.speech",
 }
 
 if sys.argv[0] == "-m" and (_asked := sys.orig_argv[sys.orig_argv.index("-m") + 1]) in RECIPES.values():

@@ -43,6 +43,7 @@ SMALL = {
     "custom_function": [*IMAGES, "model.options.width=16"],
     "diffusion": [*IMAGES, "model.options.width=8"],
     "distillation": [*IMAGES, "recipe.teacher_options.width=8", "recipe.teacher_steps=1"],
+    "experts": [*IMAGES, "model.options.width=16"],
     "face_recognition": [
         *("data=synthetic_identities", "data.num_classes=2000", "data.num_samples=512", "data.image_size=16"),
         "recipe.embedding=32",
@@ -55,6 +56,7 @@ SMALL = {
     "model_parallel": [*IMAGES, "model.options.width=8"],
     "policy_gradient": ["batch_size=8"],
     "segmentation": ["data.num_samples=96", "data.image_size=32", "model.options.width=8", "model.options.depth=2"],
+    "speech": ["model.options.width=16"],
 }
 """A step takes a few hundredths of a second. With --size full recipes keep their own settings."""
 QUIET = ["log.progress=false", "save_every=1000000", "eval_every=1000000", "recipe.length=1000 epochs"]

@@ -147,17 +147,19 @@ def steps(recipe: str, mode: str, device: torch.device, num: int = 3) -> int:
 
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
+WAITS = {"speech"}
+"""torch's CTC loss reads the lengths on the host, and has no form without numbers."""
 
 
 @needs_cuda_build
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("recipe", sorted(RECIPES.keys() - WAITS))
 def test_a_training_step_stays_on_a_fake_gpu(recipe: str, mode: str) -> None:
     assert steps(recipe, mode, CUDA) > 100
 
 
 @pytest.mark.parametrize("mode", ["fp32", "fp16"])
-@pytest.mark.parametrize("recipe", sorted(RECIPES.keys() - {"custom_function"}))  # written for a CPU and for CUDA
+@pytest.mark.parametrize("recipe", sorted(RECIPES.keys() - WAITS - {"custom_function"}))  # that one: CPU and CUDA only
 def test_a_training_step_with_its_backward_passes_stays_on_meta(recipe: str, mode: str) -> None:
     assert steps(recipe, mode, META) > 100
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_core.data.loading import Sampler
+from recipes.speech import LogMel
 
 INF, NAN = float("inf"), float("nan")
 Patch = Callable[[Any, str, Any], None]
@@ -540,6 +541,11 @@ def loud_product(net: Any, mended: bool) -> None:
         net[1].weight.mul_(3e4 / net[1].weight.abs().max())
 
 
+def features_in_16_bits(net: Any, mended: bool) -> None:
+    if not mended:
+        net.features = LogMel()  # outside of an island
+
+
 def heard_too_loud(net: Any, mended: bool) -> nn.Module:
     return Correlated(net, 1.0 if mended else 300.0)
 
@@ -592,6 +598,9 @@ FAULTS = [
     Fault("a layer of a stage in a thread of its own", "model_parallel", grown("9"),
           "overflow in a product", "aten.convolution", "9", "logits = model(images)",
           settings=("amp=fp16", "recipe.pipeline=threads", "recipe.chunks=2"), islands=("9",)),
+    Fault("the embedding of patches", "experts", grown("embed"),
+          "overflow in a product", "aten.convolution", "embed", "x = self.embed(images).flatten(2).mT + self.places",
+          islands=("embed",)),
     Fault("a layer of a backbone", "face_recognition", grown("2"),
           "overflow in a product", "aten.convolution", "2", OF_STEP["face_recognition"], settings=QUIET),
     Fault("a teacher that answers in fp16", "distillation", grown("3", number=1),
@@ -686,6 +695,9 @@ FAULTS = [
     Fault("an eps that fp16 does not hold", "classification", in_slot("14", normalised, normalised_safely),
           "eps lost in 16 bits", "aten.div", "14", "return x / (x.abs().sum(1, keepdim=True) + 1e-8)",
           islands=("14",), settings=QUIET),
+    Fault("mel filters under autocast", "speech", in_net(features_in_16_bits),
+          "eps lost in 16 bits", "aten.log", "features", "return (self.filters @ spectrum.abs().square() + 1e-8).log()",
+          islands=("features",)),
     Fault("F.normalize of zeros", "face_recognition", in_slot("7", unit, unit_safely),
           "eps lost in 16 bits", "aten.div", "7", "return x + F.normalize(x * 0, dim=1)",
           settings=("amp=fp16", "amp.init_scale=4"), islands=("7",)),

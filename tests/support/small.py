@@ -8,6 +8,7 @@ SMALL: dict[str, list[str]] = {
     "custom_function": [*IMAGES, "model.options.width=16", "model.options.features=8"],
     "diffusion": [*IMAGES, "model.options.width=8", "recipe.num_sampler_steps=2"],
     "distillation": [*IMAGES, "recipe.teacher_options.width=8", "recipe.teacher_steps=1"],
+    "experts": [*IMAGES, "data.image_size=14", "model.options.width=8", "model.options.num_experts=4"],
     "face_recognition": [
         *("data=synthetic_identities", "data.num_classes=24", "data.num_samples=96", "data.image_size=16"),
         *("recipe.embedding=16", "recipe.sample_rate=0.5"),
@@ -24,4 +25,5 @@ SMALL: dict[str, list[str]] = {
     "model_parallel": [*IMAGES, "model.options.width=8"],
     "policy_gradient": ["recipe.group=4", "recipe.num_places=3", "model.options.depth=1", "model.options.width=16"],
     "segmentation": ["data.num_samples=48", "data.image_size=32", "model.options.width=4", "model.options.depth=2"],
+    "speech": ["recipe.num_utterances=96", "model.options.width=8"],
 }
