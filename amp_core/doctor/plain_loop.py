@@ -171,7 +171,7 @@ def told(
 
 def _tell(rehearsal: Rehearsal, weights: Iterable[Tensor]) -> None:
     params = [p for p in weights if p.grad is not None]
-    grads = [p.grad for p in params if p.grad is not None]
+    grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
     check_gradients(grads, scaled=False)
     rehearsal.show([(params, grads)])
     for grad in local(grads):

@@ -295,8 +295,6 @@ def equal(a, b):
 @pytest.mark.parametrize(
     "make, optim, step, error, says",
     [
-        (sparse, SGD, by_backward, TypeError, "sparse gradients are not supported; use sparse=False"),
-        (sparse, SGD, by_amp, TypeError, "sparse gradients are not supported; use sparse=False"),
         (dense, LBFGS, by_closure, TypeError, "LBFGS.step() needs a closure"),
         (dense, SGD, by_closure, TypeError, "SGD.step() was given a closure; expected a step without one"),
         (dense, LBFGS, by_amp, TypeError, "LBFGS.step() needs a closure"),
@@ -310,7 +308,7 @@ def equal(a, b):
 )
 def test_a_step_that_cannot_be_examined_is_one_error_and_leaves_the_state(make, optim, step, error, says):
     net = make()
-    x = torch.tensor([1, 2, 5]) if make is sparse else torch.randn(6, 8)
+    x = torch.randn(6, 8)
     optimizer = optim(net.parameters())
     for p in net.parameters():
         p.grad = torch.full_like(p, INF)  # of an earlier window
@@ -321,6 +319,19 @@ def test_a_step_that_cannot_be_examined_is_one_error_and_leaves_the_state(make, 
     assert equal(everything(net, optimizer), before)
     assert torch.Tensor.backward is backward and not net[0]._forward_hooks
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+@pytest.mark.parametrize("step", [by_backward, by_amp])
+@pytest.mark.parametrize("factor, cause", [(1.0, None), (INF, "poisoned weight")])
+def test_sparse_gradients_are_no_obstacle(factor, cause, step):
+    net, x = sparse(), torch.tensor([1, 2, 5])
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with torch.no_grad():
+        net[0].weight[2] *= factor
+    before = everything(net, optimizer)
+    diagnosis = Doctor(Amp.named("fp32"), net).locate(lambda: step(net, optimizer, x), x)
+    assert (diagnosis and diagnosis.cause) == cause
+    assert equal(everything(net, optimizer), before)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
