@@ -20,7 +20,7 @@ class Ours:
     name = "amp_core"
     package: str | None = "amp-recipes"
     configuration = "Amp, Clip, Schedule, Ema and Checkpoint, amp.guard(net), in the plain loop of the README"
-    documentation = "README.md"
+    documentation = "../README.md#the-core-without-the-rest"
 
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""
