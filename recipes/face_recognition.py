@@ -151,6 +151,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         data,
         amp=amp,
         evaluate=evaluate,
+        predict=lambda net, batch: {"embedding": net(batch[0]).float()},
         model=model,
         optimizer=optimizer,
         schedule=schedule,
