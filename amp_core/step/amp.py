@@ -377,14 +377,10 @@ class Amp:
             states = [self._state_of(each) for each in optimizers]
             if rehearsal is not None or self.observers:
                 self._show_gradients(states, unscaled)
+            clips = [None if state.optimizer in unclipped else clip for state in states]
             found = [
-                self._examine(
-                    state,
-                    None if state.optimizer in unclipped else clip,
-                    state.optimizer not in unscaled,
-                    agree and state.optimizer in sharded,
-                )
-                for state in states
+                self._examine(state, own, state.optimizer not in unscaled, agree and state.optimizer in sharded)
+                for state, own in zip(states, clips, strict=True)
             ]
             found_inf = functools.reduce(torch.maximum, found)
             if agree:
