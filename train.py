@@ -409,7 +409,7 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
     run_dir = str(sweep_dir / record.folder)
     try:
         cfg = build(values)
-        writes = not cfg.dry_run and cfg.task == "train"
+        writes = not cfg.dry_run and cfg.task != "evaluate"
         num_gpus = 0
         if cfg.device != "cpu":
             import torch

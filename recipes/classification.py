@@ -28,7 +28,7 @@ from amp_core.config.schema import Config
 from amp_core.data import build_data
 from amp_core.data.loading import eval_loader, to_device
 from amp_core.models import build_model
-from amp_core.models.images import CLASSIFIERS
+from amp_core.models.images import CLASSIFIERS, top_class
 from amp_core.run.environment import Environment
 from amp_core.run.loop import Loop
 from amp_core.step.amp import Amp
@@ -114,7 +114,8 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         loss, correct, num_samples = env.sum_over_ranks(totals).tolist()
         return {"loss": loss / num_samples, "accuracy": correct / num_samples}
 
-    loop = Loop(env, data, amp=amp, model=model, optimizer=optimizer, schedule=schedule, ema=ema, evaluate=evaluate)
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "ema": ema}
+    loop = Loop(env, data, amp=amp, evaluate=evaluate, predict=lambda net, batch: top_class(net(batch[0])), **parts)
     for window in loop.windows():
         report, loss = loop.run(train_step, window)
         loop.log(report, loss=loss)

@@ -142,7 +142,11 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             classes[rows] = labels
         return env.sum_over_ranks(embeddings), env.sum_over_ranks(classes)
 
-    loop = Loop(env, data, amp=amp, model=model, optimizer=optimizer, schedule=schedule, ema=ema, evaluate=evaluate)
+    def predict(net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return {"embedding": F.normalize(net(batch[0]).float(), dim=1)}
+
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "ema": ema}
+    loop = Loop(env, data, amp=amp, evaluate=evaluate, predict=predict, **parts)
     for window in loop.windows():
         report, loss = loop.run(train_step, window)
         loop.log(report, loss=loss)

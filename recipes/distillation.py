@@ -37,7 +37,7 @@ from amp_core.data import build_data
 from amp_core.data.loading import eval_loader, to_device
 from amp_core.lowp.weights import fp32_copy
 from amp_core.models import build_model, check_model
-from amp_core.models.images import CLASSIFIERS
+from amp_core.models.images import CLASSIFIERS, top_class
 from amp_core.run.environment import Environment
 from amp_core.run.loop import Loop
 from amp_core.step.amp import Amp
@@ -213,6 +213,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         data,
         amp=amp,
         evaluate=evaluate,
+        predict=lambda net, batch: top_class(net(batch[0])),
         model=student,
         teacher=teacher,
         optimizer=optimizer,

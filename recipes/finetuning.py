@@ -41,7 +41,7 @@ from amp_core.config.checks import package_folder
 from amp_core.config.errors import CheckpointError, ConfigError
 from amp_core.config.schema import Config, suggest
 from amp_core.data import build_data, eval_loader, to_device
-from amp_core.data.text import num_valid, token_loss
+from amp_core.data.text import num_valid, perplexities, token_loss
 from amp_core.layouts.fsdp import cast_whole
 from amp_core.models import build_model
 from amp_core.models.gpt import LANGUAGE_MODELS
@@ -144,11 +144,11 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     # Adapters are still 0, also before a resume.
     of_base = {"base_loss": evaluate(unwrap(model).eval())["loss"]} if base["sha256"] else {}
     parts: dict[str, Any] = {"base": base, "model": model, "optimizer": optimizer, "schedule": schedule, "ema": ema}
-    loop = Loop(env, data, amp=amp, evaluate=lambda net: evaluate(net) | of_base, **parts)
+    loop = Loop(env, data, amp=amp, evaluate=lambda net: evaluate(net) | of_base, predict=perplexities, **parts)
     for window in loop.windows(count=num_valid):
         report, loss = loop.run(train_step, window)
         loop.log(report, loss=loss)
-    if env.run_dir is not None and env.is_main:
+    if cfg.task == "train" and env.run_dir is not None and env.is_main:
         write_state(env.run_dir / "merged.pt", merged(unwrap(model) if ema is None else ema.model, layers))
     return loop.eval
 

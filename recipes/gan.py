@@ -187,7 +187,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     nets = {"generator": G, "discriminator": D}
     optimizers = {"generator_optimizer": G_optimizer, "discriminator_optimizer": D_optimizer}
     schedules = {"discriminator_schedule": D_schedule, "generator_schedule": G_schedule}
-    loop = Loop(env, data, amp=amp, evaluate=evaluate, **nets, **optimizers, **schedules, ema=ema)
+    loop = Loop(env, data, amp=amp, evaluate=evaluate, predict=None, **nets, **optimizers, **schedules, ema=ema)
     for window in loop.windows():
         report_D, report_G, (loss, penalty, loss_G) = train_step(window, (loop.step + 1) % every == 0)
         loop.log(report_D, of="discriminator", loss=loss, penalty=penalty)

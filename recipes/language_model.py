@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from amp_core.config.schema import Config
 from amp_core.data import build_data
 from amp_core.data.loading import eval_loader, to_device
-from amp_core.data.text import num_valid, token_loss
+from amp_core.data.text import num_valid, perplexities, token_loss
 from amp_core.heads.losses import give_loss
 from amp_core.models import build_model
 from amp_core.models.gpt import LANGUAGE_MODELS, num_shared_ids
@@ -135,11 +135,12 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         metrics = {"loss": loss, "bits_per_byte": loss / math.log(2), "perplexity": perplexity}
         return metrics | {f"loss_at_{offset}": value for offset, value in zip(offsets[1:], further, strict=True)}
 
-    loop = Loop(env, data, amp=amp, evaluate=evaluate, model=model, optimizer=optimizer, schedule=schedule, ema=ema)
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "ema": ema}
+    loop = Loop(env, data, amp=amp, evaluate=evaluate, predict=perplexities, **parts)
     for window in loop.windows(count=num_valid):
         report, loss = loop.run(train_step, window)
         loop.log(report, loss=loss)
-    if env.run_dir is not None and knobs.sample_bytes:
+    if cfg.task == "train" and env.run_dir is not None and knobs.sample_bytes:
         text = sample(unwrap(model), amp, knobs, length=data.facts["length"], seed=cfg.seed)
         if env.is_main:
             file = env.run_dir / "samples" / f"step_{loop.step:08d}.txt"

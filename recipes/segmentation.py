@@ -144,7 +144,8 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         dice = torch.where(predicted + true > 0, 2 * both / (predicted + true), 1.0)
         return {"loss": loss / weight, "iou": iou.mean().item(), "dice": dice.mean().item()}
 
-    loop = Loop(env, data, amp=amp, model=model, optimizer=optimizer, schedule=schedule, ema=ema, evaluate=evaluate)
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "ema": ema}
+    loop = Loop(env, data, amp=amp, evaluate=evaluate, predict=lambda net, batch: {"masks": net(batch[0]) > 0}, **parts)
     for window in loop.windows(count=lambda batch: pixel_weights(batch[1], knobs.mask_weight).sum()):
         report, loss = loop.run(train_step, window)
         loop.log(report, loss=loss)

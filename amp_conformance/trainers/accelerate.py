@@ -35,7 +35,7 @@ class Accelerate:
         task.require(self.name, max_scale=False)
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
-        accelerator = Accelerator(
+        accelerator = Accelerator(  # pyright: ignore[reportCallIssue]
             mixed_precision={"fp32": "no"}.get(task.mode, "bf16"),
             cpu=True,
             gradient_accumulation_plugin=GradientAccumulationPlugin(task.accumulation, sync_with_dataloader=True),

@@ -27,7 +27,7 @@ def choose_run_dir(values: dict[str, Any], cfg: Config) -> str | None:
     """
     if cfg.dry_run or cfg.task == "evaluate":
         return None
-    if cfg.resume == "last":
+    if cfg.resume == "last" and cfg.task == "train":
         return last_unfinished(values)
     run_dir = cfg.run_dir if cfg.run_dir is not None else fresh_run_dir(cfg.recipe["name"])
     if problem := check_place("run_dir", run_dir):
@@ -51,7 +51,7 @@ def check_run_dir(run_dir: str, values: dict[str, Any], cfg: Config) -> None:
     if is_locked(folder) and (nodes is None or nodes[1] == 1):
         raise ConfigError(f"run_dir={run_dir}: another process is writing there; wait for it, or choose another folder")
     stored = stored_config(folder)
-    if stored is None or not any(folder.glob("checkpoints/step_*")):
+    if stored is None or cfg.task == "predict" or not any(folder.glob("checkpoints/step_*")):
         return
     if cfg.resume == "never":
         raise ConfigError(f"resume=never: {run_dir} holds a run already; choose another run_dir, or resume=auto")
@@ -95,9 +95,9 @@ def check_place(key: str, path: str) -> str | None:
 
 
 OVERWRITTEN = (".hydra", ".lock", "checkpoints", "doctor", "environment.json", "metrics.jsonl", "samples")
-OVERWRITTEN += ("summary.json", "train.log", "wandb_id")
+OVERWRITTEN += ("predictions", "predictions.jsonl", "summary.json", "train.log", "wandb_id")
 """Names in a run folder that a run makes, and changes when they are there."""
-_FOLDERS = (".hydra", "checkpoints", "doctor", "samples")
+_FOLDERS = (".hydra", "checkpoints", "doctor", "predictions", "samples")
 
 
 def _check_names(folder: Path) -> Iterator[str]:

@@ -276,10 +276,15 @@ def _check_run(cfg: Config) -> Iterator[str]:
     if cfg.resume == "last" and cfg.run_dir is not None:
         yield f"resume=last: finds the run folder itself; leave out run_dir={cfg.run_dir}, or use resume=auto"
     has_weights = cfg.model is not None and cfg.model.weights is not None
-    if cfg.task == "evaluate" and cfg.resume == "never" and not has_weights:
-        yield "task=evaluate: needs a checkpoint, but resume=never; use resume=<run folder> or run_dir="
-    if cfg.task == "evaluate" and cfg.run_dir is None and cfg.resume in ("auto", "last") and not has_weights:
-        yield "task=evaluate: needs weights; use run_dir=<run folder>, resume=<checkpoint> or model.weights=<file>"
+    reads = cfg.task in ("evaluate", "predict") and not has_weights
+    if reads and cfg.resume == "never":
+        yield f"task={cfg.task}: needs a checkpoint, but resume=never; use resume=<run folder> or run_dir="
+    if reads and cfg.run_dir is None and cfg.resume in ("auto", "last"):
+        yield f"task={cfg.task}: needs weights; use run_dir=<run folder>, resume=<checkpoint> or model.weights=<file>"
+    if cfg.predict_on is not None and cfg.task != "predict":
+        yield f"predict_on={cfg.predict_on}: has no effect with task={cfg.task}; use task=predict"
+    elif cfg.predict_on is not None and not Path(cfg.predict_on).is_dir():
+        yield f"predict_on={cfg.predict_on}: there is no such folder; expected one with images"
     if cfg.run_dir is not None and not cfg.run_dir.strip():
         yield "run_dir='': expected a folder"
 
@@ -431,6 +436,7 @@ MAY_CHANGE = {
     "resume",
     "allow_changes",
     "task",
+    "predict_on",
     "dry_run",
     "debug",
     "data.num_workers",

@@ -343,7 +343,10 @@ class Config:
     """auto, last, never, or the folder or checkpoint of another run to start from."""
     allow_changes: bool
     """Allow a resume with settings that differ from the checkpoint's."""
-    task: Literal["train", "evaluate"]
+    task: Literal["train", "evaluate", "predict"]
+    """predict: write predictions.jsonl into the run folder."""
+    predict_on: str | None
+    """task=predict: a folder of images; null: the evaluation data."""
     log: LogConfig
     perf: PerfConfig
     checkpoint: CheckpointConfig

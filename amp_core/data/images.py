@@ -270,10 +270,15 @@ class ImageFiles:
         on_device: bool = False,
     ) -> None:
         self._on_device = on_device
-        self._paths = Paths(paths)
+        self.paths = Paths(paths)
         self.labels = labels.astype(np.int64)
         self.num_classes, self.image_shape = num_classes, (3, size, size)
         self._size, self._augment, self._seed = size, augment, seed
+
+    def of_files(self, paths: Sequence[str]) -> ImageFiles:
+        """Other files, prepared as these are. For evaluation; labels are 0."""
+        labels, size = np.zeros(len(paths)), self._size
+        return ImageFiles(paths, labels, num_classes=self.num_classes, size=size, augment=False, seed=self._seed)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -282,7 +287,7 @@ class ImageFiles:
         indices, passes = unpack(keys)
         u = uniforms(self._seed, indices, passes, _NUM_CROP_UNIFORMS)
         labels = torch.from_numpy(self.labels[indices])
-        paths = [self._paths[index] for index in indices]
+        paths = [self.paths[index] for index in indices]
         if self._on_device:
             # As bytes: tensors would be copied to the device, but decoders need them on the host.
             return [self._file(path, u[row]) for row, path in enumerate(paths)], labels

@@ -252,11 +252,15 @@ class MaskFiles:
     """
 
     def __init__(self, pairs: Sequence[tuple[str, str]], *, size: int, augment: bool, seed: int) -> None:
-        self._images, self._masks = (Paths(pair[i] for pair in pairs) for i in (0, 1))
+        self.paths, self._masks = (Paths(pair[i] for pair in pairs) for i in (0, 1))
         self._size, self._augment, self._seed = size, augment, seed
 
     def __len__(self) -> int:
-        return len(self._images)
+        return len(self.paths)
+
+    def of_files(self, paths: Sequence[str]) -> MaskFiles:
+        """Images without masks, prepared as these are. For evaluation."""
+        return MaskFiles([(path, "") for path in paths], size=self._size, augment=False, seed=self._seed)
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
         indices, passes = unpack(keys)
@@ -264,7 +268,7 @@ class MaskFiles:
         pixels = np.zeros((len(keys), self._size, self._size, 3), dtype=np.uint8)
         masks = np.full((len(keys), 1, self._size, self._size), VOID, dtype=np.uint8)
         for row, index in enumerate(indices):
-            self._read(self._images[index], self._masks[index], u[row], pixels[row], masks[row, 0])
+            self._read(self.paths[index], self._masks[index], u[row], pixels[row], masks[row, 0])
         images = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float().div_(255)
         return normalised(images), torch.from_numpy(masks)
 
@@ -278,7 +282,8 @@ class MaskFiles:
     ) -> None:
         from PIL import Image
 
-        image, mask = _open(image_path).convert("RGB"), Image.fromarray(_values(mask_path))
+        image = _open(image_path).convert("RGB")
+        mask = Image.fromarray(_values(mask_path)) if mask_path else Image.new("L", image.size)
         if image.size != mask.size:
             raise RunError(
                 f"the mask {mask_path} has {mask.width}x{mask.height} pixels, its image {image.width}x{image.height}; "

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp_core.config.checks import SOURCES, package_folder, text_files
 from amp_core.config.errors import ConfigError, RunError
@@ -38,6 +38,12 @@ def num_valid(batch: Batch) -> Tensor:
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """The sum over valid tokens, in fp32, of logits [B, L, vocab_size]; 0 without any, whose mean would be 0 / 0."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def perplexities(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """The perplexity per valid token of each chunk of text."""
+    losses = F.cross_entropy(net(batch[0]).flatten(0, 1).float(), batch[1].flatten(), reduction="none")
+    return {"perplexity": (losses.view_as(batch[1]).sum(1) / (batch[1] != IGNORE).sum(1).clamp(min=1)).exp()}
 
 
 class TextPieces:

@@ -10,10 +10,16 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from amp_core.models.family import Family, ImageShape, check_count, check_probability
 from amp_core.vision import import_torchvision
+
+
+def top_class(logits: Tensor) -> dict[str, Tensor]:
+    """The most probable class of each row of logits [B, K], and its probability, computed in fp32."""
+    probability, number = logits.float().softmax(1).max(1)
+    return {"class": number, "probability": probability}
 
 
 def cnn(*, num_classes: int, image_shape: ImageShape, width: int = 24, dropout: float = 0.1) -> nn.Module:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from amp_core.config.errors import Diverged
 from amp_core.config.schema import AmpConfig
@@ -17,6 +18,8 @@ from amp_core.step.ema import Ema
 from amp_core.tensors import share_buffers, unwrap
 
 Evaluate = Callable[[nn.Module], dict[str, float]]
+Predict = Callable[[nn.Module, Any], dict[str, Tensor]] | None
+"""(network, batch on the device) to what is predicted, by name, with samples along the first dimension; or nothing."""
 
 
 class Evaluation:

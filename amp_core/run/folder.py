@@ -83,7 +83,8 @@ class RunFolder:
 
     def write_summary(self, status: str, exit_code: int, error: str | None = None) -> None:
         """summary.json of the run; only rank 0 writes, and only when there is a run folder."""
-        if self.path is None or self._lock is None or not (self._begun or status == "failed"):
+        says = self._begun or (status == "failed" and self._env.cfg.task == "train")
+        if self.path is None or self._lock is None or not says:
             return
         if not locks.is_of(self._lock, self.path):  # moved: what is there now is not ours
             return

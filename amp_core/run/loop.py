@@ -41,7 +41,7 @@ from amp_core.run.environment import (
     outcome_of,
     peak_memory,
 )
-from amp_core.run.evaluation import Evaluate, Evaluation, check_metrics, check_result, spell
+from amp_core.run.evaluation import Evaluate, Evaluation, Predict, check_metrics, check_result, spell
 from amp_core.run.feed import Feed
 from amp_core.run.meters import Clock, Metrics
 from amp_core.run.resume import open_checkpoint, progress_of, resume
@@ -63,13 +63,16 @@ class Loop:
         data: training data; evaluation is the recipe's own.
         amp: the mode.
         evaluate: metrics of a network (the first one, then its average) on the evaluation data; on every rank.
+        predict: what a network predicts for a batch, for task=predict; None: it is refused.
         **parts: what is saved, by name: networks (wrapped or not), optimizers, schedules, averages, and anything else
             with `state_dict` and `load_state_dict`. None is left out. At least one network, optimizer and schedule.
     """
 
-    def __init__(self, env: Environment, data: Data, *, amp: Amp, evaluate: Evaluate, **parts: Any) -> None:
+    def __init__(
+        self, env: Environment, data: Data, *, amp: Amp, evaluate: Evaluate, predict: Predict = None, **parts: Any
+    ) -> None:
         self.env, self.cfg, self.data = env, env.cfg, data
-        self.amp = amp
+        self.amp, self.predict = amp, predict
         self.parts = parts | {"scaler": amp}
         self.nets = [part for part in parts.values() if isinstance(part, nn.Module)]
         self.optimizers = [part for part in parts.values() if isinstance(part, torch.optim.Optimizer)]
@@ -145,8 +148,8 @@ class Loop:
             with self.env.eagerly():
                 yield from self.env.driver(self, count)
             return
-        if self.cfg.task == "evaluate":
-            _evaluate_only(self, notes)
+        if self.cfg.task != "train":
+            (_evaluate_only if self.cfg.task == "evaluate" else self.env.services.predict)(self, notes)
             return
         if loaded is not None and self.step >= self.num_steps and _is_finished(self):
             return

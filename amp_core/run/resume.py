@@ -94,10 +94,16 @@ def resume(run: Run) -> tuple[Loaded | None, list[str], list[str]]:
     env, cfg = run.env, run.cfg
     notes = list(env.job.notes)
     planned = {name: schedule.num_steps for name, schedule in run.schedules.items()}
-    loaded = run.checkpoint.load() if env.run_dir is not None else None
-    if loaded is None and cfg.resume not in ("auto", "last", "never"):
+    is_named = cfg.resume not in ("auto", "last", "never")
+    own = env.run_dir is not None and not (is_named and cfg.task == "predict")
+    loaded = run.checkpoint.load() if own else None
+    if loaded is None and is_named:
         loaded = run.checkpoint.load(cfg.resume)
-    elif loaded is None and cfg.task == "evaluate" and cfg.run_dir is not None:
+    elif (
+        loaded is None
+        and cfg.run_dir is not None
+        and (cfg.task == "evaluate" or (cfg.task == "predict" and cfg.model.weights is None))
+    ):
         loaded = run.checkpoint.load(cfg.run_dir)
     if loaded is None:
         warnings = _spread(run, notes)
@@ -117,7 +123,7 @@ def resume(run: Run) -> tuple[Loaded | None, list[str], list[str]]:
     old_mode = loaded.config.get("amp", {}).get("name")
     if old_mode != cfg.amp.name:
         notes.append(f"the checkpoint was made with amp={old_mode}, resuming with amp={cfg.amp.name}")
-    verb = "continuing from" if cfg.task == "train" else "evaluating"
+    verb = {"train": "continuing from", "evaluate": "evaluating", "predict": "predicting with"}[cfg.task]
     notes.append(f"{verb} step {run.step}: {loaded.path}")
     if cfg.task == "train" and (elsewhere := env.folder.moved(loaded.path)):
         notes.append(elsewhere)

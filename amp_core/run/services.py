@@ -52,6 +52,13 @@ def open_log(loop: Loop, loaded: Loaded | None, notes: list[str], warnings: list
     return log
 
 
+def predict(loop: Loop, notes: list[str]) -> None:
+    """All of task=predict."""
+    from amp_core.run import predict  # other runs do not predict
+
+    predict.predict(loop, notes)
+
+
 def dry_run(loop: Loop, count: Callable[[Any], Tensor] | None) -> Iterator[list[MicroBatch]]:
     """Print the plan, and have the recipe compute a small window for the table of layers."""
     if loop.env.is_main:

@@ -347,6 +347,7 @@ class Amp:
         *,
         unscaled: Collection[torch.optim.Optimizer] = (),
         sharded: Collection[torch.optim.Optimizer] = (),
+        unclipped: Collection[torch.optim.Optimizer] = (),
     ) -> StepReport:
         """Unscale, check, clip, and step if the gradients of all ranks are finite. Once per window and optimizer.
 
@@ -361,6 +362,7 @@ class Amp:
             clip: a `Clip`, or any function of (parameters, unscaled gradients) that changes the gradients in place.
             unscaled: the optimizers whose gradients are not scaled, because they do not come from `backward`.
             sharded: the optimizers whose gradients are this rank's shard; they are clipped by the global norm.
+            unclipped: the optimizers to which `clip` does not apply, such as that of a head.
 
         Raises:
             RuntimeError: a second step before `update`.
@@ -375,9 +377,10 @@ class Amp:
             states = [self._state_of(each) for each in optimizers]
             if rehearsal is not None or self.observers:
                 self._show_gradients(states, unscaled)
+            clips = [None if state.optimizer in unclipped else clip for state in states]
             found = [
-                self._examine(state, clip, state.optimizer not in unscaled, agree and state.optimizer in sharded)
-                for state in states
+                self._examine(state, own, state.optimizer not in unscaled, agree and state.optimizer in sharded)
+                for state, own in zip(states, clips, strict=True)
             ]
             found_inf = functools.reduce(torch.maximum, found)
             if agree:

@@ -28,6 +28,7 @@ IRRELEVANT = (
     "resume",
     "allow_changes",
     "task",
+    "predict_on",
     "dry_run",
     "max_minutes",
     "save_every",

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from record_files import write_faces, write_records
-from running import lines, state, summary
+from running import differing, lines, state, summary
 from shared import data_config
 from torch import nn
 
@@ -345,6 +345,28 @@ def test_a_log_line_has_loss_speed_and_scale_and_the_scale_is_capped():
     for line in lines("a")[:3]:
         assert {"loss", "samples_per_second", "lr", "skipped", "grad_norm"} <= line.keys()
         assert line["loss_scale"] == 8 * 128
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_the_scale_starts_at_the_batch_and_grows_to_its_cap_as_in_insightface():
+    settings = ["amp=fp16_capped", "amp.init_scale=${batch_size}", "amp.growth_interval=1"]
+    run("run_dir=a", "steps=10", *settings)
+    # A line has the scale after its step: doubled by each, from 8 to 128 times 8, and no further.
+    assert [line["loss_scale"] for line in lines("a")[:10]] == [min(8 * 2**step, 8 * 128) for step in range(1, 11)]
+    assert summary("a")["skipped"] == 0
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_clip_only_leaves_the_head_as_without_clipping_and_the_backbone_as_with_it(capsys):
+    sgd, clip = ["optimizer=sgd", "steps=1", "amp=bf16"], ["clip=norm", "clip.max_norm=1e-3"]
+    run("run_dir=free", *sgd)
+    run("run_dir=both", *sgd, *clip)
+    run("run_dir=one", *sgd, *clip, "recipe.clip_only=backbone")
+    free, both, one = map(state, ("free", "both", "one"))
+    assert not differing(one["model"], both["model"]) and differing(one["model"], free["model"])
+    assert not differing(one["head"], free["head"]) and differing(both["head"], free["head"])
+    run("run_dir=x", *sgd, "recipe.clip_only=backbone", code=2)
+    assert "recipe.clip_only=backbone: has no effect with clip=none" in capsys.readouterr().err
 
 
 @pytest.mark.slow

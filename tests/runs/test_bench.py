@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import bench  # noqa: E402
-from benches import loops, modes, result, step, waits, work  # noqa: E402
+from benches import inference, loops, modes, result, step, waits, work  # noqa: E402
 
 
 def test_the_page_is_made_of_the_files() -> None:
@@ -110,6 +110,22 @@ def test_modes_are_measured_in_whole_runs(
     assert isinstance(found, dict) and len(found["rates"]) == 4 and min(found["rates"]) > 0
     assert "amp=none: there is no such option" in str(modes.one_run([*base, "amp=none"], 4, 2))
     assert modes.matrix_peak("float32", "cpu", seconds=0.001) > 1e8
+
+
+def test_inference_differs_from_fp32_by_the_precision_of_its_numbers(tmp_path: Path) -> None:
+    bench.main(["inference", *inference.SHORT, "--device", "cpu", "--json", str(tmp_path / "inference.json")])
+    rows = json.loads((tmp_path / "inference.json").read_text())["rows"]
+    assert [(row["samples"], row["way"]) for row in rows] == [(n, way) for n in (1, 8) for way in inference.WAYS]
+    found = {row["way"]: row for row in rows}
+    assert found["fp32 again"]["equal classes"] == 1 and found["fp32 again"]["max |dp|"] == 0
+    # fp16 has 11 bits, bf16 has 8: the same computation is closer to fp32, and neither is equal to it.
+    for way in ("autocast", "weights"):
+        assert 0 < found[f"fp16 {way}"]["max |dp|"] < found[f"bf16 {way}"]["max |dp|"] < 1
+    # Converted weights are half as large, but for BatchNorm's counters, an int64 each.
+    counters = 4 * 8 / 1e6
+    fp32, half = (found[way]["weights MB"] for way in ("fp32", "fp16 weights"))
+    assert abs((half - counters) / (fp32 - counters) - 0.5) < 0.01
+    assert found["fp16 autocast"]["weights MB"] == fp32
 
 
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,101 @@
+"""Predictions of a run's network: a line per sample in predictions.jsonl of the run folder.
+
+What has more than one number per sample, such as masks, goes to predictions/<index>.npz, which the line names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from amp_core.config.checks import IMAGE_ENDINGS
+from amp_core.config.errors import ConfigError, Diverged, SaveError
+from amp_core.data import Data, Dataset
+from amp_core.data.loading import eval_loader, to_device
+from amp_core.run.environment import Environment
+from amp_core.run.lines import dumps, write_text
+from amp_core.step.amp import Amp
+from amp_core.tensors import unwrap
+
+
+def predict(loop: Any, notes: list[str]) -> None:
+    """The whole of task=predict: the network of a loop, or its average, predicts; each rank its share. Collective.
+
+    Raises:
+        ConfigError: the recipe predicts nothing, or there are no images that can be read.
+        SaveError: the files cannot be written.
+        Diverged: a prediction is not finite; the files are written.
+    """
+    env, net = loop.env, unwrap(loop.model) if loop.ema is None else loop.ema.model
+    if loop.predict is None:
+        name = loop.cfg.recipe["name"]
+        raise ConfigError(f"task=predict: recipe={name} does not say what it predicts; use task=evaluate")
+    samples = _samples(loop.cfg.predict_on, loop.data)
+    file = env.run_dir / "predictions.jsonl"
+    if env.any_rank(env.is_main and not (env.run_dir / ".hydra").exists()):  # the folder of a run stays as it is
+        env.folder.begin()
+    try:
+        lines = list(_lines(env, samples, loop.amp, net.eval(), loop.predict))
+        if env.world_size > 1:
+            parts: list[Any] = [None] * env.world_size
+            dist.all_gather_object(parts, lines, group=env.host_group)
+            lines = sorted(line for part in parts for line in part)
+        if env.is_main:
+            write_text(file, "".join(f"{text}\n" for _, text, _ in lines))
+    except OSError as problem:
+        raise SaveError(f"run_dir={env.run_dir}: cannot be written: {problem.strerror or problem}") from problem
+    if bad := sum(not is_finite for *_, is_finite in lines):
+        raise Diverged(f"{bad} of {len(lines)} predictions in {file} are not finite; try amp=fp32, or amp=bf16")
+    env.folder.write_summary("finished", 0)
+    if env.is_main:
+        for note in [*notes, f"predictions{'' if loop.ema is None else ' of the average'}: {file}"]:
+            env.services.say(note)
+
+
+@torch.no_grad()
+def _lines(
+    env: Environment, samples: Dataset, amp: Amp, net: nn.Module, predict: Callable[..., Any]
+) -> Iterator[tuple[int, str, bool]]:
+    """(index, line, whether it is finite) of this rank's samples. Writes their arrays."""
+    assert env.run_dir is not None
+    batches = eval_loader(
+        samples,
+        batch_size=max(env.cfg.batch_size, 32),
+        rank=env.rank,
+        world_size=env.world_size,
+        num_workers=env.cfg.data.num_workers,
+        pin_memory=env.device.type == "cuda",
+    )
+    on_device = to_device(batches, env.device, channels_last=env.cfg.perf.channels_last)
+    paths = getattr(samples, "paths", None)
+    for rows, batch in zip(batches.rows, on_device, strict=True):
+        with amp.autocast():
+            found = {name: value.cpu().numpy() for name, value in predict(net, batch).items()}
+        for row, index in enumerate(range(rows.start, rows.stop)):
+            values = {name: value[row] for name, value in found.items()}
+            arrays = {name: value for name, value in values.items() if value.ndim}
+            line = {"index": index} | ({} if paths is None else {"path": paths[index]})
+            line |= {name: value for name, value in values.items() if name not in arrays}
+            if arrays:
+                line["file"] = f"predictions/{index:08d}.npz"
+                (env.run_dir / "predictions").mkdir(exist_ok=True)
+                np.savez_compressed(env.run_dir / line["file"], **arrays)
+            yield index, dumps(line), all(np.isfinite(value).all() for value in values.values())
+
+
+def _samples(folder: str | None, data: Data) -> Dataset:
+    if folder is None:
+        return data.eval
+    found = sorted(str(path) for path in Path(folder).rglob("*") if path.name.lower().endswith(IMAGE_ENDINGS))
+    if not found or not hasattr(data.eval, "of_files"):
+        what = "has no images" if not found else "this data set reads no image files"
+        raise ConfigError(
+            f"predict_on={folder}: {what}; expected files of {', '.join(IMAGE_ENDINGS)}, and a data set of such files"
+        )
+    return data.eval.of_files(found)  # type: ignore[attr-defined]

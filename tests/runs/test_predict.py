@@ -1,0 +1,162 @@
+"""task=predict: what it writes is what evaluation measured, and it changes nothing else in a run folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from running import checkpoints, refused_before_the_start, summary
+from small import SMALL
+from test_recipes import arguments, run
+
+import train
+from amp_core.config.rules import build
+from amp_core.data import build_data
+from amp_core.data.masks import VOID
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+TRAINED = ["steps=2", "run_dir=a"]
+PREDICTS = ["classification", "contrastive", "custom_function", "distillation", "face_recognition", "finetuning"]
+PREDICTS += ["language_model", "model_parallel", "segmentation"]
+
+
+def predictions(folder="a"):
+    return [json.loads(line) for line in Path(folder, "predictions.jsonl").read_text().splitlines()]
+
+
+def contents(folder="a"):
+    """What a run had written, without what predicting adds."""
+    files = (path for path in sorted(Path(folder).rglob("*")) if path.is_file() and "predictions" not in str(path))
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files if path.name != ".lock"}
+
+
+def held_out(folder="a"):
+    """The evaluation samples of a run, as one batch."""
+    saved = torch.load(checkpoints(folder)[-1] / "state.pt", weights_only=True)
+    cfg = build(saved["config"])
+    data = build_data(cfg.data, seed=cfg.seed).eval
+    return data.__getitems__([(index, 0) for index in range(len(data))])
+
+
+@pytest.mark.parametrize("recipe", PREDICTS)
+def test_every_sample_is_predicted_twice_alike_and_the_run_stays_as_it_is(recipe):
+    run(recipe, "a", "steps=2", "amp=bf16")
+    before, found = contents(), []
+    for _ in range(2):
+        run(recipe, "a", "amp=bf16", "task=predict")
+        arrays = {path: dict(np.load(path)) for path in sorted(Path("a").glob("predictions/*.npz"))}
+        found.append((predictions(), {path: {k: v.tobytes() for k, v in a.items()} for path, a in arrays.items()}))
+    assert found[0] == found[1] and contents() == before
+    lines, arrays = found[0]
+    assert [line["index"] for line in lines] == list(range(len(lines))) and len(lines) > 1
+    assert len(arrays) == len([line for line in lines if "file" in line])
+    assert all(isinstance(v, (int, float)) for line in lines for k, v in line.items() if k != "file")
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+def test_classes_are_those_that_evaluation_counted(mode):
+    run("classification", "a", "steps=8", f"amp={mode}")
+    run("classification", "a", "task=predict", f"amp={mode}")
+    _, labels = held_out()
+    right = [line["class"] == label for line, label in zip(predictions(), labels.tolist(), strict=True)]
+    assert sum(right) / len(right) == summary("a")["eval"]["accuracy"]
+    assert sum(right) > 0 and all(0.25 <= line["probability"] <= 1 for line in predictions())  # of four classes
+
+
+def test_masks_are_those_that_evaluation_compared():
+    run("segmentation", "a", "steps=8", "amp=fp32")
+    run("segmentation", "a", "task=predict", "amp=fp32")
+    _, masks = held_out()
+    found = torch.from_numpy(np.stack([np.load(Path("a", line["file"]))["masks"] for line in predictions()]))
+    both, either = ((found & (masks == 1)) & (masks != VOID), (found | (masks == 1)) & (masks != VOID))
+    iou = both.sum((0, 2, 3)) / either.sum((0, 2, 3)).double()
+    assert math.isclose(iou.mean(), summary("a")["eval"]["iou"], rel_tol=1e-12) and found.any()
+
+
+def test_perplexities_per_text_join_to_that_of_evaluation():
+    run("language_model", "a", "steps=2", "amp=fp32")
+    run("language_model", "a", "task=predict", "amp=fp32")
+    _, targets = held_out()
+    losses = torch.tensor([math.log(line["perplexity"]) for line in predictions()], dtype=torch.float64)
+    counts = (targets >= 0).sum(1)
+    # Each loss is a mean of fp32 numbers of fewer than 2^8 tokens: 2^8 roundings of 2^-24 at most.
+    assert math.isclose((losses * counts).sum() / counts.sum(), summary("a")["eval"]["loss"], rel_tol=2**-16)
+
+
+def test_a_folder_of_images_gives_what_the_same_images_give_as_evaluation_data():
+    rng = np.random.default_rng(0)
+    for part in ("train", "val"):
+        for number in range(6):
+            path = Path("images", part, f"class{number % 2}", f"{number}.png")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(path)
+    data = ["data=image_folder", "data.path=images", "data.image_size=32", "model.options.width=8", "device=cpu"]
+    data += ["batch_size=4", "log.progress=false"]
+    assert train.main([*data, *TRAINED]) == 0
+    for task in (["run_dir=a"], ["resume=a", "run_dir=b", "predict_on=images/val"]):
+        assert train.main([*data, "task=predict", *task]) == 0
+    assert predictions("a") == predictions("b")
+    assert [line["path"] for line in predictions("b")] == sorted(map(str, Path("images/val").rglob("*.png")))
+    Path("empty").mkdir()
+    assert train.main([*data, "task=predict", "resume=a", "run_dir=c", "predict_on=empty"]) == 2
+    assert not Path("c").exists()
+
+
+def test_without_a_folder_it_makes_one_that_says_how_it_was_made():
+    run("classification", "a", "steps=2")
+    assert train.main(arguments("classification", "task=predict", "resume=a")) == 0
+    (folder,) = Path("outputs/classification").iterdir()
+    assert predictions(folder) and summary(folder)["status"] == "finished"
+    assert "resume: a" in (folder / ".hydra/config.yaml").read_text()
+
+
+def test_predictions_that_overflow_end_with_5_and_leave_the_summary_of_the_run():
+    """Logits of a million are finite in fp32, and infinite in fp16: their softmax is NaN."""
+    run("classification", "first", "steps=1", "amp=fp32")
+    state = torch.load(checkpoints("first")[-1] / "state.pt", weights_only=True)["model"]
+    last = max((name for name in state if name.endswith("weight")), key=lambda name: int(name.split(".")[0]))
+    state[last] *= 1e7
+    torch.save(state, "large.pt")
+    run("classification", "a", "steps=1", "amp=fp32", "model.weights=large.pt", "optimizer.lr=1e-9")
+    before = contents()
+    run("classification", "a", "task=predict", "amp=fp16", code=5)
+    assert contents() == before and summary("a")["status"] == "finished"
+    assert None in {line["probability"] for line in predictions()}
+    run("classification", "a", "task=predict", "amp=bf16")
+    assert None not in {line["probability"] for line in predictions()}
+
+
+@pytest.mark.slow
+def test_two_ranks_write_the_file_of_one():
+    run("segmentation", "a", "steps=2", "amp=fp32")
+    for folder, layout in (("b", []), ("c", ["layout=ddp", "layout.nproc_per_node=2"])):
+        run("segmentation", folder, "resume=a", "task=predict", "amp=fp32", *layout)
+    assert predictions("b") == predictions("c")
+    masks = [[np.load(Path(folder, line["file"]))["masks"] for line in predictions("b")] for folder in "bc"]
+    assert np.array_equal(*masks)
+
+
+@pytest.mark.parametrize(
+    "settings, key",
+    [
+        (["task=predict"], "task=predict: needs weights"),
+        (["task=predict", "resume=never"], "task=predict: needs a checkpoint"),
+        (["predict_on=."], "predict_on=."),
+        (["task=predict", "run_dir=x", "predict_on=nowhere"], "predict_on=nowhere"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused_before_the_start(settings, key, capsys):
+    refused_before_the_start([*SMALL["classification"], *settings], key, capsys)
+
+
+def test_a_recipe_that_predicts_nothing_is_named(capsys):
+    run("gan", "a", "steps=1")
+    before = contents()
+    run("gan", "a", "task=predict", code=2)
+    assert "recipe=gan does not say what it predicts" in capsys.readouterr().err and contents() == before
