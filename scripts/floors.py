@@ -23,24 +23,24 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 
 LIMITS = {
-    "config": 1840,
-    "base": 685,
-    "lowp": 1630,
-    "step": 2200,
+    "config": 1860,
+    "base": 700,
+    "lowp": 1710,
+    "step": 2335,
     "memory": 850,
-    "layouts": 1300,
-    "checkpoints": 2020,
-    "models": 765,
-    "data": 2075,
+    "layouts": 1305,
+    "checkpoints": 2050,
+    "models": 950,
+    "data": 2105,
     "heads": 685,
-    "run": 4645,
-    "doctor": 2400,
+    "run": 4860,
+    "doctor": 2845,
     "cli": 1395,
-    "amp_tools": 4700,
+    "amp_tools": 4935,
 }
 """Lines of each floor at most, in their order. `base` are the modules that lie beside the folders."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 9400, 2465
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 9565, 2505
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 500
