@@ -51,7 +51,8 @@ _REDUCTIONS |= {"embedding_dense_backward", "_foreach_norm", "cdist", "_cdist_fo
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _EDGES = {"acos", "asin", "acosh", "atanh", "logit", "erfinv", "log1p"}
-_ABOVE_ZERO = {"log", "log2", "log10", "sqrt", "rsqrt", "xlogy"}
+_LOGARITHMS = {"log", "log2", "log10", "log1p", "xlogy"}
+_ABOVE_ZERO = {"log", "log2", "log10", "sqrt", "rsqrt", "xlogy", "lgamma"}
 
 
 @dataclass(frozen=True)
@@ -194,10 +195,8 @@ def cause_of(birth: FirstNonFinite) -> Cause:
     if marks & {"bce", "wide bce"} or name.startswith("binary_cross_entropy"):
         return "16-bit sigmoid before a logarithm" if marks & {"bce", "sigmoid"} else "sigmoid before a logarithm"
     if birth.at_a_pole and not is_wide_finite:
-        if "sigmoid" in marks:
-            return "16-bit sigmoid before a logarithm"
-        if "wide sigmoid" in marks:
-            return "sigmoid before a logarithm"
+        if marks & {"sigmoid", "wide sigmoid"} and {name, birth.place.forward.rstrip("_")} & _LOGARITHMS:
+            return "16-bit sigmoid before a logarithm" if "sigmoid" in marks else "sigmoid before a logarithm"
         return "eps lost in 16 bits" if "eps" in marks else "division or logarithm of zero"
     if birth.only_masks:
         return "nothing left by a mask"
@@ -258,6 +257,8 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
             given = "was given a number at the edge of its domain or beyond"
         elif what in _ABOVE_ZERO:
             given = "was given a zero or a negative number"
+        elif "linalg" in what:
+            given = "was given a singular matrix"
         elif not birth.at_a_pole:
             given = "has no value for its inputs, such as a mean of nothing, a row without variance, a negative root"
         return f"{what} {given}" + (f" (in {pass_})." if pass_ != what else ".")
@@ -270,8 +271,6 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
         )
     if cause == "infinite constant":
         return f"{what} wrote a constant infinity or NaN of the program, and it reached the loss or the gradients."
-    if cause == "overflow in fp32":
-        return "The numbers exceed even fp32, whose largest is 3.4e38: training diverges, or an input is too large."
     if cause in ("poisoned buffer", "poisoned weight", "bad input"):
         before = "It was not finite before the window began"
         return {
@@ -281,10 +280,11 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
             if not birth.op
             else f"{birth.tensor} holds numbers up to {birth.wide:.4g}, and {dtype} ends at {limit:g}.",
         }[cause]
-    reach = f"{birth.wide:.4g}" if birth.wide is not None else "more"
-    text = f"The result of {pass_} is {reach} in exact arithmetic, and {dtype} ends at {limit:g}"
-    if cause == "overflow in a cast":
-        text = f"A number of {reach} was cast to {dtype}, which ends at {limit:g}"
+    reach = f"{birth.wide:.4g} in exact arithmetic" if birth.wide is not None else "not finite"
+    reach = "infinite in float64, too" if birth.wide == math.inf else reach
+    text = f"The result of {pass_} is {reach}, and {dtype} ends at {limit:g}"
+    if cause == "overflow in a cast" and birth.wide is not None:
+        text = f"A number of {birth.wide:.4g} was cast to {dtype}, which ends at {limit:g}"
     return f"{text}{'; it then became NaN' if birth.has_nan and cause != 'overflow in a cast' else ''}."
 
 
@@ -341,7 +341,9 @@ ADVICE: dict[Cause, Fix] = {
         "code", "lower the learning rate (optimizer.lr), warm it up for longer, or clip gradients (clip=norm)"
     ),
     "overflow in fp32": Fix(
-        "code", "lower the learning rate (optimizer.lr), clip gradients (clip=norm), and look at the data"
+        "code",
+        "if numbers grew in training, lower the learning rate (optimizer.lr) or clip gradients (clip=norm); "
+        "else make the input of this line smaller",
     ),
     "gradient norm beyond fp32": Fix("code", "divide the loss by a constant, such as the number of elements"),
     "poisoned buffer": Fix("data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer"),

@@ -168,7 +168,9 @@ class Doctor:
         if cause == "division or logarithm of zero" and not (self.amp.dtype is torch.float32 or has_16bit(self.nets)):
             yield from self._in_fp32(diagnosis, birth, replay)
             cause = diagnosis.cause
-        if birth.backward and self.amp.scaler.policy and cause.startswith("overflow"):
+        # Also the product of the loss and the scale may overflow.
+        may_be_scale = cause == "overflow in fp32" or (birth.backward and cause.startswith("overflow"))
+        if may_be_scale and self.amp.scaler.policy:
             fits = yield from self._largest_scale(replay, scale)
             if fits is not None:
                 return self._too_large(diagnosis, scale, fits)
@@ -320,10 +322,9 @@ class Doctor:
         policy = self.amp.scaler.policy
         assert policy is not None
         diagnosis.cause, diagnosis.scale_that_fits = "loss scale too large", fits
-        diagnosis.why = (
-            f"With a loss scale of {scale:g} gradients exceed {self.amp.config.dtype}; with {fits:g} the window is "
-            "finite."
-        )
+        is_backward = diagnosis.phase == "backward"
+        what = f"gradients exceed {self.amp.config.dtype}" if is_backward else "the loss exceeds float32"
+        diagnosis.why = f"With a loss scale of {scale:g} {what}; with {fits:g} the window is finite."
         grown = scale > policy.init_scale and not (self._plain and self._plain.scaler)  # torch's has no cap
         fields = {"max_scale": fits} if grown else {"init_scale": fits}
         text = "cap the loss scale" if grown else "begin with a smaller loss scale"

@@ -499,8 +499,10 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             marks |= {mark for mark in inherited if mark[0] == "input"}
         if name in _SPREADS_BCE:
             marks |= {mark for mark in inherited if mark[0] in ("bce", "wide bce")}
-        if name in ("sigmoid", "sigmoid_"):
+        is_cast = name == "_to_copy" and any(kind == "probability" for kind, _ in inherited)
+        if (name in ("sigmoid", "sigmoid_") or is_cast) and plain:
             kind = "sigmoid" if outputs[0].dtype in HALF else "wide sigmoid"
+            kind = kind if bool(((outputs[0] == 0) | (outputs[0] == 1)).any()) else "probability"
             marks.add((kind, f"sigmoid in {_dtype_name(outputs[0])} at {place.source}"))
         if name == "binary_cross_entropy_backward":
             probability = call.inputs[1].tensor
@@ -716,8 +718,10 @@ def _is_at_a_pole(name: str, args: Sequence[Any], tensors: list[Tensor]) -> bool
     name = name.rstrip("_")
     if name in ("div", "true_divide", "fmod", "remainder"):
         return bool((torch.as_tensor(args[1]) == 0).any())
-    if name in ("log", "log2", "log10", "reciprocal", "rsqrt", "xlogy", "digamma", "sqrt"):
+    if name in ("log", "log2", "log10", "reciprocal", "rsqrt", "xlogy", "lgamma", "digamma", "sqrt"):
         return bool((tensors[-1] <= 0).any())
+    if name == "addcdiv":
+        return bool((tensors[-1] == 0).any())
     if name == "log1p":
         return bool((tensors[0] <= -1).any())
     if name == "pow":
@@ -766,7 +770,7 @@ def _in_float64(call: _Call, output: Tensor) -> Tensor | None:
         args = [widen(each) for each in call.args]
         kwargs = {name: widen(each) for name, each in call.kwargs.items() if name not in _FORMAT}
         results = [t for t in tensors_in(func(*args, **kwargs)) if t.shape == output.shape]
-        return results[0]
+        return min(results, key=is_finite)  # of several with this shape the one that is not finite
     except (AssertionError, IndexError, NotImplementedError, RuntimeError, StopIteration, TypeError):
         return None  # no float64 kernel
 

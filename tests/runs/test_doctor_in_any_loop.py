@@ -605,3 +605,72 @@ def test_a_range_says_all_only_of_all():
     assert str(Range.of("x", inf)).endswith("[]: none of 1 is finite")
     assert str(Range.of("x", torch.stack([inf, inf * 0 + 0]).nan_to_num(0, INF))).endswith(": 0, 1 not finite")
     assert str(Range.of("x", torch.zeros(2))).endswith(": all 0")
+
+
+def test_a_gate_of_zero_over_zero_is_no_sigmoid_before_a_logarithm():
+    def over_zero(y):
+        p = torch.sigmoid(y * 1e-2).float()
+        return ((p - p) / (p - p)).mean()
+
+    for loss, says in [
+        (over_zero, "div was given a zero"),
+        (lambda y: torch.erfinv(2 * torch.sigmoid(y.float() + 60) - 1).mean(), "edge of its domain"),
+    ]:
+        diagnosis = located(nn.Linear(8, 5), (torch.randn(16, 8),), "fp16", loss)
+        assert diagnosis is not None and diagnosis.cause == "division or logarithm of zero", diagnosis
+        assert says in diagnosis.why and "probability" not in str(diagnosis)
+
+
+def test_a_probability_that_only_a_cast_rounds_is_one_of_16_bits():
+    diagnosis = located(
+        nn.Linear(8, 5),
+        (torch.randn(16, 8),),
+        "bf16",
+        lambda y: -torch.log(1 - torch.sigmoid(y.float() + 10).bfloat16()).float().mean(),
+    )
+    assert diagnosis is not None and diagnosis.cause == "16-bit sigmoid before a logarithm"
+    # Without the cast the probability is no 1.
+    loss = located(
+        nn.Linear(8, 5), (torch.randn(16, 8),), "bf16", lambda y: -torch.log(1 - torch.sigmoid(y.float() + 5)).mean()
+    )
+    assert loss is None
+
+
+@pytest.mark.parametrize(
+    "loss, says",
+    [
+        (lambda y: torch.addcdiv(y, torch.ones_like(y), y * 0).mean(), "addcdiv was given a zero"),
+        (lambda y: torch.lgamma(y * 0).mean(), "lgamma was given a zero"),
+        (lambda y: torch.logdet(y.T @ y * 0), "linalg_slogdet was given a singular matrix"),
+    ],
+)
+def test_a_pole_is_no_overflow(loss, says):
+    diagnosis = located(nn.Linear(8, 5), (torch.randn(16, 8),), "fp32", loss)
+    assert diagnosis is not None and diagnosis.cause == "division or logarithm of zero" and says in diagnosis.why
+
+
+def test_an_overflow_in_fp32_says_no_more_than_its_numbers():
+    for loss, says in [
+        (lambda y: (y * 0 + 100).exp().mean(), f"{torch.tensor(100.0).double().exp().item():.4g} in exact"),
+        (lambda y: (y * 0 + 1e3).exp().mean(), "infinite in float64, too"),
+    ]:
+        diagnosis = located(nn.Linear(8, 5), (torch.randn(16, 8),), "fp32", loss)
+        assert diagnosis is not None and diagnosis.cause == "overflow in fp32"
+        assert says in diagnosis.why and "diverges" not in str(diagnosis)
+
+
+def test_a_loss_scale_that_takes_the_loss_beyond_fp32_is_too_large():
+    net, batch, scale = nn.Linear(8, 4), images(), 2.0**127
+    optimizer, amp = torch.optim.SGD(net.parameters(), 0.1), Amp.named("fp16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+    def step():
+        with amp.autocast():
+            loss = F.cross_entropy(net(batch[0]), batch[1]) + 10
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    diagnosis = Doctor(amp, net).locate(step, batch)
+    assert diagnosis is not None and diagnosis.cause == "loss scale too large"
+    assert "the loss exceeds float32" in diagnosis.why and (diagnosis.scale_that_fits or scale) < scale
