@@ -236,7 +236,7 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
             "is infinite. Use a loss that takes logits: its gradient is p - y."
         )
     if cause == "eps lost in 16 bits":
-        return f"An eps that should have kept a divisor above 0 is itself 0 in 16 bits: {marks['eps']}."
+        return f"An eps that should have kept a number above 0 is itself 0 in 16 bits: {marks['eps']}."
     if cause == "underflow in 16 bits":
         origin = f": {marks['underflow']} is 0 there, and not in exact arithmetic" if "underflow" in marks else ""
         text = f"{what} was given a number that is 0 only because of 16 bits{origin}."
@@ -272,14 +272,9 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
     if cause == "infinite constant":
         return f"{what} wrote a constant infinity or NaN of the program, and it reached the loss or the gradients."
     if cause in ("poisoned buffer", "poisoned weight", "bad input"):
-        before = "It was not finite before the window began"
-        return {
-            "poisoned buffer": f"{birth.tensor}: {before}; an earlier batch left it there.",
-            "poisoned weight": f"{birth.tensor}: {before}; no loss can be finite with it.",
-            "bad input": f"{birth.tensor}: {before}."
-            if not birth.op
-            else f"{birth.tensor} holds numbers up to {birth.wide:.4g}, and {dtype} ends at {limit:g}.",
-        }[cause]
+        if birth.op:
+            return f"{birth.tensor} holds numbers up to {birth.wide:.4g}, and {dtype} ends at {limit:g}."
+        return f"{birth.tensor} was not finite before the window began."
     reach = f"{birth.wide:.4g} in exact arithmetic" if birth.wide is not None else "not finite"
     reach = "infinite in float64, too" if birth.wide == math.inf else reach
     text = f"The result of {pass_} is {reach}, and {dtype} ends at {limit:g}"

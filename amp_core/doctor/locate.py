@@ -348,9 +348,9 @@ class Doctor:
             more = (
                 "lower the learning rate (optimizer.lr), or clip gradients"
                 if self.amp.is_guarding
-                else "amp.guard(net) keeps it clean"
+                else "amp.guard(net) restores it after skipped steps"
             )
-            advice = dataclasses.replace(advice, text=f"{advice.text}; {more}")
+            advice = dataclasses.replace(advice, text=f"{advice.text}; if an earlier batch left it there, {more}")
         if cause in CURED_BY_ISLANDS and self.can_make_islands:
             scale = diagnosis.loss_scale
             # A window that a smaller loss scale fixes needs no island.

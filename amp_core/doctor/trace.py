@@ -133,6 +133,8 @@ class Range:
         text = f"{self.name} {self.dtype}{list(self.shape)}: "
         if self.not_finite and self.not_finite == math.prod(self.shape):
             return f"{text}none of {self.not_finite:,} is finite"
+        if not math.prod(self.shape):
+            return f"{text}empty"
         zero = "0" if self.not_finite else "all 0"
         text += f"|x| from {self.smallest:.3g} to {self.largest:.3g}" if self.largest else zero
         text += f", {self.zeros:.1%} zeros" if self.zeros and self.largest else ""

@@ -242,10 +242,11 @@ class Watch:
         # A recipe may tell of no loss. One that is NaN now is no better than one that has grown.
         has_grown = math.isfinite(first_loss) and not loss <= first_loss + abs(first_loss)
         if first_norm and norm > _GROWN * first_norm and has_grown:
+            how = "" if loop.amp.dtype is torch.float32 else "without autocast "
             diagnosis.cause, diagnosis.islands = "training diverges", []
             diagnosis.fixes, diagnosis.scale_that_fits = [ADVICE["training diverges"]], None
             diagnosis.why += (
-                f" But without autocast the loss of this window is {loss:.4g}, and {first_loss:.4g} with the weights "
+                f" But {how}the loss of this window is {loss:.4g}, and {first_loss:.4g} with the weights "
                 f"of step {self._origin_step}, whose norm has grown from {first_norm:.4g} to {norm:.4g}."
             )
 

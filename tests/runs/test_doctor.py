@@ -243,10 +243,12 @@ def test_a_diverged_run_ends_with_its_diagnosis(tmp_path, monkeypatch, capsys):
     assert start(tmp_path / "off", "amp=fp16", "steps=20", "amp.max_consecutive_skips=8", "doctor=off") == 5
 
 
-def test_a_scale_at_its_floor_calls_it(tmp_path, monkeypatch):
+def test_a_scale_at_its_floor_calls_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(recipes.classification, "build_model", scaled(2e5))
     assert start(tmp_path, "amp=fp16", "steps=10", "amp.init_scale=4", "doctor.after_skips=100") == 5
     assert len(reports(tmp_path)) == 1
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "at its floor" in line)
+    assert "steps are still skipped" in line and "forward" not in line  # a root may as well have an infinite derivative
 
 
 def test_checkpoints_of_a_watched_run_load_plainly(tmp_path):
@@ -266,6 +268,12 @@ def test_training_that_diverges_is_not_healed(held, tmp_path, monkeypatch):
         assert "with the weights of step 0, whose norm has grown from" in report["why"]
     else:
         assert report["cause"].startswith("overflow") and islands
+
+
+def test_training_that_diverges_in_fp32_is_not_said_to_do_so_without_autocast(tmp_path):
+    assert start(tmp_path, "amp=fp32", "optimizer.lr=1e12", "steps=20") == 5
+    (report, *_) = reports(tmp_path)
+    assert report["cause"] == "training diverges" and "But the loss of this window is" in report["why"]
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------

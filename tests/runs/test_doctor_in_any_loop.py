@@ -505,7 +505,8 @@ def test_rows_of_weights_are_no_samples():
     net.eval()
     diagnosis = located(net, images()[:1], "fp32")
     assert diagnosis is not None and diagnosis.cause == "poisoned buffer" and not diagnosis.samples
-    assert "amp.guard(net) keeps it clean" in str(diagnosis)
+    assert "if an earlier batch left it there, amp.guard(net)" in str(diagnosis)
+    assert diagnosis.why == "buffer 1.running_var was not finite before the window began."
     diagnosis = located(net, images()[:1], "fp32", guarded=True)
     assert diagnosis is not None and "guard" not in str(diagnosis) and "lower the learning rate" in str(diagnosis)
 
@@ -605,6 +606,7 @@ def test_a_range_says_all_only_of_all():
     assert str(Range.of("x", inf)).endswith("[]: none of 1 is finite")
     assert str(Range.of("x", torch.stack([inf, inf * 0 + 0]).nan_to_num(0, INF))).endswith(": 0, 1 not finite")
     assert str(Range.of("x", torch.zeros(2))).endswith(": all 0")
+    assert str(Range.of("x", torch.zeros(0))).endswith("[0]: empty")
 
 
 def test_a_gate_of_zero_over_zero_is_no_sigmoid_before_a_logarithm():
@@ -674,3 +676,13 @@ def test_a_loss_scale_that_takes_the_loss_beyond_fp32_is_too_large():
     diagnosis = Doctor(amp, net).locate(step, batch)
     assert diagnosis is not None and diagnosis.cause == "loss scale too large"
     assert "the loss exceeds float32" in diagnosis.why and (diagnosis.scale_that_fits or scale) < scale
+
+
+def test_of_a_poisoned_weight_no_more_is_said_than_where_it_is():
+    """A window that does not use these numbers is finite."""
+    net = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 1))
+    with torch.no_grad():
+        net[0].weight[2] = float("nan")
+    assert located(net, (torch.tensor([0, 1, 3]),), "fp32") is None
+    diagnosis = located(net, (torch.tensor([0, 2, 3]),), "fp32")
+    assert diagnosis is not None and diagnosis.why == "weight 0.weight was not finite before the window began."
