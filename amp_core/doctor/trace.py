@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from amp_core.memory.recompute import recomputed
@@ -563,8 +562,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             place = self._places.get(node._sequence_nr()) or Location(None, "", *_source(), node.name())
             source, code = _source(by_autograd=True)
             if source:  # a hook, or a backward written in Python
-                forward = place.forward if isinstance(node, FunctionCtx) else ""
-                place = replace(place, source=source, code=code, forward=forward)
+                place = replace(place, source=source, code=code, forward="")
             if entered_by is node:  # which computes modules again, itself
                 place = replace(place, module=module, kind=kind, forward=name)
         else:

@@ -90,6 +90,26 @@ def test_a_fault_in_the_backward_pass_of_a_reentrant_checkpoint_has_its_module(i
     assert line_of(diagnosis).endswith(says)
 
 
+class ByShare(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clamp(-1, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (grad * 0).sum()  # in its own
+
+
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_the_backward_pass_of_no_other_operation_is_named(by_hook):
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    if by_hook:
+        net[1].register_full_backward_hook(lambda module, grads, of_output: (ByShare.backward(None, grads[0]),))
+    diagnosis = examined(net, lambda: net(x).mean() if by_hook else ByShare.apply(net(x)).mean())
+    assert diagnosis is not None and line_of(diagnosis).endswith("# in its own")
+    assert diagnosis.why == "div was given a zero."
+
+
 def times_a_lot(grad):
     return grad * 1e38 * 1e38  # in the hook
 
