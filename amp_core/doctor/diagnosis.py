@@ -27,6 +27,7 @@ Cause = Literal[
     "division or logarithm of zero",
     "underflow in 16 bits",
     "cancellation in 16 bits",
+    "rounding in 16 bits",
     "16-bit sigmoid before a logarithm",
     "sigmoid before a logarithm",
     "nothing left by a mask",
@@ -238,20 +239,18 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
     if cause == "eps lost in 16 bits":
         return f"An eps that should have kept a number above 0 is itself 0 in 16 bits: {marks['eps']}."
     if cause == "underflow in 16 bits":
-        origin = f": {marks['underflow']} is 0 there, and not in exact arithmetic" if "underflow" in marks else ""
-        text = f"{what} was given a number that is 0 only because of 16 bits{origin}."
-        return f"{text} Without autocast the window is finite."
-    if cause == "cancellation in 16 bits":
         return (
-            f"{what} was given a difference of two numbers that 16 bits cannot tell apart ({marks['cancellation']}). "
-            "Without autocast the window is finite."
+            f"{what} was given a number that is 0 only because of 16 bits: {marks['underflow']} is 0 there, and not in "
+            "exact arithmetic."
         )
+    if cause == "cancellation in 16 bits":
+        return f"{what} was given a difference of two numbers that 16 bits cannot tell apart ({marks['cancellation']})."
     if cause == "targets longer than their inputs":
         return (
             "The loss is infinite by definition where no alignment exists: a sample needs a frame for each label, and "
             "one more between two equal ones."
         )
-    if cause == "division or logarithm of zero":
+    if cause in ("division or logarithm of zero", "rounding in 16 bits"):
         given = "was given a zero"
         if what in _EDGES:
             given = "was given a number at the edge of its domain or beyond"
@@ -307,6 +306,7 @@ CURED_BY_ISLANDS: tuple[Cause, ...] = (
     "16-bit sigmoid before a logarithm",
     "underflow in 16 bits",
     "cancellation in 16 bits",
+    "rounding in 16 bits",
     "division or logarithm of zero",
     "position collision",
     "nothing left by a mask",
@@ -317,13 +317,16 @@ ADVICE: dict[Cause, Fix] = {
     "eps lost in 16 bits": Fix(
         "code", "compute this line in fp32, or use an eps that 16 bits can hold, its reciprocal too, such as 1e-3"
     ),
-    "division or logarithm of zero": Fix("code", "keep the argument away from 0: clamp it, or add an eps inside"),
+    "division or logarithm of zero": Fix(
+        "code", "keep the argument away from 0 and from where it has no value: clamp it, or add an eps inside"
+    ),
     "underflow in 16 bits": Fix(
         "code", "compute this line, and what leads to it, in fp32; log_softmax for a logarithm"
     ),
     "cancellation in 16 bits": Fix(
         "code", "compute the difference in fp32; a variance as the mean of squared deviations, or by torch.var"
     ),
+    "rounding in 16 bits": Fix("code", "compute this line, and what leads to it, in fp32; or clamp its argument"),
     "targets longer than their inputs": Fix(
         "code", "zero_infinity=True leaves such samples out; or longer inputs, shorter targets"
     ),

@@ -207,14 +207,15 @@ class Doctor:
         """Whether a zero is one in fp32, too: else 16 bits made it."""
         marks = {kind for kind, _ in birth.marks}
         with without_autocast(), self.amp.scaler.held_at(min(diagnosis.loss_scale, 1.0)):
-            finite = yield from self._is_finite(replay)
+            everywhere = yield from self._look(replay)
+        finite, left = all(one["finite"] for one in everywhere), everywhere[diagnosis.rank]["culprit"]
         if finite:
-            diagnosis.cause = "underflow in 16 bits"
-            if "cancellation" in marks and "underflow" not in marks:
-                diagnosis.cause = "cancellation in 16 bits"
-            diagnosis.why = explain(birth, diagnosis.cause)
-        else:
-            diagnosis.why += " The window is not finite without autocast either."
+            kinds: list[Cause] = ["underflow in 16 bits", "cancellation in 16 bits", "rounding in 16 bits"]
+            diagnosis.cause = next(kind for kind in kinds if kind.split()[0] in {*marks, "rounding"})
+        elif left is not None and "underflow" in dict(left.marks & birth.marks):
+            diagnosis.cause = "underflow in 16 bits"  # the program casts by itself
+        diagnosis.why = explain(birth, diagnosis.cause)
+        diagnosis.why += " Without autocast the window is " + ("finite." if finite else "not finite either.")
 
     def _too_long(self, norm: float, scale: float) -> Diagnosis:
         why = (

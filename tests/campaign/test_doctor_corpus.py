@@ -376,6 +376,7 @@ ANY_LOOP, PLACES = "test_doctor_in_any_loop.py", "test_doctor_places.py"
 ELSEWHERE = {
     "underflow in 16 bits": (ANY_LOOP, "test_causes_are_told_apart"),
     "cancellation in 16 bits": (ANY_LOOP, "test_causes_are_told_apart"),
+    "rounding in 16 bits": (ANY_LOOP, "test_causes_are_told_apart"),
     "sigmoid before a logarithm": (ANY_LOOP, "test_causes_are_told_apart"),
     "targets longer than their inputs": (ANY_LOOP, "test_causes_are_told_apart"),
     "gradient norm beyond fp32": (ANY_LOOP, "test_a_norm_beyond_fp32_is_told_from_gradients_that_are_not_finite"),

@@ -303,6 +303,10 @@ def softmax_and_log(y):
     return -torch.log(torch.softmax(y, -1).to(y.dtype)).mean().float()
 
 
+def half_softmax_and_log(y):
+    return -torch.log((y.float() * 40).half().softmax(-1)).mean().float()
+
+
 def spread(y):
     y = y + 100.0
     return (y / ((y * y).mean(0) - y.mean(0) ** 2).sqrt()).mean().float()
@@ -325,7 +329,14 @@ def too_short(y):
         (spread, "bf16", "cancellation in 16 bits", "cannot tell apart (sub in bfloat16"),
         (spread, "fp16", "cancellation in 16 bits", "cannot tell apart (sub in float16"),
         (lambda y: torch.log((y * 1e-5) ** 2).mean(), "fp16", "underflow in 16 bits", "not in exact arithmetic"),
-        (lambda y: torch.log(y * 0).mean(), "fp16", "division or logarithm of zero", "not finite without autocast"),
+        (lambda y: torch.log(y * 0).mean(), "fp16", "division or logarithm of zero", "window is not finite either"),
+        (
+            lambda y: torch.acos((y * 0 + 0.99976) * 1.0005 * 0.9998 * 0.9998).float().mean(),
+            "fp16",
+            "rounding in 16 bits",
+            "acos was given a number at the edge of its domain or beyond",
+        ),
+        (half_softmax_and_log, "fp16", "underflow in 16 bits", "window is not finite either"),
         (too_short, "bf16", "targets longer than their inputs", "by definition"),
     ],
 )
