@@ -177,6 +177,9 @@ class Doctor:
         yield from self._prescribe(diagnosis, birth, replay)
         if diagnosis.islands and may_compile():
             yield from self._confirm(diagnosis, replay)
+        if cause == "bad input":  # a run is not healed of its data
+            diagnosis.islands = []
+            diagnosis.fixes.sort(key=lambda fix: fix.kind != "data")
         if birth.backward and self.amp.scaler.policy and not any(fix.verified for fix in diagnosis.fixes):
             fits = yield from self._largest_scale(replay, min(scale, 1.0), _LEAST_SCALE)
             if fits is not None:
@@ -352,7 +355,8 @@ class Doctor:
                 else "amp.guard(net) restores it after skipped steps"
             )
             advice = dataclasses.replace(advice, text=f"{advice.text}; if an earlier batch left it there, {more}")
-        if cause in CURED_BY_ISLANDS and self.can_make_islands:
+        is_large = cause == "bad input" and bool(birth.op)  # finite numbers, which fp32 and bf16 hold
+        if (cause in CURED_BY_ISLANDS or is_large) and self.can_make_islands:
             scale = diagnosis.loss_scale
             # A window that a smaller loss scale fixes needs no island.
             with self.amp.scaler.held_at(min(scale, 1.0)):
@@ -370,6 +374,8 @@ class Doctor:
                 )
         if advice is BF16 and self.amp.config.dtype == "bfloat16":
             advice = Fix("code", "this line makes float16 by itself: cast to bfloat16 or float32 there")
+        if is_large and diagnosis.fixes:
+            diagnosis.fixes.append(BF16)
         if advice is not None:
             diagnosis.fixes.append(advice)
         if not diagnosis.fixes and self.amp.dtype is torch.float16:

@@ -697,3 +697,21 @@ def test_of_a_poisoned_weight_no_more_is_said_than_where_it_is():
     assert located(net, (torch.tensor([0, 1, 3]),), "fp32") is None
     diagnosis = located(net, (torch.tensor([0, 2, 3]),), "fp32")
     assert diagnosis is not None and diagnosis.why == "weight 0.weight was not finite before the window began."
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_finite_input_beyond_fp16_is_also_mended_by_fp32_and_bf16(by_hand):
+    """Not where the program casts to float16 itself."""
+    net, x = nn.Sequential(Halves() if by_hand else nn.Identity(), nn.Linear(8, 8), nn.Linear(8, 4)), images()[0] * 1e5
+    diagnosis = located(net, (x,), loss=lambda y: y.float().mean() * 1e-6)
+    assert diagnosis is not None and diagnosis.cause == "bad input" and not diagnosis.islands
+    data, *others = diagnosis.fixes
+    assert data.kind == "data" and [fix.python for fix in others] == (
+        [] if by_hand else ['keep_fp32(model, ["1", "2"])', 'Amp.named("bf16")']
+    )
+    assert located(net, (x,), "bf16", lambda y: y.float().mean() * 1e-6) is None or by_hand
+
+
+class Halves(nn.Module):
+    def forward(self, x):
+        return x.half()
