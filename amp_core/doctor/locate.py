@@ -46,6 +46,7 @@ from amp_core.tensors import is_sharded, unwrap
 Replay = Callable[..., contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Agree = Callable[[Any], list[Any]]
 
+BY_HAND = Fix("code", "this line is in 16 bits without autocast, too: cast to float32 there, not to less")
 _MOST_ROUNDS = 8
 _LEAST_SCALE = -24
 """Exponent of the smallest loss scale that is tried: below 2^-24 of a number fp16 holds nothing."""
@@ -363,11 +364,9 @@ class Doctor:
                 diagnosis.scale_that_fits = smaller
                 diagnosis.fixes.append(self._island_fix(names, smaller))
             elif cause.startswith("overflow") and (yield from self._casts_by_itself(replay, birth)):
-                advice = Fix(
-                    "code", "this line is in 16 bits without autocast, too: cast to float32 there, not to less"
-                )
-        if advice is BF16 and self.amp.config.dtype == "bfloat16":
-            advice = Fix("code", "this line makes float16 by itself: cast to bfloat16 or float32 there")
+                advice = BY_HAND
+        if advice is BF16 and self.amp.dtype is not torch.float16:
+            advice = BY_HAND
         if advice is not None:
             diagnosis.fixes.append(advice)
         if not diagnosis.fixes and self.amp.dtype is torch.float16:
@@ -411,14 +410,12 @@ class Doctor:
 
     def _casts_by_itself(self, replay: Replay, birth: FirstNonFinite) -> Generator[Any, None, bool]:
         """Whether an operation still runs in 16 bits, and overflows, in an island."""
-        if birth.place.module is None:
+        module = birth.place.module
+        if module is None and self._plain is None:  # other code may not bear other dtypes
             return False
-        with self.as_islands([birth.place.module]):
+        with without_autocast() if module is None else self.as_islands([module]):
             trace, _ = yield from self._trace(replay)
-        same = [
-            b for b in trace.births if (b.op, b.place, b.output.dtype) == (birth.op, birth.place, birth.output.dtype)
-        ]
-        return any(self.agree(bool(same)))
+        return any(self.agree(is_among(birth, trace.births)))
 
     @property
     def can_make_islands(self) -> bool:
@@ -490,3 +487,8 @@ class Doctor:
     def modules(self, names: Sequence[str]) -> list[nn.Module]:
         """The modules with these names."""
         return [module for module, name in self.names.items() if name in set(names)]
+
+
+def is_among(birth: FirstNonFinite, births: Iterable[FirstNonFinite]) -> bool:
+    """Whether the same operation is not finite there, too, in the same dtype."""
+    return any((b.op, b.place, b.output.dtype) == (birth.op, birth.place, birth.output.dtype) for b in births)

@@ -294,6 +294,25 @@ def test_an_overflow_in_evaluation_alone_is_named_with_its_module(task, tmp_path
     assert start(tmp_path / "fp32", "amp=fp32", "steps=2") == 0
 
 
+class HalvesInEvaluation(nn.Linear):
+    """Its own line makes fp16, in every mode."""
+
+    def forward(self, x):
+        return super().forward(x) if self.training else super().forward((x.half() * 6e4 * 6e4).to(x.dtype))
+
+
+@pytest.mark.parametrize("mode", ["fp16", "bf16"])
+def test_bf16_is_no_advice_for_a_line_of_an_evaluation_that_makes_fp16_by_itself(mode, tmp_path, monkeypatch, capsys):
+    build = recipes.classification.build_model
+    monkeypatch.setattr(
+        recipes.classification, "build_model", lambda *a, **k: build(*a, **k).append(HalvesInEvaluation(10, 10))
+    )
+    assert start(tmp_path, f"amp={mode}", "steps=2") == 5
+    said = capsys.readouterr().err
+    assert "Not finite in evaluation alone: overflow in" in said and "Try: this line is in 16 bits without" in said
+    assert "use bf16" not in said
+
+
 def test_an_evaluation_that_is_not_finite_ends_with_5_without_a_doctor(tmp_path, monkeypatch, capsys):
     build = recipes.classification.build_model
     monkeypatch.setattr(

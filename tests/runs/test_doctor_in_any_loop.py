@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_core import Amp, Doctor, keep_fp32
+from amp_core.doctor.locate import BY_HAND
 from amp_core.doctor.trace import Range, Trace, is_finite
 
 INF = float("inf")
@@ -205,6 +206,13 @@ def test_a_cure_is_a_line_of_the_program(factor, scale):
     exec(line if "keep_fp32" in line else f"amp = {line}", found)
     amp = found.get("amp", amp)
     assert diagnose() is None
+
+
+@pytest.mark.parametrize("mode", ["fp16", "bf16", "fp32"])
+def test_bf16_is_no_advice_for_a_loss_that_is_cast_to_fp16_by_hand(mode):
+    diagnosis = located(nn.Linear(8, 4), (torch.randn(6, 8),), mode, lambda y: (y.float() * 1e6).half().mean().float())
+    assert diagnosis is not None and diagnosis.cause == "overflow in a cast"
+    assert [fix.text for fix in diagnosis.fixes] == [BY_HAND.text]
 
 
 # --- conviction -------------------------------------------------------------------------------------------------------
