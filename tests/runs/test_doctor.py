@@ -268,6 +268,21 @@ def test_training_that_diverges_is_not_healed(held, tmp_path, monkeypatch):
         assert report["cause"].startswith("overflow") and islands
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["recipe=gan", "amp=fp16", "optimizer.lr=1", "steps=10"],  # else a loss scale that is too large, at step 1
+        ["recipe=gan", "amp=fp32", "optimizer.lr=30", "steps=10"],  # else a gradient norm beyond fp32
+        ["recipe=gan", "amp=fp16", "optimizer.lr=30", "steps=10"],  # else an overflow: its losses cancel
+    ],
+)
+def test_training_that_diverges_is_no_question_of_the_loss_scale_or_of_the_norm(settings, tmp_path):
+    data = ["data=synthetic", "data.num_samples=256", "batch_size=16"]
+    assert train.main([*settings, *data, "log_every=10", f"run_dir={tmp_path}"]) == 5
+    report, *_ = reports(tmp_path)
+    assert (report["cause"], len(report["fixes"])) == ("training diverges", 1)
+
+
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
