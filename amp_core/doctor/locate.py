@@ -99,7 +99,8 @@ class Doctor:
             None if the window is finite and no positions collide.
 
         Raises:
-            RuntimeError: `step` told of no loss and of no gradients, so there is nothing to judge by.
+            RuntimeError: `step` told of no loss and of no gradients, and saw no NaN that would have ended it early, so
+                there is nothing to judge by.
             TypeError: an optimizer's `step()` needs a closure or gradients, or a gradient is sparse.
             ValueError: a weight or a buffer is on the meta device.
         """

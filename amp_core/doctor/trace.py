@@ -216,7 +216,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         self.reached: dict[int, list[str]] = {}
         """Origins of non-finite results: number of the first non-finite value -> names of losses and gradients."""
         self.num_operations = 0
-        self.is_loss_finite, self.has_gradients, self.grad_norm = True, False, 0.0
+        self.is_loss_finite, self.grad_norm = True, 0.0
         """The gradient norm in float64, of this rank's shards."""
         self._names = names
         self._modules: list[tuple[str | None, str, Any, nn.Module]] = []
@@ -226,6 +226,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         """Number of the last node that has a place, by thread."""
         self._origins: dict[int, frozenset[int]] = {}
         self._marks: dict[int, frozenset[tuple[str, str]]] = {}
+        self._bad_results: dict[str, Tensor] = {}
         self._unwritten: set[int] = set()
         self._shared: set[int] = set()
         self._tensors = {storage_key(tensor): name for name, tensor in tensors.items()}
@@ -260,7 +261,6 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
 
     def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         self.pause()
-        self.has_gradients |= bool(grads)
         norms = [grad.double().norm().item() for grad in local(grads) if grad.layout is torch.strided]
         self.grad_norm = max(self.grad_norm, math.hypot(*norms))
         for param, grad in zip(local(params), local(grads), strict=True):
@@ -303,6 +303,13 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         for origin in origins:
             self.reached.setdefault(origin, []).append(what)
 
+    def conclude(self) -> bool:
+        """For a step that ended without telling of a loss: whether a network's output or a number was not finite."""
+        for what, tensor in self._bad_results.items():
+            self.is_loss_finite = False
+            self._note(tensor, what)
+        return bool(self._bad_results)
+
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         name, kind = self._names.get(module), _class_name(module)
         outer, its_kind = self._modules[-1][:2] if self._modules else (None, "")
@@ -317,6 +324,11 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._modules and self._modules[-1][-1] is module:  # replicas share their hooks
             self._modules.pop()
+            self.pause()
+            for tensor in () if self._modules else tensors_in(output):
+                if not is_finite(tensor):
+                    self._bad_results["the output of the network"] = tensor
+            self.resume()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -381,6 +393,8 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
                 self._shared.discard(key)
             self._update(self._marks, key, marks, keep=in_place)
             is_bad = any(tensor is each for each in bad)
+            if is_bad and not tensor.ndim and call.inputs:
+                self._bad_results["the loss"] = tensor
             # A write to a part of a storage does not change the rest.
             keep = in_place and (is_bad or not _is_whole(tensor))
             self._update(self._origins, key, origins if is_bad else frozenset(), keep=keep)

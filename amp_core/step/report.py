@@ -80,6 +80,11 @@ class Rehearsal:
             self.watcher.resume()
 
     @property
+    def is_told(self) -> bool:
+        """Whether there was a loss or a gradient."""
+        return bool(self._bad)
+
+    @property
     def is_finite(self) -> bool:
         """Whether the gradients, on all ranks, and the losses, on this one, were finite. Waits for the device."""
         return not self._bad or not bool(torch.cat(self._bad).any())

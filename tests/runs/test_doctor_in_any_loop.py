@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import math
 
 import pytest
 import torch
@@ -103,16 +104,53 @@ def test_a_step_that_raises_leaves_everything_as_it_was():
     before, random = state_of(net, optimizer), torch.get_rng_state()
 
     def step():
-        loss = F.dropout(net(x)).sum() * INF
+        loss = F.dropout(net(x)).sum()
         loss.backward()
-        raise ArithmeticError("the loss is NaN")
+        raise ArithmeticError("of another kind")
 
-    with pytest.raises(ArithmeticError, match="the loss is NaN") as raised:
+    with pytest.raises(ArithmeticError, match="of another kind") as raised:
         Doctor(Amp.named("bf16"), net).locate(step)
     assert raised.tb is not None  # it holds the frame of locate, and with it the search
     assert not isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), Trace)
     assert torch.Tensor.backward.__module__ == "torch._tensor"
     assert same(state_of(net, optimizer), before) and torch.equal(torch.get_rng_state(), random)
+
+
+def turns_back(loss):
+    return bool(torch.isfinite(loss))
+
+
+def raises(loss):
+    if not math.isfinite(loss.item()):
+        raise ArithmeticError("the loss is NaN")
+    return True
+
+
+def asserts(loss):
+    assert not loss.isnan(), "NaN"
+    return True
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("guard", [turns_back, raises, asserts])
+def test_a_guard_against_a_loss_that_is_nan_does_not_keep_it_from_a_diagnosis(guard, told):
+    net, batch = network(1.5e5), images()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    before = state_of(net, optimizer)
+
+    def step():
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(net(batch[0]), batch[1])
+        if told:
+            loss.backward()
+        if guard(loss):
+            if not told:
+                loss.backward()
+            optimizer.step()
+
+    diagnosis = Doctor(Amp.named("fp16"), net).locate(step, batch)
+    assert diagnosis is not None and (diagnosis.module, diagnosis.cause) == ("0", "overflow in a product")
+    assert diagnosis.islands == ["0"] and diagnosis.fixes[0].verified and same(state_of(net, optimizer), before)
 
 
 def test_a_buffer_that_a_step_replaces_is_put_back():
