@@ -82,7 +82,7 @@ class PlainLoop:
             rehearsal.add(torch.ones(()))
             return
         _tell(rehearsal, [p for net in self.nets for p in net.parameters()])  # perhaps no step took them
-        if not rehearsal.is_told:
+        if not rehearsal.losses and not rehearsal.has_gradients:
             if self._guards(rehearsal):
                 rehearsal.add(torch.ones(()))
                 return
