@@ -93,7 +93,8 @@ class Doctor:
         Args:
             step: computes the window: forward, `amp.backward(loss)` or `loss.backward()`, `amp.step(optimizer)` or
                 `optimizer.step()`, `zero_grad`. Called several times.
-            batch: its tensors in any nesting, to check for non-finite ones.
+            batch: its tensors in any nesting of mappings, sequences and objects, to check for
+                non-finite ones.
 
         Returns:
             None if the window is finite and no positions collide.

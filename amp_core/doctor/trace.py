@@ -12,6 +12,7 @@ from the data set and was only moved since.
 
 from __future__ import annotations
 
+import dataclasses
 import linecache
 import math
 import os
@@ -59,6 +60,7 @@ _CONSTANTS |= {"add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_
 """Operations that write a constant inf, such as for an attention mask."""
 _FORMAT = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "out"}
 _SPREADS_INPUT = {"_to_copy", "clone", "cat", "stack", "index", "index_select", "copy_"}
+_DEEPEST = 8
 _TAKES_MASKS = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "sub", "rsub"}
 """They return NaN for a row of only infinities: the empty row is the cause, not the mask; `sub` in a handwritten
 one."""
@@ -812,12 +814,18 @@ def named_tensors(nets: Iterable[tuple[str, nn.Module]], batch: Any) -> dict[str
     return found
 
 
-def _walk(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def _walk(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, dict):
+    elif depth > _DEEPEST:  # objects may refer to each other
+        return
+    elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _walk(item, f"{name}[{key}]")
+            yield from _walk(item, f"{name}[{key}]", depth + 1)
     elif isinstance(value, tuple | list):
         for i, item in enumerate(value):
-            yield from _walk(item, f"{name}[{i}]")
+            yield from _walk(item, f"{name}[{i}]", depth + 1)
+    elif not callable(value):
+        fields = [each.name for each in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else ()
+        for key in dict.fromkeys([*fields, *getattr(value, "__dict__", ())]):
+            yield from _walk(getattr(value, key, None), f"{name}.{key}", depth + 1)

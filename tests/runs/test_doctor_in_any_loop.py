@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
 import importlib
 import math
+import types
 
 import pytest
 import torch
@@ -340,6 +343,34 @@ def test_a_bad_label_is_named_with_its_sample():
 
     diagnosis = Doctor(amp, model).locate(step, inputs)
     assert diagnosis is not None and (diagnosis.cause, diagnosis.samples) == ("bad input", [4])
+
+
+@dataclasses.dataclass(slots=True)
+class Pair:
+    x: object
+    y: object
+
+
+CONTAINERS = {
+    "dataclass": (Pair, "batch.y"),
+    "object": (lambda x, y: types.SimpleNamespace(x=x, y=y), "batch.y"),
+    "mapping": (lambda x, y: collections.UserDict(x=x, y=y), "batch[y]"),
+}
+
+
+@pytest.mark.parametrize("kind", [*CONTAINERS, "closed over", "numpy"])
+def test_a_bad_label_is_found_in_any_container(kind):
+    net, x, labels = nn.Linear(8, 1), torch.randn(6, 8), torch.randn(6)
+    labels[4] = float("nan")
+    make, name = CONTAINERS.get(kind, (lambda x, y: y.numpy() if kind == "numpy" else None, ""))
+    diagnosis = Doctor(Amp.named("fp32"), net).locate(
+        lambda: F.mse_loss(net(x)[:, 0], labels).backward(), make(x, labels)
+    )
+    assert diagnosis is not None
+    if name:
+        assert (diagnosis.cause, diagnosis.tensor, diagnosis.samples) == ("bad input", name, [4])
+    else:  # nobody said that it is of the batch
+        assert diagnosis.cause == "not found" and "no tensor of the given batch" in diagnosis.why
 
 
 # --- causes -----------------------------------------------------------------------------------------------------------
