@@ -119,6 +119,10 @@ class Doctor:
                 diagnosis = self._not_found(why, "poisoned gradient")
             if diagnosis is not None:
                 diagnosis.in_python = True
+                if loop.scaler is not None:
+                    line = f'torch.autocast("{self.amp.device.type}", dtype=torch.bfloat16)'
+                    fixes = diagnosis.fixes
+                    diagnosis.fixes = [dataclasses.replace(f, python=line) if f is BF16 else f for f in fixes]
             return diagnosis
         finally:
             search.close()  # also where the step raises: nothing may go on watching

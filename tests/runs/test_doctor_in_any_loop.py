@@ -78,6 +78,8 @@ def test_torchs_own_loop_is_diagnosed_and_left_as_it_was(make, scaled, first):
     )
     assert diagnosis is not None and (diagnosis.module, diagnosis.cause) == ("0", "overflow in a product")
     assert same(state_of(net, optimizer), before) and (not scaled or scaler.get_scale() == 8.0)
+    change = 'torch.autocast("cpu", dtype=torch.bfloat16)' if scaled else 'Amp.named("bf16")'
+    assert change in [fix.python for fix in diagnosis.fixes]
     # Without the doctor the weights are stepped: what is seen above is its doing.
     torchs_loop(net, optimizer, batch)()
     assert not same(state_of(net, optimizer)[0], before[0])
