@@ -155,7 +155,7 @@ class Diagnosis:
             lines.append(f"  samples    {shown} of the {'batch' if self.in_python else 'training data'}")
         lines += ["", f"  {self.why}", ""]
         for fix in self.fixes:
-            mark = {True: " (tried: the window is finite with it)", False: " (tried: not enough)", None: ""}
+            mark = {True: " (tried: finite for this window)", False: " (tried: not enough)", None: ""}
             # Settings stand in brackets.
             text = re.sub(r" \((?:optimizer\.lr|\w+=[^()]*)\)", "", fix.text) if self.in_python else fix.text
             lines.append(f"  -> {text}{mark[fix.verified]}")
@@ -266,7 +266,8 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
     if cause == "not found":
         return (
             f"{birth.tensor.removeprefix('unseen ')} was not finite when it got here, and no watched operation "
-            "made it so: look at what other threads, extensions or processes compute."
+            "made it so: it is of data that is no tensor of the given batch, or of other threads, extensions or "
+            "processes."
         )
     if cause == "infinite constant":
         return f"{what} wrote a constant infinity or NaN of the program, and it reached the loss or the gradients."

@@ -46,6 +46,7 @@ from amp_core.tensors import is_sharded, unwrap
 Replay = Callable[..., contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Agree = Callable[[Any], list[Any]]
 
+BY_HAND = Fix("code", "this line is in 16 bits without autocast, too: cast to float32 there, not to less")
 _MOST_ROUNDS = 8
 _LEAST_SCALE = -24
 """Exponent of the smallest loss scale that is tried: below 2^-24 of a number fp16 holds nothing."""
@@ -92,13 +93,15 @@ class Doctor:
         Args:
             step: computes the window: forward, `amp.backward(loss)` or `loss.backward()`, `amp.step(optimizer)` or
                 `optimizer.step()`, `zero_grad`. Called several times.
-            batch: its tensors in any nesting, to check for non-finite ones.
+            batch: its tensors in any nesting of mappings, sequences and objects, to check for
+                non-finite ones.
 
         Returns:
             None if the window is finite and no positions collide.
 
         Raises:
-            RuntimeError: `step` told of no loss and of no gradients, so there is nothing to judge by.
+            RuntimeError: `step` told of no loss and of no gradients, and saw no NaN that would have ended it early, so
+                there is nothing to judge by.
             TypeError: an optimizer's `step()` needs a closure or gradients, or a gradient is sparse.
             ValueError: a weight or a buffer is on the meta device.
         """
@@ -116,6 +119,10 @@ class Doctor:
                 diagnosis = self._not_found(why, "poisoned gradient")
             if diagnosis is not None:
                 diagnosis.in_python = True
+                if loop.scaler is not None:
+                    line = f'torch.autocast("{self.amp.device.type}", dtype=torch.bfloat16)'
+                    fixes = diagnosis.fixes
+                    diagnosis.fixes = [dataclasses.replace(f, python=line) if f is BF16 else f for f in fixes]
             return diagnosis
         finally:
             search.close()  # also where the step raises: nothing may go on watching
@@ -369,11 +376,9 @@ class Doctor:
                 diagnosis.scale_that_fits = smaller
                 diagnosis.fixes.append(self._island_fix(names, smaller))
             elif cause.startswith("overflow") and (yield from self._casts_by_itself(replay, birth)):
-                advice = Fix(
-                    "code", "this line is in 16 bits without autocast, too: cast to float32 there, not to less"
-                )
-        if advice is BF16 and self.amp.config.dtype == "bfloat16":
-            advice = Fix("code", "this line makes float16 by itself: cast to bfloat16 or float32 there")
+                advice = BY_HAND
+        if advice is BF16 and self.amp.dtype is not torch.float16:
+            advice = BY_HAND
         if is_large and diagnosis.fixes:
             diagnosis.fixes.append(BF16)
         if advice is not None:
@@ -419,14 +424,12 @@ class Doctor:
 
     def _casts_by_itself(self, replay: Replay, birth: FirstNonFinite) -> Generator[Any, None, bool]:
         """Whether an operation still runs in 16 bits, and overflows, in an island."""
-        if birth.place.module is None:
+        module = birth.place.module
+        if module is None and self._plain is None:  # other code may not bear other dtypes
             return False
-        with self.as_islands([birth.place.module]):
+        with without_autocast() if module is None else self.as_islands([module]):
             trace, _ = yield from self._trace(replay)
-        same = [
-            b for b in trace.births if (b.op, b.place, b.output.dtype) == (birth.op, birth.place, birth.output.dtype)
-        ]
-        return any(self.agree(bool(same)))
+        return any(self.agree(is_among(birth, trace.births)))
 
     @property
     def can_make_islands(self) -> bool:
@@ -498,3 +501,8 @@ class Doctor:
     def modules(self, names: Sequence[str]) -> list[nn.Module]:
         """The modules with these names."""
         return [module for module, name in self.names.items() if name in set(names)]
+
+
+def is_among(birth: FirstNonFinite, births: Iterable[FirstNonFinite]) -> bool:
+    """Whether the same operation is not finite there, too, in the same dtype."""
+    return any((b.op, b.place, b.output.dtype) == (birth.op, birth.place, birth.output.dtype) for b in births)

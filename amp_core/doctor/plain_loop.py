@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from amp_core.doctor.trace import is_finite
+from amp_core.doctor.trace import Trace, is_finite
 from amp_core.layouts.stages import Stages
 from amp_core.memory.compiled import eagerly, may_compile
 from amp_core.step.amp import Amp
@@ -65,7 +65,7 @@ class PlainLoop:
             yield rehearsal, self.batch
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Compute the window. One that raises only when something is tried is not finite with it."""
+        """Compute the window. One that raises, or returns, at a loss that is not finite is not finite."""
         rehearsal = self._rehearsals[-1]
         try:
             step()
@@ -77,16 +77,23 @@ class PlainLoop:
                     f"optimizers do, and a rerun takes them away so that nothing is stepped; expected a step that "
                     f"ends before {name}.step()"
                 ) from error
-            if len(self._rehearsals) == 1:
+            if rehearsal.is_finite and not self._guards(rehearsal):
                 raise
             rehearsal.add(torch.ones(()))
             return
         _tell(rehearsal, [p for net in self.nets for p in net.parameters()])  # perhaps no step took them
-        if not rehearsal.losses and not getattr(rehearsal.watcher, "has_gradients", True):
+        if not rehearsal.losses and not rehearsal.has_gradients:
+            if self._guards(rehearsal):
+                rehearsal.add(torch.ones(()))
+                return
             raise RuntimeError(
                 "the step told of no loss and of no gradients; expected it to call amp.backward(loss) and "
                 "amp.step(optimizer), or loss.backward() and optimizer.step()"
             )
+
+    def _guards(self, rehearsal: Rehearsal) -> bool:
+        """Whether a step that ended early has a guard against a NaN, as loops have: nothing else is tried."""
+        return len(self._rehearsals) > 1 or (isinstance(rehearsal.watcher, Trace) and rehearsal.watcher.conclude())
 
     def adds_to_bad_gradients(self, step: Callable[[], Any]) -> bool:
         """Whether the window is not finite with the gradients that it finds: it does not begin with zero_grad()."""

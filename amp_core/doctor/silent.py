@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from amp_core.doctor.diagnosis import ADVICE, cause_of, keep_fp32_override
-from amp_core.doctor.locate import Doctor
+from amp_core.doctor.diagnosis import ADVICE, BF16, cause_of, keep_fp32_override
+from amp_core.doctor.locate import BY_HAND, Doctor, is_among
 from amp_core.doctor.plain_loop import without_autocast
 from amp_core.doctor.trace import HALF, Trace, named_tensors, tensors_in
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
@@ -264,9 +264,16 @@ class Silent:
         modules = [module for module, name in names.items() if name and name == diagnosis.module]
         text = f"{diagnosis.headline.partition(': ')[2]}. {diagnosis.why}"
         with loop.env.eagerly(), as_islands(modules if doctor.can_make_islands else []) as made:
-            if made and all(map(math.isfinite, loop.evaluation.metrics_of_nets().values())):
-                return f"{text} Try: {self._islands([diagnosis.module or ''])} (tried)"
+            with contextlib.suppress(RuntimeError):  # code that casts by itself may meet other dtypes then
+                if made and all(map(math.isfinite, loop.evaluation.metrics_of_nets().values())):
+                    return f"{text} Try: {self._islands([diagnosis.module or ''])} (tried)"
         advice = ADVICE.get(diagnosis.cause)
+        if advice is BF16:
+            trace = Trace(names, named_tensors(doctor.nets, ()))
+            with loop.env.eagerly(), without_autocast(), contextlib.suppress(RuntimeError), trace:
+                loop.evaluation.metrics_of_nets()
+            if any(doctor.agree(is_among(births[0], trace.births))):
+                advice = BY_HAND
         return text + (f" Try: {advice.text}" if advice is not None else "")
 
 

@@ -12,6 +12,7 @@ from the data set and was only moved since.
 
 from __future__ import annotations
 
+import dataclasses
 import linecache
 import math
 import os
@@ -58,6 +59,7 @@ _CONSTANTS |= {"add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_
 """Operations that write a constant inf, such as for an attention mask."""
 _FORMAT = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "out"}
 _SPREADS_INPUT = {"_to_copy", "clone", "cat", "stack", "index", "index_select", "copy_"}
+_DEEPEST = 8
 _TAKES_MASKS = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "sub", "rsub"}
 """They return NaN for a row of only infinities: the empty row is the cause, not the mask; `sub` in a handwritten
 one."""
@@ -217,7 +219,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         self.reached: dict[int, list[str]] = {}
         """Origins of non-finite results: number of the first non-finite value -> names of losses and gradients."""
         self.num_operations = 0
-        self.is_loss_finite, self.has_gradients, self.grad_norm = True, False, 0.0
+        self.is_loss_finite, self.grad_norm = True, 0.0
         """The gradient norm in float64, of this rank's shards."""
         self._names = names
         self._modules: list[tuple[str | None, str, Any, nn.Module]] = []
@@ -227,6 +229,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         """Number of the last node that has a place, by thread."""
         self._origins: dict[int, frozenset[int]] = {}
         self._marks: dict[int, frozenset[tuple[str, str]]] = {}
+        self._bad_results: dict[str, Tensor] = {}
         self._unwritten: set[int] = set()
         self._shared: set[int] = set()
         self._tensors = {storage_key(tensor): name for name, tensor in tensors.items()}
@@ -261,7 +264,6 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
 
     def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         self.pause()
-        self.has_gradients |= bool(grads)
         norms = [grad.double().norm().item() for grad in local(grads) if grad.layout is torch.strided]
         self.grad_norm = max(self.grad_norm, math.hypot(*norms))
         for param, grad in zip(local(params), local(grads), strict=True):
@@ -304,6 +306,13 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         for origin in origins:
             self.reached.setdefault(origin, []).append(what)
 
+    def conclude(self) -> bool:
+        """For a step that ended without telling of a loss: whether a network's output or a number was not finite."""
+        for what, tensor in self._bad_results.items():
+            self.is_loss_finite = False
+            self._note(tensor, what)
+        return bool(self._bad_results)
+
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         name, kind = self._names.get(module), _class_name(module)
         outer, its_kind = self._modules[-1][:2] if self._modules else (None, "")
@@ -318,6 +327,11 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._modules and self._modules[-1][-1] is module:  # replicas share their hooks
             self._modules.pop()
+            self.pause()
+            for tensor in () if self._modules else tensors_in(output):
+                if not is_finite(tensor):
+                    self._bad_results["the output of the network"] = tensor
+            self.resume()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -382,6 +396,8 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
                 self._shared.discard(key)
             self._update(self._marks, key, marks, keep=in_place)
             is_bad = any(tensor is each for each in bad)
+            if is_bad and not tensor.ndim and call.inputs:
+                self._bad_results["the loss"] = tensor
             # A write to a part of a storage does not change the rest.
             keep = in_place and (is_bad or not _is_whole(tensor))
             self._update(self._origins, key, origins if is_bad else frozenset(), keep=keep)
@@ -802,12 +818,18 @@ def named_tensors(nets: Iterable[tuple[str, nn.Module]], batch: Any) -> dict[str
     return found
 
 
-def _walk(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def _walk(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, dict):
+    elif depth > _DEEPEST:  # objects may refer to each other
+        return
+    elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _walk(item, f"{name}[{key}]")
+            yield from _walk(item, f"{name}[{key}]", depth + 1)
     elif isinstance(value, tuple | list):
         for i, item in enumerate(value):
-            yield from _walk(item, f"{name}[{i}]")
+            yield from _walk(item, f"{name}[{i}]", depth + 1)
+    elif not callable(value):
+        fields = [each.name for each in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else ()
+        for key in dict.fromkeys([*fields, *getattr(value, "__dict__", ())]):
+            yield from _walk(getattr(value, key, None), f"{name}.{key}", depth + 1)

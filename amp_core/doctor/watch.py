@@ -8,7 +8,7 @@ step). The doctor acts on
 - `doctor.after_skips` skipped steps in a row, and skipped steps at the minimum scale, in modes with one.
 
 An overflow of a training that diverges is no question of precision: islands would hold for a few steps. So the window's
-loss and the norm of the weights are held against those with the weights that the run began with.
+largest loss and the norm of the weights are held against those with the weights that the run began with.
 
 While steps are skipped the weights do not change, and the rerun is exact. Otherwise the window is rerun with the
 current weights, and if it is finite with them, the run restores its last checkpoint, trains again up to that step,
@@ -171,7 +171,7 @@ class Watch:
                 loss_scale=loop.amp.scale,
             )
         diagnosis.step, diagnosis.weights = first, weights
-        if diagnosis.cause.startswith("overflow"):
+        if diagnosis.cause.startswith(("overflow", "loss scale too large", "gradient norm")):
             yield from self._hold_against_the_start(diagnosis, first)
         add_samples(loop, diagnosis, first)
         before, self.last = self.last, diagnosis
@@ -230,7 +230,8 @@ class Watch:
     def _hold_against_the_start(self, diagnosis: Diagnosis, step: int) -> Windows:
         """Change the diagnosis if training diverges, whatever the precision."""
         loop = self.loop
-        if self._origin is None or self._origin_step >= step - 1 or has_16bit(loop.env.nets):
+        # Also of a first step: a window that was skipped for one optimizer was not for another.
+        if self._origin is None or has_16bit(loop.env.nets):
             return
         loss, norm = yield from self._loss_and_norm(step)
         present = snapshot(loop)
@@ -251,15 +252,18 @@ class Watch:
             )
 
     def _loss_and_norm(self, step: int) -> Generator[Any, None, tuple[float, float]]:
-        """The mean of a window's losses without autocast, and the norm of all weights."""
+        """The largest of a window's losses without autocast, and the norm of all weights.
+
+        Not their mean: those of a GAN cancel.
+        """
         loop = self.loop
         with without_autocast(), loop.amp.scaler.held_at(1.0), replay(loop, step) as (rehearsal, window):
             yield window
         norm = math.hypot(*(w.double().norm().item() for net in loop.nets for w in local(net.parameters())))
         found = self.doctor.agree(([loss.item() for loss in rehearsal.losses], norm))
         losses = [loss for losses, _ in found for loss in losses]
-        mean = math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else math.nan
-        return mean, self.doctor.over_ranks(norm for _, norm in found)
+        largest = max(losses) if losses and all(map(math.isfinite, losses)) else math.nan
+        return largest, self.doctor.over_ranks(norm for _, norm in found)
 
     def _heal(self, diagnosis: Diagnosis, step: int, streak: int) -> Windows:
         loop, policy = self.loop, self.loop.amp.scaler.policy

@@ -57,6 +57,7 @@ class Rehearsal:
         self.watcher: Watcher | None = None
         self.losses: list[Tensor] = []
         """What `backward` was given."""
+        self.has_gradients = False
         self._bad: list[Tensor] = []
 
     def add(self, bad: Tensor) -> None:
@@ -70,6 +71,7 @@ class Rehearsal:
 
     def show(self, gradients: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
         """Show the watcher weights and gradients before a step; it sees nothing of the step itself until `resume`."""
+        self.has_gradients |= any(grads for _, grads in gradients)
         if self.watcher is not None:
             for params, grads in gradients:
                 self.watcher.on_gradients(params, grads)

@@ -276,6 +276,21 @@ def test_training_that_diverges_in_fp32_is_not_said_to_do_so_without_autocast(tm
     assert report["cause"] == "training diverges" and "But the loss of this window is" in report["why"]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["recipe=gan", "amp=fp16", "optimizer.lr=1", "steps=10"],  # else a loss scale that is too large, at step 1
+        ["recipe=gan", "amp=fp32", "optimizer.lr=30", "steps=10"],  # else a gradient norm beyond fp32
+        ["recipe=gan", "amp=fp16", "optimizer.lr=30", "steps=10"],  # else an overflow: its losses cancel
+    ],
+)
+def test_training_that_diverges_is_no_question_of_the_loss_scale_or_of_the_norm(settings, tmp_path):
+    data = ["data=synthetic", "data.num_samples=256", "batch_size=16"]
+    assert train.main([*settings, *data, "log_every=10", f"run_dir={tmp_path}"]) == 5
+    report, *_ = reports(tmp_path)
+    assert (report["cause"], len(report["fixes"])) == ("training diverges", 1)
+
+
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
@@ -300,6 +315,25 @@ def test_an_overflow_in_evaluation_alone_is_named_with_its_module(task, tmp_path
     assert task == "train" or summary(tmp_path) == before
     # In fp32 both are finite.
     assert start(tmp_path / "fp32", "amp=fp32", "steps=2") == 0
+
+
+class HalvesInEvaluation(nn.Linear):
+    """Its own line makes fp16, in every mode."""
+
+    def forward(self, x):
+        return super().forward(x) if self.training else super().forward((x.half() * 6e4 * 6e4).to(x.dtype))
+
+
+@pytest.mark.parametrize("mode", ["fp16", "bf16"])
+def test_bf16_is_no_advice_for_a_line_of_an_evaluation_that_makes_fp16_by_itself(mode, tmp_path, monkeypatch, capsys):
+    build = recipes.classification.build_model
+    monkeypatch.setattr(
+        recipes.classification, "build_model", lambda *a, **k: build(*a, **k).append(HalvesInEvaluation(10, 10))
+    )
+    assert start(tmp_path, f"amp={mode}", "steps=2") == 5
+    said = capsys.readouterr().err
+    assert "Not finite in evaluation alone: overflow in" in said and "Try: this line is in 16 bits without" in said
+    assert "use bf16" not in said
 
 
 def test_an_evaluation_that_is_not_finite_ends_with_5_without_a_doctor(tmp_path, monkeypatch, capsys):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
 import importlib
+import math
+import types
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_core import Amp, Doctor, keep_fp32
+from amp_core.doctor.locate import BY_HAND
 from amp_core.doctor.trace import Range, Trace, is_finite
 
 INF = float("inf")
@@ -73,6 +78,8 @@ def test_torchs_own_loop_is_diagnosed_and_left_as_it_was(make, scaled, first):
     )
     assert diagnosis is not None and (diagnosis.module, diagnosis.cause) == ("0", "overflow in a product")
     assert same(state_of(net, optimizer), before) and (not scaled or scaler.get_scale() == 8.0)
+    change = 'torch.autocast("cpu", dtype=torch.bfloat16)' if scaled else 'Amp.named("bf16")'
+    assert change in [fix.python for fix in diagnosis.fixes]
     # Without the doctor the weights are stepped: what is seen above is its doing.
     torchs_loop(net, optimizer, batch)()
     assert not same(state_of(net, optimizer)[0], before[0])
@@ -102,16 +109,53 @@ def test_a_step_that_raises_leaves_everything_as_it_was():
     before, random = state_of(net, optimizer), torch.get_rng_state()
 
     def step():
-        loss = F.dropout(net(x)).sum() * INF
+        loss = F.dropout(net(x)).sum()
         loss.backward()
-        raise ArithmeticError("the loss is NaN")
+        raise ArithmeticError("of another kind")
 
-    with pytest.raises(ArithmeticError, match="the loss is NaN") as raised:
+    with pytest.raises(ArithmeticError, match="of another kind") as raised:
         Doctor(Amp.named("bf16"), net).locate(step)
     assert raised.tb is not None  # it holds the frame of locate, and with it the search
     assert not isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), Trace)
     assert torch.Tensor.backward.__module__ == "torch._tensor"
     assert same(state_of(net, optimizer), before) and torch.equal(torch.get_rng_state(), random)
+
+
+def turns_back(loss):
+    return bool(torch.isfinite(loss))
+
+
+def raises(loss):
+    if not math.isfinite(loss.item()):
+        raise ArithmeticError("the loss is NaN")
+    return True
+
+
+def asserts(loss):
+    assert not loss.isnan(), "NaN"
+    return True
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("guard", [turns_back, raises, asserts])
+def test_a_guard_against_a_loss_that_is_nan_does_not_keep_it_from_a_diagnosis(guard, told):
+    net, batch = network(1.5e5), images()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    before = state_of(net, optimizer)
+
+    def step():
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(net(batch[0]), batch[1])
+        if told:
+            loss.backward()
+        if guard(loss):
+            if not told:
+                loss.backward()
+            optimizer.step()
+
+    diagnosis = Doctor(Amp.named("fp16"), net).locate(step, batch)
+    assert diagnosis is not None and (diagnosis.module, diagnosis.cause) == ("0", "overflow in a product")
+    assert diagnosis.islands == ["0"] and diagnosis.fixes[0].verified and same(state_of(net, optimizer), before)
 
 
 def test_a_buffer_that_a_step_replaces_is_put_back():
@@ -207,6 +251,13 @@ def test_a_cure_is_a_line_of_the_program(factor, scale):
     assert diagnose() is None
 
 
+@pytest.mark.parametrize("mode", ["fp16", "bf16", "fp32"])
+def test_bf16_is_no_advice_for_a_loss_that_is_cast_to_fp16_by_hand(mode):
+    diagnosis = located(nn.Linear(8, 4), (torch.randn(6, 8),), mode, lambda y: (y.float() * 1e6).half().mean().float())
+    assert diagnosis is not None and diagnosis.cause == "overflow in a cast"
+    assert [fix.text for fix in diagnosis.fixes] == [BY_HAND.text]
+
+
 # --- conviction -------------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +345,34 @@ def test_a_bad_label_is_named_with_its_sample():
 
     diagnosis = Doctor(amp, model).locate(step, inputs)
     assert diagnosis is not None and (diagnosis.cause, diagnosis.samples) == ("bad input", [4])
+
+
+@dataclasses.dataclass(slots=True)
+class Pair:
+    x: object
+    y: object
+
+
+CONTAINERS = {
+    "dataclass": (Pair, "batch.y"),
+    "object": (lambda x, y: types.SimpleNamespace(x=x, y=y), "batch.y"),
+    "mapping": (lambda x, y: collections.UserDict(x=x, y=y), "batch[y]"),
+}
+
+
+@pytest.mark.parametrize("kind", [*CONTAINERS, "closed over", "numpy"])
+def test_a_bad_label_is_found_in_any_container(kind):
+    net, x, labels = nn.Linear(8, 1), torch.randn(6, 8), torch.randn(6)
+    labels[4] = float("nan")
+    make, name = CONTAINERS.get(kind, (lambda x, y: y.numpy() if kind == "numpy" else None, ""))
+    diagnosis = Doctor(Amp.named("fp32"), net).locate(
+        lambda: F.mse_loss(net(x)[:, 0], labels).backward(), make(x, labels)
+    )
+    assert diagnosis is not None
+    if name:
+        assert (diagnosis.cause, diagnosis.tensor, diagnosis.samples) == ("bad input", name, [4])
+    else:  # nobody said that it is of the batch
+        assert diagnosis.cause == "not found" and "no tensor of the given batch" in diagnosis.why
 
 
 # --- causes -----------------------------------------------------------------------------------------------------------
