@@ -34,7 +34,7 @@ LIMITS = {
     "data": 2105,
     "heads": 685,
     "run": 4860,
-    "doctor": 2845,
+    "doctor": 2850,
     "cli": 1395,
     "amp_tools": 4935,
 }

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -314,6 +314,7 @@ CURED_BY_ISLANDS: tuple[Cause, ...] = (
 )
 
 BF16 = Fix("override", "use bf16, which has the range of fp32", "amp=bf16", 'Amp.named("bf16")')
+BY_HAND = Fix("code", "this line is in 16 bits without autocast, too: cast to float32 there, not to less")
 ADVICE: dict[Cause, Fix] = {
     "eps lost in 16 bits": Fix(
         "code", "compute this line in fp32, or use an eps that 16 bits can hold, its reciprocal too, such as 1e-3"
@@ -355,3 +356,8 @@ ADVICE: dict[Cause, Fix] = {
     "overflow in a cast": BF16,
     "overflow in a function": BF16,
 }
+
+
+def is_among(birth: FirstNonFinite, births: Iterable[FirstNonFinite]) -> bool:
+    """Whether the same operation is not finite there, too, in the same dtype."""
+    return any((b.op, b.place, b.output.dtype) == (birth.op, birth.place, birth.output.dtype) for b in births)

@@ -23,6 +23,7 @@ from torch import nn
 from amp_core.doctor.diagnosis import (
     ADVICE,
     BF16,
+    BY_HAND,
     CURED_BY_ISLANDS,
     Cause,
     Diagnosis,
@@ -30,6 +31,7 @@ from amp_core.doctor.diagnosis import (
     cause_of,
     explain,
     explain_collision,
+    is_among,
     keep_fp32_call,
     keep_fp32_override,
     location_of,
@@ -46,7 +48,6 @@ from amp_core.tensors import is_sharded, unwrap
 Replay = Callable[..., contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Agree = Callable[[Any], list[Any]]
 
-BY_HAND = Fix("code", "this line is in 16 bits without autocast, too: cast to float32 there, not to less")
 _MOST_ROUNDS = 8
 _LEAST_SCALE = -24
 """Exponent of the smallest loss scale that is tried: below 2^-24 of a number fp16 holds nothing."""
@@ -372,17 +373,14 @@ class Doctor:
                 diagnosis.islands = names
                 with self.as_islands(names):
                     fits = (yield from self._at_scale(replay, scale)) or (yield from self._largest_scale(replay, scale))
-                smaller = None if fits is True or fits is None else fits
-                diagnosis.scale_that_fits = smaller
-                diagnosis.fixes.append(self._island_fix(names, smaller))
+                diagnosis.scale_that_fits = None if fits is True else fits
+                diagnosis.fixes.append(self._island_fix(names, diagnosis.scale_that_fits))
             elif cause.startswith("overflow") and (yield from self._casts_by_itself(replay, birth)):
                 advice = BY_HAND
         if advice is BF16 and self.amp.dtype is not torch.float16:
             advice = BY_HAND
-        if is_large and diagnosis.fixes:
-            diagnosis.fixes.append(BF16)
-        if advice is not None:
-            diagnosis.fixes.append(advice)
+        diagnosis.fixes += [BF16] if is_large and diagnosis.fixes else []
+        diagnosis.fixes += [] if advice is None else [advice]
         if not diagnosis.fixes and self.amp.dtype is torch.float16:
             diagnosis.fixes.append(BF16)
 
@@ -485,10 +483,9 @@ class Doctor:
     @contextlib.contextmanager
     def as_islands(self, names: Sequence[str]) -> Iterator[list[str]]:
         """Make islands inside the context. Yields the names of those that could be made."""
-        names = list(dict.fromkeys(map(self._called, names)))
         with contextlib.ExitStack() as stack:
             made = []
-            for name in names:
+            for name in dict.fromkeys(map(self._called, names)):
                 with contextlib.suppress(ValueError):  # a patched or compiled forward would bypass the island
                     made += [name] if stack.enter_context(as_islands(self.modules([name]))) else []
             yield made
@@ -501,8 +498,3 @@ class Doctor:
     def modules(self, names: Sequence[str]) -> list[nn.Module]:
         """The modules with these names."""
         return [module for module, name in self.names.items() if name in set(names)]
-
-
-def is_among(birth: FirstNonFinite, births: Iterable[FirstNonFinite]) -> bool:
-    """Whether the same operation is not finite there, too, in the same dtype."""
-    return any((b.op, b.place, b.output.dtype) == (birth.op, birth.place, birth.output.dtype) for b in births)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from amp_core.doctor.diagnosis import ADVICE, BF16, cause_of, keep_fp32_override
-from amp_core.doctor.locate import BY_HAND, Doctor, is_among
+from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, cause_of, is_among, keep_fp32_override
+from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
 from amp_core.doctor.trace import HALF, Trace, named_tensors, tensors_in
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
