@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 from amp_conformance import CHECKS, Result, Trainer, run
@@ -68,33 +68,32 @@ class Row:
         found = [path for path in folder.glob(f"{self.name}_*.py") if end in path.stem]
         return f" ([alone](../amp_conformance/reproductions/{found[0].name}))" if found else ""
 
-    @property
-    def version(self) -> str:
-        """Of its package."""
-        package = self.trainer.package
-        return "" if package is None else version(package)
-
 
 def load(name: str) -> Trainer:
     """A trainer by its name, or by `module:Class`.
 
     Raises:
-        SystemExit: it cannot be imported.
+        ValueError: it cannot be made, or has no `run`.
     """
     module, _, cls = TRAINERS.get(name, name).rpartition(":")
     if name in TRAINERS:
         module = f"amp_conformance.trainers.{module}"
     try:
-        return getattr(importlib.import_module(module), cls)()  # type: ignore[no-any-return]
-    except (ImportError, AttributeError, ValueError) as error:
+        trainer = getattr(importlib.import_module(module), cls)()
+        if not callable(getattr(trainer, "run", None)):
+            raise TypeError(f"{cls} has no method run(task, after)")
+        return trainer  # type: ignore[no-any-return]
+    except Exception as error:
         known = ", ".join(TRAINERS)
-        raise SystemExit(f"error: --trainer {name}: {error}; expected one of {known}, or module:Class") from error
+        raise ValueError(f"--trainer {name}: {error}; expected one of {known}, or module:Class") from error
 
 
 def table(rows: Sequence[Row], command: str) -> str:
     """The results in Markdown: trainers x checks, then each failure with what was seen."""
     lines = [f"torch {version('torch')}, {platform.machine()}, {date.today()}, `{command}`.", ""]
-    names = [" ".join(filter(None, (row.trainer.name, row.version))) for row in rows]
+    names = [
+        f"{each.name} {version(each.package)}" if each.package else each.name for each in (r.trainer for r in rows)
+    ]
     lines += [f"| check | {' | '.join(names)} |", "| --- |" + " --- |" * len(rows)]
     for number, name in enumerate(CHECKS):
         cells = [MARKS[row.results[number].status] for row in rows]
@@ -108,9 +107,9 @@ def table(rows: Sequence[Row], command: str) -> str:
             if check.group == group:
                 lines += [f"#### {name}", "", f"{check.wrong} Bound: {check.bound}. Behaviours: {check.trap}.", ""]
                 bad = [row for row in rows if row.results[number].status in ("failed", "error", "hung")]
-                lines += [
-                    f"- {row.trainer.name}: {_escaped(row.results[number].seen)}{row.reproduction(name)}" for row in bad
-                ]
+                for row in bad:
+                    seen = row.results[number].seen.replace("<", "&lt;").replace("|", "&#124;")
+                    lines.append(f"- {row.trainer.name}: {seen}{row.reproduction(name)}")
                 lines += [""] if bad else []
     lines += ["### How each trainer is set up", ""]
     for row in rows:
@@ -120,13 +119,10 @@ def table(rows: Sequence[Row], command: str) -> str:
     return "\n".join(lines)
 
 
-def _escaped(text: str) -> str:
-    return text.replace("<", "&lt;").replace("|", "\\|")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; the exit code is 1 if a check failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("amp_conformance", description=__doc__, formatter_class=style)
     parser.add_argument("--trainer", action="append", metavar="NAME", help=f"{', '.join(TRAINERS)}, or module:Class")
     parser.add_argument("--check", action="append", choices=CHECKS, metavar="NAME", help="one check; default: all")
     parser.add_argument("--seed", type=int, help="of the numbers drawn; default: another one each time")
@@ -139,7 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     installed = [name for name in TRAINERS if flags.trainer or _is_installed(name)]
     rows = []
     for name in flags.trainer or installed:
-        trainer = load(name)
+        try:
+            trainer = load(name)
+        except ValueError as unusable:
+            parser.error(str(unusable))
         results = run(trainer, flags.check or (), seed=flags.seed, limit=flags.limit)
         rows.append(Row(name, trainer, results))
         print(f"== {trainer.name}")
@@ -158,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _is_installed(name: str) -> bool:
     try:
         load(name)
-    except (SystemExit, PackageNotFoundError):
+    except ValueError:
         return False
     return True
 

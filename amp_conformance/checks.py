@@ -540,6 +540,8 @@ def _gathered(trainer: Trainer, task: Task) -> list[dict[str, list[float]]]:
         seen.append({name: _on_all(value) for name, value in numbers.items()})
 
     trainer.run(task, after)
+    if len(seen) != len(task.epochs):
+        raise Failed(f"{len(seen)} epochs were made, expected {len(task.epochs)}")
     return seen
 
 

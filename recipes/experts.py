@@ -33,6 +33,7 @@ from amp_core.data.loading import eval_loader, to_device
 from amp_core.lowp.islands import keep_fp32
 from amp_core.models import Family, build_model
 from amp_core.models.family import ImageShape, check_count
+from amp_core.models.images import top_class
 from amp_core.run.environment import Environment
 from amp_core.run.loop import Loop
 from amp_core.step.amp import Amp
@@ -42,6 +43,7 @@ from amp_core.step.optimizers import build_optimizer
 from amp_core.step.report import StepReport
 from amp_core.step.schedule import build_schedule
 from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.tensors import widest
 
 DATA = "images"
 CHOSEN = 2  # experts per token
@@ -106,7 +108,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
         # Loss, correct, samples, flipped tokens, tokens of each expert: summed on the device, read back once.
-        totals = torch.zeros((), dtype=torch.float64, device=env.device)
+        totals = torch.zeros((), dtype=widest(env.device), device=env.device)
         batches = eval_loader(data.eval, batch_size=128, rank=env.rank, world_size=env.world_size)
         for images, labels in to_device(batches, env.device):
             with amp.autocast():
@@ -120,7 +122,9 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         shares = {"flips": flips * CHOSEN / sum(load), "busiest": max(load) / sum(load)}
         return {"loss": loss / num, "accuracy": correct / num, **shares}
 
-    loop = Loop(env, data, amp=amp, model=model, optimizer=optimizer, schedule=schedule, ema=ema, evaluate=evaluate)
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "ema": ema}
+    predict = lambda net, batch: top_class(net(batch[0])[0])  # noqa: E731
+    loop = Loop(env, data, amp=amp, evaluate=evaluate, predict=predict, **parts)
     for window in loop.windows():
         report, loss = loop.run(train_step, window)
         loop.log(report, loss=loss)

@@ -45,6 +45,7 @@ from amp_core.step.optimizers import build_optimizer
 from amp_core.step.report import StepReport
 from amp_core.step.schedule import build_schedule
 from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.tensors import widest
 
 DATA = "own"
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -116,7 +117,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
         # Loss, wrong symbols, symbols, utterances that are too short, utterances.
-        totals = torch.zeros(5, dtype=torch.float64, device=env.device)
+        totals = torch.zeros(5, dtype=widest(env.device), device=env.device)
         batches = eval_loader(data.eval, batch_size=128, rank=env.rank, world_size=env.world_size)
         for waves, lengths, symbols in to_device(batches, env.device):
             with amp.autocast():

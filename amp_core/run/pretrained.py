@@ -156,12 +156,18 @@ def _read(path: str, net: nn.Module) -> dict[str, Any]:
     if not place.exists():
         raise ConfigError(f"model.weights={path}: there is no such file or folder; expected {_EXPECTED}")
     try:
+        if hasattr(net, "from_pretrained") and (place / "config.json").is_file():
+            return _of_transformers(place, net)
         files = [place] if place.suffix == ".safetensors" else sorted(place.glob(IN_FOLDERS))
         if files:
             return {name: tensor for file in files for name, tensor in _load_safetensors(str(file)).items()}
         place = next(place.glob("pytorch_model.bin"), place)
         contents: Any = None
         if place.is_file():
+            if zipfile.is_zipfile(place):  # torch does not hold a file against its checksums
+                with zipfile.ZipFile(place) as archive:
+                    if damaged := archive.testzip():
+                        raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong: the file is damaged")
             with warnings.catch_warnings(action="ignore"):  # about pickles that are refused anyway
                 # Mapped where the format allows it: the whole may not fit beside the network.
                 contents = torch.load(place, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(place))
@@ -188,6 +194,16 @@ def _read(path: str, net: nn.Module) -> dict[str, Any]:
             f"model.state_dict()"
         )
     return state
+
+
+def _of_transformers(folder: Path, net: Any) -> dict[str, Any]:
+    """What the folder holds, under the names that the library gives its weights when it loads them."""
+    from transformers.utils import logging  # pyright: ignore[reportMissingImports]
+
+    logging.disable_progress_bar()
+    options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
+    loaded, notes = type(net).from_pretrained(str(folder), **options)
+    return {name: value for name, value in loaded.state_dict().items() if name not in notes["missing_keys"]}
 
 
 def _why_unreadable(problem: Exception) -> str:

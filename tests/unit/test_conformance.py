@@ -76,8 +76,8 @@ def test_an_unknown_trainer_is_refused_in_a_sentence() -> None:
         text=True,
         check=False,
     )
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith("error: --trainer fabrik: ") and "expected one of by_hand, textbook" in done.stderr
+    assert done.returncode == 2 and done.stdout == ""
+    assert "error: --trainer fabrik: " in done.stderr and "expected one of by_hand, textbook" in done.stderr
 
 
 def test_the_example_of_the_page_runs() -> None:

@@ -200,6 +200,22 @@ def test_a_folder_of_transformers_gives_its_outputs(size: str) -> None:
 
 @needs_hf
 @pytest.mark.usefixtures("own_folder")
+def test_weights_that_transformers_renames_load_from_their_folder() -> None:
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    theirs = transformers.ViTForImageClassification(
+        transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=7)
+    ).eval()
+    theirs.save_pretrained("theirs")
+    ours, images = build("hf:theirs"), torch.randn(2, 3, 32, 32)
+    load_pretrained(ours, "theirs")
+    assert torch.equal(ours(images), theirs(images).logits)
+    with pytest.raises(ConfigError, match="the network has no"):  # the file alone has other names
+        load_pretrained(build("hf:theirs"), "theirs/model.safetensors")
+
+
+@needs_hf
+@pytest.mark.usefixtures("own_folder")
 def test_weights_without_the_head_load_by_their_names_in_the_network() -> None:
     torch.manual_seed(1)
     body = transformers.GPT2Model(transformers.GPT2Config(**GPT2, vocab_size=256)).eval()
