@@ -110,7 +110,7 @@ class _Hints(Trace):
         marks = super()._new_marks(call, outputs)
         inherited = {mark for each in call.inputs for mark in self._marks.get(each.key, ())}
         if call.name in ("binary_cross_entropy", "log", "log2", "log10") and not call.backward:
-            found = [text for kind, text in inherited if kind == "sigmoid" and "float16" in text]
+            found = [text for kind, text in inherited if kind in ("sigmoid", "probability") and "float16" in text]
             if found:
                 evidence = f"{call.name} of a {found[0]}: above 0.998 in bf16, and 0.9998 in fp16, it is rounded to 1"
                 advice = (

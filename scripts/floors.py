@@ -33,7 +33,7 @@ LIMITS = {
     "models": 950,
     "data": 2105,
     "heads": 685,
-    "run": 4860,
+    "run": 4880,
     "doctor": 2850,
     "cli": 1395,
     "amp_tools": 4935,

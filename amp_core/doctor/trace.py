@@ -230,6 +230,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         self._origins: dict[int, frozenset[int]] = {}
         self._marks: dict[int, frozenset[tuple[str, str]]] = {}
         self._bad_results: dict[str, Tensor] = {}
+        self._results: list[Tensor] = []
         self._unwritten: set[int] = set()
         self._shared: set[int] = set()
         self._tensors = {storage_key(tensor): name for name, tensor in tensors.items()}
@@ -308,6 +309,8 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
 
     def conclude(self) -> bool:
         """For a step that ended without telling of a loss: whether a network's output or a number was not finite."""
+        bad = [tensor for tensor in self._results if not is_finite(tensor)]
+        self._bad_results |= {"the output of the network": bad[-1]} if bad else {}
         for what, tensor in self._bad_results.items():
             self.is_loss_finite = False
             self._note(tensor, what)
@@ -327,11 +330,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._modules and self._modules[-1][-1] is module:  # replicas share their hooks
             self._modules.pop()
-            self.pause()
-            for tensor in () if self._modules else tensors_in(output):
-                if not is_finite(tensor):
-                    self._bad_results["the output of the network"] = tensor
-            self.resume()
+            self._results = self._results if self._modules else [*tensors_in(output)]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -521,6 +520,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             kind = "sigmoid" if outputs[0].dtype in HALF else "wide sigmoid"
             kind = kind if bool(((outputs[0] == 0) | (outputs[0] == 1)).any()) else "probability"
             marks.add((kind, f"sigmoid in {_dtype_name(outputs[0])} at {place.source}"))
+            marks |= {mark for mark in inherited if mark[0] == "probability"}
         if name == "binary_cross_entropy_backward":
             probability = call.inputs[1].tensor
             if bool(((probability == 0) | (probability == 1)).any()):

@@ -421,7 +421,7 @@ def test_the_report_of_a_run_that_diverges_advises_what_the_recipe_does_not_do_y
     about = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "device=cpu", "log.progress=false"]
     train.main([*about, "batch_size=8", "model=cnn", "optimizer.lr=1e9", "steps=8", f"run_dir={tmp_path}/run"])
     [report] = folders.read_reports(read_run(tmp_path / "run"), 1)
-    assert report["cause"] == "training diverges" and report["op"] == "aten.native_batch_norm"
+    assert report["cause"] == "training diverges" and report["op"].startswith("aten.native_batch_norm")
     [fix] = report["fixes"]
     assert "optimizer.lr" in fix["text"] and "guard" not in fix["text"]  # recipes guard their networks
 
