@@ -377,7 +377,7 @@ class Doctor:
                 diagnosis.fixes.append(self._island_fix(names, diagnosis.scale_that_fits))
             elif cause.startswith("overflow") and (yield from self._casts_by_itself(replay, birth)):
                 advice = BY_HAND
-        if advice is BF16 and self.amp.dtype is not torch.float16:
+        if advice is BF16 and self.amp.limits[1] > torch.finfo(torch.float16).max:
             advice = BY_HAND
         diagnosis.fixes += [BF16] if is_large and diagnosis.fixes else []
         diagnosis.fixes += [] if advice is None else [advice]
