@@ -157,14 +157,15 @@ def make_islands(run: Run, names: list[str]) -> None:
 
 
 def has_16bit(nets: list[tuple[str, nn.Module]]) -> bool:
-    """Whether weights are stored in 16 bits, such as a frozen base: these networks need autocast."""
-    return any(p.dtype in (torch.float16, torch.bfloat16) for _, net in nets for p in net.parameters())
+    """Whether weights are stored or gathered in 16 bits, as of a frozen base: these networks need autocast."""
+    low = (torch.float16, torch.bfloat16)
+    return any(gathers_16bit(net) or any(p.dtype in low for p in net.parameters()) for _, net in nets)
 
 
 def can_make_islands(amp: Amp, nets: list[tuple[str, nn.Module]]) -> bool:
     """Whether modules can become islands now: it takes autocast, and weights in fp32, also where they are gathered."""
     autocasts = amp.dtype in (torch.float16, torch.bfloat16)
-    in_16bit = amp.weights or amp.config.float8 or has_16bit(nets) or any(gathers_16bit(net) for _, net in nets)
+    in_16bit = amp.weights or amp.config.float8 or has_16bit(nets)
     return autocasts and not in_16bit
 
 
