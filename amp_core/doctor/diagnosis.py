@@ -68,6 +68,8 @@ class Fix:
     """The same as a line of a program."""
     verified: bool | None = None
     """Whether the window was finite with it; None: not tried, because it changes code or data."""
+    steps: int = 1
+    """For how many steps training was finite with it: the window, and those after it."""
 
 
 @dataclass
@@ -155,7 +157,9 @@ class Diagnosis:
             lines.append(f"  samples    {shown} of the {'batch' if self.in_python else 'training data'}")
         lines += ["", f"  {self.why}", ""]
         for fix in self.fixes:
-            mark = {True: " (tried: finite for this window)", False: " (tried: not enough)", None: ""}
+            those = "on this batch" if self.in_python else "from this one on"
+            span = f"for {fix.steps} steps {those}" if fix.steps > 1 else "for this window"
+            mark = {True: f" (tried: finite {span})", False: " (tried: not enough)", None: ""}
             # Settings stand in brackets.
             text = re.sub(r" \((?:optimizer\.lr|\w+=[^()]*)\)", "", fix.text) if self.in_python else fix.text
             lines.append(f"  -> {text}{mark[fix.verified]}")

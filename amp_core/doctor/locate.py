@@ -20,37 +20,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_core.doctor.cures import Cures, Replay, Trying
 from amp_core.doctor.diagnosis import (
     ADVICE,
     BF16,
-    BY_HAND,
-    CURED_BY_ISLANDS,
     Cause,
     Diagnosis,
     Fix,
     cause_of,
     explain,
     explain_collision,
-    is_among,
-    keep_fp32_call,
-    keep_fp32_override,
     location_of,
 )
 from amp_core.doctor.plain_loop import PlainLoop, RandomState, in_one_thread, with_finite, without_autocast
 from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
-from amp_core.lowp.islands import as_islands, islands_of, named_modules
-from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
+from amp_core.lowp.islands import as_islands, named_modules
+from amp_core.memory.compiled import BACKWARD, may_compile
 from amp_core.run.resume import can_make_islands, has_16bit
 from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
 from amp_core.tensors import is_sharded, unwrap
 
-Replay = Callable[..., contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Agree = Callable[[Any], list[Any]]
-
-_MOST_ROUNDS = 8
-_LEAST_SCALE = -24
-"""Exponent of the smallest loss scale that is tried: below 2^-24 of a number fp16 holds nothing."""
 
 
 class Doctor:
@@ -108,7 +99,7 @@ class Doctor:
         """
         loop = PlainLoop(self.amp, [net for _, net in self.nets], batch, self._random)
         self._plain = loop
-        search = self.diagnose(loop.replay)
+        search = self.diagnose(loop.replay, loop.trying)
         try:
             while True:
                 next(search)
@@ -136,16 +127,18 @@ class Doctor:
 
     # --- the search -------------------------------------------------------------------------------------------------
 
-    def diagnose(self, replay: Replay) -> Generator[Any, None, Diagnosis | None]:
+    def diagnose(self, replay: Replay, trying: Trying | None = None) -> Generator[Any, None, Diagnosis | None]:
         """Yield the window each time it has to be rerun; return the diagnosis.
 
         Args:
             replay: a context in which the window is computed once without changing state; gives the rehearsal and the
                 window. Eagerly, but for `replay(as_trained=True)`.
+            trying: as of `Cures`; None: cures are tried for this window alone.
         """
+        cures = Cures(self, replay, trying)
         everywhere = yield from self._look(replay)
         if all(one["finite"] for one in everywhere):
-            if may_compile() and not (yield from self._is_finite(replay, as_trained=True)):
+            if may_compile() and not (yield from self.is_finite(replay, as_trained=True)):
                 return self._not_found(
                     "The window is finite in eager code, and not as it is compiled here.",
                     "not found",
@@ -179,28 +172,24 @@ class Doctor:
         # Also the product of the loss and the scale may overflow.
         may_be_scale = cause == "overflow in fp32" or (birth.backward and cause.startswith("overflow"))
         if may_be_scale and self.amp.scaler.policy:
-            fits = yield from self._largest_scale(replay, scale)
+            fits = yield from cures.largest_scale(scale)
             if fits is not None:
-                return self._too_large(diagnosis, scale, fits)
-        yield from self._prescribe(diagnosis, birth, replay)
-        if diagnosis.islands and may_compile():
-            yield from self._confirm(diagnosis, replay)
+                yield from cures.too_large(diagnosis, scale, fits)
+                return diagnosis
+        yield from cures.prescribe(diagnosis, birth)
         if cause == "bad input":  # a run is not healed of its data
             diagnosis.islands = []
             diagnosis.fixes.sort(key=lambda fix: fix.kind != "data")
         if birth.backward and self.amp.scaler.policy and not any(fix.verified for fix in diagnosis.fixes):
-            fits = yield from self._largest_scale(replay, min(scale, 1.0), _LEAST_SCALE)
-            if fits is not None:
-                diagnosis.scale_that_fits = fits
-                diagnosis.fixes.insert(0, self._scale_fix("scale the loss down", init_scale=fits, min_scale=fits))
+            yield from cures.scale_down(diagnosis)
         return diagnosis
 
     def _look(self, replay: Replay, in_place: Collection[str] = ()) -> Generator[Any, None, list[dict[str, Any]]]:
         """What each rank finds in the window."""
-        trace, rehearsal = yield from self._trace(replay, in_place)
+        trace, rehearsal = yield from self.trace(replay, in_place)
         return self.agree(self._summary(trace, rehearsal))
 
-    def _trace(self, replay: Replay, in_place: Collection[str] = ()) -> Generator[Any, None, tuple[Trace, Rehearsal]]:
+    def trace(self, replay: Replay, in_place: Collection[str] = ()) -> Generator[Any, None, tuple[Trace, Rehearsal]]:
         """Watch the window, with finite numbers in the tensors that are named."""
         with replay() as (rehearsal, window), contextlib.ExitStack() as changed:
             batch = [getattr(micro, "batch", micro) for micro in window] if isinstance(window, list) else window
@@ -242,7 +231,8 @@ class Doctor:
         found.num_ranks = len(self.agree(None))
         return found
 
-    def _is_finite(self, replay: Replay, *, as_trained: bool = False) -> Generator[Any, None, bool]:
+    def is_finite(self, replay: Replay, *, as_trained: bool = False) -> Generator[Any, None, bool]:
+        """Whether the window is finite on all ranks."""
         with replay(as_trained=as_trained) as (rehearsal, window):
             yield window
         return all(self.agree(rehearsal.is_finite))
@@ -280,11 +270,11 @@ class Doctor:
                 )
                 if collision.place.module is not None:
                     with self.as_islands([collision.place.module]) as names:
-                        trace, _ = yield from self._trace(replay)
+                        trace, _ = yield from self.trace(replay)
                     cured = not any(self.agree(bool(trace.collisions)))
                     if cured:
                         diagnosis.islands = names
-                        diagnosis.fixes.append(self._island_fix(names))
+                        diagnosis.fixes.append(Cures(self, replay, None).island_fix(names))
                 diagnosis.fixes.append(
                     Fix("code", "compute positions and their products in fp32: inside of autocast(enabled=False)")
                 )
@@ -311,174 +301,22 @@ class Doctor:
             others=[f"{b.op}{' (backward)' if b.backward else ''} in {b.place}" for b in others],
         )
 
-    # --- fixes --------------------------------------------------------------------------------------------------------
+    # --- islands ------------------------------------------------------------------------------------------------------
 
-    def _largest_scale(self, replay: Replay, scale: float, least: int = 0) -> Generator[Any, None, float | None]:
-        """The largest power of two below `scale`, from 2^least, at which the window is finite; None: there is none."""
-        low, high = least, math.floor(math.log2(scale))  # 2^high is too large
-        if high <= low or not (yield from self._at_scale(replay, 2.0**low)):
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            if (yield from self._at_scale(replay, 2.0**middle)):
-                low = middle
-            else:
-                high = middle
-        return 2.0**low
+    @property
+    def in_plain_loop(self) -> bool:
+        """Whether the window is of a program of its own."""
+        return self._plain is not None
 
-    def _at_scale(self, replay: Replay, scale: float) -> Generator[Any, None, bool]:
-        with self.amp.scaler.held_at(scale):
-            return (yield from self._is_finite(replay))
-
-    def _too_large(self, diagnosis: Diagnosis, scale: float, fits: float) -> Diagnosis:
-        policy = self.amp.scaler.policy
-        assert policy is not None
-        diagnosis.cause, diagnosis.scale_that_fits = "loss scale too large", fits
-        is_backward = diagnosis.phase == "backward"
-        what = f"gradients exceed {self.amp.config.dtype}" if is_backward else "the loss exceeds float32"
-        diagnosis.why = f"With a loss scale of {scale:g} {what}; with {fits:g} the window is finite."
-        grown = scale > policy.init_scale and not (self._plain and self._plain.scaler)  # torch's has no cap
-        fields = {"max_scale": fits} if grown else {"init_scale": fits}
-        text = "cap the loss scale" if grown else "begin with a smaller loss scale"
-        if policy.dynamic:
-            text += "; a dynamic one also gets there by itself, one skipped step per halving"
-        diagnosis.fixes = [self._scale_fix(text, **fields)]
-        return diagnosis
-
-    def _scale_fix(self, text: str, **fields: float) -> Fix:
-        override = " ".join(f"amp.{name}={value:.17g}" for name, value in fields.items())
-        python, scale = self._named(**fields), min(fields.values())
-        if self._plain is not None and self._plain.scaler is not None:
-            python = f'torch.amp.GradScaler("{self.amp.device.type}", init_scale={scale:.17g})'
-        return Fix("override", text, override, python, verified=True)
-
-    def _prescribe(self, diagnosis: Diagnosis, birth: FirstNonFinite, replay: Replay) -> Generator[Any, None, None]:
-        cause = diagnosis.cause
-        advice = ADVICE.get(cause)
-        if cause == "poisoned buffer" and advice is not None:
-            # A guard restores buffers after skipped steps: what it has let through came with a step that was taken.
-            more = (
-                "lower the learning rate (optimizer.lr), or clip gradients"
-                if self.amp.is_guarding
-                else "amp.guard(net) restores it after skipped steps"
-            )
-            advice = dataclasses.replace(advice, text=f"{advice.text}; if an earlier batch left it there, {more}")
-        is_large = cause == "bad input" and bool(birth.op)  # finite numbers, which fp32 and bf16 hold
-        if (cause in CURED_BY_ISLANDS or is_large) and self.can_make_islands:
-            scale = diagnosis.loss_scale
-            # A window that a smaller loss scale fixes needs no island.
-            with self.amp.scaler.held_at(min(scale, 1.0)):
-                names = yield from self._smallest_islands(replay, diagnosis.module)
-            if names:
-                diagnosis.islands = names
-                with self.as_islands(names):
-                    fits = (yield from self._at_scale(replay, scale)) or (yield from self._largest_scale(replay, scale))
-                diagnosis.scale_that_fits = None if fits is True else fits
-                diagnosis.fixes.append(self._island_fix(names, diagnosis.scale_that_fits))
-            elif cause.startswith("overflow") and (yield from self._casts_by_itself(replay, birth)):
-                advice = BY_HAND
-        if advice is BF16 and self.amp.limits[1] > torch.finfo(torch.float16).max:
-            advice = BY_HAND
-        diagnosis.fixes += [BF16] if is_large and diagnosis.fixes else []
-        diagnosis.fixes += [] if advice is None else [advice]
-        if not diagnosis.fixes and self.amp.dtype is torch.float16:
-            diagnosis.fixes.append(BF16)
-
-    def _confirm(self, diagnosis: Diagnosis, replay: Replay) -> Generator[Any, None, None]:
-        """Try the islands in compiled code, too: by default a compiled backward pass keeps the forward's autocast."""
-        first, *others = diagnosis.fixes
-        with (
-            self.as_islands(diagnosis.islands),
-            self.amp.scaler.held_at(diagnosis.scale_that_fits or diagnosis.loss_scale),
-        ):
-            if (yield from self._is_finite(replay, as_trained=True)):
-                return
-            with backward_outside_autocast():
-                finite = yield from self._is_finite(replay, as_trained=True)
-        if finite:
-            text = f"{first.text}; and compile backward passes outside autocast"
-            first = dataclasses.replace(first, text=text, override=None, python=f"{BACKWARD}; {first.python}")
-        else:
-            text = f"{first.text}: finite in eager code, but not as it is compiled here"
-            first, diagnosis.islands = dataclasses.replace(first, text=text, verified=False), []
-        diagnosis.fixes = [first, *others]
-
-    def _island_fix(self, names: list[str], scale: float | None = None) -> Fix:
-        text = f"compute in fp32: {', '.join(name or 'the whole network' for name in names)}"
-        if "" in names:
-            text += ", or move the line into a function with @keep_fp32"
-        # An override replaces the list: include the existing islands.
-        override, python = keep_fp32_override([*islands_of(self.nets), *names]), keep_fp32_call(names)
-        if scale is not None:
-            text += "; and begin with a smaller loss scale"
-            override += f" amp.init_scale={scale:g}"
-            python += f"; {self._scale_fix('', init_scale=scale).python}"
-        return Fix("override", text, override, python, verified=True)
-
-    def _named(self, **fields: float) -> str:
-        """How a program makes the mode with other fields."""
-        given = "".join(f", {name}={value:.17g}" for name, value in fields.items())
-        return f'Amp.named("{self.amp.config.name}"{given})'
-
-    def _casts_by_itself(self, replay: Replay, birth: FirstNonFinite) -> Generator[Any, None, bool]:
-        """Whether an operation still runs in 16 bits, and overflows, in an island."""
-        module = birth.place.module
-        if module is None and self._plain is None:  # other code may not bear other dtypes
-            return False
-        with without_autocast() if module is None else self.as_islands([module]):
-            trace, _ = yield from self._trace(replay)
-        return any(self.agree(is_among(birth, trace.births)))
+    @property
+    def has_gradscaler(self) -> bool:
+        """Whether that program has a scaler of torch."""
+        return self._plain is not None and self._plain.scaler is not None
 
     @property
     def can_make_islands(self) -> bool:
         """Whether modules can become fp32 islands."""
         return can_make_islands(self.amp, self.nets)
-
-    def _smallest_islands(self, replay: Replay, culprit: str | None) -> Generator[Any, None, list[str]]:
-        """A smallest set of islands that makes the window finite; [] if there is none.
-
-        First the culprit alone, then also the culprits found after it, then every module. From a sufficient set, halves
-        are removed while the rest is sufficient (delta debugging: Zeller and Hildebrandt, "Simplifying and isolating
-        failure-inducing input", 2002).
-        """
-        names: list[str] = [] if culprit is None else [culprit]
-        enough = False
-        for _ in range(_MOST_ROUNDS if names else 0):
-            with self.as_islands(names) as names:
-                enough = yield from self._is_finite(replay)
-                if enough:
-                    break
-                trace, _ = yield from self._trace(replay)
-            found = self.agree(trace.culprit and trace.culprit.place.module)
-            following = next((module for module in found if module is not None and module not in names), None)
-            if following is None:
-                break
-            names = [*names, following]
-        if not enough:
-            names = [name for module, name in self.names.items() if not any(module.children())]
-            with self.as_islands(names) as names:
-                enough = yield from self._is_finite(replay)
-        if not enough and "" in self.names.values():
-            with self.as_islands([""]) as names:
-                enough = yield from self._is_finite(replay)
-        return (yield from self._minimise(replay, names)) if enough else []
-
-    def _minimise(self, replay: Replay, names: list[str]) -> Generator[Any, None, list[str]]:
-        parts = 2
-        while len(names) > 1:
-            size = math.ceil(len(names) / parts)
-            for start in range(0, len(names), size):
-                rest = names[:start] + names[start + size :]
-                with self.as_islands(rest):
-                    enough = yield from self._is_finite(replay)
-                if enough:
-                    names, parts = rest, max(parts - 1, 2)
-                    break
-            else:
-                if size == 1:
-                    break
-                parts = min(parts * 2, len(names))
-        return names
 
     @contextlib.contextmanager
     def as_islands(self, names: Sequence[str]) -> Iterator[list[str]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import random
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -45,24 +47,44 @@ class PlainLoop:
             )
         self.amp, self.nets, self.batch = amp, nets, batch
         self.scaler: torch.amp.GradScaler | None = None
+        self._scaler_state = dict[str, Any]()
         self._present, self._scale = RandomState(amp.device), amp.scaler.scale.clone()
         self._first = random or self._present
         self._rehearsals: list[Rehearsal] = []
         self._held: Held = {}
 
     @contextlib.contextmanager
-    def replay(self, *, as_trained: bool = False, keep_grads: bool = False) -> Iterator[tuple[Rehearsal, Any]]:
-        """Around a computation of the window."""
-        self._first.restore()
+    def replay(
+        self, *, as_trained: bool = False, keep_grads: bool = False, ahead: int = 0, steps: bool = False
+    ) -> Iterator[tuple[Rehearsal, Any]]:
+        """Around a computation of the window, also a later one: of the same batch, with other random numbers."""
+        if not ahead:
+            self._first.restore()
         eager = contextlib.nullcontext() if as_trained or not may_compile() else eagerly()
         with (
             eager,
-            kept(self.nets, grads=keep_grads),
-            self.amp.rehearse() as rehearsal,
+            without_gradients(self._params()) if steps else kept(self.nets, grads=keep_grads),
+            self.amp.rehearse(steps=steps) as rehearsal,
             told(rehearsal, self.nets, self._scaled, self._held),
         ):
             self._rehearsals.append(rehearsal)
             yield rehearsal, self.batch
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[int]:
+        """Around steps that are taken and undone. Yields how many there may be: one if no optimizer is known."""
+        optimizers = set[torch.optim.Optimizer]().union(*(each.optimizers for each in self._rehearsals))
+        own = set(self._params())
+        others = [p for each in optimizers for p in weights_of(each) if p not in own]
+        with contextlib.ExitStack() as undone:
+            undone.enter_context(kept([*self.nets, nn.ParameterList(others)]))
+            for optimizer in optimizers:
+                undone.enter_context(with_own_state(optimizer))
+            # Weights in 16 bits have other copies.
+            yield 1 if self.amp.weights or not optimizers else sys.maxsize
+
+    def _params(self) -> list[nn.Parameter]:
+        return [p for net in self.nets for p in net.parameters()]
 
     def run(self, step: Callable[[], Any]) -> None:
         """Compute the window. One that raises, or returns, at a loss that is not finite is not finite."""
@@ -81,7 +103,7 @@ class PlainLoop:
                 raise
             rehearsal.add(torch.ones(()))
             return
-        _tell(rehearsal, [p for net in self.nets for p in net.parameters()])  # perhaps no step took them
+        _tell(rehearsal, self._params())  # perhaps no step took them
         if not rehearsal.losses and not rehearsal.has_gradients:
             if self._guards(rehearsal):
                 rehearsal.add(torch.ones(()))
@@ -107,12 +129,16 @@ class PlainLoop:
     def restore(self) -> None:
         """Put the random state and the scale back."""
         self.amp.scaler.set(self._scale)
+        if self._scaler_state and self.scaler is not None:
+            self.scaler.load_state_dict(self._scaler_state)
         self._present.restore()
 
     def _scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> Any:
         if self.scaler is None and self.amp.scaler.policy is not None:
-            self.scaler = scaler
+            self.scaler, self._scaler_state = scaler, scaler.state_dict()
             self.amp.scaler.set(scaler.get_scale())
+        if self.scaler is scaler and self._rehearsals[-1].steps:  # it divides by its own
+            scaler.load_state_dict(self._scaler_state | {"scale": self.amp.scale})
         factor = self.amp.scaler.scale if self.scaler is not None else scaler.get_scale()
         return outputs * factor if isinstance(outputs, Tensor) else [each * factor for each in outputs]
 
@@ -131,6 +157,7 @@ def told(
     """
     params = [p for net in nets for p in net.parameters()]
     backward, update, scale = torch.Tensor.backward, torch.amp.GradScaler.update, torch.amp.GradScaler.scale
+    step = torch.amp.GradScaler.step
 
     def told_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         rehearsal.on_loss(loss)
@@ -146,6 +173,9 @@ def told(
         if args[1:] or kwargs:
             raise TypeError(f"{type(optimizer).__name__}.step() was given a closure; expected a step without one")
         _tell(rehearsal, weights_of(optimizer))  # perhaps of torch.autograd.grad
+        rehearsal.optimizers.add(optimizer)
+        if rehearsal.steps:
+            return
         held[optimizer] = list(zip(*with_grads(optimizer), strict=True))
         for param, _ in held[optimizer]:
             param.grad = None  # nothing to step
@@ -159,12 +189,17 @@ def told(
         update(scaler, *args, **kwargs)
         scaler.load_state_dict(state)
 
+    def told_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        rehearsal.optimizers.add(optimizer)  # it may skip
+        return step(scaler, optimizer, *args, **kwargs)
+
     hooks = [
         register_optimizer_step_pre_hook(take_gradients),
         register_optimizer_step_post_hook(give_gradients),
     ]
     torch.Tensor.backward = told_backward  # type: ignore[method-assign]
     torch.amp.GradScaler.update, torch.amp.GradScaler.scale = keep_scale, told_scale  # type: ignore[method-assign]
+    torch.amp.GradScaler.step = told_step  # type: ignore[method-assign]
     try:
         with warnings.catch_warnings():  # a compiled model says that it sees the hooks of the trace
             warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
@@ -172,6 +207,7 @@ def told(
     finally:
         torch.Tensor.backward = backward  # type: ignore[method-assign]
         torch.amp.GradScaler.update, torch.amp.GradScaler.scale = update, scale  # type: ignore[method-assign]
+        torch.amp.GradScaler.step = step  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
 
@@ -209,6 +245,30 @@ def kept(nets: Iterable[nn.Module], *, grads: bool = False) -> Iterator[None]:
                 buffer.copy_(before)
                 if getattr(module, name) is not buffer:
                     setattr(module, name, buffer)
+
+
+@contextlib.contextmanager
+def without_gradients(params: Iterable[Tensor]) -> Iterator[None]:
+    """Begin without gradients, as a window does."""
+    for param in params:
+        param.grad = None
+    yield
+
+
+@contextlib.contextmanager
+def with_own_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let an optimizer step with a copy of its moments and settings."""
+    before = dict(vars(optimizer))
+    optimizer.state = defaultdict(dict, {p: copy.deepcopy(state) for p, state in optimizer.state.items()})
+    optimizer.param_groups = [
+        {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    try:
+        yield
+    finally:
+        vars(optimizer).clear()
+        vars(optimizer).update(before)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from amp_core.doctor.cures import Cures
 from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, cause_of, is_among, keep_fp32_override
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
@@ -231,8 +232,8 @@ class Silent:
         run = functools.partial(replay, self.loop, step)
         high = min(policy.init_scale, policy.max_scale)
         with self.loop.amp.scaler.held_at(high):
-            if self.doctor.can_make_islands and not (yield from self.doctor._is_finite(run)):
-                names = yield from self.doctor._smallest_islands(run, None)
+            if self.doctor.can_make_islands and not (yield from self.doctor.is_finite(run)):
+                names = yield from Cures(self.doctor, run, None).smallest_islands(None)
         how = f"{self._islands(names)} (tried at loss scale {high:g})" if names else "amp=bf16"
         return f"the loss scale is at its floor amp.min_scale={policy.min_scale:g}, small gradients may be 0; {how}"
 

@@ -41,7 +41,7 @@ from amp_core.doctor.trace import Trace, named_tensors
 from amp_core.run.environment import Symptoms
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.loop import Loop
-from amp_core.run.replay import first_sample, indices_of, replay, rerun_step, restore, snapshot
+from amp_core.run.replay import first_sample, indices_of, replay, rerun_step, restore, snapshot, trying
 from amp_core.run.resume import has_16bit, make_islands
 from amp_core.step.report import StepReport
 from amp_core.step.window import MicroBatch
@@ -184,7 +184,9 @@ class Watch:
         return diagnosis
 
     def _diagnose(self, step: int) -> Generator[Any, None, Diagnosis | None]:
-        return (yield from self.doctor.diagnose(functools.partial(replay, self.loop, step)))
+        loop = self.loop
+        undone = functools.partial(trying, loop, step) if self._origin is not None else None
+        return (yield from self.doctor.diagnose(functools.partial(replay, loop, step), undone))
 
     def _by_worker(self, step: int) -> Diagnosis | None:
         """Load a window that is finite as training did, by the same worker: is its data?"""
@@ -333,7 +335,8 @@ def diagnose_step(loop: Loop, step: int, found: list[Diagnosis | None]) -> Windo
     while loop.step < step - 1:
         with rerun_step(loop) as window:
             yield window
-    diagnosis = yield from doctor_of(loop).diagnose(functools.partial(replay, loop, step))
+    window, undone = functools.partial(replay, loop, step), functools.partial(trying, loop, step)
+    diagnosis = yield from doctor_of(loop).diagnose(window, undone)
     if diagnosis is not None:
         diagnosis.step, diagnosis.weights = step, "the weights of the step"
         add_samples(loop, diagnosis, step)

@@ -29,19 +29,33 @@ def window_of(loop: Loop, step: int) -> list[MicroBatch]:
 
 
 @contextlib.contextmanager
-def replay(loop: Loop, step: int, *, as_trained: bool = False) -> Iterator[tuple[Rehearsal, list[MicroBatch]]]:
+def replay(
+    loop: Loop, step: int, *, as_trained: bool = False, ahead: int = 0, steps: bool = False
+) -> Iterator[tuple[Rehearsal, list[MicroBatch]]]:
     """Around a computation of the window of `step` that leaves no trace: no step, no metrics. On every rank.
 
-    To be used by what yields the window to the recipe. Eagerly, or compiled `as_trained`.
+    To be used by what yields the window to the recipe. Eagerly, or compiled `as_trained`. The window that is `ahead`
+    of it may be computed instead, and `steps` be taken, both within `trying`.
     """
+    step += ahead
     eager = contextlib.nullcontext() if as_trained else loop.env.eagerly()
     window, here = window_of(loop, step), (loop.step, loop.samples)
     loop.step, loop.samples = step - 1, first_sample(loop, step)
     try:
-        with loop.amp.rehearse() as rehearsal, eager, rerun_step(loop, window):
+        with loop.amp.rehearse(steps=steps) as rehearsal, eager, rerun_step(loop, window):
             yield rehearsal, window
     finally:
         loop.step, loop.samples = here
+
+
+@contextlib.contextmanager
+def trying(loop: Loop, step: int) -> Iterator[int]:
+    """Around steps that are taken from `step` on and undone. Yields how many the run has."""
+    present = snapshot(loop)
+    try:
+        yield loop.num_steps - step + 1
+    finally:
+        restore(loop, present)
 
 
 @contextlib.contextmanager

@@ -374,6 +374,7 @@ class Amp:
             raise ValueError(f"amp.step: got {len(optimizers)} optimizers, expected at least one, none of them twice")
         with torch.no_grad():  # once: each such region costs as much Python as all the arithmetic of this method
             rehearsal, agree = self._rehearsal, several_ranks()
+            skips = rehearsal is not None and not rehearsal.steps
             states = [self._state_of(each) for each in optimizers]
             if rehearsal is not None or self.observers:
                 self._show_gradients(states, unscaled)
@@ -387,18 +388,20 @@ class Amp:
                 dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
             if rehearsal is not None:
                 rehearsal.add(found_inf)
+                rehearsal.optimizers.update(optimizers)
+            if skips:
                 found_inf = torch.ones_like(found_inf)
             taken = found_inf == 0
             if not any(state.grads for state in states):
                 taken = torch.zeros_like(taken)
             torch.clear_autocast_cache()
             on_host = None
-            if rehearsal is not None or not all(state.on_device for state in states):
-                on_host = self._decide_on_host(states, taken)
+            if skips or not all(state.on_device for state in states):
+                on_host = not skips and self._decide_on_host(states, taken)
             for state in states:
                 state.stepped = True
                 state.found_inf = found_inf if state.grads or agree else None
-                if state.grads and rehearsal is None:
+                if state.grads and not skips:
                     if state.on_device:
                         on_shards = state.in_parts or (agree and is_state_sharded(state.optimizer))
                         take_step(state, taken, found_inf, on_shards=on_shards)
@@ -477,7 +480,7 @@ class Amp:
 
     def _decide_on_host(self, states: Sequence[OptimizerState], taken: Tensor) -> bool:
         """Whether to step optimizers that cannot skip on the device. Waits for it."""
-        if self._rehearsal is not None or not any(state.grads for state in states):
+        if not any(state.grads for state in states):
             return False
         if not self._said_waits:
             self._said_waits = True
@@ -532,14 +535,17 @@ class Amp:
             guard.settle(None)
 
     @contextlib.contextmanager
-    def rehearse(self) -> Iterator[Rehearsal]:
+    def rehearse(self, *, steps: bool = False) -> Iterator[Rehearsal]:
         """Run a window as a rehearsal: every step is skipped, and neither the scale nor the counters move.
 
         Used to rerun a window for inspection. Guarded running statistics, EMA and schedules do not move, as after any
         skipped step.
+
+        Args:
+            steps: take the steps, in a trial after which the caller puts everything back.
         """
         assert self._rehearsal is None
-        self._rehearsal = Rehearsal()
+        self._rehearsal = Rehearsal(steps=steps)
         try:
             yield self._rehearsal
         finally:

@@ -51,9 +51,16 @@ Observer = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
 
 
 class Rehearsal:
-    """The outcome of a rehearsed window."""
+    """The outcome of a rehearsed window.
 
-    def __init__(self) -> None:
+    Args:
+        steps: finite gradients move weights and moments, for whoever puts them back; scale and counters do not move.
+    """
+
+    def __init__(self, *, steps: bool = False) -> None:
+        self.steps = steps
+        self.optimizers: set[torch.optim.Optimizer] = set()
+        """Those whose step was called."""
         self.watcher: Watcher | None = None
         self.losses: list[Tensor] = []
         """What `backward` was given."""

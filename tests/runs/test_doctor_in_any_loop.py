@@ -278,11 +278,11 @@ class Attends(nn.Module):
         return self.last(((y @ y.mT + mask).softmax(-1) @ y).abs() + 1)
 
 
-def located(net, inputs, mode="fp16", loss=lambda y: y.float().mean(), *, guarded=False, **fields):
+def located(net, inputs, mode="fp16", loss=lambda y: y.float().mean(), *, guarded=False, lr=0.1, **fields):
     amp = Amp.named(mode, **fields)
     if guarded:
         amp.guard(net)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr)
 
     def step():
         with amp.autocast():
@@ -444,7 +444,7 @@ def test_a_loss_scale_below_one_is_tried():
     def heavy(y):
         return y.half().float().mul(1e7).sum()
 
-    diagnosis = located(nn.Linear(8, 4), (torch.randn(6, 8),), "fp16", heavy)
+    diagnosis = located(nn.Linear(8, 4), (torch.randn(6, 8),), "fp16", heavy, lr=1e-9)
     assert diagnosis is not None and diagnosis.cause == "overflow in a cast" and diagnosis.phase == "backward"
     fits, fix = diagnosis.scale_that_fits, diagnosis.fixes[0]
     assert fits is not None and fits < 1 and fix.verified

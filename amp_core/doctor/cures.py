@@ -1,0 +1,340 @@
+"""Cures of a window: fp32 islands and loss scales with which it is finite, and so are the steps that follow.
+
+A cure is tried as training goes on: with steps that are taken, of the windows that follow in a run, of the same batch
+in a plain loop, and everything is put back. What breaks within `STEPS` steps is not printed as a cure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from amp_core.doctor.diagnosis import (
+    ADVICE,
+    BF16,
+    BY_HAND,
+    CURED_BY_ISLANDS,
+    Diagnosis,
+    Fix,
+    is_among,
+    keep_fp32_call,
+    keep_fp32_override,
+)
+from amp_core.doctor.plain_loop import without_autocast
+from amp_core.doctor.trace import FirstNonFinite
+from amp_core.lowp.islands import islands_of
+from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
+from amp_core.step.report import Rehearsal
+
+if TYPE_CHECKING:
+    from amp_core.doctor.locate import Doctor
+
+Replay = Callable[..., contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
+Trying = Callable[[], contextlib.AbstractContextManager[int]]
+
+STEPS = 5
+"""Steps for which a cure is tried: the window, and those after it."""
+_MOST_ROUNDS = 8
+_MOST_HALVINGS = 4
+_LEAST_SCALE = -24
+"""Exponent of the smallest loss scale that is tried: below 2^-24 of a number fp16 holds nothing."""
+
+
+class Trial(NamedTuple):
+    """For how many steps training is finite."""
+
+    steps: int
+    most: int
+    """Steps that were to be tried."""
+    has_finite_losses: bool
+    """In the step that breaks: only gradients overflow."""
+
+    @property
+    def holds(self) -> bool:
+        return self.steps == self.most
+
+
+class Cures:
+    """Searches cures of one window.
+
+    Args:
+        doctor: of the networks.
+        replay: a context in which one window is computed.
+        trying: a context in which steps may be taken, since it undoes them; gives how many there may be. None: none.
+    """
+
+    def __init__(self, doctor: Doctor, replay: Replay, trying: Trying | None) -> None:
+        self.doctor, self.replay = doctor, replay
+        self.trying: Trying = trying or (lambda: contextlib.nullcontext(1))
+        self.amp, self.agree = doctor.amp, doctor.agree
+
+    # --- what to change -----------------------------------------------------------------------------------------------
+
+    def too_large(self, diagnosis: Diagnosis, scale: float, fits: float) -> Generator[Any, None, None]:
+        """Write a diagnosis of a loss scale that is too large, where `fits` is finite for this window."""
+        policy = self.amp.scaler.policy
+        assert policy is not None
+        is_backward = diagnosis.phase == "backward"
+        what = f"gradients exceed {self.amp.config.dtype}" if is_backward else "the loss exceeds float32"
+        diagnosis.cause = "loss scale too large"
+        diagnosis.why = f"With a loss scale of {scale:g} {what}; with {fits:g} the window is finite."
+        trial, fits = yield from self._at_smaller_scales(fits)
+        diagnosis.scale_that_fits = fits
+        if not trial.holds:
+            yield from self._give_up(diagnosis, f"loss scale {fits:g}", trial)
+            return
+        grown = scale > policy.init_scale and not self.doctor.has_gradscaler  # torch's has no cap
+        fields = {"max_scale": fits} if grown else {"init_scale": fits}
+        text = "cap the loss scale" if grown else "begin with a smaller loss scale"
+        if policy.dynamic:
+            text += "; a dynamic one also gets there by itself, one skipped step per halving"
+        diagnosis.fixes = [self._scale_fix(text, trial, **fields)]
+
+    def prescribe(self, diagnosis: Diagnosis, birth: FirstNonFinite) -> Generator[Any, None, None]:
+        """Add cures to a diagnosis."""
+        cause = diagnosis.cause
+        advice = ADVICE.get(cause)
+        if cause == "poisoned buffer" and advice is not None:
+            # A guard restores buffers after skipped steps: what it has let through came with a step that was taken.
+            more = (
+                "lower the learning rate (optimizer.lr), or clip gradients"
+                if self.amp.is_guarding
+                else "amp.guard(net) restores it after skipped steps"
+            )
+            advice = dataclasses.replace(advice, text=f"{advice.text}; if an earlier batch left it there, {more}")
+        is_large = cause == "bad input" and bool(birth.op)  # finite numbers, which fp32 and bf16 hold
+        if (cause in CURED_BY_ISLANDS or is_large) and self.doctor.can_make_islands:
+            found = yield from self._try_islands(diagnosis, is_large)
+            if found is None:
+                return
+            if not found and cause.startswith("overflow") and (yield from self._casts_by_itself(birth)):
+                advice = BY_HAND
+        if advice is BF16 and self.amp.limits[1] > torch.finfo(torch.float16).max:
+            advice = BY_HAND
+        diagnosis.fixes += [BF16] if is_large and diagnosis.fixes else []
+        diagnosis.fixes += [] if advice is None else [advice]
+        if not diagnosis.fixes and self.amp.dtype is torch.float16:
+            diagnosis.fixes.append(BF16)
+
+    def scale_down(self, diagnosis: Diagnosis) -> Generator[Any, None, None]:
+        """Put a loss scale below 1 before the other fixes, if there is one that fits."""
+        fits = yield from self.largest_scale(min(diagnosis.loss_scale, 1.0), _LEAST_SCALE)
+        if fits is not None:
+            trial, fits = yield from self._at_smaller_scales(fits)
+            if trial.holds:
+                diagnosis.scale_that_fits = fits
+                fix = self._scale_fix("scale the loss down", trial, init_scale=fits, min_scale=fits)
+                diagnosis.fixes.insert(0, fix)
+
+    def _try_islands(self, diagnosis: Diagnosis, is_large: bool) -> Generator[Any, None, bool | None]:
+        """Add islands to a diagnosis. False: none make the window finite; None: in no precision do they last."""
+        scale, module = diagnosis.loss_scale, diagnosis.module
+        names, made = [] if module is None else [module], []
+        trial, fits = Trial(0, 1, False), scale
+        if names:
+            trial, fits, made = yield from self._islands_at(names, scale)
+        if not trial.steps:
+            # A window that a smaller loss scale fixes needs no island.
+            with self.amp.scaler.held_at(min(scale, 1.0)):
+                names = yield from self.smallest_islands(module)
+            if not names:
+                return False
+            trial, fits, made = yield from self._islands_at(names, scale)
+        if outside := not trial.steps and may_compile():
+            # By default a compiled backward pass keeps the forward's autocast.
+            with backward_outside_autocast():
+                trial, fits, made = yield from self._islands_at(names, scale)
+        if not trial.steps:
+            text = f"compute in fp32: {_listed(made)}: finite in eager code, but not as it is compiled here"
+            diagnosis.fixes.append(Fix("override", text, python=keep_fp32_call(made), verified=False))
+            return True
+        if not trial.holds:
+            first, broken = f"{_listed(made)} in fp32", trial
+            with without_autocast():
+                wide = yield from self.lasts(min(scale, 1.0))
+            for _ in range(_MOST_ROUNDS if wide.holds else 0):
+                with self.doctor.as_islands(made):
+                    following = yield from self._culprit_at(fits, trial.steps)
+                names = [""] if following is None or following in names else [*names, following]
+                trial, fits, made = yield from self._islands_at(names, scale)
+                if trial.holds or names == [""]:
+                    break
+            if not trial.holds:
+                yield from self._give_up(diagnosis, first, broken, wide)
+                return None
+        diagnosis.islands = made
+        diagnosis.scale_that_fits = fits if fits < scale else None
+        fix = self.island_fix(made, diagnosis.scale_that_fits, trial.steps)
+        if outside:
+            text = f"{fix.text}; and compile backward passes outside autocast"
+            fix = dataclasses.replace(fix, text=text, override=None, python=f"{BACKWARD}; {fix.python}")
+        diagnosis.fixes.append(fix)
+        return True
+
+    def _islands_at(self, names: list[str], scale: float) -> Generator[Any, None, tuple[Trial, float, list[str]]]:
+        """How long islands last, the loss scale, and the islands that could be made."""
+        with self.doctor.as_islands(names) as made:
+            trial, fits = yield from self._at_smaller_scales(scale)
+        return trial, fits, made
+
+    def _give_up(
+        self, diagnosis: Diagnosis, what: str, trial: Trial, wide: Trial | None = None
+    ) -> Generator[Any, None, None]:
+        """Say of a cure that it does not last, and what else to do."""
+        diagnosis.why += f" With {what} the window is finite, and step {trial.steps + 1} breaks."
+        if wide is None:
+            with without_autocast():
+                wide = yield from self.lasts(1.0)
+        advice = ADVICE.get(diagnosis.cause, BF16)
+        if wide.steps and not wide.holds:
+            diagnosis.why += f" Without autocast step {wide.steps + 1} breaks, too."
+            advice = ADVICE["training diverges"]
+        if advice is not BF16 or self.amp.limits[1] <= torch.finfo(torch.float16).max:
+            diagnosis.fixes.append(advice)
+
+    # --- trials -------------------------------------------------------------------------------------------------------
+
+    def lasts(self, scale: float) -> Generator[Any, None, Trial]:
+        """For how many steps training is finite at a loss scale, compiled if it is trained so."""
+        with self.trying() as most, self.amp.scaler.held_at(scale):
+            most = min(most, STEPS)
+            for step in range(most):
+                with self.replay(ahead=step, as_trained=True, steps=most > 1) as (rehearsal, window):
+                    yield window
+                if not all(self.agree(rehearsal.is_finite)):
+                    losses = rehearsal.losses
+                    finite = bool(losses) and all(bool(loss.isfinite().all()) for loss in losses)
+                    return Trial(step, most, all(self.agree(finite)))
+        return Trial(most, most, True)
+
+    def _culprit_at(self, scale: float, steps: int) -> Generator[Any, None, str | None]:
+        """The module that breaks a trial after so many steps."""
+        with self.trying(), self.amp.scaler.held_at(scale):
+            for step in range(steps):
+                with self.replay(ahead=step, as_trained=True, steps=True) as (_, window):
+                    yield window
+            trace, _ = yield from self.doctor.trace(functools.partial(self.replay, ahead=steps, steps=True))
+        found = self.agree(trace.culprit and trace.culprit.place.module)
+        return next((module for module in found if module is not None), None)
+
+    def _at_smaller_scales(self, scale: float) -> Generator[Any, None, tuple[Trial, float]]:
+        """How long training is finite at the largest loss scale that fits, and that scale."""
+        trial = yield from self.lasts(scale)
+        has_scale = self.amp.scaler.policy is not None
+        if not trial.steps and has_scale:
+            fits = yield from self.largest_scale(scale)
+            if fits is not None:
+                trial, scale = (yield from self.lasts(fits)), fits
+        for _ in range(_MOST_HALVINGS if has_scale and trial.steps else 0):
+            if trial.holds or not trial.has_finite_losses or scale <= 1.0:
+                break
+            scale /= 2
+            trial = yield from self.lasts(scale)
+        return trial, scale
+
+    def largest_scale(self, scale: float, least: int = 0) -> Generator[Any, None, float | None]:
+        """The largest power of two below `scale`, from 2^least, at which the window is finite; None: there is none."""
+        low, high = least, math.floor(math.log2(scale))  # 2^high is too large
+        if high <= low or not (yield from self._at_scale(2.0**low)):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            if (yield from self._at_scale(2.0**middle)):
+                low = middle
+            else:
+                high = middle
+        return 2.0**low
+
+    def _at_scale(self, scale: float) -> Generator[Any, None, bool]:
+        with self.amp.scaler.held_at(scale):
+            return (yield from self.doctor.is_finite(self.replay))
+
+    def _casts_by_itself(self, birth: FirstNonFinite) -> Generator[Any, None, bool]:
+        """Whether an operation still runs in 16 bits, and overflows, in an island."""
+        module = birth.place.module
+        if module is None and not self.doctor.in_plain_loop:  # other code may not bear other dtypes
+            return False
+        with without_autocast() if module is None else self.doctor.as_islands([module]):
+            trace, _ = yield from self.doctor.trace(self.replay)
+        return any(self.agree(is_among(birth, trace.births)))
+
+    # --- as settings --------------------------------------------------------------------------------------------------
+
+    def _scale_fix(self, text: str, trial: Trial, **fields: float) -> Fix:
+        override = " ".join(f"amp.{name}={value:.17g}" for name, value in fields.items())
+        scale = min(fields.values())
+        python = f'Amp.named("{self.amp.config.name}"{"".join(f", {name}={x:.17g}" for name, x in fields.items())})'
+        if self.doctor.has_gradscaler:
+            python = f'torch.amp.GradScaler("{self.amp.device.type}", init_scale={scale:.17g})'
+        return Fix("override", text, override, python, True, trial.steps)
+
+    def island_fix(self, names: list[str], scale: float | None = None, steps: int = 1) -> Fix:
+        """A fix that keeps modules in fp32, and begins with a smaller loss scale."""
+        text = f"compute in fp32: {_listed(names)}"
+        if "" in names:
+            text += ", or move the line into a function with @keep_fp32"
+        # An override replaces the list: include the existing islands.
+        override, python = keep_fp32_override([*islands_of(self.doctor.nets), *names]), keep_fp32_call(names)
+        if scale is not None:
+            text += "; and begin with a smaller loss scale"
+            override += f" amp.init_scale={scale:g}"
+            python += f"; {self._scale_fix('', Trial(1, 1, True), init_scale=scale).python}"
+        return Fix("override", text, override, python, True, steps)
+
+    # --- islands ------------------------------------------------------------------------------------------------------
+
+    def smallest_islands(self, culprit: str | None) -> Generator[Any, None, list[str]]:
+        """A smallest set of islands that makes the window finite; [] if there is none.
+
+        First the culprit alone, then also the culprits found after it, then every module. From a sufficient set, halves
+        are removed while the rest is sufficient (delta debugging: Zeller and Hildebrandt, "Simplifying and isolating
+        failure-inducing input", 2002).
+        """
+        names: list[str] = [] if culprit is None else [culprit]
+        enough = False
+        for _ in range(_MOST_ROUNDS if names else 0):
+            with self.doctor.as_islands(names) as names:
+                enough = yield from self.doctor.is_finite(self.replay)
+                if enough:
+                    break
+                trace, _ = yield from self.doctor.trace(self.replay)
+            found = self.agree(trace.culprit and trace.culprit.place.module)
+            following = next((module for module in found if module is not None and module not in names), None)
+            if following is None:
+                break
+            names = [*names, following]
+        if not enough:
+            names = [name for module, name in self.doctor.names.items() if not any(module.children())]
+            with self.doctor.as_islands(names) as names:
+                enough = yield from self.doctor.is_finite(self.replay)
+        if not enough and "" in self.doctor.names.values():
+            with self.doctor.as_islands([""]) as names:
+                enough = yield from self.doctor.is_finite(self.replay)
+        return (yield from self._minimise(names)) if enough else []
+
+    def _minimise(self, names: list[str]) -> Generator[Any, None, list[str]]:
+        parts = 2
+        while len(names) > 1:
+            size = math.ceil(len(names) / parts)
+            for start in range(0, len(names), size):
+                rest = names[:start] + names[start + size :]
+                with self.doctor.as_islands(rest):
+                    enough = yield from self.doctor.is_finite(self.replay)
+                if enough:
+                    names, parts = rest, max(parts - 1, 2)
+                    break
+            else:
+                if size == 1:
+                    break
+                parts = min(parts * 2, len(names))
+        return names
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(name or "the whole network" for name in names)

@@ -1,0 +1,214 @@
+"""Cures are tried for several steps, which are taken and undone; what breaks on the way is not printed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from running import same_but, state, summary
+from test_doctor import reports, start
+from test_doctor_in_any_loop import same, state_of
+from torch import nn
+
+import recipes.classification
+from amp_core import Amp, Doctor, keep_fp32
+from amp_core.doctor import cures
+
+
+class Loud(nn.Module):
+    """Overflows fp16 inside."""
+
+    def forward(self, x):
+        return x * 1e3 * 1e3 / 1e6
+
+
+class Growing(nn.Module):
+    """Overflows fp16 inside after the first step that is taken: `log` should gain 1 in each."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        factor = 1e6 ** self.log.detach()
+        return x * factor / factor + (self.log - self.log.detach())
+
+
+def network(*layers):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), *layers, nn.Linear(4, 2))
+
+
+def twice():
+    return network(Loud(), nn.Linear(4, 4), Growing())
+
+
+def loss_of(net, x):
+    growth = [module.log for module in net if isinstance(module, Growing)]
+    return net(x).float().square().mean() - sum(growth)
+
+
+def amps_loop(net, optimizer, x, losses, scale=8.0):
+    amp = Amp.named("fp16", init_scale=scale)
+
+    def step():
+        with amp.autocast():
+            loss = loss_of(net, x)
+        losses.append(loss.item())
+        amp.backward(loss)
+        amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+
+    return amp, step
+
+
+def torchs_loop(net, optimizer, x, losses, scale=8.0):
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+    def step():
+        with torch.autocast("cpu", torch.float16):
+            loss = loss_of(net, x)
+        losses.append(loss.item())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return Amp.named("fp16"), step
+
+
+def optimizer_of(net, kind="SGD"):
+    return torch.optim.SGD(net.parameters(), 1.0) if kind == "SGD" else torch.optim.AdamW(net.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("loop", [amps_loop, torchs_loop])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_a_cure_lasts_for_the_steps_that_it_was_tried_for(loop, kind, monkeypatch):
+    net, x, losses = twice(), torch.randn(8, 4), []
+    optimizer = optimizer_of(net, kind)
+    net[3].log.grad = torch.zeros(())
+    optimizer.step()  # so that there are moments
+    optimizer.zero_grad()
+    amp, step = loop(net, optimizer, x, losses)
+    before, random = state_of(net, optimizer), torch.get_rng_state()
+    diagnosis = Doctor(amp, net).locate(step, x)
+    assert same(state_of(net, optimizer), before)
+    assert torch.equal(random, torch.get_rng_state())
+    assert diagnosis is not None and (diagnosis.module, diagnosis.islands) == ("1", ["1", "3"])
+    assert (diagnosis.fixes[0].python, diagnosis.fixes[0].steps) == ('keep_fp32(model, ["1", "3"])', cures.STEPS)
+    assert "(tried: finite for 5 steps on this batch)" in str(diagnosis)
+
+    def trained_with(names):
+        cured, trained = copy.deepcopy(net), []
+        own = optimizer_of(cured, kind)
+        own.load_state_dict(optimizer.state_dict())
+        _, train = loop(keep_fp32(cured, names), own, x, trained)
+        for _ in range(cures.STEPS):
+            train()
+        return torch.tensor(trained)
+
+    # What was tried is what training with the cure computes, in every bit.
+    assert torch.equal(trained_with(diagnosis.islands), torch.tensor(losses[-cures.STEPS :]))
+    # Tried for the window alone, a cure is printed that the next step breaks.
+    monkeypatch.setattr(cures, "STEPS", 1)
+    diagnosis = Doctor(amp, net).locate(step, x)
+    assert diagnosis is not None and diagnosis.fixes[0].python == 'keep_fp32(model, ["1"])'
+    assert "(tried: finite for this window)" in str(diagnosis)
+    monkeypatch.undo()
+    first, *_, last = trained_with(["1"]).isfinite().tolist()
+    assert first and not last
+
+
+def test_a_step_that_calls_no_optimizer_is_tried_for_its_window():
+    net, x = twice(), torch.randn(8, 4)
+    amp = Amp.named("fp16", init_scale=8.0)
+
+    def step():
+        with amp.autocast():
+            loss = loss_of(net, x)
+        amp.backward(loss)
+
+    diagnosis = Doctor(amp, net).locate(step, x)
+    assert diagnosis is not None and diagnosis.fixes[0].steps == 1
+    assert "(tried: finite for this window)" in str(diagnosis)
+
+
+@pytest.mark.parametrize("loop", [amps_loop, torchs_loop])
+def test_no_precision_is_printed_as_the_cure_of_what_breaks_in_each(loop):
+    net, x = network(Loud()), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(net.parameters(), 1e12)
+    amp, step = loop(net, optimizer, x, [])
+    diagnosis = Doctor(amp, net).locate(step, x)
+    assert diagnosis is not None and diagnosis.module == "1" and not diagnosis.islands
+    assert [fix.kind for fix in diagnosis.fixes] == ["code"] and "learning rate" in diagnosis.fixes[0].text
+    assert "Without autocast step" in diagnosis.why and "tried" not in str(diagnosis)
+    wide, broken = copy.deepcopy(net), []
+    for _ in range(cures.STEPS):
+        loss = F.mse_loss(wide(x), torch.zeros(8, 2))
+        broken.append(not loss.isfinite())
+        loss.backward()
+        with torch.no_grad():
+            for p in wide.parameters():
+                p -= 1e12 * p.grad
+                p.grad = None
+    assert broken[0] is False and any(broken)
+
+
+def test_a_loss_scale_that_the_next_step_breaks_is_lowered(monkeypatch):
+    """The first step makes gradients four times as large."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    nn.init.constant_(net[0].weight, 0.0)
+    factor = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([{"params": net.parameters(), "lr": 0.0}, {"params": [factor], "lr": 1.0}])
+    amp, x = Amp.named("fp16", init_scale=2.0**24), torch.randn(8, 4)
+
+    def step():
+        with amp.autocast():
+            loss = net(x).float().sum() * factor.detach() - 3 * factor * (factor.detach() < 2)
+        amp.backward(loss)
+        amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+
+    lasting = Doctor(amp, net).locate(step, x)
+    monkeypatch.setattr(cures, "STEPS", 1)
+    first = Doctor(amp, net).locate(step, x)
+    assert first is not None and lasting is not None and first.cause == lasting.cause == "loss scale too large"
+    assert first.scale_that_fits == 4 * (lasting.scale_that_fits or 0.0)
+    assert lasting.fixes[0].steps == 5 and factor == 1.0  # a weight that is in no network is put back, too
+
+
+class LouderByStep(nn.Module):
+    """Overflows fp16 inside after the first step that is taken."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        factor = 1e6 ** self.steps.clamp(max=5.0)
+        if self.training:
+            self.steps += 1
+        return x * factor / factor
+
+
+@pytest.mark.parametrize("steps", [cures.STEPS, 1])
+def test_a_run_is_healed_once_of_what_breaks_one_step_after_another(steps, tmp_path, monkeypatch):
+    build = recipes.classification.build_model
+    layers = [nn.Conv2d(3, 3, 1), Loud(), nn.Conv2d(3, 3, 1), LouderByStep()]
+    monkeypatch.setattr(
+        recipes.classification, "build_model", lambda *a, **k: nn.Sequential(*copy.deepcopy(layers), build(*a, **k))
+    )
+    monkeypatch.setattr(cures, "STEPS", steps)
+    common = ["amp=fp16", "amp.init_scale=8", "steps=8", "log_every=1"]
+    assert start(tmp_path / "healed", *common, "doctor=heal", "doctor.after_skips=2") == 0
+    islands = [report["islands"] for report in reports(tmp_path / "healed")]
+    assert islands == ([["1", "3"]] if steps > 1 else [["1"], ["3"]])
+    assert summary(tmp_path / "healed")["skipped"] == len(islands)
+    # Steps that were tried leave nothing behind.
+    assert start(tmp_path / "watched", *common, "doctor.after_skips=2") in (0, 5)
+    assert start(tmp_path / "alone", *common, "doctor=off") in (0, 5) and reports(tmp_path / "watched")
+    assert not same_but(state(tmp_path / "watched"), state(tmp_path / "alone"))
