@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amp_core.doctor.cures import Cures, Replay, Trying
 from amp_core.doctor.diagnosis import (
@@ -147,9 +148,11 @@ class Doctor:
             return (yield from self._silent(replay, everywhere))
         if suspects := {name for one in everywhere for name in one["suspects"]}:
             # They are convicted if finite numbers in their place make the window finite; else what else breaks it is.
-            others = yield from self._look(replay, suspects)
-            if not all(one["finite"] for one in others) and any(one["culprit"] for one in others):
-                everywhere = others
+            mended = functools.partial(self._with_finite, suspects, replay)
+            if not (yield from self.is_finite(mended)):
+                others = yield from self._look(mended)
+                if any(one["culprit"] for one in others):
+                    everywhere = others
         broken = [rank for rank, one in enumerate(everywhere) if one["culprit"] is not None]
         scale = self.amp.scale
         norm = self.over_ranks(one["grad_norm"] for one in everywhere)
@@ -168,6 +171,9 @@ class Doctor:
         diagnosis.loss_scale = scale
         if cause == "division or logarithm of zero" and not (self.amp.dtype is torch.float32 or has_16bit(self.nets)):
             yield from self._in_fp32(diagnosis, birth, replay)
+            if cause == diagnosis.cause:  # fp32 does not end it
+                diagnosis.fixes = [ADVICE[cause]]
+                return diagnosis
             cause = diagnosis.cause
         # Also the product of the loss and the scale may overflow.
         may_be_scale = cause == "overflow in fp32" or (birth.backward and cause.startswith("overflow"))
@@ -184,20 +190,28 @@ class Doctor:
             yield from cures.scale_down(diagnosis)
         return diagnosis
 
-    def _look(self, replay: Replay, in_place: Collection[str] = ()) -> Generator[Any, None, list[dict[str, Any]]]:
+    def _look(self, replay: Replay) -> Generator[Any, None, list[dict[str, Any]]]:
         """What each rank finds in the window."""
-        trace, rehearsal = yield from self.trace(replay, in_place)
+        trace, rehearsal = yield from self.trace(replay)
         return self.agree(self._summary(trace, rehearsal))
 
-    def trace(self, replay: Replay, in_place: Collection[str] = ()) -> Generator[Any, None, tuple[Trace, Rehearsal]]:
-        """Watch the window, with finite numbers in the tensors that are named."""
-        with replay() as (rehearsal, window), contextlib.ExitStack() as changed:
-            batch = [getattr(micro, "batch", micro) for micro in window] if isinstance(window, list) else window
-            tensors = named_tensors(self.nets, batch)
-            for name in in_place:
-                if name in tensors:  # a variance of 0 would be a fault of its own
-                    changed.enter_context(with_finite(tensors[name], float(name.endswith("running_var"))))
-            trace = Trace(self.names, tensors)
+    def _tensors(self, window: Any) -> dict[str, Tensor]:
+        batch = [getattr(micro, "batch", micro) for micro in window] if isinstance(window, list) else window
+        return named_tensors(self.nets, batch)
+
+    @contextlib.contextmanager
+    def _with_finite(self, names: Collection[str], replay: Replay, **how: Any) -> Iterator[tuple[Rehearsal, Any]]:
+        """As `replay`, with finite numbers in the tensors that are named."""
+        with replay(**how) as (rehearsal, window), contextlib.ExitStack() as changed:
+            for name, tensor in self._tensors(window).items():
+                if name in names:  # a variance of 0 would be a fault of its own
+                    changed.enter_context(with_finite(tensor, float(name.endswith("running_var"))))
+            yield rehearsal, window
+
+    def trace(self, replay: Replay) -> Generator[Any, None, tuple[Trace, Rehearsal]]:
+        """Watch the window."""
+        with replay() as (rehearsal, window):
+            trace = Trace(self.names, self._tensors(window))
             rehearsal.watcher = trace
             with trace, in_one_thread(self.names):
                 yield window
@@ -207,13 +221,15 @@ class Doctor:
         """Whether a zero is one in fp32, too: else 16 bits made it."""
         marks = {kind for kind, _ in birth.marks}
         with without_autocast(), self.amp.scaler.held_at(min(diagnosis.loss_scale, 1.0)):
-            everywhere = yield from self._look(replay)
-        finite, left = all(one["finite"] for one in everywhere), everywhere[diagnosis.rank]["culprit"]
+            finite = yield from self.is_finite(replay)
+            # The program may cast by itself.
+            watches = not finite and "underflow" in marks
+            left = (yield from self._look(replay))[diagnosis.rank]["culprit"] if watches else None
         if finite:
             kinds: list[Cause] = ["underflow in 16 bits", "cancellation in 16 bits", "rounding in 16 bits"]
             diagnosis.cause = next(kind for kind in kinds if kind.split()[0] in {*marks, "rounding"})
         elif left is not None and "underflow" in dict(left.marks & birth.marks):
-            diagnosis.cause = "underflow in 16 bits"  # the program casts by itself
+            diagnosis.cause = "underflow in 16 bits"
         diagnosis.why = explain(birth, diagnosis.cause)
         diagnosis.why += " Without autocast the window is " + ("finite." if finite else "not finite either.")
 

@@ -103,7 +103,8 @@ class PlainLoop:
                 raise
             rehearsal.add(torch.ones(()))
             return
-        _tell(rehearsal, self._params())  # perhaps no step took them
+        if not rehearsal.has_gradients:  # perhaps those of torch.autograd.grad, which no step took
+            _tell(rehearsal, self._params())
         if not rehearsal.losses and not rehearsal.has_gradients:
             if self._guards(rehearsal):
                 rehearsal.add(torch.ones(()))

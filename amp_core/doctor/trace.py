@@ -265,7 +265,8 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
 
     def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         self.pause()
-        norms = [grad.double().norm().item() for grad in local(grads) if grad.layout is torch.strided]
+        strided = [_real(grad) for grad in local(grads) if grad.layout is torch.strided]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64).item() for grad in strided]
         self.grad_norm = max(self.grad_norm, math.hypot(*norms))
         for param, grad in zip(local(params), local(grads), strict=True):
             if not is_finite(grad):
@@ -641,6 +642,10 @@ def _has_fractions(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def is_finite(tensor: Tensor) -> bool:
     tensor = tensor.detach()
     if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
@@ -648,9 +653,12 @@ def is_finite(tensor: Tensor) -> bool:
     if tensor.dtype.itemsize == 1:
         tensor = tensor.float()
     # Far faster than a test of each number; a NaN is both the smallest and the largest.
-    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    values = _real(tensor)
     in_memory = sorted(range(values.ndim), key=values.stride, reverse=True)  # ten times faster than across it
-    return bool(torch.stack(values.permute(in_memory).aminmax()).isfinite().all())
+    ends = values.permute(in_memory).aminmax()
+    if values.is_cpu:  # where reading costs less than one more operation
+        return all(math.isfinite(end.item()) for end in ends)
+    return bool(torch.stack(ends).isfinite().all())
 
 
 def _has_nan(tensor: Tensor) -> bool:
@@ -750,6 +758,8 @@ def _underflows(call: _Call, output: Tensor) -> bool:
     zero = output == 0
     if not bool(zero.any()):
         return False
+    if call.name == "_to_copy":
+        return bool((zero & (call.inputs[-1].tensor.detach() != 0)).any())
     wide = _in_float64(call, output)
     return wide is not None and wide.shape == zero.shape and bool((wide[zero] != 0).any())
 
