@@ -22,6 +22,7 @@ from amp_core.doctor.diagnosis import (
     CURED_BY_ISLANDS,
     Diagnosis,
     Fix,
+    advice_for,
     is_among,
     keep_fp32_call,
     keep_fp32_override,
@@ -99,18 +100,15 @@ class Cures:
     def prescribe(self, diagnosis: Diagnosis, birth: FirstNonFinite) -> Generator[Any, None, None]:
         """Add cures to a diagnosis."""
         cause = diagnosis.cause
-        advice = ADVICE.get(cause)
+        advice = advice_for(cause, birth)
         if cause == "poisoned buffer" and advice is not None:
             # A guard restores buffers after skipped steps: what it has let through came with a step that was taken.
-            more = (
-                "lower the learning rate (optimizer.lr), or clip gradients"
-                if self.amp.is_guarding
-                else "amp.guard(net) restores it after skipped steps"
-            )
+            guards = "amp.guard(net) restores it after skipped steps"
+            more = "lower the learning rate (optimizer.lr), or clip gradients" if self.amp.is_guarding else guards
             advice = dataclasses.replace(advice, text=f"{advice.text}; if an earlier batch left it there, {more}")
         is_large = cause == "bad input" and bool(birth.op)  # finite numbers, which fp32 and bf16 hold
         if (cause in CURED_BY_ISLANDS or is_large) and self.doctor.can_make_islands:
-            found = yield from self._try_islands(diagnosis, is_large)
+            found = yield from self._try_islands(diagnosis)
             if found is None:
                 return
             if not found and cause.startswith("overflow") and (yield from self._casts_by_itself(birth)):
@@ -132,7 +130,7 @@ class Cures:
                 fix = self._scale_fix("scale the loss down", trial, init_scale=fits, min_scale=fits)
                 diagnosis.fixes.insert(0, fix)
 
-    def _try_islands(self, diagnosis: Diagnosis, is_large: bool) -> Generator[Any, None, bool | None]:
+    def _try_islands(self, diagnosis: Diagnosis) -> Generator[Any, None, bool | None]:
         """Add islands to a diagnosis. False: none make the window finite; None: in no precision do they last."""
         scale, module = diagnosis.loss_scale, diagnosis.module
         names, made = [] if module is None else [module], []

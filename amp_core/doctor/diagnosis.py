@@ -37,6 +37,7 @@ Cause = Literal[
     "poisoned buffer",
     "poisoned weight",
     "poisoned gradient",
+    "poisoned moment",
     "bad input",
     "infinite constant",
     "not found",
@@ -50,6 +51,7 @@ _REDUCTIONS |= {"std", "std_mean", "logsumexp", "logcumsumexp", "index_add", "sc
 _REDUCTIONS |= {"embedding_dense_backward", "_foreach_norm", "cdist", "_cdist_forward", "native_layer_norm"}
 
 
+_AVERAGES = {"mean", "std", "var", "std_mean", "var_mean", "nll_loss_forward", "nll_loss2d_forward"}
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _EDGES = {"acos", "asin", "acosh", "atanh", "logit", "erfinv", "log1p"}
 _LOGARITHMS = {"log", "log2", "log10", "log1p", "xlogy"}
@@ -353,6 +355,7 @@ ADVICE: dict[Cause, Fix] = {
     "poisoned buffer": Fix("data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer"),
     "poisoned weight": Fix("data", "start from an earlier checkpoint (resume=<folder>)"),
     "poisoned gradient": Fix("code", "optimizer.zero_grad() before the window, also after a step that was skipped"),
+    "poisoned moment": Fix("data", "start from an earlier checkpoint (resume=<folder>), or with a new optimizer"),
     "infinite constant": Fix("code", "write a finite number, or keep what it masks from the loss"),
     "bad input": Fix("data", "repair or remove the samples; if all are like that, normalise them"),
     "overflow in a product": BF16,
@@ -360,6 +363,16 @@ ADVICE: dict[Cause, Fix] = {
     "overflow in a cast": BF16,
     "overflow in a function": BF16,
 }
+
+
+def advice_for(cause: Cause, birth: FirstNonFinite) -> Fix | None:
+    """What to change, for this operation."""
+    if cause == "division or logarithm of zero" and birth.op.split(".")[-1] in _AVERAGES and not birth.backward:
+        return Fix("code", "leave out what has no elements to average, or one alone, which has no deviation")
+    advice = ADVICE.get(cause)
+    if advice is BF16 and (birth.wide or 0.0) > 3.3895313892515355e38:  # ends there
+        return Fix("code", "use a smaller number, such as torch.finfo(x.dtype).min for a mask")
+    return advice
 
 
 def is_among(birth: FirstNonFinite, births: Iterable[FirstNonFinite]) -> bool:

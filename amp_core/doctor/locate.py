@@ -28,6 +28,7 @@ from amp_core.doctor.diagnosis import (
     Cause,
     Diagnosis,
     Fix,
+    advice_for,
     cause_of,
     explain,
     explain_collision,
@@ -110,6 +111,9 @@ class Doctor:
             if diagnosis is None and loop.adds_to_bad_gradients(step):
                 why = "The window is finite, and it adds to gradients of an earlier one, which are not."
                 diagnosis = self._not_found(why, "poisoned gradient")
+            if diagnosis is None and (bad := loop.bad_moments()):
+                why = f"The window is finite, and the optimizer's {bad} is not: the next step writes it into weights."
+                diagnosis = self._not_found(why, "poisoned moment")
             if diagnosis is not None:
                 diagnosis.in_python = True
                 if loop.scaler is not None:
@@ -169,10 +173,11 @@ class Doctor:
         diagnosis = self.describe(birth, cause, everywhere[rank]["births"], everywhere[rank]["reached"])
         diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = rank, broken, len(everywhere)
         diagnosis.loss_scale = scale
-        if cause == "division or logarithm of zero" and not (self.amp.dtype is torch.float32 or has_16bit(self.nets)):
+        has_autocast = self.amp.dtype is not torch.float32 or "underflow" in dict(birth.marks)  # the program casts
+        if cause == "division or logarithm of zero" and has_autocast and not has_16bit(self.nets):
             yield from self._in_fp32(diagnosis, birth, replay)
             if cause == diagnosis.cause:  # fp32 does not end it
-                diagnosis.fixes = [ADVICE[cause]]
+                diagnosis.fixes = [advice_for(cause, birth) or ADVICE[cause]]
                 return diagnosis
             cause = diagnosis.cause
         # Also the product of the loss and the scale may overflow.

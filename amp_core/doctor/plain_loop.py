@@ -60,10 +60,12 @@ class PlainLoop:
         """Around a computation of the window, also a later one: of the same batch, with other random numbers."""
         if not ahead:
             self._first.restore()
+        for param in self._params() if steps else ():
+            param.grad = None
         eager = contextlib.nullcontext() if as_trained or not may_compile() else eagerly()
         with (
             eager,
-            without_gradients(self._params()) if steps else kept(self.nets, grads=keep_grads),
+            contextlib.nullcontext() if steps else kept(self.nets, grads=keep_grads),
             self.amp.rehearse(steps=steps) as rehearsal,
             told(rehearsal, self.nets, self._scaled, self._held),
         ):
@@ -73,7 +75,7 @@ class PlainLoop:
     @contextlib.contextmanager
     def trying(self) -> Iterator[int]:
         """Around steps that are taken and undone. Yields how many there may be: one if no optimizer is known."""
-        optimizers = set[torch.optim.Optimizer]().union(*(each.optimizers for each in self._rehearsals))
+        optimizers = self._optimizers()
         own = set(self._params())
         others = [p for each in optimizers for p in weights_of(each) if p not in own]
         with contextlib.ExitStack() as undone:
@@ -82,6 +84,9 @@ class PlainLoop:
                 undone.enter_context(with_own_state(optimizer))
             # Weights in 16 bits have other copies.
             yield 1 if self.amp.weights or not optimizers else sys.maxsize
+
+    def _optimizers(self) -> set[torch.optim.Optimizer]:
+        return set[torch.optim.Optimizer]().union(*(each.optimizers for each in self._rehearsals))
 
     def _params(self) -> list[nn.Parameter]:
         return [p for net in self.nets for p in net.parameters()]
@@ -126,6 +131,15 @@ class PlainLoop:
         with self.replay(keep_grads=True) as (rehearsal, _):
             self.run(step)
         return not rehearsal.is_finite
+
+    def bad_moments(self) -> str:
+        """What an optimizer keeps of a weight and is not finite: its next step writes it into the weight."""
+        names: dict[Tensor, str] = {p: name for net in self.nets for name, p in net.named_parameters()}
+        for param, state in itertools.chain(*(each.state.items() for each in self._optimizers())):
+            for key, value in state.items():
+                if isinstance(value, Tensor) and not is_finite(value):
+                    return f"{key} of {names.get(param, 'a weight')}"
+        return ""
 
     def restore(self) -> None:
         """Put the random state and the scale back."""
@@ -246,14 +260,6 @@ def kept(nets: Iterable[nn.Module], *, grads: bool = False) -> Iterator[None]:
                 buffer.copy_(before)
                 if getattr(module, name) is not buffer:
                     setattr(module, name, buffer)
-
-
-@contextlib.contextmanager
-def without_gradients(params: Iterable[Tensor]) -> Iterator[None]:
-    """Begin without gradients, as a window does."""
-    for param in params:
-        param.grad = None
-    yield
 
 
 @contextlib.contextmanager

@@ -59,6 +59,7 @@ _CONSTANTS |= {"add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_
 """Operations that write a constant inf, such as for an attention mask."""
 _FORMAT = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "out"}
 _SPREADS_INPUT = {"_to_copy", "clone", "cat", "stack", "index", "index_select", "copy_"}
+_TESTS = {"eq", "ne", "isnan", "isinf", "isfinite"}
 _DEEPEST = 8
 _TAKES_MASKS = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "sub", "rsub"}
 """They return NaN for a row of only infinities: the empty row is the cause, not the mask; `sub` in a handwritten
@@ -237,12 +238,15 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         sizes = Counter(t.shape[0] for name, t in tensors.items() if name.startswith("batch") and t.ndim)
         self._batch_sizes = {size for size, count in sizes.items() if count == max(sizes.values())}
         """Of most tensors of the batch: another one, such as the weights of classes, has no sample per row."""
+        self._bad_batch: dict[str, Tensor] = {}
+        """To be known again where the program copies them unseen, as from arrays."""
         self._pauses = 0
         self._handles: dict[nn.Module | None, Any] = {}
         for name, tensor in tensors.items():
             if name.startswith("batch"):
                 self._marks[storage_key(tensor)] = frozenset({("input", name)})
             if tensor.is_floating_point() and not is_finite(tensor):
+                self._bad_batch |= {name: tensor} if name.startswith("batch") else {}
                 self._not_finite_before(name, tensor, storage_key(tensor), Location(None, "", "before the window", ""))
 
     def __enter__(self) -> Trace:
@@ -369,6 +373,9 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
                 if key not in written:  # new memory, perhaps of a freed tensor
                     self._forget(key)
             return result
+        tested = [each.tensor for each in inputs if _has_fractions(each.tensor)] if name in _TESTS else []
+        if bad := [tensor for tensor in tested if not is_finite(tensor)]:
+            self._bad_results["a number that the program tests"] = bad[-1]
         outputs = [tensor for tensor in (*tensors_in(result), *statistics) if _has_fractions(tensor)]
         outputs = [tensor for tensor in outputs if not tensor.is_meta]
         if result is None:  # fully_shard's copies into its buffers
@@ -444,7 +451,8 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             return {REMOTE}
         if found.key in self._tensors:  # finite before the window, and written by something that does not say so
             return set()
-        name = self._own_tensor(found.key)
+        copied = (name for name, tensor in self._bad_batch.items() if _same(tensor, found.tensor))
+        name = self._own_tensor(found.key) or next(copied, None)
         if name is not None or found.tensor.numel() > 1:
             return {self._not_finite_before(name or f"unseen {found.name}", found.tensor, found.key, place)}
         return {CONSTANT}
@@ -714,6 +722,10 @@ def is_view(func: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
 def _bad_rows(tensor: Tensor) -> list[int]:
     if not tensor.ndim or tensor.shape[0] < 2:
         return []
@@ -831,6 +843,8 @@ def named_tensors(nets: Iterable[tuple[str, nn.Module]], batch: Any) -> dict[str
 def _walk(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
+    elif type(value).__name__ == "ndarray" and value.dtype.kind == "f" and value.flags.writeable:
+        yield name, torch.from_numpy(value)
     elif depth > _DEEPEST:  # objects may refer to each other
         return
     elif isinstance(value, Mapping):
