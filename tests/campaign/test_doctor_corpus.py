@@ -35,6 +35,7 @@ from planted_faults import (
     with_attention,
 )
 from running import lines, state, summary
+from test_doctor_silent import FAULTS as SILENT
 from test_recipes import arguments
 from tiers import rows
 
@@ -398,6 +399,25 @@ def test_each_cause_of_the_page_has_a_case():
     assert planted.isdisjoint(ELSEWHERE) and planted | set(ELSEWHERE) == named
     for cause, (file, name) in ELSEWHERE.items():
         assert f'"{cause}"' in in_test(file, name), cause
+
+
+WARNINGS = {
+    "gradients of a module": "gradients that are 0, without a loss scale",
+    "outputs of a module": "an RMSNorm whose square overflows",
+    "weights did not move": "fp16 weights that do not move",
+    "running variances": "a channel with an infinite variance",
+    "the loss scale is at its floor": "a loss scale at its floor",
+    "an evaluation is not finite": "an evaluation that is not finite",
+}
+"""How the rows of the page's silent faults begin, and the planted fault of each."""
+
+
+def test_each_silent_fault_of_the_page_has_a_case():
+    page = (ROOT / "docs" / "DOCTOR.md").read_text()
+    table = page.partition("## What is silent")[2].partition("Dead channels of a ReLU")[0]
+    found = [row.removeprefix("| ") for row in table.splitlines() if row.startswith("| ")][2:]
+    assert len(found) == len(WARNINGS) and set(WARNINGS.values()) <= {fault.name for fault in SILENT}
+    assert all(row.startswith(begins) for row, begins in zip(found, WARNINGS, strict=True))
 
 
 def test_the_score_is_full(capsys):
