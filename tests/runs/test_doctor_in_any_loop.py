@@ -461,6 +461,14 @@ def test_a_constant_beyond_bf16_is_not_mended_by_it():
     assert torch.tensor(MIN32).bfloat16() == -INF  # what bf16 would do
 
 
+def test_a_poisoned_weight_is_found_behind_views_that_do_not_say_so():
+    net = nn.GRUCell(8, 4)
+    with torch.no_grad():
+        net.weight_ih[0, 0] = float("nan")
+    diagnosis = located(net, (torch.randn(6, 8),), "fp32")
+    assert diagnosis is not None and (diagnosis.cause, diagnosis.tensor) == ("poisoned weight", "weight weight_ih")
+
+
 def test_moments_that_are_not_finite_are_named():
     net, x = nn.Linear(8, 4), torch.randn(6, 8)
     optimizer = torch.optim.Adam(net.parameters())
