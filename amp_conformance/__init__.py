@@ -14,6 +14,19 @@ for result in amp_conformance.run(MyTrainer()):
 
 from amp_conformance.checks import CHECKS, Check, Failed
 from amp_conformance.engine import Result, run
-from amp_conformance.task import Batch, NotOffered, Task, Trainer, View, plain
+from amp_conformance.task import Batch, NotOffered, Task, Trainer, View, inner_gradient, plain
 
-__all__ = ["CHECKS", "Batch", "Check", "Failed", "NotOffered", "Result", "Task", "Trainer", "View", "plain", "run"]
+__all__ = [
+    "CHECKS",
+    "Batch",
+    "Check",
+    "Failed",
+    "NotOffered",
+    "Result",
+    "Task",
+    "Trainer",
+    "View",
+    "inner_gradient",
+    "plain",
+    "run",
+]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -270,6 +271,37 @@ class ForgetsMomentum(ByHand):
             optimizer.state.clear()
 
 
+@caught_by("a run resumed within an epoch equals one without a stop")
+class ForgetsThePosition(ByHand):
+    def load(self, state: dict[str, Any]) -> None:
+        super().load({**state, "made": 0})
+
+
+@caught_by("a save that is killed leaves the last checkpoint")
+class SavesInPlace(ByHand):
+    def write(self, state: dict[str, Any], folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        torch.save(state, folder / "state.pt")
+
+
+@caught_by("penalties see unscaled gradients")
+class ForgetsToScaleInnerGradients(ByHand):
+    def grad(self, output: Tensor, inputs: Tensor) -> Tensor:
+        return torch.autograd.grad(output.sum(), inputs, create_graph=True)[0]
+
+
+@caught_by("an island in fp32 stays one also in a copy")
+class CastsInEachLayer(ByHand):
+    def run(self, task: Task, after: Any) -> None:
+        def net() -> nn.Module:
+            made = task.net()
+            for each in made.modules():
+                each.register_forward_pre_hook(lambda *_: torch.set_autocast_enabled("cpu", task.mode != "fp32"))
+            return made
+
+        super().run(task.but(net=net), after)
+
+
 @caught_by("the schedule is saved")
 class ForgetsTheSchedule(ByHand):
     def load(self, state: dict[str, Any]) -> None:
@@ -331,7 +363,7 @@ class ReadsEachLoss(ByHand):
         float(self.scale * torch.ones(()))
 
 
-@caught_by("a copy of the network uses its own weights")
+@caught_by("a copy of the network uses its own weights", "an island in fp32 stays one also in a copy")
 class PatchesForward(ByHand):
     def run(self, task: Task, after: Any) -> None:
         def net() -> nn.Module:

@@ -10,6 +10,8 @@ import copy
 import math
 import os
 import random
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,12 +28,14 @@ from amp_conformance.networks import (
     Normed,
     Recorder,
     Two,
+    WithIsland,
     filled,
     halving,
     mean,
     mean_loss,
     numbers,
     one_for_each,
+    penalty,
     sgd,
     with_momentum,
 )
@@ -70,6 +74,7 @@ class Check:
 
 CHECKS: dict[str, Check] = {}
 EXACT = "exact: small integers, powers of two"
+KILLED = "exact; killed at 12 random points, one in each twelfth of the calls of functions that a save makes"
 
 
 def check(group: str, wrong: str, trap: str, bound: str = EXACT, ranks: int = 1) -> Callable[..., None]:
@@ -111,7 +116,7 @@ def follow(trainer: Trainer, task: Task) -> list[Seen]:
     seen: list[Seen] = []
     trainer.run(task, lambda view: seen.append(see(view)))
     expected = len(task.epochs) - task.done
-    if len(seen) != expected:
+    if not task.every and len(seen) != expected:
         raise Failed(f"{len(seen)} epochs were made, expected {expected}")
     return seen
 
@@ -307,6 +312,33 @@ def a_copy_of_the_network_uses_its_own_weights(trainer: Trainer, draw: random.Ra
     expect("the output of a copy whose weights are 0", outputs[0], 0.0)
 
 
+@check("windows", "A part that needs fp32 computes in 16 bits, in the network or in copies such as averages.", "14, 15")
+def an_island_in_fp32_stays_one_also_in_a_copy(trainer: Trainer, draw: random.Random) -> None:
+    task = Task(WithIsland, mean_loss, sgd, [[numbers(draw)]], mode="bf16")
+    seen: list[dict[bool, set[torch.dtype]]] = []
+
+    def after(view: View) -> None:
+        twin = copy.deepcopy(view.net).eval()
+        with torch.no_grad(), task.autocast():
+            twin(numbers(draw)[0])
+        seen.extend(part.dtypes for part in (view.net.first, view.net.island, twin.first, twin.island))  # type: ignore[union-attr, misc]
+
+    trainer.run(task, after)
+    for what, dtypes, kind in zip(("network", "copy"), (seen[:2], seen[2:]), (True, False), strict=True):
+        if [each[kind] for each in dtypes] != [{torch.bfloat16}, {torch.float32}]:
+            raise Failed(
+                f"the {what} computes in {dtypes[0][kind] or 'nothing'}, its island in {dtypes[1][kind] or 'nothing'}"
+            )
+
+
+@check("windows", "Gradients within the loss vanish in fp16, or are too large by the loss scale.", "5.7")
+def penalties_see_unscaled_gradients(trainer: Trainer, draw: random.Random) -> None:
+    # All numbers of fp16 are normal: processors differ in the others. The loss is (2^-7 w)^2, its gradient 2^-13 w.
+    task = Task(lambda: Line(start=2.0), penalty, sgd, [[numbers(draw)]], mode="fp16", init_scale=2.0**14, penalty=True)
+    (seen,) = follow(trainer, task)
+    expect("the update by the penalty", 2.0 - seen.weight, 2.0**-12)
+
+
 # --- skipped steps ----------------------------------------------------------------------------------------------------
 
 
@@ -456,21 +488,22 @@ def several_optimizers_are_clipped(trainer: Trainer, draw: random.Random) -> Non
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def _resumed(trainer: Trainer, task: Task, done: int, **changes: object) -> tuple[list[Seen], list[Seen]]:
-    """What the uninterrupted run and one that is resumed after some epochs show for the rest."""
+def _resumed(trainer: Trainer, task: Task, calls: int, **changes: object) -> tuple[list[Seen], list[Seen]]:
+    """What the uninterrupted run and one that is resumed after some calls of `after` show for the rest."""
     seen: list[Seen] = []
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder, "saved")
 
         def after(view: View) -> None:
             seen.append(see(view))
-            if len(seen) == done:
+            if len(seen) == calls:
                 if view.save is None:
                     raise NotOffered("does not save")
                 view.save(saved)
 
         trainer.run(task, after)
-        return seen[done:], follow(trainer, task.but(load=saved, done=done, **changes))
+        done = 0 if task.every else calls
+        return seen[calls:], follow(trainer, task.but(load=saved, done=done, **changes))
 
 
 @check("checkpoints", "A run that was preempted ends with another network than one that was not.", "62")
@@ -480,6 +513,85 @@ def a_resumed_run_equals_one_without_a_stop(trainer: Trainer, draw: random.Rando
     for right, seen in zip(*_resumed(trainer, task, 2), strict=True):
         if not same(right.state, seen.state):
             expect("the weight after resuming", seen.weight, right.weight)
+
+
+@check("checkpoints", "After a stop within an epoch some samples are seen twice, or never.", "62")
+def a_run_resumed_within_an_epoch_equals_one_without_a_stop(trainer: Trainer, draw: random.Random) -> None:
+    epochs = [[numbers(draw) for _ in range(6)] for _ in range(2)]
+    task = line(*epochs, mode="fp16", accumulation=2, every=1).but(optimizers=with_momentum)
+    right, seen = _resumed(trainer, task, 2)
+    if len(right) != 4 or len(seen) != 4:
+        raise Failed(f"{len(seen)} windows were made after resuming, expected 4")
+    for number, (one, other) in enumerate(zip(right, seen, strict=True), 3):
+        if not same(one.state, other.state):
+            expect(f"the weight after window {number}", other.weight, one.weight)
+
+
+@check("checkpoints", "A process that dies while it saves leaves nothing to go on from.", "66", KILLED)
+def a_save_that_is_killed_leaves_the_last_checkpoint(trainer: Trainer, draw: random.Random) -> None:
+    epochs = [[numbers(draw)] for _ in range(3)]
+    task = line(*epochs, mode="fp16").but(optimizers=with_momentum)
+    right = {_with_momentum(*(mean(*epochs[i]) for i in some)) for some in ((0, 1, 2), (0, 2))}
+    with tempfile.TemporaryDirectory() as folder:
+        tempfile.tempdir = folder  # killed processes leave their temporary files
+        calls = _save_twice(trainer, task, Path(folder, "whole"), None)
+        for kill in range(12):
+            at = int(calls * (kill + draw.random()) / 12)
+            saved = Path(folder, f"killed{kill}")
+            pid = os.fork()
+            if pid == 0:
+                _save_twice(trainer, task, saved, at)
+                os._exit(0)
+            os.waitpid(pid, 0)
+            seen: list[Seen] = []
+            try:
+                trainer.run(task.but(load=saved, done=2), lambda view: seen.append(see(view)))  # noqa: B023
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}"[:200]
+                raise Failed(f"killed at call {at} of {calls} of a save, loading: {text}") from error
+            if not seen or seen[-1].weight not in right:
+                found = seen[-1].weight if seen else "no epoch"
+                raise Failed(
+                    f"killed at call {at} of {calls} of a save: the run ends with {found}, expected one of {right}"
+                )
+
+
+def _save_twice(trainer: Trainer, task: Task, path: Path, at: int | None) -> int:
+    """Save after two epochs, to the same path. At a call of a function in the second save this process is killed.
+
+    Returns:
+        How many calls and returns, of Python and C, the second save takes.
+    """
+    saves = calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def after(view: View) -> None:
+        nonlocal saves
+        if view.save is None:
+            raise NotOffered("does not save")
+        saves += 1
+        sys.setprofile(count if saves == 2 else None)
+        try:
+            view.save(path)
+        finally:
+            sys.setprofile(None)
+
+    trainer.run(task.but(epochs=task.epochs[:2]), after)
+    return calls
+
+
+def _with_momentum(*gradients: float) -> float:
+    """The weight after SGD(lr=1, momentum=0.5) from 0."""
+    weight = velocity = 0.0
+    for gradient in gradients:
+        velocity = 0.5 * velocity + gradient
+        weight -= velocity
+    return weight
 
 
 @check("checkpoints", "The learning rate begins anew with each job.", "62")

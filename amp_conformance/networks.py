@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -89,9 +90,29 @@ class Recorder(Line):
         return _Look.apply(y, self.in_backward) if self.training else y  # type: ignore[no-any-return]
 
 
-def mean_loss(net: nn.Module, batch: Batch) -> Tensor:
+class WithIsland(nn.Module):
+    """Two lines, the second in fp32: a part without autocast, as torch's documentation writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.island = Recorder(), Recorder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 1] -> [B, 1]"""
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.island(x.float())
+
+
+def mean_loss(net: nn.Module, batch: Batch, grad: object = None) -> Tensor:
     """The mean of the outputs, in fp32."""
     return net(batch[0]).float().mean()
+
+
+def penalty(net: nn.Module, batch: Batch, grad: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The mean square of 2^-7 times the slopes, taken of outputs times 2^-26: slopes that fp16 holds only if scaled."""
+    x = batch[0].clone().requires_grad_()
+    return (2.0**19 * grad(net(x).float() * 2.0**-26, x)).square().mean()
 
 
 def sgd(net: nn.Module) -> list[Optimizer]:

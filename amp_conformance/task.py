@@ -34,9 +34,12 @@ class Task:
     Attributes:
         net: builds the network, the same weights each time.
         loss: the mean over the samples of a micro-batch, from the network that the trainer calls and the micro-batch.
+        penalty: the loss takes a third argument, `grad(output, input)`: the gradient of the sum of `output`, not
+            scaled, differentiable, and not lost where fp16 has no such small numbers. See `inner_gradient`.
         optimizers: builds the optimizers of a network; most tasks have one.
         epochs: the micro-batches of each epoch, in order. The trainer forms windows of `accumulation` micro-batches;
             the last of an epoch may be shorter. In a process group each rank has its own.
+        every: windows between two calls of `after`; 0: at the end of each epoch.
         mode: "fp32", "bf16" or "fp16": the dtype of autocast.
         accumulation: micro-batches per optimizer step.
         clip: the largest global L2 norm of the gradients of an optimizer, of the unscaled window.
@@ -46,14 +49,15 @@ class Task:
         growth_interval: clean windows before the loss scale doubles.
         max_scale: the loss scale never grows beyond this; None: as the trainer does.
         weighted: a sample counts the same whichever micro-batch or rank it is in, also where their sizes differ.
-        load: a folder that `View.save` wrote, to go on from.
-        done: epochs that were made before the save; the trainer continues with `epochs[done]`.
+        load: a path that `View.save` wrote to, to go on from.
+        done: whole epochs that were made before the save; the trainer continues with `epochs[done]`. Where it has to go
+            on within that epoch it must know by itself.
         ranks: processes of the group that the trainer joins; this process is one of them (RANK, WORLD_SIZE,
             MASTER_ADDR and MASTER_PORT are set; the backend is gloo).
     """
 
     net: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, Batch], Tensor]
+    loss: Callable[..., Tensor]
     optimizers: Callable[[nn.Module], Sequence[Optimizer]]
     epochs: Sequence[Sequence[Batch]]
     mode: str = "fp32"
@@ -64,6 +68,8 @@ class Task:
     init_scale: float = 2.0**16
     growth_interval: int = 2000
     max_scale: float | None = None
+    penalty: bool = False
+    every: int = 0
     weighted: bool = False
     load: Path | None = None
     done: int = 0
@@ -94,7 +100,7 @@ class Task:
         Args:
             who: the trainer.
             offered: False by the names `several`, `accumulation`, `clip`, `schedule`, `ema`, `max_scale`, `weighted`,
-                `load`, `ranks`.
+                `load`, `ranks`, `penalty`, `every`.
 
         Raises:
             NotOffered: with the first of them.
@@ -109,8 +115,11 @@ class Task:
             "weighted": self.weighted,
             "load": self.load is not None,
             "ranks": self.ranks > 1,
+            "penalty": self.penalty,
+            "every": self.every > 0,
         }
         names = {"several": "several optimizers", "max_scale": "a largest loss scale", "weighted": "sample weights"}
+        names |= {"penalty": "gradients within the loss", "every": "going on within an epoch"}
         for name, is_offered in offered.items():
             if asked[name] and not is_offered:
                 raise NotOffered(f"{who}: {names.get(name, name)}")
@@ -126,7 +135,8 @@ class View:
         scale: the loss scale of the next window; None: there is none, or the trainer does not tell.
         ema: the averaged network, not wrapped.
         evaluate: the output of the network for some inputs, as the trainer evaluates; None: it does not.
-        save: write a checkpoint to a folder that does not exist; None: the trainer does not.
+        save: write a checkpoint to a path: a file or a folder. If it was saved to before, the new one counts from now
+            on. None: the trainer does not.
     """
 
     net: nn.Module
@@ -162,7 +172,7 @@ class Trainer(Protocol):
     documentation: str
 
     def run(self, task: Task, after: Callable[[View], None]) -> None:
-        """Train, and call `after` at the end of each epoch from `task.done` on.
+        """Train, and call `after` at the end of each epoch from `task.done` on, or after each `task.every` windows.
 
         Raises:
             NotOffered: the trainer cannot express the task.
@@ -182,6 +192,17 @@ def evaluator(
         return output
 
     return evaluate
+
+
+def inner_gradient(scaler: torch.amp.GradScaler | None) -> Callable[[Tensor, Tensor], Tensor]:  # type: ignore[name-defined]
+    """For tasks with `penalty`: as torch's examples of mixed precision do, with the scaler of fp16."""
+
+    def grad(output: Tensor, inputs: Tensor) -> Tensor:
+        scale = scaler.get_scale() if scaler is not None else 1.0
+        with torch.autocast("cpu", enabled=False):
+            return torch.autograd.grad(output.float().sum() * scale, inputs, create_graph=True)[0].float() / scale
+
+    return grad
 
 
 def plain(net: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,18 @@ class ByHand:
         self.schedules = [task.schedule(each) for each in self.optimizers] if task.schedule else []
         self.ema = copy.deepcopy(self.net) if task.ema is not None else None
         self.scale, self.clean = (task.init_scale if task.mode == "fp16" else 1.0), 0
+        self.made = 0  # windows of this epoch
         if task.load is not None:
             self.load(torch.load(task.load / "state.pt", weights_only=True))
         for epoch in range(task.done, len(task.epochs)):
-            for window in task.windows(epoch):
+            windows = task.windows(epoch)
+            for window in windows[self.made :]:
                 self.window(window)
-            scale = self.scale if task.mode == "fp16" else None
-            after(View(self.net, self.optimizers, scale, self.ema, self.evaluate, self.save))
+                self.made += 1
+                if self.made % (task.every or len(windows)) == 0:
+                    scale = self.scale if task.mode == "fp16" else None
+                    after(View(self.net, self.optimizers, scale, self.ema, self.evaluate, self.save))
+            self.made = 0
 
     # --- a window ---------------------------------------------------------------------------------------------------
 
@@ -78,8 +84,14 @@ class ByHand:
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_backward_grad_sync = is_last
         with self.autocast():
-            loss = self.task.loss(self.model, batch)
+            loss = self.task.loss(self.model, batch, self.grad)
         (loss.float() * weight * self.scale).backward()
+
+    def grad(self, output: Tensor, inputs: Tensor) -> Tensor:
+        """A gradient within the loss: scaled, so that fp16 can hold it, and unscaled."""
+        with torch.autocast("cpu", enabled=False):
+            (scaled,) = torch.autograd.grad(output.float().sum() * self.scale, inputs, create_graph=True)
+        return scaled.float() / self.scale
 
     def autocast(self) -> torch.autocast:
         """The context of a forward pass."""
@@ -170,12 +182,19 @@ class ByHand:
         state["schedules"] = [schedule.state_dict() for schedule in self.schedules]
         state["ema"] = None if self.ema is None else self.ema.state_dict()
         state["scaler"] = {"scale": self.scale, "clean": self.clean}
-        folder.mkdir()
-        torch.save(state, folder / "state.pt")
+        state["made"] = self.made if self.task.every else 0
+        self.write(state, folder)
+
+    def write(self, state: dict[str, Any], folder: Path) -> None:
+        """Write to another file first: a name never stands for half a state."""
+        folder.mkdir(exist_ok=True)
+        torch.save(state, folder / "new.pt")
+        os.replace(folder / "new.pt", folder / "state.pt")
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what `save` wrote. A loss scale is kept only from fp16 to fp16."""
         self.net.load_state_dict(state["net"])
+        self.made = state["made"]
         for part, saved in zip(
             [*self.optimizers, *self.schedules], [*state["optimizers"], *state["schedules"]], strict=True
         ):
