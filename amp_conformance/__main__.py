@@ -80,8 +80,9 @@ def load(name: str) -> Trainer:
         module = f"amp_conformance.trainers.{module}"
     try:
         trainer = getattr(importlib.import_module(module), cls)()
-        if not callable(getattr(trainer, "run", None)):
-            raise TypeError(f"{cls} has no method run(task, after)")
+        missing = [name for name in ("run", *Trainer.__annotations__) if not hasattr(trainer, name)]
+        if missing:
+            raise TypeError(f"{cls} has no {', '.join(missing)}; see amp_conformance.Trainer")
         return trainer  # type: ignore[no-any-return]
     except Exception as error:
         known = ", ".join(TRAINERS)

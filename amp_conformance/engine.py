@@ -6,6 +6,7 @@ import importlib
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import time
 import traceback
@@ -47,12 +48,16 @@ class Result:
 
 
 def run(
-    trainer: Trainer, checks: Sequence[str] = (), *, seed: int | None = None, limit: float = LIMIT_SECONDS
+    trainer: Trainer | type[Trainer],
+    checks: Sequence[str] = (),
+    *,
+    seed: int | None = None,
+    limit: float = LIMIT_SECONDS,
 ) -> list[Result]:
     """Put a trainer through checks.
 
     Args:
-        trainer: see `task.Trainer`.
+        trainer: see `task.Trainer`; or its class.
         checks: names; none: all.
         seed: of the numbers that are drawn; None: another one each time.
         limit: seconds for one check, after which it is "hung" and the next begins.
@@ -61,6 +66,7 @@ def run(
         KeyError: there is no check of such a name.
     """
     importlib.import_module("torch._dynamo")  # an optimizer's first step does, for seconds, in each process
+    trainer = trainer() if isinstance(trainer, type) else trainer
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
     return [_run(CHECKS[name], trainer, seed, limit) for name in checks or CHECKS]
 
@@ -91,13 +97,14 @@ def _run(check: Check, trainer: Trainer, seed: int, limit: float) -> Result:
     for process in processes:
         process.join(0.5 if all(each.status != "hung" for each in found) else 0)
         if process.is_alive():
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # with what it started
         process.join()
     order = ("not offered", "failed", "error", "hung", "passed")
     return min(found, key=lambda each: order.index(each.status))
 
 
 def _child(end: Connection, check: Check, trainer: Trainer, seed: int, rank: int, port: int) -> None:
+    os.setsid()
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     if check.ranks > 1:

@@ -90,6 +90,10 @@ class Task:
         batches, n = self.epochs[epoch], self.accumulation
         return [batches[start : start + n] for start in range(0, len(batches), n)]
 
+    def is_due(self, epoch: int, made: int) -> bool:
+        """Whether `after` is to be called when so many windows of an epoch were made."""
+        return made % (self.every or len(self.windows(epoch))) == 0
+
     def but(self, **changes: object) -> Task:
         """The task with other values."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ class ByHand:
             for window in windows[self.made :]:
                 self.window(window)
                 self.made += 1
-                if self.made % (task.every or len(windows)) == 0:
+                if task.is_due(epoch, self.made):
                     scale = self.scale if task.mode == "fp16" else None
                     after(View(self.net, self.optimizers, scale, self.ema, self.evaluate, self.save))
             self.made = 0

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric import Fabric as Runner
 from lightning.fabric.plugins import MixedPrecision
 
-from amp_conformance.task import Task, View, evaluator
+from amp_conformance.task import Task, View, evaluator, inner_gradient
 
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 
@@ -24,7 +24,8 @@ class Fabric:
     package: str | None = "lightning"
     configuration = (
         "the loss divided by the number of micro-batches that a window really has, no_backward_sync, clip_gradients "
-        "with error_if_nonfinite=False, MixedPrecision with a GradScaler for the CPU, which is put into the saved state"
+        "with error_if_nonfinite=False in fp16, MixedPrecision with a GradScaler for the CPU, which is put into the "
+        "saved state, the network itself under fabric.autocast() where a loss has gradients within"
     )
     documentation = "https://lightning.ai/docs/fabric/stable/advanced/gradient_accumulation.html"
 
@@ -32,40 +33,50 @@ class Fabric:
         """See `task.Trainer`."""
         task.require(self.name, max_scale=False, schedule=False, ema=False)
         plugins, scaler = [], None
-        if task.mode != "fp32":
+        if task.mode == "fp16":
             scaler = torch.amp.GradScaler("cpu", task.init_scale, growth_interval=task.growth_interval)  # type: ignore[attr-defined]
+        if task.mode != "fp32":
             names = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
-            plugins.append(MixedPrecision(names[task.mode], "cpu", scaler if task.mode == "fp16" else None))  # type: ignore[arg-type]
+            plugins.append(MixedPrecision(names[task.mode], "cpu", scaler))  # type: ignore[arg-type]
         many = {"strategy": "ddp"} if task.ranks > 1 else {}
         fabric = Runner(accelerator="cpu", devices=task.ranks, plugins=plugins, **many)  # type: ignore[arg-type]
         fabric.launch()
         net = task.net()
         optimizers = task.optimizers(net)
         model, *wrapped = fabric.setup(net, *optimizers)
-        state = {"model": model} | {f"optimizer{i}": each for i, each in enumerate(wrapped)}
-        if task.mode == "fp16":
+        state: dict[str, Any] = {"model": model, "made": 0} | {f"optimizer{i}": each for i, each in enumerate(wrapped)}
+        if scaler is not None:
             state["scaler"] = scaler
         if task.load is not None:
             fabric.load(task.load, state, strict=False)
+        made = state["made"]  # windows of this epoch
 
         def save(folder: Path) -> None:
-            fabric.save(folder, state)
+            fabric.save(folder, state | {"made": made % len(task.windows(epoch))})
 
         for epoch in range(task.done, len(task.epochs)):
-            for window in task.windows(epoch):
+            for window in task.windows(epoch)[made:]:
                 counts = torch.tensor([float(len(x)) if task.weighted else 1.0 for x, _ in window])
                 total: Any = counts.sum()
                 if task.weighted:
                     total = fabric.all_reduce(total, reduce_op="mean")
                 for i, batch in enumerate(window):
                     with fabric.no_backward_sync(model, enabled=i < len(window) - 1):
-                        fabric.backward(task.loss(model, batch) * (counts[i] / total))
+                        if task.penalty:  # the wrapped module forbids autograd.grad
+                            with fabric.autocast():
+                                loss = task.loss(net, batch, inner_gradient(scaler))
+                        else:
+                            loss = task.loss(model, batch)
+                        fabric.backward(loss * (counts[i] / total))
                 for each in wrapped:
                     if task.clip is not None:
-                        params = {"max_norm": task.clip, "error_if_nonfinite": False}
+                        params = {"max_norm": task.clip, "error_if_nonfinite": scaler is None}
                         fabric.clip_gradients(model, each, **params)  # type: ignore[arg-type]
                     each.step()
                 for each in wrapped:
                     each.zero_grad()
-            scale = scaler.get_scale() if task.mode == "fp16" and scaler is not None else None
-            after(View(net, optimizers, scale, None, evaluator(model), save))
+                made += 1
+                if task.is_due(epoch, made):
+                    scale = None if scaler is None else scaler.get_scale()
+                    after(View(net, optimizers, scale, None, evaluator(model), save))
+            made = 0

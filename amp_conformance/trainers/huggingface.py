@@ -3,9 +3,8 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,50 +12,59 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset
+from transformers.trainer_utils import get_last_checkpoint
 
-from amp_conformance.task import Task, View, plain
+from amp_conformance.task import Task, View, inner_gradient, plain
 
 
-class _Feed:
-    """The batches of each epoch."""
+class _Batches(Dataset[dict[str, Tensor]]):
+    """The batches of an epoch."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.epoch = task, task.done
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
     def __len__(self) -> int:
         return len(self.task.epochs[self.epoch])
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for x, y in self.task.epochs[self.epoch]:
-            yield {"x": x, "labels": y}
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x, y = self.task.epochs[self.epoch][index]
+        return {"x": x, "labels": y}
+
+
+class _Feed(DataLoader[dict[str, Tensor]]):
+    def set_epoch(self, epoch: int) -> None:
+        self.dataset.epoch = epoch  # type: ignore[attr-defined]
 
 
 class _Trainer(transformers.Trainer):  # type: ignore[misc]
     task: Task
 
     def get_train_dataloader(self) -> Any:
-        return _Feed(self.task)
+        return _Feed(_Batches(self.task), collate_fn=lambda rows: rows[0])
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         if return_outputs:
             return torch.zeros(()), {"output": model(inputs["x"])}
-        loss = self.task.loss(model, (inputs["x"], inputs["labels"]))
+        loss = self.task.loss(model, (inputs["x"], inputs["labels"]), inner_gradient(self.accelerator.scaler))
         if self.task.weighted:
             loss = loss * len(inputs["x"]) / num_items_in_batch * self.accelerator.num_processes
         return loss
 
 
 class _Callback(transformers.TrainerCallback):  # type: ignore[misc]
-    def __init__(self, end: Callable[[], None]) -> None:
-        self.end = end
+    def __init__(self, task: Task, end: Callable[[], None]) -> None:
+        self.task, self.end = task, end
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.task.every and state.global_step % self.task.every == 0:
+            self.end()
 
     def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.end()
+        if not self.task.every:
+            self.end()
 
 
 class HuggingFace:
@@ -114,13 +122,13 @@ class HuggingFace:
                 return output
 
             def save(target: Path) -> None:
+                trainer.args.output_dir = str(target)
                 trainer._save_checkpoint(trainer.model, trial=None)
-                shutil.move(str(next(Path(folder).glob("checkpoint-*"))), target)
 
             def end() -> None:
                 scaler = trainer.accelerator.scaler
                 scale = None if scaler is None else scaler.get_scale()
                 after(View(plain(trainer.model), [optimizer], scale, None, evaluate, save))
 
-            trainer.add_callback(_Callback(end))
-            trainer.train(resume_from_checkpoint=str(task.load) if task.load else None)
+            trainer.add_callback(_Callback(task, end))
+            trainer.train(resume_from_checkpoint=get_last_checkpoint(str(task.load)) if task.load else None)

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from ignite.engine import Engine, Events, create_supervised_trainer
-from torch import nn
+from ignite.handlers import Checkpoint, DiskSaver, EMAHandler
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_conformance.task import Batch, NotOffered, Task, View, evaluator
+from amp_conformance.task import Batch, Task, View, evaluator, inner_gradient
 
 
 class Ignite:
@@ -21,49 +23,65 @@ class Ignite:
     name = "Ignite"
     package: str | None = "pytorch-ignite"
     configuration = (
-        "create_supervised_trainer with gradient_accumulation_steps; its autocast is for CUDA alone, so only fp32 is "
-        "checked on a CPU"
+        "create_supervised_trainer with gradient_accumulation_steps, EMAHandler, Checkpoint and DiskSaver, "
+        "deterministic=True to go on within an epoch. Its autocast is for CUDA, so model_fn has one for the CPU; in "
+        "fp16 amp_mode='amp' with a GradScaler for the CPU"
     )
     documentation = "https://docs.pytorch.org/ignite/engine.html"
 
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""
-        if task.mode != "fp32":
-            raise NotOffered("Ignite: autocast on a CPU")
-        task.require(self.name, several=False, clip=False, ema=False, max_scale=False, weighted=False)
+        task.require(self.name, several=False, clip=False, max_scale=False, weighted=False)
         if task.ranks > 1 and not dist.is_initialized():
             dist.init_process_group("gloo")
         net = task.net()
         (optimizer,) = task.optimizers(net)
         schedule = task.schedule(optimizer) if task.schedule else None
         model: nn.Module = DistributedDataParallel(net) if task.ranks > 1 else net
+        scaler = torch.amp.GradScaler("cpu", task.init_scale, growth_interval=task.growth_interval)  # type: ignore[attr-defined]
+
+        def loss(model: nn.Module, batch: Batch) -> Tensor:
+            with task.autocast():
+                return task.loss(model, batch, inner_gradient(scaler if task.mode == "fp16" else None))
+
         trainer = create_supervised_trainer(
             model,
             optimizer,
             lambda loss, _: loss,  # the model's function computes it
             gradient_accumulation_steps=task.accumulation,
             prepare_batch=lambda batch, **_: (batch, batch[1]),
-            model_fn=lambda model, batch: task.loss(model, batch),
+            model_fn=loss,
             output_transform=lambda *_: None,
+            deterministic=task.every > 0,
+            **({"amp_mode": "amp", "scaler": scaler} if task.mode == "fp16" else {}),  # type: ignore[arg-type]
         )
-        parts = {"model": net, "optimizer": optimizer, "trainer": trainer, "schedule": schedule}
-        parts = {name: part for name, part in parts.items() if part is not None}
+        parts: dict[str, Any] = {"model": net, "optimizer": optimizer, "trainer": trainer}
+        window = Events.ITERATION_COMPLETED(every=task.accumulation)
+        if task.mode == "fp16":
+            parts["scaler"] = scaler
         if schedule is not None:
-            trainer.add_event_handler(
-                Events.ITERATION_COMPLETED(every=task.accumulation), lambda engine: schedule.step()
-            )
+            trainer.add_event_handler(window, lambda engine: schedule.step())
+            parts["schedule"] = schedule
+        ema = None if task.ema is None else EMAHandler(net, momentum=1 - task.ema)
+        if ema is not None:
+            ema.attach(trainer, event=window)
+            parts["ema"] = ema.ema_model
         if task.load is not None:
-            state = torch.load(task.load, weights_only=True)
-            for name, part in parts.items():
-                part.load_state_dict(state[name])
+            newest = max(task.load.glob("*.pt"), key=lambda path: int(path.stem.rpartition("_")[2]))
+            state = torch.load(newest, weights_only=False)
+            Checkpoint.load_objects({name: part for name, part in parts.items() if name in state}, state)
 
         def save(folder: Path) -> None:
-            torch.save({name: part.state_dict() for name, part in parts.items()}, folder)
+            Checkpoint(parts, DiskSaver(folder, require_empty=False), n_saved=None)(trainer)
 
         def end(engine: Engine) -> None:
-            after(View(net, [optimizer], None, None, evaluator(net), save))
+            scale, average = scaler.get_scale() if task.mode == "fp16" else None, ema and ema.ema_model
+            after(View(net, [optimizer], scale, average, evaluator(net, task.autocast), save))
 
-        trainer.add_event_handler(Events.EPOCH_COMPLETED, end)
-        for epoch in range(task.done, len(task.epochs)):
+        often = (
+            Events.ITERATION_COMPLETED(every=task.accumulation * task.every) if task.every else Events.EPOCH_COMPLETED
+        )
+        trainer.add_event_handler(often, end)
+        for epoch in range(trainer.state.epoch, len(task.epochs)):
             batches: list[Batch] = list(task.epochs[epoch])
             trainer.run(batches, max_epochs=epoch + 1, epoch_length=len(batches))

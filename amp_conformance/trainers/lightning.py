@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,9 +14,26 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from amp_conformance.task import Batch, Task, View, evaluator
+from amp_conformance.task import Batch, Task, View, evaluator, inner_gradient
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class _Feed(DataLoader[Batch]):
+    """A loader with a state, which Lightning saves."""
+
+    first = given = 0
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        for self.given in range(self.first + 1, len(self) + 1):  # noqa: B020
+            yield self.dataset[self.given - 1]
+        self.first = self.given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["given"] % len(self)
 
 
 class _Module(LightningModule):
@@ -35,10 +52,11 @@ class _Module(LightningModule):
         return self.made, schedules
 
     def train_dataloader(self) -> Any:
-        return DataLoader(list(self.task.epochs[self.trainer.current_epoch]), batch_size=None)  # type: ignore[arg-type]
+        return _Feed(list(self.task.epochs[self.trainer.current_epoch]), batch_size=None)  # type: ignore[arg-type]
 
     def training_step(self, batch: Batch, index: int) -> Tensor | None:
-        loss = self.task.loss(self.net, batch)
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        loss = self.task.loss(self.net, batch, inner_gradient(scaler))
         if self.automatic_optimization:
             return loss
         wrapped = self.optimizers()
@@ -46,18 +64,26 @@ class _Module(LightningModule):
             each.zero_grad()
         self.manual_backward(loss)
         for each in wrapped:  # type: ignore[union-attr]
-            if self.task.clip is not None:
-                self.clip_gradients(each, gradient_clip_val=self.task.clip, gradient_clip_algorithm="norm")
             each.step()
         return None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.task.clip is not None and not self.automatic_optimization:
+            self.clip_gradients(optimizer, gradient_clip_val=self.task.clip, gradient_clip_algorithm="norm")
 
 
 class _End(Callback):
     def __init__(self, end: Callable[[], None]) -> None:
         self.end = end
 
-    def on_train_epoch_end(self, *args: Any) -> None:
-        self.end()
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        task, made = module.task, -(-(index + 1) // module.task.accumulation)
+        if task.every and trainer.fit_loop._should_accumulate() is False and task.is_due(trainer.current_epoch, made):
+            self.end()
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if not module.task.every:
+            self.end()
 
 
 class Lightning:
@@ -66,8 +92,9 @@ class Lightning:
     name = "Lightning"
     package: str | None = "lightning"
     configuration = (
-        "automatic optimization (manual with several optimizers), accumulate_grad_batches, gradient_clip_val, "
-        "EMAWeightAveraging, schedulers by step, MixedPrecision with a GradScaler for the CPU"
+        "automatic optimization with accumulate_grad_batches and gradient_clip_val; with several optimizers manual, "
+        "clipped in on_before_optimizer_step, where gradients are unscaled; EMAWeightAveraging, schedulers by step, a "
+        "loader with a state, MixedPrecision with a GradScaler for the CPU"
     )
     documentation = "https://lightning.ai/docs/pytorch/stable/common/trainer.html"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,19 +42,22 @@ class Ours:
         parts |= {f"optimizer{i}": each for i, each in enumerate(optimizers)}
         parts |= {f"schedule{i}": each for i, each in enumerate(schedules)}
         count = None if task.weighted else lambda batch: 1
+        made = 0  # windows of this epoch
         if task.load is not None:
-            Checkpoint(task.load, **parts).load()  # type: ignore[arg-type]
+            found = Checkpoint(task.load, **parts).load()  # type: ignore[arg-type]
+            made = 0 if found is None else found.progress["made"]
 
         def save(folder: Path) -> None:
-            Checkpoint(folder, **parts).save(1)  # type: ignore[arg-type]
+            progress = {"made": made % len(task.windows(epoch))}
+            Checkpoint(folder, **parts).save(1000 * epoch + made, progress=progress)  # type: ignore[arg-type]
 
         for epoch in range(task.done, len(task.epochs)):
-            batches = task.epochs[epoch]
+            batches = itertools.islice(task.epochs[epoch], made * task.accumulation, None)
             for window in windows(batches, task.accumulation, count=count, world_size=task.ranks):
                 with amp.cache_weight_casts(net) if len(window) > 1 else contextlib.nullcontext():
                     for micro in window:
                         with sync_grads(model, when=micro.is_last), amp.autocast():
-                            loss = task.loss(model, micro.batch)
+                            loss = task.loss(model, micro.batch, lambda *pair: amp.grad(*pair)[0])
                         amp.backward(loss, micro.weight)
                 report = amp.step(optimizers, clip=None if task.clip is None else Clip.norm(task.clip))
                 amp.update()
@@ -62,5 +66,8 @@ class Ours:
                     schedule.advance(report)
                 if ema is not None:
                     ema.update(report)
-            scale = amp.scale if task.mode == "fp16" else None
-            after(View(net, optimizers, scale, None if ema is None else ema.model, evaluator(net, amp.autocast), save))
+                made += 1
+                if task.is_due(epoch, made):
+                    scale, average = amp.scale if task.mode == "fp16" else None, None if ema is None else ema.model
+                    after(View(net, optimizers, scale, average, evaluator(net, amp.autocast), save))
+            made = 0

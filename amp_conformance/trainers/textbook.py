@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from amp_conformance.task import Task, View, evaluator
+from amp_conformance.task import Task, View, evaluator, inner_gradient
 
 
 class Textbook:
@@ -26,7 +26,7 @@ class Textbook:
 
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""
-        task.require(self.name, max_scale=False, weighted=False)
+        task.require(self.name, max_scale=False, weighted=False, every=False)
         if task.ranks > 1 and not dist.is_initialized():
             dist.init_process_group("gloo")
         net = task.net()
@@ -47,13 +47,13 @@ class Textbook:
                 part.load_state_dict(state[name])
 
         def save(folder: Path) -> None:
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             torch.save({name: part.state_dict() for name, part in parts.items()}, folder / "state.pt")
 
         for epoch in range(task.done, len(task.epochs)):
             for i, batch in enumerate(task.epochs[epoch], 1):
                 with task.autocast():
-                    loss = task.loss(model, batch) / task.accumulation
+                    loss = task.loss(model, batch, inner_gradient(scaler)) / task.accumulation
                 scaler.scale(loss).backward()
                 if i % task.accumulation:
                     continue

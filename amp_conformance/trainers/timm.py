@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from timm.utils import ModelEmaV3, NativeScaler, dispatch_clip_grad
+from timm.models import load_checkpoint, resume_checkpoint
+from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler, dispatch_clip_grad
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,12 +21,14 @@ class Timm:
 
     name = "timm"
     package: str | None = "timm"
-    configuration = "NativeScaler, dispatch_clip_grad, ModelEmaV3, the windows and updates of train_one_epoch"
+    configuration = (
+        "NativeScaler, dispatch_clip_grad, ModelEmaV3, CheckpointSaver, the windows and updates of train_one_epoch"
+    )
     documentation = "https://github.com/huggingface/pytorch-image-models/blob/main/train.py"
 
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""
-        task.require(self.name, max_scale=False, several=False, weighted=False)
+        task.require(self.name, max_scale=False, several=False, weighted=False, penalty=False, every=False)
         if task.ranks > 1 and not dist.is_initialized():
             dist.init_process_group("gloo")
         net = task.net()
@@ -38,16 +41,20 @@ class Timm:
             scaler._scaler = torch.amp.GradScaler(  # type: ignore[attr-defined]
                 "cpu", task.init_scale, growth_interval=task.growth_interval
             )
-        parts = {"state_dict": net, "optimizer": optimizer, "amp_scaler": scaler, "state_dict_ema": ema and ema.module}
-        parts = {name: part for name, part in (parts | {"schedule": schedule}).items() if part is not None}
+        saver = CheckpointSaver(net, optimizer, model_ema=ema, amp_scaler=scaler)
         if task.load is not None:
-            state = torch.load(task.load, weights_only=True)
-            for name, part in parts.items():
-                if name in state:  # as its resume_checkpoint
-                    part.load_state_dict(state[name])  # type: ignore[attr-defined]
+            files = [task.load / "last.pth.tar", *sorted(task.load.glob("checkpoint-*"), reverse=True)]
+            found = str(next(file for file in files if file.exists()))
+            resume_checkpoint(net, found, optimizer, scaler)
+            if ema is not None:
+                load_checkpoint(ema.module, found, use_ema=True)
+            if schedule is not None:  # as train.py: by the number of updates that were made
+                schedule.step(sum(len(task.windows(i)) for i in range(task.done)))
 
         def save(folder: Path) -> None:
-            torch.save({name: part.state_dict() for name, part in parts.items()}, folder)  # type: ignore[attr-defined]
+            folder.mkdir(exist_ok=True)
+            saver.checkpoint_dir = str(folder)
+            saver.save_checkpoint(epoch)
 
         for epoch in range(task.done, len(task.epochs)):
             batches = task.epochs[epoch]

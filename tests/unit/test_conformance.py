@@ -7,13 +7,14 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SHOW = "import json, sys, amp_conformance; from amp_conformance.broken import *; from amp_conformance.broken import BROKEN;"
-SHOW += "from amp_conformance.trainers.by_hand import ByHand;"
+SHOW = "import json, sys; sys.path.insert(0, 'tests/support'); import amp_conformance; from broken_trainers import *;"
+SHOW += "from broken_trainers import BROKEN; from amp_conformance.trainers.by_hand import ByHand;"
 
 
 def told(code: str) -> object:
@@ -57,15 +58,43 @@ def test_each_broken_trainer_is_caught_by_nothing_else() -> None:
     assert told(code) == []
 
 
-def test_a_trainer_that_raises_hangs_or_changes_the_process_does_not_stop_the_others() -> None:
+def test_a_trainer_that_raises_hangs_or_dies_does_not_stop_the_others() -> None:
     code = "names = ['zero gradients', 'processes skip together'];"
-    code += "print(json.dumps([str(r) for c in (Raises, Hangs, ChangesTheDefaultDtype) for r in amp_conformance.run(c(), names, limit=5)]))"
-    raised, raised_on_ranks, hung, hung_on_ranks, *changed = told(code)  # type: ignore[misc]
+    code += "print(json.dumps([str(r) for c in (Raises, Hangs, Dies, ByHand) for r in amp_conformance.run(c, names, limit=5)]))"
+    raised, raised_on_ranks, hung, hung_on_ranks, died, died_on_ranks, *right = told(code)  # type: ignore[misc]
     assert raised.startswith("error") and raised_on_ranks.startswith("error") and "ValueError: out of order" in raised
     assert hung.startswith("hung") and hung_on_ranks.startswith("hung") and "no answer within 5 s" in hung
-    assert all(
-        each.startswith("passed") and "default dtype (torch.float32 -> torch.float64)" in each for each in changed
-    )
+    assert died.startswith("error") and died_on_ranks.startswith("error") and "its process died" in died
+    assert all(each.startswith("passed") for each in right) and len(right) == 2
+
+
+def test_a_trainer_that_changes_the_process_is_told_and_changes_no_other_check() -> None:
+    code = "names = ['zero gradients', 'sparse gradients'];"
+    code += "print(json.dumps([str(r) for r in amp_conformance.run(ChangesTheProcess, names)]))"
+    for each in told(code):  # type: ignore[attr-defined]
+        assert each.startswith("passed")  # the second begins as the first did
+        assert "default dtype (torch.float32 -> torch.float64)" in each and "autocast (False -> True)" in each
+        assert "gradients (True -> False)" in each and "seed (" in each and "threads (1 -> 3)" in each
+        assert "deterministic algorithms (False -> True)" in each and "matmul precision (highest -> medium)" in each
+
+
+def test_what_a_hanging_trainer_started_is_ended_with_it() -> None:
+    code = """
+class Starts(ByHand):
+    def window(self, window):
+        if os.fork() == 0:
+            open("{pid}", "w").write(str(os.getpid()))
+        while True:
+            pass
+amp_conformance.run(Starts, ["zero gradients"], limit=5)
+try:
+    os.kill(int(open("{pid}").read()), 0)
+    print("true")
+except ProcessLookupError:
+    print("false")
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        assert told("import os\n" + code.replace("{pid}", f"{folder}/pid")) is False
 
 
 def test_an_unknown_trainer_is_refused_in_a_sentence() -> None:

@@ -6,6 +6,7 @@ Each is the right loop with one method replaced, as it is found in loops that pe
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -386,10 +387,20 @@ class Hangs(ByHand):
             pass
 
 
-class ChangesTheDefaultDtype(ByHand):
+class Dies(ByHand):
+    def window(self, window: Window) -> None:
+        os._exit(0)
+
+
+class ChangesTheProcess(ByHand):
     """Right, but leaves the process changed."""
 
     def run(self, task: Task, after: Any) -> None:
         super().run(task, after)
         torch.set_default_dtype(torch.float64)
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_grad_enabled(False)
         torch.manual_seed(0)
+        torch.set_num_threads(3)
+        torch.use_deterministic_algorithms(True)
+        torch.set_float32_matmul_precision("medium")
