@@ -264,7 +264,11 @@ class ForgetsTheScale(ByHand):
         super().load({**state, "mode": "fp32"})
 
 
-@caught_by("a resumed run equals one without a stop")
+@caught_by(
+    "a resumed run equals one without a stop",
+    "a run resumed within an epoch equals one without a stop",
+    "a save that is killed leaves the last checkpoint",
+)
 class ForgetsMomentum(ByHand):
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)
