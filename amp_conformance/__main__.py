@@ -9,7 +9,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import platform
+import random
+import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -17,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from amp_conformance import CHECKS, Result, Trainer, run
+from amp_conformance.checks import EXACT
 
 TRAINERS = {
     "by_hand": "by_hand:ByHand",
@@ -47,7 +51,7 @@ REPRODUCTIONS = {
     "the scale has a smallest value or an error": "scale_floor",
     "one scale for several optimizers": "several_optimizers",
     "several optimizers grow the scale once": "several_optimizers",
-    "several optimizers are clipped": "several_clipped",
+    "a save that is killed leaves the last checkpoint": "killed_save",
     "the mode may change between save and load": "change_of_mode",
     "processes agree when only one overflows": "processes",
 }
@@ -62,11 +66,12 @@ class Row:
     trainer: Trainer
     results: list[Result]
 
-    def reproduction(self, check: str) -> str:
-        """A link to the file that shows a failure without this package, or ""."""
+    def link(self, check: str) -> str:
+        """The name of the trainer, linked to the file that shows a failure without this package."""
         folder, end = Path(__file__).parent / "reproductions", REPRODUCTIONS.get(check, "?")
         found = [path for path in folder.glob(f"{self.name}_*.py") if end in path.stem]
-        return f" ([alone](../amp_conformance/reproductions/{found[0].name}))" if found else ""
+        name = self.trainer.name
+        return f"[{name}](../amp_conformance/reproductions/{found[0].name})" if found else name
 
 
 def load(name: str) -> Trainer:
@@ -90,34 +95,42 @@ def load(name: str) -> Trainer:
 
 
 def table(rows: Sequence[Row], command: str) -> str:
-    """The results in Markdown: trainers x checks, then each failure with what was seen."""
+    """The results in Markdown: trainers x checks, what each failure means, how trainers are set up."""
     lines = [f"torch {version('torch')}, {platform.machine()}, {date.today()}, `{command}`.", ""]
     names = [
         f"{each.name} {version(each.package)}" if each.package else each.name for each in (r.trainer for r in rows)
     ]
     lines += [f"| check | {' | '.join(names)} |", "| --- |" + " --- |" * len(rows)]
     for number, name in enumerate(CHECKS):
-        cells = [MARKS[row.results[number].status] for row in rows]
-        lines.append(f"| [{name}](#{name.replace(' ', '-')}) | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(MARKS[row.results[number].status] for row in rows)} |")
     counts = [[sum(r.status == status for r in row.results) for row in rows] for status in ("passed", "not offered")]
     total = [f"{yes} of {len(CHECKS) - no}" for yes, no in zip(*counts, strict=True)]
-    lines += [f"| **passed of what is offered** | {' | '.join(total)} |", ""]
-    for group in dict.fromkeys(check.group for check in CHECKS.values()):
-        lines += [f"### {group.capitalize()}", ""]
-        for number, (name, check) in enumerate(CHECKS.items()):
-            if check.group == group:
-                lines += [f"#### {name}", "", f"{check.wrong} Bound: {check.bound}. Behaviours: {check.trap}.", ""]
-                bad = [row for row in rows if row.results[number].status in ("failed", "error", "hung")]
-                for row in bad:
-                    seen = row.results[number].seen.replace("<", "&lt;").replace("|", "&#124;")
-                    lines.append(f"- {row.trainer.name}: {seen}{row.reproduction(name)}")
-                lines += [""] if bad else []
-    lines += ["### How each trainer is set up", ""]
+    lines += [f"| **passed of what is offered** | {' | '.join(total)} |", "", "### What a failure means", ""]
+    lines += [
+        "| check | what goes wrong for a user | seen | [behaviours](BEHAVIOURS.md) |",
+        "| --- | --- | --- | --- |",
+    ]
+    for number, (name, check) in enumerate(CHECKS.items()):
+        failures: dict[str, list[str]] = {}
+        for row in rows:
+            if row.results[number].status in ("failed", "error", "hung"):
+                failures.setdefault(_short(row.results[number].seen), []).append(row.link(name))
+        seen = "<br>".join(f"{', '.join(who)}: {what}" for what, who in failures.items())
+        wrong = check.wrong + ("" if check.bound == EXACT else f" (Bound: {check.bound}.)")
+        lines += [f"| {name} | {wrong} | {seen} | {check.trap} |"] if failures else []
+    lines += ["", "### How each trainer is set up", ""]
     for row in rows:
         notes = {result.note for result in row.results if result.note}
         left = f" It leaves changed: {'; '.join(sorted(note.split(' (')[0] for note in notes))}." if notes else ""
         lines.append(f"- [{row.trainer.name}]({row.trainer.documentation}): {row.trainer.configuration}.{left}")
     return "\n".join(lines)
+
+
+def _short(seen: str) -> str:
+    """What was seen, for a cell: without folders of this machine."""
+    seen = re.sub(rf"{re.escape(tempfile.gettempdir())}/\w+/", "", seen)
+    seen = seen if len(seen) <= 150 else f"{seen[:150]}..."
+    return seen.replace("<", "&lt;").replace("|", "&#124;")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -134,13 +147,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.write and flags.check:
         parser.error("--write needs all checks; leave out --check")
     installed = [name for name in TRAINERS if flags.trainer or _is_installed(name)]
+    seed = random.SystemRandom().randrange(2**31) if flags.seed is None else flags.seed  # one for all, to compare
     rows = []
     for name in flags.trainer or installed:
         try:
             trainer = load(name)
         except ValueError as unusable:
             parser.error(str(unusable))
-        results = run(trainer, flags.check or (), seed=flags.seed, limit=flags.limit)
+        results = run(trainer, flags.check or (), seed=seed, limit=flags.limit)
         rows.append(Row(name, trainer, results))
         print(f"== {trainer.name}")
         for result in results:

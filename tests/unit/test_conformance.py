@@ -18,7 +18,9 @@ SHOW += "from broken_trainers import BROKEN; from amp_conformance.trainers.by_ha
 
 def told(code: str) -> object:
     """The JSON that a fresh process prints: checks fork, and this one may have threads."""
-    done = subprocess.run([sys.executable, "-c", SHOW + "\n" + code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW + "\n" + code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -149,10 +151,16 @@ def test_reproductions_are_short_and_use_their_trainer_alone() -> None:
 
 def test_the_page_links_to_a_reproduction_of_each_failure_of_other_trainers() -> None:
     page = (ROOT / "docs" / "CONFORMANCE.md").read_text()
-    table = page.partition("### Windows")[2].partition("### How each")[0]
-    others = ("Accelerate", "Fabric", "Lightning", "HF Trainer", "timm", "Ignite")
-    failures = [line for line in table.splitlines() if line.startswith(tuple(f"- {name}: " for name in others))]
-    assert len(failures) > 20
-    for line in failures:
-        (path,) = re.findall(r"\(\.\./(amp_conformance/reproductions/\w+\.py)\)", line)
-        assert (ROOT / path).exists()
+    marks, _, meanings = page.partition("### How each")[0].partition("### What a failure means")
+    (names,) = re.findall(r"^\| check \| (.*) \|$", marks, re.MULTILINE)
+    linked = set()
+    for row in re.findall(r"^\| (.*) \|$", marks, re.MULTILINE):
+        check, *cells = row.split(" | ")
+        for name, cell in zip(names.split(" | "), cells, strict=True):
+            if cell in ("**no**", "**error**", "**hung**") and not name.startswith("textbook"):
+                (line,) = re.findall(rf"^\| {check} \| .*$", meanings, re.MULTILINE)
+                name = re.sub(r" [\d.]+$", "", name)
+                (path,) = re.findall(rf"\[{name}\]\(\.\./(amp_conformance/reproductions/\w+\.py)\)", line)
+                assert (ROOT / path).exists()
+                linked.add(ROOT / path)
+    assert linked == set(REPRODUCTIONS)
