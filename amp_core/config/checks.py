@@ -10,16 +10,11 @@ from pathlib import Path
 from amp_core.config.schema import DataConfig, suggest
 
 KINDS = {
-    name: kind
-    for kind, names in {
-        "images": "mnist_subset synthetic image_folder imagenet cifar10",
-        "text": "torch_sources torch_headers text",
-        "masks": "brain digit_scenes mask_folder",
-        "identities": "glyphs identity_folder records synthetic_identities",
-        "own": "own",
-    }.items()
-    for name in names.split()
-}
+    "mnist_subset": "images", "synthetic": "images", "image_folder": "images", "imagenet": "images",
+    "cifar10": "images", "torch_sources": "text", "torch_headers": "text", "text": "text", "brain": "masks",
+    "digit_scenes": "masks", "mask_folder": "masks", "glyphs": "identities", "identity_folder": "identities",
+    "records": "identities", "synthetic_identities": "identities", "own": "own",
+}  # fmt: skip
 """What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images;
 `own` is what a recipe brings itself."""
 
