@@ -34,6 +34,7 @@ from amp_core.cli.overrides import (
     parse_override,
     quoted_value,
     read_once,
+    typed_keys,
 )
 from amp_core.cli.run_folders import check_length
 from amp_core.config.errors import ConfigError
@@ -264,6 +265,9 @@ def sweep_of(overrides: list[str]) -> Sweep:
     params = config["sweeper"].get("params") or {}
     if not isinstance(params, dict):
         raise ConfigError(f"hydra.sweeper.params={params}: expected keys with values, as in {{seed: '1,2,3'}}")
+    for key, value in params.items():
+        if isinstance(value, list) and key in typed_keys() and "list" not in str(typed_keys()[key]):
+            raise ConfigError(f"hydra.sweeper.params.{key}: a list is one value; write several as text: '1,2'")
     named, problems = check_overrides([f"{key}={value}" for key, value in params.items()], multirun=True)
     if problems:
         raise ConfigError(problems)

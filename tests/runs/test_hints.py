@@ -214,6 +214,7 @@ def test_every_key_that_others_call_by_another_name_is_explained(capsys):
         ),
         ("# @package _global_\ndefaults: [override /data: mnist]", "data=mnist: there is no such option. Did you mean"),
         ("# @package _global_\nhydra: {sweeper: {n_trials: 20}}", "hydra.sweeper.n_trials: In 'experiment/mine'"),
+        ("# @package _global_\nhydra: {sweeper: {params: {seed: [1, 2]}}}", "params.seed: a list is one value; write"),
         ("# @package _global_\nrun_dir: ${hydra:runtime.cwd}/x", "${hydra:...} has no value"),
         ("# @package _global_\noptimizer: {lr: '1e-3'}", "Write optimizer.lr=0.001, without quotes."),
     ],
@@ -221,6 +222,7 @@ def test_every_key_that_others_call_by_another_name_is_explained(capsys):
 def test_an_experiment_file_that_hydra_refuses_is_told_what_to_write(text, said, own_folder, capsys):
     (own_folder / "experiment").mkdir()
     (own_folder / "experiment" / "mine.yaml").write_text(text + "\n")
-    assert train.main(["--config-dir=.", "experiment=mine", "dry_run=true"]) == 2
+    multirun = ["-m"] if "params" in text else []
+    assert train.main(["--config-dir=.", *multirun, "experiment=mine", "dry_run=true"]) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
