@@ -26,14 +26,14 @@ HYDRA = {
     "hydra.run.dir": "a sweep has a folder of its own; use hydra.sweep.dir=multirun/mine",
     "hydra.sweep.subdir": "each job gets a folder named after its overrides; leave it out",
     "hydra.output_subdir": "the run folder always holds .hydra; leave it out",
-    "hydra.job.chdir": "paths count from the folder where you start, and run_dir= says where to write; leave it out",
-    "hydra.job.name": "the run folder names the run; use run_dir=runs/mine",
+    "hydra.job.chdir": "paths are relative to where you start, and run_dir= is the output folder; leave it out",
+    "hydra.job.name": "a run is named by its folder; use run_dir=runs/mine",
     "hydra.job.env_set": "set variables in the shell, before the command; leave it out",
     "hydra/sweeper/sampler": "is a key of the sweeper; use hydra.sweeper.sampler=tpe",
     "hydra.callbacks": "a callback names a class, and a config never runs code; leave it out",
     "hydra.searchpath": "your own YAML files are found with the flag --config-dir <folder>; leave it out",
     "hydra.verbose": "Hydra's own log is off, and train.log holds all of the run's; leave it out",
-    **dict.fromkeys(("hydra/job_logging", "hydra/hydra_logging"), "what is logged says log; use log=none to be quiet"),
+    **dict.fromkeys(("hydra/job_logging", "hydra/hydra_logging"), "log= sets what is logged; use log=none to be quiet"),
     "hydra/callbacks": "a callback names a class, and a config never runs code; leave it out",
 }
 """What people set of Hydra, why it is not used here, and what to type instead."""
