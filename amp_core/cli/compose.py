@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,13 @@ from amp_core.cli.overrides import (
     parse_override,
     quoted_value,
     read_once,
+    typed_keys,
 )
 from amp_core.cli.run_folders import check_length
 from amp_core.config.errors import ConfigError
 from amp_core.config.redact import secrets_in
 from amp_core.config.rules import flatten
-from amp_core.config.schema import CONFIG_DIR, conf_dir, config_dirs, suggest
+from amp_core.config.schema import CONFIG_DIR, choices, conf_dir, config_dirs, suggest
 
 PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
 """What Hydra may make: its own and installed launchers and sweepers."""
@@ -114,7 +116,12 @@ def _compose(overrides: Sequence[str], *, with_hydra: bool = False) -> tuple[Any
             head, _, tail = key.rpartition(".")
             known = [str(name) for name in OmegaConf.select(cfg, head) or () if name != "_target_"]
             if tail not in known:
-                raise ConfigError(f"{key}: there is no such key. {suggest(key, [f'{head}.{name}' for name in known])}")
+                part = head.replace(".", "/")
+                other = {"hydra/launcher": "joblib", "hydra/sweeper": "optuna"}.get(part)
+                if other and hydra.runtime.choices[part] == "basic":
+                    raise ConfigError(f"{key}: {part}=basic has no such key; add {part}={other}, or leave it out")
+                hint = suggest(tail, known).replace("mean ", f"mean {head}.")
+                raise ConfigError(f"{key}: there is no such key. {hint}")
         OmegaConf.update(cfg, key, override.value(), merge=True, force_add=True)
     return cfg, cfg.hydra if with_hydra else hydra
 
@@ -153,6 +160,8 @@ def _typed(overrides: Sequence[str]) -> Iterator[str]:
 def _plain(cfg: Any, chosen: Mapping[str, str], typed: set[str]) -> dict[str, Any]:
     OmegaConf.resolve(cfg)
     values: Any = OmegaConf.to_container(cfg, throw_on_missing=True)
+    if "experiment" in values:
+        raise ConfigError(f"experiment={chosen['experiment']}: the file has to begin with the line # @package _global_")
     if found := _find_target(values):
         raise ConfigError(f"{found}: _target_ is refused: a config never runs code")
     if secret := list(secrets_in(values)):
@@ -191,14 +200,24 @@ def _find_target(values: Any, path: str = "") -> str | None:
 
 
 def one_line(problem: BaseException) -> str:
-    """What Hydra or OmegaConf said, without what is only about their insides."""
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    kept = [
-        line
-        for line in lines
-        if not line.startswith(("full_key", "reference_type", "object_type", "To append to your"))
-    ]
-    return f"{'; '.join(kept[:3]) or type(problem).__name__}; see {program()} --help"
+    """What Hydra or OmegaConf said: what to type instead, or their words without what is only about their insides."""
+    text = str(problem)
+    if "HydraConfig was not set" in text:
+        return "${hydra:...} has no value in a configuration; write the path itself"
+    if twice := re.search(r"Multiple values for (\w+)\..*: (\S+)'", text):
+        return f"{twice[1]}: has an option already; write `- override /{twice[1]}: {twice[2]}` in the defaults list"
+    if unknown := re.search(r"Could not override '(?:experiment/)?([^@']+)", text):
+        name = unknown[1]
+        known = f"there is no such group. {suggest(name, groups())}"
+        how = f"write `- override /{name}: ...`" if name in groups() else known
+        return f"{text.partition(':')[0]}: override {name}: {how}"
+    if missing := re.search(r"Could not find '(\w+)/([^']+)'", text):
+        return f"{missing[1]}={missing[2]}: there is no such option. {suggest(missing[2], choices(missing[1]))}"
+    key = re.search(r"full_key: (\S+)", text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(("full_key", "reference_type", "object_type", "To append"))]
+    said = "; ".join(kept[:3]) or type(problem).__name__
+    return f"{f'{key[1]}: ' if key else ''}{said}; see {program()} --help"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,6 +265,9 @@ def sweep_of(overrides: list[str]) -> Sweep:
     params = config["sweeper"].get("params") or {}
     if not isinstance(params, dict):
         raise ConfigError(f"hydra.sweeper.params={params}: expected keys with values, as in {{seed: '1,2,3'}}")
+    for key, value in params.items():
+        if isinstance(value, list) and key in typed_keys() and "list" not in str(typed_keys()[key]):
+            raise ConfigError(f"hydra.sweeper.params.{key}: a list is one value; write several as text: '1,2'")
     named, problems = check_overrides([f"{key}={value}" for key, value in params.items()], multirun=True)
     if problems:
         raise ConfigError(problems)
@@ -266,6 +288,7 @@ def sweep_of(overrides: list[str]) -> Sweep:
 def parallel_jobs(launcher: str, settings: Mapping[str, Any]) -> int | None:
     """How many jobs a launcher runs at a time on this machine; 0: all; None: a scheduler decides."""
     if launcher == "joblib":
-        num_jobs = int(settings["n_jobs"])
+        if not (num_jobs := int(settings["n_jobs"])):
+            raise ConfigError("hydra.launcher.n_jobs=0: expected a number above 0, or -1 for all cores")
         return num_jobs if num_jobs > 0 else max(1, num_cores() + 1 + num_jobs)
     return {"basic": 1, "submitit_local": 0}.get(launcher)

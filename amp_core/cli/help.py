@@ -21,7 +21,7 @@ HEADER = """amp-recipes: reference training recipes for mixed precision in PyTor
   python train.py amp=fp16 clip=norm ema.decay=0.99    set what you like: key=value
   python train.py layout=ddp layout.nproc_per_node=2   two processes
   python train.py -m amp=fp32,bf16,fp16 seed=1,2,3     a sweep: every combination
-  python train.py resume=last                          go on with the newest unfinished run of these settings
+  python train.py resume=last                          resume the newest unfinished run of these settings
 """
 FOOTER = """Keys of a group are set with a dot: amp.init_scale=1024; `--cfg job` prints them all. Lists go in quotes:
 'amp.keep_fp32=["head","*.norm"]'. Exit codes: 0 done, 1 failed, 2 bad configuration, 3 no usable checkpoint,
@@ -35,14 +35,14 @@ SWEEP = """A sweep runs every combination of the values that keys are given:
   python train.py -m amp=fp32,bf16,fp16 seed=1,2,3                      one after the other
   python train.py -m ... hydra/launcher=joblib hydra.launcher.n_jobs=4  four at a time; GPUs and cores are shared out
   python train.py -m ... hydra/launcher=submitit_slurm                  as jobs of SLURM (docs/CLUSTERS.md)
-  python train.py -m ... hydra.sweep.dir=multirun/mine                  started again, it completes what is missing
+  python train.py -m ... hydra.sweep.dir=multirun/mine                  run again: completes what is missing
   python train.py -m experiment=parity_gan                              a named set of settings, see --help experiment
   python train.py -m hydra/sweeper=optuna 'optimizer.lr=tag(log,interval(1e-4,1e-1))' accumulation=1,2,4
                                                                         a search instead of every combination
   python scripts/report.py multirun/mine                                the report
 
-A failed job is told and does not end the sweep. Exit codes: 0 all finished, 1 some did not, 2 bad configuration
-(nothing was begun), 130 and 143 interrupted: running jobs wrote a checkpoint first. docs/SWEEPS.md has the rest."""
+A failed job is reported and does not end the sweep. Exit codes: 0 all finished, 1 some did not, 2 bad configuration
+(nothing was started), 130 and 143 interrupted: running jobs wrote a checkpoint first. docs/SWEEPS.md has the rest."""
 BY_NAME = {
     "model": "model.name= takes any classification network of torchvision.models besides; model=timm and model=hf take "
     "those of timm and transformers; arguments: model.options.<name>=",

@@ -26,53 +26,48 @@ HYDRA = {
     "hydra.run.dir": "a sweep has a folder of its own; use hydra.sweep.dir=multirun/mine",
     "hydra.sweep.subdir": "each job gets a folder named after its overrides; leave it out",
     "hydra.output_subdir": "the run folder always holds .hydra; leave it out",
-    "hydra.job.chdir": "paths count from the folder where you start, and run_dir= says where to write; leave it out",
-    "hydra.job.name": "the run folder names the run; use run_dir=runs/mine",
+    "hydra.job.chdir": "paths are relative to where you start, and run_dir= is the output folder; leave it out",
+    "hydra.job.name": "a run is named by its folder; use run_dir=runs/mine",
     "hydra.job.env_set": "set variables in the shell, before the command; leave it out",
+    "hydra/sweeper/sampler": "is a key of the sweeper; use hydra.sweeper.sampler=tpe",
     "hydra.callbacks": "a callback names a class, and a config never runs code; leave it out",
     "hydra.searchpath": "your own YAML files are found with the flag --config-dir <folder>; leave it out",
     "hydra.verbose": "Hydra's own log is off, and train.log holds all of the run's; leave it out",
-    **dict.fromkeys(("hydra/job_logging", "hydra/hydra_logging"), "what is logged says log; use log=none to be quiet"),
+    **dict.fromkeys(("hydra/job_logging", "hydra/hydra_logging"), "log= sets what is logged; use log=none to be quiet"),
     "hydra/callbacks": "a callback names a class, and a config never runs code; leave it out",
 }
 """What people set of Hydra, why it is not used here, and what to type instead."""
 IN_SWEEPS = ("hydra/launcher", "hydra.launcher.", "hydra/sweeper", "hydra.sweeper.", "hydra.sweep.dir")
 MEANT = {
     "amp": {
-        **dict.fromkeys(("16", "16-mixed", "float16", "half", "true", "O1"), "fp16"),
+        **dict.fromkeys(("16", "16-mixed", "float16", "half", "true"), "fp16"),
         **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
         **dict.fromkeys(("32", "32-true", "float32", "no", "false"), "fp32"),
         "bf16-true": "bf16_pure",
-        "O2": "o2",
     },
-    "perf": {"true": "compile", "false": "default"},
+    "perf": {"true": "compile"},
+    "layout": {"dp": "data_parallel"},
     "device": {"gpu": "cuda"},
 }
-"""Values of other projects, and ours."""
-WORDS = {
-    **dict.fromkeys(("learning_rate", "base_lr", "max_lr"), "optimizer.lr"),
-    **dict.fromkeys(("precision", "mixed_precision", "dtype", "use_amp", "opt_level"), "amp"),
-    **dict.fromkeys(("gpus", "num_gpus", "nproc", "devices", "world_size", "num_processes"), "layout.nproc_per_node"),
-    **dict.fromkeys(("nodes", "num_nodes"), "layout.nnodes"),
-    **dict.fromkeys(("max_steps", "num_steps", "iterations", "max_iters"), "steps"),
-    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "epochs"),
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum"), "accumulation"),
-    **dict.fromkeys(("grad_clip", "max_grad_norm", "gradient_clip_val", "clip_grad"), "clip.max_norm"),
-    **dict.fromkeys(("output_dir", "out_dir", "save_dir", "log_dir"), "run_dir"),
-    **dict.fromkeys(("every", "save_steps", "checkpoint_every"), "save_every"),
-    **dict.fromkeys(("accelerator", "trainer", "strategy", "parallel"), "layout device"),
-    "ckpt_path": "resume",
-    **dict.fromkeys(("pretrained", "init_from", "initial_checkpoint", "checkpoint_path", "finetune"), "model.weights"),
-    "logger": "log",
-    "hparams_search": "experiment",
-    "lr_scheduler": "schedule",
-    "compile": "perf",
-    "torch_compile": "perf",
-    "wd": "optimizer.weight_decay",
-    "batch": "batch_size",
-    "tags": "log.wandb_tags",
-    "fast_dev_run": "dry_run",
-}
+"""Values of other projects, in small letters, and ours."""
+WORDS = {word: ours for ours, words in {
+    "optimizer.lr": "learning_rate base_lr max_lr", "optimizer.weight_decay": "wd", "dry_run": "fast_dev_run",
+    "amp": "precision mixed_precision dtype use_amp opt_level", "data.num_workers": "workers", "model": "arch net",
+    "accumulation": "gradient_accumulation_steps accumulate_grad_batches grad_accum",
+    "batch_size": "batch per_device_train_batch_size train_batch_size", "log": "logger report_to",
+    "layout.nproc_per_node": "gpus num_gpus nproc devices world_size num_processes",
+    "layout.nnodes": "nodes num_nodes num_machines", "layout device": "accelerator trainer strategy parallel",
+    "steps": "max_steps num_steps iterations max_iters", "epochs": "max_epochs num_epochs num_train_epochs",
+    "clip.max_norm": "grad_clip max_grad_norm gradient_clip_val clip_grad clip_grad_norm", "max_minutes": "max_time",
+    "run_dir": "output_dir out_dir save_dir log_dir", "save_every": "every save_steps checkpoint_every",
+    "eval_every": "eval_steps val_check_interval eval_interval",
+    "log_every": "logging_steps log_every_n_steps log_interval", "checkpoint.keep": "save_total_limit save_top_k",
+    "perf": "compile torch_compile", "perf.checkpoint_activations": "gradient_checkpointing activation_checkpointing",
+    "resume": "ckpt_path resume_from_checkpoint", "data": "dataset datamodule", "data.path": "root data_dir",
+    "model.weights": "pretrained init_from initial_checkpoint checkpoint_path finetune", "log.wandb_tags": "tags",
+    "log.progress": "enable_progress_bar progress_bar", "experiment": "hparams_search",
+    "schedule": "lr_scheduler scheduler lr_scheduler_type",
+}.items() for word in words.split()}  # fmt: skip
 """What other projects call our keys and groups."""
 FREE = ("model", "optimizer", "schedule")
 """Groups whose `options` are arguments of what they build; `name` takes more than there are files."""
@@ -139,8 +134,8 @@ def check_overrides(
         if (path := PATH.match(text)) and (override is None or path[3].startswith("~")):
             # Hydra reads neither umlauts nor ~ without quotes, and a shell leaves a ~ behind = as it is.
             override = parse_override(quoted(path[1], os.path.expanduser(path[3])))
-        if override is None:
-            how = ", without spaces" if " =" in text or "= " in text else ", lists in quotes: 'key=[a,b]'"
+        if override is None or not override.key_or_group:
+            how = ", without spaces" if " =" in f" {text}" or "= " in text else ", lists in quotes: 'key=[a,b]'"
             problems.append(f"{text!r}: cannot be read; expected key=value{how}")
             continue
         try:
@@ -171,8 +166,9 @@ def _sound_form(override: Override, multirun: bool) -> list[str]:
         raise ConfigError(f"{text}: nothing is deleted here; {_off(key)}")
     if override.is_sweep_override():
         if not multirun:
-            how = f"add -m, or put a list in brackets: '{key}=[...]'"
-            raise ConfigError(f"{text}: several values are a sweep; {how}")
+            takes_list = "options" in key or "list" in str(typed_keys().get(key))
+            how = f", or put a list in brackets: '{key}=[...]'" if takes_list else ""
+            raise ConfigError(f"{text}: several values are a sweep; add -m{how}")
         if key in (*groups(), "experiment") and override.is_choice_sweep():
             options = value.filter(choices(key)) if isinstance(value, Glob) else [str(v) for v in value.list]  # type: ignore[union-attr]
             for option in options or [typed]:
@@ -199,7 +195,10 @@ def _sound_form(override: Override, multirun: bool) -> list[str]:
 def _check_option(group: str, option: Any) -> None:
     if not isinstance(option, str) or option not in choices(group):
         more = f" {group}.name= takes further names, see --help {group}." if group in FREE else ""
-        raise ConfigError(f"{group}={option}: there is no such option. {suggest(str(option), choices(group))}{more}")
+        word = "none" if option is None else str(option).lower()
+        meant = MEANT.get(group, {}).get(word) or (_without(group) if word in ("none", "false", "off") else None)
+        hint = suggest(meant or str(option), choices(group))
+        raise ConfigError(f"{group}={option}: there is no such option. {hint}{more}")
 
 
 @functools.lru_cache(256)
@@ -208,15 +207,16 @@ def read_once(group: str, option: str, folders: tuple[Path, ...]) -> dict[str, A
     return read_option(group, option)
 
 
+def _without(group: str) -> str | None:
+    """The option that does nothing."""
+    return next((o for o in ("none", "off", "constant", "default", "fp32", "single") if o in choices(group)), None)
+
+
 def _off(key: str) -> str:
     """How to do without a key or a group."""
-    if key in groups():
-        for option in ("none", "off", "constant", "default", "fp32", "single"):
-            if option in choices(key):
-                return f"use {key}={option}"
-    elif type(None) in get_args(typed_keys().get(key)):
-        return f"use {key}=null"
-    return "leave it out"
+    if key in groups() and (option := _without(key)):
+        return f"use {key}={option}"
+    return f"use {key}=null" if type(None) in get_args(typed_keys().get(key)) else "leave it out"
 
 
 def _hydra_form(override: Override, typed: str, multirun: bool) -> list[str]:
@@ -229,6 +229,8 @@ def _hydra_form(override: Override, typed: str, multirun: bool) -> list[str]:
         if key == name or key.startswith(f"{name}."):
             raise ConfigError(f"{key}: {reason}")
     if not key.startswith(IN_SWEEPS) or override.is_delete() or override.package is not None:
+        if (choice := key.replace(".", "/")) in ("hydra/launcher", "hydra/sweeper"):
+            raise ConfigError(f"{key}: names an option; use {choice}={typed}")
         raise ConfigError(
             f"{key}: is not used here; leave it out. A sweep takes hydra.sweep.dir, hydra/launcher, hydra/sweeper and "
             f"the keys of these"
@@ -259,6 +261,9 @@ def _say_unknown(override: Override, sound: list[str], problems_of: Problems | N
             shown = (" ".join(texts) for texts in found[:3])
             meant = " or ".join(shown)
             return f"{key}: there is no such key. Did you mean {meant}? All keys: {program()} --cfg job"
+    if targets := WORDS.get(key.rpartition(".")[2]):
+        called = " or ".join(targets.split())
+        return f"{key}: there is no such key. It is called {called} here: {program()} --help {targets}"
     return f"{key}: there is no such key. All keys: {program()} --cfg job"
 
 
@@ -268,13 +273,14 @@ def _candidates(key: str, typed: str) -> Iterator[list[str]]:
     known = [*typed_keys(), "experiment"]
     yield [f"{other}={typed}" for other in known if other.rpartition(".")[2] == tail]
     for target in WORDS.get(tail, "").split():
-        meant = MEANT.get(target, {}).get(typed, typed)
+        meant = MEANT.get(target, {}).get(typed.lower(), typed)
         valid = [option for option in choices(target) if meant.lower() in option]
         yield [f"{target}={option}" for option in ([meant] if meant in valid or not valid else valid[:1])]
     if tail in choices("amp"):
-        yield [f"amp={tail}"]
-    near = difflib.get_close_matches(key, known, n=3, cutoff=0.75)
-    yield from ([f"{other}={typed}"] for other in near)
+        yield [f"amp={'fp32' if typed.lower() in ('false', 'no', '0') else tail}"]
+    near = difflib.get_close_matches(key.lower(), known, n=3, cutoff=0.75)
+    tails = difflib.get_close_matches(tail.lower(), [other.rpartition(".")[2] for other in near], cutoff=0.5)
+    yield from ([f"{other}={typed}"] for other in near if other.rpartition(".")[2] in tails)
     if head in FREE:
         yield [f"{head}.options.{tail}={typed}"]
 
@@ -292,8 +298,8 @@ def _tried(text: str, sound: list[str], before: list[str], problems_of: Problems
         if not problems:
             return texts
         more = [more for problem in problems for more in re.findall(r"\buse ([\w.]+=\w+)", problem)]
-        if not more or more[0] in texts:
-            return None
+        if not more or more[0].startswith(f"{text.partition('=')[0]}=") or more[0] in texts:
+            return None  # the last resort of device=cuda is device=cpu: nobody meant that
         texts = [more[0], *(text for text in texts if text.partition("=")[0] != more[0].partition("=")[0])]
     return None
 

@@ -10,23 +10,11 @@ from pathlib import Path
 from amp_core.config.schema import DataConfig, suggest
 
 KINDS = {
-    "mnist_subset": "images",
-    "synthetic": "images",
-    "image_folder": "images",
-    "imagenet": "images",
-    "cifar10": "images",
-    "torch_sources": "text",
-    "torch_headers": "text",
-    "text": "text",
-    "brain": "masks",
-    "digit_scenes": "masks",
-    "mask_folder": "masks",
-    "glyphs": "identities",
-    "identity_folder": "identities",
-    "records": "identities",
-    "synthetic_identities": "identities",
-    "own": "own",
-}
+    "mnist_subset": "images", "synthetic": "images", "image_folder": "images", "imagenet": "images",
+    "cifar10": "images", "torch_sources": "text", "torch_headers": "text", "text": "text", "brain": "masks",
+    "digit_scenes": "masks", "mask_folder": "masks", "glyphs": "identities", "identity_folder": "identities",
+    "records": "identities", "synthetic_identities": "identities", "own": "own",
+}  # fmt: skip
 """What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images;
 `own` is what a recipe brings itself."""
 

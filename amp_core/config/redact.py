@@ -119,7 +119,7 @@ def refuse_secret(override: str) -> str | None:
     """What is wrong with an override that holds a key or a password, without it; None when there is none."""
     key = override.partition("=")[0]
     is_one = _NAME.search(key) and "=" in override
-    if is_one or holds_secret(override) or "hydra.job.env" in key:
+    if is_one or holds_secret(override):
         return (
             f"{redact_typed(key)}: holds a key or a password, and settings are recorded; expected it in the "
             f"environment (WANDB_API_KEY) or in ~/.netrc"

@@ -25,16 +25,8 @@ from amp_core.config.schema import (
 
 # --- rules ------------------------------------------------------------------------------------------------------------
 
-SCALE_KEYS = (
-    "init_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "max_scale",
-    "max_scale_per_sample",
-    "min_scale",
-    "dynamic",
-)
+SCALE_KEYS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "max_scale", "max_scale_per_sample")
+SCALE_KEYS += ("min_scale", "dynamic")
 
 
 def _positive(values: Mapping[str, Any], *, least: float | None = None) -> Iterator[str]:
@@ -69,7 +61,7 @@ def _check_amp(amp: AmpConfig) -> Iterator[str]:
         yield from _positive({k: v for k, v in policy.items() if k not in ("amp.dynamic", "amp.growth_interval")})
         yield from _positive({"amp.growth_interval": amp.growth_interval}, least=1)
         if amp.growth_factor is not None and 0 < amp.growth_factor <= 1:
-            yield f"amp.growth_factor={amp.growth_factor:g}: expected more than 1; a fixed scale is dynamic=false"
+            yield f"amp.growth_factor={amp.growth_factor:g}: expected more than 1; a fixed scale is amp.dynamic=false"
         if amp.backoff_factor is not None and amp.backoff_factor >= 1:
             yield f"amp.backoff_factor={amp.backoff_factor:g}: expected between 0 and 1"
         if amp.min_scale is not None and amp.max_scale is not None and amp.min_scale > amp.max_scale:
@@ -418,41 +410,12 @@ def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
 # --- may a run go on with other settings? -----------------------------------------------------------------------------
 
 MAY_CHANGE = {
-    "log",
-    "layout",
-    "device",
-    "amp",
-    "save_every",
-    "eval_every",
-    "log_every",
-    "doctor",
-    "perf",
-    "checkpoint",
-    "steps",
-    "epochs",
-    "samples",
-    "max_minutes",
-    "run_dir",
-    "resume",
-    "allow_changes",
-    "task",
-    "predict_on",
-    "dry_run",
-    "debug",
-    "data.num_workers",
-    "data.timeout_minutes",
-    "data.path",
-    "model.weights",
-    "model.fresh",
-    "accumulation",
-    "batch_size",
-    "optimizer.fused",
-    "recipe.length",
-    "recipe.eval_offset",
-    "recipe.loss_chunk",
-    "recipe.sample_bytes",
-    "recipe.prompt",
-}
+    "log", "layout", "device", "amp", "doctor", "perf", "checkpoint", "debug", "task", "predict_on", "dry_run",
+    "save_every", "eval_every", "log_every", "steps", "epochs", "samples", "max_minutes", "run_dir", "resume",
+    "allow_changes", "accumulation", "batch_size", "data.num_workers", "data.timeout_minutes", "data.path",
+    "model.weights", "model.fresh", "optimizer.fused", "recipe.length", "recipe.eval_offset", "recipe.loss_chunk",
+    "recipe.sample_bytes", "recipe.prompt",
+}  # fmt: skip
 """Settings that a resumed run may change freely. `accumulation` and `batch_size` are held together by the samples per
 step, which the resume checks by itself; `fused` and `loss_chunk` change rounding only."""
 

@@ -360,9 +360,6 @@ class Config:
         return dataclasses.asdict(self)
 
 
-# --- finding the values -----------------------------------------------------------------------------------------------
-
-
 def conf_dir() -> Path:
     """The folder of YAML files: beside the package in a checkout, inside it in a wheel."""
     package = Path(__file__).resolve().parents[1]
@@ -447,9 +444,6 @@ def suggest(word: str, valid: Iterable[str]) -> str:
     return f"{hint}Valid: {shown}." if valid else hint
 
 
-# --- types ------------------------------------------------------------------------------------------------------------
-
-
 def describe(kind: Any) -> str:
     """A type as text for the user."""
     origin = get_origin(kind)
@@ -519,13 +513,19 @@ def parse(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
         else:
             literal = [a for k in (expected, *get_args(expected)) if get_origin(k) is Literal for a in get_args(k)]
             hint = " " + suggest(show_value(value), literal) if literal else ""
-            if isinstance(value, float) and value.is_integer() and _fits(int(value), expected):
-                hint = f" Write {dot}{name}={int(value)}."
+            if _fits(meant := _plain(value), expected):
+                hint = f" Write {dot}{name}={show_value(meant)}{', without quotes' * isinstance(value, str)}."
             if name == "device" and str(value).startswith("cuda:"):
                 hint = f" Choose the GPU with CUDA_VISIBLE_DEVICES={str(value)[5:]}."
             problems.append(f"{dot}{name}={show_value(value)}: expected {describe(expected)}.{hint}")
             taken[name] = None
     return kind(**taken)
+
+
+def _plain(value: Any) -> Any:  # what 1000.0, '5', None and 'yes' were meant for
+    if isinstance(value, str) and re.fullmatch(r"[\w.+-]+", value):
+        return None if value.lower() == "none" else parse_yaml(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def show_value(value: Any) -> str:

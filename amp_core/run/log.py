@@ -91,7 +91,7 @@ class Log:
             last_line_step = start_step or -1
         self._metrics_file, self._last_steps = self._open_lines(run_dir / "metrics.jsonl", last_line_step)
         self._statistics_file, _ = self._open_lines(run_dir / "doctor" / "statistics.jsonl", last_line_step)
-        if cfg.progress:
+        if cfg.progress and not cfg.quiet:
             self._progress = Progress(total_steps, shows_scale=shows_scale)
         if cfg.tensorboard:
             from amp_core.run.trackers import TensorBoard

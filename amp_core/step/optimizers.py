@@ -68,7 +68,8 @@ def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]
         fused = [name for name, other in _available().items() if _has_fused(other, on_cuda=on_cuda)]
         where = f" on CUDA in torch {torch.__version__}" if _has_fused(cls) else ""
         problems.append(
-            f"optimizer.fused=true: {cfg.name} has no fused form{where}; use fused=null, or one of {', '.join(fused)}"
+            f"optimizer.fused=true: {cfg.name} has no fused form{where}; use optimizer.fused=null, or one of "
+            f"{', '.join(fused)}"
         )
     if cfg.state_dtype == "bfloat16":
         problems += _check_16bit(cfg)

@@ -159,7 +159,7 @@ def rate_table(make: Make, peaks: list[float], num_steps: int) -> list[list[floa
             if group["momentum"] != 0.5:
                 raise ValueError(
                     f"{type(scheduler).__name__} also moves the momentum, which a schedule here does not; "
-                    f"use cycle_momentum=false"
+                    f"use schedule.options.cycle_momentum=false"
                 )
         if step < num_steps - 1:
             stand_in.step()

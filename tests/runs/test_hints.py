@@ -11,9 +11,16 @@ import pytest
 from tiers import rows
 
 import train
+from amp_core.cli.overrides import WORDS
 from amp_core.config.errors import ConfigError
+from amp_core.config.schema import CONFIG_DIR
 
 pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch):
+    monkeypatch.setenv(CONFIG_DIR, "")  # and what it was is put back
 
 
 def key_of(text):
@@ -54,6 +61,8 @@ def follow(arguments, said):
         replaced |= meant[1].startswith("hydra.sweep.dir")
         others = [text for text in (rest if replaced else arguments) if key_of(text) != key_of(meant[1])]
         return [*others, meant[1]]
+    if meant := re.search(r"add (hydra/[\w=]+)", said):
+        return [*arguments, meant[1]]
     if "add -m" in said:
         return ["-m", *arguments]
     return rest if "leave it out" in said else None
@@ -77,11 +86,15 @@ OPTIONS = [f"{group}={swap(option)}" for group, option in {
 }.items()]  # fmt: skip
 NAMES = ["optimizer.name=AdmW", "model.name=resnt18", "schedule.name=warmup_cosin", "recipe.name=clasification"]
 NAMES += ["device=gpu", "device=CPU", "task=trian", "steps=1e3", "batch_size=64.0", "data.prepare_on=devise"]
-OTHERS = ["precision=16-mixed", "trainer.precision=bf16-mixed", "fp16=true", "trainer.max_epochs=2", "trainer=gpu"]
+OTHERS = ["precision=16-mixed", "trainer.precision=bf16-mixed", "fp16=true", "trainer.max_epochs=2", "bf16=false"]
 OTHERS += ["trainer=ddp", "trainer.gradient_clip_val=0.5", "trainer.accumulate_grad_batches=4", "data.batch_size=32"]
 OTHERS += ["model.optimizer.lr=0.02", "optimizer.learning_rate=0.1", "lr=0.1", "learning_rate=0.1", "gpus=2"]
 OTHERS += ["num_train_epochs=2", "max_steps=9", "gradient_accumulation_steps=2", "max_grad_norm=1.0", "output_dir=x"]
 OTHERS += ["model.width=8", "logger=tensorboard", "lr_scheduler=constant", "weight_decay=0.1", "trainer.max_steps=7"]
+OTHERS += ["amp=float16", "amp=true", "amp=null", "log=false", "doctor=null", "perf=True", "layout=dp", "AMP=fp16"]
+OTHERS += ["optimizer.amsgrad=true", "eval_steps=10", "logging_steps=10", "save_total_limit=3", "clip_grad_norm=1.0"]
+OTHERS += ["arch=resnet18", "report_to=wandb", "compile=True", "workers=0", "trainer.max_time=9", "opt_level=O1"]
+OTHERS += ["steps='5'", "optimizer.lr='1e-3'", "ema.decay=None", "deterministic=yes"]
 OTHERS += ["mixed_precision=bf16", "--fp16", "--lr=0.1", "--seed 3", "--dry-run", "--max-steps=4"]
 HYDRA = ["~clip", "~schedule", "~doctor", "~log", "~steps", "~ema.decay", "~data", "~model", "model@teacher=cnn"]
 HYDRA += ["hydra.job.chdir=true", "hydra.job.name=mine", "hydra.output_subdir=null"]
@@ -90,11 +103,16 @@ HYDRA += ["hydra/hydra_logging=colorlog", "hydra.callbacks.a=1", "+hydra.callbac
 HYDRA += ["seed=1,2", "amp=fp16,bf16", "experiment=tune", "+experiment=tune_scale", "+hydra.sweeper.params.seed=1,2"]
 HYDRA += ["-m seed=1,2 run_dir=x", "-m seed=1,2 hydra.run.dir=x", "-m optimizer.lr=interval(0.001,0.1)", "-m seeds=1,2"]
 HYDRA += ["-m seed=1,2 hydra/launcher=joblibb", "-m seed=1,2 hydra/launcher=joblib hydra.launcher.njobs=2"]
-RULES = ["amp=bf16 amp.init_scale=1024", "layout.nproc_per_node=2", "clip.max_norm=1.0", "schedule=none"]
+HYDRA += ["hydra.job.env_set.A=1", "hydra.job.env_set.OMP_NUM_THREADS=1", "-m hydra.launcher=joblib seed=1,2"]
+HYDRA += ["-m seed=1,2 hydra.launcher.n_jobs=2", "-m hydra.sweeper.n_trials=2 optimizer.lr=0.1,0.2"]
+HYDRA += ["-m hydra/sweeper=optuna hydra/sweeper/sampler=tpe seed=1,2", "log=wandb,tensorboard"]
+HYDRA += ["-m hydra/sweeper=optuna hydra.sweeper.n_trials=2 seed=1,2"]
+RULES = ["schedule.name=OneCycleLR schedule.options={max_lr:0.1,total_steps:99}"]
+RULES += ["amp=bf16 amp.init_scale=1024", "layout.nproc_per_node=2", "clip.max_norm=1.0", "schedule=none"]
 RULES += ["amp=fp16 amp.scaling=false", "layout.bucket_mb=3", "data.num_classes=5", "perf.dynamic=true"]
 RULES += ["perf.graph=maybe"]
 WRONG = [*TYPOS, *OPTIONS, *NAMES, *OTHERS, *HYDRA, *RULES]
-NO_OTHER_WAY = {"schedule=none", "perf.graph=maybe", "trainer.x=1"}
+NO_OTHER_WAY = {"perf.graph=maybe", "trainer.x=1"}
 """Those that only name what is valid."""
 
 
@@ -132,6 +150,14 @@ WORKS = [
     "-m hydra/sweeper=optuna batch_size=int(interval(8,32)) amp=glob(fp*)", "-m hydra.sweep.dir=x/${now:%H} seed=1,2",
 ]  # fmt: skip
 SENTENCES = {
+    "trainer=gpu": "called layout or device here: python train.py --help layout device",
+    "data.data_dir=x": "called data.path here: python train.py --help data.path",
+    "ckpt_path=no/such": "called resume here: python train.py --help resume",
+    "run_dir=${hydra:runtime.cwd}/x": "${hydra:...} has no value",
+    "optimizer.lr=0,1": "a sweep; add -m",
+    "-m hydra/sweeper=optuna hydra.sweeper.storage=x seed=1,2": "no such key. Valid: num_trials, ",
+    "-m hydra/launcher=joblib hydra.launcher.n_jobs=0 seed=1": "n_jobs=0: expected",
+    "-m hydra/launcher=joblib hydra.launcher.n_jobs=x seed=1": "hydra.launcher.n_jobs: Value 'x'",
     "model@teacher=cnn": "use model=cnn",
     "+recipe@pre=gan": "packages",
     "steps=???": "Missing mandatory value",
@@ -162,3 +188,41 @@ def test_what_hydra_documents_works(line):
 def test_what_of_hydra_is_not_used_is_refused_in_one_sentence(line):
     said = refusal(line.split())
     assert said is not None and SENTENCES[line] in said and "\n" not in said and "Multiple values" not in said
+
+
+def test_a_scalar_is_not_told_to_be_a_list_and_a_number_is_not_mistaken_for_another_key():
+    assert "brackets" not in str(refusal(["optimizer.lr=0,1"])) and "brackets" in str(refusal(["amp.keep_fp32=a,b"]))
+    assert "fused" not in str(refusal(["optimizer.amsgrad=true"]))
+
+
+def test_every_key_that_others_call_by_another_name_is_explained(capsys):
+    for targets in {*WORDS.values()}:
+        assert train.main(["--help", *targets.split()]) == 0, targets
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("seed: 3", "experiment=mine: the file has to begin with the line # @package _global_"),
+        ("", "experiment=mine: the file has to begin with the line # @package _global_"),
+        ("# @package _global_\ndefaults: [/amp: fp16]", "amp: has an option already; write `- override /amp: fp16`"),
+        ("# @package _global_\ndefaults: [override amp: fp16]", "override amp: write `- override /amp: ...`"),
+        (
+            "# @package _global_\ndefaults: [override /trainer: gpu]",
+            "override trainer: there is no such group. Valid: amp",
+        ),
+        ("# @package _global_\ndefaults: [override /data: mnist]", "data=mnist: there is no such option. Did you mean"),
+        ("# @package _global_\nhydra: {sweeper: {n_trials: 20}}", "hydra.sweeper.n_trials: In 'experiment/mine'"),
+        ("# @package _global_\nhydra: {sweeper: {params: {seed: [1, 2]}}}", "params.seed: a list is one value; write"),
+        ("# @package _global_\nrun_dir: ${hydra:runtime.cwd}/x", "${hydra:...} has no value"),
+        ("# @package _global_\noptimizer: {lr: '1e-3'}", "Write optimizer.lr=0.001, without quotes."),
+    ],
+)
+def test_an_experiment_file_that_hydra_refuses_is_told_what_to_write(text, said, own_folder, capsys):
+    (own_folder / "experiment").mkdir()
+    (own_folder / "experiment" / "mine.yaml").write_text(text + "\n")
+    multirun = ["-m"] if "params" in text else []
+    assert train.main(["--config-dir=.", *multirun, "experiment=mine", "dry_run=true"]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1

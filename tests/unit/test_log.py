@@ -292,6 +292,16 @@ def test_progress_in_a_file_is_a_few_plain_lines(tmp_path, capsys):
     assert last == f"step 100/100  {facts}  00:00 left"
 
 
+def test_quiet_shows_no_progress_whatever_is_said_of_it(tmp_path, capsys):
+    for quiet in (False, True):
+        log = make_log(tmp_path / str(quiet), progress=True, quiet=quiet)
+        log.metrics(train_line(100))
+        log.info("unimportant")
+        log.close({})
+        out, err = capsys.readouterr()
+        assert (out, err) == ("", "") if quiet else (out == "unimportant\n" and "step 100/100" in err)
+
+
 def test_a_mode_without_a_loss_scale_shows_none_and_still_records_it(tmp_path, capsys):
     log = make_log(tmp_path, progress=True, shows_scale=False)
     log.metrics(train_line(100, loss_scale=1.0))
