@@ -192,7 +192,9 @@ class Cures:
         advice = ADVICE.get(diagnosis.cause, BF16)
         if wide.steps and not wide.holds:
             diagnosis.why += f" Without autocast step {wide.steps + 1} breaks, too."
-            advice = ADVICE["training diverges"]
+            # Neither is enough: the window breaks without `what`, and what follows breaks with it.
+            slower = ADVICE["training diverges"]
+            advice = dataclasses.replace(slower, text=f"{what}, and numbers that grow less: {slower.text}")
         if advice is not BF16 or self.amp.limits[1] <= torch.finfo(torch.float16).max:
             diagnosis.fixes.append(advice)
 

@@ -52,6 +52,16 @@ _REDUCTIONS |= {"embedding_dense_backward", "_foreach_norm", "cdist", "_cdist_fo
 
 
 _AVERAGES = {"mean", "std", "var", "std_mean", "var_mean", "nll_loss_forward", "nll_loss2d_forward"}
+_LIMITS = {
+    "float16": 65504.0,
+    "bfloat16": 3.39e38,
+    **dict.fromkeys(("float64", "complex128"), 1.8e308),
+    "float8_e4m3fn": 448.0,
+    "float8_e4m3fnuz": 240.0,
+    "float8_e5m2": 57344.0,
+    "float8_e5m2fnuz": 57344.0,
+}
+"""The largest numbers, where they are not about that of float32."""
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _EDGES = {"acos", "asin", "acosh", "atanh", "logit", "erfinv", "log1p"}
 _LOGARITHMS = {"log", "log2", "log10", "log1p", "xlogy"}
@@ -226,7 +236,7 @@ def cause_of(birth: FirstNonFinite) -> Cause:
 def explain(birth: FirstNonFinite, cause: Cause) -> str:
     """The cause as a sentence."""
     dtype = birth.output.dtype
-    limit = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4e38}.get(dtype, float("nan"))
+    limit = _LIMITS.get(dtype, 3.4e38)
     what = birth.op.split(".")[-1].strip("_")
     pass_ = "the backward pass of " + birth.place.forward.strip("_") if birth.place.forward and birth.backward else what
     marks = dict(sorted(birth.marks))

@@ -108,8 +108,8 @@ class Doctor:
                 loop.run(step)
         except StopIteration as done:
             diagnosis = done.value
-            if diagnosis is None and loop.adds_to_bad_gradients(step):
-                why = "The window is finite, and it adds to gradients of an earlier one, which are not."
+            if diagnosis is None and (bad := loop.bad_gradient(step)):
+                why = f"The window is finite, and it adds to gradients of an earlier one: that of {bad} is not finite."
                 diagnosis = self._not_found(why, "poisoned gradient")
             if diagnosis is None and (bad := loop.bad_moments()):
                 why = f"The window is finite, and the optimizer's {bad} is not: the next step writes it into weights."

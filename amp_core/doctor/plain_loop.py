@@ -123,14 +123,16 @@ class PlainLoop:
         """Whether a step that ended early has a guard against a NaN, as loops have: nothing else is tried."""
         return len(self._rehearsals) > 1 or (isinstance(rehearsal.watcher, Trace) and rehearsal.watcher.conclude())
 
-    def adds_to_bad_gradients(self, step: Callable[[], Any]) -> bool:
-        """Whether the window is not finite with the gradients that it finds: it does not begin with zero_grad()."""
-        grads = local(p.grad for net in self.nets for p in net.parameters() if p.grad is not None)
-        if all(bool(torch.isfinite(grad).all()) for grad in grads if grad.layout is torch.strided):
-            return False
+    def bad_gradient(self, step: Callable[[], Any]) -> str:
+        """The weight whose gradient was not finite before the window, and makes it so."""
+        weights = (named for net in self.nets for named in net.named_parameters())
+        grads = ((name, local([p.grad])[0]) for name, p in weights if p.grad is not None)
+        bad = (name for name, grad in grads if not is_finite(grad))
+        if not (name := next(bad, "")):
+            return ""
         with self.replay(keep_grads=True) as (rehearsal, _):
             self.run(step)
-        return not rehearsal.is_finite
+        return "" if rehearsal.is_finite else name
 
     def bad_moments(self) -> str:
         """What an optimizer keeps of a weight and is not finite: its next step writes it into the weight."""
