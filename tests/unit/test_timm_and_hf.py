@@ -295,7 +295,11 @@ def test_what_timm_cannot_do_is_refused_before_the_start(arguments: list[str], e
     [
         (["model=hf", "model.name=org/model"], "nothing is downloaded; expected a folder with a config.json"),
         (["model=hf"], "its type is gpt2, of which transformers has no network for image classification"),
-        (["recipe=language_model", "model=hf", "model.name=vit_tiny"], "has no network for causal lm"),
+        (["model=hf"], "expected a folder of one that has, or model.name=vit_tiny"),
+        (
+            ["recipe=language_model", "model=hf", "model.name=vit_tiny"],
+            "has no network for causal lm; expected a folder of one that has, or model.name=gpt2_tiny, llama_tiny",
+        ),
         (["recipe=language_model", "model=hf", "model.options.n_layers=2"], "no such option. Did you mean n_layer?"),
         (["recipe=language_model", "model=hf", "model.options.vocab_size=9"], "follows the data set"),
         (["recipe=language_model", "model=hf", "model.options.n_head=7"], "cannot be built with n_head=7"),
@@ -322,6 +326,18 @@ def test_a_folder_cannot_run_code_and_a_damaged_one_is_refused() -> None:
     assert type(build(known, LANGUAGE_MODELS)).__name__ == "GPT2LMHeadModel"
     Path("code/config.json").write_text("{")
     assert "code/config.json cannot be read" in check_model(name, {}, LANGUAGE_MODELS)[0]
+
+
+@needs_timm
+@pytest.mark.usefixtures("own_folder")
+def test_a_network_for_larger_images_is_refused_with_a_size_that_it_takes(capsys: Any) -> None:
+    arguments = ["model=timm", "model.name=convnext_atto", "model.options.depths=[1,1,1,1]", "steps=1", "batch_size=2"]
+    arguments += [*SMALL[:-1], "data=synthetic", "data.num_samples=8", "data.image_size=28"]
+    assert train.main([*arguments]) == 2 and not list(Path().iterdir())
+    hint = re.search(
+        r"does not take images of 28x28 .* expected a larger one: (data.image_size=\d+) works", capsys.readouterr().err
+    )
+    assert hint is not None and train.main([*arguments, hint[1]]) == 0
 
 
 @needs_timm
