@@ -30,6 +30,8 @@ NESTED = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("_orig_mod.", "module.", "model.")
 """What `torch.compile`, `DistributedDataParallel` and Lightning put before every name."""
 
+_COUNTER = "num_batches_tracked"
+
 
 def check_weights(cfg: Config) -> list[str]:
     """Problems of `model.weights` and `model.fresh` that can be found without reading the file."""
@@ -94,6 +96,8 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
     """
     own = {name: tensor for name, tensor in net.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     found = _with_prefix(_without_prefix(_read(path, net), own), own)
+    # A counter in a floating dtype was cast along with the weights, and may have been rounded: as good as missing.
+    found = {name: v for name, v in found.items() if not (name.endswith(_COUNTER) and v.is_floating_point())}
     kept = {name for name in (*own, *found) if any(_is_below(name, pattern) for pattern in fresh)}
     modules = dict.fromkeys(name.rpartition(".")[0] or name for name in own)
     problems = [
@@ -106,7 +110,7 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
     missing = [
         name
         for name, tensor in own.items()
-        if name not in (*found, *kept) and id(tensor) not in there and not name.endswith("num_batches_tracked")
+        if name not in (*found, *kept) and id(tensor) not in there and not name.endswith(_COUNTER)
     ]
     unknown = [name for name in found if name not in (*own, *kept)]
     unlike = [name for name, tensor in taken.items() if not _fits(found[name], tensor)]
@@ -161,7 +165,8 @@ def _read(path: str, net: nn.Module) -> dict[str, Any]:
         files = [place] if place.suffix == ".safetensors" else sorted(place.glob(IN_FOLDERS))
         if files:
             return {name: tensor for file in files for name, tensor in _load_safetensors(str(file)).items()}
-        place = next(place.glob("pytorch_model.bin"), place)
+        # What recipe=finetuning merged: its checkpoints hold an adapter alone.
+        place = next((file for name in ("merged.pt", "pytorch_model.bin") for file in place.glob(name)), place)
         contents: Any = None
         if place.is_file():
             if zipfile.is_zipfile(place):

@@ -169,6 +169,24 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(kind: str) -> None:
     assert "w.pt" in str(refused.value) and "Traceback" not in str(refused.value)
 
 
+@pytest.mark.usefixtures("own_folder")
+def test_counters_that_were_cast_with_the_weights_are_no_problem() -> None:
+    pretrained, net = network(seed=1), network(seed=2)
+    for module in pretrained.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.num_batches_tracked is not None
+            module.num_batches_tracked.fill_(70000)  # infinite in float16
+    half = {name: tensor.half() for name, tensor in copy(pretrained).items()}
+    counters = [name for name in half if name.endswith("num_batches_tracked")]
+    assert counters and not any(half[name].isfinite() for name in counters)
+    torch.save(half, "w.pt")
+    load_pretrained(net, "w.pt")
+    assert not [
+        name for name in half if name not in counters and not torch.equal(net.state_dict()[name], half[name].float())
+    ]
+    assert not any(net.state_dict()[name] for name in counters)
+
+
 @pytest.mark.parametrize("has_checksums", [True, False])
 @pytest.mark.usefixtures("own_folder")
 def test_a_file_with_a_flipped_bit_is_refused_though_torch_loads_it(has_checksums: bool) -> None:
