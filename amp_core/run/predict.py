@@ -76,18 +76,17 @@ def _lines(
         pin_memory=env.device.type == "cuda",
     )
     on_device = to_device(batches, env.device, channels_last=env.cfg.perf.channels_last)
-    paths: Any = getattr(samples, "paths", None)
+    paths = getattr(samples, "paths", None)
     for rows, batch in zip(batches.rows, on_device, strict=True):
         with amp.autocast():
             found = {name: value.cpu().numpy() for name, value in predict(net, batch).items()}
         for row, index in enumerate(range(rows.start, rows.stop)):
             values = {name: value[row] for name, value in found.items()}
-            error = batch[-1][row] if isinstance(samples, _Files) else None
-            if error is not None:
-                yield index, dumps({"index": index, "path": paths[index], "error": error}), True
+            line = {"index": index} | ({} if paths is None else {"path": paths[index]})
+            if isinstance(samples, _Files) and batch[-1][row]:
+                yield index, dumps(line | {"error": batch[-1][row]}), True
                 continue
             arrays = {name: value for name, value in values.items() if value.ndim}
-            line = {"index": index} | ({} if paths is None else {"path": paths[index]})
             line |= {name: value for name, value in values.items() if name not in arrays}
             if arrays:
                 line["file"] = f"predictions/{index:08d}.npz"
