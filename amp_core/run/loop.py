@@ -285,6 +285,15 @@ class Loop:
         if self.monitor is not None:
             self.monitor.note(of, report, next(iter(values.values()), None))
 
+    def due(self, *, steps: int = 0, epochs: int = 0) -> bool:
+        """Whether code of your own is due after the present window: every so many steps, or epochs.
+
+        The same on all ranks. False while the doctor computes a window again.
+        """
+        period, after = epochs * len(self.data.train), self.samples + self.feed.samples_per_step
+        ends = (steps and (self.step + 1) % steps == 0) or (period and after // period > self.samples // period)
+        return bool(ends) and not self.is_replay
+
     def draw(self, random: Callable[..., Tensor], *shape: int, stream: int = 0) -> list[Tensor]:
         """Random numbers of the present window: for each micro-batch a tensor [B, *shape] on the device.
 
