@@ -342,6 +342,7 @@ class Checkpoint:
     def _select(self, path: Path, contents: dict[str, Any]) -> reading.Selection:
         """What the parts take of a checkpoint, if it fits them. Tensors may be on the device meta."""
         wanted, fresh, notes, problems, conversions = {}, [], [], [], []
+        hint = self.explain(contents["config"])
         for name, part in self.parts.items():
             if name in contents:
                 wanted[name] = contents[name]
@@ -352,10 +353,8 @@ class Checkpoint:
                 fresh.append(part)
                 notes.append(f"the checkpoint has no {name}: it starts from the loaded weights")
             else:
-                hint = self.explain(contents["config"])
                 raise CheckpointError(f"{path} has no {name}; it has {', '.join(map(str, contents))}.{hint}")
         if problems:
-            hint = self.explain(contents["config"])
             raise CheckpointError(f"{path} is of another model: {'; '.join(problems)}. Nothing was loaded.{hint}")
         unused = [name for name, state in contents.items() if state and name not in (*self.parts, *RESERVED)]
         notes += [f"{name} of the checkpoint is not used here" for name in unused]
