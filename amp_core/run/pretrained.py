@@ -55,9 +55,14 @@ def start_from(cfg: Config, run_dir: Path | None, net: nn.Module) -> str:
     assert cfg.model.weights is not None
     if _resumes(cfg, run_dir):
         return "model.weights has no effect: all weights come from a checkpoint"
-    path = _default(cfg.model.name) if cfg.model.weights == DEFAULT else cfg.model.weights
+    return f"weights: {load_pretrained(net, path_of(cfg.model.weights, cfg.model.name), cfg.model.fresh or ())}"
+
+
+def path_of(weights: str, name: str) -> str:
+    """What `model.weights` names: its path, or where the default weights of the network are."""
+    path = _default(name) if weights == DEFAULT else weights
     assert path is not None, "check_weights was not asked"
-    return f"weights: {load_pretrained(net, path, cfg.model.fresh or ())}"
+    return path
 
 
 def _default(name: str) -> str | None:
