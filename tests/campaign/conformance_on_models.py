@@ -252,7 +252,8 @@ def table(rows: list[tuple[str, str, dict[str, Any]]]) -> str:
         [
             "# Models of timm and transformers through the core",
             "",
-            f"{right} of {len(rows)} rows hold in every column.",
+            f"{right} of {len(rows)} rows hold in every column. A row of bf16 that is not bounded may be a kernel's: see "
+            "'A kernel may be wrong' in [BEHAVIOURS](../docs/BEHAVIOURS.md).",
             "",
             f"`python tests/campaign/conformance_on_models.py`, {time.strftime('%Y-%m-%d', time.gmtime())}: torch "
             f"{torch.__version__}, timm {of_timm.__version__}, transformers {transformers.__version__}, python "

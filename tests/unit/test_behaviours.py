@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import os
 import pickle
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +42,27 @@ from amp_core.step.optimizers import check_optimizer
 ROOT = Path(__file__).resolve().parents[2]
 INF, NAN = float("inf"), float("nan")
 FP16, FP32 = torch.float16, torch.float32
+
+
+PATCHES = """
+import torch, torch.nn.functional as F
+torch.manual_seed(0)
+x, w = torch.randn(2, 16, 32, 32).bfloat16(), (torch.randn(32, 16, 4, 4) / 16).bfloat16()
+exact = F.conv2d(x.double(), w.double(), stride=4)
+print(((F.conv2d(x, w, stride=4).double() - exact).norm() / exact.norm()).item())
+"""
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX units")
+def test_a_bf16_convolution_of_patches_is_wrong_on_amx_units_alone() -> None:
+    """The result is rounded once, to 8 bits: by 2^-8 of it, and the fp32 sum of 256 products adds less than that."""
+
+    def error(**isa: str) -> float:
+        done = subprocess.run([sys.executable, "-c", PATCHES], env=os.environ | isa, capture_output=True, text=True)
+        return float(done.stdout)
+
+    assert error(ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16") < 2**-7
+    assert error(ONEDNN_MAX_CPU_ISA="DEFAULT") > 0.5  # if torch computes it right now, delete the row and this test
 
 
 # --- modes --------------------------------------------------------------------------------------------------------------
