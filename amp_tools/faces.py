@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from amp_core.checkpoints.reading import read
-from amp_core.config.errors import ConfigError
+from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.rules import build
 from amp_core.data.identities import Faces
 from amp_core.models import EMBEDDERS, build_model
@@ -58,6 +58,8 @@ def read_bin(path: Path) -> tuple[list[bytes], NDArray[np.bool_]]:
         kinds = {type(value) for value in same}
         if not kinds <= {bool, np.bool_} or len(images) != 2 * len(same) or len(same) < _FOLDS:
             raise ValueError(f"{len(images)} images for {len(same)} pairs of {[kind.__name__ for kind in kinds]}")
+    except OSError as problem:
+        raise ConfigError(f"{path}: cannot be read: {problem.strerror or problem}") from problem
     except Exception as problem:  # an unpickler raises any kind
         what = "expected (list of image files, list of bool), two images per pair, and ten pairs at least"
         raise ConfigError(f"{path}: holds {problem}; {what}") from problem
@@ -103,7 +105,9 @@ def verify_pairs(vectors: NDArray[np.float64], same: NDArray[np.bool_], far: flo
 
 def verify_run(run: Path, bins: list[Path], device: str = "cpu") -> dict[str, dict[str, float]]:
     """The metrics of a run of recipe=face_recognition, of its average if it has one, on each file."""
-    sets = {path.stem: read_bin(path) for path in bins}  # before the network: a damaged file is found at once
+    sets = {
+        str(path.with_suffix("")): read_bin(path) for path in bins
+    }  # before the network: a damaged file is found at once
     cfg = build(read(run)["config"])
     if cfg.recipe["name"] != "face_recognition":
         raise ConfigError(f"{run}: is a run of recipe={cfg.recipe['name']}; expected face_recognition")
@@ -123,5 +127,8 @@ def verify_run(run: Path, bins: list[Path], device: str = "cpu") -> dict[str, di
             augment=False,
             seed=0,
         )
-        results[name] = verify_pairs(embed(net, amp, faces), same)
+        try:
+            results[name] = verify_pairs(embed(net, amp, faces), same)
+        except RunError as problem:  # an image that is damaged
+            raise ConfigError(f"{problem} in the .bin file") from problem
     return results

@@ -165,7 +165,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         tokens = x.flatten(0, -2).expand(len(self.up), -1, -1)
-        found = torch.bmm(F.gelu(torch.bmm(tokens, self.up)), self.down)
+        found = torch.bmm(F.gelu(torch.bmm(tokens, self.up)), self.down)  # in 16 bits; times fp32 weights, fp32
         return (found * weights.flatten(0, -2).mT[:, :, None]).sum(0).view_as(x)
 
 
@@ -186,17 +186,17 @@ class Mixture(nn.Module):
         num = (image_shape[1] // PATCH) * (image_shape[2] // PATCH)
         self.places = nn.Parameter(torch.randn(num, width) / 2)
         self.norm, self.norm_after = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.router = nn.Linear(width, num_experts, bias=False)
+        self.router = keep_fp32(nn.Linear(width, num_experts, bias=False))
         self.experts = Experts(num_experts, width, 2 * width)
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = self.embed(images).flatten(2).mT + self.places
         tokens = self.norm(x)
-        routed = keep_fp32(F.linear)(tokens, self.router.weight)
+        routed = self.router(tokens)
         x = x + self.experts(tokens, combine_weights(routed))
-        # The second one is for evaluation.
-        return self.head(self.norm_after(x).mean(1)), routed, routed if self.training else self.router(tokens)
+        low = routed if self.training else F.linear(tokens, self.router.weight)  # without the island
+        return self.head(self.norm_after(x).mean(1)), routed, low
 
 
 MODELS = Family(

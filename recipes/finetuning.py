@@ -26,6 +26,8 @@ import fnmatch
 import hashlib
 import logging
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +49,7 @@ from amp_core.models import build_model
 from amp_core.models.gpt import LANGUAGE_MODELS
 from amp_core.run.environment import Environment
 from amp_core.run.loop import Loop
-from amp_core.run.pretrained import load_pretrained
+from amp_core.run.pretrained import load_pretrained, path_of
 from amp_core.step.ema import build_ema
 from amp_core.step.optimizers import build_optimizer
 from amp_core.step.schedule import build_schedule
@@ -169,7 +171,7 @@ class Base(dict[str, Any]):
 
 def load_base(net: nn.Module, cfg: Config, env: Environment, knobs: Knobs) -> str | None:
     """Load model.weights or base.pt, trained first if missing. Return the SHA-256; None in a dry run without a base."""
-    path = cfg.model.weights
+    path = cfg.model.weights and path_of(cfg.model.weights, cfg.model.name)
     if path is None:
         places = [Path(folder, "base.pt") for folder in (env.run_dir, cfg.run_dir, cfg.resume) if folder]
         file = next((place for place in places if place.exists()), places[0])
@@ -246,8 +248,16 @@ def find_layers(net: nn.Module, globs: list[str]) -> list[str]:
     """The names of the linear layers that get adapters."""
     linear = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
     if wrong := [glob for glob in globs or [""] if not fnmatch.filter(linear, glob)]:
-        raise ConfigError(f"recipe.targets={globs}: {wrong[0]} is no linear layer. {suggest(wrong[0], linear)}")
-    return [name for name in linear if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
+        kinds = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in linear)
+        raise ConfigError(f"recipe.targets={globs}: {wrong[0]} is no linear layer. {suggest(wrong[0], kinds)}")
+    found = [name for name in linear if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
+    users = Counter(id(param) for _, param in net.named_parameters(remove_duplicate=False))
+    if tied := [name for name in found if users[id(net.get_submodule(name).weight)] > 1]:
+        raise ConfigError(
+            f"recipe.targets={globs}: {tied[0]} shares its weight with another layer, which its merged adapter would "
+            f"change; leave it out"
+        )
+    return found
 
 
 def adapt(net: nn.Module, layers: list[str], knobs: Knobs) -> None:

@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run folder or a checkpoint")
     parser.add_argument("bins", type=Path, nargs="+", help=".bin files")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "xpu", "mps"))
     flags = parser.parse_args(arguments)
     try:
         for name, found in verify_run(flags.run, flags.bins, flags.device).items():

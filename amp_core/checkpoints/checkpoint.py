@@ -107,6 +107,8 @@ class Checkpoint:
         self.format = format
         self.background = background
         self.guard = guard or (lambda: None)
+        self.explain: Callable[[Mapping[str, Any]], str] = lambda config: ""
+        """What to say of a checkpoint that does not fit, from the configuration that it was made with."""
         self.parts: dict[str, Part] = {name: part for name, part in parts.items() if part is not None}
         for name, part in self.parts.items():
             if name in RESERVED:
@@ -340,6 +342,7 @@ class Checkpoint:
     def _select(self, path: Path, contents: dict[str, Any]) -> reading.Selection:
         """What the parts take of a checkpoint, if it fits them. Tensors may be on the device meta."""
         wanted, fresh, notes, problems, conversions = {}, [], [], [], []
+        hint = self.explain(contents["config"])
         for name, part in self.parts.items():
             if name in contents:
                 wanted[name] = contents[name]
@@ -350,9 +353,9 @@ class Checkpoint:
                 fresh.append(part)
                 notes.append(f"the checkpoint has no {name}: it starts from the loaded weights")
             else:
-                raise CheckpointError(f"{path} has no {name}; it has {', '.join(map(str, contents))}")
+                raise CheckpointError(f"{path} has no {name}; it has {', '.join(map(str, contents))}.{hint}")
         if problems:
-            raise CheckpointError(f"{path} is of another model: {'; '.join(problems)}. Nothing was loaded.")
+            raise CheckpointError(f"{path} is of another model: {'; '.join(problems)}. Nothing was loaded.{hint}")
         unused = [name for name, state in contents.items() if state and name not in (*self.parts, *RESERVED)]
         notes += [f"{name} of the checkpoint is not used here" for name in unused]
         return reading.Selection(parts.want_of(self.parts, wanted), wanted, fresh, notes, conversions)

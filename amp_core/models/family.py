@@ -5,6 +5,7 @@ Names are looked up in an explicit table, so that a configuration can choose but
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -130,15 +131,25 @@ def build_model(name: str, family: Family, *, options: Mapping[str, Any], **fact
     builder = family.builder(name)
     # Trying a network imports torch's compiler, which takes as long as importing torch. Torchvision's all take 224x224.
     if name not in family.builders and family.outputs and shape and (":" in name or shape[1:] != (224, 224)):
-        try:
+
+        def output(shape: ImageShape) -> Any:
             with torch.device("meta"):
-                found = builder(**facts, **options).eval()(torch.empty(2, *shape))
+                return builder(**facts | {"image_shape": shape}, **options).eval()(torch.empty(2, *shape))
+
+        try:
+            found = output(shape)
         except NotImplementedError:
             found = None
         except Exception as error:
+            fitting = "a larger data.image_size"
+            for side in (side for side in (32, 64, 96, 128, 224, 384) if side > max(shape[1:])):
+                with contextlib.suppress(Exception):
+                    output((shape[0], side, side))
+                    fitting = f"a larger one: data.image_size={side} works"
+                    break
             raise ConfigError(
                 f"model.name={name}: does not take images of {shape[1]}x{shape[2]} pixels ({_one_line(error)}); "
-                f"expected a larger data.image_size, such as 224"
+                f"expected {fitting}"
             ) from error
         output, expected = getattr(found, "shape", type(found)), family.outputs(**facts)
         if found is not None and output != expected:

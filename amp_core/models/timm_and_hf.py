@@ -120,7 +120,11 @@ def _transformers(name: str, task: str, fields: Callable[..., dict[str, Any]]) -
     config: Any = transformers.CONFIG_MAPPING[kind] if kind in list(transformers.CONFIG_MAPPING) else None
     if config not in networks:
         what = task.lower().replace("_", " ")
-        raise ConfigError(f"{called}: its type is {kind}, of which transformers has no network for {what}")
+        fitting = [each for each in CONFIGS if transformers.CONFIG_MAPPING[CONFIGS[each]["model_type"]] in networks]
+        raise ConfigError(
+            f"{called}: its type is {kind}, of which transformers has no network for {what}; expected a folder of one "
+            f"that has, or model.name={', '.join(fitting)}"
+        )
     network = networks[config][0] if isinstance(networks[config], tuple) else networks[config]
     network = type(network.__name__, (_Logits, network), {})
     for key in ("auto_map", "dtype", "torch_dtype", "id2label", "label2id"):  # of the folder's code, weights, classes

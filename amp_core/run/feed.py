@@ -56,6 +56,11 @@ class Feed:
             samples_done=samples,
         )
 
+    def ends(self, step: int, samples: int, steps: int, epochs: int) -> bool:
+        """Whether the window after so many steps and samples ends a period of steps or epochs; 0: none."""
+        period, after = epochs * len(self.data.train), samples + self.samples_per_step
+        return bool((steps and (step + 1) % steps == 0) or (period and after // period > samples // period))
+
     @contextlib.contextmanager
     def loading(self, start: int, *, num_workers: int | None = None) -> Iterator[Iterator[list[MicroBatch]]]:
         """The windows from a sample on, without end, as training loads them: by workers, and copied ahead.

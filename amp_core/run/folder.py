@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from amp_core.config.errors import SaveError
+from amp_core.config.errors import CheckpointError, SaveError
 from amp_core.config.files import read_json
 from amp_core.run import locks
 from amp_core.run.environment import Environment, peak_memory
@@ -31,17 +31,20 @@ class RunFolder:
         self.before: dict[str, Any] = {}
         """What summary.json held when this run began."""
         self._lock: IO[str] | None = None
-        self._is_new = self._begun = False
+        self._new: list[Path] = []
+        """Folders that `open` created, innermost first."""
+        self._begun = False
 
     def open(self) -> None:
         """Create the run folder and take its lock. Rank 0. What it holds is not touched before `begin`."""
         if self.path is None or not self._env.is_main:
             return
         try:
+            path = self.path.absolute()  # fails in a folder that was removed
             while self._lock is None:
-                self._is_new = not self.path.exists()
-                self.path.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(FileNotFoundError):  # a refused run has just removed the folder that it made
+                self._new = [folder for folder in (path, *path.parents) if not folder.exists()]
+                with contextlib.suppress(FileNotFoundError):  # a refused run has just removed the folders that it made
+                    path.mkdir(parents=True, exist_ok=True)
                     self._lock = lock_folder(self.path)
             with contextlib.suppress(FileNotFoundError, ValueError):
                 self.before = read_json(self.path / "summary.json")
@@ -83,7 +86,8 @@ class RunFolder:
 
     def write_summary(self, status: str, exit_code: int, error: str | None = None) -> None:
         """summary.json of the run; only rank 0 writes, and only when there is a run folder."""
-        says = self._begun or (status == "failed" and self._env.cfg.task == "train")
+        is_refused = bool(self._new) and exit_code == CheckpointError.exit_code
+        says = self._begun or (status == "failed" and self._env.cfg.task == "train" and not is_refused)
         if self.path is None or self._lock is None or not says:
             return
         if not locks.is_of(self._lock, self.path):  # moved: what is there now is not ours
@@ -114,10 +118,11 @@ class RunFolder:
     def close(self) -> None:
         if self._lock is None:
             return
-        refused = self._is_new and not self._begun
+        refused = self._new and not self._begun
         if refused and self.path is not None and locks.is_of(self._lock, self.path):  # leave nothing behind
             (self.path / ".lock").unlink()
             with contextlib.suppress(OSError):
-                self.path.rmdir()
+                for folder in self._new:
+                    folder.rmdir()
         self._lock.close()
         self._lock = None

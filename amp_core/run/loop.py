@@ -71,8 +71,7 @@ class Loop:
     def __init__(
         self, env: Environment, data: Data, *, amp: Amp, evaluate: Evaluate, predict: Predict = None, **parts: Any
     ) -> None:
-        self.env, self.cfg, self.data = env, env.cfg, data
-        self.amp, self.predict = amp, predict
+        self.env, self.cfg, self.data, self.amp, self.predict = env, env.cfg, data, amp, predict
         self.parts = parts | {"scaler": amp}
         self.nets = [part for part in parts.values() if isinstance(part, nn.Module)]
         self.optimizers = [part for part in parts.values() if isinstance(part, torch.optim.Optimizer)]
@@ -284,6 +283,10 @@ class Loop:
         self.metrics.add(of, report, values)
         if self.monitor is not None:
             self.monitor.note(of, report, next(iter(values.values()), None))
+
+    def due(self, *, steps: int = 0, epochs: int = 0) -> bool:
+        """Whether code of your own is due after this window, on all ranks alike; never while it is computed again."""
+        return not self.is_replay and self.feed.ends(self.step, self.samples, steps, epochs)
 
     def draw(self, random: Callable[..., Tensor], *shape: int, stream: int = 0) -> list[Tensor]:
         """Random numbers of the present window: for each micro-batch a tensor [B, *shape] on the device.

@@ -5,7 +5,7 @@ What has more than one number per sample, such as masks, goes to predictions/<in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from amp_core.config.checks import IMAGE_ENDINGS
-from amp_core.config.errors import ConfigError, Diverged, SaveError
+from amp_core.config.errors import ConfigError, Diverged, RunError, SaveError
 from amp_core.data import Data, Dataset
+from amp_core.data.base import Key
 from amp_core.data.loading import eval_loader, to_device
 from amp_core.run.environment import Environment
 from amp_core.run.lines import dumps, write_text
@@ -50,6 +51,8 @@ def predict(loop: Any, notes: list[str]) -> None:
             write_text(file, "".join(f"{text}\n" for _, text, _ in lines))
     except OSError as problem:
         raise SaveError(f"run_dir={env.run_dir}: cannot be written: {problem.strerror or problem}") from problem
+    if (unread := sum('"error": ' in text for _, text, _ in lines)) and env.is_main:
+        env.services.say(f"{unread} of {len(lines)} images cannot be read: their lines in {file} have an error instead")
     if bad := sum(not is_finite for *_, is_finite in lines):
         raise Diverged(f"{bad} of {len(lines)} predictions in {file} are not finite; try amp=fp32, or amp=bf16")
     env.folder.write_summary("finished", 0)
@@ -79,14 +82,38 @@ def _lines(
             found = {name: value.cpu().numpy() for name, value in predict(net, batch).items()}
         for row, index in enumerate(range(rows.start, rows.stop)):
             values = {name: value[row] for name, value in found.items()}
-            arrays = {name: value for name, value in values.items() if value.ndim}
             line = {"index": index} | ({} if paths is None else {"path": paths[index]})
+            if isinstance(samples, _Files) and batch[-1][row]:
+                yield index, dumps(line | {"error": batch[-1][row]}), True
+                continue
+            arrays = {name: value for name, value in values.items() if value.ndim}
             line |= {name: value for name, value in values.items() if name not in arrays}
             if arrays:
                 line["file"] = f"predictions/{index:08d}.npz"
                 (env.run_dir / "predictions").mkdir(exist_ok=True)
                 np.savez_compressed(env.run_dir / line["file"], **arrays)
             yield index, dumps(line), all(np.isfinite(value).all() for value in values.values())
+
+
+class _Files:
+    """Image files prepared as those of `like`; a batch ends with a list of errors, whose images are black."""
+
+    def __init__(self, paths: list[str], like: Any) -> None:
+        self.paths, self._files, self._spare = paths, like.of_files(paths), like.of_files([like.paths[0]])
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitems__(self, keys: Sequence[Key]) -> Any:
+        parts, errors = [self._files.__getitems__([])], []
+        for key in keys:
+            try:
+                parts.append(self._files.__getitems__([key]))
+                errors.append(None)
+            except RunError as problem:
+                parts.append([torch.zeros_like(tensor) for tensor in self._spare.__getitems__([(0, 0)])])
+                errors.append(str(problem))
+        return *map(torch.cat, zip(*parts, strict=True)), errors
 
 
 def _samples(folder: str | None, data: Data) -> Dataset:
@@ -98,4 +125,4 @@ def _samples(folder: str | None, data: Data) -> Dataset:
         raise ConfigError(
             f"predict_on={folder}: {what}; expected files of {', '.join(IMAGE_ENDINGS)}, and a data set of such files"
         )
-    return data.eval.of_files(found)  # type: ignore[attr-defined]
+    return _Files(found, data.eval)

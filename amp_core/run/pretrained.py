@@ -30,6 +30,8 @@ NESTED = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("_orig_mod.", "module.", "model.")
 """What `torch.compile`, `DistributedDataParallel` and Lightning put before every name."""
 
+_COUNTER = "num_batches_tracked"
+
 
 def check_weights(cfg: Config) -> list[str]:
     """Problems of `model.weights` and `model.fresh` that can be found without reading the file."""
@@ -53,9 +55,14 @@ def start_from(cfg: Config, run_dir: Path | None, net: nn.Module) -> str:
     assert cfg.model.weights is not None
     if _resumes(cfg, run_dir):
         return "model.weights has no effect: all weights come from a checkpoint"
-    path = _default(cfg.model.name) if cfg.model.weights == DEFAULT else cfg.model.weights
+    return f"weights: {load_pretrained(net, path_of(cfg.model.weights, cfg.model.name), cfg.model.fresh or ())}"
+
+
+def path_of(weights: str, name: str) -> str:
+    """What `model.weights` names: its path, or where the default weights of the network are."""
+    path = _default(name) if weights == DEFAULT else weights
     assert path is not None, "check_weights was not asked"
-    return f"weights: {load_pretrained(net, path, cfg.model.fresh or ())}"
+    return path
 
 
 def _default(name: str) -> str | None:
@@ -94,6 +101,8 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
     """
     own = {name: tensor for name, tensor in net.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     found = _with_prefix(_without_prefix(_read(path, net), own), own)
+    # A counter in a floating dtype was cast along with the weights, and may have been rounded: as good as missing.
+    found = {name: v for name, v in found.items() if not (name.endswith(_COUNTER) and v.is_floating_point())}
     kept = {name for name in (*own, *found) if any(_is_below(name, pattern) for pattern in fresh)}
     modules = dict.fromkeys(name.rpartition(".")[0] or name for name in own)
     problems = [
@@ -106,7 +115,7 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
     missing = [
         name
         for name, tensor in own.items()
-        if name not in (*found, *kept) and id(tensor) not in there and not name.endswith("num_batches_tracked")
+        if name not in (*found, *kept) and id(tensor) not in there and not name.endswith(_COUNTER)
     ]
     unknown = [name for name in found if name not in (*own, *kept)]
     unlike = [name for name, tensor in taken.items() if not _fits(found[name], tensor)]
@@ -161,9 +170,15 @@ def _read(path: str, net: nn.Module) -> dict[str, Any]:
         files = [place] if place.suffix == ".safetensors" else sorted(place.glob(IN_FOLDERS))
         if files:
             return {name: tensor for file in files for name, tensor in _load_safetensors(str(file)).items()}
-        place = next(place.glob("pytorch_model.bin"), place)
+        # What recipe=finetuning merged: its checkpoints hold an adapter alone.
+        place = next((file for name in ("merged.pt", "pytorch_model.bin") for file in place.glob(name)), place)
         contents: Any = None
         if place.is_file():
+            if zipfile.is_zipfile(place):
+                with zipfile.ZipFile(place) as archive:  # torch writes checksums and does not read them
+                    archive.filelist = [member for member in archive.filelist if member.CRC]  # 0: not computed
+                    if damaged := archive.testzip():
+                        raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong: the file is damaged")
             with warnings.catch_warnings(action="ignore"):  # about pickles that are refused anyway
                 # Mapped where the format allows it: the whole may not fit beside the network.
                 contents = torch.load(place, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(place))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,9 @@ from amp_core.step.amp import Amp
 from amp_core.step.ema import Ema
 from amp_core.step.schedule import Schedule
 from amp_core.tensors import gathers_16bit
+
+_MAKE_PARTS = ("recipe.", "model.", "data.", "optimizer.", "ema.")
+"""Settings on which the shapes of parts depend."""
 
 
 class Run(Protocol):
@@ -68,7 +72,7 @@ def open_checkpoint(run: Run) -> Checkpoint:
     env, cfg = run.env, run.cfg
     own = None if env.run_dir is None else env.run_dir / "checkpoints"
     in_shards = cfg.checkpoint.name == "sharded"
-    return Checkpoint(
+    checkpoint = Checkpoint(
         own or "checkpoints",
         keep=cfg.checkpoint.keep,
         writer=own is not None and env.is_main,
@@ -79,6 +83,17 @@ def open_checkpoint(run: Run) -> Checkpoint:
         guard=env.folder.check,
         **run.parts,
     )
+    checkpoint.explain = lambda config: _settings_of(config, cfg)
+    return checkpoint
+
+
+def _settings_of(old: Mapping[str, Any], cfg: Config) -> str:
+    """The settings that the parts of a checkpoint were made with, to type where they differ."""
+    changes = (change.partition(" -> ")[0].partition(": ") for change in differences(old, cfg.to_dict()))
+    typed = [f"{key}={was}" for key, _, was in changes if key.startswith(_MAKE_PARTS) and was not in ("null", "{}")]
+    if any(each.startswith("recipe.name=") for each in typed):
+        typed = [f"recipe={old['recipe']['name']}"]
+    return f" It was made with other settings; use {' '.join(typed)}" if typed else ""
 
 
 def resume(run: Run) -> tuple[Loaded | None, list[str], list[str]]:

@@ -50,6 +50,8 @@ def build(nets: Iterable[nn.Module], lr: float, weight_decay: float, **options: 
 
     Of the options, `fused` and `betas` are AdamW's, the others Muon's. Weight decay is not applied to norms and biases.
     """
+    if options.get("ns_steps", 1) < 1:  # torch takes 0, and steps along a momentum of any length
+        raise ValueError(f"ns_steps={options['ns_steps']}, expected at least 1")
     adam = {key: options.pop(key) for key in ("fused", "betas") if key in options}
     hidden = hidden_matrices(nets)
     pairs = [pair for net in nets for pair in zip(net.parameters(), master_params(net), strict=True)]

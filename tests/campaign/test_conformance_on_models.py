@@ -28,7 +28,7 @@ def _warnings_of_these_packages():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "gpt2", "bert"])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "gpt2", "bert", "wav2vec2"])
 def test_a_network_of_others_trains_as_in_the_textbook_loop(name, mode):
     row = examine(MODELS[name], mode)
     assert all(row[asked] in (True, "tied") for asked in ASKED), row

@@ -12,6 +12,7 @@ from shared import relative
 from test_recipes import run as run_recipe
 from torch import Tensor, nn
 
+import train
 from amp_core import Amp, Clip
 from recipes.experts import CHOSEN, Experts, Mixture, auxiliary_losses, choice, combine_weights
 
@@ -80,6 +81,13 @@ def test_the_network_routes_in_fp32_under_autocast_and_its_16_bit_choice_is_for_
         net.eval()
         assert (logits.dtype, routed.dtype, low.dtype) == (dtype, torch.float32, dtype)
         assert routed.shape == (64, 16, NUM) and not torch.equal(routed, low.float())
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_dry_run_shows_the_router_as_the_island_that_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["recipe=experts", "device=cpu", "dry_run=true", "data=synthetic", "data.image_size=28"]) == 0
+    (line,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["router"]]
+    assert line[1:] == ["Fp32Linear", "8x32", "fp32", "fp32", "yes", "1,024"]
 
 
 def test_experts_are_the_sum_over_the_chosen_ones() -> None:

@@ -271,6 +271,9 @@ def test_the_merged_file_is_a_language_model_with_the_loss_of_the_run(capsys: An
     capsys.readouterr()
     settings = ["recipe=language_model", "data=torch_headers", *SIZE, "device=cpu", "log.progress=false", "amp=fp32"]
     assert train.main([*settings, "task=evaluate", "model.weights=a/merged.pt"]) == 0
+    assert (
+        train.main([*settings, "task=evaluate", "model.weights=a"]) == 0
+    )  # the same: checkpoints hold an adapter alone
     loss = float(capsys.readouterr().out.split("loss ")[1].split(",")[0])
     found = summary("a")["eval"]
     assert loss == pytest.approx(found["loss"], abs=1e-4)  # four digits are printed

@@ -383,3 +383,20 @@ def test_data_that_differ_by_worker_are_told_from_bad_data(first, tmp_path, monk
     assert "batch[0][0] is finite if the main process loads it" in report["why"]
     assert (report["fixes"][0]["override"], report["fixes"][0]["verified"]) == ("data.num_workers=0", True)
     assert report["samples"] == [report["window"][2]]
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+@pytest.mark.usefixtures("own_folder")
+def test_a_gate_ends_the_run_at_the_first_bad_step_and_names_the_module(mode, capsys):
+    """Without the settings the same run skips the step, reports it, and goes on."""
+    faulty = ["debug.inject={where:activation,step:3,rank:0,value:inf}", "steps=8", "log_every=1", f"amp={mode}"]
+    gate = ["amp.max_consecutive_skips=1"]
+    assert start("open", *faulty) == 0 and summary("open")["step"] == 8
+    assert start("gate", *faulty, *gate) == 5 and summary("gate")["step"] == 3
+    (report,) = reports("gate")
+    said = summary("gate")["error"]
+    assert (
+        report["step"] == 3
+        and "1 steps in a row up to step 3" in said
+        and "aten.add in 0, amp_core/run/inject.py" in said
+    ), said

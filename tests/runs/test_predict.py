@@ -108,6 +108,36 @@ def test_a_folder_of_images_gives_what_the_same_images_give_as_evaluation_data()
     assert not Path("c").exists()
 
 
+@pytest.mark.parametrize("recipe", ["classification", "segmentation"])
+def test_an_image_that_cannot_be_read_gets_a_line_with_its_error_and_the_others_are_predicted(recipe, capsys):
+    """Cut off, a whole batch of them, and not an image."""
+    rng = np.random.default_rng(0)
+    for name in ("images", "masks") if recipe == "segmentation" else ("a", "b"):
+        for path in [Path("data", part, name, f"{number}.png") for part in ("train", "val") for number in range(3)]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)
+            Image.fromarray(pixels if name != "masks" else (pixels[..., 0] > 99).astype(np.uint8)).save(path)
+    group = "image_folder" if recipe == "classification" else "mask_folder"
+    data = [f"recipe={recipe}", f"data={group}", "data.path=data", "data.image_size=32", "model.options.width=8"]
+    data += ["device=cpu", "batch_size=2", "log.progress=false"]
+    assert train.main([*data, *TRAINED]) == 0
+    whole = sorted(Path("data/val").rglob("*.png"))[0].read_bytes()
+    Path("new").mkdir()
+    for number in range(70):
+        damaged = number < 34 or number == 50
+        Path(f"new/{number:02d}.png").write_bytes(whole[: len(whole) // 2] if damaged else whole)
+    Path("new/99.png").write_text("hello")
+    capsys.readouterr()
+    assert train.main([*data, "task=predict", "resume=a", "run_dir=b", "predict_on=new"]) == 0
+    assert "36 of 71 images cannot be read: their lines in" in capsys.readouterr().out
+    lines = predictions("b")
+    assert [line["path"] for line in lines] == sorted(map(str, Path("new").iterdir()))
+    assert [line["index"] for line in lines if "error" in line] == [*range(34), 50, 70]
+    assert all(line["path"] in line["error"] and len(line) == 3 for line in lines if "error" in line)
+    others = [{key: value for key, value in line.items() if key not in ("index", "path", "file")} for line in lines]
+    assert all(other == others[34] for other in others[34:] if "error" not in other)
+
+
 def test_without_a_folder_it_makes_one_that_says_how_it_was_made():
     run("classification", "a", "steps=2")
     assert train.main(arguments("classification", "task=predict", "resume=a")) == 0
@@ -160,3 +190,23 @@ def test_a_recipe_that_predicts_nothing_is_named(capsys):
     before = contents()
     run("gan", "a", "task=predict", code=2)
     assert "recipe=gan does not say what it predicts" in capsys.readouterr().err and contents() == before
+
+
+@pytest.mark.parametrize("task", ["evaluate", "predict", "train"])
+def test_a_run_of_other_settings_is_refused_with_those_to_type_and_nothing_is_created(task, capsys):
+    small = arguments("classification", "model.options.width=16", "steps=2", "run_dir=a")
+    assert train.main(small) == 0
+    before, typed = contents(), [each for each in small if each.split("=")[0] not in ("model.options.width", "run_dir")]
+    capsys.readouterr()
+    again = [*typed, f"task={task}", "resume=a", "steps=3", "run_dir=runs/of/b"]
+    assert train.main([*again, "model.options.width=8"]) == 3
+    message = capsys.readouterr().err
+    assert "is of another model" in message and "made with other settings; use model.options.width=16" in message
+    assert [path.name for path in Path().iterdir()] == ["a"] and contents() == before
+    assert train.main([*again, message.split()[-1]]) == 0
+
+
+def test_a_run_of_another_recipe_is_refused_by_its_name(capsys):
+    run("classification", "a", "steps=1")
+    run("segmentation", "b", "resume=a", "task=evaluate", code=3)
+    assert capsys.readouterr().err.endswith("It was made with other settings; use recipe=classification\n")

@@ -11,6 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from running import lines
+from test_recipes import run
+
+from amp_core.run.loop import Loop
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "YOUR_OWN_MODEL.md"
@@ -49,7 +53,7 @@ def parts(page: str) -> tuple[list[tuple[str, str | None, str]], list[str], list
         commands += re.findall(r"^    (\S.*)$", text, re.MULTILINE)
         before = text.rstrip().split("\n\n")[-1]
         new = re.search(r"[Tt]his(?: one)? is `(\S+)`", before)
-        edited = re.search(r"^In `(\S+)`, below `([^`]+)`", before)
+        edited = re.search(r"\bIn `(\S+)`, below `([^`]+)`", before)
         if new or edited:
             edits.append((new[1], None, content) if new else (edited[1], edited[2], content))
         else:
@@ -62,7 +66,7 @@ def parts(page: str) -> tuple[list[tuple[str, str | None, str]], list[str], list
 def test_whoever_follows_the_page_has_a_recipe_that_keeps_all_promises(tmp_path):
     edits, commands, (report,) = parts(PAGE.read_text())
     commands = [command for command in commands if not OF_LIBRARIES.search(command)]
-    assert len(edits) == 5 and commands[:2] == NOT_RUN and len(commands) == 12
+    assert len(edits) == 6 and commands[:2] == NOT_RUN and len(commands) == 12
     for folder in ("amp_core", "amp_tools", "conf", "recipes", "scripts", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("train.py", "pyproject.toml"):
@@ -96,3 +100,38 @@ def test_whoever_follows_the_page_has_a_recipe_that_keeps_all_promises(tmp_path)
         assert line in lost + done.stderr, f"{line}\n{lost}\n{done.stderr}"
     assert all(f"| `{mode}` |" in table for mode in ("bf16", "fp16")) and "rmse_metres" in table
     assert "held out" in loop and list(tmp_path.glob("runs/mine/step_*/state.pt"))
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_code_of_your_own_runs_when_it_is_due_and_not_in_a_replay(monkeypatch):
+    """20 samples in steps of 8: epochs end within steps 3, 5, 8 and 10. Step 4 is not finite, and is looked into."""
+    seen, log = [], Loop.log
+
+    def spy(loop, *args, **kwargs):
+        seen.append((loop.step + 1, loop.is_replay, loop.due(steps=4), loop.due(epochs=1), loop.due(epochs=2)))
+        return log(loop, *args, **kwargs)
+
+    monkeypatch.setattr(Loop, "log", spy)
+    faulty = ["amp=bf16", "debug.inject={where:activation,step:4,rank:0,value:inf}", "log_every=1"]
+    settings = ["data.num_samples=20", "batch_size=4", "accumulation=2", *faulty, "schedule.horizon=10"]
+    run("classification", "whole", *settings, "steps=10")
+    computed = [row[0] for row in seen if not row[1]]
+    assert computed == list(range(1, 11)) and any(step == 4 for step, is_replay, *_ in seen if is_replay)
+    assert [step for step, _, due, _, _ in seen if due] == [4, 8]
+    assert [step for step, _, _, due, _ in seen if due] == [3, 5, 8, 10]
+    assert [step for step, *_, due in seen if due] == [5, 10]
+    whole, seen[:] = list(seen), []
+    run("classification", "parts", *settings, "steps=6")
+    run("classification", "parts", *settings, "steps=10")
+    assert [row for row in seen if not row[1]] == [row for row in whole if not row[1]]
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_schedule_per_epoch_changes_the_rate_at_epochs_alone():
+    """20 samples in steps of 4: five steps are an epoch, also where the third was skipped and does not count."""
+    per_epoch = ["schedule=step", "schedule.options.step_size=5", "schedule.options.gamma=0.5", "optimizer.lr=0.5"]
+    small = ["data.num_samples=20", "batch_size=4", "accumulation=1", "log_every=1", "steps=12", "amp=fp32"]
+    run("classification", "a", *small, *per_epoch)
+    assert [line["lr"] for line in lines("a") if line["split"] == "train"] == [0.5] * 5 + [0.25] * 5 + [0.125] * 2
+    run("classification", "b", *small, *per_epoch, "debug.inject={where:gradient,step:3,rank:0,value:inf}")
+    assert [line["lr"] for line in lines("b") if line["split"] == "train"] == [0.5] * 6 + [0.25] * 5 + [0.125]

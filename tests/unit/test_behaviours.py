@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import os
 import pickle
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from amp_core import Amp, Clip, Schedule, keep_fp32, windows
 from amp_core.cli import compose
+from amp_core.config.errors import ConfigError
 from amp_core.config.schema import OptimizerConfig
 from amp_core.run.environment import Job
 from amp_core.run.process import environment
@@ -38,6 +42,27 @@ from amp_core.step.optimizers import check_optimizer
 ROOT = Path(__file__).resolve().parents[2]
 INF, NAN = float("inf"), float("nan")
 FP16, FP32 = torch.float16, torch.float32
+
+
+PATCHES = """
+import torch, torch.nn.functional as F
+torch.manual_seed(0)
+x, w = torch.randn(2, 16, 32, 32).bfloat16(), (torch.randn(32, 16, 4, 4) / 16).bfloat16()
+exact = F.conv2d(x.double(), w.double(), stride=4)
+print(((F.conv2d(x, w, stride=4).double() - exact).norm() / exact.norm()).item())
+"""
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX units")
+def test_a_bf16_convolution_of_patches_is_wrong_on_amx_units_alone() -> None:
+    """The result is rounded once, to 8 bits: by 2^-8 of it, and the fp32 sum of 256 products adds less than that."""
+
+    def error(**isa: str) -> float:
+        done = subprocess.run([sys.executable, "-c", PATCHES], env=os.environ | isa, capture_output=True, text=True)
+        return float(done.stdout)
+
+    assert error(ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16") < 2**-7
+    assert error(ONEDNN_MAX_CPU_ISA="DEFAULT") > 0.5  # if torch computes it right now, delete the row and this test
 
 
 # --- modes --------------------------------------------------------------------------------------------------------------
@@ -124,6 +149,39 @@ def test_slow_16_bit_units_of_this_cpu_are_said_before_the_start(mode: str, dtyp
     is_fast = {"fp16": torch.ops.mkldnn._is_mkldnn_fp16_supported, "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported}
     warnings = " ".join(train.checked([f"amp={mode}", "device=cpu"])[2])
     assert (f"no fast {dtype} units" in warnings) != is_fast[mode]()
+
+
+GPUS = {"P100": (6, 0), "V100": (7, 0), "A100": (8, 0), "H100": (9, 0)}
+"""Compute capabilities, as in NVIDIA's list of its GPUs."""
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_what_a_gpu_lacks_is_said_before_the_start(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor Cores are in GPUs since 7.0, those of bfloat16 and TF32 since 8.0, of float8 since 8.9."""
+    capability = GPUS[gpu]
+    stubs = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "get_device_capability": lambda *_: capability,
+        "get_device_name": lambda *_: gpu,
+        # As torch answers: emulation counts unless it is told not to.
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    expected = {
+        "fp16": (7, 0, f"amp=fp16: {gpu} has no Tensor Cores"),
+        "bf16": (8, 0, f"amp=bf16: {gpu} only emulates bfloat16, which is slow; use amp=fp16"),
+        "tf32": (8, 0, f"amp=tf32: {gpu} has no TF32 units"),
+        "fp8": (8, 9, "amp=fp8: no float8 units here"),
+        "fp32": (0, 0, "amp=fp32"),
+    }
+    for mode, (major, minor, warning) in expected.items():
+        warnings = " ".join(train.checked([f"amp={mode}", "device=cuda"])[2])
+        assert (warning in warnings) == (capability < (major, minor)), (mode, warnings)
+        assert gpu not in " ".join(train.checked([f"amp={mode}", "device=cpu"])[2])
+    with pytest.raises(ConfigError, match=r"needs 2 GPUs; this machine has 1. Use layout.nproc_per_node=1, or device"):
+        train.checked(["layout=ddp", "layout.nproc_per_node=2", "device=cuda"])
 
 
 def test_is_bf16_supported_counts_emulation_unless_told_not_to() -> None:

@@ -146,3 +146,15 @@ def test_a_run_is_verified_on_a_file(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("lfw: accuracy 0.")
     (tmp_path / "bad.bin").write_bytes(b"x")
     assert main(["a", "bad.bin"]) == 2 and main(["nowhere", "lfw.bin"]) == 3
+    capsys.readouterr()
+    (tmp_path / "other").mkdir()
+    images, same = pickle.loads((tmp_path / "lfw.bin").read_bytes())
+    (tmp_path / "other/lfw.bin").write_bytes(pickle.dumps((images, same)))
+    assert main(["a", "lfw.bin", "other/lfw.bin"]) == 0
+    found = [line.partition(": ") for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, _, _ in found] == ["lfw", "other/lfw"] and found[0][2] == found[1][2]
+    (tmp_path / "cut.bin").write_bytes(pickle.dumps(([images[0][:50], *images[1:]], same)))
+    assert main(["a", "cut.bin"]) == 2 and "cannot read the image cut, image 0" in capsys.readouterr().err
+    assert main(["a", "gone.bin"]) == 2 and capsys.readouterr().err.startswith(
+        "error: gone.bin: cannot be read: No such"
+    )

@@ -115,6 +115,7 @@ def test_its_memory_is_that_of_its_groups() -> None:
     [
         ({"ns_steps": 3, "betas": [0.9, 0.99]}, None),
         ({"n_steps": 3}, r"optimizer\.options\.n_steps: Muon has no such option.*ns_steps"),
+        ({"ns_steps": 0}, r"refuses its settings: ns_steps=0, expected at least 1"),
         ({"adjust_lr_fn": "adam"}, r"refuses its settings: .*adam is not supported"),
         ({"betas": [0.9, 2.0]}, r"refuses its settings: Invalid beta"),
     ],

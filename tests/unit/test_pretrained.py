@@ -170,6 +170,46 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("own_folder")
+def test_counters_that_were_cast_with_the_weights_are_no_problem() -> None:
+    pretrained, net = network(seed=1), network(seed=2)
+    for module in pretrained.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.num_batches_tracked is not None
+            module.num_batches_tracked.fill_(70000)  # infinite in float16
+    half = {name: tensor.half() for name, tensor in copy(pretrained).items()}
+    counters = [name for name in half if name.endswith("num_batches_tracked")]
+    assert counters and not any(half[name].isfinite() for name in counters)
+    torch.save(half, "w.pt")
+    load_pretrained(net, "w.pt")
+    assert not [
+        name for name in half if name not in counters and not torch.equal(net.state_dict()[name], half[name].float())
+    ]
+    assert not any(net.state_dict()[name] for name in counters)
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+@pytest.mark.usefixtures("own_folder")
+def test_a_file_with_a_flipped_bit_is_refused_though_torch_loads_it(has_checksums: bool) -> None:
+    net = network()
+    torch.serialization.set_crc32_options(has_checksums)
+    try:
+        torch.save(net.state_dict(), "w.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    load_pretrained(network(seed=1), "w.pt")
+    if not has_checksums:  # nothing to compare a file with
+        return
+    data, weight = bytearray(Path("w.pt").read_bytes()), next(net.parameters())
+    data[data.index(weight.detach().numpy().tobytes())] ^= 1
+    Path("w.pt").write_bytes(data)
+    assert not torch.equal(next(iter(torch.load("w.pt", weights_only=True).values())), weight)
+    before = copy(net)
+    with pytest.raises(ConfigError, match="the file is damaged"):
+        load_pretrained(net, "w.pt")
+    assert not unlike(before, copy(net))
+
+
+@pytest.mark.usefixtures("own_folder")
 def test_a_cut_safetensors_file_and_an_unknown_name_are_refused() -> None:
     net = network()
     save_file(net.state_dict(), "w.safetensors")

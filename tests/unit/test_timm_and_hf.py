@@ -239,6 +239,39 @@ def test_a_run_starts_from_the_folder_of_its_network(capsys: pytest.CaptureFixtu
     assert not [name for name, tensor in state("run")["model"].items() if not tensor.equal(theirs[name])]
 
 
+@needs_hf
+@pytest.mark.usefixtures("own_folder")
+def test_adapters_are_trained_on_the_weights_of_a_folder_and_merged_into_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    torch.manual_seed(1)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=256)).save_pretrained("theirs")
+    text = [*SMALL, "data=torch_headers", "data.num_samples=32", "data.length=24", "model=hf", "amp=fp32"]
+    tune = ["recipe=finetuning", "model.name=theirs", "model.weights=default", "run_dir=run", "steps=3", *text]
+    assert train.main(tune) == 2  # the layers of our own GPT
+    assert "Valid: model.layers.*.self_attn.q_proj, " in capsys.readouterr().err and not Path("run").exists()
+    assert train.main([*tune, 'recipe.targets=["*q_proj","*v_proj"]', "optimizer.lr=0.1"]) == 0
+    found, told = summary("run")["eval"], []
+    for weights in ("default", "run"):
+        capsys.readouterr()
+        evaluate = ["recipe=language_model", "model.name=theirs", f"model.weights={weights}", "task=evaluate"]
+        assert train.main([*text, *evaluate]) == 0
+        told.append(float(re.findall(r"step 0: loss ([\d.]+)", capsys.readouterr().out)[0]))
+    # Printed with four digits after the point.
+    assert abs(told[0] - found["base_loss"]) < 1e-4 and abs(told[1] - found["loss"]) < 1e-4
+    assert abs(found["base_loss"] - found["loss"]) > 1e-3
+
+
+@needs_hf
+@pytest.mark.usefixtures("own_folder")
+def test_an_adapter_of_a_tied_weight_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """GPT-2's head is its embedding: merged, the adapter of the one would change the other."""
+    tied = ["recipe=finetuning", "model=hf", "model.options.n_layer=1", 'recipe.targets=["lm_head"]', "steps=1"]
+    assert train.main([*SMALL, *tied, "data.num_samples=32", "data.length=24", "run_dir=run"]) == 2
+    assert "lm_head shares its weight with another layer" in capsys.readouterr().err and not Path("run").exists()
+
+
 @pytest.mark.usefixtures("own_folder")
 def test_torchvisions_own_weights_come_from_its_cache_or_are_refused(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("TORCH_HOME", str(Path("cache").absolute()))
@@ -295,7 +328,11 @@ def test_what_timm_cannot_do_is_refused_before_the_start(arguments: list[str], e
     [
         (["model=hf", "model.name=org/model"], "nothing is downloaded; expected a folder with a config.json"),
         (["model=hf"], "its type is gpt2, of which transformers has no network for image classification"),
-        (["recipe=language_model", "model=hf", "model.name=vit_tiny"], "has no network for causal lm"),
+        (["model=hf"], "expected a folder of one that has, or model.name=vit_tiny"),
+        (
+            ["recipe=language_model", "model=hf", "model.name=vit_tiny"],
+            "has no network for causal lm; expected a folder of one that has, or model.name=gpt2_tiny, llama_tiny",
+        ),
         (["recipe=language_model", "model=hf", "model.options.n_layers=2"], "no such option. Did you mean n_layer?"),
         (["recipe=language_model", "model=hf", "model.options.vocab_size=9"], "follows the data set"),
         (["recipe=language_model", "model=hf", "model.options.n_head=7"], "cannot be built with n_head=7"),
@@ -322,6 +359,18 @@ def test_a_folder_cannot_run_code_and_a_damaged_one_is_refused() -> None:
     assert type(build(known, LANGUAGE_MODELS)).__name__ == "GPT2LMHeadModel"
     Path("code/config.json").write_text("{")
     assert "code/config.json cannot be read" in check_model(name, {}, LANGUAGE_MODELS)[0]
+
+
+@needs_timm
+@pytest.mark.usefixtures("own_folder")
+def test_a_network_for_larger_images_is_refused_with_a_size_that_it_takes(capsys: Any) -> None:
+    arguments = ["model=timm", "model.name=convnext_atto", "model.options.depths=[1,1,1,1]", "steps=1", "batch_size=2"]
+    arguments += [*SMALL[:-1], "data=synthetic", "data.num_samples=8", "data.image_size=28"]
+    assert train.main([*arguments]) == 2 and not list(Path().iterdir())
+    hint = re.search(
+        r"does not take images of 28x28 .* expected a larger one: (data.image_size=\d+) works", capsys.readouterr().err
+    )
+    assert hint is not None and train.main([*arguments, hint[1]]) == 0
 
 
 @needs_timm
