@@ -48,7 +48,8 @@ def open_image(file: Any, name: str) -> Iterator[Any]:
                 with Image.open(opened) as image:
                     yield image
     except (OSError, SyntaxError, ValueError, *bombs) as error:  # what Pillow's readers raise
-        raise RunError(f"cannot read the image {name}: {str(error).rstrip('.')}. Replace or remove it") from error
+        reason = str(error).partition(" <_io")[0].rstrip(".")  # without the open file
+        raise RunError(f"cannot read the image {name}: {reason}. Replace or remove it") from error
 
 
 # --- augmentation: functions of the images and of uniform numbers, a row per image ------------------------------------
