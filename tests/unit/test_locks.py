@@ -96,21 +96,23 @@ def test_what_is_no_lock_file_is_refused_at_once(tmp_path, make):
 
 def is_free_beside_a_forked_process(folder: Path) -> bool:
     """Whether the lock ends with its process, which has forked another one that goes on."""
-    lock, (read, write) = lock_folder(folder), os.pipe()
+    lock, (read, write), (begun, began) = lock_folder(folder), os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         os.close(write)
+        os.write(began, b"x")
         os.read(read, 1)
         os._exit(0)
     try:
+        os.read(begun, 1)
         lock.close()  # what the end of a process does
         with contextlib.suppress(ConfigError):
             lock_folder(folder).close()
             return True
         return False
     finally:
-        os.close(read)
-        os.close(write)
+        for descriptor in (read, write, begun, began):
+            os.close(descriptor)
         os.waitpid(child, 0)
 
 
