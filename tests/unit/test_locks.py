@@ -118,5 +118,7 @@ def is_free_beside_a_forked_process(folder: Path) -> bool:
 
 def test_a_data_worker_that_outlives_its_run_does_not_hold_the_folder(tmp_path, monkeypatch):
     assert is_free_beside_a_forked_process(tmp_path)
-    monkeypatch.setattr(locks, "_held", set())  # as it was: each forked process has the open file, too
+    monkeypatch.setattr(
+        locks, "_held", type("Empty", (set,), {"add": lambda *_: None})()
+    )  # as it was: each forked process has the open file, too
     assert not is_free_beside_a_forked_process(tmp_path)
