@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from amp_core.checkpoints.folders import saving
 from amp_core.config.checks import package_folder
 from amp_core.config.schema import Config
 from amp_core.data import build_data
@@ -140,9 +141,10 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             made = sample(net, amp, noise[:64], knobs.num_sampler_steps)
             if env.is_main and env.run_dir is not None:
                 file = env.run_dir / "samples" / f"step_{loop.step:08}.png"
-                file.parent.mkdir(exist_ok=True)
                 ends = images.min().item(), images.max().item()
-                import_torchvision().utils.save_image(made, file, nrow=8, normalize=True, value_range=ends)
+                with saving(file):
+                    file.parent.mkdir(exist_ok=True)
+                    import_torchvision().utils.save_image(made, file, nrow=8, normalize=True, value_range=ends)
         return {"loss": losses.mean().item()}
 
     loop = Loop(env, data, amp=amp, model=model, optimizer=optimizer, schedule=schedule, ema=ema, evaluate=evaluate)

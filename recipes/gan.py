@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from amp_core.checkpoints.folders import saving
 from amp_core.config.checks import package_folder
 from amp_core.config.schema import Config
 from amp_core.data import build_data
@@ -253,6 +254,8 @@ def sliced_wasserstein(a: Tensor, b: Tensor, *, num_directions: int = 256) -> fl
 
 def write_samples(path: Path, fakes: Tensor, real: Tensor) -> None:
     """A PNG of `fakes`, eight in a row; black and white are the darkest and brightest pixel of `real`."""
-    path.parent.mkdir(exist_ok=True)
     low, high = real.aminmax()
-    import_torchvision().utils.save_image(fakes, path, nrow=8, normalize=True, value_range=(low.item(), high.item()))
+    ends = low.item(), high.item()
+    with saving(path):
+        path.parent.mkdir(exist_ok=True)
+        import_torchvision().utils.save_image(fakes, path, nrow=8, normalize=True, value_range=ends)

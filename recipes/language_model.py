@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from amp_core.checkpoints.folders import saving
 from amp_core.config.schema import Config
 from amp_core.data import build_data
 from amp_core.data.loading import eval_loader, to_device
@@ -144,8 +145,9 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         text = sample(unwrap(model), amp, knobs, length=data.facts["length"], seed=cfg.seed)
         if env.is_main:
             file = env.run_dir / "samples" / f"step_{loop.step:08d}.txt"
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(text, encoding="utf-8")
+            with saving(file):
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(text, encoding="utf-8")
     return loop.eval
 
 

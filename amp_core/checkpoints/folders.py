@@ -257,11 +257,12 @@ def saving(target: Path, num_bytes: int = 0) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        free: int | str = "an unknown number"
+        free: int | str = "an unknown number of"
+        needed = f"{num_bytes} bytes needed, " if num_bytes else ""
         with contextlib.suppress(OSError):
             free = shutil.disk_usage(next(path for path in target.parents if path.exists())).free
         raise SaveError(
-            f"cannot save {target}: {error.strerror or error} ({num_bytes} bytes needed, {free} free). "
+            f"cannot save {target}: {error.strerror or error} ({needed}{free} bytes free). "
             "Earlier checkpoints are intact."
         ) from error
 

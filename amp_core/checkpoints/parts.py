@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_core.checkpoints.shards import Entry, Span, StatePath, Want, slice_of, want_all
+from amp_core.lowp.weights import weights_by_side
 from amp_core.tensors import dtensor_like, full_tensor, is_dtensor, is_state_sharded, load_state, state_layout
 
 # Optimizer states that have the shape of their parameter, in the classes of torch.optim.
@@ -302,13 +303,14 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
     groups = optimizer.param_groups
     saved = [{**group, "params": old["params"]} for group, old in zip(groups, state["param_groups"], strict=True)]
     numbers = [number for number, _ in parameters_of(optimizer, saved)]
-    states, layout = dict(state["state"]), state_layout(optimizer)
+    states, layout, weights = dict(state["state"]), state_layout(optimizer), weights_by_side()
     if layout is not None:
         states = layout.local_states(optimizer, states, numbers)
     for number, parameter in parameters_of(optimizer, saved):
         if number in states:
             own = states[number].items()
-            states[number] = {key: dtensor_like(_laid_out(value, parameter), parameter) for key, value in own}
+            like = weights.get(parameter, parameter)
+            states[number] = {key: dtensor_like(_laid_out(value, like), parameter) for key, value in own}
     optimizer.load_state_dict({"state": states, "param_groups": saved})
     optimizer.param_groups = groups
     # torch casts all but `step` to the parameter's dtype: NAdam's fp32 product of momenta to bf16, for example.

@@ -196,7 +196,8 @@ def size_of(contents: list[tuple[Entry, Shard]]) -> int:
 
 def buffer_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor in host memory, without a copy where it is contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))  # one element may have any stride
+    return flat.view(torch.uint8).numpy().data
 
 
 def read(folder: Path, entries: list[Entry], digests: Mapping[str, str], want: Want) -> dict[int, Tensor | Slice]:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from amp_core.cli.run_folders import status_of
-from amp_core.config.files import read_json, read_text
+from amp_core.config.errors import ConfigError
+from amp_core.config.files import kind_of, read_json, read_text
 from amp_core.run.lines import write_json, write_text
 
 PARENT = "AMP_RECIPES_PARENT"
@@ -62,6 +63,11 @@ def status_after(exit_code: int) -> str:
 
 def begin(sweep_dir: Path) -> None:
     """Forget the records of an earlier start of the sweep: run folders tell what is finished."""
+    for name, expected in ((".jobs", "a folder"), ("optuna.journal", "a file")):
+        if (found := kind_of(sweep_dir / name)) not in ("", expected):
+            raise ConfigError(
+                f"{sweep_dir / name} is {found}, expected {expected}; remove it, or choose another folder"
+            )
     shutil.rmtree(sweep_dir / ".jobs", ignore_errors=True)
 
 

@@ -90,7 +90,21 @@ def mnist_file() -> Path | None:
 
 def class_names(folder: Path) -> list[str]:
     """Sorted names of the class folders, as torchvision's ImageFolder has them."""
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    with os.scandir(folder) as entries:  # a link to itself ends it
+        return sorted(entry.name for entry in entries if entry.is_dir())
+
+
+def images_below(folder: str | os.PathLike[str]) -> Iterator[str]:
+    """Paths of the images in a folder and below, also behind links. Each folder once, so that loops of links end."""
+    seen: set[tuple[int, int]] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        about = os.stat(place)
+        if (about.st_dev, about.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((about.st_dev, about.st_ino))
+        folders.sort()  # of two ways to a folder the same one is taken everywhere
+        yield from (os.path.join(place, name) for name in names if name.lower().endswith(IMAGE_ENDINGS))
 
 
 def _check_use(cfg: DataConfig) -> Iterator[str]:
@@ -143,11 +157,9 @@ def _check_classes(root: Path) -> Iterator[str]:
     """Stops at the first image of each part, so that a large data set is checked at once."""
     for part in ("train", "val"):
         classes = class_names(root / part)
-        walks = (os.walk(root / part / name, followlinks=True) for name in classes)
-        images = (name for walk in walks for _, _, names in walk for name in names)
         if not classes:
             yield f"{part} has no class folders; expected {part}/<class>/*"
-        elif not any(name.lower().endswith(IMAGE_ENDINGS) for name in images):
+        elif not any(True for name in classes for _ in images_below(root / part / name)):
             yield f"{part} has no images; expected files that end with {', '.join(IMAGE_ENDINGS)}"
     train, val = set(class_names(root / "train")), set(class_names(root / "val"))
     for names, message in ((val - train, "val has classes that train lacks"), (train - val, "val lacks classes")):
@@ -224,7 +236,8 @@ def masked_images(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
     """
     found, problems = [], []
     for part in ("images", "masks"):
-        names = sorted(entry.name for entry in os.scandir(folder / part) if entry.is_file())
+        with os.scandir(folder / part) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_file())
         files = [Path(folder, part, name) for name in names if name.lower().endswith(IMAGE_ENDINGS)]
         found.append({file.stem: str(file) for file in files})
         if len(found[-1]) < len(files):

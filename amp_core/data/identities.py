@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import io
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from amp_core.config.checks import IMAGE_ENDINGS, class_names, dejavu_files
+from amp_core.config.checks import class_names, dejavu_files, images_below
 from amp_core.config.errors import ConfigError, RunError
+from amp_core.config.files import read_bytes
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Key, Paths, uniforms, unpack
 from amp_core.data.images import ArrayImages, Batch, open_image, shift_rotate_scale
@@ -28,6 +28,8 @@ from amp_core.data.records import Records
 
 _MOST_PROBES = 20
 """Evaluation images per identity: 190 pairs."""
+_LARGEST_IMAGE = 1 << 30
+"""Bytes of a file."""
 
 # --- glyphs -----------------------------------------------------------------------------------------------------------
 
@@ -154,12 +156,7 @@ class _Folder:
     def __init__(self, root: Path) -> None:
         paths, labels = [], []
         for number, name in enumerate(class_names(root)):
-            found = sorted(
-                os.path.join(folder, file)
-                for folder, _, files in os.walk(root / name, followlinks=True)
-                for file in files
-                if file.lower().endswith(IMAGE_ENDINGS)
-            )
+            found = sorted(images_below(root / name))
             paths += found
             labels += [number] * len(found)
         self._paths = Paths(paths)
@@ -168,9 +165,10 @@ class _Folder:
     def __call__(self, number: int) -> tuple[str, bytes]:
         path = self._paths[number]
         try:
-            return path, Path(path).read_bytes()
-        except OSError as error:
-            raise RunError(f"cannot read the image {path}: {error.strerror}. Replace or remove it") from error
+            return path, read_bytes(path, _LARGEST_IMAGE)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise RunError(f"cannot read the image {path}: {reason}. Replace or remove it") from error
 
 
 class _RecordImages:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gzip
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from amp_core.config.checks import class_names, mnist_file
+from amp_core.config.checks import class_names, images_below, mnist_file
 from amp_core.config.errors import ConfigError, RunError
+from amp_core.config.files import open_file
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Dataset, Key, Paths, uniforms, unpack
 from amp_core.vision import import_torchvision
@@ -30,7 +32,7 @@ Batch = tuple[Tensor, Tensor]
 
 @contextlib.contextmanager
 def open_image(file: Any, name: str) -> Iterator[Any]:
-    """An image, opened by Pillow; in the block its errors are those of the file.
+    """An image, opened by Pillow from a path or an open file; in the block its errors are those of the file.
 
     Raises:
         RunError: it cannot be read, or has more pixels than Pillow takes for sane (`Image.MAX_IMAGE_PIXELS`): one such
@@ -42,10 +44,12 @@ def open_image(file: Any, name: str) -> Iterator[Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(file) as image:
-                yield image
+            with os.fdopen(open_file(file), "rb") if isinstance(file, str) else file as opened:
+                with Image.open(opened) as image:
+                    yield image
     except (OSError, SyntaxError, ValueError, *bombs) as error:  # what Pillow's readers raise
-        raise RunError(f"cannot read the image {name}: {str(error).rstrip('.')}. Replace or remove it") from error
+        reason = str(error).partition(" <_io")[0].rstrip(".")  # without the open file
+        raise RunError(f"cannot read the image {name}: {reason}. Replace or remove it") from error
 
 
 # --- augmentation: functions of the images and of uniform numbers, a row per image ------------------------------------
@@ -448,18 +452,15 @@ def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path and cfg.image_size, "check_data was not asked"
     root = Path(cfg.path).expanduser()
     classes = class_names(root / "train")
-    folder = import_torchvision().datasets.folder
 
     def part(name: str, augment: bool, on_device: bool = False) -> ImageFiles:
-        numbers = {label: number for number, label in enumerate(classes)}
-        try:
-            samples = folder.make_dataset(root / name, numbers, extensions=folder.IMG_EXTENSIONS)
-        except FileNotFoundError as error:
-            raise ConfigError(f"data.path={cfg.path}: {name}: {error}") from error
-        paths, labels = zip(*samples, strict=True)
+        # In the order of torchvision's ImageFolder, which follows loops of links without end.
+        found = [sorted(images_below(root / name / label), key=os.path.split) for label in classes]
+        if empty := [label for label, paths in zip(classes, found, strict=True) if not paths]:
+            raise ConfigError(f"data.path={cfg.path}: {name}: no images in {', '.join(empty)}")
         return ImageFiles(
-            paths,
-            np.array(labels),
+            [path for paths in found for path in paths],
+            np.repeat(np.arange(len(classes)), [len(paths) for paths in found]),
             num_classes=len(classes),
             size=cfg.image_size or 0,
             augment=augment,

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from amp_core.lowp.rounding import noise_16bit, round_stochastically
-from amp_core.lowp.weights import buckets
+from amp_core.lowp.weights import buckets, weights_by_side
 from amp_core.torch_private import foreach_copy_
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -121,10 +121,12 @@ class Adam16(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As for any optimizer; moments become bfloat16 with the strides of their weights."""
         super().load_state_dict(state_dict)  # casts all floating-point state to the dtype of the weights
+        weights = weights_by_side()
         for param, state in self.state.items():
+            like = weights.get(param, param)
             for key in _MOMENTS:
                 if key in state:
-                    state[key] = torch.empty_like(param, dtype=torch.bfloat16).copy_(state[key])
+                    state[key] = torch.empty_like(like, dtype=torch.bfloat16).copy_(state[key])
 
 
 def _flat(tensor: Tensor) -> Tensor:

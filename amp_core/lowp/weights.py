@@ -86,6 +86,11 @@ def master_params(net: nn.Module) -> list[nn.Parameter]:
     return [_sides[p].master if p in _sides else p for p in net.parameters()]
 
 
+def weights_by_side() -> dict[Tensor, Tensor]:
+    """fp32 side -> its 16-bit weight, whose strides it has in a step. Between steps it may be one number, expanded."""
+    return {side.master: low for low, side in _sides.items()}
+
+
 def is_low(param: Tensor) -> bool:
     """Whether a weight is held in 16 bits."""
     return param in _sides

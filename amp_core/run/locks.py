@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import platform
+import weakref
 from pathlib import Path
 from typing import IO
 
@@ -38,8 +39,21 @@ def acquire(folder: Path) -> IO[str]:
             lock.close()
             raise BlockingIOError(problem.errno, owner or "another process") from problem
         if is_of(lock, folder):
+            _held.add(lock)
             return lock
         lock.close()
+
+
+_held: weakref.WeakSet[IO[str]] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked process: a data worker that hangs when its run is killed would hold the lock for it."""
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def is_of(lock: IO[str], folder: Path) -> bool:

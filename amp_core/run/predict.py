@@ -91,6 +91,7 @@ def _lines(
             if arrays:
                 line["file"] = f"predictions/{index:08d}.npz"
                 (env.run_dir / "predictions").mkdir(exist_ok=True)
+                (env.run_dir / line["file"]).unlink(missing_ok=True)  # a pipe, or a link to somewhere else
                 np.savez_compressed(env.run_dir / line["file"], **arrays)
             yield index, dumps(line), all(np.isfinite(value).all() for value in values.values())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 import warnings
 import zipfile
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from amp_core.checkpoints.parts import first_few
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import ConfigError
+from amp_core.config.files import open_file
 from amp_core.config.schema import Config, suggest
 from amp_core.models.images import CLASSIFIERS
 from amp_core.vision import import_torchvision
@@ -236,6 +238,7 @@ def _load_safetensors(path: str) -> dict[str, Any]:
     except ImportError as missing:
         raise ConfigError(f"model.weights={path}: needs the package safetensors: pip install safetensors") from missing
     try:
+        os.close(open_file(path))  # the library waits for a pipe
         return load_file(path)
     except SafetensorError as problem:
         raise ValueError(str(problem)) from problem

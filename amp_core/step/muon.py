@@ -60,7 +60,7 @@ def build(nets: Iterable[nn.Module], lr: float, weight_decay: float, **options: 
     groups = [{"params": [p for p in rest if p.ndim >= 2], "weight_decay": weight_decay}]
     groups += [{"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}]
     adamw = torch.optim.AdamW([group for group in groups if group["params"]] or [torch.zeros(1)], lr=lr, **adam)
-    muon = torch.optim.Muon([_rows(p) for p in matrices] or [torch.zeros(1, 1)], lr, weight_decay, **options)
+    muon = torch.optim.Muon([torch.zeros(1, 1)], lr, weight_decay, **options)  # for its checks and defaults
     if not matrices:
         logger.warning("optimizer.name=Muon: no hidden matrix; AdamW steps all weights")
         return adamw

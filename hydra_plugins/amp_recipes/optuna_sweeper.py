@@ -104,22 +104,28 @@ class OptunaSweeper(Sweeper):
         from optuna.storages.journal import JournalFileBackend
 
         from amp_core.config.errors import ConfigError
+        from amp_core.config.files import read_bytes
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         path = folder / "optuna.journal"
-        if path.exists():  # of a search that may have been killed in the middle of a line, or while it had the file
-            content = path.read_bytes()
-            if not content.endswith(b"\n"):
-                with open(path, "r+b") as file:
-                    file.truncate(content.rfind(b"\n") + 1)
-            Path(f"{path}.lock").unlink(missing_ok=True)
         best_is = str(self._config.recipe.best_is)
-        study = optuna.create_study(
-            study_name="search",
-            storage=optuna.storages.JournalStorage(JournalFileBackend(str(path))),
-            direction="maximize" if best_is == "max" else "minimize",
-            load_if_exists=True,
-        )
+        try:
+            if path.exists():  # of a search that may have been killed in the middle of a line, or while it had the file
+                content = read_bytes(path, 1 << 30)
+                if not content.endswith(b"\n"):
+                    with open(path, "r+b") as file:
+                        file.truncate(content.rfind(b"\n") + 1)
+                Path(f"{path}.lock").unlink(missing_ok=True)
+            study = optuna.create_study(
+                study_name="search",
+                storage=optuna.storages.JournalStorage(JournalFileBackend(str(path))),
+                direction="maximize" if best_is == "max" else "minimize",
+                load_if_exists=True,
+            )
+        except Exception as problem:  # the reader of the journal raises many kinds
+            raise ConfigError(
+                f"{path}: cannot be read as a search: {problem}; move it away, or choose another folder"
+            ) from problem
         this = {
             "metric": f"{self._config.recipe.best}, {best_is}",
             "sampler": f"{self.sampler}, {self.num_startup} at random, seed {self.seed}",

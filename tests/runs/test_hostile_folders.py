@@ -1,10 +1,12 @@
-"""Whatever stands in place of a run folder's files, no program hangs, ends with a traceback, or acts on the terminal."""
+"""Whatever stands in place of a run folder's files, or of data and weights, no program hangs, ends with a traceback, or
+acts on the terminal."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,7 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 from shared import script
 
 import train
@@ -198,3 +202,84 @@ def test_a_pipe_where_a_run_writes_is_named_and_nothing_is_changed(ready, capfd)
     assert "metrics.jsonl is a pipe, expected a file; remove it" in capfd.readouterr().err
     assert json.loads((folder / "summary.json").read_text()) == before
     shutil.rmtree(folder)
+
+
+# --- data and weights -------------------------------------------------------------------------------------------------
+
+IMAGES = ["data.image_size=8", "batch_size=4", "steps=4", "device=cpu", "log=none", "model.options.width=4"]
+
+
+def images(*folders):
+    rng = np.random.default_rng(0)
+    for folder in folders:
+        folder.mkdir(parents=True)
+        for number in range(4):
+            Image.fromarray(rng.integers(0, 256, (12, 12, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+
+
+def class_folders(root):
+    images(*(root / part / label for part in ("train", "val") for label in "ab"))
+    return [*IMAGES, "data=image_folder", f"data.path={root}", f"run_dir={root.parent / 'run'}"]
+
+
+def identities(root):
+    images(*(root / name for name in "abcdef"))
+    return [*IMAGES, "recipe=face_recognition", "data=identity_folder", f"data.path={root}"]
+
+
+def masks(root):
+    images(root / "train" / "images", root / "val" / "images")
+    for part in ("train", "val"):
+        (root / part / "masks").mkdir()
+        for number in range(4):
+            Image.new("L", (12, 12)).save(root / part / "masks" / f"{number}.png")
+    return [*IMAGES, "recipe=segmentation", "data=mask_folder", f"data.path={root}"]
+
+
+@pytest.mark.parametrize("make, place", [(class_folders, "val/a"), (identities, "a"), (masks, "val/masks")])
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket", "loop of links"])
+def test_what_is_no_file_among_images_is_named_or_left_out(make, place, kind, tmp_path, capfd):
+    command = make(tmp_path / "data")
+    path = tmp_path / "data" / place / "1.png"
+    path.unlink()
+    KINDS[kind](path)
+    with no_hang():
+        code = train.main(command)
+    said = capfd.readouterr().err
+    assert code in (1, 2) and re.search(r"1\.png|images without a mask: 1;", said) and "Traceback" not in said
+
+
+@pytest.mark.parametrize("make, place", [(class_folders, "train/a"), (identities, "a")])
+def test_loops_of_links_among_folders_of_images_end(make, place, tmp_path):
+    """Three links to their own folder are 3^40 ways into it."""
+    command = make(tmp_path / "data")
+    for name in "xyz":
+        (tmp_path / "data" / place / name).symlink_to(".")
+    with no_hang():
+        assert train.main([*command, "data.num_workers=0"]) == 0
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt", "folder/model.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
+def test_weights_that_are_no_file_are_refused(name, kind, tmp_path, capfd):
+    (tmp_path / "folder").mkdir()
+    KINDS[kind](tmp_path / name)
+    with no_hang():
+        code = train.main(
+            [*SMALL, "steps=1", f"model.weights={(tmp_path / name).parent if '/' in name else tmp_path / name}"]
+        )
+    said = capfd.readouterr().err
+    assert code == 2 and "cannot be read as tensors" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_stands_in_place_of_a_prediction_is_replaced(kind, tmp_path):
+    command = [*masks(tmp_path / "data"), f"run_dir={tmp_path / 'run'}"]
+    place = tmp_path / "run" / "predictions" / "00000000.npz"
+    assert train.main(command) == 0
+    place.parent.mkdir()
+    (tmp_path / "elsewhere").write_text("kept")
+    os.mkfifo(place) if kind == "pipe" else place.symlink_to(tmp_path / "elsewhere")
+    with no_hang():
+        assert train.main([*command, "task=predict"]) == 0
+    assert np.load(place)["masks"].dtype == bool and (tmp_path / "elsewhere").read_text() == "kept"

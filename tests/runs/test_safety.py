@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 from running import checkpoints, state
+from test_recipes import arguments
 from tiers import rows
 
 import train
 from amp_core.checkpoints.checkpoint import Checkpoint
 from amp_core.config.redact import known_secrets, redact, redact_typed, refuse_secret
 from amp_core.run.locks import lock_folder
+from amp_core.vision import import_torchvision
 
 SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
 SMALL += ["device=cpu", "log.progress=false", "batch_size=8", "save_every=1", "eval_every=1000", "amp=bf16", "steps=3"]
@@ -209,3 +212,19 @@ def test_keys_are_found_where_they_belong(monkeypatch, tmp_path):
     assert set(known_secrets()) == {"from-netrc", "from-settings", "from-environment"}
     assert redact("a from-netrc b from-environment https://u:p@h/x") == "a *** b *** https://***@h/x"
     assert redact_typed("wandb_key=abcdefghijk seed=123456789") == "wandb_key=*** seed=123456789"
+
+
+@pytest.mark.parametrize("recipe", ["language_model", "diffusion", "gan"])
+def test_samples_that_cannot_be_written_end_a_run_with_4(recipe, monkeypatch, capsys):
+    """As with any other file of a run: a message and no traceback, and the checkpoint of the step before."""
+
+    def fails(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(import_torchvision().utils, "save_image", fails)
+    monkeypatch.setattr(Path, "write_text", fails)
+    command = arguments(recipe, "steps=2", "save_every=1", "eval_every=2", "run_dir=run")
+    assert train.main([text for text in command if not text.startswith("recipe.sample_bytes")]) == 4
+    said = capsys.readouterr().err
+    assert "cannot save " in said and f"{os.strerror(errno.EIO)} (" in said and "Traceback" not in said
+    assert checkpoints("run")

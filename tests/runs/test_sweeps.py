@@ -217,6 +217,29 @@ def test_a_search_that_was_cut_off_tries_what_an_undisturbed_one_tries(capsys):
     assert "holds another search" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "name, make, optuna",
+    [
+        (".jobs", os.mkfifo, False),
+        (".jobs", lambda path: path.symlink_to("."), False),
+        ("optuna.journal", os.mkfifo, True),
+        ("optuna.journal", lambda path: path.write_bytes(bytes(range(256)) + b"\n"), True),
+        ("optuna.journal", lambda path: path.write_text("[1, 2]\n"), True),
+        ("optuna.journal", lambda path: path.write_text('{"op_code": 99}\n'), True),
+        ("optuna.journal", lambda path: os.truncate(path, path.write_text("x") << 40), True),
+    ],
+)
+def test_what_is_no_file_of_a_sweep_is_named(name, make, optuna, capsys):
+    if optuna:
+        pytest.importorskip("optuna")
+    Path("s").mkdir()
+    make(Path("s", name))
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.num_trials=1"] if optuna else []
+    assert train.main([*SMALL, "-m", "hydra.sweep.dir=s", "steps=1", "seed=1,2", *search]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and f"s/{name}" in said and "choose another folder" in said
+
+
 # --- published numbers ------------------------------------------------------------------------------------------------
 
 

@@ -35,8 +35,10 @@ from amp_core.checkpoints import folders, plain_state
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import CheckpointError, SaveError
+from amp_core.config.schema import OptimizerConfig
 from amp_core.lowp.moments import Adam16
 from amp_core.run.teardown import end_process_group
+from amp_core.step.optimizers import build_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -319,6 +321,50 @@ def test_moments_follow_weights_into_another_memory_format(tmp_path: Path, make:
     _, net, optimizer = begin(torch.contiguous_format)
     optimizer.load_state_dict(saved)
     assert make is not Adam16 or optimizer.state[net.weight]["exp_avg"].stride() == net.weight.stride()
+
+
+@pytest.mark.parametrize("format", ["single", "sharded"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon", "SGD", "Adam16"])
+@pytest.mark.parametrize("mode", ["o2", "o3", "bf16_pure"])
+def test_moments_of_16_bit_weights_in_channels_last_resume_bit_for_bit(
+    mode: str, optimizer: str, format: Any, tmp_path: Path
+) -> None:
+    """Such fp32 sides are one number, expanded, between steps: without the strides that their moments must have."""
+
+    def begin() -> tuple[Checkpoint, nn.Module, Amp, Any]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 1)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        amp = Amp.named(mode, device="cpu")
+        amp.prepare(net)
+        stepper: Any = (
+            Adam16(master_params(net), lr=0.01)
+            if optimizer == "Adam16"
+            else build_optimizer(
+                OptimizerConfig(optimizer, 0.01, 0.1, None, "float32", {"momentum": 0.9} if optimizer == "SGD" else {}),
+                net,
+            )
+        )
+        folder = Checkpoint(tmp_path, format=format, keep=9, model=net, optimizer=stepper, scaler=amp)
+        return folder, net, amp, stepper
+
+    def step(net: nn.Module, amp: Amp, stepper: Any, number: int) -> None:
+        images = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(number))
+        amp.backward(net(images.to(memory_format=torch.channels_last)).square().mean())
+        amp.step(stepper)
+        amp.update()
+        amp.zero_grad(stepper)
+
+    checkpoint, net, amp, stepper = begin()
+    for number in range(2):
+        step(net, amp, stepper, number)
+    checkpoint.save(2)
+    resumed, other, *rest = begin()
+    assert resumed.load() is not None
+    resumed.save(3)  # with moments as they were laid out here, one of them of one number
+    for number in (2, 3):
+        step(net, amp, stepper, number)
+        step(other, rest[0], rest[1], number)
+    assert all(map(torch.equal, net.parameters(), other.parameters()))
 
 
 def test_crc_setting_of_torch_is_restored(tmp_path: Path) -> None:

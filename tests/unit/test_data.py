@@ -34,7 +34,15 @@ from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.schema import DataConfig, choices, read_option
 from amp_core.data import Data, build_data
 from amp_core.data.base import uniforms
-from amp_core.data.images import ArrayImages, crop_flip, every_fifth, random_crop, read_mnist_subset, shift_rotate_scale
+from amp_core.data.images import (
+    ArrayImages,
+    ImageFiles,
+    crop_flip,
+    every_fifth,
+    random_crop,
+    read_mnist_subset,
+    shift_rotate_scale,
+)
 from amp_core.data.loading import (
     Batches,
     GaveUp,
@@ -411,6 +419,29 @@ def test_an_unreadable_image_is_named(folders: dict[str, DataConfig], content: b
         list(eval_loader(data.eval, batch_size=3, num_workers=num_workers))
 
 
+def test_images_are_in_the_order_of_torchvision(tmp_path: Path) -> None:
+    """Its own reader never returns where links make loops."""
+    for name in (
+        "train/b/z.png",
+        "train/b/c/a.png",
+        "train/b/c-d/a.png",
+        "train/a/1.png",
+        "val/a/1.png",
+        "val/b/1.JPG",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (4, 4)).save(tmp_path / name, format="PNG")
+    (tmp_path / "elsewhere").mkdir()
+    Image.new("L", (4, 4)).save(tmp_path / "elsewhere/x.png")
+    (tmp_path / "train/b/link").symlink_to(tmp_path / "elsewhere")
+    data = build_data(data_config("image_folder", path=str(tmp_path)), seed=0)
+    folder = import_torchvision().datasets.folder
+    for part, name in ((data.train, "train"), (data.eval, "val")):
+        expected = folder.make_dataset(tmp_path / name, {"a": 0, "b": 1}, extensions=folder.IMG_EXTENSIONS)
+        assert isinstance(part, ImageFiles) and len(expected) == len(part)
+        assert list(zip(part.paths, part.labels.tolist(), strict=True)) == expected
+
+
 def test_an_image_of_too_many_pixels_is_named_at_once(folders: dict[str, DataConfig]) -> None:
     """13,000 x 13,000 pixels: an empty PNG of 20 kB, which Pillow would decode, and only warn."""
     path = Path(folders["image_folder"].path or "", "val/cat/1.png")
@@ -502,7 +533,7 @@ def test_folders_that_cannot_work_are_found(tmp_path: Path) -> None:
     (tmp_path / "val/c").mkdir()
     assert problem("image_folder").startswith("val has classes that train lacks: c")
     (tmp_path / "val/c").rmdir()
-    with pytest.raises(ConfigError, match="train: Found no valid file for the classes b"):
+    with pytest.raises(ConfigError, match="train: no images in b"):
         build_data(data_config("image_folder", path=str(tmp_path)), seed=0)
 
 

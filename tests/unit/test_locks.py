@@ -92,3 +92,33 @@ def test_what_is_no_lock_file_is_refused_at_once(tmp_path, make):
     with pytest.raises(SaveError, match="cannot be written"):
         starting(tmp_path)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def is_free_beside_a_forked_process(folder: Path) -> bool:
+    """Whether the lock ends with its process, which has forked another one that goes on."""
+    lock, (read, write), (begun, began) = lock_folder(folder), os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.write(began, b"x")
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        os.read(begun, 1)
+        lock.close()  # what the end of a process does
+        with contextlib.suppress(ConfigError):
+            lock_folder(folder).close()
+            return True
+        return False
+    finally:
+        for descriptor in (read, write, begun, began):
+            os.close(descriptor)
+        os.waitpid(child, 0)
+
+
+def test_a_data_worker_that_outlives_its_run_does_not_hold_the_folder(tmp_path, monkeypatch):
+    assert is_free_beside_a_forked_process(tmp_path)
+    monkeypatch.setattr(
+        locks, "_held", type("Empty", (set,), {"add": lambda *_: None})()
+    )  # as it was: each forked process has the open file, too
+    assert not is_free_beside_a_forked_process(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import re
@@ -20,6 +21,7 @@ from amp_core.config.schema import OptimizerConfig
 from amp_core.layouts.ddp import wrap_ddp
 from amp_core.layouts.memory_model import memory_of
 from amp_core.layouts.zero import share_state, whole_state
+from amp_core.lowp.weights import master_params
 from amp_core.models.gpt import GPT
 from amp_core.models.images import cnn
 from amp_core.step.muon import hidden_matrices
@@ -83,6 +85,32 @@ def test_kernels_are_matrices_of_one_row_per_output() -> None:
             optimizer.zero_grad()
         assert torch.equal(kernel.detach().permute(order).flatten(1), twin)
         assert optimizer.state[kernel]["momentum_buffer"].stride() == kernel.stride()
+
+
+@pytest.mark.parametrize("mode", ["o2", "o3"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_kernels_of_16_bit_weights_are_stepped_in_fp32(mode: str, layout: torch.memory_format) -> None:
+    """As those of an fp32 network with the same gradients, then rounded. In o3 they have memory only during a step."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.Flatten(), nn.Linear(8, 2)).to(memory_format=layout)  # type: ignore[call-overload]
+    amp = Amp.named(mode, device="cpu", **({"init_scale": 1.0} if mode == "o2" else {}))
+    twin = copy.deepcopy(net)
+    amp.prepare(net)
+    optimizer, reference = build_optimizer(CONFIG, net), build_optimizer(CONFIG, twin)
+    for _ in range(3):
+        if mode == "o3":  # no fp32 weights are kept
+            for param, low in zip(twin.parameters(), net.parameters(), strict=True):
+                param.data.copy_(low)
+        amp.backward(net(torch.randn(4, 3, 3, 3).to(memory_format=layout)).square().mean())
+        for param, side in zip(twin.parameters(), master_params(net), strict=True):
+            assert side.grad is not None
+            param.grad = side.grad.to(param.dtype, copy=True)
+        report = amp.step(optimizer)
+        assert bool(report.taken)
+        reference.step()
+        amp.update()
+        amp.zero_grad(optimizer)
+        assert all(torch.equal(p.half(), low) for p, low in zip(twin.parameters(), net.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("tied", [False, True])
