@@ -192,7 +192,7 @@ class Cures:
         advice = ADVICE.get(diagnosis.cause, BF16)
         if wide.steps and not wide.holds:
             diagnosis.why += f" Without autocast step {wide.steps + 1} breaks, too."
-            advice = ADVICE["training diverges"]
+            advice = ADVICE["overflow in fp32"]
         if advice is not BF16 or self.amp.limits[1] <= torch.finfo(torch.float16).max:
             diagnosis.fixes.append(advice)
 
