@@ -11,9 +11,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from amp_core.doctor.diagnosis import (
     ADVICE,
@@ -28,13 +29,11 @@ from amp_core.doctor.diagnosis import (
     keep_fp32_override,
 )
 from amp_core.doctor.plain_loop import without_autocast
-from amp_core.doctor.trace import FirstNonFinite
+from amp_core.doctor.trace import FirstNonFinite, Trace
 from amp_core.lowp.islands import islands_of
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
+from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
-
-if TYPE_CHECKING:
-    from amp_core.doctor.locate import Doctor
 
 Replay = Callable[..., contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Trying = Callable[[], contextlib.AbstractContextManager[int]]
@@ -61,6 +60,25 @@ class Trial(NamedTuple):
         return self.steps == self.most
 
 
+class Reruns(Protocol):
+    """What reruns a window: a `Doctor`."""
+
+    amp: Amp
+    nets: list[tuple[str, nn.Module]]
+    names: dict[nn.Module, str]
+    agree: Callable[[Any], list[Any]]
+
+    @property
+    def can_make_islands(self) -> bool: ...
+    @property
+    def in_plain_loop(self) -> bool: ...
+    @property
+    def has_gradscaler(self) -> bool: ...
+    def as_islands(self, names: Sequence[str]) -> contextlib.AbstractContextManager[list[str]]: ...
+    def is_finite(self, replay: Replay, *, as_trained: bool = False) -> Generator[Any, None, bool]: ...
+    def trace(self, replay: Replay) -> Generator[Any, None, tuple[Trace, Rehearsal]]: ...
+
+
 class Cures:
     """Searches cures of one window.
 
@@ -70,7 +88,7 @@ class Cures:
         trying: a context in which steps may be taken, since it undoes them; gives how many there may be. None: none.
     """
 
-    def __init__(self, doctor: Doctor, replay: Replay, trying: Trying | None) -> None:
+    def __init__(self, doctor: Reruns, replay: Replay, trying: Trying | None) -> None:
         self.doctor, self.replay = doctor, replay
         self.trying: Trying = trying or (lambda: contextlib.nullcontext(1))
         self.amp, self.agree = doctor.amp, doctor.agree
@@ -117,7 +135,7 @@ class Cures:
             advice = BY_HAND
         diagnosis.fixes += [BF16] if is_large and diagnosis.fixes else []
         diagnosis.fixes += [] if advice is None else [advice]
-        if not diagnosis.fixes and self.amp.dtype is torch.float16:
+        if not diagnosis.fixes and self.amp.dtype is torch.float16 and cause != "not found":
             diagnosis.fixes.append(BF16)
 
     def scale_down(self, diagnosis: Diagnosis) -> Generator[Any, None, None]:
@@ -149,7 +167,10 @@ class Cures:
             with backward_outside_autocast():
                 trial, fits, made = yield from self._islands_at(names, scale)
         if not trial.steps:
-            text = f"compute in fp32: {_listed(made)}: finite in eager code, but not as it is compiled here"
+            why = "finite, but not when it is rerun: does it change its batch?"
+            if may_compile():
+                why = "finite in eager code, but not as it is compiled here"
+            text = f"compute in fp32: {_listed(made)}: {why}"
             diagnosis.fixes.append(Fix("override", text, python=keep_fp32_call(made), verified=False))
             return True
         if not trial.holds:
@@ -192,9 +213,9 @@ class Cures:
         advice = ADVICE.get(diagnosis.cause, BF16)
         if wide.steps and not wide.holds:
             diagnosis.why += f" Without autocast step {wide.steps + 1} breaks, too."
-            # Neither is enough: the window breaks without `what`, and what follows breaks with it.
-            slower = ADVICE["training diverges"]
-            advice = dataclasses.replace(slower, text=f"{what}, and numbers that grow less: {slower.text}")
+            # The window breaks without `what`, and what follows breaks with it.
+            wider = ADVICE["overflow in fp32"]
+            advice = dataclasses.replace(wider, text=f"{what}; and {wider.text}")
         if advice is not BF16 or self.amp.limits[1] <= torch.finfo(torch.float16).max:
             diagnosis.fixes.append(advice)
 

@@ -56,7 +56,7 @@ SCORE: dict[str, set] = {what: set() for what in ("ran", "located", "classified"
 SAYS = {
     "overflow in a cast": "cast to float32",
     "overflow in fp32": "optimizer.lr",
-    "division or logarithm of zero": "away from 0",
+    "division or logarithm of zero": ("away from 0", "leave out what has no elements"),
     "nothing left by a mask": "leave one key",
     "infinite constant": "write a finite number",
     "position collision": "positions and their products in fp32",
@@ -125,7 +125,8 @@ def test_a_planted_fault_is_located_classified_and_cured(fault: Fault):
     first = diagnosis.fixes[0]
     assert first.kind == fault.fix and fault.override in ("", first.override)
     if first.kind != "override":
-        assert SAYS[fault.cause] in first.text
+        said = SAYS[fault.cause]
+        assert any(text in first.text for text in ([said] if isinstance(said, str) else said))
     if fault.islands is not None:
         assert set(diagnosis.islands) == set(fault.islands) and first.verified
     for fix in diagnosis.fixes:
@@ -136,7 +137,8 @@ def test_a_planted_fault_is_located_classified_and_cured(fault: Fault):
         assert finite, fix
         assert left is None, (fix, str(left))
     if diagnosis.cause == "loss scale too large":
-        key, scale = first.override.split("=")
+        key, _ = first.override.split("=")  # of all the steps that were tried
+        (scale,) = re.findall(r"with (\S+) the window is finite", diagnosis.why)
         finite, _ = examine_planted(fault, False, with_override(fault.settings, f"{key}={2 * float(scale):g}"))
         assert not finite, "twice the scale fits, too"
     SCORE["cured"].add(fault.name)

@@ -254,7 +254,7 @@ def outer_product(x: Tensor) -> Tensor:
 
 
 def own_softplus(x: Tensor) -> Tensor:
-    return torch.log(1 + torch.exp(x * 20)) / 20
+    return torch.log(1 + torch.exp(x * 10)) / 10
 
 
 def normalised(x: Tensor) -> Tensor:
@@ -622,7 +622,7 @@ FAULTS = [
     Fault("an exponential", "classification", in_slot("14", exponentials),
           "overflow in a function", "aten.exp", "14", "return (x * 10).exp() / 1e4", islands=("14",), settings=QUIET),
     Fault("a softplus by hand", "segmentation", in_slot("dropout", own_softplus),
-          "overflow in a function", "aten.exp", "dropout", "return torch.log(1 + torch.exp(x * 20)) / 20",
+          "overflow in a function", "aten.exp", "dropout", "return torch.log(1 + torch.exp(x * 10)) / 10",
           islands=("dropout",)),
     Fault("attention of torch's own", "classification", in_net(loud_attention),
           "overflow in a product", "aten.addmm", "14", "return x + super().forward(queries, queries, queries)[0][:, 0] / self.loud",
