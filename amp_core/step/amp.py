@@ -389,11 +389,9 @@ class Amp:
             if rehearsal is not None:
                 rehearsal.add(found_inf)
                 rehearsal.optimizers.update(optimizers)
-            if skips:
-                found_inf = torch.ones_like(found_inf)
+            found_inf = torch.ones_like(found_inf) if skips else found_inf
             taken = torch.eq(found_inf, self._zero)
-            if not has_grads:
-                taken = torch.zeros_like(taken)
+            taken = taken if has_grads else torch.zeros_like(taken)
             torch.clear_autocast_cache()
             on_host = None if on_device else not skips and self._decide_on_host(states, taken)
             for state in states:
