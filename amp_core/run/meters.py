@@ -34,6 +34,7 @@ class Meter:
         """Norm of the last step; None: there was none."""
         self._num_steps = num_skipped
         self._num_taken = torch.zeros((), dtype=torch.int64, device=device)
+        self._zero = torch.zeros((), device=device)
         self.clear()
 
     def clear(self) -> None:
@@ -55,7 +56,7 @@ class Meter:
         self.grad_norm, self.is_fresh = report.grad_norm, True
         for name, value in values.items():
             # A skipped step has no loss: NaN would spoil the mean.
-            value = torch.where(report.taken, value.detach().float(), 0.0)
+            value = torch.where(report.taken, value.detach().float(), self._zero)
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self._num_steps += 1
         self._num_taken += report.taken

@@ -19,8 +19,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ from amp_core.step.report import (
     can_skip_on_device,
     require_no_closure,
 )
-from amp_core.step.scaler import LossScale, policy_of
+from amp_core.step.scaler import LossScale, Numbers, policy_of
 from amp_core.tensors import (
     UNTESTED_DEVICES,
     is_sharded,
@@ -61,11 +61,11 @@ from amp_core.tensors import (
     multiply_,
     several_ranks,
     step_on_local_shards,
-    widest,
 )
 from amp_core.torch_private import log_missing
 
 logger = logging.getLogger("amp_recipes")
+_USABLE = "_amp_core_usable"  # where an optimizer keeps which `Amp` has checked it, with how many groups
 
 
 class Amp:
@@ -112,8 +112,6 @@ class Amp:
 
             use_fp32_convolutions()
         self._states: dict[torch.optim.Optimizer, OptimizerState] = {}
-        self._usable: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        """Optimizers that were checked, with the number of their groups."""
         self._checked: set[frozenset[tuple[int, int]]] = set()
         self._guards: list[BufferGuard] = []
         self.weights: list[LowPrecisionWeights] = []
@@ -126,11 +124,11 @@ class Amp:
         """Called by `step` for each optimizer, before it changes anything."""
         self.beginnings: list[Callable[[Tensor], None]] = []
         """Called by `backward` with the initial gradient: the loss's weight times the loss scale."""
-        self._zero = torch.zeros((), device=self.device)
-        # Floating point adds `found_inf` without a cast.
-        self._skips = torch.zeros(2, dtype=widest(self.device), device=self.device)
+        self._numbers = Numbers(self.device)
+        self._zero = self._numbers[0.0]
+        self._skips = torch.zeros(2, dtype=torch.float32, device=self.device)
         self.num_skipped, self.num_consecutive_skips = self._skips.unbind()
-        """Windows with a skipped step, in total and since the last window without one: 0-d tensors of `widest`."""
+        """Windows with a skipped step, in total and since the last window without one: 0-d float32, exact to 2^24."""
 
     @classmethod
     def named(cls, mode: str, device: str | torch.device = "cpu", *, samples: int | None = None, **fields: Any) -> Amp:
@@ -155,10 +153,12 @@ class Amp:
             cache: False casts weights at each use, for regions of several threads at a time: these share one
                 cache, which the first of them to end empties.
         """
-        dtype = self.dtype if self._casts else None
+        kind = self.device.type
+        if not self._casts:
+            return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
         # A copy made without a graph would be served to a later pass that needs gradients.
         cache = cache and (self._sharing == 0 or torch.is_grad_enabled())
-        return torch.autocast(self.device.type, dtype=dtype, enabled=self._casts, cache_enabled=cache)
+        return torch.autocast(kind, dtype=self.dtype, cache_enabled=cache)
 
     @contextlib.contextmanager
     def cache_weight_casts(self, *nets: nn.Module) -> Iterator[None]:
@@ -219,7 +219,7 @@ class Amp:
             loss = loss.float() if loss.ndim == 0 else loss.float().reshape(())
             if self._rehearsal is not None:
                 self._rehearsal.on_loss(loss)
-            gradient = self.scaler.scale * gradient
+            gradient = self.scaler.scale * (gradient if isinstance(gradient, Tensor) else self._numbers[gradient])
         elif self.scaler.policy is not None:
             gradient = self.scaler.scale * gradient
         seed = gradient.to(loss)
@@ -336,7 +336,7 @@ class Amp:
             lay_out_gradients(params, grads)
         if grads:
             inverse = self.scaler.inverse
-            state.found_inf = not_finite(norm_of(grads, self._zero, sharded=in_parts) * inverse)
+            state.found_inf = not_finite(norm_of(grads, self._zero, sharded=in_parts) * inverse, self._zero)
             multiply_(grads, inverse)
         state.unscaled = True
 
@@ -372,32 +372,28 @@ class Amp:
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         if not optimizers or len(optimizers) > len(set(optimizers)):
             raise ValueError(f"amp.step: got {len(optimizers)} optimizers, expected at least one, none of them twice")
-        with torch.no_grad():  # once: each such region costs as much Python as all the arithmetic of this method
+        with torch.set_grad_enabled(False):  # once, and not `no_grad`: each such region takes as long as an operator
             rehearsal, agree = self._rehearsal, several_ranks()
             skips = rehearsal is not None and not rehearsal.steps
             states = [self._state_of(each) for each in optimizers]
             if rehearsal is not None or self.observers:
                 self._show_gradients(states, unscaled)
-            clips = [None if state.optimizer in unclipped else clip for state in states]
-            found = [
-                self._examine(state, own, state.optimizer not in unscaled, agree and state.optimizer in sharded)
-                for state, own in zip(states, clips, strict=True)
-            ]
+            found, on_device, has_grads = [], not skips, False
+            for state in states:
+                each, own = state.optimizer, None if state.optimizer in unclipped else clip
+                found.append(self._examine(state, own, each not in unscaled, agree and each in sharded))
+                on_device, has_grads = on_device and state.on_device, has_grads or bool(state.grads)
             found_inf = functools.reduce(torch.maximum, found)
             if agree:
                 dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
             if rehearsal is not None:
                 rehearsal.add(found_inf)
                 rehearsal.optimizers.update(optimizers)
-            if skips:
-                found_inf = torch.ones_like(found_inf)
-            taken = found_inf == 0
-            if not any(state.grads for state in states):
-                taken = torch.zeros_like(taken)
+            found_inf = torch.ones_like(found_inf) if skips else found_inf
+            taken = torch.eq(found_inf, self._zero)
+            taken = taken if has_grads else torch.zeros_like(taken)
             torch.clear_autocast_cache()
-            on_host = None
-            if skips or not all(state.on_device for state in states):
-                on_host = not skips and self._decide_on_host(states, taken)
+            on_host = None if on_device else not skips and self._decide_on_host(states, taken)
             for state in states:
                 state.stepped = True
                 state.found_inf = found_inf if state.grads or agree else None
@@ -444,12 +440,12 @@ class Amp:
         if joined:
             norm = norm_over_ranks(norm)
         state.norm = norm if scale is None else norm / scale
-        found_inf = not_finite(state.norm)
+        found_inf = not_finite(state.norm, self._zero)
         if state.found_inf is not None:
             found_inf = torch.maximum(found_inf, state.found_inf)
         state.divisor = scale
         if isinstance(clip, Clip) and clip.kind == "norm" and clip.folded:
-            state.divisor = clip.divisor(state.norm)
+            state.divisor = clip.divisor(state.norm, self._numbers)
             if scale is not None:
                 state.divisor.mul_(scale)
         elif clip is not None and grads:
@@ -467,7 +463,8 @@ class Amp:
                 return found_inf
         else:
             clip(state.params, state.grads)
-        return torch.maximum(found_inf, not_finite(norm_of(state.grads, self._zero, sharded=state.in_parts)))
+        clipped = not_finite(norm_of(state.grads, self._zero, sharded=state.in_parts), self._zero)
+        return torch.maximum(found_inf, clipped)
 
     def _show_gradients(self, states: Sequence[OptimizerState], unscaled: Collection[torch.optim.Optimizer]) -> None:
         """Show gradients as they are before `step` to a rehearsal and to `observers`."""
@@ -501,7 +498,7 @@ class Amp:
         Raises:
             RuntimeError: no optimizer was stepped since the last update.
         """
-        if not any(state.stepped for state in self._states.values()):
+        if not any(map(attrgetter("stepped"), self._states.values())):
             raise RuntimeError("amp.update() without amp.step(optimizer) before it; step every optimizer, then update")
         # Also of those that were unscaled, found infinite and therefore not stepped.
         found = [state.found_inf for state in self._states.values() if state.found_inf is not None]
@@ -562,10 +559,7 @@ class Amp:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The smallest positive and the largest finite value of activations and their gradients.
-
-        Smaller values become 0, larger ones infinite. Subnormal numbers count.
-        """
+        """The smallest positive, subnormal, and the largest finite value of activations and their gradients."""
         info = torch.finfo(self._low)
         return info.smallest_normal * info.eps, info.max
 
@@ -613,7 +607,7 @@ class Amp:
     def _state_of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
         state = self._states.get(optimizer)
         if state is None:
-            if self._states or self._usable.get(optimizer) != len(optimizer.param_groups):
+            if self._states or optimizer.__dict__.get(_USABLE) != (self, len(optimizer.param_groups)):
                 self._require_usable(optimizer)
             state = self._states[optimizer] = OptimizerState(optimizer, can_skip_on_device(optimizer))
         return state
@@ -632,7 +626,7 @@ class Amp:
         require_no_closure(optimizer)
         if self._states:
             self._require_own_weights(optimizer)
-        self._usable[optimizer] = len(optimizer.param_groups)
+        optimizer.__dict__[_USABLE] = self, len(optimizer.param_groups)
 
     def _require_own_weights(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a weight of several optimizers, whose gradient would be unscaled twice. Looked at once for each."""

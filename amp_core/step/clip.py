@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amp_core.config.schema import ClipConfig
+from amp_core.step.scaler import Numbers
 from amp_core.tensors import is_dtensor, local, multiply_, shard_group
 from amp_core.torch_private import foreach_clamp_max_, foreach_clamp_min_, foreach_copy_
 
@@ -56,9 +57,9 @@ class Clip:
         threshold = thresholds.get(config.name)
         return None if threshold is None else cls(config.name, threshold, config.folded is not False)
 
-    def divisor(self, norm: Tensor) -> Tensor:
+    def divisor(self, norm: Tensor, numbers: Numbers) -> Tensor:
         """norm: the divisor of all gradients, a 0-d tensor of at least 1, from their 0-d global norm."""
-        return (norm + 1e-6).div_(self.threshold).clamp_(min=1.0)
+        return torch.maximum((norm + numbers[1e-6]).div_(numbers[self.threshold]), numbers[1.0])
 
     def __call__(self, params: list[Tensor], grads: list[Tensor], norm: Tensor | None = None) -> None:
         """Change the unscaled gradients in place. No host-device sync.

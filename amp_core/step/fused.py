@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from itertools import islice
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ is_missing("torch.autograd.profiler._is_profiler_enabled")  # logged here; it ch
 _CACHE = "_amp_core_step"
 """Where an optimizer keeps its `FusedStep`: no part of its state, neither saved nor copied with it."""
 _Entry = dict[str, Any]
+_step, _mean, _square, _largest = map(itemgetter, ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
 
 
 class FusedStep:
@@ -96,9 +98,9 @@ class FusedStep:
         return (
             state is self._state
             and same(params, self._all)
-            and same(list(state.values()), self._entries)
+            and same(state.values(), self._entries)
             and _settings(self._optimizer) == self._settings
-            and same([entry["step"] for entry in self._counted], self._steps)
+            and all(map(is_, map(_step, self._counted), self._steps))
         )
 
     def take(self, grads: list[Tensor], taken: Tensor, found_inf: Tensor, divisor: Tensor | None) -> None:
@@ -120,12 +122,10 @@ def _sgd(group: _Entry, params: list[Tensor], grads: list[Tensor], members: list
 
 def _adam(group: _Entry, params: list[Tensor], grads: list[Tensor], members: list[_Entry], **on_device: Any) -> None:
     settings = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
-    means = [entry["exp_avg"] for entry in members]
-    squares = [entry["exp_avg_sq"] for entry in members]
-    largest = [entry["max_exp_avg_sq"] for entry in members] if group["amsgrad"] else []
+    means, squares, steps = list(map(_mean, members)), list(map(_square, members)), list(map(_step, members))
+    largest = list(map(_largest, members)) if group["amsgrad"] else []
     beta1, beta2 = group["betas"]
     kernel: Any = _fused_adamw_ if group["decoupled_weight_decay"] else _fused_adam_
-    steps = [entry["step"] for entry in members]
     kernel(params, grads, means, squares, largest, steps, beta1=beta1, beta2=beta2, **settings, **on_device)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from operator import eq, is_
+from collections.abc import Collection, Iterator, Sequence
+from operator import attrgetter, eq, is_
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from amp_core.tensors import global_grad_norm, is_dtensor, is_state_sharded
 from amp_core.torch_private import find, foreach_norm, version_of
 
 _run_backward = find("torch.autograd.graph._engine_run_backward")
+_device, _traits = attrgetter("device"), attrgetter("__class__", "dtype", "layout")
 
 
 def weights_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -26,7 +27,7 @@ def with_grads(optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Ten
     return params, [param.grad for param in params]
 
 
-def same(some: Sequence[object], others: Sequence[object]) -> bool:
+def same(some: Collection[object], others: Collection[object]) -> bool:
     """Whether both hold the same objects."""
     return len(some) == len(others) and all(map(is_, some, others))
 
@@ -46,7 +47,7 @@ def norm_of(grads: list[Tensor], zero: Tensor, *, sharded: bool) -> Tensor:
     if sharded:
         return global_grad_norm(grads, zero.device)
     norms = foreach_norm(grads)
-    if {norm.device for norm in norms} != {zero.device}:
+    if set(map(_device, norms)) != {zero.device}:
         norms = [norm.to(zero.device, non_blocking=True) for norm in norms]
     return torch.linalg.vector_norm(torch.stack(norms)).float()
 
@@ -60,8 +61,8 @@ def norm_over_ranks(norm: Tensor) -> Tensor:
 
 def check_gradients(grads: list[Tensor], *, scaled: bool, optimizer: torch.optim.Optimizer | None = None) -> bool:
     """Raise TypeError for unsupported gradients; return whether they are sharded. Sparse ones: `take_values`."""
-    plain = True
-    for kind, dtype, layout in {(type(grad), grad.dtype, grad.layout) for grad in grads}:
+    kinds = set(map(_traits, grads))
+    for _, dtype, layout in kinds:
         if dtype in (torch.float16, torch.bfloat16) and scaled:
             raise TypeError(
                 f"the weights are {dtype}, whose gradients cannot be unscaled without loss; keep them in float32 and "
@@ -69,8 +70,7 @@ def check_gradients(grads: list[Tensor], *, scaled: bool, optimizer: torch.optim
             )
         if layout is not torch.strided:
             take_values(optimizer, grads)
-        plain = plain and kind is Tensor
-    return not plain and any(map(is_dtensor, grads))
+    return any(kind is not Tensor for kind, _, _ in kinds) and any(map(is_dtensor, grads))
 
 
 def take_values(optimizer: torch.optim.Optimizer | None, grads: list[Tensor]) -> None:
@@ -124,6 +124,6 @@ def grad_versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
     return [(id(grad), version_of(grad)) for grad in with_grads(optimizer)[1]]
 
 
-def not_finite(norm: Tensor) -> Tensor:
+def not_finite(norm: Tensor, zero: Tensor) -> Tensor:
     """0-d float32: 1 where `norm` is inf or NaN, else 0, as fused optimizers take it."""
-    return (norm - norm).ne_(0)  # 0 but for inf and NaN; fewer operators than isfinite and a cast
+    return (norm - norm).ne_(zero)  # 0 but for inf and NaN; fewer operators than isfinite and a cast

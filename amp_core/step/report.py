@@ -16,10 +16,8 @@ from torch import Tensor
 class StepReport:
     """The outcome of a step. The tensors are on the device; reading one syncs.
 
-    `taken` is what all counts are sums of. They are kept apart because each begins at another time, and goes on from
-    there in a resumed run: a `Schedule` counts the steps of its optimizer, an `Ema` those since its average began,
-    16-bit weights those that rounded them, `Amp` the windows, which several optimizers may share, and a run's meters
-    the steps that were logged.
+    Whoever counts taken steps sums `taken` for itself, since each count begins at another time: those of schedules,
+    averages, 16-bit weights, meters, and of the windows of `Amp`, which several optimizers may share.
 
     Attributes:
         taken: 0-d bool, false when the step was skipped.

@@ -55,6 +55,17 @@ def policy_of(config: AmpConfig, samples: int | None) -> ScalePolicy | None:
     return ScalePolicy(**values | {"max_scale": cap, "min_scale": min(values["min_scale"], cap)})
 
 
+class Numbers(dict[float, Tensor]):
+    """0-d float32 tensors by value, only to be read: an operator takes three times as long with a Python number."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __missing__(self, value: float) -> Tensor:
+        made = torch.full((), value, dtype=torch.float32, device=self.device)
+        return self.setdefault(value, made) if len(self) < 64 else made  # a loop may weigh each loss in its own way
+
+
 class LossScale:
     """The loss scale of one run, or 1 in a mode that does not scale (`policy` is None).
 
@@ -67,6 +78,7 @@ class LossScale:
         start = min(policy.init_scale, policy.max_scale) if policy else 1.0
         self.scale = torch.full((), start, dtype=torch.float32, device=device)
         self._tracker = torch.zeros((), dtype=torch.int32, device=device)
+        self._numbers = Numbers(device)
 
     @property
     def inverse(self) -> Tensor:
@@ -86,7 +98,7 @@ class LossScale:
             self.scale, self._tracker, found_inf, policy.growth_factor, policy.backoff_factor, policy.growth_interval
         )
         # Clamped here and not at use, so that no step sees and no checkpoint holds a scale out of bounds.
-        self.scale.clamp_(policy.min_scale, policy.max_scale)
+        self.scale.clamp_(self._numbers[policy.min_scale], self._numbers[policy.max_scale])
 
     @contextlib.contextmanager
     def held_at(self, scale: float) -> Iterator[None]:

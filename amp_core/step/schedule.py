@@ -59,6 +59,8 @@ class Schedule:
         # Groups with equal columns share one tensor: one copy per step instead of one per group.
         self._owner = [columns.index(column) for column in columns]
         self._tables = {i: torch.tensor(columns[i], dtype=torch.float32, device=device) for i in set(self._owner)}
+        self._moving = [i for i in self._tables if len(set(columns[i])) > 1]
+        self._last = torch.full_like(self.num_taken, num_steps - 1)
         for i in self._tables:
             self._rates.setdefault(i, torch.zeros(1, device=device))
         self.moved: Tensor | None = None
@@ -77,18 +79,14 @@ class Schedule:
         if not report.is_rehearsal:
             self.moved = report.taken
         if not self._on_device:
-            self._advance_on_host(report)
+            if report.taken_on_host:
+                self.num_taken += 1
+                self._apply(int(self.num_taken.numpy()[0]))  # in host memory: reading it does not sync
             return
         self.num_taken += report.taken
-        index = self.num_taken.clamp(max=self.num_steps - 1)
-        for i, table in self._tables.items():
-            torch.index_select(table, 0, index, out=self._rates[i])
-
-    def _advance_on_host(self, report: StepReport) -> None:
-        assert report.taken_on_host is not None
-        if report.taken_on_host:
-            self.num_taken += 1
-            self._apply(int(self.num_taken.numpy()[0]))  # in host memory: reading it does not sync
+        for i in self._moving:
+            index = torch.minimum(self.num_taken, self._last)
+            torch.index_select(self._tables[i], 0, index, out=self._rates[i])
 
     def _apply(self, num_taken: int) -> None:
         index = min(num_taken, self.num_steps - 1)
@@ -122,10 +120,7 @@ class Schedule:
         self._apply(int(state["num_taken"]))
 
     def counters(self) -> dict[str, int]:
-        """Whether the last step moved the rate, under its key in the progress of a checkpoint. Waits for the device.
-
-        A line of the log may come before the next step, such as a generator's between steps of its critic.
-        """
+        """Whether the last step moved the rate: a log line may come before the next one. Waits for the device."""
         return {"moved": 0 if self.moved is None else int(self.moved.item())}
 
     def load_counters(self, progress: Mapping[str, Any]) -> None:
@@ -177,19 +172,14 @@ def _constant(optimizer: torch.optim.Optimizer, num_steps: int) -> LRScheduler:
 def _warmup_cosine(
     optimizer: torch.optim.Optimizer, num_steps: int, warmup: float = 0.0, final: float = 0.0
 ) -> LRScheduler:
-    def cosine(progress: float) -> float:
-        return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-    return LambdaLR(optimizer, _after_warmup(num_steps, warmup, cosine))
+    factor = _after_warmup(num_steps, warmup, lambda p: final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * p)))
+    return LambdaLR(optimizer, factor)
 
 
 def _warmup_linear(
     optimizer: torch.optim.Optimizer, num_steps: int, warmup: float = 0.0, final: float = 0.0
 ) -> LRScheduler:
-    def line(progress: float) -> float:
-        return 1.0 + (final - 1.0) * progress
-
-    return LambdaLR(optimizer, _after_warmup(num_steps, warmup, line))
+    return LambdaLR(optimizer, _after_warmup(num_steps, warmup, lambda progress: 1.0 + (final - 1.0) * progress))
 
 
 def _after_warmup(num_steps: int, warmup: float, curve: Callable[[float], float]) -> Callable[[int], float]:
@@ -249,10 +239,9 @@ def check_schedule(cfg: ScheduleConfig) -> list[str]:
         return [f"schedule.name={cfg.name}: {REFUSED[cfg.name]}. {suggest('', sorted(_available()))}"]
     if cfg.name not in _available():
         return [f"schedule.name={cfg.name}: there is no such schedule. {suggest(cfg.name, sorted(_available()))}"]
-    parameters = list(inspect.signature(_available()[cfg.name]).parameters)
-    unknown = [key for key in cfg.options if key not in parameters or key in ("optimizer", "num_steps", "last_epoch")]
-    if unknown:
-        valid = [p for p in parameters if p not in ("optimizer", "num_steps", "last_epoch")]
+    parameters = inspect.signature(_available()[cfg.name]).parameters
+    valid = [p for p in parameters if p not in ("optimizer", "num_steps", "last_epoch")]
+    if unknown := [key for key in cfg.options if key not in valid]:
         return [f"schedule.options.{key}: {cfg.name} has no such option. {suggest(key, valid)}" for key in unknown]
     try:
         table = rate_table(_maker(cfg), [0.1], 8)

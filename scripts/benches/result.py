@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from benches import ROOT
+
+T = TypeVar("T")
 
 PEERS = ("accelerate", "lightning", "timm")
 INTERVAL = "a bootstrapped 95 % interval of the median; with fewer than 5 turns the smallest and the largest"
@@ -216,9 +218,9 @@ def _commit() -> str | None:
 # --- turns ------------------------------------------------------------------------------------------------------------
 
 
-def take_turns(runners: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def take_turns(runners: dict[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """What each runner returns, `rounds` times, in another order each round: what drifts hits all alike."""
-    found: dict[str, list[float]] = {name: [] for name in runners}
+    found: dict[str, list[T]] = {name: [] for name in runners}
     order, shuffle = list(runners), random.Random(0)
     for _ in range(rounds):
         shuffle.shuffle(order)
@@ -351,7 +353,8 @@ def section(found: dict[str, Any], file: Path) -> str:
     cores = f"{machine['gpus']} x {machine['gpu']}" if machine["gpu"] else f"{machine['cpu']}, {machine['cores']} cores"
     text = f"### {found['what']}\n\n    {machine['command']}\n\n"
     text += f"{machine['date'][:10]}, commit {machine['commit']}. {cores}, {machine['threads']} thread(s) a process, "
-    text += f"load {machine['load before']} before. {versions}. [{file.name}]({file.as_posix()})\n"
+    busy = " (loaded: read CPU times)" if machine["load before"] >= machine["cores"] else ""
+    text += f"load {machine['load before']} before{busy}. {versions}. [{file.name}]({file.as_posix()})\n"
     text += "".join(f"\n{note}\n" for note in found["notes"])
     if found["picture"] and found["rows"]:
         text += f"\n![{found['what']}]({file.with_suffix('.png').as_posix()})\n"

@@ -1,10 +1,11 @@
-"""Seconds of a training step, as ratios to the loop written by hand; with other libraries.
+"""Time of a training step, by the clock and of the CPU, as ratios to the loop by hand; with other libraries.
 
 By hand is autocast, GradScaler, clip_grad_norm_ and a fused AdamW as in torch's tutorials; `textbook` is the same with
-torch's default AdamW. Accelerate, Lightning Fabric, Lightning's Trainer and timm take part where they are installed
-(pip install -e '.[bench]'). Before anything is timed, all of them train from the same weights on the same samples and
-must end with the same weights and the same loss. Then they take turns in one process, in slices of a twentieth of a
-second and in another order each round; a second loop written by hand (`again`) shows which differences mean nothing.
+torch's default AdamW; `best` is the limit: private kernels of torch, lists made once. Accelerate, Lightning Fabric,
+Lightning's Trainer and timm take part where they are installed (pip install -e '.[bench]'). Before anything is timed,
+all of them train from the same weights on the same samples and must end with the same weights and the same loss. Then
+they take turns in one process, in slices of a twentieth of a second and in another order each round; a second loop
+written by hand (`again`) shows which differences mean nothing. On a loaded machine read the CPU times.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def measure(flags: argparse.Namespace) -> Result:
         flags.command,
         flags.device,
         Picture(
-            {"ratio": "time of a step, to that of the loop by hand"},
+            {"ratio": "time of a step, to that of the loop by hand", "CPU ratio": "CPU time of a step, to the same"},
             lines="loop",
             panels=("work", "accumulation"),
             series="mode",
@@ -129,7 +130,7 @@ def compare(
     names = ["by hand", "again", *(who for who in flags.against if who != "by hand" and takes_part(who, mode, device))]
     alone = Timed(by_hand(net(), batches, mode, device, adamw), device)
     alone(1)
-    if (seconds := alone(1)) > flags.longest:
+    if (seconds := alone(1)[0]) > flags.longest:
         result.notes.append(
             f"Left out, since a step takes {seconds:.1f} s here: {name}, {mode}, accumulation {accumulation}."
         )
@@ -148,9 +149,10 @@ def compare(
         )
     for run in runners.values():
         run(3)
-    num_steps = max(1, round(flags.slice / runners["by hand"](3)))
-    times = take_turns({who: functools.partial(run, num_steps) for who, run in runners.items()}, flags.rounds)
-    found = ratios(times, "by hand", "again")
+    num_steps = max(1, round(flags.slice / runners["by hand"](3)[0]))
+    turns = take_turns({who: functools.partial(run, num_steps) for who, run in runners.items()}, flags.rounds)
+    times, cpu = ({who: [turn[clock] for turn in turns[who]] for who in names} for clock in (0, 1))
+    found, of_cpu = ratios(times, "by hand", "again"), ratios(cpu, "by hand", "again")
     num_samples = sum(len(inputs) for inputs, _ in batches)
     for who in names:
         rate = num_samples / Number.of(times[who]).median
@@ -162,6 +164,7 @@ def compare(
             loop=who,
             ms=Number.of([1e3 * seconds for seconds in times[who]]),
             ratio=found[who],
+            **{"CPU ms": Number.of([1e3 * seconds for seconds in cpu[who]]), "CPU ratio": of_cpu[who]},
             **rates,
         )
 

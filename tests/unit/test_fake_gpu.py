@@ -114,7 +114,8 @@ def test_a_step_stays_on_other_accelerators(mode: str, cls: Any, kind: str) -> N
 
 
 def test_float64_on_mps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amp_core.step.amp.widest", lambda device: torch.float64)
+    wide = lambda device: torch.zeros((), dtype=torch.float64, device=device)  # noqa: E731
+    monkeypatch.setattr("amp_core.step.amp.Numbers", wide)
     with fake_gpu("mps"), pytest.raises(AssertionError, match="makes float64, which mps has not"):
         Training("fp16", torch.optim.AdamW, None, "mps")
 
