@@ -7,8 +7,9 @@
 
 An experiment is a file in conf/experiment with a place for its result. It is run as a sweep into a folder of its own
 below multirun/results, so that finished runs stay and an interrupted one resumes; remove the folder to measure anew.
-The record is docs/results.json. From it come the numbers of README.md, the table of docs/SWEEPS.md and the result in
-the header of each experiment; a test compares them.
+An experiment that compares modes (parity_*, losing_*) gets more seeds in its file while the verdict of
+scripts/report.py is "not settled", up to 40. The record is docs/results.json. From it come the numbers of README.md,
+the tables of docs/SWEEPS.md and the result in the header of each experiment; a test compares them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from amp_core.cli import compose
 from amp_core.cli.run_folders import stored_config, summary_of, sweep_subdir
 from amp_core.config.schema import conf_dir
 from amp_core.run.lines import write_text
+from amp_tools.report.groups import margin_of
+from amp_tools.report.significance import Comparison, compare, judge
+from amp_tools.report.words import digits_for, signed
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "results.json"
@@ -36,10 +40,20 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "SWEEPS.md")
 OPENING = "# <results> written by `make results` from docs/results.json\n"
 PLACE = re.compile(f"(?<={re.escape(OPENING)}).*?(?=# </results>\n)", re.DOTALL)
 """The result in the header of an experiment."""
-TABLE = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- /results -->)", re.DOTALL)
+SEEDS = re.compile(r"(?<=\n      seed: ).*(?=\n)")
+"""The seeds of an experiment, as its file holds them."""
+TABLE = re.compile(r"(?<=<!-- (parity|losing) -->\n).*?(?=<!-- /\1 -->)", re.DOTALL)
 CELL = re.compile(r"<!-- (\w+)\.(\w+) -->(.*?)<!-- / -->")
 """A number within a page: <!-- experiment.mode -->0.9820 ± 0.0012<!-- / -->."""
+AGREEMENT = re.compile(r"(?<=<!-- agreement -->).*?(?=<!-- / -->)", re.DOTALL)
 MODES = ("fp32", "bf16", "fp16")
+STEP, MOST = 10, 40
+"""Seeds to begin with and to add at least, and the most."""
+MARGINS = {
+    "parity_gan": "0.003",
+    "parity_speech": "0.005",
+}
+"""Where 0.5 % of a mean that falls towards 0 is none: 0.5 % of the distance of Gaussian noise, 0.60; of all symbols."""
 
 
 def main() -> int:
@@ -49,7 +63,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="what is recorded, and what is missing")
     parser.add_argument("--write", action="store_true", help="run nothing; write the pages from the record")
     flags = parser.parse_args()
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    record = load()
     known = experiments()
     if unknown := set(flags.experiments) - set(known):
         parser.error(f"{', '.join(sorted(unknown))}: expected {', '.join(known)}")
@@ -58,19 +72,27 @@ def main() -> int:
         for name in names:
             print(f"{name:<26}{facts(record[name]) if name in record else 'not measured yet'}")
         return 0
-    failed = []
-    for name in [] if flags.write else names:
-        print(f"--- {name}", flush=True)
-        if run(name, flags.jobs):
-            failed.append(name)
-            continue
-        record[name] = collect(name)
-        write_text(RECORD, json.dumps(dict(sorted(record.items())), indent=1, ensure_ascii=False) + "\n")
+    failed: list[str] = []
+    waiting = [] if flags.write else list(names)
+    while waiting:  # first all with their seeds, then those that need more
+        for name in waiting:
+            print(f"--- {name}", flush=True)
+            if run(name, flags.jobs):
+                failed.append(name)
+                continue
+            record = load() | {name: collect(name)}  # others may have written meanwhile
+            write_text(RECORD, json.dumps(dict(sorted(record.items())), indent=1, ensure_ascii=False) + "\n")
+        waiting = [name for name in waiting if name not in failed and add_seeds(name, record[name])]
     for path, text in pages(record).items():
         write_text(path, text)
     if failed:
         print(f"error: not finished: {', '.join(failed)}; the same command resumes them", file=sys.stderr)
     return int(bool(failed))
+
+
+def load() -> dict[str, Any]:
+    """The record."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
 def experiments() -> list[str]:
@@ -87,6 +109,22 @@ def run(name: str, num_jobs: int) -> int:
     return subprocess.run(command, cwd=ROOT, env={"OMP_NUM_THREADS": "1", **os.environ}).returncode
 
 
+def add_seeds(name: str, entry: dict[str, Any]) -> bool:
+    """Write more seeds into the file of an experiment that is not settled. Returns whether there are more."""
+    num = len({run["seed"] for run in entry["runs"]})
+    needed = [c.seeds_needed or 0 for c in verdicts(name, entry).values() if c.kind in ("unclear", "too few seeds")]
+    if not needed or num >= MOST:
+        return False
+    path = conf_dir() / "experiment" / f"{name}.yaml"
+    path.write_text(SEEDS.sub(f"range(1,{min(MOST, max(num + STEP, *needed)) + 1})", path.read_text()))
+    return True
+
+
+def group_of(job: list[str]) -> str:
+    """What a job of a sweep sets besides its seed, without "amp=" where that is the mode."""
+    return " ".join(text.removeprefix("amp=") for text in job if not text.startswith(("seed=", "experiment=")))
+
+
 def collect(name: str) -> dict[str, Any]:
     """The record of an experiment, from its run folders."""
     planned = compose.sweep_of([f"experiment={name}"])
@@ -97,13 +135,14 @@ def collect(name: str) -> dict[str, Any]:
         config = stored_config(folder) or {}
         summary = summary_of(folder)
         metric = config["recipe"]["best"]
-        found = {"amp": config["amp"]["name"], "seed": config["seed"], "value": summary["eval"][metric]}
+        found = {"group": group_of(job), "seed": config["seed"], "value": summary["eval"][metric]}
         runs.append(found | {"seconds": summary["seconds"]})
         environment = json.loads((folder / "environment.json").read_text())
     return {
         "command": f"python train.py -m experiment={name}",
         "recipe": config["recipe"]["name"],
         "metric": metric,
+        "better": config["recipe"]["best_is"],
         "runs": runs,
         "environment": {
             "torch": environment["versions"]["torch"],
@@ -120,9 +159,35 @@ def collect(name: str) -> dict[str, Any]:
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def spread(entry: dict[str, Any], mode: str) -> str:
-    """Mean and standard deviation over the seeds of a mode."""
-    values = [run["value"] for run in entry["runs"] if run["amp"] == mode]
+def groups(entry: dict[str, Any]) -> dict[str, dict[int, float]]:
+    """The metric by seed of each group; the first is the reference."""
+    found: dict[str, dict[int, float]] = {}
+    for run in entry["runs"]:
+        found.setdefault(run["group"], {})[run["seed"]] = run["value"]
+    return found
+
+
+def verdicts(name: str, entry: dict[str, Any]) -> dict[str, Comparison]:
+    """Each group beside the reference, as scripts/report.py judges them; nothing for an experiment of one mode."""
+    base, *others = groups(entry).items()
+    margin = margin_of(MARGINS.get(name, "0.5%"), statistics.fmean(base[1].values()))
+    about = {"margin": margin, "better": entry["better"]}
+    found = judge([compare(label, values, *base, **about) for label, values in others])
+    return {comparison.group: comparison for comparison in found}
+
+
+def verdict(c: Comparison) -> str:
+    """Difference, its 95 % interval, and what follows."""
+    if c.low is None or c.high is None:
+        return f"{signed(c.difference, 4)} **{c.kind}**"
+    digits = digits_for((c.high - c.low) / 2)
+    interval = f"[{signed(c.low, digits)}, {signed(c.high, digits)}]"
+    return f"{signed(c.difference, digits)} {interval} **{'not settled' if c.kind == 'unclear' else c.kind}**"
+
+
+def spread(entry: dict[str, Any], group: str) -> str:
+    """Mean and standard deviation over the seeds of a group."""
+    values = list(groups(entry)[group].values())
     return f"{statistics.mean(values):.4f} ± {statistics.stdev(values) if len(values) > 1 else 0.0:.4f}"
 
 
@@ -141,7 +206,8 @@ def pages(record: dict[str, Any]) -> dict[Path, str]:
     """Every file that shows results, as the record wants it. What is not recorded stays as it is."""
     shown: dict[Path, str] = {}
     for page in PAGES:
-        text = TABLE.sub(lambda found: table(record, found.group()), page.read_text())
+        text = TABLE.sub(lambda found: table(record, found.group(1)), page.read_text())
+        text = AGREEMENT.sub(lambda _: agreement(record), text)
         shown[page] = CELL.sub(lambda found: cell(record, *found.groups()), text)
     for name in experiments():
         path = conf_dir() / "experiment" / f"{name}.yaml"
@@ -153,8 +219,7 @@ def header(entry: dict[str, Any] | None) -> str:
     """The lines in an experiment's header."""
     if entry is None:
         return "# not measured yet\n"
-    modes = dict.fromkeys(run["amp"] for run in entry["runs"])
-    numbers = "   ".join(f"{mode} {spread(entry, mode)}" for mode in modes)
+    numbers = "   ".join(f"{group} {spread(entry, group)}" for group in groups(entry))
     return f"# {entry['metric']}: {numbers}\n# {facts(entry)}\n"
 
 
@@ -163,24 +228,44 @@ def cell(record: dict[str, Any], name: str, mode: str, before: str) -> str:
     return f"<!-- {name}.{mode} -->{shown}<!-- / -->"
 
 
-def table(record: dict[str, Any], before: str) -> str:
-    """Modes side by side: a row per experiment `parity_*`."""
-    rows = {line.split("`")[1]: line for line in before.splitlines() if line.startswith("| `")}
-    for name in (name for name in experiments() if name.startswith("parity_")):
-        recipe = name.removeprefix("parity_")
-        if name in record:
-            entry = record[name]
-            numbers = " | ".join(spread(entry, mode) for mode in MODES)
-            row = f"| `{recipe}` | {entry['metric']} | {numbers} | {len(entry['runs'])} | {settings(name)} |"
-            rows[recipe] = row
-        elif recipe not in rows:
-            rows[recipe] = f"| `{recipe}` | | not measured yet | | | | {settings(name)} |"
-    names = ["recipe", "metric", *(f"`{mode}`" for mode in MODES), "runs", "settings"]
-    head = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
-    unrecorded = [recipe for recipe in sorted(rows) if f"parity_{recipe}" not in record]
-    earlier = [recipe for recipe in unrecorded if "not measured" not in rows[recipe]]
-    note = ["", f"Measured before there was a record: {', '.join(earlier)}."] if earlier else []
-    return "\n".join([*head, *(rows[recipe] for recipe in sorted(rows)), *note]) + "\n"
+def table(record: dict[str, Any], kind: str) -> str:
+    """What experiments of a kind, parity or losing, say: a row per recipe or per group."""
+    names = ["recipe", "metric", "`fp32`", "`bf16`", "`fp16`", "margin", "seeds", "settings"]
+    if kind == "losing":
+        names = ["what loses", "recipe", "metric", "instead of it", "difference", "margin", "seeds", "settings"]
+    rows = [names, ["---"] * len(names)]
+    for name in experiments():
+        if not name.startswith(f"{kind}_"):
+            continue
+        if name not in record:
+            rows.append([f"`{name.removeprefix(f'{kind}_')}`", "not measured yet", *[""] * 5, settings(name)])
+            continue
+        entry = record[name]
+        base, *others = groups(entry)
+        found = verdicts(name, entry)
+        recipe, reference = f"`{entry['recipe']}`", spread(entry, base)
+        about = [f"±{found[others[0]].margin:.2g}", str(found[others[0]].counts[0]), settings(name)]
+        if kind == "parity":
+            rows.append([recipe, entry["metric"], reference, *(verdict(found[mode]) for mode in MODES[1:]), *about])
+        for group in others if kind == "losing" else []:
+            side = [f"`{group}`", recipe, entry["metric"], f"`{base}`: {reference}", verdict(found[group])]
+            rows.append([*side, *about])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def agreement(record: dict[str, Any]) -> str:
+    """How many recipes agree, and which do not."""
+    names = [name for name in experiments() if name.startswith("parity_")]
+    parts = []
+    for mode in MODES[1:]:
+        found: dict[str, list[str]] = {"equal": [], "identical": []}
+        for name in names:
+            kind = verdicts(name, record[name])[mode].kind if name in record else "not measured"
+            found.setdefault("not settled" if kind == "unclear" else kind, []).append(name.removeprefix("parity_"))
+        alike = len(found.pop("equal") + found.pop("identical"))
+        rest = "; ".join(f"{kind}: {', '.join(recipes)}" for kind, recipes in found.items())
+        parts.append(f"`{mode}` in {alike} of {len(names)} recipes" + (f" ({rest})" if rest else ""))
+    return " and ".join(parts)
 
 
 def settings(name: str) -> str:
@@ -194,7 +279,13 @@ def settings(name: str) -> str:
             found += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}={value}"]
         return found
 
-    own = flat({key: value for key, value in content.items() if key not in ("defaults", "hydra")}, "")
+    own = [
+        f"{key.removeprefix('override /')}={value}"
+        for choice in content.get("defaults", [])
+        for key, value in choice.items()
+        if key != "override /recipe"
+    ]
+    own += flat({key: value for key, value in content.items() if key not in ("defaults", "hydra")}, "")
     return f"`{' '.join(own)}`" if own else "defaults"
 
 

@@ -178,6 +178,17 @@ def test_a_sweep_is_answered_in_a_sentence(tmp_path):
     assert plain["sections"][0]["groups"][2]["difference"]["kind"] == "worse"
 
 
+def test_published_verdicts_are_those_of_the_report(tmp_path):
+    results = script("scripts/results.py")
+    draw = random.Random(5)
+    fp32 = [draw.gauss(0.97, 0.002) for _ in range(10)]
+    values = {"fp32": fp32, "bf16": [a + draw.gauss(0, 0.001) for a in fp32], "fp16": [a - 0.02 for a in fp32[::-1]]}
+    [section] = study_of(sweep(tmp_path, values)).sections
+    runs = [{"group": m, "seed": seed, "value": v} for m, found in values.items() for seed, v in enumerate(found, 1)]
+    assert results.verdicts("parity_x", {"runs": runs, "better": "max"}) == section.differences
+    assert [c.kind for c in section.differences.values()] == ["equal", "worse"]
+
+
 def test_too_few_seeds_and_lost_runs_are_said(tmp_path):
     sweep(tmp_path, {"fp32": [0.97, 0.971], "bf16": [0.98, 0.981]})
     make_run(tmp_path / "lost", "amp=bf16", seed=3, status="diverged", exit_code=5, error="30 steps in a row")

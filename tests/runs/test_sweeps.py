@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from running import state, summary
+from shared import script
 
 import train
 from amp_core.cli import compose, sweep
@@ -243,22 +244,63 @@ def test_what_is_no_file_of_a_sweep_is_named(name, make, optuna, capsys):
 # --- published numbers ------------------------------------------------------------------------------------------------
 
 
-def test_pages_show_the_numbers_of_the_record():
-    sys.path.insert(0, str(ROOT / "scripts"))
-    import results
+@pytest.fixture
+def results():
+    return script("scripts/results.py")
 
-    record = json.loads(results.RECORD.read_text())
+
+def test_pages_show_the_numbers_of_the_record(results):
+    record = results.load()
     assert set(record) <= set(results.experiments())
     for path, text in results.pages(record).items():
         assert text == path.read_text(), (
             f"{path.name} differs from docs/results.json: python scripts/results.py --write"
         )
-    name, entry = next(iter(record.items()))
-    entry["runs"][0]["value"] += 0.5
-    assert (
-        results.pages(record)[ROOT / "conf" / "experiment" / f"{name}.yaml"]
-        != (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text()
-    )
+    changed = record["parity_custom_function"]["runs"]
+    for run in changed:
+        run["value"] -= 0.5 * (run["group"] == "bf16")
+    texts = results.pages(record)
+    for page in (*results.PAGES, ROOT / "conf" / "experiment" / "parity_custom_function.yaml"):
+        assert texts[page] != page.read_text()
+    assert "worse: custom_function" in texts[ROOT / "README.md"]
+
+
+@pytest.mark.parametrize("name", json.loads((ROOT / "docs" / "results.json").read_text()))
+def test_the_command_of_a_record_makes_its_runs(name, results):
+    entry = results.load()[name]
+    assert entry["command"] == f"python train.py -m experiment={name}"
+    assert f"#   {entry['command']}\n" in (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text()
+    planned = compose.sweep_of([f"experiment={name}"])
+    assert planned.dir == f"multirun/results/{name}"
+    jobs = [(results.group_of(job), [text for text in job if text.startswith("seed=")]) for job in planned.jobs]
+    assert jobs == [(run["group"], [f"seed={run['seed']}"]) for run in entry["runs"]]
+
+
+def entry_of(**values):
+    runs = [{"group": mode, "seed": seed, "value": v} for mode, found in values.items() for seed, v in found.items()]
+    return {"runs": runs, "better": "max"}
+
+
+def test_what_is_not_settled_gets_as_many_seeds_as_the_report_asks_for(results, monkeypatch):
+    monkeypatch.setattr(results, "conf_dir", lambda: Path())
+    Path("experiment").mkdir()
+    file, text = Path("experiment/parity_x.yaml"), "    params:\n      amp: fp32,bf16\n      seed: range(1,11)\n"
+
+    def seeds_after(num, noise, gap=0.0):
+        file.write_text(text)
+        fp32 = dict.fromkeys(range(num), 0.9)
+        bf16 = {seed: 0.9 + gap + noise * (-1) ** seed for seed in range(num)}
+        added = results.add_seeds("parity_x", entry_of(fp32=fp32, bf16=bf16))
+        assert added == (file.read_text() != text)
+        return file.read_text().removeprefix(text.removesuffix("range(1,11)\n")).strip() if added else None
+
+    assert seeds_after(10, 0.001) is None  # equal
+    assert seeds_after(10, 0.001, gap=0.01) is None  # better
+    # 33 is the first n with t(0.975, n - 1) * 0.012 * sqrt(10 / 9) / sqrt(n) within the margin, 0.0045; for 0.008 it is 16.
+    assert seeds_after(10, 0.008) == "range(1,21)"
+    assert seeds_after(10, 0.012) == "range(1,34)"
+    assert seeds_after(10, 0.02) == seeds_after(35, 0.02) == "range(1,41)"
+    assert seeds_after(40, 0.02) is None  # stays open, and is printed so
 
 
 @pytest.mark.slow
