@@ -236,8 +236,10 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         self._shared: set[int] = set()
         self._tensors = {storage_key(tensor): name for name, tensor in tensors.items()}
         sizes = Counter(t.shape[0] for name, t in tensors.items() if name.startswith("batch") and t.ndim)
-        self._batch_sizes = {size for size, count in sizes.items() if count == max(sizes.values())}
-        """Of most tensors of the batch: another one, such as the weights of classes, has no sample per row."""
+        most = {size for size, count in sizes.items() if count == max(sizes.values())}
+        labels = {t.shape[0] for name, t in tensors.items() if name.startswith("batch") and t.ndim == 1}
+        self._batch_sizes = (len(most) > 1 and most & labels) or most
+        """Of most tensors of the batch, or of its labels: weights of classes, and frames, have no sample per row."""
         self._bad_batch: dict[str, Tensor] = {}
         """To be known again where the program copies them unseen, as from arrays."""
         self._pauses = 0
