@@ -23,24 +23,24 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 
 LIMITS = {
-    "config": 1860,
+    "config": 1825,
     "base": 700,
-    "lowp": 1710,
-    "step": 2335,
+    "lowp": 1715,
+    "step": 2345,
     "memory": 850,
     "layouts": 1305,
-    "checkpoints": 2050,
-    "models": 950,
+    "checkpoints": 2055,
+    "models": 965,
     "data": 2105,
     "heads": 685,
-    "run": 4880,
-    "doctor": 2850,
-    "cli": 1395,
-    "amp_tools": 4935,
+    "run": 4975,
+    "doctor": 3195,
+    "cli": 1430,
+    "amp_tools": 4940,
 }
 """Lines of each floor at most, in their order. `base` are the modules that lie beside the folders."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 9565, 2505
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 9585, 2530
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 500
