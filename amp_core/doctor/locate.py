@@ -96,7 +96,7 @@ class Doctor:
         Raises:
             RuntimeError: `step` told of no loss and of no gradients, and saw no NaN that would have ended it early, so
                 there is nothing to judge by.
-            TypeError: an optimizer's `step()` needs a closure or gradients, or a gradient is sparse.
+            TypeError: an optimizer's `step()` needs a closure or gradients.
             ValueError: a weight or a buffer is on the meta device.
         """
         loop = PlainLoop(self.amp, [net for _, net in self.nets], batch, self._random)

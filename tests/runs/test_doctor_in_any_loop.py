@@ -724,6 +724,21 @@ def grown():
     return diagnosis
 
 
+def test_bf16_is_no_advice_for_a_nan_of_unknown_origin():
+    """A tensor that is an attribute of a module and no buffer: bf16 holds a NaN as well as fp16 does."""
+
+    class Scales(nn.Linear):
+        factor = torch.tensor([1.0, math.nan, 1.0, 1.0])
+
+        def forward(self, x):
+            return super().forward(x) * self.factor
+
+    diagnosis = located(Scales(8, 4), [torch.randn(6, 8)])
+    assert diagnosis.cause == "not found"
+    assert "self.factor" in diagnosis.code
+    assert not any("bf16" in fix.text for fix in diagnosis.fixes)
+
+
 def test_meta_weights_are_refused_by_name():
     with pytest.raises(ValueError, match="meta device"):
         Doctor(Amp.named("fp32"), nn.Linear(2, 2, device="meta")).locate(lambda: None)
