@@ -28,7 +28,7 @@ from amp_core.cli.overrides import check_overrides
 from amp_core.run.environment import Job
 from amp_core.run.loop import Loop
 from amp_core.run.process import environment
-from amp_core.step.scaler import LossScale
+from amp_core.step.scaler import LossScale, Numbers
 from recipes import RECIPES, find
 
 needs_cuda_build = pytest.mark.skipif(
@@ -85,7 +85,7 @@ def _amp_on_meta(amp: Amp, config: Any, device: torch.device, **options: Any) ->
     """It knows the CPU and GPUs. The mode's scale, without its autocast."""
     _init(amp, replace(config, dtype="float32"), "cpu", **options)
     amp.device = device
-    amp.scaler = LossScale(amp.scaler.policy, device)
+    amp.scaler, amp._numbers = LossScale(amp.scaler.policy, device), Numbers(device)
     amp._zero, amp._skips = amp._zero.to(device), amp._skips.to(device)
     amp.num_skipped, amp.num_consecutive_skips = amp._skips.unbind()
 
