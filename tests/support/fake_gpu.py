@@ -93,9 +93,9 @@ class _Operators(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__ and isinstance(args[1], int):
             return args[0].select(0, args[1])
-        if func is Tensor.to and isinstance(args[1], torch.dtype):
+        if func is Tensor.to and len(args) > 1 and isinstance(args[1], torch.dtype):
             return aten._to_copy(args[0], dtype=args[1])
-        if func is Tensor.to and isinstance(args[1], torch.device) and args[1].type == args[0].device.type:
+        if func is Tensor.to and len(args) > 1 and args[1] in (args[0].device, torch.device(args[0].device.type)):
             return args[0]
         if func is Tensor.copy_:
             return aten.copy_(*args, **(kwargs or {}))
