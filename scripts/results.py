@@ -73,16 +73,18 @@ def main() -> int:
             print(f"{name:<26}{facts(record[name]) if name in record else 'not measured yet'}")
         return 0
     failed: list[str] = []
-    waiting = [] if flags.write else list(names)
-    while waiting:  # first all with their seeds, then those that need more
-        for name in waiting:
-            print(f"--- {name}", flush=True)
-            if run(name, flags.jobs):
-                failed.append(name)
-                continue
-            record = load() | {name: collect(name)}  # others may have written meanwhile
-            write_text(RECORD, json.dumps(dict(sorted(record.items())), indent=1, ensure_ascii=False) + "\n")
-        waiting = [name for name in waiting if name not in failed and add_seeds(name, record[name])]
+    for name in [] if flags.write else names:  # first all with their seeds, then those that need more
+        print(f"--- {name}", flush=True)
+        if run(name, flags.jobs):
+            failed.append(name)
+            continue
+        record = load() | {name: collect(name)}  # others may have written meanwhile
+        write_text(RECORD, json.dumps(dict(sorted(record.items())), indent=1, ensure_ascii=False) + "\n")
+    more = [name for name in names if not flags.write and name not in failed and add_seeds(name, record[name])]
+    # In a process of its own: one process reads the file of an experiment once.
+    if more and subprocess.run([sys.executable, __file__, "--jobs", str(flags.jobs), *more]).returncode:
+        failed += more
+    record = load()
     for path, text in pages(record).items():
         write_text(path, text)
     if failed:
