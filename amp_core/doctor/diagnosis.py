@@ -62,7 +62,7 @@ _LIMITS = {
     "float8_e5m2fnuz": 57344.0,
 }
 """The largest numbers, where they are not about that of float32."""
-_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+_FLOAT8 = tuple(name for name in _LIMITS if name.startswith("float8"))
 _EDGES = {"acos", "asin", "acosh", "atanh", "logit", "erfinv", "log1p"}
 _LOGARITHMS = {"log", "log2", "log10", "log1p", "xlogy"}
 _ABOVE_ZERO = {"log", "log2", "log10", "sqrt", "rsqrt", "xlogy", "lgamma"}

@@ -132,19 +132,19 @@ def build_model(name: str, family: Family, *, options: Mapping[str, Any], **fact
     # Trying a network imports torch's compiler, which takes as long as importing torch. Torchvision's all take 224x224.
     if name not in family.builders and family.outputs and shape and (":" in name or shape[1:] != (224, 224)):
 
-        def output(shape: ImageShape) -> Any:
+        def output_of(shape: ImageShape) -> Any:
             with torch.device("meta"):
                 return builder(**facts | {"image_shape": shape}, **options).eval()(torch.empty(2, *shape))
 
         try:
-            found = output(shape)
+            found = output_of(shape)
         except NotImplementedError:
             found = None
         except Exception as error:
             fitting = "a larger data.image_size"
             for side in (side for side in (32, 64, 96, 128, 224, 384) if side > max(shape[1:])):
                 with contextlib.suppress(Exception):
-                    output((shape[0], side, side))
+                    output_of((shape[0], side, side))
                     fitting = f"a larger one: data.image_size={side} works"
                     break
             raise ConfigError(

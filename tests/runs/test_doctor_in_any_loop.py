@@ -663,37 +663,23 @@ def test_rows_of_weights_are_no_samples():
 
 def test_frames_are_no_samples_where_labels_tell_their_number():
     """Frames come first, so that the row of a bad entry is a frame; with as many labels as rows it is a sample."""
-    net, found = nn.Linear(8, 4), []
+
+    class Reads(nn.Linear):
+        def forward(self, x, labels):
+            return super().forward(x)
+
+    found = []
     for shape in ((9, 6, 8), (6, 9, 8)):
         inputs = torch.randn(shape)
         inputs[4, 2, 1] = math.nan
-        amp = Amp.named("bf16", device="cpu")
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-        def step(amp=amp, optimizer=optimizer, inputs=inputs):
-            amp.zero_grad(optimizer)
-            with amp.autocast():
-                loss = net(inputs).float().mean()
-            amp.backward(loss)
-            amp.step(optimizer)
-            amp.update()
-
-        diagnosis = Doctor(amp, net).locate(step, [inputs, torch.randint(4, (6,))])
-        assert diagnosis is not None
+        diagnosis = located(Reads(8, 4), [inputs, torch.randint(4, (6,))], "bf16")
         assert diagnosis.cause == "bad input"
         found.append(diagnosis.samples)
     assert found == [[], [4]]
 
 
 def test_a_cure_that_only_delays_is_advised_with_the_other_half():
-    """Its window breaks in fp16 alone, and what follows breaks in fp32, too."""
-    text = " ".join(fix.text for fix in grown().fixes)
-    assert "in fp32; and" in text
-    assert "learning rate" in text
-
-
-def grown():
-    """A number that fp16 does not hold and that each call of the network multiplies: fp32 holds it for three steps."""
+    """A number that fp16 does not hold and that each call of the network multiplies: fp32 holds it for two steps."""
 
     class Grows(nn.Module):
         def __init__(self):
@@ -706,22 +692,10 @@ def grown():
             self.factor = self.factor * 1e10
             return y
 
-    net = nn.Sequential(Grows())
-    amp = Amp.named("fp16", device="cpu", init_scale=1.0)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
-    inputs = torch.randn(6, 8)
-
-    def step():
-        amp.zero_grad(optimizer)
-        with amp.autocast():
-            loss = net(inputs).mean()
-        amp.backward(loss)
-        amp.step(optimizer)
-        amp.update()
-
-    diagnosis = Doctor(amp, net).locate(step, [inputs])
-    assert diagnosis is not None
-    return diagnosis
+    diagnosis = located(nn.Sequential(Grows()), [torch.randn(6, 8)], loss=torch.mean, lr=1e-30, init_scale=1.0)
+    text = " ".join(fix.text for fix in diagnosis.fixes)
+    assert "in fp32; and" in text
+    assert "learning rate" in text
 
 
 def test_bf16_is_no_advice_for_a_nan_of_unknown_origin():
