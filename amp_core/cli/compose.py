@@ -38,6 +38,7 @@ from amp_core.cli.overrides import (
 )
 from amp_core.cli.run_folders import check_length
 from amp_core.config.errors import ConfigError
+from amp_core.config.files import kind_of
 from amp_core.config.redact import secrets_in
 from amp_core.config.rules import flatten
 from amp_core.config.schema import CONFIG_DIR, choices, conf_dir, config_dirs, suggest
@@ -63,14 +64,16 @@ def use_config_dir(folder: str) -> None:
 
 
 def check_config_dirs() -> None:
-    """Hold the names of all folders against each other.
+    """Hold the names of all folders against each other. Hydra passes over what is no file.
 
     Raises:
-        ConfigError: two options, experiments or recipes have one name.
+        ConfigError: two options, experiments or recipes have one name, or one is no file.
     """
     first: dict[str, Path] = {}
     for folder in config_dirs() if config_dirs()[1:] else ():
         for file in (*folder.glob("*/*.yaml"), *folder.glob("recipe/*.py")):
+            if not file.is_file():
+                raise ConfigError(f"{file}: is {kind_of(file)}, expected a file")
             other = first.setdefault(f"{file.parent.name}/{file.name}", file)
             if other != file:
                 raise ConfigError(f"{file}: has the name of {other}; rename yours")

@@ -98,6 +98,8 @@ def test_an_installed_package_brings_recipes_by_an_entry_point(own_folder, monke
         (lambda own: (own / "recipe/mine.yaml").write_text("a: [1"), "mine.yaml"),
         (lambda own: (own / "recipe/mine.py").write_text("import nothing_of_this_name"), "nothing_of_this_name"),
         (lambda own: (own / "recipe/mine.py").write_text("DATA = 'images'"), "it has no Knobs, no MODELS, no run"),
+        (lambda own: os.mkfifo(own / "experiment/pipe.yaml"), "pipe.yaml: is a pipe, expected a file"),
+        (lambda own: (own / "amp/lost.yaml").symlink_to("nothing"), "lost.yaml: is a link, expected a file"),
         (lambda own: (own / "recipe/mine.py").unlink(), "recipe.name=mine: there is no such recipe"),
     ],
 )
