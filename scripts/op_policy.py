@@ -29,12 +29,11 @@ TEXT = """\
 # What autocast casts, by device
 
 CPU autocast and CUDA autocast differ for {differ} of {ops} operators. `amp.op_policy=cuda` gives a CPU the decisions
-of CUDA for a whole run, with real arithmetic and gradients
-(`python train.py amp=fp16 amp.op_policy=cuda device=cpu`); then {left} differ{those}.
+of CUDA for a whole run (`python train.py amp=fp16 amp.op_policy=cuda device=cpu`); then {left} differ{those}.
 
 Made by `python scripts/op_policy.py --write` with torch {version}, by calling each operator under autocast to fp16;
-checked by `tests/unit/test_op_policy.py`. CUDA's column needs no GPU: fake tensors go through CUDA's dispatch.
-Operators that do not accept them are missing: GRU cells, `grid_sample`, whole recurrent layers.
+fake tensors go through CUDA's dispatch. Operators that refuse them are missing: GRU cells, `grid_sample`, whole
+recurrent layers.
 
 | in a cell | the result |
 | --- | --- |
@@ -55,8 +54,8 @@ Operators that do not accept them are missing: GRU cells, `grid_sample`, whole r
 
 ## What `amp.op_policy=cuda` changes
 
-It also removes casts that only CPU autocast has. `{through}` then computes in fp32 and rounds its
-result, because a CPU has no 16-bit kernel for it. These keep their CPU casts:
+It also removes casts that only CPU autocast has. `{through}` then computes in fp32 and rounds its result. These keep
+their CPU casts:
 
 {kept}
 """

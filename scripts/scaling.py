@@ -113,35 +113,27 @@ CASES = [
 PAGE_TEXT = """\
 # Scaling: memory and traffic of each layout
 
-What each layout holds and sends, and when to switch. The numbers come from the memory model
-`amp_core/layouts/memory_model.py`, which `dry_run=true` uses too, checked against bytes counted on 1, 2 and 4
-processes. Made by `python scripts/scaling.py --write` with torch {version}, checked by `tests/runs/test_scaling.py`.
-Activations are extra; they grow with the batch.
+What each layout holds and sends, and when to switch, by the memory model `amp_core/layouts/memory_model.py` (also
+behind `dry_run=true`), which is checked against bytes counted on 1, 2 and 4 processes. Made by
+`python scripts/scaling.py --write` with torch {version}. Activations are extra; they grow with the batch.
 
 ## When to switch
 
 1. `ddp` while it fits: little traffic, overlapped with the backward pass.
-2. `ddp` with `layout.shard_optimizer=true` when only the moments do not fit, with much `accumulation`, or in modes with
-   16-bit weights (`o2`, `bf16_pure`), which `fsdp` does not support.
+2. `layout.shard_optimizer=true` when only the moments do not fit, with much `accumulation`, or in modes with 16-bit
+   weights (`o2`, `bf16_pure`), which `fsdp` does not support.
 3. `fsdp` when weights or gradients do not fit either, on one machine or a few.
-4. `hsdp` with `shard_size` = GPUs per machine when `fsdp`'s ring gets too long: gathers stay within a machine, and 1/S
-   of the gradients is reduced between machines.
+4. `hsdp` with `shard_size` = GPUs per machine when `fsdp`'s ring gets too long: gathers stay within a machine.
 5. `perf.checkpoint_activations` when activations do not fit, in any layout: 8 instead of 6 operations per weight and
    token, no more traffic.
 
 Largest network, in billions of weights, that fits {usable:.0f} GB per GPU in `amp=bf16` with AdamW, without / with an
-average. The rest of a GPU's memory is for activations and gathered blocks:
+average:
 
 {biggest}
 
-## Settings of `ddp`
-
-- `layout.shard_optimizer=true`: each rank holds a shard of the optimizer state (ZeRO stage 1). Bit-identical, in every
-  mode and with every optimizer.
-- `layout.compress=bf16`, for slow networks: gradients are sent in bfloat16, half the bytes, and summed in fp32. There
-  is no fp16: a gradient of 3 overflows at the initial loss scale.
-- `layout.static_graph=true`: promises that every window uses the same weights, equally often.
-- `layout.bucket_mb=25`: MiB of gradients per all-reduce.
+`layout.compress=bf16` sends gradients in bfloat16 and sums them in fp32; fp16 is not offered, since a gradient of 3
+overflows at the initial loss scale. `python train.py --help layout` has the other settings.
 
 ## Memory
 
@@ -150,13 +142,12 @@ Bytes per weight on one process, for weights of linear layers:
 {per_weight}
 
 `fp16`, `o1`, `fp8` are as `bf16`, `tf32` and `o0` as `fp32`; `bf16_pure` with `amp.update=kahan` holds 4 bytes per
-weight. SGD with momentum has half of Adam's moments, plain SGD none. The average needs `ema.decay`. "Copies" are the
-16-bit weights that autocast caches from the forward to the backward pass, none for norms and embeddings.
+weight. SGD with momentum has half of Adam's moments, plain SGD none. "Copies" are the 16-bit weights that autocast
+caches, none for norms and embeddings.
 
 `fsdp` divides weights, gradients, moments and average by the number of ranks, `hsdp` by `shard_size`, `shard_optimizer`
 only the moments. Instead of copies, sharded layouts hold the largest block, gathered, and with `accumulation` above 1
-unsharded fp32 gradients: if these do not fit, use more ranks, or a larger `batch_size` with
-`perf.checkpoint_activations=true` instead of `accumulation`.
+unsharded fp32 gradients; prefer a larger `batch_size` with `perf.checkpoint_activations=true`.
 
 ## Traffic
 
@@ -171,26 +162,25 @@ it: prefer larger micro-batches to `accumulation`.
 ## Model and measurement
 
 Bytes by the model for a GPT of {small} weights (width 64, depth 4) with AdamW and an average, on the rank that holds
-the most, and the largest relative difference to what was measured. "Within a step" are copies, or unsharded gradients.
-Not modelled: buffers that DDP broadcasts, and that `shard_optimizer` aligns shards to 64 elements. Not measured: the
-gathered block and the memory of running collectives. Largest difference: {largest}.
+the most, and the largest relative difference to what was measured: {largest}. "Within a step" are copies, or unsharded
+gradients. Not modelled: buffers that DDP broadcasts, the alignment of shards to 64 elements. Not measured: the gathered
+block and the memory of running collectives.
 
 {comparison}
 
 Activations that a block saves for the backward pass in bf16, per token and feature of the residual stream:
-{kept:.1f} bytes, or {kept_less:.1f} with `perf.checkpoint_activations` (its input, in fp32). For the 6.7B network below
-and {tokens:,} tokens that is {example:,.0f} GB or {example_less:,.0f} GB.
+{kept:.1f} bytes, or {kept_less:.1f} with `perf.checkpoint_activations`. For the 6.7B network below and {tokens:,}
+tokens that is {example:,.0f} GB or {example_less:,.0f} GB.
 
 ## Projection: 8, 64 and 1024 GPUs
 
-Computed from the model, not measured. Assumptions: machines of {machine} GPUs; each GPU sends {nvlink:.0f} GB/s within
-its machine and {network:.0f} GB/s to others, through its own network card; latency {hop:.0f} us within a machine and
-{far_hop:.0f} us between two; tree all-reduce, otherwise rings; {flops:.0f} TFLOP/s in bf16 (40 % of 989), 6 operations
-per weight and token, {tokens:,} tokens per step in one micro-batch; `amp=bf16`, AdamW, an average, tied embedding.
+Computed from the model, not measured. Assumed: machines of {machine} GPUs that each send {nvlink:.0f} GB/s within the
+machine ({hop:.0f} us) and {network:.0f} GB/s to others ({far_hop:.0f} us); tree all-reduce, otherwise rings;
+{flops:.0f} TFLOP/s in bf16 (40 % of 989), {tokens:,} tokens per step in one micro-batch; `amp=bf16`, AdamW, an average,
+tied embedding.
 
 In a cell: GB per GPU without activations; communication that does not overlap with computing, relative to the time of
-computing; tokens per GPU and step at which it overlaps. Replicas overlap with the backward pass (two thirds of the
-computing), sharded layouts with all of it, the gather of `shard_optimizer` with nothing.
+computing; tokens per GPU and step at which it overlaps.
 
 {projection}
 """

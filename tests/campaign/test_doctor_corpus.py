@@ -368,7 +368,7 @@ def test_masks_of_minus_infinity_are_no_fault(monkeypatch):
 
 def in_test(file, name):
     """The source of a test with its decorators."""
-    source = (ROOT / "tests" / "runs" / file).read_text()
+    source = next((ROOT / "tests").glob(f"*/{file}")).read_text()
     (found,) = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name)
     return "\n".join(
         source.splitlines()[min(each.lineno for each in (found, *found.decorator_list)) - 1 : found.end_lineno]
@@ -420,6 +420,44 @@ def test_each_silent_fault_of_the_page_has_a_case():
     found = [row.removeprefix("| ") for row in table.splitlines() if row.startswith("| ")][2:]
     assert len(found) == len(WARNINGS) and set(WARNINGS.values()) <= {fault.name for fault in SILENT}
     assert all(row.startswith(begins) for row, begins in zip(found, WARNINGS, strict=True))
+
+
+RUNS, CURES, SILENTLY, HERE = "test_doctor.py", "test_doctor_cures.py", "test_doctor_silent.py", Path(__file__).name
+SENTENCES = {
+    "**operation**": (HERE, "test_a_planted_fault_is_located_classified_and_cured"),
+    "**module**": (HERE, "test_a_planted_fault_is_located_classified_and_cured"),
+    "**source**": (PLACES, "test_a_fault_in_a_gradient_hook_has_the_line_of_the_hook"),
+    "**reached**": (ANY_LOOP, "test_an_infinity_that_is_never_used_is_not_in_the_report"),
+    "One that goes nowhere": (HERE, "test_masks_of_minus_infinity_are_no_fault"),
+    "**->**": (HERE, "test_a_planted_fault_is_located_classified_and_cured"),
+    '"Tried" means': (CURES, "test_a_cure_lasts_for_the_steps_that_it_was_tried_for"),
+    '"For this window" means': (CURES, "test_a_step_that_calls_no_optimizer_is_tried_for_its_window"),
+    "`doctor=heal` applies": (RUNS, "test_a_healed_run_goes_on_and_its_checkpoint_remembers"),
+    "The modules are in": (RUNS, "test_a_healed_run_goes_on_and_its_checkpoint_remembers"),
+    "After a non-finite loss": (RUNS, "test_a_loss_that_is_not_finite_calls_it_though_the_gradients_are"),
+    "After a skipped step": (RUNS, "test_one_skipped_step_calls_it_without_a_scale_and_not_with_one"),
+    "After an evaluation": (RUNS, "test_an_overflow_in_evaluation_alone_is_named_with_its_module"),
+    "At most": (RUNS, "test_calls_are_limited_and_nothing_is_reported_twice"),
+    "The rerun": (RUNS, "test_a_watched_run_ends_with_the_bits_of_one_that_is_not"),
+    "If the fault is gone": (RUNS, "test_a_fault_that_is_gone_is_found_from_the_start_or_the_last_checkpoint"),
+    "All ranks": (HERE, "test_a_fault_on_one_rank_is_found_there"),
+    "Some faults": (SILENTLY, "test_a_silent_fault_is_reported_once_and_its_cure_ends_the_warning"),
+    "`doctor=watch` looks": (SILENTLY, "test_the_step_of_a_log_line_waits_no_more_often_when_it_is_watched"),
+    "Each kind": (SILENTLY, "test_a_silent_fault_is_reported_once_and_its_cure_ends_the_warning"),
+    "Dead channels": (SILENTLY, "test_a_healthy_run_has_no_warning"),
+}
+"""How the sentences begin that tell, outside of the tables, what is found and when; and a test of each."""
+
+
+def test_each_sentence_of_the_page_has_a_case():
+    page = re.sub(r"^\|.*\n", "", (ROOT / "docs" / "DOCTOR.md").read_text(), flags=re.MULTILINE)
+    parts = [("```\n\n-", "\n## Causes"), ("what it costs\n", "\nA step takes"), ("What is silent\n", "\nLines within")]
+    text = "\n\n".join(page.partition(begin)[2].partition(end)[0] for begin, end in parts)
+    pieces = re.split(r'\n\n|^-|(?<=\.)\s(?=[A-Z`"])', text, flags=re.MULTILINE)
+    found = [" ".join(piece.split()) for piece in pieces if piece.strip()]
+    assert len(found) == len(SENTENCES)
+    assert all(sentence.startswith(begins) for sentence, begins in zip(found, SENTENCES, strict=True))
+    assert all(in_test(file, name) for file, name in SENTENCES.values())
 
 
 def test_the_score_is_full(capsys):

@@ -748,6 +748,7 @@ def test_an_infinity_that_is_never_used_is_not_in_the_report():
 
     diagnosis = located(Buckets(), images()[:1])
     assert diagnosis is not None and diagnosis.module == "inner.0" and "aten.log" not in str(diagnosis)
+    assert diagnosis.reached[0] == "the loss" and "the gradient of inner.0.weight" in diagnosis.reached
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
