@@ -175,9 +175,10 @@ tokens that is {example:,.0f} GB or {example_less:,.0f} GB.
 ## Projection: 8, 64 and 1024 GPUs
 
 Computed from the model, not measured. Assumed: machines of {machine} GPUs that each send {nvlink:.0f} GB/s within the
-machine ({hop:.0f} us) and {network:.0f} GB/s to others ({far_hop:.0f} us); tree all-reduce, otherwise rings;
-{flops:.0f} TFLOP/s in bf16 (40 % of 989), {tokens:,} tokens per step in one micro-batch; `amp=bf16`, AdamW, an average,
-tied embedding.
+machine (latency {hop:.0f} us) and {network:.0f} GB/s to others ({far_hop:.0f} us); tree all-reduce, otherwise rings;
+{flops:.0f} TFLOP/s in bf16 (40 % of 989), 6 operations per weight and token, {tokens:,} tokens per step in one
+micro-batch; `amp=bf16`, AdamW, an average, tied embedding. Replicas overlap with the backward pass (two thirds of the
+computing), sharded layouts with all of it, the gather of `shard_optimizer` with nothing.
 
 In a cell: GB per GPU without activations; communication that does not overlap with computing, relative to the time of
 computing; tokens per GPU and step at which it overlaps.
