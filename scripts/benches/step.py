@@ -183,14 +183,18 @@ def distance(work: Work, names: list[str], batches: list[Batch], mode: str, devi
     num_steps = 1 if any(isinstance(module, NormBase) for module in net.modules()) else STEPS_ALIKE
     most = 0.0
     for optimize in (adamw, sgd):
+        way, steps = 0.0, num_steps
+        while not way:  # a loss scale that is too large at first skips steps
+            by_hand_net = work.net(device)
+            way = (final("by hand", by_hand_net, few, mode, device, optimize, steps) - first).norm().item()
+            steps += 1
         ends, losses = {}, {}
         for who in names:
             net = work.net(device)
-            ends[who] = final(who, net, few, mode, device, optimize, num_steps)
+            ends[who] = final(who, net, few, mode, device, optimize, steps - 1)
             with torch.no_grad():
                 of_each = [loss_of(net.to(device)(inputs), targets).item() for inputs, targets in few]
             losses[who] = sum(of_each) / len(few)
-        way = (ends["by hand"] - first).norm().item()
         for who in names:
             apart = (ends[who] - ends["by hand"]).norm().item() / way
             if not apart <= ALIKE[mode] or not abs(losses[who] / losses["by hand"] - 1) <= ALIKE[mode]:
