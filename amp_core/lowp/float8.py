@@ -132,8 +132,7 @@ class _Product(torch.autograd.Function):
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`x` in float8, and the 0-d fp32 factor by which to multiply it. No host-device sync.
 
-    Returns:
-        Finite values never overflow, and zeros stay zeros. If `x` is not finite, neither is the factor.
+    Finite values never overflow, and zeros stay zeros. If `x` is not finite, neither is the factor.
     """
     largest = torch.finfo(dtype).max
     # The bound keeps the reciprocal finite for zeros, and propagates inf and NaN.
@@ -144,12 +143,9 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def multiply(
     a: Tensor, a_factor: Tensor, b: Tensor, b_factor: Tensor, dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
-    """a [M, K] times b [N, K], transposed; both contiguous and float8, not both e5m2.
+    """a [M, K] times b [N, K], transposed; both contiguous and float8, not both e5m2. Factors are those of `quantise`.
 
-    Args:
-        a_factor, b_factor: from `quantise`.
-        dtype: dtype of the result.
-        fast: let Hopper accumulate with fewer bits, enough for the forward pass but not for gradients.
+    `fast` lets Hopper accumulate with fewer bits, enough for the forward pass but not for gradients.
     """
     if float8_is_emulated(a.device):
         # TF32 suffices: float8 has fewer digits.

@@ -421,9 +421,7 @@ class Amp:
     ) -> Tensor:
         """Measure and clip the gradients of one optimizer; return 1 if one of them is not finite, else 0 (0-d float32).
 
-        Args:
-            scaled: the gradients are scaled, unless they were unscaled before.
-            joined: use the global norm over all ranks.
+        `scaled`: they are, unless they were unscaled before. `joined`: use the global norm over all ranks.
         """
         if state.stepped:
             raise RuntimeError("amp.step was called twice for one optimizer; call amp.update() once per window")
