@@ -123,14 +123,9 @@ def _compose(overrides: Sequence[str], *, with_hydra: bool = False) -> tuple[Any
 
 
 def compose(overrides: Sequence[str], *, to_show: bool = False) -> dict[str, Any]:
-    """The composed configuration as plain values. Types and ranges are not checked yet.
+    """The composed configuration of sound overrides as plain values. Types and ranges are not checked yet.
 
-    Args:
-        overrides: sound ones, from `check_overrides`.
-        to_show: not to run, so an experiment that is a sweep is as good as any.
-
-    Raises:
-        ConfigError: with the first problem that Hydra finds.
+    With `to_show` an experiment that is a sweep is as good as any. ConfigError: the first problem that Hydra finds.
     """
     with _as_config_error():
         cfg, hydra = _compose(overrides)

@@ -143,18 +143,11 @@ def run_apart(
     """Run a job as a process, which a crash, a kill or a broken GPU ends without touching the sweep.
 
     What it prints passes through. When the sweep is asked to stop, the job gets the signal and is waited for: it writes
-    a checkpoint first.
+    a checkpoint first. It gets `environ` besides the variables of this process, and inherits the descriptors `files`.
+    With `in_worker` a launcher started this process: when that one is gone, the job gets a signal, too. Who started a
+    sweep, such as a shell, may go before it.
 
-    Args:
-        command: of the job.
-        sweep_dir: of the sweep.
-        environ: added to this process's.
-        files: descriptors that the job inherits.
-        in_worker: a launcher started this process: when that one is gone, the job gets a signal, too. Who started a
-            sweep, such as a shell, may go before it.
-
-    Returns:
-        Its exit code (1 when it was killed), and its error in one line.
+    Returns its exit code (1 when it was killed), and its error in one line.
     """
     parent = os.getppid() if in_worker else None
     process = subprocess.Popen(

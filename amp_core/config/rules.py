@@ -130,6 +130,11 @@ def is_elastic(cfg: Config) -> bool:
     return nodes is not None and nodes[0] < nodes[1]
 
 
+ONLY_IN = {"num_stages": "model_parallel", "shard_size": "hsdp"}
+ONLY_IN |= dict.fromkeys(("static_graph", "bucket_mb", "compress", "shard_optimizer"), "ddp")
+"""Keys of the layout, and the one in which they have an effect."""
+
+
 def _check_layout(cfg: Config) -> Iterator[str]:
     layout = cfg.layout
     if layout.name in ("model_parallel", "data_parallel") and cfg.amp is not None and cfg.amp.update is not None:
@@ -139,20 +144,19 @@ def _check_layout(cfg: Config) -> Iterator[str]:
         yield f'layout.nnodes={layout.nnodes}: expected a number such as 2, or "1:2" for between 1 and 2'
     if layout.name == "model_parallel" and layout.num_stages is None:
         yield "layout.num_stages=null: layout=model_parallel needs a number of devices, such as 2"
-    elif layout.name != "model_parallel" and layout.num_stages is not None:
-        yield (
-            f"layout.num_stages={layout.num_stages}: has no effect with layout={layout.name}; use layout=model_parallel"
-        )
     if layout.name == "hsdp" and layout.shard_size is None:
         yield "layout.shard_size=null: layout=hsdp needs ranks per replica, such as 8; or use layout=fsdp"
-    elif layout.name != "hsdp" and layout.shard_size is not None:
-        yield f"layout.shard_size={layout.shard_size}: has no effect with layout={layout.name}; use layout=hsdp"
+    for key, owner in ONLY_IN.items():
+        value = getattr(layout, key)
+        if value not in (None, False) and layout.name != owner:
+            yield f"layout.{key}={show_value(value)}: has no effect with layout={layout.name}; use layout={owner}"
     if cfg.perf is not None and cfg.perf.compile is not None and layout.name in ("model_parallel", "data_parallel"):
         yield (
             f"perf.compile={cfg.perf.compile}: layout={layout.name} computes in threads, which would share compiled "
             f"code; use null, or layout=ddp"
         )
-    yield from _check_ddp(cfg)
+    if layout.name == "ddp":
+        yield from _check_ddp(cfg)
     if layout.name in SHARDED:
         yield from _check_sharded(cfg)
     if layout.name in ONE_PROCESS:
@@ -179,20 +183,11 @@ def _check_layout(cfg: Config) -> Iterator[str]:
 
 def _check_ddp(cfg: Config) -> Iterator[str]:
     layout = cfg.layout
-    given = {
-        "static_graph=true": layout.static_graph,
-        f"bucket_mb={show_value(layout.bucket_mb)}": layout.bucket_mb is not None,
-        f"compress={show_value(layout.compress)}": layout.compress is not None,
-        "shard_optimizer=true": layout.shard_optimizer,
-    }
-    if layout.name != "ddp":
-        for key in (key for key, is_given in given.items() if is_given):
-            yield f"layout.{key}: has no effect with layout={layout.name}; use layout=ddp"
-        return
     if layout.bucket_mb is None:
         yield "layout.bucket_mb=null: layout=ddp needs a size in MiB, such as 25"
+    given = {"static_graph=true": layout.static_graph, f"compress={layout.compress}": layout.compress is not None}
     if cfg.amp is not None and cfg.amp.update is not None:
-        for key in (key for key, is_given in given.items() if is_given and key.startswith(("static", "compress"))):
+        for key in (key for key, is_given in given.items() if is_given):
             yield (
                 f"layout.{key}: has no effect with amp={cfg.amp.name}, whose step sums the gradients of 16-bit "
                 f"weights itself, without DistributedDataParallel; leave it out"

@@ -34,19 +34,11 @@ MULTIPLE = 16  # of both sizes of a layer, for the float8 units
 
 
 def use_float8(net: nn.Module, patterns: Iterable[str] = ("*",)) -> list[tuple[str, str]]:
-    """Make linear layers of `net` multiply in float8 under autocast. Call it after `keep_fp32`.
+    """Make linear layers of `net` whose names match a glob multiply in float8 under autocast, in place.
 
-    Only the class of a layer changes: weights and names stay, copies and pickles work.
-
-    Args:
-        net: changed in place.
-        patterns: globs of names as in `named_modules()`.
-
-    Returns:
-        (name, reason) of the matching linear layers that are not converted.
-
-    Raises:
-        ValueError: a pattern matches no linear layer, or no layer can be converted.
+    Call it after `keep_fp32`. Only the class of a layer changes: weights and names stay, copies and pickles work.
+    Returns (name, reason) of the matching linear layers that are not converted. ValueError: a pattern matches no linear
+    layer, or no layer can be converted.
     """
     linears = {name: module for name, module in net.named_modules() if isinstance(module, nn.Linear)}
     chosen = {}

@@ -58,10 +58,7 @@ NUM_WARM_UPS_DDP = 11
 
 
 def why_not_capturable(
-    devices: Sequence[torch.device],
-    layout: LayoutConfig,
-    world_size: int,
-    optimizers: Sequence[torch.optim.Optimizer],
+    devices: Sequence[torch.device], layout: LayoutConfig, world_size: int, optimizers: Sequence[torch.optim.Optimizer]
 ) -> str | None:
     """Why the steps of a run cannot be captured, as far as known before the first step, or None."""
     if devices[0].type != "cuda":

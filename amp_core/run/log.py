@@ -132,8 +132,7 @@ class Log:
     def statistics(self, line: Mapping[str, Any]) -> None:
         """Report the ranges of the layers in a step: to doctor/statistics.jsonl, the main ones to the trackers.
 
-        Args:
-            line: `step`, and `layers`: by name and kind of numbers, with `amax` and `underflow` among what is known.
+        A line has `step`, and `layers`: by name and kind of numbers, with `amax` and `underflow` among what is known.
         """
         if not self._is_main or self._is_closed:
             return

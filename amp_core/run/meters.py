@@ -236,9 +236,7 @@ class Metrics:
         if policy and policy.dynamic and scale <= policy.min_scale and streak and not self._floor_noted:
             self._floor_noted = True
             logger.warning(
-                "the loss scale is at its floor %g (amp.min_scale) and steps are still skipped (step %d)",
-                scale,
-                step,
+                "the loss scale is at its floor %g (amp.min_scale) and steps are still skipped (step %d)", scale, step
             )
 
 

@@ -44,14 +44,7 @@ from amp_core.step.gradients import (
     weights_of,
     with_grads,
 )
-from amp_core.step.report import (
-    Observer,
-    OptimizerState,
-    Rehearsal,
-    StepReport,
-    can_skip_on_device,
-    require_no_closure,
-)
+from amp_core.step.report import Observer, OptimizerState, Rehearsal, StepReport, can_skip_on_device, require_no_closure
 from amp_core.step.scaler import LossScale, Numbers, policy_of
 from amp_core.tensors import (
     UNTESTED_DEVICES,

@@ -119,13 +119,9 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved scale. The policy stays the configured one; differences are logged.
+        """Restore a saved scale, of this class or of `torch.amp.GradScaler`. The policy stays; differences are logged.
 
-        Args:
-            state: of this class or of `torch.amp.GradScaler`; {} (from a mode without scaling) starts fresh.
-
-        Raises:
-            ValueError: it holds no scale that is a positive finite number.
+        {} (from a mode without scaling) starts fresh. ValueError: it holds no scale that is a positive finite number.
         """
         if state and not isinstance(state.get("scale"), int | float):
             raise ValueError(
