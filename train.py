@@ -56,7 +56,7 @@ from amp_core.cli.help import help_text
 from amp_core.cli.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
 from amp_core.cli.overrides import check_overrides, groups, quoted
 from amp_core.cli.run_folders import check_place, check_run_dir, choose_run_dir, is_finished, summary_of, sweep_subdir
-from amp_core.config.errors import ConfigError, RunError
+from amp_core.config.errors import STATUS, ConfigError, RunError
 from amp_core.config.redact import mask_what_python_prints, redact_typed, shown
 from amp_core.config.rules import build, validate, warnings_of
 from amp_core.config.schema import Config, conf_dir, suggest
@@ -382,7 +382,7 @@ def sweep_job(config: DictConfig) -> float | None:
         record.exit_code = 0
     else:
         signalled = _run_job(record, values, sweep_dir, apart=launcher in ("joblib", "submitit_local"))
-    record.status = sweep.status_after(record.exit_code or 0)
+    record.status = STATUS.get(record.exit_code or 0, "failed")
     if record.status == "preempted":
         record.error = None  # it goes on
     summary = summary_of(sweep_dir / folder)

@@ -151,11 +151,7 @@ def dtensor_like(value: Any, live: Any) -> Any:
         live: the tensor whose layout to copy.
     """
     if isinstance(value, Slice) and is_dtensor(live) and value.shape == tuple(live.shape):
-        from torch.distributed.tensor import DTensor
-
-        layout = {"shape": live.shape, "stride": live.stride()}
-        mine = value.tensor.detach().to(live.device)
-        return DTensor.from_local(mine, live.device_mesh, live.placements, run_check=False, **layout)
+        return _from_local(value.tensor.detach().to(live.device), live)
     if not is_dtensor(live) or not isinstance(value, Tensor) or is_dtensor(value) or value.shape != live.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -291,12 +287,15 @@ def _as_part(value: Any, before: Any, param: Any) -> Any:
     """An optimizer's local `value` as a DTensor like `param`; `before` if it still holds that value."""
     if is_dtensor(before) and before.to_local() is value:
         return before
-    if not isinstance(value, Tensor) or not value.ndim or value.shape != param.to_local().shape:
-        return value
+    is_shard = isinstance(value, Tensor) and value.ndim and value.shape == param.to_local().shape
+    return _from_local(value, param) if is_shard else value
+
+
+def _from_local(shard: Tensor, like: Any) -> Tensor:
     from torch.distributed.tensor import DTensor
 
-    layout = {"shape": param.shape, "stride": param.stride()}
-    return DTensor.from_local(value, param.device_mesh, param.placements, run_check=False, **layout)
+    layout = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(shard, like.device_mesh, like.placements, run_check=False, **layout)
 
 
 def multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

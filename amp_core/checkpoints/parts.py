@@ -148,9 +148,7 @@ def full_state(part: Part, *, keep: bool = True) -> Mapping[str, Any]:
 def gather_full_state(value: Any, *, keep: bool = True) -> Any:
     """A nested state with full tensors, in host memory, in place of DTensors. Collective.
 
-    Args:
-        value: of the same structure on all ranks.
-        keep: false on ranks that do not need it: they take part and get None in place of each tensor.
+    Without `keep`, on ranks that do not need it, there is None in place of each tensor.
     """
     if is_dtensor(value):
         full = full_tensor(value)  # one at a time: the device holds a single full tensor

@@ -98,16 +98,12 @@ def read(path: str | os.PathLike[str], *, notes: list[str] | None = None) -> dic
     return found.contents
 
 
-def _select_all(path: Path, contents: dict[str, Any]) -> Selection:
-    return Selection(shards.want_all)
-
-
-def find(path: Path, ranks: Ranks | None = None, select: Select = _select_all) -> Found | None:
+def find(path: Path, ranks: Ranks | None = None, select: Select | None = None) -> Found | None:
     """The checkpoint that `path` means: the named one, or the newest sound one of a folder; None if that has none.
 
     With `ranks` all of them find the same one. Collective.
     """
-    ranks = ranks or Ranks()
+    ranks, select = ranks or Ranks(), select or (lambda path, contents: Selection(shards.want_all))
     kind, candidates = ranks.first(lambda: _candidates(path))
     notes: list[str] = []
     for candidate in candidates:

@@ -163,11 +163,7 @@ def head_of(contents: Iterable[tuple[Entry, Shard]]) -> bytes:
 
 
 def slice_of(part: Tensor) -> Slice:
-    """The `Slice` of a DTensor's local shard, in the same memory. No collective.
-
-    Raises:
-        TypeError: it is sharded over more than one mesh dimension, or in unusual sizes.
-    """
+    """The `Slice` of a DTensor's local shard, in the same memory. No collective. TypeError: it has unusual sizes."""
     mine, split = part.to_local().detach(), split_dimension(part)  # type: ignore[attr-defined]
     if split is None:
         return Slice(mine, 0, part.shape[0])

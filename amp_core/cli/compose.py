@@ -7,6 +7,7 @@ values or raises one `ConfigError`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -39,7 +40,7 @@ from amp_core.cli.overrides import (
 from amp_core.cli.run_folders import check_length
 from amp_core.config.errors import ConfigError
 from amp_core.config.files import kind_of
-from amp_core.config.redact import secrets_in
+from amp_core.config.redact import items_of, secrets_in
 from amp_core.config.rules import flatten
 from amp_core.config.schema import CONFIG_DIR, choices, conf_dir, config_dirs, suggest
 
@@ -49,11 +50,7 @@ RECORDED = "holds a key or a password, and settings are recorded; leave it out"
 
 
 def use_config_dir(folder: str) -> None:
-    """Look for options, experiments and recipes in a folder of the user's, too.
-
-    Raises:
-        ConfigError: there is no such folder, or it holds nothing of the kind.
-    """
+    """Look for options, experiments and recipes in a user's folder, too. ConfigError: it holds none."""
     own = Path(folder).expanduser().absolute()
     known = [*groups(), "experiment", "hydra"]
     if not os.path.isdir(own):
@@ -64,11 +61,7 @@ def use_config_dir(folder: str) -> None:
 
 
 def check_config_dirs() -> None:
-    """Hold the names of all folders against each other. Hydra passes over what is no file.
-
-    Raises:
-        ConfigError: two options, experiments or recipes have one name, or one is no file.
-    """
+    """Raises ConfigError where two names in all folders are one, or one is no file: Hydra passes over it."""
     first: dict[str, Path] = {}
     for folder in config_dirs() if config_dirs()[1:] else ():
         for file in (*folder.glob("*/*.yaml"), *folder.glob("recipe/*.py")):
@@ -130,16 +123,11 @@ def _compose(overrides: Sequence[str], *, with_hydra: bool = False) -> tuple[Any
 
 
 def compose(overrides: Sequence[str], *, to_show: bool = False) -> dict[str, Any]:
-    """The composed configuration as plain values. Types and ranges are not checked yet.
+    """The composed configuration of sound overrides as plain values. Types and ranges are not checked yet.
 
-    Args:
-        overrides: sound ones, from `check_overrides`.
-        to_show: not to run, so an experiment that is a sweep is as good as any.
-
-    Raises:
-        ConfigError: with the first problem that Hydra finds.
+    With `to_show` an experiment that is a sweep is as good as any. ConfigError: the first problem that Hydra finds.
     """
-    try:
+    with _as_config_error():
         cfg, hydra = _compose(overrides)
         chosen, typed = hydra.runtime.choices, set(_typed(overrides))
         swept = [str(key) for key in hydra.sweeper.get("params") or () if key not in typed]
@@ -147,6 +135,12 @@ def compose(overrides: Sequence[str], *, to_show: bool = False) -> dict[str, Any
             name = chosen.get("experiment")
             raise ConfigError(f"experiment={name}: gives {', '.join(swept)} several values, which is a sweep; add -m")
         return _plain(cfg, chosen, typed)
+
+
+@contextlib.contextmanager
+def _as_config_error() -> Iterator[None]:
+    try:
+        yield
     except ConfigError:
         raise
     except Exception as problem:  # Hydra and OmegaConf raise dozens of kinds; each is a bad command line
@@ -191,15 +185,9 @@ def _drop_options_of_another(group: str, file: dict[str, Any], values: dict[str,
                 del node["options"][key]
 
 
-def _find_target(values: Any, path: str = "") -> str | None:
-    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    for key, value in items:
-        here = f"{path}.{key}" if path else str(key)
-        if str(key) in ("_target_", "_partial_", "_recursive_"):
-            return here
-        if inner := _find_target(value, here):
-            return inner
-    return None
+def _find_target(values: Any) -> str | None:
+    keys = ("_target_", "_partial_", "_recursive_")
+    return next((path for path, key, _ in items_of(values) if key in keys), None)
 
 
 def one_line(problem: BaseException) -> str:
@@ -238,25 +226,14 @@ class Sweep:
 
 
 def sweep_of(overrides: list[str]) -> Sweep:
-    """What a sweep will do.
-
-    Args:
-        overrides: sound ones, from `check_overrides`.
-
-    Raises:
-        ConfigError: what is swept cannot be read, or holds problems.
-    """
+    """What a sweep of sound overrides will do. ConfigError: what is swept cannot be read, or holds problems."""
     parsed = [parse_override(text) for text in overrides]
-    try:
+    with _as_config_error():
         _, hydra = _compose([o.input_line or "" for o in parsed if not o.is_sweep_override()], with_hydra=True)
         config: dict[str, Any] = {
             part: OmegaConf.to_container(hydra[part], resolve=True) for part in ("launcher", "sweeper")
         }
         sweep_dir = str(hydra.sweep.dir)
-    except ConfigError:
-        raise
-    except Exception as problem:  # Hydra and OmegaConf raise dozens of kinds; each is a bad command line
-        raise ConfigError(one_line(problem)) from problem
     for part, settings in config.items():
         # Hydra makes these, so an interpolation or a file of the user's must not have brought another class.
         if not settings.pop("_target_").startswith(PLUGINS) or _find_target(settings) or hydra.callbacks:

@@ -8,7 +8,7 @@ import functools
 import re
 import textwrap
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from amp_core.cli.command import program, tool
 from amp_core.config import schema
@@ -54,14 +54,7 @@ BY_NAME = {
 
 
 def help_text(topics: list[str] | None = None) -> str:
-    """The screen of all groups and keys, or what there is to say about some of them.
-
-    Args:
-        topics: groups, options (`amp=fp16`), keys (`optimizer.lr`), or `sweep`.
-
-    Raises:
-        ConfigError: there is no such topic.
-    """
+    """The screen of all groups and keys, or what there is to say about groups, options, keys or `sweep`."""
     text = "\n\n".join(_topic(topic) for topic in topics) if topics else _screen()
     return text.replace("python train.py", program()).replace("python scripts/report.py", tool("report"))
 
@@ -136,15 +129,11 @@ def _first_comment(path: Path) -> str:
 
 def _keys(kind: Any, prefix: str) -> list[tuple[str, str, str]]:
     """(key, what it takes, what is written about it) of a dataclass and those in it."""
-    found = []
-    said = _documentation().get(kind.__name__, {})
-    for name, hint in get_type_hints(kind).items():
-        inner = [k for k in (hint, *get_args(hint)) if dataclasses.is_dataclass(k)]
-        if inner:
-            found += _keys(inner[0], f"{prefix}{name}.")
-        else:
-            found.append((f"{prefix}{name}", schema.describe(hint), said.get(name, "")))
-    return found
+    return [
+        (key, schema.describe(hint), _documentation()[owner].get(key.rpartition(".")[2], ""))
+        for key, hint, owner in schema.keys_of(kind, prefix)
+        if schema.group_of(hint) is None
+    ]
 
 
 @functools.cache
@@ -154,8 +143,9 @@ def _documentation() -> dict[str, dict[str, str]]:
     for node in ast.parse(Path(schema.__file__).read_text()).body:
         if not isinstance(node, ast.ClassDef):
             continue
+        found[node.name] = {}
         for field, text in zip(node.body, node.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
                 assert isinstance(field.target, ast.Name)
-                found.setdefault(node.name, {})[field.target.id] = " ".join(str(text.value.value).split())
+                found[node.name][field.target.id] = " ".join(str(text.value.value).split())
     return found

@@ -50,12 +50,7 @@ def lease(
         devices: their names, the same for all who share them.
         folder: where the locks are, on this machine.
         waiting: called once, when there is something to wait for.
-        given_up: asked while waiting; true ends it.
-
-    Raises:
-        ValueError: there are fewer devices than that.
-        InterruptedError: given up.
-        OSError: the folder cannot hold locks.
+        given_up: asked while waiting; true raises InterruptedError.
     """
     if count > len(devices):
         raise ValueError(f"{count} devices asked for, and there are {len(devices)}: {', '.join(devices)}")
@@ -104,11 +99,7 @@ def lease_folder() -> Path:
 
 
 def visible_devices(num_gpus: int) -> list[str]:
-    """The names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them.
-
-    Args:
-        num_gpus: how many torch sees.
-    """
+    """The names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them; torch sees `num_gpus`."""
     named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     # CUDA ends the list at the first one that it does not know.
     return named[:num_gpus] or [str(number) for number in range(num_gpus)]

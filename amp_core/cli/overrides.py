@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -20,7 +19,7 @@ from amp_core.cli.command import program
 from amp_core.cli.run_folders import check_place
 from amp_core.config.errors import ConfigError
 from amp_core.config.redact import refuse_secret
-from amp_core.config.schema import Config, choices, conf_dir, config_dirs, read_option, suggest
+from amp_core.config.schema import choices, conf_dir, config_dirs, keys_of, read_option, suggest
 
 HYDRA = {
     "hydra.run.dir": "a sweep has a folder of its own; use hydra.sweep.dir=multirun/mine",
@@ -87,15 +86,7 @@ def groups() -> list[str]:
 @functools.cache
 def typed_keys() -> dict[str, Any]:
     """Every key that may be set, with dots, except those below `options` and `recipe`; and its type."""
-
-    def walk(kind: type[Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, hint in get_type_hints(kind).items():
-            inner = [k for k in (hint, *get_args(hint)) if dataclasses.is_dataclass(k)]
-            yield f"{prefix}{name}", hint
-            if inner:
-                yield from walk(inner[0], f"{prefix}{name}.")  # type: ignore[arg-type]
-
-    return dict(walk(Config, ""))
+    return {key: hint for key, hint, _ in keys_of()}
 
 
 @functools.lru_cache(4096)
@@ -109,11 +100,8 @@ def check_overrides(
 ) -> tuple[list[str], list[str]]:
     """(sound overrides in the form Hydra takes, problems) of the command line, each override on its own.
 
-    Args:
-        overrides: as they were typed.
-        multirun: whether they are those of a sweep.
-        problems_of: what is wrong with sound overrides. With it, what an unknown key should have been is tried before
-            it is told.
+    With `problems_of`, which says what is wrong with sound overrides, what an unknown key should have been is tried
+    before it is told.
     """
     sound: list[str] = []
     problems: list[str] = []
@@ -150,9 +138,7 @@ def check_overrides(
 def _sound_form(override: Override, multirun: bool) -> list[str]:
     """An override as Hydra takes it; nothing when it asks for what is so anyway.
 
-    Raises:
-        ConfigError: it cannot be; what to type instead.
-        KeyError: there is no such key.
+    ConfigError says what to type instead; KeyError: there is no such key.
     """
     key, text, value = override.key_or_group, override.input_line or "", override.value()
     typed = text.partition("=")[2]

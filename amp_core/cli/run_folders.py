@@ -13,18 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.files import kind_of, open_file, read_bytes, read_json, read_yaml
+from amp_core.config.files import kind_of, open_file, read_bytes, read_json, read_yaml, why_no_folder
 from amp_core.config.redact import holds_secret
 from amp_core.config.rules import differences, node_range
 from amp_core.config.schema import Config
 
 
 def choose_run_dir(values: dict[str, Any], cfg: Config) -> str | None:
-    """The run folder of a single run; None for what writes nothing. Creates nothing.
-
-    Raises:
-        ConfigError: the folder is in use, or holds a run that these settings cannot continue.
-    """
+    """The run folder of a single run; None for what writes nothing. Creates nothing. ConfigError: it cannot be."""
     if cfg.dry_run or cfg.task == "evaluate":
         return None
     if cfg.resume == "last" and cfg.task == "train":
@@ -38,11 +34,7 @@ def choose_run_dir(values: dict[str, Any], cfg: Config) -> str | None:
 
 
 def check_run_dir(run_dir: str, values: dict[str, Any], cfg: Config) -> None:
-    """Whether a run with these settings may write to a folder that may already hold one.
-
-    Raises:
-        ConfigError: it may not.
-    """
+    """Raises ConfigError unless a run with these settings may write to a folder that may already hold one."""
     folder = Path(run_dir)
     if problems := list(_check_names(folder)):
         raise ConfigError([f"run_dir={run_dir}: {problem}" for problem in problems])
@@ -82,16 +74,10 @@ def check_place(key: str, path: str) -> str | None:
         return f"{key}: the name of the folder holds a key or a password; choose another one"
     if problem := check_length(key, path):
         return problem
-    existing = Path(path).resolve()
-    if existing in (Path("/"), Path.home().resolve()):
+    folder = Path(path).resolve()
+    if folder in (Path("/"), Path.home().resolve()):
         return f"{key}={path}: is not a folder for runs; expected one below it"
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        return f"{key}={path}: {existing} is a file; expected a folder"
-    if not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
-        return f"{key}={path}: {existing} is read-only; choose a folder that can be written"
-    return None
+    return f"{key}={path}: {reason}" if (reason := why_no_folder(folder)) else None
 
 
 OVERWRITTEN = (".hydra", ".lock", "checkpoints", "doctor", "environment.json", "metrics.jsonl", "samples")
@@ -168,11 +154,7 @@ def sweep_subdir(overrides: list[str]) -> str:
 
 
 def overrides_of(run_dir: str | os.PathLike[str]) -> list[str]:
-    """The settings that a run was started with, as they were typed.
-
-    Raises:
-        ConfigError: the folder holds no run.
-    """
+    """The settings that a run was started with, as they were typed. ConfigError: the folder holds no run."""
     path = Path(run_dir, ".hydra", "overrides.yaml")
     try:
         typed = [str(text) for text in read_yaml(path)]
@@ -193,11 +175,7 @@ def stored_config(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def last_unfinished(values: dict[str, Any]) -> str:
-    """The newest unfinished run folder of the same configuration.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The newest unfinished run folder of the same configuration. ConfigError: there is none."""
     base = Path("outputs", str(values["recipe"]["name"]))
     finished = others = 0
     for folder in sorted(base.iterdir() if base.is_dir() else [], key=lambda p: p.stat().st_mtime, reverse=True):

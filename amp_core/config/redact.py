@@ -129,18 +129,21 @@ def refuse_secret(override: str) -> str | None:
 
 def secrets_in(values: Any, path: str = "") -> Iterator[str]:
     """The keys of a nested configuration whose values hold a secret, such as one taken from the environment."""
-    return _secrets_in(values, path, is_clean=not holds_secret("\n".join(_texts_of(values))))
+    is_clean = not holds_secret("\n".join(_texts_of(values)))
+    for here, key, value in items_of(values, path):
+        random = isinstance(value, str) and _NAME.search(key) and re.fullmatch(f"{_RANDOM}{{12,}}", value)
+        is_leaf = not isinstance(value, (dict, list))
+        if random or (not is_clean and (holds_secret(key) or (is_leaf and holds_secret(str(value))))):
+            yield here
 
 
-def _secrets_in(values: Any, path: str, *, is_clean: bool) -> Iterator[str]:
+def items_of(values: Any, path: str = "") -> Iterator[tuple[str, str, Any]]:
+    """(full key, last part of it, value) of everything in nested plain data, outer ones first."""
     items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
     for key, value in items:
         here = f"{path}.{key}" if path else str(key)
-        random = isinstance(value, str) and _NAME.search(str(key)) and re.fullmatch(f"{_RANDOM}{{12,}}", value)
-        is_leaf = not isinstance(value, (dict, list))
-        if random or (not is_clean and (holds_secret(str(key)) or (is_leaf and holds_secret(str(value))))):
-            yield here
-        yield from _secrets_in(value, here, is_clean=is_clean)
+        yield here, str(key), value
+        yield from items_of(value, here)
 
 
 def holds_secret(text: str) -> bool:

@@ -29,14 +29,27 @@ SCALE_KEYS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval"
 SCALE_KEYS += ("min_scale", "dynamic")
 
 
-def _positive(values: Mapping[str, Any], *, least: float | None = None) -> Iterator[str]:
-    """Each value is finite and above zero, or at least `least`."""
-    for key, value in values.items():
-        if value is None:
-            continue
-        if not math.isfinite(value) or (value <= 0 if least is None else value < least):
-            expected = "a finite number above 0" if least is None else f"at least {least:g}"
-            yield f"{key}={value:g}: expected {expected}"
+LEAST: dict[int | None, str] = {
+    None: "epochs max_minutes data.timeout_minutes layout.timeout_minutes layout.bucket_mb optimizer.lr clip.max_norm "
+    "clip.max_value clip.factor amp.init_scale amp.growth_factor amp.backoff_factor amp.max_scale amp.min_scale "
+    "amp.max_scale_per_sample",
+    0: "data.num_workers seed doctor.max_reports optimizer.weight_decay layout.max_restarts debug.inject.rank",
+    1: "accumulation batch_size steps samples save_every eval_every log_every checkpoint.keep data.image_size "
+    "data.num_samples data.length doctor.after_skips doctor.statistics_every schedule.horizon layout.nproc_per_node "
+    "debug.inject.step amp.growth_interval amp.max_consecutive_skips",
+    2: "data.num_classes layout.num_stages layout.shard_size",
+}
+"""The least value of numbers; None: above 0. All are finite."""
+
+
+def _check_ranges(values: Mapping[str, Any]) -> Iterator[str]:
+    """Whether numbers, under their full keys, are large enough; null is left to other rules."""
+    for least, keys in LEAST.items():
+        for key in keys.split():
+            value = values.get(key)
+            if value is not None and not ((value > 0 if least is None else value >= least) and math.isfinite(value)):
+                expected = "a finite number above 0" if least is None else f"at least {least:g}"
+                yield f"{key}={value:g}: expected {expected}"
 
 
 def _check_amp(amp: AmpConfig) -> Iterator[str]:
@@ -58,8 +71,6 @@ def _check_amp(amp: AmpConfig) -> Iterator[str]:
             yield "amp.max_scale=null: without a cap the scale grows to 2^127; expected a number"
         if "float16" not in (amp.dtype, amp.weights):
             yield f"amp.scaling=true: {amp.dtype} has the range of fp32 and needs no loss scale; use amp=fp16"
-        yield from _positive({k: v for k, v in policy.items() if k not in ("amp.dynamic", "amp.growth_interval")})
-        yield from _positive({"amp.growth_interval": amp.growth_interval}, least=1)
         if amp.growth_factor is not None and 0 < amp.growth_factor <= 1:
             yield f"amp.growth_factor={amp.growth_factor:g}: expected more than 1; a fixed scale is amp.dynamic=false"
         if amp.backoff_factor is not None and amp.backoff_factor >= 1:
@@ -68,7 +79,6 @@ def _check_amp(amp: AmpConfig) -> Iterator[str]:
             yield f"amp.min_scale={amp.min_scale:g}: expected at most amp.max_scale={amp.max_scale:g}"
         if amp.min_scale is not None and amp.init_scale is not None and 0 < amp.init_scale < amp.min_scale:
             yield f"amp.init_scale={amp.init_scale:g}: expected at least amp.min_scale={amp.min_scale:g}"
-    yield from _positive({"amp.max_consecutive_skips": amp.max_consecutive_skips}, least=1)
     if amp.weights == "float32":
         if amp.update is not None:
             yield f"amp.update={amp.update}: has no effect on fp32 weights; use amp=bf16_pure or amp=o2"
@@ -90,7 +100,6 @@ def _check_clip(clip: ClipConfig) -> Iterator[str]:
         if key == threshold:
             if value is None:
                 yield f"clip.{key}=null: clip={clip.name} needs a number; use clip=none to switch clipping off"
-            yield from _positive({f"clip.{key}": value})
         elif value is not None:
             owner = {"max_norm": "norm", "max_value": "value", "factor": "adaptive"}[key]
             yield f"clip.{key}={value:g}: has no effect with clip={clip.name}; use clip={owner}"
@@ -121,34 +130,33 @@ def is_elastic(cfg: Config) -> bool:
     return nodes is not None and nodes[0] < nodes[1]
 
 
+ONLY_IN = {"num_stages": "model_parallel", "shard_size": "hsdp"}
+ONLY_IN |= dict.fromkeys(("static_graph", "bucket_mb", "compress", "shard_optimizer"), "ddp")
+"""Keys of the layout, and the one in which they have an effect."""
+
+
 def _check_layout(cfg: Config) -> Iterator[str]:
     layout = cfg.layout
     if layout.name in ("model_parallel", "data_parallel") and cfg.amp is not None and cfg.amp.update is not None:
         yield f"layout={layout.name}: 16-bit weights (amp={cfg.amp.name}) need one device per process"
     nodes = node_range(layout.nnodes)
-    yield from _positive({"layout.nproc_per_node": layout.nproc_per_node}, least=1)
-    yield from _positive({"layout.max_restarts": layout.max_restarts}, least=0)
-    yield from _positive({"layout.timeout_minutes": layout.timeout_minutes})
     if nodes is None:
         yield f'layout.nnodes={layout.nnodes}: expected a number such as 2, or "1:2" for between 1 and 2'
-    yield from _positive({"layout.num_stages": layout.num_stages}, least=2)
     if layout.name == "model_parallel" and layout.num_stages is None:
         yield "layout.num_stages=null: layout=model_parallel needs a number of devices, such as 2"
-    elif layout.name != "model_parallel" and layout.num_stages is not None:
-        yield (
-            f"layout.num_stages={layout.num_stages}: has no effect with layout={layout.name}; use layout=model_parallel"
-        )
-    yield from _positive({"layout.shard_size": layout.shard_size}, least=2)
     if layout.name == "hsdp" and layout.shard_size is None:
         yield "layout.shard_size=null: layout=hsdp needs ranks per replica, such as 8; or use layout=fsdp"
-    elif layout.name != "hsdp" and layout.shard_size is not None:
-        yield f"layout.shard_size={layout.shard_size}: has no effect with layout={layout.name}; use layout=hsdp"
+    for key, owner in ONLY_IN.items():
+        value = getattr(layout, key)
+        if value not in (None, False) and layout.name != owner:
+            yield f"layout.{key}={show_value(value)}: has no effect with layout={layout.name}; use layout={owner}"
     if cfg.perf is not None and cfg.perf.compile is not None and layout.name in ("model_parallel", "data_parallel"):
         yield (
             f"perf.compile={cfg.perf.compile}: layout={layout.name} computes in threads, which would share compiled "
             f"code; use null, or layout=ddp"
         )
-    yield from _check_ddp(cfg)
+    if layout.name == "ddp":
+        yield from _check_ddp(cfg)
     if layout.name in SHARDED:
         yield from _check_sharded(cfg)
     if layout.name in ONE_PROCESS:
@@ -175,21 +183,11 @@ def _check_layout(cfg: Config) -> Iterator[str]:
 
 def _check_ddp(cfg: Config) -> Iterator[str]:
     layout = cfg.layout
-    yield from _positive({"layout.bucket_mb": layout.bucket_mb})
-    given = {
-        "static_graph=true": layout.static_graph,
-        f"bucket_mb={show_value(layout.bucket_mb)}": layout.bucket_mb is not None,
-        f"compress={show_value(layout.compress)}": layout.compress is not None,
-        "shard_optimizer=true": layout.shard_optimizer,
-    }
-    if layout.name != "ddp":
-        for key in (key for key, is_given in given.items() if is_given):
-            yield f"layout.{key}: has no effect with layout={layout.name}; use layout=ddp"
-        return
     if layout.bucket_mb is None:
         yield "layout.bucket_mb=null: layout=ddp needs a size in MiB, such as 25"
+    given = {"static_graph=true": layout.static_graph, f"compress={layout.compress}": layout.compress is not None}
     if cfg.amp is not None and cfg.amp.update is not None:
-        for key in (key for key, is_given in given.items() if is_given and key.startswith(("static", "compress"))):
+        for key in (key for key, is_given in given.items() if is_given):
             yield (
                 f"layout.{key}: has no effect with amp={cfg.amp.name}, whose step sums the gradients of 16-bit "
                 f"weights itself, without DistributedDataParallel; leave it out"
@@ -216,18 +214,6 @@ def _check_run(cfg: Config) -> Iterator[str]:
     given = [f"{key}={getattr(cfg, key):g}" for key in ("steps", "epochs", "samples") if getattr(cfg, key) is not None]
     if len(given) > 1:
         yield f"{' and '.join(given)}: expected at most one of steps, epochs, samples; leave one"
-    cadences = ("accumulation", "batch_size", "steps", "samples", "save_every", "eval_every", "log_every")
-    yield from _positive({key: getattr(cfg, key) for key in cadences}, least=1)
-    minutes = {"max_minutes": cfg.max_minutes, "data.timeout_minutes": cfg.data.timeout_minutes}
-    yield from _positive({"epochs": cfg.epochs} | minutes)
-    yield from _positive({"data.num_workers": cfg.data.num_workers, "seed": cfg.seed}, least=0)
-    yield from _positive({"checkpoint.keep": cfg.checkpoint.keep, "data.image_size": cfg.data.image_size}, least=1)
-    yield from _positive({"data.num_samples": cfg.data.num_samples, "data.length": cfg.data.length}, least=1)
-    yield from _positive({"data.num_classes": cfg.data.num_classes}, least=2)
-    doctor = cfg.doctor
-    yield from _positive({"doctor.after_skips": doctor.after_skips}, least=1)
-    yield from _positive({"doctor.max_reports": doctor.max_reports}, least=0)
-    yield from _positive({"doctor.statistics_every": doctor.statistics_every}, least=1)
     if cfg.seed is not None and cfg.seed >= 2**63:
         yield f"seed={cfg.seed}: expected less than 2^63"
     if cfg.perf is not None and cfg.perf.recast_weights and (cfg.perf.compile is not None or cfg.perf.graph):
@@ -236,9 +222,6 @@ def _check_run(cfg: Config) -> Iterator[str]:
     if cfg.perf is not None and cfg.perf.compile is None and (cfg.perf.dynamic or cfg.perf.backend != "inductor"):
         key = "dynamic=true" if cfg.perf.dynamic else f"backend={cfg.perf.backend}"
         yield f"perf.{key}: has no effect with perf.compile=null; use perf=compile"
-    yield from _positive({"optimizer.lr": cfg.optimizer.lr})
-    yield from _positive({"optimizer.weight_decay": cfg.optimizer.weight_decay}, least=0)
-    yield from _positive({"schedule.horizon": cfg.schedule.horizon}, least=1)
     for key in ("lr", "params", "weight_decay", "fused", "foreach"):
         if key in (cfg.optimizer.options or ()):
             where = f"use optimizer.{key}" if key in ("lr", "weight_decay", "fused") else "leave it out"
@@ -254,12 +237,8 @@ def _check_run(cfg: Config) -> Iterator[str]:
         )
     if cfg.perf is not None and cfg.amp is not None and cfg.perf.recast_weights:
         yield from _without_copies(cfg)
-    inject = cfg.debug.inject
-    if inject is not None:
-        yield from _positive({"debug.inject.step": inject.step}, least=1)
-        yield from _positive({"debug.inject.rank": inject.rank}, least=0)
-        if cfg.layout.name in ONE_PROCESS and (inject.rank or 0) > 0:
-            yield f"debug.inject.rank={inject.rank}: layout={cfg.layout.name} has only rank 0"
+    if (inject := cfg.debug.inject) is not None and cfg.layout.name in ONE_PROCESS and (inject.rank or 0) > 0:
+        yield f"debug.inject.rank={inject.rank}: layout={cfg.layout.name} has only rank 0"
     if cfg.resume not in ("auto", "last", "never", None) and not Path(cfg.resume).exists():
         yield (
             f"resume={cfg.resume}: there is no such file or folder; expected auto, last, never, "
@@ -335,19 +314,13 @@ def validate(values: Mapping[str, Any]) -> tuple[Config, list[str], set[str]]:
         found += _check_clip(cfg.clip)
     if None not in (cfg.layout, cfg.data, cfg.optimizer, cfg.schedule, cfg.ema, cfg.checkpoint, cfg.debug):
         found += [*_check_layout(cfg), *_check_run(cfg)]
+    told = {_key(problem) for problem in found}
+    found += [problem for problem in _check_ranges(flatten(cfg.to_dict())) if _key(problem) not in told]
     return cfg, problems + [problem for problem in found if _key(problem) not in reported], broken
 
 
 def build(values: Mapping[str, Any]) -> Config:
-    """The typed configuration.
-
-    Args:
-        values: the composed configuration as plain dictionaries.
-
-    Raises:
-        ConfigError: with every problem that was found: unknown and missing keys, wrong types, values out of range,
-            pairs that contradict each other.
-    """
+    """The typed configuration of composed values. Raises ConfigError with every problem that was found."""
     cfg, problems, _ = validate(values)
     if problems:
         raise ConfigError(problems)
@@ -355,25 +328,16 @@ def build(values: Mapping[str, Any]) -> Config:
 
 
 def amp_config(mode: str, **fields: Any) -> AmpConfig:
-    """A mode of `conf/amp` with some of its fields replaced, without Hydra.
-
-    Raises:
-        ConfigError: with every problem that was found.
-    """
+    """A mode of `conf/amp` with some fields replaced, without Hydra. Raises ConfigError with every problem."""
     problems: list[str] = []
     amp = parse(AmpConfig, read_option("amp", mode) | fields, "amp", problems)
-    if problems := problems or list(_check_amp(amp)):
+    if problems := problems or [*_check_ranges(flatten({"amp": vars(amp)})), *_check_amp(amp)]:
         raise ConfigError(problems)
     return amp
 
 
 def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
-    """Settings that are legal and probably not what was meant.
-
-    Args:
-        cfg: a sound configuration.
-        given: the keys that the user set on the command line.
-    """
+    """Settings that are legal and probably not what was meant; `given` are the keys on the command line."""
     given = set(given)
     notes = []
     if cfg.amp.scaling and not cfg.amp.dynamic:

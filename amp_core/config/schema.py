@@ -8,7 +8,7 @@ import functools
 import os
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -398,11 +398,7 @@ def choices(group: str) -> list[str]:
 
 
 def read_option(group: str, option: str) -> dict[str, Any]:
-    """The values of an option of a group as plain data, without Hydra.
-
-    Raises:
-        ConfigError: no such option.
-    """
+    """The values of an option of a group as plain data, without Hydra. ConfigError: there is no such option."""
     if option not in choices(group):
         raise ConfigError(f"{group}={option}: there is no such option. {suggest(option, choices(group))}")
     return parse_yaml(option_file(group, option).read_text())
@@ -459,6 +455,19 @@ def describe(kind: Any) -> str:
     return names.get(kind, str(kind))
 
 
+def group_of(hint: Any) -> Any:
+    """The dataclass of a group of keys, also of one that may be null; None for the type of a value."""
+    return next((kind for kind in (hint, *get_args(hint)) if dataclasses.is_dataclass(kind)), None)
+
+
+def keys_of(kind: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """(full key, type, class that has it) of all keys of a group, and of those in them."""
+    for name, hint in _hints(kind).items():
+        yield f"{prefix}{name}", hint, kind.__name__
+        if (inner := group_of(hint)) is not None:
+            yield from keys_of(inner, f"{prefix}{name}.")
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -502,9 +511,9 @@ def parse(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
             taken[name] = None
             continue
         value = values[name]
-        options = [k for k in (expected, *get_args(expected)) if dataclasses.is_dataclass(k)]
-        if options and not (value is None and type(None) in get_args(expected)):
-            taken[name] = parse(options[0], value, f"{dot}{name}", problems)
+        group = group_of(expected)
+        if group is not None and not (value is None and type(None) in get_args(expected)):
+            taken[name] = parse(group, value, f"{dot}{name}", problems)
         elif _is_int(value) and expected in (str, str | None):
             taken[name] = str(value)  # YAML reads run_dir=7 or rdzv_id=42 as numbers; text is meant
         elif _fits(value, expected):

@@ -19,12 +19,7 @@ ANYWAY = "AMP_ANY_VERSION"
 
 
 def untested(torch: str | None = None, python: str | None = None) -> str | None:
-    """Says what is wrong with the versions at hand, or returns None.
-
-    Args:
-        torch: its version; default: the installed one, as its package says, without an import.
-        python: the version of Python; default: of this one.
-    """
+    """Says what is wrong with these versions, by default those of this Python and the installed torch, or None."""
     if os.environ.get(ANYWAY):
         return None
     if torch is None:

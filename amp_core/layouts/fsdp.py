@@ -81,7 +81,8 @@ def wrap_fsdp(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
 def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Module:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    plan = Plan(_outline(net), dtype, functools.partial(_shard, mesh=mesh, dtype=dtype))
+    on_meta = copy_with(net, {tensor: torch.empty_like(tensor, device="meta") for tensor in tensors_of(net)})
+    plan = Plan(on_meta, dtype, functools.partial(_shard, mesh=mesh, dtype=dtype))
     full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     low = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Also the root, which torch would keep gathered after a forward pass: no backward pass follows an evaluation, and
@@ -162,7 +163,3 @@ def _require_autocast(dtype: torch.dtype | None, name: str, module: nn.Module, i
 def outline(net: nn.Module) -> nn.Module:
     """The unsharded network on the meta device."""
     return plans[net].outline
-
-
-def _outline(net: nn.Module) -> nn.Module:
-    return copy_with(net, {tensor: torch.empty_like(tensor, device="meta") for tensor in tensors_of(net)})

@@ -290,13 +290,10 @@ class _Kept:
 
 @contextlib.contextmanager
 def saved_for_backward(weights: Iterable[Tensor], recast: Recast | None = None) -> Iterator[Saved]:
-    """Around forward and backward passes: measure what is saved for backward. No host-device sync.
+    """Around forward and backward passes: measure what is saved for backward, but for `weights`. No host-device sync.
 
-    Recomputed blocks count with their inputs. Fake tensors count like real ones. Other threads are not counted.
-
-    Args:
-        weights: tensors not to count, such as all parameters and buffers.
-        recast: the weight-cast recompute in use; nested hooks for saved tensors would hide one another.
+    Recomputed blocks count with their inputs. Fake tensors count like real ones. Other threads are not counted. Pass
+    the weight-cast recompute in use: nested hooks for saved tensors would hide one another.
     """
     saved = Saved(weights, recast)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):

@@ -51,17 +51,10 @@ class Placement:
         return [torch.device("cuda", index) if device.type == "cuda" else device for index in stages]
 
     def wrap(self, net: nn.Module, amp: Amp, notes: list[str]) -> list[tuple[str, nn.Module]]:
-        """Put a network on its device, with its fp32 islands, its statistics guarded, in the layout.
+        """Put a network on its device, with its fp32 islands, its statistics guarded, in the layout. Adds to the notes.
 
-        Args:
-            net: an `nn.ModuleDict` of networks is wrapped one by one, in place. In layout model_parallel its parts stay
-                on the devices where they are.
-            amp: prepares it, and guards it.
-            notes: for the log; may be added to.
-
-        Returns:
-            The wrapped networks, each with what stands before the names of its modules: its name in the dictionary, or
-            "".
+        Networks in an `nn.ModuleDict` are wrapped one by one, in place. In layout model_parallel parts stay on the
+        devices where they are. Returns the wrapped networks, each with its name in the dictionary, or "".
         """
         cfg = self._cfg
         # Sharding moves block by block what may not fit the device whole.

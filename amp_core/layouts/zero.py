@@ -213,9 +213,7 @@ def _window(stream: Sequence[Tensor], start: int, end: int) -> Iterator[Tensor]:
 def whole_state(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[str, Any]:
     """`optimizer.state_dict()` as in one process, sharded tensors gathered in host memory. Collective.
 
-    Args:
-        optimizer: any; without sharded state its own state dict is returned.
-        keep: false on ranks that do not need it: they take part and get None in place of each sharded tensor.
+    Without `keep`, on ranks that do not need it, there is None in place of each sharded tensor.
     """
     cut = _cut_of(optimizer)
     if cut is None:
@@ -257,13 +255,7 @@ def whole_state(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[
 
 
 def slices_of(optimizer: torch.optim.Optimizer, states: dict[Any, Any], numbers: Sequence[Any]) -> dict[Any, Any]:
-    """This rank's slices of full states, by number of the weight. No collective.
-
-    Args:
-        optimizer: any; without sharded state `states` itself is returned.
-        states: number -> entries of that weight.
-        numbers: numbers of the optimizer's weights, in their order.
-    """
+    """This rank's slices of full states, by number of the weight in `numbers`, in their order. No collective."""
     cut = _cut_of(optimizer)
     if cut is None:
         return states

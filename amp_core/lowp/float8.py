@@ -34,19 +34,11 @@ MULTIPLE = 16  # of both sizes of a layer, for the float8 units
 
 
 def use_float8(net: nn.Module, patterns: Iterable[str] = ("*",)) -> list[tuple[str, str]]:
-    """Make linear layers of `net` multiply in float8 under autocast. Call it after `keep_fp32`.
+    """Make linear layers of `net` whose names match a glob multiply in float8 under autocast, in place.
 
-    Only the class of a layer changes: weights and names stay, copies and pickles work.
-
-    Args:
-        net: changed in place.
-        patterns: globs of names as in `named_modules()`.
-
-    Returns:
-        (name, reason) of the matching linear layers that are not converted.
-
-    Raises:
-        ValueError: a pattern matches no linear layer, or no layer can be converted.
+    Call it after `keep_fp32`. Only the class of a layer changes: weights and names stay, copies and pickles work.
+    Returns (name, reason) of the matching linear layers that are not converted. ValueError: a pattern matches no linear
+    layer, or no layer can be converted.
     """
     linears = {name: module for name, module in net.named_modules() if isinstance(module, nn.Linear)}
     chosen = {}
@@ -132,8 +124,7 @@ class _Product(torch.autograd.Function):
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`x` in float8, and the 0-d fp32 factor by which to multiply it. No host-device sync.
 
-    Returns:
-        Finite values never overflow, and zeros stay zeros. If `x` is not finite, neither is the factor.
+    Finite values never overflow, and zeros stay zeros. If `x` is not finite, neither is the factor.
     """
     largest = torch.finfo(dtype).max
     # The bound keeps the reciprocal finite for zeros, and propagates inf and NaN.
@@ -144,12 +135,9 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def multiply(
     a: Tensor, a_factor: Tensor, b: Tensor, b_factor: Tensor, dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
-    """a [M, K] times b [N, K], transposed; both contiguous and float8, not both e5m2.
+    """a [M, K] times b [N, K], transposed; both contiguous and float8, not both e5m2. Factors are those of `quantise`.
 
-    Args:
-        a_factor, b_factor: from `quantise`.
-        dtype: dtype of the result.
-        fast: let Hopper accumulate with fewer bits, enough for the forward pass but not for gradients.
+    `fast` lets Hopper accumulate with fewer bits, enough for the forward pass but not for gradients.
     """
     if float8_is_emulated(a.device):
         # TF32 suffices: float8 has fewer digits.

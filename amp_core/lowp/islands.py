@@ -105,8 +105,7 @@ def island_names(model: nn.Module) -> list[str]:
 def named_modules(nets: Iterable[tuple[str, nn.Module]]) -> dict[nn.Module, str]:
     """All modules of networks and their names, the first one where a module has several.
 
-    Args:
-        nets: networks, wrapped or not, each with what stands before the names of its modules, or "".
+    A network, wrapped or not, comes with what stands before the names of its modules, or "".
     """
     names: dict[nn.Module, str] = {}
     for prefix, net in nets:
@@ -179,9 +178,15 @@ def _in_fp32(fn: Any) -> Any:
     @functools.wraps(fn)
     def in_fp32(*args: Any, **kwargs: Any) -> Any:
         known: dict[Tensor, Tensor] = {}
+
+        def as_fp32(tensor: Tensor) -> Tensor:
+            if tensor not in known:  # one tensor in several places stays one: attention checks `query is key`
+                known[tensor] = tensor.float()
+            return known[tensor]
+
         try:
             with _autocast_off(_DEVICE_TYPES[0]), _autocast_off(_DEVICE_TYPES[1]):
-                return fn(*_as_fp32(args, known), **_as_fp32(kwargs, known))
+                return fn(*changed(args, _is_16bit, as_fp32), **changed(kwargs, _is_16bit, as_fp32))
         except RuntimeError as error:
             # FSDP and a later `.half()` make weights 16-bit; torch's error names neither module nor cause.
             if args and isinstance(args[0], nn.Module):
@@ -221,39 +226,35 @@ def _parts(value: Any) -> Iterable[Any]:
     return ()
 
 
-def _holds_16bit(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.dtype in _HALF
-    return any(_holds_16bit(part) for part in _parts(value))
+def _is_16bit(tensor: Tensor) -> bool:
+    return tensor.dtype in _HALF
 
 
-def _as_fp32(value: Any, known: dict[Tensor, Tensor]) -> Any:
-    """`value` with its 16-bit tensors in fp32, or `value` itself if there are none.
+def _holds(value: Any, wants: Callable[[Tensor], bool]) -> bool:
+    return wants(value) if isinstance(value, Tensor) else any(_holds(part, wants) for part in _parts(value))
 
-    Args:
-        known: tensors cast so far. One tensor in several places stays one tensor: attention checks `query is key`.
-    """
-    if not _holds_16bit(value):
+
+def changed(value: Any, wants: Callable[[Tensor], bool], change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with `change` applied to the tensors that it `wants`, in containers too; itself if there are none."""
+    if not _holds(value, wants):
         return value
     if isinstance(value, Tensor):
-        if value not in known:
-            known[value] = value.float()
-        return known[value]
+        return change(value)
     if isinstance(value, dict):
         # Item by item: torch.compile cannot trace copying a plain dict, and not every dict class has `update`.
         fresh = {} if type(value) is dict else copy.copy(value)
         for key, part in value.items():
-            fresh[key] = _as_fp32(part, known)
+            fresh[key] = changed(part, wants, change)
         return fresh
     if isinstance(value, tuple | list):
-        parts = [_as_fp32(part, known) for part in value]
+        parts = [changed(part, wants, change) for part in value]
         # `_make` skips `__new__`, which takes other arguments in PackedSequence.
         return getattr(type(value), "_make", type(value))(parts)
     # By hand: torch.compile cannot trace copying a class with __slots__.
     fresh = object.__new__(type(value))
     for name in dict.fromkeys([*getattr(value, "__dict__", ()), *(field.name for field in dataclasses.fields(value))]):
         if hasattr(value, name):
-            object.__setattr__(fresh, name, _as_fp32(getattr(value, name), known))  # also if frozen
+            object.__setattr__(fresh, name, changed(getattr(value, name), wants, change))  # also if frozen
     return fresh
 
 
@@ -270,12 +271,7 @@ class Generated:
 def subclass(base: Any, mixin: type, name: str, become: Callable[[nn.Module], nn.Module], **body: Any) -> Any:
     """A subclass for instances of the module class `base` to change to: names, hooks, `isinstance` and copies stay.
 
-    Args:
-        base: the class of a module.
-        mixin: what tells the class, a `Generated`.
-        name: of the class.
-        become: changes an instance.
-        **body: what the class defines.
+    `mixin` is the `Generated` that tells the class; `become` changes an instance; `body` is what the class defines.
     """
     body |= {"__module__": base.__module__, "__doc__": base.__doc__}
     if hasattr(base, "__deepcopy__"):  # may build its result from the class by name

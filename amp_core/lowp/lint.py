@@ -14,14 +14,7 @@ from amp_core.lowp.islands import island_names
 _EPS = ("eps", "epsilon", "variance_epsilon", "layer_norm_eps")
 _NATIVE_NORMS = {
     norm.forward
-    for norm in (
-        nn.BatchNorm1d,
-        nn.InstanceNorm1d,
-        nn.SyncBatchNorm,
-        nn.LayerNorm,
-        nn.GroupNorm,
-        nn.RMSNorm,
-    )
+    for norm in (nn.BatchNorm1d, nn.InstanceNorm1d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 }
 """Their kernels add eps in fp32, whatever the dtype of the input."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -31,20 +24,13 @@ _SMALLEST = 64
 
 
 def find_unsafe(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tuple[str, str]]:
-    """Modules of a network that are unsafe under autocast to `dtype`.
+    """Modules of a network that are unsafe under autocast to `dtype`: (name, reason with what to do), in their order.
 
     - `nn.BCELoss`. Its gradient at a probability p is about 1/p, up to 1e12: a 16-bit sigmoid before it has already
       rounded p to 0 or 1. Autocast refuses it on CUDA and allows it on a CPU.
     - fp16: an `eps` that rounds to 0, as all up to 2^-25 do, half of the smallest subnormal number. `x * rsqrt(mean +
       eps)` of zeros is then NaN; `nn.CosineSimilarity` has 1e-8 by default. The norms of `torch.nn` add theirs in fp32
       and are safe; a norm written in Python may be, too, if it casts its input to fp32 itself.
-
-    Args:
-        model: wrapped or not.
-        dtype: what autocast casts to; for float32 there is nothing to find.
-
-    Returns:
-        (name as in `named_modules()`, reason with what to do), in the order of the modules.
     """
     found = []
     for name, module in in_16_bits(model, dtype):
@@ -77,14 +63,7 @@ def find_slow(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tupl
     """Linear layers and convolutions whose sizes are not multiples of 8, which Tensor Cores prefer in 16 bits.
 
     Sizes below 64, such as image channels and few classes, are ignored. Source: NVIDIA, "Matrix Multiplication
-    Background User's Guide", Tensor Core requirements.
-
-    Args:
-        model: wrapped or not.
-        dtype: what autocast casts to; for float32 there is nothing to find.
-
-    Returns:
-        (name as in `named_modules()`, reason with what to do), in the order of the modules.
+    Background User's Guide", Tensor Core requirements. Returns (name, reason with what to do), in their order.
     """
     found = []
     for name, module in in_16_bits(model, dtype):

@@ -12,6 +12,7 @@ Each of our kernels adds 5 to 10 microseconds to its operator.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -194,22 +195,17 @@ def _beneath_autocast() -> contextlib.AbstractContextManager[Any]:
     return _excluded(_key_set(_key.AutocastCPU))
 
 
-def _lower(op: Any) -> Callable[..., Any]:
+def _cast_to(dtype: Callable[[], torch.dtype], op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        low = torch.get_autocast_dtype("cpu")
-        args, kwargs = _cast(args, low), _cast(kwargs, low)
+        args, kwargs = _cast(args, dtype()), _cast(kwargs, dtype())
         with _beneath_autocast():
             return op(*args, **kwargs)
 
     return kernel
 
 
-def _fp32(op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _beneath_autocast():
-            return op(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
-
-    return kernel
+_lower = functools.partial(_cast_to, lambda: torch.get_autocast_dtype("cpu"))
+_fp32 = functools.partial(_cast_to, lambda: torch.float32)
 
 
 def _fp32_result(op: Any) -> Callable[..., Any]:
@@ -256,11 +252,8 @@ def _widest(op: Any) -> Callable[..., Any]:
 
 
 def _through_fp32(op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _beneath_autocast():
-            return op(*_cast(args, torch.float32), **_cast(kwargs, torch.float32)).to(args[0].dtype)
-
-    return kernel
+    kernel = _fp32(op)
+    return lambda *args, **kwargs: kernel(*args, **kwargs).to(args[0].dtype)
 
 
 def _as_cuda_answers(op: Any) -> Callable[..., Any]:

@@ -7,11 +7,9 @@ from torch import Tensor
 
 
 def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two 16-bit tensors whose sum is `value` with about twice the precision of one. Idempotent.
+    """Two 16-bit tensors whose sum is the fp32 `value` with about twice the precision of one. Idempotent.
 
-    Args:
-        value: float32, of any shape. Relative error at most 2^-17 (bfloat16).
-        dtype: bfloat16 or float16.
+    The relative error is at most 2^-17 (bfloat16).
     """
     low = value.to(dtype)
     # Once more, for ties: the remainder may have been rounded to just half of a last digit.
@@ -23,11 +21,7 @@ def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def round_stochastically(value: Tensor, noise: Tensor) -> Tensor:
     """Round fp32 to bfloat16, up with the probability of the truncated fraction, so that the mean error is 0.
 
-    Values representable in bfloat16, inf and NaN do not change.
-
-    Args:
-        value: float32, of any shape.
-        noise: int32 from 0 to 65535, as many elements. Overwritten.
+    Values representable in bfloat16, inf and NaN do not change. `noise`: as many int32 from 0 to 65535; overwritten.
     """
     # Sign and magnitude: a carry out of the low half makes the next bfloat16 away from zero, for either sign.
     bits = noise.view(value.shape).add_(value.view(torch.int32)).bitwise_and_(-0x10000)
@@ -35,14 +29,10 @@ def round_stochastically(value: Tensor, noise: Tensor) -> Tensor:
 
 
 def noise_16bit(count: int, step: Tensor) -> Tensor:
-    """[count] int32 from 0 to 65535, a function of `step` and the position only, in integer arithmetic.
+    """[count] int32 from 0 to 65535, a function of `step` (0-d int64) and the position only, in integer arithmetic.
 
-    The same on all devices and ranks, without a generator state to save. Mixes bits
-    as lowbias32 of https://github.com/skeeto/hash-prospector does (public domain).
-
-    Args:
-        count: at most 2^31.
-        step: 0-d int64 tensor.
+    The same on all devices and ranks, without a generator state to save. Mixes bits as lowbias32 of
+    https://github.com/skeeto/hash-prospector does (public domain).
     """
     places = torch.arange(count, dtype=torch.int32, device=step.device)
     # A hash of the step: with the step itself the next noise would be this one shifted by one position.

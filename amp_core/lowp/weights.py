@@ -226,10 +226,8 @@ class LowPrecisionWeights:
     def reduce_(self, params: Iterable[Tensor]) -> None:
         """Sum gradients over ranks in fp32, in a few large buckets. Once per step, before they are unscaled or read.
 
-        All ranks must have gradients for the same weights. Does not overlap with the backward pass.
-
-        Args:
-            params: an optimizer's parameters; those of other networks are ignored.
+        All ranks must have gradients for the same weights; those of other networks are ignored. Does not overlap with
+        the backward pass.
         """
         grads = [p.grad for p in params if p in self._owned and p.grad is not None] if several_ranks() else []
         if any(grad.is_sparse for grad in grads):
@@ -251,9 +249,7 @@ class LowPrecisionWeights:
     def end_step(self, params: Iterable[Tensor], taken: Tensor) -> None:
         """Write the 16-bit weights. A skipped step leaves every bit unchanged. No host-device sync.
 
-        Args:
-            params: as given to `begin_step`. Does nothing if none belong to this network.
-            taken: 0-d bool tensor, whether the step was taken.
+        `params` are as in `begin_step`; `taken` is a 0-d bool tensor.
         """
         mine = self._of(params)
         if not mine:
@@ -297,32 +293,14 @@ def _cast_output(module: nn.Module, args: Any, output: Any) -> Any:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """`value` with its floating-point tensors in `dtype`, also within containers."""
-    if isinstance(value, Tensor):
-        if value.dtype is dtype or not value.is_floating_point():
-            return value
+    from amp_core.lowp.islands import changed  # what else is here needs none of it
+
+    def cast(tensor: Tensor) -> Tensor:
         # The output of a final island is returned unrounded, unless it was modified since.
-        whole, version = getattr(value, "whole", (None, None))
-        return (value if whole is None or version != version_of(value) else whole).to(dtype)
-    if isinstance(value, dict):
-        parts = dict(value)
-    elif isinstance(value, tuple | list):
-        parts = dict(enumerate(value))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module):
-        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    else:
-        return value
-    fresh = {key: _cast(part, dtype) for key, part in parts.items()}
-    if all(fresh[key] is part for key, part in parts.items()):
-        return value  # the same object: a module may write into its input
-    if isinstance(value, tuple | list):
-        return getattr(type(value), "_make", type(value))(fresh.values())
-    twin = copy.copy(value)
-    for key, part in fresh.items():
-        if isinstance(twin, dict):
-            twin[key] = part
-        else:
-            object.__setattr__(twin, str(key), part)  # also if frozen
-    return twin
+        whole, version = getattr(tensor, "whole", (None, None))
+        return (tensor if whole is None or version != version_of(tensor) else whole).to(dtype)
+
+    return changed(value, lambda tensor: tensor.is_floating_point() and tensor.dtype is not dtype, cast)
 
 
 def _save_fp32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -45,10 +45,6 @@ beyond the limit it silently falls back to eager."""
 class Compiler:
     """Compiles graphs; falls back to eager if it cannot, and logs the reason once.
 
-    Args:
-        backend: a backend of torch.compile.
-        any_shape: compile training graphs for any shape too.
-
     Attributes:
         num_graphs: compiled so far; forward and backward count as one.
         num_failed: graphs that run eagerly.
@@ -129,21 +125,10 @@ def _warnings_shown() -> contextlib.AbstractContextManager[Any]:
 
 
 def compile_parts(net: nn.Module, compiler: Compiler, *, whole: bool = False) -> int:
-    """Compile each block of `net`, in place; a network without blocks as a whole.
+    """Compile each block of `net`, in place, or as one with `whole` or without blocks. Returns the number of modules.
 
     Blocks are those that layout=fsdp gathers one at a time, see `amp_core.tensors.blocks`. Code between them stays
-    eager. Compilation happens at the first forward pass of each kind.
-
-    Args:
-        net: on the device.
-        compiler: the compiler to use.
-        whole: compile the network as one, even if it has blocks.
-
-    Returns:
-        The number of compiled modules.
-
-    Raises:
-        ValueError: an instance's patched `forward` would bypass it.
+    eager. Compilation happens at the first forward pass of each kind. ValueError: a patched `forward` would bypass it.
     """
     parts = [net] if whole else list(blocks(net)) or [net]
     for part in parts:

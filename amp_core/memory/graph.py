@@ -58,19 +58,9 @@ NUM_WARM_UPS_DDP = 11
 
 
 def why_not_capturable(
-    devices: Sequence[torch.device],
-    layout: LayoutConfig,
-    world_size: int,
-    optimizers: Sequence[torch.optim.Optimizer],
+    devices: Sequence[torch.device], layout: LayoutConfig, world_size: int, optimizers: Sequence[torch.optim.Optimizer]
 ) -> str | None:
-    """Why the steps of a run cannot be captured, as far as known before the first step, or None.
-
-    Args:
-        devices: devices of this process.
-        layout: the layout over processes and devices.
-        world_size: number of ranks.
-        optimizers: all optimizers that a step uses.
-    """
+    """Why the steps of a run cannot be captured, as far as known before the first step, or None."""
     if devices[0].type != "cuda":
         return f"CUDA graphs are for GPUs, this is a {devices[0].type}"
     if _pytree is None:
@@ -95,12 +85,7 @@ def unfit(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
 class CudaGraphStep:
     """Captures the step of a run and replays it; `why_not_capturable` is None.
 
-    Args:
-        nets: wrapped or not.
-        optimizers: the run's optimizers. Optimizers that only a schedule knows step too.
-        schedules: the schedules that a step advances.
-        amp: its window is dropped if a capture fails.
-        reseed: seeds the current step.
+    Optimizers that only a schedule knows step, too. `amp` drops its window if a capture fails; `reseed` seeds the step.
     """
 
     def __init__(
@@ -244,17 +229,13 @@ class CudaGraphStep:
 
 
 def capture_on_cuda(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Capture what `call` does as one CUDA graph, without running it.
+    """Capture what `call` does as one CUDA graph, without running it. Returns its result and the function that replays.
 
-    On the current stream, which is not the default one (`Environment` makes sure): autograd nodes remember their
-    stream, and a graph may use no other.
+    Tensors of the result have values only after a replay. On the current stream, which is not the default one
+    (`environment` makes sure): autograd nodes remember their stream, and a graph may use no other.
 
-    Returns:
-        What `call` returned, whose tensors have values only after a replay; and the function that replays.
-
-    Raises:
-        RuntimeError: what `call` raised; nothing is left of the capture.
-        RunError: CUDA refused the capture; this process cannot recover.
+    What `call` raised is raised, and nothing is left of the capture. RunError: CUDA refused it, and this process
+    cannot recover.
     """
     graph = torch.cuda.CUDAGraph()
     raised: Exception | None = None

@@ -37,11 +37,7 @@ class _Copy:
 
 
 class Recast:
-    """Hooks for saved tensors: in place of a 16-bit cast of a weight they save the weight.
-
-    Args:
-        weights: those whose casts are not saved.
-    """
+    """Hooks for saved tensors: in place of a 16-bit cast of one of these weights they save the weight."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         # Without a version counter a write cannot be detected.
@@ -61,11 +57,7 @@ class Recast:
         )
 
     def unpack(self, kept: Any) -> Tensor:
-        """The tensor again.
-
-        Raises:
-            RuntimeError: the weight has changed since.
-        """
+        """The tensor again. RuntimeError: the weight has changed since."""
         if not isinstance(kept, _Copy):
             return kept
         if version_of(kept.weight) != kept.version:

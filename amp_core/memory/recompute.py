@@ -34,16 +34,11 @@ def recomputed() -> nn.Module | None:
 
 
 def recompute_blocks(net: nn.Module) -> int:
-    """Make each block of `net` recompute its activations in the backward pass, in place. No host-device sync.
+    """Make each block of `net` recompute its activations in the backward pass, in place. Returns the number of blocks.
 
-    Blocks are those that layout=fsdp gathers one at a time, see `tensors.blocks`. Gradients, random numbers and buffers
-    are bit-identical. Evaluation does not change. Non-persistent buffers are assumed to be constant.
-
-    Returns:
-        The number of blocks.
-
-    Raises:
-        ValueError: there is none; or an instance's patched `forward` would bypass it.
+    Blocks are those that layout=fsdp gathers one at a time, see `tensors.blocks`. Gradients, random numbers and
+    buffers are bit-identical. Evaluation does not change. Non-persistent buffers are assumed to be constant. No
+    host-device sync. ValueError: there is none; or an instance's patched `forward` would bypass it.
     """
     found = list(blocks(net))
     if not found:
@@ -67,9 +62,8 @@ def _class_of(base: Any) -> Any:
         run = functools.partial(base.forward, self)
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        again = _Again(self)
-        contexts = functools.partial(_contexts, again)
-        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        contexts = contextlib.nullcontext(), _Again(self)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
 
     # `islands` uses `computes` to detect islands. Messages and reports show the original name.
     computes = getattr(base, "computes", base.forward)
@@ -80,10 +74,6 @@ def _to_recomputed(module: nn.Module) -> nn.Module:
     if not isinstance(module, _Recomputed):
         module.__class__ = _class_of(type(module))
     return module
-
-
-def _contexts(again: _Again) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    return contextlib.nullcontext(), again
 
 
 class _Again:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from amp_core.config.errors import RunError
+from amp_core.config.errors import STATUS, RunError
 from amp_core.config.lengths import num_steps
 from amp_core.config.schema import Config
 from amp_core.step.amp import Amp
@@ -176,12 +176,8 @@ def exit_code_of(reason: int) -> int:
 
 def outcome_of(problem: BaseException) -> tuple[int, str]:
     """Exit code and status of a run that ended with this exception."""
-    if isinstance(problem, KeyboardInterrupt):
-        return 130, "preempted"
-    if isinstance(problem, RunError):
-        status = {5: "diverged", 75: "preempted", 130: "preempted", 143: "preempted"}
-        return problem.exit_code, status.get(problem.exit_code, "failed")
-    return 1, "failed"
+    code = problem.exit_code if isinstance(problem, RunError) else 130 if isinstance(problem, KeyboardInterrupt) else 1
+    return code, STATUS.get(code, "failed")
 
 
 def peak_memory(device: torch.device) -> int:

@@ -23,14 +23,9 @@ Predict = Callable[[nn.Module, Any], dict[str, Tensor]] | None
 
 
 class Evaluation:
-    """Evaluates on all ranks alike.
+    """Evaluates a network and its average, whose metrics have `ema_` in front, on all ranks alike.
 
-    Args:
-        env: where the run is.
-        evaluate: metrics of a network on the evaluation data; on every rank.
-        model: the network.
-        ema: its average, whose metrics have `ema_` in front.
-        clock: of training, which this pauses.
+    `evaluate` gives the metrics of a network on the evaluation data; the clock of training is paused meanwhile.
     """
 
     def __init__(self, env: Environment, evaluate: Evaluate, model: nn.Module, ema: Ema | None, clock: Clock) -> None:
@@ -107,22 +102,11 @@ def check_result(
     streak: int = 0,
     where: str = "",
 ) -> None:
-    """Hold the last evaluation and the number of skipped steps against a run that worked.
+    """Hold the last evaluation and the number of skipped steps against a run that worked. Raises Diverged.
 
-    Steps that only brought the loss scale from its start down to where it is now were no failure, unless the run ended
-    before the first step that was taken: then it has learned nothing; or at the smallest scale, still skipping.
-
-    Args:
-        metrics: of the last evaluation, the same on every rank.
-        step: steps that were made.
-        skipped: those of them that were skipped.
-        amp: the mode.
-        scale: the loss scale at the end.
-        streak: steps in a row that were skipped at the end.
-        where: see `check_metrics`.
-
-    Raises:
-        Diverged: a metric is not finite, no step was taken, or more than half of the steps were skipped.
+    Steps that only brought the loss scale from its start down to where it is now were no failure, unless the run
+    ended before the first step that was taken: then it has learned nothing; or at the smallest scale, still skipping
+    (`streak` steps in a row at the end).
     """
     searched = 0
     is_lost = streak > 0 and scale <= (amp.min_scale or 0)

@@ -22,10 +22,7 @@ from amp_core.step.window import MicroBatch, microbatch_weights, window_of
 class Feed:
     """Makes windows from training data. Holds no position: a window is a function of its first sample.
 
-    Args:
-        env: device, ranks, settings.
-        data: whose training set it is.
-        waiting: passes batches on, and may count the time in which they are waited for.
+    `waiting` passes batches on, and may count the time in which they are waited for.
     """
 
     def __init__(self, env: Environment, data: Data, waiting: Callable[[Iterable[Any]], Iterator[Any]]) -> None:
@@ -63,12 +60,7 @@ class Feed:
 
     @contextlib.contextmanager
     def loading(self, start: int, *, num_workers: int | None = None) -> Iterator[Iterator[list[MicroBatch]]]:
-        """The windows from a sample on, without end, as training loads them: by workers, and copied ahead.
-
-        Args:
-            start: number of the first sample.
-            num_workers: other than `data.num_workers`.
-        """
+        """The windows from sample `start` on, without end, as training loads them: by workers, and copied ahead."""
         env, cfg = self._env, self._cfg
         num_workers = cfg.data.num_workers if num_workers is None else num_workers
         on_cuda = env.device.type == "cuda"

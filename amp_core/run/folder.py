@@ -20,11 +20,7 @@ logger = logging.getLogger("amp_recipes")
 
 
 class RunFolder:
-    """The folder of a run; on all ranks, but only rank 0 opens it.
-
-    Args:
-        env: of the run. Without a run folder nothing is written.
-    """
+    """The folder of a run; on all ranks, but only rank 0 opens it. Without one nothing is written."""
 
     def __init__(self, env: Environment) -> None:
         self._env, self.path = env, env.run_dir
@@ -52,11 +48,7 @@ class RunFolder:
             raise SaveError(f"run_dir={self.path}: cannot be written: {problem.strerror or problem}") from problem
 
     def check(self) -> None:
-        """Called before a checkpoint is written.
-
-        Raises:
-            SaveError: the run folder is not the one any more that this run has locked.
-        """
+        """Before a checkpoint is written. SaveError: it is not the folder any more that this run has locked."""
         if self.path is not None and self._lock is not None and not locks.is_of(self._lock, self.path):
             raise SaveError(
                 f"run_dir={self.path}: the folder or its .lock was moved or removed while this run wrote there. "

@@ -36,23 +36,18 @@ LEFT = "left"
 
 
 def configs(max_restarts: int, timeout_minutes: float) -> dict[str, Any]:
-    """`LaunchConfig.rdzv_configs` for this rendezvous.
+    """`LaunchConfig.rdzv_configs` for this rendezvous, with `layout.max_restarts` and `layout.timeout_minutes`.
 
-    Args:
-        max_restarts: 0: a lost machine ends the run, after `timeout_minutes` as in a collective.
-        timeout_minutes: `layout.timeout_minutes`.
+    Without restarts a lost machine ends the run, after `timeout_minutes` as in a collective.
     """
     patience = LOST_SECONDS if max_restarts else max(LOST_SECONDS, 60.0 * timeout_minutes)
     return {"patience": patience, "restarts": max_restarts > 0}
 
 
 class Watched(RendezvousHandler):
-    """A rendezvous whose partners are watched.
+    """A rendezvous whose partners are watched: one without a sign of life for `patience` seconds is lost.
 
-    Args:
-        inner: the rendezvous itself.
-        patience: seconds after which a machine without a sign of life is lost.
-        restarts: whether workers start again without it, or the run ends.
+    With `restarts` workers start again without it; otherwise the run ends.
     """
 
     def __init__(self, inner: RendezvousHandler, patience: float, restarts: bool) -> None:

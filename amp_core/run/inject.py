@@ -21,11 +21,7 @@ from amp_core.tensors import is_dtensor, local, unwrap
 def fault(inject: InjectConfig, model: nn.Module, amp: Amp, window: list[MicroBatch], *, rank: int) -> Iterator[bool]:
     """Around the computation of the window of `inject.step`: puts the fault into it, if it is this rank's.
 
-    Yields:
-        Whether the window is to be dropped.
-
-    Raises:
-        ConfigError: the batch has no place for it.
+    Yields whether the window is to be dropped. ConfigError: the batch has no place for it.
     """
     if inject.where == "drop" or inject.rank != rank:
         yield inject.where == "drop"

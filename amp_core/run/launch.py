@@ -65,10 +65,7 @@ class Outcome:
 def launch(job: Job, run: Run, worker: list[str]) -> Outcome:
     """Run a job to its end. Never raises for a failing run.
 
-    Args:
-        job: what to run.
-        run: the recipe.
-        worker: the command of a worker; the path of the job's file is appended.
+    `worker` is the command of a worker, to which the path of the job's file is appended.
     """
     cfg = build(job.config)
     if launched() or not needs_agent(cfg):
@@ -164,9 +161,7 @@ class _Signals:
     """Around the agent: the first signal makes it stop its workers, which finish their step and save; it waits for
     them. A Ctrl-C after that kills them at once; so does a rank that stands still, for which the others would wait.
 
-    Args:
-        job_file: stands in the command line of every worker.
-        stop: torch's exception with which the agent stops its workers.
+    `job_file` stands in the command line of every worker; `stop` is torch's exception with which the agent stops them.
     """
 
     def __init__(self, job_file: Path, stop: Callable[[str, signal.Signals], Exception]) -> None:
@@ -295,12 +290,7 @@ def _worker_environ(nproc: int, several: bool) -> Iterator[None]:
 
 
 def work(job_file: Path, run_of: Callable[[str], Run]) -> int:
-    """The main function of a worker of the agent. Returns its exit code.
-
-    Args:
-        job_file: what to run.
-        run_of: the recipe of a name.
-    """
+    """The main function of a worker of the agent: runs a file's job by the recipe of its name. Returns its code."""
     result = job_file.with_name("result.json")
     if int(os.environ["LOCAL_RANK"]) == 0:
         result.unlink(missing_ok=True)  # of workers that were stopped because a machine came or went
@@ -333,14 +323,9 @@ def report_failure(text: str) -> None:
 
 
 def share(job: Job | None, *, refused: bool = False) -> Job | None:
-    """Rank 0's job on every rank: composed once, one run folder for all, the same after a restart.
+    """Rank 0's job on every rank: composed once, one run folder for all, the same after a restart. None: nothing to do.
 
-    Args:
-        job: on rank 0 the job, or None when there is nothing to do.
-        refused: on rank 0, its configuration is bad.
-
-    Raises:
-        ConfigError: without a message, on every rank, when rank 0 refused: it says why.
+    Where rank 0 `refused` the configuration every rank raises a ConfigError without a message: rank 0 says why.
     """
     store = worker_store()
     if os.environ["RANK"] == "0":

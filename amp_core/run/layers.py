@@ -26,10 +26,6 @@ def show_layers(loop: Loop, count: Callable[[Any], Tensor] | None) -> Iterator[l
     """Have the recipe compute one small window that leaves no trace, and print the table. On every rank.
 
     `output in` is the dtype of a layer's output in that window, seen by a hook.
-
-    Args:
-        loop: of the run.
-        count: as `Loop.windows` has it.
     """
     names = named_modules(loop.env.nets)
     seen: dict[int, torch.dtype] = {}

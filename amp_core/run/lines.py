@@ -34,20 +34,12 @@ LARGE_WAIT = 0.1
 
 
 def write_json(path: str | os.PathLike[str], content: Any) -> None:
-    """Write a JSON file whole or not at all. Numbers that are not finite become null.
-
-    Raises:
-        OSError: it cannot be written; what stood there before is intact.
-    """
+    """Write a JSON file whole or not at all (OSError). Numbers that are not finite become null."""
     replace(Path(path), (dumps(content, indent=2) + "\n").encode())
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file whole or not at all.
-
-    Raises:
-        OSError: it cannot be written; what stood there before is intact.
-    """
+    """Write a text file whole or not at all (OSError)."""
     replace(Path(path), text.encode())
 
 
@@ -93,15 +85,10 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def cut_lines(path: Path, last_step: int) -> dict[str, int]:
-    """Keep the whole lines up to `last_step`, each (split, step) once.
+    """Keep the whole lines up to `last_step`, each (split, step) once. Returns the last step of each split.
 
     Lines are appended in order, so only the end of the file is read: from the last block on that has nothing to cut.
-
-    Returns:
-        The last step of each split that was read.
-
-    Raises:
-        OSError: it is no regular file, ends with much that is no line, or cannot be read or written.
+    OSError: it is no regular file, ends with much that is no line, or cannot be read or written.
     """
     try:
         file = os.fdopen(open_file(path, os.O_RDWR), "r+b")

@@ -20,9 +20,8 @@ def acquire(folder: Path) -> IO[str]:
     Only who holds the lock may remove the file. So it is compared after locking: another process may have removed the
     file that was opened, and a third one holds the lock of the one that is there now.
 
-    Raises:
-        BlockingIOError: another process holds it; `strerror` is what the file says about its owner.
-        OSError: it cannot be made, or is no regular file.
+    BlockingIOError: another process holds it; `strerror` is what the file says about its owner. Other OSErrors: it
+    cannot be made, or is no regular file.
     """
     while True:
         try:  # not what a link leads to, since it is emptied
@@ -65,11 +64,7 @@ def is_of(lock: IO[str], folder: Path) -> bool:
 
 
 def lock_folder(run_dir: Path) -> IO[str]:
-    """Take the lock of a run folder, and write into it who has it.
-
-    Raises:
-        ConfigError: another process writes there.
-    """
+    """Take the lock of a run folder, and write into it who has it. ConfigError: another process has it."""
     try:
         lock = acquire(run_dir)
     except BlockingIOError as problem:

@@ -47,9 +47,8 @@ class Log:
     Args:
         run_dir: folder of the run.
         cfg: what is wanted besides metrics.jsonl and train.log.
-        rank: of this process. Above 0 only warnings are passed on and `metrics` and `advance` do nothing.
-        run_config: the plain dictionary of the whole configuration; wandb stores it.
-        name: name of the run in wandb.
+        rank: above 0 only warnings are passed on and `metrics` and `advance` do nothing.
+        run_config: the whole configuration, for wandb, as is `name`.
         start_step: the step after which this run goes on; 0 for a fresh start.
         total_steps: the step at which the run ends.
         last_line_step: lines of metrics up to this step are kept, those beyond it are cut. None: `start_step` on a
@@ -133,8 +132,7 @@ class Log:
     def statistics(self, line: Mapping[str, Any]) -> None:
         """Report the ranges of the layers in a step: to doctor/statistics.jsonl, the main ones to the trackers.
 
-        Args:
-            line: `step`, and `layers`: by name and kind of numbers, with `amax` and `underflow` among what is known.
+        A line has `step`, and `layers`: by name and kind of numbers, with `amax` and `underflow` among what is known.
         """
         if not self._is_main or self._is_closed:
             return
@@ -189,11 +187,7 @@ class Log:
         self._logger.warning("%s", message)
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """End the reports; waits at most ten seconds for wandb. A second call does nothing.
-
-        Args:
-            summary: what summary.json holds; wandb shows it, and takes `exit_code` from it.
-        """
+        """End the reports; waits at most ten seconds for wandb, which shows the summary. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True

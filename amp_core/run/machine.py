@@ -98,14 +98,9 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def moved(checkpoint: Path, device: torch.device) -> str | None:
-    """What to log when a checkpoint was made on another machine than this one.
+    """What to log when a checkpoint was made on another machine than this one: one sentence that names both.
 
-    Args:
-        checkpoint: its folder or file, in the run folder whose environment.json tells where it was made.
-        device: that this run computes on.
-
-    Returns:
-        One sentence that names both; None if they are alike, or nothing is known about the other one.
+    None if they are alike, or nothing is known about the other one: environment.json of its run folder tells.
     """
     before = None
     for folder in checkpoint.absolute().parents[:3]:

@@ -22,12 +22,7 @@ logger = logging.getLogger("amp_recipes")
 
 
 class Meter:
-    """What is to be logged of the steps of one optimizer, summed on the device since the last line.
-
-    Args:
-        device: of the sums.
-        num_skipped: steps skipped before.
-    """
+    """What is to be logged of the steps of one optimizer, summed on the device since the last line."""
 
     def __init__(self, device: torch.device, num_skipped: int = 0) -> None:
         self.grad_norm: Tensor | None = None
@@ -114,13 +109,7 @@ class Line:
 
 
 class Metrics:
-    """The numbers of a run's log lines. On every rank alike.
-
-    Args:
-        amp: whose loss scale and skipped steps they tell.
-        schedules: by name; their learning rates.
-        world_size: number of ranks.
-    """
+    """The numbers of a run's log lines. On every rank alike."""
 
     def __init__(self, amp: Amp, schedules: Mapping[str, Schedule], world_size: int) -> None:
         self._amp, self._schedules, self._world_size = amp, schedules, world_size
@@ -142,12 +131,9 @@ class Metrics:
         return states
 
     def load_states(self, states: list[dict[str, Any]], rank: int, skipped_of: Mapping[str, int]) -> None:
-        """Restore what `states` returned. With another number of ranks, rank 0 takes the sums of all.
+        """Restore what `states` returned, empty for an older checkpoint, and the steps skipped by each optimizer.
 
-        Args:
-            states: of all ranks; empty for a checkpoint that holds none.
-            rank: of this process.
-            skipped_of: steps skipped before, by optimizer.
+        With another number of ranks, rank 0 takes the sums of all.
         """
         for of in dict.fromkeys([*skipped_of, *(states[0] if states else ())]):
             self.meters[of] = Meter(self._amp.device, int(skipped_of.get(of, 0)))
@@ -170,12 +156,8 @@ class Metrics:
     ) -> None:
         """Begin to read the numbers of a line. Does not wait for the device. Without any step since, nothing happens.
 
-        Args:
-            step: of the line.
-            rate: samples per second.
-            waited: share of the time in which data were waited for.
-            extra: 0-d tensors to be read with it.
-            is_extra: the next line includes the steps of this one, too.
+        `rate` and `waited` are those of `Clock.lap`, `extra` 0-d tensors to be read with it; with `is_extra` the next
+        line includes the steps of this one, too.
         """
         meters = {of: meter for of, meter in self.meters.items() if meter.grad_norm is not None}
         # Without those of a phase that is over, unless nothing at all was logged since the last line.
@@ -204,7 +186,9 @@ class Metrics:
         self._extra = list(extra)
         facts |= {("", name): value for name, value in extra.items()}
         for name, schedule in self._schedules.items():
-            facts["", _rate_key(name)] = schedule.last_rate().to(self._amp.device)
+            # `schedule` -> lr, `generator_schedule` -> lr_generator.
+            key = f"lr_{name.removesuffix('schedule').strip('_')}".strip("_")
+            facts["", key] = schedule.last_rate().to(self._amp.device)
         wide = widest(self._amp.device)  # holds counts and scales exactly
         numbers = torch.cat([summed.to(wide), torch.stack([f.detach().to(wide) for f in facts.values()])])
         self._reading = Reading(numbers, [*sums, *facts], step, rate, waited)
@@ -252,15 +236,8 @@ class Metrics:
         if policy and policy.dynamic and scale <= policy.min_scale and streak and not self._floor_noted:
             self._floor_noted = True
             logger.warning(
-                "the loss scale is at its floor %g (amp.min_scale) and steps are still skipped (step %d)",
-                scale,
-                step,
+                "the loss scale is at its floor %g (amp.min_scale) and steps are still skipped (step %d)", scale, step
             )
-
-
-def _rate_key(schedule: str) -> str:
-    """`schedule` -> lr, `generator_schedule` -> lr_generator."""
-    return f"lr_{schedule.removesuffix('schedule').strip('_')}".strip("_")
 
 
 class _Span:

@@ -10,6 +10,7 @@ import torch
 
 from amp_core.config.checks import DECODED, check_data
 from amp_core.config.errors import ConfigError
+from amp_core.config.files import why_no_folder
 from amp_core.config.rules import ONE_PROCESS, node_range
 from amp_core.config.schema import Config, parse, suggest
 from amp_core.lowp.float8 import float8_is_emulated
@@ -32,10 +33,7 @@ PROCESSES_PER_CORE = 8
 def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], list[str]]:
     """Problems and warnings of a configuration on this machine. Touches no device and creates nothing.
 
-    Args:
-        cfg: a configuration.
-        recipe: the module of the recipe.
-        broken: top-level keys whose values do not have their type; what depends on them is not checked.
+    `broken` are top-level keys whose values do not have their type; what depends on them is not checked.
     """
     problems: list[str] = []
     warnings: list[str] = []
@@ -77,7 +75,8 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
     if sound("log"):
         problems += check_log(cfg.log)
     if sound("run_dir") and cfg.run_dir and not cfg.dry_run and cfg.task == "train":
-        _check_writable(Path(cfg.run_dir), problems)
+        reason = why_no_folder(Path(cfg.run_dir))
+        problems += [f"run_dir={cfg.run_dir}: {reason}"] if reason else []
     return problems, warnings
 
 
@@ -227,13 +226,3 @@ def needs_agent(cfg: Config) -> bool:
     """Whether there are workers to start and to watch, other than this process."""
     alone = num_processes(cfg) == 1 and node_range(cfg.layout.nnodes) == (1, 1) and not cfg.layout.max_restarts
     return cfg.layout.name not in ONE_PROCESS and not (cfg.layout.name == "model_parallel" and alone)
-
-
-def _check_writable(folder: Path, problems: list[str]) -> None:
-    existing = folder
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if not existing.is_dir():
-        problems.append(f"run_dir={folder}: {existing} is a file; expected a folder")
-    elif not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
-        problems.append(f"run_dir={folder}: {existing} is read-only; choose a folder that can be written")

@@ -86,11 +86,7 @@ def meeting_seconds(timeout_minutes: float | None) -> float:
 
 
 def worker_store(timeout_minutes: float | None = None) -> WorkerStore:
-    """The store of this worker's agent, connected once.
-
-    Args:
-        timeout_minutes: `layout.timeout_minutes`; None where the run is not known yet, as under torchrun.
-    """
+    """The store of this worker's agent, connected once; under torchrun the run's `timeout_minutes` are not known."""
     global _store
     if _store is None:
         _store = WorkerStore(timeout_minutes)

@@ -60,12 +60,7 @@ def trying(loop: Loop, step: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def rerun_step(loop: Loop, window: list[MicroBatch] | None = None) -> Iterator[list[MicroBatch]]:
-    """Around a computation of the next step's window that takes the step, without metrics.
-
-    Args:
-        loop: of the run.
-        window: of `Feed.loading`; None: it is loaded anew.
-    """
+    """Around a computation of the next step's window, loaded anew if not given: takes the step, without metrics."""
     window = window or window_of(loop, loop.step + 1)
     loop.is_replay = True
     try:

@@ -99,12 +99,8 @@ def _settings_of(old: Mapping[str, Any], cfg: Config) -> str:
 def resume(run: Run) -> tuple[Loaded | None, list[str], list[str]]:
     """Load the checkpoint that a run begins with, if there is one, and set where it stands. Collective.
 
-    Returns:
-        What was loaded; notes and warnings for the log.
-
-    Raises:
-        ConfigError: the checkpoint was made with other settings.
-        CheckpointError: no usable checkpoint.
+    Returns what was loaded; notes and warnings for the log. ConfigError: it was made with other settings;
+    CheckpointError: it is not usable.
     """
     env, cfg = run.env, run.cfg
     notes = list(env.job.notes)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp_core.checkpoints.checkpoint import Loaded
@@ -100,6 +99,7 @@ def plan(loop: Loop) -> str:
     more = memory.most - memory.total
     within = f", up to {more / 2**20:.1f} MiB more within a step" if more else ""
     optimizer = loop.optimizers[0]
+    fused = " fused" if all(group.get("fused") for group in optimizer.param_groups) else ""
     amp = f"amp={cfg.amp.name}"
     if cfg.amp.scaling:
         smallest, largest = loop.amp.limits
@@ -113,7 +113,7 @@ def plan(loop: Loop) -> str:
             f"{cfg.recipe['name']}: {cfg.model.name} ({sum(p.numel() for p in params):,} parameters) on "
             f"{cfg.data.name} ({len(data.train):,} training samples)",
             f"  {amp} on {env.world_size} x {env.device.type}, "
-            f"{type(optimizer).__name__}{' fused' if _is_fused(optimizer) else ''}, "
+            f"{type(optimizer).__name__}{fused}, "
             f"schedule {cfg.schedule.name} over {loop.schedule.num_steps} steps",
             f"  {loop.num_steps} steps of {loop.feed.samples_per_step} samples ({cfg.batch_size} x accumulation "
             f"{loop.feed.accumulation} x {env.world_size} rank(s)), {passes:.3g} epochs",
@@ -186,7 +186,3 @@ def _memory(loop: Loop) -> Memory:
 def _times(every: int, steps: int) -> str:
     """When a cadence comes, in words: it always comes at the end."""
     return f"every {every} steps and at the end" if every < steps else "at the end"
-
-
-def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return all(group.get("fused") for group in optimizer.param_groups)

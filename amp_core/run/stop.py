@@ -46,8 +46,7 @@ class Stop:
     def is_asked(self) -> bool:
         """Whether this rank asks to stop.
 
-        Raises:
-            KeyboardInterrupt: at once. What the signal raised may have been lost, in a callback of the interpreter.
+        KeyboardInterrupt: at once. What the signal raised may have been lost, in a callback of the interpreter.
         """
         if self._is_twice:
             raise KeyboardInterrupt
@@ -65,17 +64,13 @@ class Stop:
             self.code = 128 + signal.SIGTERM
         if self._group is None:
             return self.code
-        agreed = self._settle()
+        agreed = 0
+        if self._work is not None:
+            self._work.wait()
+            agreed = int(self._host[0])
         self._host[0] = self.code
         self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return agreed
-
-    def _settle(self) -> int:
-        if self._work is None:
-            return 0
-        self._work.wait()
-        self._work = None
-        return int(self._host[0])
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:

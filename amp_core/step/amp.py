@@ -44,14 +44,7 @@ from amp_core.step.gradients import (
     weights_of,
     with_grads,
 )
-from amp_core.step.report import (
-    Observer,
-    OptimizerState,
-    Rehearsal,
-    StepReport,
-    can_skip_on_device,
-    require_no_closure,
-)
+from amp_core.step.report import Observer, OptimizerState, Rehearsal, StepReport, can_skip_on_device, require_no_closure
 from amp_core.step.scaler import LossScale, Numbers, policy_of
 from amp_core.tensors import (
     UNTESTED_DEVICES,
@@ -421,9 +414,7 @@ class Amp:
     ) -> Tensor:
         """Measure and clip the gradients of one optimizer; return 1 if one of them is not finite, else 0 (0-d float32).
 
-        Args:
-            scaled: the gradients are scaled, unless they were unscaled before.
-            joined: use the global norm over all ranks.
+        `scaled`: they are, unless they were unscaled before. `joined`: use the global norm over all ranks.
         """
         if state.stepped:
             raise RuntimeError("amp.step was called twice for one optimizer; call amp.update() once per window")

@@ -103,13 +103,9 @@ class _Group:
 
 
 def flat_groups(rows: Iterable[Sequence[Tensor]]) -> list[tuple[list[Tensor], ...]]:
-    """Group tensors to handle those of one kind together: a ResNet-50 has 159 buffers, each of which costs kernels.
+    """The columns of rows of tensors, such as a buffer and its average, flat and for each kind together.
 
-    Args:
-        rows: tensors that belong together, such as a buffer and its average.
-
-    Returns:
-        Per kind the columns of its rows, flat. A row with a non-contiguous tensor is alone, in its shape.
+    A ResNet-50 has 159 buffers, each of which costs kernels. A row with a non-contiguous tensor is alone, in its shape.
     """
     found: dict[Any, list[list[Tensor]]] = {}
     for i, row in enumerate(rows):

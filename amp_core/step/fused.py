@@ -70,13 +70,7 @@ class FusedStep:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, params: list[Tensor], device: torch.device) -> FusedStep | None:
-        """The cached step of `optimizer` over its weights that have gradients; None if only torch's own step works.
-
-        Args:
-            optimizer: fused.
-            params: its weights that have gradients, in the order of the groups.
-            device: of `found_inf` and `grad_scale`.
-        """
+        """The cached step of a fused optimizer over its weights with gradients; None if only torch's own step works."""
         moments = _MOMENTS.get(type(optimizer))
         if moments is None or not params or {(p.device, p.dtype) for p in params} != {(device, params[0].dtype)}:
             return None

@@ -33,14 +33,9 @@ def same(some: Collection[object], others: Collection[object]) -> bool:
 
 
 def norm_of(grads: list[Tensor], zero: Tensor, *, sharded: bool) -> Tensor:
-    """The global L2 norm, also of sharded gradients: 0-d float32.
+    """The global L2 norm, also of sharded gradients: 0-d float32 on the device of `zero`, the result without gradients.
 
-    Not finite exactly when a gradient is not, up to 1e19. Sharded gradients need a reduction over ranks.
-
-    Args:
-        grads: on any devices.
-        zero: 0-d, on the device of the result, and the result without gradients.
-        sharded: whether there are DTensors among them.
+    Not finite exactly when a gradient is not, up to 1e19. `sharded` gradients, DTensors, need a reduction over ranks.
     """
     if not grads:
         return zero.clone()
@@ -76,10 +71,7 @@ def check_gradients(grads: list[Tensor], *, scaled: bool, optimizer: torch.optim
 def take_values(optimizer: torch.optim.Optimizer | None, grads: list[Tensor]) -> None:
     """Coalesce sparse gradients, and replace them in `grads` by their values, dense and in the same memory.
 
-    The norm is that of the gradient only once values with the same index are summed.
-
-    Raises:
-        TypeError: they cannot be stepped.
+    The norm is that of the gradient only once values with the same index are summed. TypeError: they cannot be stepped.
     """
     if optimizer is None or any(grad.layout not in (torch.strided, torch.sparse_coo) for grad in grads):
         raise TypeError("sparse gradients are not supported here; use sparse=False in the embedding")

@@ -101,27 +101,20 @@ def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optim
     Weight decay applies to weights of two and more dimensions; norms and biases have none. A fused step never syncs
     with the device, others once. Muon has AdamW beside it (`amp_core.step.muon`).
     """
+    # Lists of a config as tuples, which torch expects of betas.
+    options: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in cfg.options.items()}
     if cfg.name == "Muon":
         from amp_core.step import muon  # other runs need none of it
 
         fused = True if cfg.fused is None else cfg.fused
-        return muon.build(nets, cfg.lr, cfg.weight_decay, fused=fused, **_tuples(cfg.options))
+        return muon.build(nets, cfg.lr, cfg.weight_decay, fused=fused, **options)
     params = [p for net in nets for p in master_params(net) if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return _build(cfg, [group for group in groups if group["params"]])
-
-
-def _tuples(options: dict[str, Any]) -> dict[str, Any]:
-    """Lists of a config as tuples, which torch expects of betas."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-
-
-def _build(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    groups = [group for group in groups if group["params"]]
     cls = _class_of(cfg.name)
-    options = _tuples(cfg.options)
     # A differentiable step excludes fused and wins unless both were requested. So do weights on several devices in SGD,
     # whose fused form takes its learning rate from one device.
     devices = {p.device for group in groups for p in group["params"]}

@@ -38,11 +38,7 @@ class ScalePolicy:
 
 
 def policy_of(config: AmpConfig, samples: int | None) -> ScalePolicy | None:
-    """The policy of a mode, or None where it does not scale.
-
-    Raises:
-        ConfigError: its cap needs `samples`, those of a micro-batch, and they are None.
-    """
+    """The policy of a mode, or None where it does not scale. ConfigError: its cap needs `samples`, which is None."""
     if not config.scaling:
         return None
     if config.max_scale_per_sample is not None and samples is None:
@@ -86,11 +82,7 @@ class LossScale:
         return self.scale.reciprocal()
 
     def update(self, found_inf: Tensor) -> None:
-        """Update the scale after a window. No host-device sync.
-
-        Args:
-            found_inf: 0-d float32 tensor, above 0 if any gradient of the window was not finite.
-        """
+        """Update the scale after a window; `found_inf` is 0-d float32, above 0 for an overflow. No host-device sync."""
         policy = self.policy
         if policy is None or not policy.dynamic:
             return
@@ -127,13 +119,9 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved scale. The policy stays the configured one; differences are logged.
+        """Restore a saved scale, of this class or of `torch.amp.GradScaler`. The policy stays; differences are logged.
 
-        Args:
-            state: of this class or of `torch.amp.GradScaler`; {} (from a mode without scaling) starts fresh.
-
-        Raises:
-            ValueError: it holds no scale that is a positive finite number.
+        {} (from a mode without scaling) starts fresh. ValueError: it holds no scale that is a positive finite number.
         """
         if state and not isinstance(state.get("scale"), int | float):
             raise ValueError(

@@ -136,11 +136,7 @@ class _StandIn(torch.optim.SGD):
 
 
 def rate_table(make: Make, peaks: list[float], num_steps: int) -> list[list[float]]:
-    """The learning rate of every step: one list of `num_steps` floats per group.
-
-    Raises:
-        ValueError: the scheduler also moves the momentum, which a table of rates cannot hold.
-    """
+    """The learning rate of every step: one list of `num_steps` floats per group. ValueError: it moves momentum, too."""
     stand_in = _StandIn([{"params": [torch.zeros(1)], "lr": lr} for lr in peaks], lr=peaks[0], momentum=0.5)
     scheduler = make(stand_in, num_steps)
     if type(scheduler) is LambdaLR:
@@ -165,38 +161,26 @@ def rate_table(make: Make, peaks: list[float], num_steps: int) -> list[list[floa
 # --- by name ----------------------------------------------------------------------------------------------------------
 
 
-def _constant(optimizer: torch.optim.Optimizer, num_steps: int) -> LRScheduler:
-    return LambdaLR(optimizer, lambda step: 1.0)
+def _after_warmup(curve: Callable[[float, float], float]) -> Callable[..., LRScheduler]:
+    """A linear warmup, then `curve` of the progress and the final factor."""
 
+    def make(optimizer: torch.optim.Optimizer, num_steps: int, warmup: float = 0.0, final: float = 0.0) -> LRScheduler:
+        num_warmup = round(warmup * num_steps)
 
-def _warmup_cosine(
-    optimizer: torch.optim.Optimizer, num_steps: int, warmup: float = 0.0, final: float = 0.0
-) -> LRScheduler:
-    factor = _after_warmup(num_steps, warmup, lambda p: final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * p)))
-    return LambdaLR(optimizer, factor)
+        def factor(step: int) -> float:
+            if step < num_warmup:
+                return (step + 1) / (num_warmup + 1)
+            return curve((step - num_warmup) / max(num_steps - num_warmup, 1), final)
 
+        return LambdaLR(optimizer, factor)
 
-def _warmup_linear(
-    optimizer: torch.optim.Optimizer, num_steps: int, warmup: float = 0.0, final: float = 0.0
-) -> LRScheduler:
-    return LambdaLR(optimizer, _after_warmup(num_steps, warmup, lambda progress: 1.0 + (final - 1.0) * progress))
-
-
-def _after_warmup(num_steps: int, warmup: float, curve: Callable[[float], float]) -> Callable[[int], float]:
-    num_warmup = round(warmup * num_steps)
-
-    def factor(step: int) -> float:
-        if step < num_warmup:
-            return (step + 1) / (num_warmup + 1)
-        return curve((step - num_warmup) / max(num_steps - num_warmup, 1))
-
-    return factor
+    return make
 
 
 OWN: dict[str, Callable[..., LRScheduler]] = {
-    "constant": _constant,
-    "warmup_cosine": _warmup_cosine,
-    "warmup_linear": _warmup_linear,
+    "constant": lambda optimizer, num_steps: LambdaLR(optimizer, lambda step: 1.0),
+    "warmup_cosine": _after_warmup(lambda p, final: final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * p))),
+    "warmup_linear": _after_warmup(lambda p, final: 1.0 + (final - 1.0) * p),
 }
 REFUSED = {
     "ReduceLROnPlateau": "needs a metric",

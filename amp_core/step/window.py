@@ -85,7 +85,9 @@ def windows(
         window = list(islice(iterator, accumulation))
         length, starved = len(window), not window and spare is None
         if together:
-            length, starved = _agree(length, starved)
+            most = torch.tensor([length, int(starved)], device=_collective_device())
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            length, starved = most.tolist()
         if length == 0:
             return
         if starved:  # on every rank: if only one raised, the others would hang
@@ -121,14 +123,6 @@ def microbatch_weights(counts: Sequence[int | Tensor]) -> list[float | Tensor]:
 def _collective_device() -> torch.device:
     """Where small host numbers must lie for a collective: NCCL has no CPU tensors."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-
-
-def _agree(length: int, starved: bool) -> tuple[int, bool]:
-    """The longest window over all ranks, and whether any rank is starved."""
-    most = torch.tensor([length, int(starved)], device=_collective_device())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    longest, any_starved = most.tolist()
-    return longest, bool(any_starved)
 
 
 def _total(counts: Sequence[int | Tensor]) -> int | Tensor:

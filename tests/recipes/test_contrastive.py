@@ -225,19 +225,3 @@ def test_the_window_may_be_split_in_any_way() -> None:
         a, b = ([line["loss"] for line in lines(f) if line["split"] == "train"] for f in (one, other))
         assert a == pytest.approx(b, rel=1e-5)
         assert summary(one)["eval"] == pytest.approx(summary(other)["eval"], abs=1.01 / 24)  # one image of 24
-
-
-@pytest.mark.parametrize(
-    "setting, message",
-    [
-        ("data.augment=false", "two views of an image would be the same"),
-        ("recipe.temperature=0", "recipe.temperature=0: expected a number above 0"),
-        ("recipe.embedding=1", "recipe.embedding=1: expected at least 2"),
-        ("recipe.num_neighbours=0", "recipe.num_neighbours=0: expected at least 1"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(
-    setting: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("a", setting, code=2)
-    assert message in capsys.readouterr().err and not Path("a").exists()

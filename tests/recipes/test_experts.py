@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from shared import relative
-from test_recipes import run as run_recipe
 from torch import Tensor, nn
 
 import train
@@ -187,21 +185,3 @@ def test_an_expert_without_a_token_has_gradients_of_0_or_none_and_both_clip_and_
         up, down = modules[number]  # type: ignore[index]
         torch.testing.assert_close(dense.up[number], up, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(dense.down[number], down, rtol=1e-4, atol=1e-5)
-
-
-# --- runs ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "setting, message",
-    [
-        ("recipe.balance=-1", "recipe.balance=-1: expected a number of at least 0"),
-        ("recipe.z_loss=inf", "recipe.z_loss=inf: expected a number of at least 0"),
-        ("model.options.num_experts=1", "num_experts=1, expected at least 2"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(
-    setting: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_recipe("experts", "a", setting, code=2)
-    assert message in capsys.readouterr().err and not Path("a").exists()

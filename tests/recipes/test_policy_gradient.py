@@ -174,21 +174,3 @@ def test_a_line_of_metrics_tells_how_far_off_policy_a_run_is() -> None:
     assert max(low) < 2.0**-8 * min(high)
     mixed = run("mixed", "amp=bf16", "recipe.rollout_dtype=float32", *settings)
     assert 0 < lines(mixed)[0]["mismatch"] < 1
-
-
-@pytest.mark.parametrize(
-    "setting, message",
-    [
-        ("recipe.num_symbols=1", "recipe.num_symbols=1: expected at least 2"),
-        ("recipe.num_places=0", "recipe.num_places=0: expected at least 1"),
-        ("recipe.group=1", "recipe.group=1: expected at least 2"),
-        ("recipe.rollout_dtype=int8", "recipe.rollout_dtype=int8: expected null, float32, bfloat16, float16"),
-        ("recipe.importance_cap=0.5", "recipe.importance_cap=0.5: expected at least 1, or null"),
-        ("layout=fsdp", "recipe=policy_gradient does not run in it"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(
-    setting: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("a", setting, code=2)
-    assert message in capsys.readouterr().err and not Path("a").exists()

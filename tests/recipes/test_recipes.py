@@ -228,6 +228,44 @@ def test_it_says_what_it_needs_to_be_found(recipe):
     assert {"name", "length", "best", "best_is"} <= fields.keys()
 
 
+@pytest.mark.parametrize(
+    "recipe, setting, message",
+    [
+        ("contrastive", "data.augment=false", "two views of an image would be the same"),
+        ("contrastive", "recipe.temperature=0", "recipe.temperature=0: expected a number above 0"),
+        ("contrastive", "recipe.embedding=1", "recipe.embedding=1: expected at least 2"),
+        ("contrastive", "recipe.num_neighbours=0", "recipe.num_neighbours=0: expected at least 1"),
+        ("diffusion", "ema.decay=null", "recipe.best=ema_loss needs averages"),
+        ("diffusion", "recipe.log_sigma_std=0", "recipe.log_sigma_std=0: expected a number above 0"),
+        ("diffusion", "recipe.num_sampler_steps=1", "recipe.num_sampler_steps=1: expected at least 2"),
+        ("experts", "recipe.balance=-1", "recipe.balance=-1: expected a number of at least 0"),
+        ("experts", "recipe.z_loss=inf", "recipe.z_loss=inf: expected a number of at least 0"),
+        ("experts", "model.options.num_experts=1", "num_experts=1, expected at least 2"),
+        ("gan", "recipe.num_critic_steps=0", "recipe.num_critic_steps=0: expected at least 1"),
+        ("gan", "recipe.penalty=gp", "recipe.penalty=gp: expected one of wgan_gp, r1, none"),
+        ("gan", "recipe.penalty_weight=0", "recipe.penalty_weight=0: expected a number above 0"),
+        ("gan", "ema.decay=null", "use recipe.best=sliced_wasserstein"),
+        ("gan", "model.options.norm=layer", "expected one of group, batch"),
+        ("policy_gradient", "recipe.num_symbols=1", "recipe.num_symbols=1: expected at least 2"),
+        ("policy_gradient", "recipe.num_places=0", "recipe.num_places=0: expected at least 1"),
+        ("policy_gradient", "recipe.group=1", "recipe.group=1: expected at least 2"),
+        (
+            "policy_gradient",
+            "recipe.rollout_dtype=int8",
+            "recipe.rollout_dtype=int8: expected null, float32, bfloat16, float16",
+        ),
+        ("policy_gradient", "recipe.importance_cap=0.5", "recipe.importance_cap=0.5: expected at least 1, or null"),
+        ("policy_gradient", "layout=fsdp", "recipe=policy_gradient does not run in it"),
+        ("speech", "recipe.num_utterances=15", "recipe.num_utterances=15: expected at least 16"),
+        ("speech", "recipe.noise=-1", "recipe.noise=-1: expected a number of at least 0"),
+        ("speech", "model=cnn", "model.name=cnn: is not a speech recogniser"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(recipe, setting, message, capsys):
+    run(recipe, "a", setting, code=2)
+    assert message in capsys.readouterr().err and not Path("a").exists()
+
+
 # --- promises ---------------------------------------------------------------------------------------------------------
 
 

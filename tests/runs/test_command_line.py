@@ -80,6 +80,7 @@ BAD_SYNTAX += ["steps=range(1,3)", "seed=choice(1,2)", "amp=[fp16]", "hydra.job.
 BAD_SYNTAX += ["hydra.sweep.subdir=x", "hydra/launcher=joblib", "hydra.verbose=true", "--dry-run", "--amp=fp16", "-x"]
 BAD_SYNTAX += ["-\u1346\u1e7ebW!mg"]
 
+HSDP = ["layout=hsdp", "layout.shard_size=2", "layout.nproc_per_node=2"]
 PAIRS = {
     "amp.init_scale": ["amp=bf16", "amp.init_scale=1024"],
     "amp.growth_interval": ["amp=fp32", "amp.growth_interval=10"],
@@ -124,6 +125,41 @@ PAIRS = {
     "run_dir=x": ["-m", "run_dir=x", "amp=fp32,bf16"],
     "amp=fp17": ["-m", "amp=fp32,fp17"],
     "seed=abc": ["-m", "seed=1,abc"],
+    # Layouts.
+    "layout.compress=bf16: has no effect with layout=fsdp": ["layout=fsdp", "layout.compress=bf16"],
+    "layout.compress=fp16: expected": ["layout=ddp", "layout.compress=fp16"],
+    "layout.bucket_mb=5.0: has no effect with layout=single": ["layout.bucket_mb=5.0"],
+    "layout.bucket_mb=0: expected a finite number above 0": ["layout=ddp", "layout.bucket_mb=0.0"],
+    "layout.shard_optimizer=true: has no effect with layout=hsdp": [*HSDP, "layout.shard_optimizer=true"],
+    "layout.compress=bf16: has no effect with amp=o2": ["layout=ddp", "amp=o2", "layout.compress=bf16"],
+    "layout.static_graph=true: has no effect with amp": ["layout=ddp", "amp=bf16_pure", "layout.static_graph=true"],
+    "layout.static_graph=true: recipe=gan": ["recipe=gan", "layout=ddp", "layout.static_graph=true"],
+    "amp=o2": ["layout=fsdp", "amp=o2"],
+    "amp=bf16_pure": [*HSDP, "amp=bf16_pure"],
+    "amp=fp8": ["layout=fsdp", "amp=fp8"],
+    "perf.channels_last": ["layout=fsdp", "perf.channels_last=true"],
+    "doctor.statistics_every": ["layout=fsdp", "doctor.statistics_every=5"],
+    "optimizer.name=Adafactor": ["layout=fsdp", "optimizer.name=Adafactor"],
+    "layout.shard_size=null": ["layout=hsdp", "layout.nproc_per_node=4"],
+    "layout.shard_size=2: has no effect": ["layout=fsdp", "layout.shard_size=2"],
+    "layout.shard_size=3: does not divide the 4": ["layout=hsdp", "layout.shard_size=3", "layout.nproc_per_node=4"],
+    "layout.shard_size=2: does not divide the 1": ["layout=hsdp", "layout.shard_size=2"],
+    "layout=fsdp: recipe=gan": ["layout=fsdp", "recipe=gan"],
+    # Ways to compute.
+    "perf.backend=indctor": ["perf=compile", "perf.backend=indctor"],
+    "perf.dynamic=true": ["perf.dynamic=true"],
+    "perf.compile=blocks: recipe=gan": ["perf=compile", "recipe=gan"],
+    "perf.compile=blocks: layout=data_parallel": ["perf=compile", "layout=data_parallel"],
+    "perf.checkpoint_activations=true: model.name=mlp has no blocks": ["perf.checkpoint_activations=true", "model=mlp"],
+    "perf.recast_weights=true: amp=fp32": ["perf.recast_weights=true", "amp=fp32"],
+    "perf.recast_weights=true: amp=o2": ["perf.recast_weights=true", "amp=o2"],
+    "perf.recast_weights=true: layout=fsdp": ["perf.recast_weights=true", "layout=fsdp"],
+    "perf.recast_weights=true: layout=data_parallel": ["perf.recast_weights=true", "layout=data_parallel"],
+    "optimizer.fused=true: Muon": ["optimizer=muon", "optimizer.fused=true"],
+    "optimizer.state_dtype=bfloat16: is for Adam": ["optimizer=muon", "optimizer.state_dtype=bfloat16"],
+    "optimizer.name=Muon": ["optimizer=muon", "layout=fsdp", "layout.nproc_per_node=2"],
+    "model.fresh: has no effect without model.weights": ['model.fresh=["fc"]'],
+    "use model.weights=<file>, or": ["model.options.weights=DEFAULT"],
 }
 MALFORMED = [[text] for text in (*UNKNOWN, *WRONG_TYPE, *OUT_OF_RANGE, *NO_SUCH_NAME, *BAD_SYNTAX)]
 MALFORMED += PAIRS.values()
@@ -273,7 +309,7 @@ def test_the_message_names_the_full_key(text, tmp_path, own_folder, capsys):
 
 @pytest.mark.parametrize("key", rows(PAIRS, every=5))
 def test_settings_that_contradict_each_other_are_refused_by_name(key, tmp_path, own_folder, capsys):
-    assert key in refuse(PAIRS[key], capsys, tmp_path)
+    assert key in refuse(["device=cpu", *PAIRS[key]], capsys, tmp_path)
 
 
 def test_a_typo_gets_the_nearest_key_and_the_nearest_option(tmp_path, own_folder, capsys):

@@ -21,7 +21,6 @@ from amp_tools.forecast import KINDS, Check, Forecast, Score, check_windows, for
 from amp_tools.heatmap import draw
 from recipes import classification, find
 
-ROOT = Path(__file__).resolve().parents[2]
 doctor = script("scripts/doctor.py")
 
 MLP = [*(one for one in SMALL["classification"] if not one.startswith("model")), "model=mlp", "model.options.width=16"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from running import refused_before_the_start, same_but, state
+from running import same_but, state
 from test_recipes import on_two_ranks, run
 from tiers import rows
 from torch import Tensor, nn
@@ -593,28 +593,6 @@ def test_the_doctor_finds_the_fault_of_one_rank(own_folder: Path) -> None:
     assert forward["module_class"] == "Embedding"  # whose hook it is
     assert (backward["cause"], backward["phase"]) == ("loss scale too large", "backward")
     assert backward["scale_that_fits"] < 2**24
-
-
-REFUSED = {
-    "amp=o2": ["layout=fsdp", "amp=o2"],
-    "amp=bf16_pure": ["layout=hsdp", "layout.shard_size=2", "layout.nproc_per_node=2", "amp=bf16_pure"],
-    "amp=fp8": ["layout=fsdp", "amp=fp8"],
-    "perf.channels_last": ["layout=fsdp", "perf.channels_last=true"],
-    "doctor.statistics_every": ["layout=fsdp", "doctor.statistics_every=5"],
-    "optimizer.name=Adafactor": ["layout=fsdp", "optimizer.name=Adafactor"],
-    "layout.shard_size=null": ["layout=hsdp", "layout.nproc_per_node=4"],
-    "layout.shard_size=2: has no effect": ["layout=fsdp", "layout.shard_size=2"],
-    "layout.shard_size=3: does not divide the 4": ["layout=hsdp", "layout.shard_size=3", "layout.nproc_per_node=4"],
-    "layout.shard_size=2: does not divide the 1": ["layout=hsdp", "layout.shard_size=2"],
-    "layout=fsdp: recipe=gan": ["layout=fsdp", "recipe=gan"],
-}
-
-
-@pytest.mark.parametrize("key", REFUSED)
-def test_what_cannot_be_sharded_is_refused_before_the_start(
-    key: str, capsys: pytest.CaptureFixture[str], own_folder: Path
-) -> None:
-    refused_before_the_start(REFUSED[key], key, capsys)
 
 
 def on_scalars(rank: int) -> str:

@@ -23,7 +23,6 @@ from shared import script
 import train
 from amp_core.config import files
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 5
 SMALL = ["data=synthetic", "data.num_samples=32", "data.image_size=8", "data.num_classes=4", "model.options.width=4"]
 SMALL += ["device=cpu", "log.progress=false", "batch_size=8", "save_every=1", "doctor=off"]

@@ -10,7 +10,6 @@ import random
 import re
 import shutil
 import time
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -30,7 +29,6 @@ from amp_tools.report.significance import compare, holm, judge, t_quantile, t_tw
 from amp_tools.report.table import table
 from amp_tools.report.text import as_dict, left_out, markdown
 
-ROOT = Path(__file__).resolve().parents[2]
 SEED = 918273
 CONFIGS: dict[tuple[str, ...], str] = {}
 

@@ -39,7 +39,6 @@ from amp_core.heads.partial_fc import PartialFC, RowState
 from amp_core.models.gpt import GPT
 from amp_core.tensors import local
 
-ROOT = Path(__file__).resolve().parents[2]
 OnRanks = Callable[..., list[Any]]
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp": 4, "fsdp4": 4}
 """Ranks of each; hsdp is two copies of two parts."""

@@ -40,8 +40,6 @@ from amp_core.lowp.moments import Adam16
 from amp_core.run.teardown import end_process_group
 from amp_core.step.optimizers import build_optimizer
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def bits(value: Any) -> Any:
     """A value that compares equal only when every bit and every type is equal."""

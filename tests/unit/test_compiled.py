@@ -338,19 +338,6 @@ def test_a_compiled_run_is_the_run_and_continues_bit_exactly(tmp_path, own_folde
     assert (tmp_path / "compiled/train.log").read_text().count("compiling by aot_eager: usually 30 to 150 s") >= 2
 
 
-@pytest.mark.parametrize(
-    "overrides, key",
-    [
-        (["perf=compile", "perf.backend=indctor"], "perf.backend=indctor"),
-        (["perf.dynamic=true"], "perf.dynamic=true"),
-        (["perf=compile", "recipe=gan"], "recipe=gan"),
-        (["perf=compile", "layout=data_parallel"], "layout=data_parallel"),
-    ],
-)
-def test_what_has_no_effect_or_cannot_be_is_refused(overrides, key, own_folder, capsys):
-    refused_before_the_start(overrides, key, capsys)
-
-
 def test_a_machine_without_a_compiler_is_refused(own_folder, capsys):
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         refused_before_the_start(["perf=compile"], "found none of no-such-compiler", capsys)

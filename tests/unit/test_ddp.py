@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from running import refused_before_the_start
 from test_fsdp import Collectives
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -146,28 +145,3 @@ def test_a_true_gradient_of_3_overflows_in_fp16_and_not_in_bfloat16(on_ranks: On
     for ours, torch_s, *beyond, fits in on_ranks(with_gradients):
         assert ours[:2] == [True, 65536.0] and ours[2] == pytest.approx(3.0, rel=2**-20)
         assert torch_s == [False, 32768.0, 0.0] and beyond == [[False, 1.0, 0.0]] * 3 and fits[0]
-
-
-# --- refused before the start
-
-REFUSED = {
-    "layout.compress=bf16: has no effect with layout=fsdp": ["layout=fsdp", "layout.compress=bf16"],
-    "layout.compress=fp16: expected": ["layout=ddp", "layout.compress=fp16"],
-    "layout.bucket_mb=5.0: has no effect with layout=single": ["layout.bucket_mb=5.0"],
-    "layout.bucket_mb=0: expected a finite number above 0": ["layout=ddp", "layout.bucket_mb=0.0"],
-    "layout.shard_optimizer=true: has no effect with layout=hsdp": [
-        *("layout=hsdp", "layout.shard_size=2", "layout.nproc_per_node=2", "layout.shard_optimizer=true")
-    ],
-    "layout.compress=bf16: has no effect with amp=o2": ["layout=ddp", "amp=o2", "layout.compress=bf16"],
-    "layout.static_graph=true: has no effect with amp=bf16_pure": [
-        *("layout=ddp", "amp=bf16_pure", "layout.static_graph=true")
-    ],
-    "layout.static_graph=true: recipe=gan": ["recipe=gan", "layout=ddp", "layout.static_graph=true"],
-}
-
-
-@pytest.mark.parametrize("key", REFUSED)
-def test_what_has_no_effect_is_refused_before_the_start(
-    key: str, capsys: pytest.CaptureFixture[str], own_folder: object
-) -> None:
-    refused_before_the_start(REFUSED[key], key, capsys)

@@ -340,14 +340,6 @@ def test_plain_lines_come_every_few_seconds(tmp_path, capsys, monkeypatch):
     assert 3 <= len(capsys.readouterr().err.splitlines()) <= 6
 
 
-def test_no_progress_when_not_wanted(tmp_path, capsys):
-    log = make_log(tmp_path, progress=False)
-    log.metrics(train_line(1))
-    log.advance(1)
-    log.close({})
-    assert capsys.readouterr() == ("", "")
-
-
 def test_advance_costs_next_to_nothing(tmp_path):
     log = make_log(tmp_path, progress=True)
     start = time.perf_counter()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import differing, refused_before_the_start, state
+from running import differing, state
 from torch import Tensor, nn
 
 import train
@@ -154,21 +154,6 @@ def test_options_are_checked(options: dict[str, Any], found: str | None) -> None
         assert problems == []
     else:
         assert len(problems) == 1 and re.search(found, problems[0])
-
-
-@pytest.mark.parametrize(
-    "arguments, key",
-    [
-        (["optimizer.fused=true"], "optimizer.fused"),
-        (["optimizer.state_dtype=bfloat16"], "optimizer.state_dtype"),
-        (["layout=fsdp", "layout.nproc_per_node=2"], "optimizer.name"),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    arguments: list[str], key: str, capsys: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    refused_before_the_start(["optimizer=muon", *arguments], key, capsys)
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------------

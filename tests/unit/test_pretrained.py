@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import checkpoints, refused_before_the_start, state
+from running import checkpoints, state
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -293,12 +293,6 @@ def test_weights_of_a_file_are_evaluated_without_a_run(capsys: Any) -> None:
         told.append(capsys.readouterr().out.splitlines()[-1].partition(": ")[2])
     assert told[0] == told[1] and "accuracy" in told[0]
     assert sorted(path.name for path in Path().iterdir()) == ["first", "w.pt"]
-
-
-@pytest.mark.usefixtures("own_folder")
-def test_settings_that_cannot_work_are_refused(capsys: Any) -> None:
-    refused_before_the_start(['model.fresh=["fc"]'], "model.fresh: has no effect without model.weights", capsys)
-    refused_before_the_start(["model.options.weights=DEFAULT"], "use model.weights=<file>, or", capsys)
 
 
 def test_a_language_model_takes_its_own_weights(tmp_path: Path) -> None:

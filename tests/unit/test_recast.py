@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from running import refused_before_the_start, same_but, state, summary
+from running import same_but, state, summary
 from torch import Tensor, nn
 
 import train
@@ -75,11 +75,6 @@ def test_a_run_ends_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.Monke
     assert not same_but(state(tmp_path / "kept"), state(tmp_path / "recast"))
     memory = [summary(tmp_path / name)["memory"] for name in ("kept", "recast")]
     assert memory[0]["copies"] > memory[1]["copies"] == 0 and memory[0]["activations"] == memory[1]["activations"] > 0
-
-
-def test_where_there_are_no_copies_it_is_refused(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for setting in ("amp=fp32", "amp=o2", "layout=fsdp", "layout=data_parallel"):
-        refused_before_the_start(["perf.recast_weights=true", setting], "perf.recast_weights=true", capsys)
 
 
 def test_gpt2_keeps_less_than_half_of_what_it_keeps_in_fp32() -> None:

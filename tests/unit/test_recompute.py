@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from running import refused_before_the_start
 from test_fsdp import MODES, Collectives, Training, gpt, same
 from test_recipes import run
 from torch import Tensor, nn
@@ -252,8 +251,3 @@ def test_the_doctor_says_the_same_of_blocks_that_are_computed_twice(tmp_path: Pa
             a, b = (json.loads("\n".join(each[name])) for each in reports)
             for key in ("op", "phase", "cause", "module", "module_class", "source"):
                 assert a[key] == b[key], (name, key)
-
-
-def test_a_model_without_blocks_is_refused_before_the_start(capsys: Any, own_folder: Path) -> None:
-    key = "perf.checkpoint_activations=true: model.name=mlp has no blocks"
-    refused_before_the_start(["perf.checkpoint_activations=true", "model=mlp"], key, capsys)

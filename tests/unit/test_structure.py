@@ -16,7 +16,6 @@ from recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = sorted((ROOT / "amp_core").rglob("*.py"))
-TOOLS = sorted((ROOT / "amp_tools").rglob("*.py"))
 RECIPE_FILES = sorted((ROOT / "recipes").glob("*.py"))
 
 
