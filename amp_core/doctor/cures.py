@@ -11,10 +11,9 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
 from amp_core.doctor.diagnosis import (
     ADVICE,
@@ -29,11 +28,13 @@ from amp_core.doctor.diagnosis import (
     keep_fp32_override,
 )
 from amp_core.doctor.plain_loop import without_autocast
-from amp_core.doctor.trace import FirstNonFinite, Trace
+from amp_core.doctor.trace import FirstNonFinite
 from amp_core.lowp.islands import islands_of
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
-from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
+
+if TYPE_CHECKING:
+    from amp_core.doctor.locate import Doctor
 
 Replay = Callable[..., contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Trying = Callable[[], contextlib.AbstractContextManager[int]]
@@ -60,25 +61,6 @@ class Trial(NamedTuple):
         return self.steps == self.most
 
 
-class Reruns(Protocol):
-    """What reruns a window: a `Doctor`."""
-
-    amp: Amp
-    nets: list[tuple[str, nn.Module]]
-    names: dict[nn.Module, str]
-    agree: Callable[[Any], list[Any]]
-
-    @property
-    def can_make_islands(self) -> bool: ...
-    @property
-    def in_plain_loop(self) -> bool: ...
-    @property
-    def gradscaler(self) -> torch.amp.GradScaler | None: ...
-    def as_islands(self, names: Sequence[str]) -> contextlib.AbstractContextManager[list[str]]: ...
-    def is_finite(self, replay: Replay, *, as_trained: bool = False) -> Generator[Any, None, bool]: ...
-    def trace(self, replay: Replay) -> Generator[Any, None, tuple[Trace, Rehearsal]]: ...
-
-
 class Cures:
     """Searches cures of one window.
 
@@ -88,7 +70,7 @@ class Cures:
         trying: a context in which steps may be taken, since it undoes them; gives how many there may be. None: none.
     """
 
-    def __init__(self, doctor: Reruns, replay: Replay, trying: Trying | None) -> None:
+    def __init__(self, doctor: Doctor, replay: Replay, trying: Trying | None) -> None:
         self.doctor, self.replay = doctor, replay
         self.trying: Trying = trying or (lambda: contextlib.nullcontext(1))
         self.amp, self.agree = doctor.amp, doctor.agree
@@ -158,7 +140,7 @@ class Cures:
         if not trial.steps:
             # A window that a smaller loss scale fixes needs no island.
             with self.amp.scaler.held_at(min(scale, 1.0)):
-                names = yield from self.smallest_islands(module)
+                names = yield from self.smallest_islands(module, is_too_small=bool(names) and not may_compile())
             if not names:
                 return False
             trial, fits, made = yield from self._islands_at(names, scale)
@@ -312,7 +294,7 @@ class Cures:
 
     # --- islands ------------------------------------------------------------------------------------------------------
 
-    def smallest_islands(self, culprit: str | None) -> Generator[Any, None, list[str]]:
+    def smallest_islands(self, culprit: str | None, *, is_too_small: bool = False) -> Generator[Any, None, list[str]]:
         """A smallest set of islands that makes the window finite; [] if there is none.
 
         First the culprit alone, then also the culprits found after it, then every module. From a sufficient set, halves
@@ -321,9 +303,9 @@ class Cures:
         """
         names: list[str] = [] if culprit is None else [culprit]
         enough = False
-        for _ in range(_MOST_ROUNDS if names else 0):
+        for i in range(_MOST_ROUNDS if names else 0):
             with self.doctor.as_islands(names) as names:
-                enough = yield from self.doctor.is_finite(self.replay)
+                enough = (i > 0 or not is_too_small) and (yield from self.doctor.is_finite(self.replay))
                 if enough:
                     break
                 trace, _ = yield from self.doctor.trace(self.replay)

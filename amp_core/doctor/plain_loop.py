@@ -237,9 +237,9 @@ class PlainLoop:
             self.amp.scaler.set(scaler.get_scale())
         if self.scaler is scaler and self._rehearsals[-1].steps:  # it divides by its own scale, which may grow
             if self._is_first:
-                as_new = {"scale": self.amp.scale, "_growth_tracker": 0}
                 is_new = self.amp.scale != self._scaler_state["scale"]
-                scaler.load_state_dict(self._scaler_state | (as_new if is_new else {}))
+                new = {"scale": self.amp.scale, "_growth_tracker": 0} if is_new else {}
+                scaler.load_state_dict(self._scaler_state | new)
             self.amp.scaler.set(scaler.get_scale())
         factor = self.amp.scaler.scale if self.scaler is not None else scaler.get_scale()
         return outputs * factor if isinstance(outputs, Tensor) else [each * factor for each in outputs]

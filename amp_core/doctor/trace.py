@@ -13,6 +13,7 @@ from the data set and was only moved since.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import linecache
 import math
 import os
@@ -348,11 +349,12 @@ class Trace(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         # DTensor operations happen between passes, or on local tensors that are seen.
-        if self._pauses or any(map(is_dtensor, tensors_in((args, kwargs)))):
+        named = [] if self._pauses else _named(func, args, kwargs)
+        if self._pauses or any(is_dtensor(tensor) for _, tensor in named):
             return func(*args, **kwargs)
         if "c10d" in func.namespace or func.overloadpacket.__name__ == "all_gather_copy_in":
             # It may still run when it returns. Data of other ranks is checked where it is used; this rank's is in it.
-            keys = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+            keys = {storage_key(tensor) for _, tensor in named}
             origins = frozenset().union(*(self._origins.get(key, frozenset()) for key in keys))
             self._shared.update(keys)
             self._origins.update(dict.fromkeys(keys if origins else (), origins))
@@ -365,7 +367,7 @@ class Trace(DispatchMode):
         place = self._place_of(node, name)
         statistics = [t for t in args[3:5] if isinstance(t, Tensor)] if name in _UPDATES_STATISTICS else []
         written = {storage_key(tensor) for tensor in (*_written(func, args, kwargs), *statistics)}
-        inputs = [_Input(n, tensor, storage_key(tensor)) for n, tensor in _named(func, args, kwargs)]
+        inputs = [_Input(n, tensor, storage_key(tensor)) for n, tensor in named]
         read = {each.key for each in inputs} - written
         if read and read <= self._unwritten:  # only a collective can have written it, through its own memory
             self._shared.update(written)
@@ -578,9 +580,10 @@ class Trace(DispatchMode):
             eps = _small_number(call.args)
             if eps is not None and any(t.dtype in HALF and not torch.tensor(eps).to(t.dtype) for t in outputs):
                 marks.add(("eps", f"{eps:g} in {_dtype_name(outputs[0])} at {place.source}"))
-        if inherited and any(bool((tensor <= 0).any()) for tensor in plain):
-            fresh = {kind for kind, _ in marks}  # a zero of this operation hides those before it
-            marks |= {mark for mark in inherited if mark[0] in _FADING and mark[0] not in fresh}
+        fresh = {kind for kind, _ in marks}  # a zero of this operation hides those before it
+        fading = {mark for mark in inherited if mark[0] in _FADING and mark[0] not in fresh}
+        if fading and any(bool((tensor <= 0).any()) for tensor in plain):
+            marks |= fading
         return frozenset(marks)
 
     def _find_collisions(self, call: _Call, output: Tensor) -> None:
@@ -731,24 +734,28 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+@functools.cache  # torch makes a schema anew each time
+def _arguments(func: Any) -> list[tuple[str, bool]]:
+    """Names of an operation's arguments, and whether it writes to them."""
+    return [(each.name, each.alias_info is not None and each.alias_info.is_write) for each in func._schema.arguments]
+
+
 def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """The input tensors, by their names in the operation's schema."""
-    names = [argument.name for argument in func._schema.arguments]
     found = []
-    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-        tensors = list(tensors_in(value))
-        found += [(name if len(tensors) == 1 else f"{name}[{i}]", tensor) for i, tensor in enumerate(tensors)]
+    for name, value in [*zip((name for name, _ in _arguments(func)), args, strict=False), *kwargs.items()]:
+        if isinstance(value, Tensor):
+            found.append((name, value))
+        elif isinstance(value, tuple | list):
+            tensors = list(tensors_in(value))
+            found += [(name if len(tensors) == 1 else f"{name}[{i}]", tensor) for i, tensor in enumerate(tensors)]
     return found
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    if not func._schema.is_mutable:
-        return
-    arguments = func._schema.arguments
-    given = dict(zip([argument.name for argument in arguments], args, strict=False)) | kwargs
-    for argument in arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in(given.get(argument.name))
+    for i, (name, writes) in enumerate(_arguments(func)):
+        if writes:
+            yield from tensors_in(args[i] if i < len(args) else kwargs.get(name))
 
 
 def _unread(call: _Call, bad: list[Tensor]) -> set[int]:
@@ -760,6 +767,7 @@ def _unread(call: _Call, bad: list[Tensor]) -> set[int]:
     return found if any(storage_key(tensor) not in found for tensor in bad) else set()
 
 
+@functools.cache
 def is_view(func: Any) -> bool:
     returns = func._schema.returns
     if func.overloadpacket.__name__.startswith("unsafe_split"):  # of a GRU; its schema does not say so
