@@ -81,9 +81,9 @@ class Doctor:
     def locate(self, step: Callable[[], Any], batch: Any = ()) -> Diagnosis | None:
         """Diagnose a window of a plain training loop. Waits for the device at each operation.
 
-        Weights, gradients, buffers, loss scale and the random states of torch, Python and numpy are afterwards as they
-        were. Not put back: other state of the program, such as that of a schedule or an average; leave these out of
-        `step`. A window begins without gradients. Keeps a copy of weights and buffers meanwhile.
+        Weights, gradients, buffers, the batch, loss scale and the random states of torch, its generators, Python and
+        numpy are afterwards as they were. Not put back: other state of the program, such as that of a schedule or an
+        average; leave these out of `step`. A window begins without gradients. Copies weights, buffers and batch.
 
         Args:
             step: computes the window: forward, `amp.backward(loss)` or `loss.backward()`, `amp.step(optimizer)` or
