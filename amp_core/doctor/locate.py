@@ -230,10 +230,11 @@ class Doctor:
     def _in_fp32(self, diagnosis: Diagnosis, birth: FirstNonFinite, replay: Replay) -> Generator[Any, None, bool]:
         """Whether a zero is none without autocast: then 16 bits made it, as where only the program's casts do."""
         with self.amp.scaler.held_at(min(diagnosis.loss_scale, 1.0)):
-            with In32Bits() as wide, without_autocast():
+            wide = contextlib.nullcontext() if any(is_sharded(net) for _, net in self.nets) else In32Bits()
+            with wide, without_autocast(), in_one_thread(self.names):
                 is_rounding = yield from self.is_finite(replay)
             is_mended = is_rounding
-            if is_rounding and any(self.agree(wide.was_used)):
+            if is_rounding and any(self.agree(isinstance(wide, In32Bits) and wide.was_used)):
                 with without_autocast():
                     is_mended = yield from self.is_finite(replay)
         if is_rounding:

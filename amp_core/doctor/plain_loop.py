@@ -161,7 +161,7 @@ class PlainLoop:
         """Undo what the step did to its batch. Returns whether any step has changed it."""
         with torch.no_grad():
             for now, then in self._batch.items():
-                if not same(now, then):  # it may be in memory that cannot be written
+                if not torch.equal(now, then) and not same(now, then):  # it may be in memory that cannot be written
                     now.copy_(then)
                     self._changes_batch = True
         return self._changes_batch
@@ -173,7 +173,7 @@ class PlainLoop:
 
     @contextlib.contextmanager
     def _told(self, rehearsal: Rehearsal) -> Iterator[None]:
-        """Have torch's `backward()` and `step()` tell the rehearsal, as `Amp` does; but in a trial nothing moves."""
+        """Have torch's `backward()` and `step()` tell the rehearsal, as `Amp` does; only in a trial weights and scale move."""
         params, held = self._params(), self._held
         backward, update, scale = torch.Tensor.backward, torch.amp.GradScaler.update, torch.amp.GradScaler.scale
         step = torch.amp.GradScaler.step
