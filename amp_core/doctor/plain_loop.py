@@ -173,7 +173,7 @@ class PlainLoop:
 
     @contextlib.contextmanager
     def _told(self, rehearsal: Rehearsal) -> Iterator[None]:
-        """Have torch's `backward()` and `step()` tell the rehearsal, as `Amp` does; only in a trial weights and scale move."""
+        """Have torch's `backward()` and `step()` tell the rehearsal, as `Amp` does; weights move only in a trial."""
         params, held = self._params(), self._held
         backward, update, scale = torch.Tensor.backward, torch.amp.GradScaler.update, torch.amp.GradScaler.scale
         step = torch.amp.GradScaler.step
