@@ -73,7 +73,7 @@ class Reruns(Protocol):
     @property
     def in_plain_loop(self) -> bool: ...
     @property
-    def has_gradscaler(self) -> bool: ...
+    def gradscaler(self) -> torch.amp.GradScaler | None: ...
     def as_islands(self, names: Sequence[str]) -> contextlib.AbstractContextManager[list[str]]: ...
     def is_finite(self, replay: Replay, *, as_trained: bool = False) -> Generator[Any, None, bool]: ...
     def trace(self, replay: Replay) -> Generator[Any, None, tuple[Trace, Rehearsal]]: ...
@@ -108,7 +108,7 @@ class Cures:
         if not trial.holds:
             yield from self._give_up(diagnosis, f"loss scale {fits:g}", trial)
             return
-        grown = scale > policy.init_scale and not self.doctor.has_gradscaler  # torch's has no cap
+        grown = scale > policy.init_scale and self.doctor.gradscaler is None  # torch's has no cap
         fields = {"max_scale": fits} if grown else {"init_scale": fits}
         text = "cap the loss scale" if grown else "begin with a smaller loss scale"
         if policy.dynamic:
@@ -158,7 +158,7 @@ class Cures:
         if not trial.steps:
             # A window that a smaller loss scale fixes needs no island.
             with self.amp.scaler.held_at(min(scale, 1.0)):
-                names = yield from self.smallest_islands(module)
+                names = yield from self.smallest_islands(module, is_too_small=bool(names) and not may_compile())
             if not names:
                 return False
             trial, fits, made = yield from self._islands_at(names, scale)
@@ -291,8 +291,10 @@ class Cures:
         override = " ".join(f"amp.{name}={value:.17g}" for name, value in fields.items())
         scale = min(fields.values())
         python = f'Amp.named("{self.amp.config.name}"{"".join(f", {name}={x:.17g}" for name, x in fields.items())})'
-        if self.doctor.has_gradscaler:
-            python = f'torch.amp.GradScaler("{self.amp.device.type}", init_scale={scale:.17g})'
+        if (scaler := self.doctor.gradscaler) is not None:
+            interval = scaler.get_growth_interval()
+            more = f", growth_interval={interval}" if interval != 2000 else ""  # in which it was tried
+            python = f'torch.amp.GradScaler("{self.amp.device.type}", init_scale={scale:.17g}{more})'
         return Fix("override", text, override, python, True, trial.steps)
 
     def island_fix(self, names: list[str], scale: float | None = None, steps: int = 1) -> Fix:
@@ -310,7 +312,7 @@ class Cures:
 
     # --- islands ------------------------------------------------------------------------------------------------------
 
-    def smallest_islands(self, culprit: str | None) -> Generator[Any, None, list[str]]:
+    def smallest_islands(self, culprit: str | None, *, is_too_small: bool = False) -> Generator[Any, None, list[str]]:
         """A smallest set of islands that makes the window finite; [] if there is none.
 
         First the culprit alone, then also the culprits found after it, then every module. From a sufficient set, halves
@@ -319,9 +321,9 @@ class Cures:
         """
         names: list[str] = [] if culprit is None else [culprit]
         enough = False
-        for _ in range(_MOST_ROUNDS if names else 0):
+        for i in range(_MOST_ROUNDS if names else 0):
             with self.doctor.as_islands(names) as names:
-                enough = yield from self.doctor.is_finite(self.replay)
+                enough = (i > 0 or not is_too_small) and (yield from self.doctor.is_finite(self.replay))
                 if enough:
                     break
                 trace, _ = yield from self.doctor.trace(self.replay)

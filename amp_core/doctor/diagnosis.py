@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from amp_core.doctor.trace import Collision, FirstNonFinite, Location, Range
 
-_LARGEST = 3.4028234663852886e38
+LARGEST = 3.4028234663852886e38
 """The largest finite fp32 value."""
 
 Cause = Literal[
@@ -38,6 +38,7 @@ Cause = Literal[
     "poisoned weight",
     "poisoned gradient",
     "poisoned moment",
+    "poisoned tensor",
     "bad input",
     "infinite constant",
     "not found",
@@ -201,6 +202,7 @@ def cause_of(birth: FirstNonFinite) -> Cause:
     if not birth.op:
         kind = birth.tensor.split()[0].split("[")[0]
         kinds: dict[str, Cause] = {"buffer": "poisoned buffer", "weight": "poisoned weight", "unseen": "not found"}
+        kinds |= {"attribute": "poisoned tensor", "variable": "poisoned tensor"}
         return kinds.get(kind, "bad input")
     if birth.is_constant:
         return "infinite constant"
@@ -222,7 +224,7 @@ def cause_of(birth: FirstNonFinite) -> Cause:
     if birth.tensor and birth.output.dtype == "float16":
         return "bad input"
     # bfloat16 has the range of float32.
-    if birth.output.dtype not in ("float16", *_FLOAT8) or (birth.wide or 0) > _LARGEST:
+    if birth.output.dtype not in ("float16", *_FLOAT8) or (birth.wide or 0) > LARGEST:
         return "overflow in fp32"
     if name in ("_to_copy", "copy"):
         return "overflow in a cast"
@@ -279,11 +281,13 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
         return f"{what} {given}" + (f" (in {pass_})." if pass_ != what else ".")
     if cause == "nothing left by a mask":
         return f"{what} got only infinities of a mask, such as a row of attention with no key left."
-    if cause == "not found":
+    if cause in ("not found", "poisoned tensor"):
+        origin = "it is a tensor that the program holds"
+        if cause == "not found":
+            origin = "it is of data that is no tensor of the given batch, or of other threads, extensions or processes"
         return (
             f"{birth.tensor.removeprefix('unseen ')} was not finite when it got here, and no watched operation "
-            "made it so: it is of data that is no tensor of the given batch, or of other threads, extensions or "
-            "processes."
+            f"made it so: {origin}."
         )
     if cause == "infinite constant":
         return f"{what} wrote a constant infinity or NaN of the program, and it reached the loss or the gradients."
@@ -366,6 +370,7 @@ ADVICE: dict[Cause, Fix] = {
     "poisoned weight": Fix("data", "start from an earlier checkpoint (resume=<folder>)"),
     "poisoned gradient": Fix("code", "optimizer.zero_grad() before the window, also after a step that was skipped"),
     "poisoned moment": Fix("data", "start from an earlier checkpoint (resume=<folder>), or with a new optimizer"),
+    "poisoned tensor": Fix("data", "make it finite where the program creates, loads or updates it"),
     "infinite constant": Fix("code", "write a finite number, or keep what it masks from the loss"),
     "bad input": Fix("data", "repair or remove the samples; if all are like that, normalise them"),
     "overflow in a product": BF16,

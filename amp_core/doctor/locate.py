@@ -25,6 +25,7 @@ from amp_core.doctor.cures import Cures, Replay, Trying
 from amp_core.doctor.diagnosis import (
     ADVICE,
     BF16,
+    LARGEST,
     Cause,
     Diagnosis,
     Fix,
@@ -34,7 +35,7 @@ from amp_core.doctor.diagnosis import (
     explain_collision,
     location_of,
 )
-from amp_core.doctor.plain_loop import PlainLoop, RandomState, in_one_thread, with_finite, without_autocast
+from amp_core.doctor.plain_loop import In32Bits, PlainLoop, RandomState, in_one_thread, with_finite, without_autocast
 from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
 from amp_core.lowp.islands import as_islands, named_modules
 from amp_core.memory.compiled import BACKWARD, may_compile
@@ -80,9 +81,9 @@ class Doctor:
     def locate(self, step: Callable[[], Any], batch: Any = ()) -> Diagnosis | None:
         """Diagnose a window of a plain training loop. Waits for the device at each operation.
 
-        Weights, gradients, buffers, loss scale and the random states of torch, Python and numpy are afterwards as they
-        were. Not put back: other state of the program, such as that of a schedule or an average; leave these out of
-        `step`. A window begins without gradients. Keeps a copy of weights and buffers meanwhile.
+        Weights, gradients, buffers, the batch, loss scale and the random states of torch, its generators, Python and
+        numpy are afterwards as they were. Not put back: other state of the program, such as that of a schedule or an
+        average; leave these out of `step`. A window begins without gradients. Copies weights, buffers and batch.
 
         Args:
             step: computes the window: forward, `amp.backward(loss)` or `loss.backward()`, `amp.step(optimizer)` or
@@ -116,6 +117,8 @@ class Doctor:
                 diagnosis = self._not_found(why, "poisoned moment")
             if diagnosis is not None:
                 diagnosis.in_python = True
+                if loop.put_back_batch():
+                    diagnosis.why += " The step changes its batch in place; each rerun was given it as it was before."
                 if loop.scaler is not None:
                     line = f'torch.autocast("{self.amp.device.type}", dtype=torch.bfloat16)'
                     fixes = diagnosis.fixes
@@ -142,6 +145,10 @@ class Doctor:
         """
         cures = Cures(self, replay, trying)
         everywhere = yield from self._look(replay)
+        clip = next((one["clip"] for one in everywhere if one["clip"] is not None), None)
+        norm = self.over_ranks(one["grad_norm"] for one in everywhere)
+        if clip is not None and LARGEST**0.5 < norm < math.inf and not any(one["suspects"] for one in everywhere):
+            return self._too_long(norm, self.amp.scale, clip)
         if all(one["finite"] for one in everywhere):
             if may_compile() and not (yield from self.is_finite(replay, as_trained=True)):
                 return self._not_found(
@@ -159,7 +166,6 @@ class Doctor:
                     everywhere = others
         broken = [rank for rank, one in enumerate(everywhere) if one["culprit"] is not None]
         scale = self.amp.scale
-        norm = self.over_ranks(one["grad_norm"] for one in everywhere)
         if not broken and norm < math.inf and all(one["is_loss_finite"] for one in everywhere):
             return self._too_long(norm, scale)
         if not broken:
@@ -173,10 +179,9 @@ class Doctor:
         diagnosis = self.describe(birth, cause, everywhere[rank]["births"], everywhere[rank]["reached"])
         diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = rank, broken, len(everywhere)
         diagnosis.loss_scale = scale
-        has_autocast = self.amp.dtype is not torch.float32 or "underflow" in dict(birth.marks)  # the program casts
-        if cause == "division or logarithm of zero" and has_autocast and not has_16bit(self.nets):
-            yield from self._in_fp32(diagnosis, birth, replay)
-            if cause == diagnosis.cause:  # fp32 does not end it
+        if cause == "division or logarithm of zero" and everywhere[rank]["has_half"] and not has_16bit(self.nets):
+            if not (yield from self._in_fp32(diagnosis, birth, replay)):  # an island does not end it
+                cause = diagnosis.cause
                 diagnosis.fixes = [advice_for(cause, birth) or ADVICE[cause]]
                 return diagnosis
             cause = diagnosis.cause
@@ -222,28 +227,34 @@ class Doctor:
                 yield window
         return trace, rehearsal
 
-    def _in_fp32(self, diagnosis: Diagnosis, birth: FirstNonFinite, replay: Replay) -> Generator[Any, None, None]:
-        """Whether a zero is one in fp32, too: else 16 bits made it."""
-        marks = {kind for kind, _ in birth.marks}
-        with without_autocast(), self.amp.scaler.held_at(min(diagnosis.loss_scale, 1.0)):
-            finite = yield from self.is_finite(replay)
-            # The program may cast by itself.
-            watches = not finite and "underflow" in marks
-            left = (yield from self._look(replay))[diagnosis.rank]["culprit"] if watches else None
-        if finite:
+    def _in_fp32(self, diagnosis: Diagnosis, birth: FirstNonFinite, replay: Replay) -> Generator[Any, None, bool]:
+        """Whether a zero is none without autocast: then 16 bits made it, as where only the program's casts do."""
+        with self.amp.scaler.held_at(min(diagnosis.loss_scale, 1.0)):
+            wide = contextlib.nullcontext() if any(is_sharded(net) for _, net in self.nets) else In32Bits()
+            with wide, without_autocast(), in_one_thread(self.names):
+                is_rounding = yield from self.is_finite(replay)
+            is_mended = is_rounding
+            if is_rounding and any(self.agree(isinstance(wide, In32Bits) and wide.was_used)):
+                with without_autocast():
+                    is_mended = yield from self.is_finite(replay)
+        if is_rounding:
             kinds: list[Cause] = ["underflow in 16 bits", "cancellation in 16 bits", "rounding in 16 bits"]
-            diagnosis.cause = next(kind for kind in kinds if kind.split()[0] in {*marks, "rounding"})
-        elif left is not None and "underflow" in dict(left.marks & birth.marks):
-            diagnosis.cause = "underflow in 16 bits"
-        diagnosis.why = explain(birth, diagnosis.cause)
-        diagnosis.why += " Without autocast the window is " + ("finite." if finite else "not finite either.")
+            diagnosis.cause = next(kind for kind in kinds if kind.split()[0] in {*dict(birth.marks), "rounding"})
+        diagnosis.why = f"{explain(birth, diagnosis.cause)} Without autocast the window is "
+        diagnosis.why += "finite." if is_mended else "not finite either"
+        if not is_mended:
+            diagnosis.why += "; without the casts that the program itself makes it is." if is_rounding else "."
+        return is_mended
 
-    def _too_long(self, norm: float, scale: float) -> Diagnosis:
+    def _too_long(self, norm: float, scale: float, clip: FirstNonFinite | None = None) -> Diagnosis:
         why = (
             f"Each gradient is finite, and the sum of their squares exceeds fp32, which ends at 3.4e38: their norm is "
             f"{norm:.3g}, scaled by {scale:g}."
         )
-        return self._not_found(why, "gradient norm beyond fp32")
+        found = self._not_found(why, "gradient norm beyond fp32")
+        if clip is not None:  # torch's own, by which the gradients are then divided
+            found.source, found.code, found.op = clip.place.source, clip.place.code, clip.op
+        return found
 
     def _not_found(self, why: str, cause: Cause = "not found", *fixes: Fix) -> Diagnosis:
         """A diagnosis without an operation."""
@@ -269,8 +280,12 @@ class Doctor:
             "culprit": culprit,
             "reached": list(dict.fromkeys(itertools.chain(*trace.reached.values()))) if culprit else [],
             "suspects": trace.suspects,
+            "has_half": trace.has_half,
             "is_loss_finite": trace.is_loss_finite,
             "grad_norm": trace.grad_norm,
+            "clip": next(
+                (b for b in trace.births if "norm" in b.op and not b.backward and b.place.module is None), None
+            ),
             "births": [birth for birth in trace.births if birth.number in trace.reached][:32],
             "collisions": trace.collisions,
         }
@@ -330,9 +345,9 @@ class Doctor:
         return self._plain is not None
 
     @property
-    def has_gradscaler(self) -> bool:
-        """Whether that program has a scaler of torch."""
-        return self._plain is not None and self._plain.scaler is not None
+    def gradscaler(self) -> torch.amp.GradScaler | None:
+        """The scaler of torch that such a program has."""
+        return self._plain.scaler if self._plain is not None else None
 
     @property
     def can_make_islands(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from amp_core.doctor.trace import Trace, is_finite
+from amp_core.doctor.trace import HALF, DispatchMode, Trace, is_finite, is_view, named_tensors, same, tensors_in
 from amp_core.layouts.stages import Stages
 from amp_core.memory.compiled import eagerly, may_compile
 from amp_core.step.amp import Amp
@@ -47,9 +47,11 @@ class PlainLoop:
             )
         self.amp, self.nets, self.batch = amp, nets, batch
         self.scaler: torch.amp.GradScaler | None = None
-        self._scaler_state = dict[str, Any]()
+        self._scaler_state, self._is_first, self._changes_batch = dict[str, Any](), True, False
         self._present, self._scale = RandomState(amp.device), amp.scaler.scale.clone()
-        self._first = random or self._present
+        self._first, self._generators = random or self._present, dict[torch.Generator, Tensor]()
+        self._copies = copies_of(each for net in nets for each in itertools.chain(net.parameters(), net.buffers()))
+        self._batch = copies_of(t for t in named_tensors((), batch).values() if t.layout is torch.strided)
         self._rehearsals: list[Rehearsal] = []
         self._held: Held = {}
 
@@ -58,19 +60,23 @@ class PlainLoop:
         self, *, as_trained: bool = False, keep_grads: bool = False, ahead: int = 0, steps: bool = False
     ) -> Iterator[tuple[Rehearsal, Any]]:
         """Around a computation of the window, also a later one: of the same batch, with other random numbers."""
+        self.put_back_batch()
         if not ahead:
-            self._first.restore()
+            self._put_back_random(self._first)
+        self._is_first = not ahead
         for param in self._params() if steps else ():
             param.grad = None
         eager = contextlib.nullcontext() if as_trained or not may_compile() else eagerly()
         with (
             eager,
-            contextlib.nullcontext() if steps else kept(self.nets, grads=keep_grads),
+            contextlib.nullcontext() if steps else kept(self.nets, self._copies, grads=keep_grads),
             self.amp.rehearse(steps=steps) as rehearsal,
-            told(rehearsal, self.nets, self._scaled, self._held),
+            self._told(rehearsal),
         ):
             self._rehearsals.append(rehearsal)
             yield rehearsal, self.batch
+            if isinstance(rehearsal.watcher, Trace):
+                self._generators = rehearsal.watcher.generators | self._generators
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[int]:
@@ -79,7 +85,7 @@ class PlainLoop:
         own = set(self._params())
         others = [p for each in optimizers for p in weights_of(each) if p not in own]
         with contextlib.ExitStack() as undone:
-            undone.enter_context(kept([*self.nets, nn.ParameterList(others)]))
+            undone.enter_context(kept([*self.nets, nn.ParameterList(others)], self._copies | copies_of(others)))
             for optimizer in optimizers:
                 undone.enter_context(with_own_state(optimizer))
             # Weights in 16 bits have other copies.
@@ -144,89 +150,99 @@ class PlainLoop:
         return ""
 
     def restore(self) -> None:
-        """Put the random state and the scale back."""
+        """Put the random state, the batch and the scale back."""
         self.amp.scaler.set(self._scale)
         if self._scaler_state and self.scaler is not None:
             self.scaler.load_state_dict(self._scaler_state)
-        self._present.restore()
+        self.put_back_batch()
+        self._put_back_random(self._present)
+
+    def put_back_batch(self) -> bool:
+        """Undo what the step did to its batch. Returns whether any step has changed it."""
+        with torch.no_grad():
+            for now, then in self._batch.items():
+                if not torch.equal(now, then) and not same(now, then):  # it may be in memory that cannot be written
+                    now.copy_(then)
+                    self._changes_batch = True
+        return self._changes_batch
+
+    def _put_back_random(self, state: RandomState) -> None:
+        for generator, each in self._generators.items():
+            generator.set_state(each)
+        state.restore()
+
+    @contextlib.contextmanager
+    def _told(self, rehearsal: Rehearsal) -> Iterator[None]:
+        """Have torch's `backward()` and `step()` tell the rehearsal, as `Amp` does; weights move only in a trial."""
+        params, held = self._params(), self._held
+        backward, update, scale = torch.Tensor.backward, torch.amp.GradScaler.update, torch.amp.GradScaler.scale
+        step = torch.amp.GradScaler.step
+
+        def told_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            rehearsal.on_loss(loss)
+            backward(loss, *args, **kwargs)
+            _tell(rehearsal, params)
+
+        def told_scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+            scale(scaler, outputs)  # it begins with this
+            return self._scaled(scaler, outputs)
+
+        def take_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            require_no_closure(optimizer)
+            if args[1:] or kwargs:
+                raise TypeError(f"{type(optimizer).__name__}.step() was given a closure; expected a step without one")
+            _tell(rehearsal, weights_of(optimizer))  # perhaps of torch.autograd.grad
+            rehearsal.optimizers.add(optimizer)
+            if rehearsal.steps:
+                return
+            held[optimizer] = list(zip(*with_grads(optimizer), strict=True))
+            for param, _ in held[optimizer]:
+                param.grad = None  # nothing to step
+
+        def give_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            for param, grad in held.pop(optimizer, ()):
+                param.grad = grad
+
+        def keep_scale(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
+            state = scaler.state_dict()
+            update(scaler, *args, **kwargs)
+            if scaler is not self.scaler or not rehearsal.steps:
+                scaler.load_state_dict(state)
+
+        def told_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            rehearsal.optimizers.add(optimizer)  # it may skip
+            return step(scaler, optimizer, *args, **kwargs)
+
+        hooks = [
+            register_optimizer_step_pre_hook(take_gradients),
+            register_optimizer_step_post_hook(give_gradients),
+        ]
+        torch.Tensor.backward = told_backward  # type: ignore[method-assign]
+        torch.amp.GradScaler.update, torch.amp.GradScaler.scale = keep_scale, told_scale  # type: ignore[method-assign]
+        torch.amp.GradScaler.step = told_step  # type: ignore[method-assign]
+        try:
+            with warnings.catch_warnings():  # a compiled model says that it sees the hooks of the trace
+                warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+                yield
+        finally:
+            torch.Tensor.backward = backward  # type: ignore[method-assign]
+            torch.amp.GradScaler.update, torch.amp.GradScaler.scale = update, scale  # type: ignore[method-assign]
+            torch.amp.GradScaler.step = step  # type: ignore[method-assign]
+            for hook in hooks:
+                hook.remove()
 
     def _scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> Any:
         if self.scaler is None and self.amp.scaler.policy is not None:
             self.scaler, self._scaler_state = scaler, scaler.state_dict()
             self.amp.scaler.set(scaler.get_scale())
-        if self.scaler is scaler and self._rehearsals[-1].steps:  # it divides by its own
-            scaler.load_state_dict(self._scaler_state | {"scale": self.amp.scale})
+        if self.scaler is scaler and self._rehearsals[-1].steps:  # it divides by its own scale, which may grow
+            if self._is_first:
+                is_new = self.amp.scale != self._scaler_state["scale"]
+                new = {"scale": self.amp.scale, "_growth_tracker": 0} if is_new else {}
+                scaler.load_state_dict(self._scaler_state | new)
+            self.amp.scaler.set(scaler.get_scale())
         factor = self.amp.scaler.scale if self.scaler is not None else scaler.get_scale()
         return outputs * factor if isinstance(outputs, Tensor) else [each * factor for each in outputs]
-
-
-@contextlib.contextmanager
-def told(
-    rehearsal: Rehearsal, nets: Iterable[nn.Module], scaled: Callable[[torch.amp.GradScaler, Any], Any], held: Held
-) -> Iterator[None]:
-    """Have torch's `backward()` and `step()` tell the rehearsal, as `Amp` does; no optimizer steps, no scale moves.
-
-    Args:
-        rehearsal: of the window.
-        nets: whose gradients count.
-        scaled: in place of `GradScaler.scale`.
-        held: gradients of optimizers that are within their step.
-    """
-    params = [p for net in nets for p in net.parameters()]
-    backward, update, scale = torch.Tensor.backward, torch.amp.GradScaler.update, torch.amp.GradScaler.scale
-    step = torch.amp.GradScaler.step
-
-    def told_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        rehearsal.on_loss(loss)
-        backward(loss, *args, **kwargs)
-        _tell(rehearsal, params)
-
-    def told_scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
-        scale(scaler, outputs)  # it begins with this
-        return scaled(scaler, outputs)
-
-    def take_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        require_no_closure(optimizer)
-        if args[1:] or kwargs:
-            raise TypeError(f"{type(optimizer).__name__}.step() was given a closure; expected a step without one")
-        _tell(rehearsal, weights_of(optimizer))  # perhaps of torch.autograd.grad
-        rehearsal.optimizers.add(optimizer)
-        if rehearsal.steps:
-            return
-        held[optimizer] = list(zip(*with_grads(optimizer), strict=True))
-        for param, _ in held[optimizer]:
-            param.grad = None  # nothing to step
-
-    def give_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for param, grad in held.pop(optimizer, ()):
-            param.grad = grad
-
-    def keep_scale(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
-        state = scaler.state_dict()
-        update(scaler, *args, **kwargs)
-        scaler.load_state_dict(state)
-
-    def told_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        rehearsal.optimizers.add(optimizer)  # it may skip
-        return step(scaler, optimizer, *args, **kwargs)
-
-    hooks = [
-        register_optimizer_step_pre_hook(take_gradients),
-        register_optimizer_step_post_hook(give_gradients),
-    ]
-    torch.Tensor.backward = told_backward  # type: ignore[method-assign]
-    torch.amp.GradScaler.update, torch.amp.GradScaler.scale = keep_scale, told_scale  # type: ignore[method-assign]
-    torch.amp.GradScaler.step = told_step  # type: ignore[method-assign]
-    try:
-        with warnings.catch_warnings():  # a compiled model says that it sees the hooks of the trace
-            warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
-            yield
-    finally:
-        torch.Tensor.backward = backward  # type: ignore[method-assign]
-        torch.amp.GradScaler.update, torch.amp.GradScaler.scale = update, scale  # type: ignore[method-assign]
-        torch.amp.GradScaler.step = step  # type: ignore[method-assign]
-        for hook in hooks:
-            hook.remove()
 
 
 def _tell(rehearsal: Rehearsal, weights: Iterable[Tensor]) -> None:
@@ -239,13 +255,16 @@ def _tell(rehearsal: Rehearsal, weights: Iterable[Tensor]) -> None:
     rehearsal.resume()
 
 
+def copies_of(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    return {tensor: tensor.detach().clone() for tensor in tensors}
+
+
 @contextlib.contextmanager
-def kept(nets: Iterable[nn.Module], *, grads: bool = False) -> Iterator[None]:
+def kept(nets: Iterable[nn.Module], copies: dict[Tensor, Tensor], *, grads: bool = False) -> Iterator[None]:
     """Put weights, gradients and buffers back, also replaced buffers. Inside are no gradients, or copies of them."""
     modules = [module for net in nets for module in net.modules()]
     given = [(p, p.grad) for module in modules for p in module.parameters(recurse=False)]
-    weights = [(p, p.detach().clone()) for p, _ in given]  # a loop may change them without an optimizer
-    buffers = [(m, name, b, b.clone()) for m in modules for name, b in m.named_buffers(recurse=False)]
+    buffers = [(m, name, b) for m in modules for name, b in m.named_buffers(recurse=False)]
     for param, grad in given:
         param.grad = grad.clone() if grads and grad is not None else None
     try:
@@ -253,15 +272,12 @@ def kept(nets: Iterable[nn.Module], *, grads: bool = False) -> Iterator[None]:
     finally:
         for param, grad in given:
             param.grad = grad
-        with torch.no_grad():
-            for param, before in weights:
-                now, then = local((param, before))
-                if not torch.equal(now, then):  # NaN was there before, or is not wanted
-                    now.copy_(then)
-            for module, name, buffer, before in buffers:
-                buffer.copy_(before)
-                if getattr(module, name) is not buffer:
-                    setattr(module, name, buffer)
+        for module, name, buffer in buffers:
+            if getattr(module, name) is not buffer:
+                setattr(module, name, buffer)
+        for pair in copies.items():  # a loop may change weights without an optimizer
+            now, then = local(pair)
+            now.data.copy_(then)  # no change for graphs of an earlier window that hold it
 
 
 @contextlib.contextmanager
@@ -293,6 +309,27 @@ def without_autocast() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_enabled = enable
+
+
+class In32Bits(DispatchMode):
+    """Inside, 16 bits are 32: what a program casts, makes or is given."""
+
+    was_used = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        self.was_used |= kwargs.get("dtype") in HALF or any(t.dtype in HALF for t in tensors_in((args, kwargs)))
+        if kwargs.get("dtype") in HALF:
+            kwargs = kwargs | {"dtype": torch.float32}
+        if not is_view(func) and not func._schema.is_mutable:
+            args, kwargs = _widened(args), {name: _widened(each) for name, each in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(map(_widened, value))
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
 
 
 @contextlib.contextmanager

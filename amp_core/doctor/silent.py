@@ -24,7 +24,7 @@ from amp_core.doctor.cures import Cures
 from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, cause_of, is_among, keep_fp32_override
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
-from amp_core.doctor.trace import HALF, Trace, named_tensors, tensors_in
+from amp_core.doctor.trace import HALF, Trace, is_finite, named_tensors, tensors_in
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
 from amp_core.lowp.weights import is_low, master_params
 from amp_core.memory.recompute import recomputed
@@ -253,7 +253,7 @@ class Silent:
         averages = [("", loop.ema.model)] if loop.ema else []
         names = doctor.names | named_modules(averages)
         tensors = named_tensors([*doctor.nets, *averages], ())
-        if spoilt := [name for name, tensor in tensors.items() if not _is_finite(tensor)]:
+        if spoilt := [name for name, tensor in tensors.items() if not is_finite(tensor)]:
             return f"{', '.join(spoilt[:3])} is not finite"
         trace = Trace(names, named_tensors(doctor.nets, ()))
         with loop.env.eagerly(), trace:
@@ -291,7 +291,3 @@ def _sample(tensor: Tensor) -> Tensor:
     """A copy of at most 4096 numbers of this rank, from all over the tensor."""
     flat = next(iter(local([tensor]))).detach().flatten()
     return flat[:: -(-len(flat) // 2**12) or 1].clone()
-
-
-def _is_finite(value: Any) -> bool:
-    return all(bool(t.isfinite().all()) for t in tensors_in(value))

@@ -13,6 +13,7 @@ from the data set and was only moved since.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import linecache
 import math
 import os
@@ -75,6 +76,7 @@ _FADING = ("eps", "underflow", "cancellation")
 _ADDS_EPS = {"add", "add_", "clamp_min", "clamp_min_", "clamp", "clamp_", "maximum", "sub", "rsub"}
 _POSITIONAL = {"mul", "add", "sub", "div", "pow", "rsub"}
 
+DispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode", object)
 OUTSIDE, REMOTE, CONSTANT = -1, -2, -3
 """Origins outside the window: before it, another rank, a number. Below: constants of the program."""
 
@@ -200,7 +202,7 @@ class _Call:
     inputs: list[_Input]
 
 
-class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
+class Trace(DispatchMode):
     """Watches operations inside `with trace:`; syncs with the device at each one.
 
     Other threads are not seen, since dispatch modes are thread-local; autograd's are, on every device.
@@ -220,6 +222,9 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
         self.reached: dict[int, list[str]] = {}
         """Origins of non-finite results: number of the first non-finite value -> names of losses and gradients."""
         self.num_operations = 0
+        self.has_half = False
+        self.generators: dict[torch.Generator, Tensor] = {}
+        """Generators that the program draws from, with their states from before."""
         self.is_loss_finite, self.grad_norm = True, 0.0
         """The gradient norm in float64, of this rank's shards."""
         self._names = names
@@ -344,22 +349,25 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
     ) -> Any:
         kwargs = kwargs or {}
         # DTensor operations happen between passes, or on local tensors that are seen.
-        if self._pauses or any(map(is_dtensor, tensors_in((args, kwargs)))):
+        named = [] if self._pauses else _named(func, args, kwargs)
+        if self._pauses or any(is_dtensor(tensor) for _, tensor in named):
             return func(*args, **kwargs)
         if "c10d" in func.namespace or func.overloadpacket.__name__ == "all_gather_copy_in":
             # It may still run when it returns. Data of other ranks is checked where it is used; this rank's is in it.
-            keys = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+            keys = {storage_key(tensor) for _, tensor in named}
             origins = frozenset().union(*(self._origins.get(key, frozenset()) for key in keys))
             self._shared.update(keys)
             self._origins.update(dict.fromkeys(keys if origins else (), origins))
             return func(*args, **kwargs)
         self.num_operations += 1
+        if (generator := kwargs.get("generator")) is not None:
+            self.generators.setdefault(generator, generator.get_state())
         name = func.overloadpacket.__name__
         node = current_node()
         place = self._place_of(node, name)
         statistics = [t for t in args[3:5] if isinstance(t, Tensor)] if name in _UPDATES_STATISTICS else []
         written = {storage_key(tensor) for tensor in (*_written(func, args, kwargs), *statistics)}
-        inputs = [_Input(n, tensor, storage_key(tensor)) for n, tensor in _named(func, args, kwargs)]
+        inputs = [_Input(n, tensor, storage_key(tensor)) for n, tensor in named]
         read = {each.key for each in inputs} - written
         if read and read <= self._unwritten:  # only a collective can have written it, through its own memory
             self._shared.update(written)
@@ -453,14 +461,19 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             return {REMOTE}
         if found.key in self._tensors:  # finite before the window, and written by something that does not say so
             return set()
-        copied = (name for name, tensor in self._bad_batch.items() if _same(tensor, found.tensor))
+        copied = (name for name, tensor in self._bad_batch.items() if same(tensor, found.tensor))
         name = self._own_tensor(found.key) or next(copied, None)
         if name is not None or found.tensor.numel() > 1:
+            name = name or self._held(found.key)
             return {self._not_finite_before(name or f"unseen {found.name}", found.tensor, found.key, place)}
         return {CONSTANT}
 
     def _is_of_samples(self, tensor: Tensor, name: str) -> bool:
-        return name.startswith(("batch", "unseen")) and bool(tensor.ndim) and tensor.shape[0] in self._batch_sizes
+        return (
+            name.startswith(("batch", "unseen", "variable"))
+            and bool(tensor.ndim)
+            and tensor.shape[0] in self._batch_sizes
+        )
 
     def _own_tensor(self, key: int) -> str | None:
         """Name of a weight or buffer of the current module, which may be in none of the networks."""
@@ -473,11 +486,30 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             (f"{what} {kind}.{name}" for what, all_ in named for name, t in all_ if storage_key(t) == key), None
         )
 
+    def _held(self, key: int) -> str | None:
+        """Name of an attribute of the module or of `self`, of a variable of an enclosing function, or of a global."""
+        name, *_, module = self._modules[-1] if self._modules else ("", None)
+        places = [(f"attribute {name}." if name else "attribute ", _attributes(module))]
+        frame = sys._getframe(1)
+        while frame is not None:
+            if _is_shown(frame):
+                enclosing = {name: frame.f_locals.get(name) for name in frame.f_code.co_freevars}
+                places.append(("attribute ", _attributes(frame.f_locals.get("self"))))
+                places.append(("variable ", frame.f_globals | enclosing))
+            frame = frame.f_back
+        for what, names in places:
+            for name, value in names.items():
+                within = [*value.values()] if isinstance(value, dict) else value
+                within = within if isinstance(within, list | tuple) else [value]
+                if any(isinstance(each, Tensor) and storage_key(each) == key for each in within):
+                    return what + name
+        return None
+
     def _not_finite_before(self, name: str, tensor: Tensor, key: int, place: Location) -> int:
         number = len(self.births)
         birth = FirstNonFinite(number, "", place, False, [], Range.of(name, tensor), bool(tensor.isnan().any()), None)
         birth.tensor, birth.rows = name, _bad_rows(tensor) if self._is_of_samples(tensor, name) else []
-        if name.startswith(("batch", "buffer")) and not bool((tensor.isnan() | tensor.isposinf()).any()):
+        if not name.startswith(("weight", "unseen")) and not bool((tensor.isnan() | tensor.isposinf()).any()):
             # Only -inf, as in a mask of attention: no more suspicious than one that the program writes.
             self.constants.append(birth)
             number = CONSTANT - len(self.constants)
@@ -537,6 +569,7 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             if bool(((probability == 0) | (probability == 1)).any()):
                 kind = "bce" if any(kind == "sigmoid" for kind, _ in inherited) else "wide bce"
                 marks.add((kind, f"binary_cross_entropy at {place.source}"))
+        self.has_half |= outputs[0].dtype in HALF
         if outputs[0].dtype in HALF and plain and not call.backward:
             what = f"{name.strip('_')} in {_dtype_name(outputs[0])} at {place.source}"
             if name.rstrip("_") in _UNDERFLOWS and _underflows(call, outputs[0]):
@@ -547,9 +580,10 @@ class Trace(find("torch.utils._python_dispatch.TorchDispatchMode", object)):
             eps = _small_number(call.args)
             if eps is not None and any(t.dtype in HALF and not torch.tensor(eps).to(t.dtype) for t in outputs):
                 marks.add(("eps", f"{eps:g} in {_dtype_name(outputs[0])} at {place.source}"))
-        if inherited and any(bool((tensor <= 0).any()) for tensor in plain):
-            fresh = {kind for kind, _ in marks}  # a zero of this operation hides those before it
-            marks |= {mark for mark in inherited if mark[0] in _FADING and mark[0] not in fresh}
+        fresh = {kind for kind, _ in marks}  # a zero of this operation hides those before it
+        fading = {mark for mark in inherited if mark[0] in _FADING and mark[0] not in fresh}
+        if fading and any(bool((tensor <= 0).any()) for tensor in plain):
+            marks |= fading
         return frozenset(marks)
 
     def _find_collisions(self, call: _Call, output: Tensor) -> None:
@@ -615,6 +649,15 @@ def last_node() -> int:
     return _sequence_number() - 1
 
 
+def _attributes(owner: Any) -> dict[str, Any]:
+    return {**vars(type(owner)), **getattr(owner, "__dict__", {})}
+
+
+def _is_shown(frame: Any) -> bool:
+    is_mode = frame.f_code.co_name == "__torch_dispatch__"  # also one of a subclass, in another file
+    return not is_mode and not frame.f_code.co_filename.startswith((_TORCH, *_NOT_SHOWN, "<"))
+
+
 def _source(*, by_autograd: bool = False) -> tuple[str, str]:
     """file:line of the innermost frame to show, and the line; `by_autograd`: empty if autograd's engine called none."""
     frame: Any = sys._getframe(2)
@@ -622,8 +665,7 @@ def _source(*, by_autograd: bool = False) -> tuple[str, str]:
         path = frame.f_code.co_filename
         if by_autograd and path in _ENGINE:
             break
-        is_mode = frame.f_code.co_name == "__torch_dispatch__"  # also one of a subclass, in another file
-        if not is_mode and not path.startswith((_TORCH, *_NOT_SHOWN, "<")):
+        if _is_shown(frame):
             shown = next((path.removeprefix(root) for root in _ROOTS if path.startswith(root)), path)
             return f"{shown}:{frame.f_lineno}", linecache.getline(path, frame.f_lineno).strip()
         frame = frame.f_back
@@ -662,8 +704,10 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     if tensor.dtype.itemsize == 1:
         tensor = tensor.float()
-    # Far faster than a test of each number; a NaN is both the smallest and the largest.
     values = _real(tensor)
+    if math.isfinite(values.sum().item()):  # else a sum of finite numbers overflowed, or one is not finite
+        return True
+    # Far faster than a test of each number; a NaN is both the smallest and the largest.
     in_memory = sorted(range(values.ndim), key=values.stride, reverse=True)  # ten times faster than across it
     ends = values.permute(in_memory).aminmax()
     if values.is_cpu:  # where reading costs less than one more operation
@@ -690,24 +734,28 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+@functools.cache  # torch makes a schema anew each time
+def _arguments(func: Any) -> list[tuple[str, bool]]:
+    """Names of an operation's arguments, and whether it writes to them."""
+    return [(each.name, each.alias_info is not None and each.alias_info.is_write) for each in func._schema.arguments]
+
+
 def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """The input tensors, by their names in the operation's schema."""
-    names = [argument.name for argument in func._schema.arguments]
     found = []
-    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-        tensors = list(tensors_in(value))
-        found += [(name if len(tensors) == 1 else f"{name}[{i}]", tensor) for i, tensor in enumerate(tensors)]
+    for name, value in [*zip((name for name, _ in _arguments(func)), args, strict=False), *kwargs.items()]:
+        if isinstance(value, Tensor):
+            found.append((name, value))
+        elif isinstance(value, tuple | list):
+            tensors = list(tensors_in(value))
+            found += [(name if len(tensors) == 1 else f"{name}[{i}]", tensor) for i, tensor in enumerate(tensors)]
     return found
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    if not func._schema.is_mutable:
-        return
-    arguments = func._schema.arguments
-    given = dict(zip([argument.name for argument in arguments], args, strict=False)) | kwargs
-    for argument in arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in(given.get(argument.name))
+    for i, (name, writes) in enumerate(_arguments(func)):
+        if writes:
+            yield from tensors_in(args[i] if i < len(args) else kwargs.get(name))
 
 
 def _unread(call: _Call, bad: list[Tensor]) -> set[int]:
@@ -719,6 +767,7 @@ def _unread(call: _Call, bad: list[Tensor]) -> set[int]:
     return found if any(storage_key(tensor) not in found for tensor in bad) else set()
 
 
+@functools.cache
 def is_view(func: Any) -> bool:
     returns = func._schema.returns
     if func.overloadpacket.__name__.startswith("unsafe_split"):  # of a GRU; its schema does not say so
@@ -726,7 +775,7 @@ def is_view(func: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 

@@ -386,7 +386,8 @@ ELSEWHERE = {
     "training diverges": ("test_doctor.py", "test_training_that_diverges_is_not_healed"),
     "poisoned gradient": (PLACES, "test_gradients_left_by_an_earlier_window_are_to_blame_if_it_adds_to_them"),
     "poisoned moment": (ANY_LOOP, "test_moments_that_are_not_finite_are_named"),
-    "not found": (PLACES, "test_a_bad_label_is_named_with_its_sample"),
+    "poisoned tensor": (ANY_LOOP, "test_a_nan_that_the_program_holds_is_named"),
+    "not found": (ANY_LOOP, "test_a_nan_that_the_program_holds_is_named"),
 }
 """Causes that no fault of the corpus has: the tests that assert them."""
 

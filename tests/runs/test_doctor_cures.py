@@ -14,7 +14,7 @@ from torch import nn
 
 import recipes.classification
 from amp_core import Amp, Doctor, keep_fp32
-from amp_core.doctor import cures
+from amp_core.doctor import cures, locate, plain_loop
 
 
 class Loud(nn.Module):
@@ -212,3 +212,51 @@ def test_a_run_is_healed_once_of_what_breaks_one_step_after_another(steps, tmp_p
     assert start(tmp_path / "watched", *common, "doctor.after_skips=2") in (0, 5)
     assert start(tmp_path / "alone", *common, "doctor=off") in (0, 5) and reports(tmp_path / "watched")
     assert not same_but(state(tmp_path / "watched"), state(tmp_path / "alone"))
+
+
+class Doubled(nn.Linear):
+    """Overflows in fp16, and so does what follows it."""
+
+    def forward(self, x):
+        return super().forward(x) * 1e5
+
+
+@pytest.mark.parametrize(
+    "net, loss, mode, windows",
+    [
+        (lambda: nn.Linear(8, 4), torch.mean, "fp16", 1),
+        # Watched, and in fp32.
+        (lambda: nn.Linear(8, 4), lambda y: torch.log(y.relu() * 0).mean(), "fp16", 2),
+        # Watched, and with a finite weight.
+        (lambda: poisoned(nn.Linear(8, 4)), torch.mean, "fp32", 2),
+        # Watched, and five steps with the island.
+        (lambda: Doubled(8, 4), torch.mean, "fp16", 6),
+        # The first island is tried at two scales, and what breaks then watched; both islands, each alone, and five steps.
+        (lambda: nn.Sequential(Doubled(8, 4), Doubled(4, 4)), torch.mean, "fp16", 12),
+    ],
+)
+def test_a_diagnosis_computes_as_few_windows_as_it_needs(net, loss, mode, windows, monkeypatch):
+    for module in (cures, locate, plain_loop):  # what may be compiled is computed once more
+        monkeypatch.setattr(module, "may_compile", lambda: False)
+    torch.manual_seed(0)
+    net, x, count = net(), torch.randn(6, 8), []
+    amp = Amp.named(mode, **({"init_scale": 8.0} if mode == "fp16" else {}))
+    optimizer = torch.optim.SGD(net.parameters(), 1e-12)
+
+    def step():
+        count.append(1)
+        with amp.autocast():
+            y = net(x)
+        amp.backward(loss(y).float() * 1e-9)
+        amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+
+    diagnosis = Doctor(amp, net).locate(step, x)
+    assert (diagnosis is None) == (windows == 1) and len(count) == windows
+
+
+def poisoned(net):
+    with torch.no_grad():
+        net.weight[0, 0] = float("nan")
+    return net

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import importlib
@@ -350,7 +351,8 @@ def test_a_bad_label_is_named_with_its_sample():
     net, weights = nn.Linear(8, 1), torch.ones(6)
     weights[4] = float("nan")
     diagnosis = located(net, (torch.randn(6, 8),), "bf16", lambda y: (y[:, 0] * weights).mean())
-    assert diagnosis is not None and diagnosis.cause == "not found"  # nobody said that it is of the batch
+    # Nobody said that it is of the batch.
+    assert diagnosis is not None and (diagnosis.cause, diagnosis.tensor) == ("poisoned tensor", "variable weights")
 
     class Weighted(nn.Module):
         def forward(self, x, weights):
@@ -394,7 +396,7 @@ def test_a_bad_label_is_found_in_any_container(kind):
     if name:
         assert (diagnosis.cause, diagnosis.tensor, diagnosis.samples) == ("bad input", name, [4])
     else:  # nobody said that it is of the batch
-        assert diagnosis.cause == "not found" and "no tensor of the given batch" in diagnosis.why
+        assert (diagnosis.cause, diagnosis.tensor) == ("poisoned tensor", "variable labels")
 
 
 # --- causes -----------------------------------------------------------------------------------------------------------
@@ -452,6 +454,42 @@ def test_causes_are_told_apart(loss, mode, cause, says):
     assert "any precision" not in str(diagnosis) and all("bf16" not in fix.python for fix in diagnosis.fixes)
 
 
+def difference_of_casts(y):
+    one = y * 0 + 1.001
+    return (1 / (one.bfloat16() - torch.ones(1, dtype=torch.bfloat16)).float()).mean()
+
+
+def angle_of_casts(y):
+    cosine = (y * 0 + 0.9999).bfloat16()
+    return torch.acos(cosine).float().mean()
+
+
+def variance_of_casts(y):
+    half = (y / y.detach().std() * 0.05 + 12).half()
+    return (half - half.mean(0)).mul(((half * half).mean(0) - half.mean(0) ** 2).rsqrt()).float().mean()
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "loss, cause",
+    [
+        (difference_of_casts, "cancellation in 16 bits"),
+        (angle_of_casts, "rounding in 16 bits"),
+        (variance_of_casts, "cancellation in 16 bits"),
+        (lambda y: torch.log(y.half().float() * 0).mean(), "division or logarithm of zero"),
+        (lambda y: (1 / (1.001 * torch.ones(1)).bfloat16().floor().sub(1).float()).mean() * y.mean(), "division"),
+    ],
+)
+def test_what_casts_of_the_program_round_is_told_from_a_zero(loss, cause, mode):
+    torch.manual_seed(0)
+    diagnosis = located(nn.Linear(8, 5), (torch.randn(16, 8),), mode, loss)
+    assert diagnosis is not None and diagnosis.cause.startswith(cause)
+    by_casts = "16 bits" in cause
+    assert ("without the casts that the program itself makes it is" in diagnosis.why) is by_casts
+    assert "Without autocast the window is not finite either" in diagnosis.why
+    assert not any(fix.verified for fix in diagnosis.fixes)  # an island casts, too
+
+
 def test_a_constant_beyond_bf16_is_not_mended_by_it():
     diagnosis = located(
         nn.Linear(8, 4), (torch.randn(6, 8),), "fp16", lambda y: (y + torch.ones_like(y) * MIN32).softmax(-1).sum()
@@ -496,6 +534,27 @@ def test_a_norm_beyond_fp32_is_told_from_gradients_that_are_not_finite():
     assert f"{2e38 * 16:.3g}" in diagnosis.why  # of 256 weights
     diagnosis = located(net, (torch.full((1, 4), 1e20),), "fp32", lambda y: (y * 2e19).sum())
     assert diagnosis is not None and diagnosis.cause == "overflow in fp32"
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_norm_beyond_fp32_within_torchs_own_clipping_is_named(raises):
+    """Gradients divided by an infinite norm are 0: no weight moves, and no NaN tells of it."""
+    net, batch = network(), images()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step(factor=1e21):
+        optimizer.zero_grad()
+        (F.cross_entropy(net(batch[0]), batch[1]) * factor).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=raises)  # here
+        optimizer.step()
+
+    diagnosis = Doctor(Amp.named("fp32"), net).locate(step, batch)
+    assert diagnosis is not None and diagnosis.cause == "gradient norm beyond fp32" and "# here" in diagnosis.code
+    assert Doctor(Amp.named("fp32"), net).locate(lambda: step(1.0), batch) is None
+    before = copy.deepcopy([*net.parameters()])
+    with contextlib.suppress(RuntimeError):
+        step()
+    assert same([*net.parameters()], before)  # what the loop does by itself
 
 
 def test_a_loss_scale_below_one_is_tried():
@@ -588,6 +647,63 @@ def test_a_gradscaler_of_torch_is_told_its_scale():
     cured = eval(diagnosis.fixes[0].python, {"torch": torch})
     assert Doctor(amp, net).locate(torchs_loop(net, optimizer, batch, scaler=cured), batch) is None
     assert scaler.get_scale() == 2.0**30 and amp.scale == 65536.0
+
+
+def test_a_loss_scale_is_tried_with_the_growth_of_the_users_scaler():
+    """One that doubles after each step leaves the scale that fits this window in the next one."""
+    net, batch = network(), images()
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+
+    def skips(scaler, steps=5):
+        skipped = []
+        for _ in range(steps):
+            before = scaler.get_scale()
+            torchs_loop(net, optimizer, batch, scaler=scaler)()
+            skipped.append(scaler.get_scale() < before)
+        return skipped
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=1)
+    state = scaler.state_dict()
+    diagnosis = Doctor(Amp.named("fp16"), net).locate(torchs_loop(net, optimizer, batch, scaler=scaler), batch)
+    assert diagnosis is not None and diagnosis.cause == "loss scale too large" and scaler.state_dict() == state
+    fix = diagnosis.fixes[0]
+    assert fix.verified and fix.steps == 5 and "growth_interval=1" in fix.python
+    cured = eval(fix.python, {"torch": torch})
+    larger = torch.amp.GradScaler("cpu", init_scale=cured.get_scale() * 2, growth_interval=1)
+    assert not any(skips(cured)) and any(skips(larger))
+
+
+@pytest.mark.parametrize("is_array", [False, True])
+def test_a_batch_that_a_step_changes_is_put_back(is_array):
+    net, x = network(1e4), torch.randn(6, 8)
+    batch, before = [x.numpy() if is_array else x], x.clone()
+    seen = []
+
+    def step():
+        seen.append(x.clone())
+        x.mul_(50)
+        with torch.autocast("cpu", torch.float16):
+            loss = net(x).float().sum()
+        loss.backward()
+
+    diagnosis = Doctor(Amp.named("fp16"), net).locate(step, batch)
+    assert diagnosis is not None and diagnosis.cause == "overflow in a product" and diagnosis.fixes[0].verified
+    assert "The step changes its batch in place" in diagnosis.why
+    assert torch.equal(x, before) and len(seen) > 1 and all(torch.equal(each, before) for each in seen)
+
+
+def test_a_generator_of_the_program_is_put_back():
+    generator, net, x = torch.Generator().manual_seed(5), nn.Linear(8, 4), torch.randn(6, 8)
+    before, drawn = generator.get_state(), []
+
+    def step():
+        drawn.append(torch.rand((), generator=generator).item())
+        with torch.autocast("cpu", torch.float16):
+            net(x * 1e5).float().mean().backward()
+
+    diagnosis = Doctor(Amp.named("fp16"), net).locate(step, x)
+    assert diagnosis is not None and len(drawn) > 1 and len(set(drawn)) == 1
+    assert torch.equal(generator.get_state(), before)
 
 
 def test_torchs_own_autocast_is_switched_off_to_see_what_fp32_does():
@@ -698,18 +814,47 @@ def test_a_cure_that_only_delays_is_advised_with_the_other_half():
     assert "learning rate" in text
 
 
-def test_bf16_is_no_advice_for_a_nan_of_unknown_origin():
-    """A tensor that is an attribute of a module and no buffer: bf16 holds a NaN as well as fp16 does."""
+NAN_AT_1 = torch.tensor([1.0, math.nan, 1.0, 1.0])
 
-    class Scales(nn.Linear):
-        factor = torch.tensor([1.0, math.nan, 1.0, 1.0])
 
-        def forward(self, x):
-            return super().forward(x) * self.factor
+class Scales(nn.Linear):
+    """By a tensor that is no buffer."""
 
-    diagnosis = located(Scales(8, 4), [torch.randn(6, 8)])
-    assert diagnosis.cause == "not found"
-    assert "self.factor" in diagnosis.code
+    def __init__(self, place):
+        super().__init__(8, 4)
+        if place == "attribute":
+            self.factor = NAN_AT_1.clone()
+        elif place == "attribute of the class":
+            type(self).shared = NAN_AT_1.clone()
+        factors = [NAN_AT_1.clone(), NAN_AT_1.clone()]
+        self.scaled = {
+            "attribute": lambda y: y * self.factor,
+            "attribute of the class": lambda y: y * self.shared,
+            "variable": lambda y: y * factors[1],
+            "global": lambda y: y * NAN_AT_1,
+            "unknown": lambda y: y * torch.from_numpy(NAN_AT_1.numpy().copy()),
+        }[place]
+
+    def forward(self, x):
+        return self.scaled(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    "place, tensor",
+    [
+        ("attribute", "attribute 0.factor"),
+        ("attribute of the class", "attribute 0.shared"),
+        ("variable", "variable factors"),
+        ("global", "variable NAN_AT_1"),
+        ("unknown", "unseen other"),
+    ],
+)
+def test_a_nan_that_the_program_holds_is_named(place, tensor):
+    """And bf16 is no advice: it holds a NaN as well as fp16 does."""
+    diagnosis = located(nn.Sequential(Scales(place)), [torch.randn(6, 8)])
+    assert diagnosis is not None and diagnosis.tensor == tensor and "lambda y: y * " in diagnosis.code
+    assert diagnosis.cause == ("not found" if place == "unknown" else "poisoned tensor")
+    assert f"{tensor.removeprefix('unseen ')} was not finite when it got here" in diagnosis.why
     assert not any("bf16" in fix.text for fix in diagnosis.fixes)
 
 

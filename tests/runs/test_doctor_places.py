@@ -205,7 +205,8 @@ def test_a_bad_label_is_named_with_its_sample(value):
     assert "batch[1] was not finite" in diagnosis.why and "samples    4 of the batch" in str(diagnosis)
     # Nobody said that it is of the batch.
     diagnosis = examined(net, lambda: F.mse_loss(net(x)[:, 0], labels), (x,))
-    assert diagnosis is not None and (diagnosis.cause, diagnosis.samples) == ("not found", [4])
+    assert diagnosis is not None and (diagnosis.cause, diagnosis.samples) == ("poisoned tensor", [4])
+    assert diagnosis.tensor == "variable labels"
 
 
 # --- gradients that no step takes -------------------------------------------------------------------------------------
