@@ -105,6 +105,9 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
     net = build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts)
     layers = find_layers(net, knobs.targets)
+    sizes: dict[str, Any] = {name: net.get_submodule(name).in_features for name in layers}
+    if knobs.base == "nf4" and (odd := [name for name in layers if sizes[name] % 64]):
+        raise ConfigError(f"recipe.base=nf4: {odd[0]} has {sizes[odd[0]]} inputs; expected a multiple of 64")
     base = Base(sha256=load_base(net, cfg, env, knobs))
     keep_fp32(net, cfg.amp.keep_fp32)  # an island keeps fp32 weights
     freeze(net, amp.dtype, knobs.base, layers)
@@ -213,8 +216,6 @@ def freeze(net: nn.Module, dtype: torch.dtype, kind: str, layers: list[str]) -> 
         if kind == "auto" or name not in layers:
             layer.to(dtype)
             continue
-        if kind == "nf4" and layer.in_features % 64:
-            raise ConfigError(f"recipe.base=nf4: {name} has {layer.in_features} inputs; expected a multiple of 64")
         import bitsandbytes as bnb  # pyright: ignore[reportMissingImports]
 
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # tells at each call that int8 rounds its inputs
