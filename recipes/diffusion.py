@@ -82,9 +82,7 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
     if knobs.num_sampler_steps < 2:
         problems.append(f"recipe.num_sampler_steps={knobs.num_sampler_steps}: expected at least 2")
     if package_folder("torchvision") is None:
-        problems.append(
-            "recipe=diffusion needs the package torchvision for its samples: pip install 'amp-recipes[vision]'"
-        )
+        problems.append("recipe=diffusion: its samples need the package torchvision: pip install 'amp-recipes[vision]'")
     return problems
 
 

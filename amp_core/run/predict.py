@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from amp_core.config.checks import IMAGE_ENDINGS
+from amp_core.config.checks import IMAGE_ENDINGS, images_below
 from amp_core.config.errors import ConfigError, Diverged, RunError, SaveError
 from amp_core.data import Data, Dataset
 from amp_core.data.base import Key
@@ -120,7 +120,7 @@ class _Files:
 def _samples(folder: str | None, data: Data) -> Dataset:
     if folder is None:
         return data.eval
-    found = sorted(str(path) for path in Path(folder).rglob("*") if path.name.lower().endswith(IMAGE_ENDINGS))
+    found = sorted(images_below(Path(folder)))
     if not found or not hasattr(data.eval, "of_files"):
         what = "has no images" if not found else "this data set reads no image files"
         raise ConfigError(

@@ -220,8 +220,10 @@ def _of_transformers(folder: Path, net: Any) -> dict[str, Any]:
 
 
 def _why_unreadable(problem: Exception) -> str:
-    text = " ".join(str(problem).split())
-    if found := re.search(r"GLOBAL (\S+) was not an allowed global|Unsupported (?:global|class) (\S+)", text):
+    # Without torch's advice before and after it, which names ways to run the code.
+    text = re.split(r"trusted source\. |WeightsUnpickler error: ", " ".join(str(problem).split()))[-1]
+    text = text.partition(" Check the documentation")[0]
+    if found := re.search(r"GLOBAL (\S+)|Unsupported (?:global|class) (\S+)", text):
         what = (found[1] or found[2]).strip(":,")
         return f"holds an object of the class {what}, which could run code; save model.state_dict() alone"
     return f"cannot be read as tensors ({type(problem).__name__}: {text[:100]})"

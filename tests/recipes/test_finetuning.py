@@ -322,6 +322,14 @@ def test_settings_that_cannot_work_are_refused(capsys: Any) -> None:
     assert not Path("a").exists()
 
 
+@needs("bitsandbytes")
+@pytest.mark.usefixtures("own_folder")
+def test_layers_that_4_bits_cannot_hold_are_refused_before_a_base_is_trained(capsys: Any) -> None:
+    run("a", "recipe.base=nf4", code=2)
+    assert "recipe.base=nf4: blocks.0.qkv has 32 inputs; expected a multiple of 64" in capsys.readouterr().err
+    assert not Path("a").exists()
+
+
 def test_layers_are_found_by_globs() -> None:
     assert find_layers(gpt(), ["blocks.*"]) == LAYERS
     assert find_layers(gpt(), ["*.up", "head"]) == ["blocks.0.up", "head"]

@@ -16,6 +16,7 @@ from running import same_but, state, summary
 from tiers import rows
 from torch import Tensor, nn
 from torch.nn.parallel import parallel_apply
+from torch.utils._pytree import tree_leaves
 
 import train
 from amp_core import Amp, Clip, Ema, carry_autocast, keep_fp32, sync_grads
@@ -37,6 +38,11 @@ MODES = pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
 NETS = pytest.mark.parametrize("name, options", [("cnn", {"width": 8}), ("mlp", {"width": 32, "depth": 4})])
 
 
+def needs_two_gpus(test: Any) -> Any:
+    few = torch.cuda.device_count() < 2
+    return pytest.mark.cuda(pytest.mark.skipif(few, reason="needs two CUDA GPUs")(test))
+
+
 def make(name: str = "cnn", shape: tuple[int, int, int] = SHAPE, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     return build_model(name, CLASSIFIERS, options=options, num_classes=4, image_shape=shape)
@@ -51,13 +57,14 @@ def batch(count: int = 32) -> tuple[Tensor, Tensor]:
     return torch.randn(count, *SHAPE, generator=generator), torch.arange(count) % 4
 
 
-def everything(net: nn.Module, amp: Amp, *, outside: bool = False) -> list[Tensor]:
+def everything(net: nn.Module, amp: Amp, *, outside: bool = False, images: Tensor | None = None) -> list[Tensor]:
     """Logits, gradients, and running statistics after one forward and backward pass."""
-    images, labels = batch()
+    given, labels = batch()
+    images = given if images is None else images
     torch.manual_seed(7)  # dropout
     with amp.autocast() if outside else torch.autocast("cpu", enabled=False):
         logits = net(images)
-    amp.backward(F.cross_entropy(logits.float(), labels))
+    amp.backward(F.cross_entropy(logits.float(), labels.to(logits.device)))
     return [logits.detach(), *(p.grad for p in net.parameters() if p.grad is not None), *net.buffers()]
 
 
@@ -142,6 +149,75 @@ def test_stages_compute_the_bits_of_the_network_that_they_were_cut_from(name: st
     assert list(stages.state_dict()) == list(whole.state_dict()) and len(stages.stages) == 3
     assert same(everything(stages, amp), everything(whole, amp, outside=True))
     whole.load_state_dict(stages.state_dict())
+
+
+class OnDevice(Tensor):
+    """A tensor of the CPU that says it is on another device: `to` moves it, and tensors of two devices do not meet."""
+
+    where = CPU
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = {leaf.where for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OnDevice)}
+        if func == Tensor.to and isinstance(args[1], torch.device):
+            func, args, found = Tensor.clone, args[:1], {args[1]}
+        elif func == Tensor.data.__set__:  # how nn.Module.to moves its weights
+            args[0].where = args[1].where
+        elif len(found) > 1 and func is not torch._has_compatible_shallow_copy_type:
+            raise RuntimeError(f"tensors of {sorted(map(str, found))} meet in {func.__name__}")
+        results = super().__torch_function__(func, types, args, {} if func is Tensor.clone else kwargs or {})
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, OnDevice) and found:
+                (leaf.where,) = found
+        return results
+
+
+@MODES
+@pytest.mark.parametrize("threads", [False, True])
+def test_stages_of_two_devices_meet_on_neither_and_compute_the_bits_of_one(threads: bool, mode: str) -> None:
+    """Real numbers on devices that are only names, so that it needs no GPU."""
+    amp, gpus = Amp.named(mode), [torch.device("cuda", number) for number in range(2)]
+    net, images = make(), batch()[0].as_subclass(OnDevice)
+    for module in net.modules():
+        for name, param in module.named_parameters(recurse=False):
+            module.register_parameter(name, nn.Parameter(param.detach().as_subclass(OnDevice)))
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.as_subclass(OnDevice))
+    stages = Stages(net, gpus, amp, image_shape=SHAPE, chunks=2, threads=threads)
+    found = everything(stages, amp, images=images)
+    assert found[0].where == gpus[0]  # type: ignore[attr-defined]
+    assert same(found, everything(staged(amp, num_stages=2, chunks=2, threads=threads), amp))
+    stages.devices = [gpus[0]] * 2  # features stay where they are
+    with pytest.raises(RuntimeError, match=r"tensors of \['cuda:0', 'cuda:1'\] meet in conv2d"):
+        stages(images)
+
+
+@needs_two_gpus
+@MODES
+@pytest.mark.parametrize("threads", [False, True])
+def test_stages_of_two_gpus_compute_the_bits_of_one(threads: bool, mode: str) -> None:
+    amp, gpus, found = Amp.named(mode, "cuda"), [torch.device("cuda", number) for number in range(2)], []
+    for devices in ([gpus[0]] * 2, gpus):
+        net = make("mlp", width=32, depth=4)
+        stages = Stages(net, devices, amp, image_shape=SHAPE, chunks=2, threads=threads)
+        assert {param.device for param in net.parameters()} == set(devices)
+        found.append([each.cpu() for each in everything(stages, amp, images=batch()[0].to(gpus[0]))])
+    assert same(*found)
+
+
+@needs_two_gpus
+def test_replicas_on_two_gpus_compute_in_the_dtype_of_the_caller() -> None:
+    gpus, net, x = (
+        [torch.device("cuda", number) for number in range(2)],
+        nn.Linear(4, 2).cuda(),
+        torch.randn(6, 4).cuda(),
+    )
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        right, wrong = (cls(net, gpus)(x) for cls in (ReplicaParallel, nn.DataParallel))
+        assert torch.equal(right, net(x)) and right.dtype is torch.bfloat16
+        assert wrong.dtype is torch.float16  # CUDA's default
+    right.float().sum().backward()
+    assert net.weight.grad is not None and net.weight.grad.dtype is torch.float32 and net.weight.grad.all()
 
 
 def test_copies_and_averages_of_stages_have_weights_of_their_own() -> None:

@@ -271,6 +271,24 @@ def test_weights_that_are_no_file_are_refused(name, kind, tmp_path, capfd):
     assert code == 2 and "cannot be read as tensors" in said and "Traceback" not in said
 
 
+def test_images_to_predict_are_found_as_those_of_a_data_set(tmp_path):
+    """Behind links, which may go in circles; a folder is no image, whatever its name, and a pipe has an error."""
+    command, new = class_folders(tmp_path / "data"), tmp_path / "new"
+    assert train.main([*command, "data.num_workers=0"]) == 0
+    images(tmp_path / "elsewhere", new / "folder.png")
+    (new / "linked").symlink_to(tmp_path / "elsewhere")
+    for name in "xyz":
+        (new / name).symlink_to(".")
+    os.mkfifo(new / "pipe.png")
+    with no_hang():
+        assert train.main([*command, "data.num_workers=0", "task=predict", f"predict_on={new}"]) == 0
+    lines = map(json.loads, (tmp_path / "run/predictions.jsonl").read_text().splitlines())
+    found = {os.path.relpath(line["path"], new): "error" in line for line in lines}
+    assert found == {f"{name}/{i}.png": False for name in ("folder.png", "linked") for i in range(4)} | {
+        "pipe.png": True
+    }
+
+
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_what_stands_in_place_of_a_prediction_is_replaced(kind, tmp_path):
     command = [*masks(tmp_path / "data"), f"run_dir={tmp_path / 'run'}"]

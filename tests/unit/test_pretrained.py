@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pickle
 import re
 from pathlib import Path
@@ -126,6 +127,11 @@ class Bomb:
         return Path.touch, (Path("exploded"),)
 
 
+class Blocked:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("exploded",)
+
+
 def _nan(state: dict[str, Tensor]) -> None:
     next(iter(state.values())).view(-1)[1] = float("nan")
 
@@ -152,6 +158,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "text": (lambda: Path("w.pt").write_text("hello"), "cannot be read"),
     "empty": (lambda: Path("w.pt").touch(), "cannot be read"),
     "code": (lambda: Path("w.pt").write_bytes(pickle.dumps(Bomb())), "cannot be read"),
+    "code that torch names otherwise": (
+        lambda: torch.save({"a": Blocked()}, "w.pt"),
+        "holds an object of the class posix.mkdir, which could run code",
+    ),
+    "a page of the web": (
+        lambda: Path("w.pt").write_text("<!doctype html>"),
+        r"cannot be read as tensors \(UnpicklingError: Unsupported operand 60\)",
+    ),
     "nothing": (lambda: None, "there is no such file"),
 }
 
