@@ -12,6 +12,7 @@ for result in amp_conformance.run(MyTrainer()):
     print(result)
 """
 
+from amp_conformance import checks_of_state  # registers its checks after those of `checks`  # noqa: F401
 from amp_conformance.checks import CHECKS, Check, Failed
 from amp_conformance.engine import Result, run
 from amp_conformance.task import Batch, NotOffered, Task, Trainer, View, inner_gradient, plain

@@ -194,13 +194,13 @@ def spread(entry: dict[str, Any], group: str) -> str:
 
 
 def facts(entry: dict[str, Any]) -> str:
-    """How many runs, how long, on what."""
+    """How many runs, how long (the machine may have been shared), on what."""
     there, runs = entry["environment"], entry["runs"]
-    minutes = sum(run["seconds"] for run in runs) / 60
+    seconds = [run["seconds"] for run in runs]
     device = there["device"] if there["device"] != "x86_64" else f"a CPU with {there['cpu_capability']}"
     return (
-        f"{len(runs)} runs, {minutes:.1f} minutes in all, on {device}, {there['threads']} thread(s), "
-        f"torch {there['torch']}, {there['date']}"
+        f"{len(runs)} runs of {min(seconds):.0f} to {max(seconds):.0f} s of wall clock on {device}, "
+        f"{there['threads']} thread(s), torch {there['torch']}, {there['date']}"
     )
 
 
