@@ -59,6 +59,36 @@ def trained_in_16_bits(model: nn.Module) -> str:
     return problem if low else ""
 
 
+def computed_wrongly(model: nn.Module, dtype: torch.dtype) -> str:
+    """Which convolution this CPU computes wrongly in `dtype`; "" if there is none.
+
+    On AMX units oneDNN of torch 2.13 returns wrong sums for some bf16 convolutions of few channels and a large kernel,
+    such as one of patches. Each of that kind is tried on noise: results are rounded once, to 2^-9 of them.
+    """
+    if dtype is not torch.bfloat16:
+        return ""
+    noise, tried = torch.Generator().manual_seed(0), set[str]()
+    for name, module in in_16_bits(model, dtype):
+        if not isinstance(module, nn.Conv2d) or module.weight.device.type != "cpu" or repr(module) in tried:
+            continue
+        if max(module.kernel_size) < 4 or module.in_channels // module.groups < 4:  # none of these was wrong
+            continue
+        tried.add(repr(module))
+        size = [max(32, 1 + 2 * module.dilation[axis] * (module.kernel_size[axis] - 1)) for axis in (0, 1)]
+        inputs = torch.randn(2, module.in_channels, *size, generator=noise).bfloat16()
+        weight = torch.randn(module.weight.shape, generator=noise).bfloat16()
+        how = module.stride, 0, module.dilation, module.groups
+        exact = nn.functional.conv2d(inputs.float(), weight.float(), None, *how)
+        error = (nn.functional.conv2d(inputs, weight, None, *how) - exact).norm() / exact.norm()
+        if error > 2**-7:
+            return (
+                f"torch computes the bf16 convolution {name or 'of the network'} wrongly on this CPU: noise comes out "
+                f"off by {error:.0%}. Start with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment, or keep it in "
+                f'fp32: amp.keep_fp32=["{name}"]'
+            )
+    return ""
+
+
 def find_slow(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tuple[str, str]]:
     """Linear layers and convolutions whose sizes are not multiples of 8, which Tensor Cores prefer in 16 bits.
 

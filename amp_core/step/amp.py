@@ -259,13 +259,18 @@ class Amp:
         Call it on the device, after `keep_fp32` and before `guard`, optimizers (over `master_params(net)`) and EMA.
         `step` reduces gradients of 16-bit weights over ranks: do not wrap in DistributedDataParallel. Logs what is
         unsafe in 16 bits, and on a GPU what is slow.
+
+        Raises:
+            ConfigError: the step would unscale gradients of 16-bit weights, or this CPU computes a layer wrongly.
         """
-        from amp_core.lowp.lint import find_slow, find_unsafe, trained_in_16_bits
+        from amp_core.lowp.lint import computed_wrongly, find_slow, find_unsafe, trained_in_16_bits
 
         if self.config.update is None and (problem := trained_in_16_bits(net)):
             if self.scaler.policy is not None:
                 raise ConfigError(f"amp={self.config.name}: {problem}")
             logger.warning("amp=%s: %s", self.config.name, problem)
+        if problem := computed_wrongly(net, self._low):
+            raise ConfigError(f"amp={self.config.name}: {problem}")
         for name, reason in find_unsafe(net, self._low):
             logger.warning("amp=%s: %s: %s", self.config.name, name or "the network", reason)
         for name, reason in find_slow(net, self._low) if self.device.type == "cuda" else ():

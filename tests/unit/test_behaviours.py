@@ -65,6 +65,24 @@ def test_a_bf16_convolution_of_patches_is_wrong_on_amx_units_alone() -> None:
     assert error(ONEDNN_MAX_CPU_ISA="DEFAULT") > 0.5  # if torch computes it right now, delete the row and this test
 
 
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX units")
+def test_a_network_with_a_convolution_that_is_wrong_here_is_refused(tmp_path) -> None:
+    def prepare(net: nn.Module, **options: Any) -> None:
+        Amp.named("bf16", device="cpu", **options).prepare(net)
+
+    for right in (
+        nn.Conv2d(16, 32, 3),
+        nn.Conv2d(3, 32, 16, 16),
+        nn.Conv2d(3, 32, 7, 2),
+        keep_fp32(nn.Conv2d(16, 32, 4, 4)),
+    ):
+        prepare(nn.Sequential(right))
+    wrong, state = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 4, 4)), torch.get_rng_state()
+    with pytest.raises(ConfigError, match=r'wrongly on this CPU.*ONEDNN_MAX_CPU_ISA.*amp.keep_fp32=\["1"\]'):
+        prepare(wrong)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 # --- modes --------------------------------------------------------------------------------------------------------------
 
 
