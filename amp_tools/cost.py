@@ -1,7 +1,7 @@
 """The cost of the doctor: steps with and without it, interleaved in one run of a recipe.
 
-A driver for `Environment.driver`. The ways take turns step by step and go through the same windows, so that what else
-the machine does falls on all of them alike. On a CPU the processor's time is compared.
+A driver for `Environment.driver`. The ways take turns step by step and go through the same windows. On a CPU the
+processor's time is compared.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ class Cost:
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cpu":  # of this process: other ones do not count
-        return time.process_time()
-    torch.cuda.synchronize(device)
-    return time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() if device.type == "cuda" else time.process_time()
