@@ -158,7 +158,8 @@ class Cures:
         if not trial.steps:
             # A window that a smaller loss scale fixes needs no island.
             with self.amp.scaler.held_at(min(scale, 1.0)):
-                names = yield from self.smallest_islands(module, is_too_small=bool(names) and not may_compile())
+                was_eager = not may_compile() or (self.amp.scaler.policy is not None and scale >= 2)
+                names = yield from self.smallest_islands(module, is_too_small=bool(names) and was_eager)
             if not names:
                 return False
             trial, fits, made = yield from self._islands_at(names, scale)

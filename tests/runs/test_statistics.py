@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from running import same_but, state
+from shared import script
 from test_log import make_log
 from test_recipes import on_two_ranks, run
 from torch import Tensor, nn
@@ -251,3 +252,13 @@ def test_trackers_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert told == [
         (7, {"weights_amax/a.0": 2.0, "weights_underflow/a.0": 0.5, "activations_underflow/a.0": 0.5}),
     ]
+
+
+def test_the_cost_of_sampling_is_that_of_sampling(monkeypatch):
+    """The tool visits a recipe without what watches a run, so it makes its own."""
+    found = []
+    original = Statistics.sampling
+    monkeypatch.setattr(Statistics, "sampling", lambda self, step: found.append(step) or original(self, step))
+    settings = ["recipe=classification", "model=cnn_small", "batch_size=4", "device=cpu"]
+    assert script("scripts/doctor.py").main(["cost", *settings, "--steps", "2"]) == 0
+    assert len(found) == 2
