@@ -25,8 +25,8 @@ PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 LIMITS = {
     "config": 1775,
     "base": 695,
-    "lowp": 1640,
-    "step": 2280,
+    "lowp": 1670,
+    "step": 2285,
     "memory": 795,
     "layouts": 1285,
     "checkpoints": 2045,

@@ -232,7 +232,7 @@ class Metrics:
         if skipped and not self._skip_noted:
             self._skip_noted = True
             why = "usual while the loss scale settles" if policy else "not usual without a loss scale: look at the data"
-            logger.info("step %d: first skipped step, its gradients were not finite (%s)", step, why)
+            logger.info("step %d: %d skipped so far, their gradients were not finite (%s)", step, skipped, why)
         if policy and policy.dynamic and scale <= policy.min_scale and streak and not self._floor_noted:
             self._floor_noted = True
             logger.warning(
