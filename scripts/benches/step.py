@@ -11,6 +11,7 @@ written by hand (`again`) shows which differences mean nothing. On a loaded mach
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 
 import torch
@@ -92,6 +93,7 @@ def measure(flags: argparse.Namespace) -> Result:
             left_out="by hand",
         ),
     )
+    keep_freed_memory()
     apart: dict[str, float] = {}
     for work in flags.work:
         for mode in flags.modes:
@@ -109,6 +111,17 @@ def measure(flags: argparse.Namespace) -> Result:
         )
         print(result.notes[-1])
     return result
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed, as a process with one loop does after a few steps.
+
+    The contestants share a heap. Where it shrinks and grows again, one of them pays page faults for the memory of
+    others: up to a tenth of a step of ResNet-18.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, the most that it takes
+        mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
 
 
 def compare(
