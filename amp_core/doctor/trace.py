@@ -45,7 +45,7 @@ current_node, _sequence_number = find("torch._C._current_autograd_node"), find("
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ENGINE = (torch.autograd.__file__, torch.autograd.graph.__file__)
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_WATCHING = ("doctor/", "lowp/islands.py", "lowp/op_policy.py", "step/amp.py", "memory/recompute.py")
+_WATCHING = ("doctor/", "lowp/", "step/amp.py", "memory/recompute.py")
 _WATCHING += ("step/gradients.py", "layouts/fsdp.py", "layouts/stages.py", "tensors.py", "../amp_tools/")
 _NOT_SHOWN = tuple(os.path.normpath(_CORE + name) + ("" if name.endswith("py") else os.sep) for name in _WATCHING)
 """Frames that do not locate an operation in a network."""

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import importlib
 import math
+import re
 import types
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_core import Amp, Doctor, keep_fp32
+from amp_core import Amp, Doctor, keep_fp32, master_params
 from amp_core.doctor.diagnosis import BY_HAND
 from amp_core.doctor.trace import Range, Trace, is_finite
 
@@ -635,7 +636,70 @@ def test_a_cure_is_tried_in_compiled_code(backend, cure, as_torch_compiles):
         assert bool(taken[-1]) and Doctor(amp, model).locate(step, batch) is None
 
 
+@pytest.mark.parametrize("kind", ["compiled", "scaled"])
+def test_of_a_cure_that_does_not_last_everything_is_said_that_it_took(kind, as_torch_compiles):
+    """The second layer breaks a later step also in fp32, so that no cure is printed, only how far one gets."""
+    torch.manual_seed(0)
+    net, batch = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), images()
+    with torch.no_grad():
+        net[2].weight.mul_(1e6)
+    scale = 1.0 if kind == "compiled" else 2.0**40
+    model = torch.compile(net, backend="aot_eager") if kind == "compiled" else net
+
+    def steps(scale):
+        amp = Amp.named("fp16", init_scale=scale, max_scale=2.0**60)
+        optimizer, taken = torch.optim.SGD(net.parameters(), 1e30), []
+
+        def step():
+            with amp.autocast():
+                loss = model(batch[0]).float().square().mean() * 1e-12
+            amp.backward(loss)
+            taken.append(bool(amp.step(optimizer).taken & loss.isfinite()))
+            amp.update()
+            amp.zero_grad(optimizer)
+
+        return amp, step, taken
+
+    amp, step, _ = steps(scale)
+    diagnosis = Doctor(amp, model).locate(step, batch)
+    assert diagnosis is not None and diagnosis.loss_scale == scale and "learning rate" in diagnosis.fixes[0].text
+    found = re.search(r"With (.*) in fp32( at loss scale (\S+))?( and with (.*))? the window is finite", diagnosis.why)
+    assert found is not None and found[1] in diagnosis.fixes[0].text
+    for name in found[1].split(", "):
+        keep_fp32(net, [name])
+    weights = copy.deepcopy(net.state_dict())
+    _, step, taken = steps(scale)
+    step()  # only the islands
+    net.load_state_dict(weights)
+    _, again, with_all = steps(float(found[3] or scale))
+    exec(found[5] or "", {"torch": torch})
+    torch.compiler.reset()
+    again()
+    assert (taken, with_all) == ([False], [True])
+
+
 # --- what an attack found ---------------------------------------------------------------------------------------------
+
+
+def test_what_gradients_exceed_is_the_dtype_of_the_line_that_casts_them():
+    """Weights in fp16 take gradients that fp32 holds."""
+    net = nn.Linear(8, 4)
+    amp, x = Amp.named("o2", init_scale=2.0**24), torch.randn(6, 8)
+    amp.prepare(net)
+    optimizer = torch.optim.SGD(list(master_params(net)), 0.1)
+
+    def step():
+        with amp.autocast():
+            loss = net(x).float().square().mean()
+        amp.backward(loss * 1e3)
+        amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+
+    diagnosis = Doctor(amp, net).locate(step, x)
+    assert diagnosis is not None and diagnosis.cause == "loss scale too large" and diagnosis.output is not None
+    assert diagnosis.output.dtype == "float16" and "gradients exceed float16" in diagnosis.why
+    assert diagnosis.code == "loss = net(x).float().square().mean()"  # not the hook that casts
 
 
 def test_a_gradscaler_of_torch_is_told_its_scale():
