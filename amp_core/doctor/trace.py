@@ -487,9 +487,10 @@ class Trace(DispatchMode):
         )
 
     def _held(self, key: int) -> str | None:
-        """Name of an attribute of the module or of `self`, of a variable of an enclosing function, or of a global."""
-        name, *_, module = self._modules[-1] if self._modules else ("", None)
-        places = [(f"attribute {name}." if name else "attribute ", _attributes(module))]
+        """Name of an attribute of a module or of `self`, of a variable of an enclosing function, or of a global."""
+        modules = [(name, module) for name, _, _, module in reversed(self._modules)]
+        modules += [(name, module) for module, name in self._names.items()]
+        places = [(f"attribute {name}." if name else "attribute ", _attributes(module)) for name, module in modules]
         frame = sys._getframe(1)
         while frame is not None:
             if _is_shown(frame):

@@ -922,6 +922,26 @@ def test_a_nan_that_the_program_holds_is_named(place, tensor):
     assert not any("bf16" in fix.text for fix in diagnosis.fixes)
 
 
+class Remembers(nn.Module):
+    def __init__(net):
+        super().__init__()
+        net.rnn, net.state = nn.GRU(8, 4, batch_first=True), torch.zeros(1, 6, 4)
+
+    def forward(net, x):
+        return net.rnn(x, net.state)[0]
+
+
+@pytest.mark.parametrize("tensor", ["attribute temperature", "attribute 0.inner", "attribute 0.state"])
+def test_a_nan_in_an_attribute_is_named_wherever_it_is_used(tensor):
+    """In the loss, or in a module of torch that the attribute is not of."""
+    net = nn.Sequential(Remembers())
+    net.temperature, net[0].inner = torch.ones(4), torch.ones(4)
+    owner = net if "0" not in tensor else net[0]
+    getattr(owner, tensor.split()[-1].split(".")[-1])[..., 1] = math.nan
+    diagnosis = located(net, [torch.randn(6, 5, 8)], "fp32", lambda y: (y / net.temperature * net[0].inner).mean())
+    assert diagnosis is not None and (diagnosis.cause, diagnosis.tensor) == ("poisoned tensor", tensor)
+
+
 def test_meta_weights_are_refused_by_name():
     with pytest.raises(ValueError, match="meta device"):
         Doctor(Amp.named("fp32"), nn.Linear(2, 2, device="meta")).locate(lambda: None)
