@@ -491,6 +491,30 @@ def test_what_casts_of_the_program_round_is_told_from_a_zero(loss, cause, mode):
     assert not any(fix.verified for fix in diagnosis.fixes)  # an island casts, too
 
 
+@pytest.mark.parametrize("mode", ["bf16_pure", "o2"])
+@pytest.mark.parametrize("is_zero", [False, True])
+def test_what_16_bits_round_is_told_from_a_zero_also_where_weights_are_in_16_bits(mode, is_zero):
+    torch.manual_seed(0)
+    net, amp, x = nn.Linear(8, 4), Amp.named(mode), torch.randn(8, 8)
+    times = torch.ones(8) if is_zero else torch.linspace(100, 100.2, 8)
+    amp.prepare(net)
+    optimizer = torch.optim.SGD(list(master_params(net)), 0.1)
+
+    def step():
+        with amp.autocast():
+            loss = (net(x).float().diff(dim=0).T / times.to(net.weight.dtype).diff()).mean()
+        amp.backward(loss)
+        amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+
+    diagnosis = Doctor(amp, net).locate(step, (x, times))
+    assert diagnosis is not None and diagnosis.op == "aten.div"
+    assert diagnosis.cause == ("division or logarithm of zero" if is_zero else "cancellation in 16 bits")
+    assert ("in 32 bits, its weights too, it is" in diagnosis.why) is not is_zero
+    assert ("clamp" in diagnosis.fixes[0].text) is is_zero
+
+
 def test_a_constant_beyond_bf16_is_not_mended_by_it():
     diagnosis = located(
         nn.Linear(8, 4), (torch.randn(6, 8),), "fp16", lambda y: (y + torch.ones_like(y) * MIN32).softmax(-1).sum()
