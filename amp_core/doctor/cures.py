@@ -28,7 +28,7 @@ from amp_core.doctor.diagnosis import (
     keep_fp32_call,
     keep_fp32_override,
 )
-from amp_core.doctor.plain_loop import without_autocast
+from amp_core.doctor.plain_loop import in_bf16, without_autocast
 from amp_core.doctor.trace import FirstNonFinite, Trace
 from amp_core.lowp.islands import islands_of
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
@@ -137,6 +137,10 @@ class Cures:
                 advice = BY_HAND
         if advice is BF16 and self.amp.limits[1] > torch.finfo(torch.float16).max:
             advice = BY_HAND
+        if advice is BF16 and self.doctor.in_plain_loop and not (diagnosis.fixes or self.amp.weights):
+            with in_bf16(self.amp.device.type):
+                trace, _ = yield from self.doctor.trace(self.replay)
+            advice = BY_HAND if any(self.agree(is_among(birth, trace.births))) else BF16
         diagnosis.fixes += [BF16] if is_large and diagnosis.fixes else []
         diagnosis.fixes += [] if advice is None else [advice]
         if not diagnosis.fixes and self.amp.dtype is torch.float16 and cause != "not found":

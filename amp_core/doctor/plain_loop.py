@@ -321,6 +321,18 @@ def without_autocast() -> Iterator[None]:
         torch.set_autocast_enabled = enable
 
 
+@contextlib.contextmanager
+def in_bf16(device: str) -> Iterator[None]:
+    """Inside, autocast casts to bfloat16."""
+    set_dtype, before = torch.set_autocast_dtype, torch.get_autocast_dtype(device)
+    torch.set_autocast_dtype = lambda device_type, dtype: set_dtype(device_type, torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype = set_dtype
+        set_dtype(device, before)  # autocast put bfloat16 back
+
+
 class In32Bits(DispatchMode):
     """Inside, 16 bits are 32: what a program casts, makes or is given."""
 

@@ -281,6 +281,47 @@ def test_bf16_is_no_advice_for_a_loss_that_is_cast_to_fp16_by_hand(mode):
     assert [fix.text for fix in diagnosis.fixes] == [BY_HAND.text]
 
 
+class HalfExp(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float16)
+    def forward(ctx, y):
+        return (y * 0 + 14).exp()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        return gradient
+
+
+@pytest.mark.parametrize("kind", ["autocast", "function", "model"])
+def test_bf16_is_advised_where_autocast_chose_fp16_and_not_where_the_program_did(kind):
+    net, x = nn.Linear(8, 4), torch.full((6, 8), 10.0)
+    if kind == "model":
+        net, x = net.half(), x.half()
+    with torch.no_grad():
+        net.weight.fill_(1.0 if kind == "function" else 6e4)
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+
+    def finds(dtype):
+        def step():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=dtype, enabled=kind != "model"):
+                y = net(x)
+                loss = (HalfExp.apply(y) if kind == "function" else y).float().mean()
+            loss.backward()
+            optimizer.step()
+
+        return Doctor(Amp.named("o3" if kind == "model" else "fp16"), net).locate(step, x)
+
+    default = torch.get_autocast_dtype("cpu")
+    diagnosis = finds(torch.float16)
+    assert torch.get_autocast_dtype("cpu") == default
+    assert diagnosis is not None and diagnosis.cause.startswith("overflow")
+    assert (finds(torch.bfloat16) is None) is (kind == "autocast")  # what bf16 does
+    assert any("bf16" in fix.text for fix in diagnosis.fixes) is (kind == "autocast")
+    assert (BY_HAND in diagnosis.fixes) is (kind != "autocast")
+
+
 # --- conviction -------------------------------------------------------------------------------------------------------
 
 
