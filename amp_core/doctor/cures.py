@@ -28,7 +28,7 @@ from amp_core.doctor.diagnosis import (
     keep_fp32_call,
     keep_fp32_override,
 )
-from amp_core.doctor.plain_loop import without_autocast
+from amp_core.doctor.plain_loop import in_bf16, without_autocast
 from amp_core.doctor.trace import FirstNonFinite, Trace
 from amp_core.lowp.islands import islands_of
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
@@ -100,7 +100,11 @@ class Cures:
         policy = self.amp.scaler.policy
         assert policy is not None
         is_backward = diagnosis.phase == "backward"
-        what = f"gradients exceed {self.amp.config.dtype}" if is_backward else "the loss exceeds float32"
+        what = (
+            f"gradients exceed {diagnosis.output.dtype}"
+            if is_backward and diagnosis.output
+            else "the loss exceeds float32"
+        )
         diagnosis.cause = "loss scale too large"
         diagnosis.why = f"With a loss scale of {scale:g} {what}; with {fits:g} the window is finite."
         trial, fits = yield from self._at_smaller_scales(fits)
@@ -133,6 +137,10 @@ class Cures:
                 advice = BY_HAND
         if advice is BF16 and self.amp.limits[1] > torch.finfo(torch.float16).max:
             advice = BY_HAND
+        if advice is BF16 and self.doctor.in_plain_loop and not (diagnosis.fixes or self.amp.weights):
+            with in_bf16(self.amp.device.type):
+                trace, _ = yield from self.doctor.trace(self.replay)
+            advice = BY_HAND if any(self.agree(is_among(birth, trace.births))) else BF16
         diagnosis.fixes += [BF16] if is_large and diagnosis.fixes else []
         diagnosis.fixes += [] if advice is None else [advice]
         if not diagnosis.fixes and self.amp.dtype is torch.float16 and cause != "not found":
@@ -163,10 +171,27 @@ class Cures:
             if not names:
                 return False
             trial, fits, made = yield from self._islands_at(names, scale)
-        if outside := not trial.steps and may_compile():
-            # By default a compiled backward pass keeps the forward's autocast.
-            with backward_outside_autocast():
+        with contextlib.ExitStack() as compiled:
+            if outside := not trial.steps and may_compile():
+                # By default a compiled backward pass keeps the forward's autocast.
+                compiled.enter_context(backward_outside_autocast())
                 trial, fits, made = yield from self._islands_at(names, scale)
+            if trial.steps and not trial.holds:
+                first, broken = f"{_listed(made)} in fp32", trial
+                first += f" at loss scale {fits:g}" if fits < scale else ""
+                first += f" and with {BACKWARD}" if outside else ""
+                with without_autocast():
+                    wide = yield from self.lasts(min(scale, 1.0))
+                for _ in range(_MOST_ROUNDS if wide.holds else 0):
+                    with self.doctor.as_islands(made):
+                        following = yield from self._culprit_at(fits, trial.steps)
+                    names = [""] if following is None or following in names else [*names, following]
+                    trial, fits, made = yield from self._islands_at(names, scale)
+                    if trial.holds or names == [""]:
+                        break
+                if not trial.holds:
+                    yield from self._give_up(diagnosis, first, broken, wide)
+                    return None
         if not trial.steps:
             why = "finite, but not when it is rerun: does it change its batch?"
             if may_compile():
@@ -174,20 +199,6 @@ class Cures:
             text = f"compute in fp32: {_listed(made)}: {why}"
             diagnosis.fixes.append(Fix("override", text, python=keep_fp32_call(made), verified=False))
             return True
-        if not trial.holds:
-            first, broken = f"{_listed(made)} in fp32", trial
-            with without_autocast():
-                wide = yield from self.lasts(min(scale, 1.0))
-            for _ in range(_MOST_ROUNDS if wide.holds else 0):
-                with self.doctor.as_islands(made):
-                    following = yield from self._culprit_at(fits, trial.steps)
-                names = [""] if following is None or following in names else [*names, following]
-                trial, fits, made = yield from self._islands_at(names, scale)
-                if trial.holds or names == [""]:
-                    break
-            if not trial.holds:
-                yield from self._give_up(diagnosis, first, broken, wide)
-                return None
         diagnosis.islands = made
         diagnosis.scale_that_fits = fits if fits < scale else None
         fix = self.island_fix(made, diagnosis.scale_that_fits, trial.steps)
@@ -213,7 +224,8 @@ class Cures:
                 wide = yield from self.lasts(1.0)
         advice = ADVICE.get(diagnosis.cause, BF16)
         if wide.steps and not wide.holds:
-            diagnosis.why += f" Without autocast step {wide.steps + 1} breaks, too."
+            at = ", at loss scale 1" if diagnosis.loss_scale > 1 else ""
+            diagnosis.why += f" Without autocast step {wide.steps + 1} breaks, too{at}."
             # The window breaks without `what`, and what follows breaks with it.
             wider = ADVICE["overflow in fp32"]
             advice = dataclasses.replace(wider, text=f"{what}; and {wider.text}")
@@ -275,7 +287,7 @@ class Cures:
 
     def _at_scale(self, scale: float) -> Generator[Any, None, bool]:
         with self.amp.scaler.held_at(scale):
-            return (yield from self.doctor.is_finite(self.replay))
+            return (yield from self.doctor.is_finite(self.replay, as_trained=True))
 
     def _casts_by_itself(self, birth: FirstNonFinite) -> Generator[Any, None, bool]:
         """Whether an operation still runs in 16 bits, and overflows, in an island."""

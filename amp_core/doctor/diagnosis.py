@@ -334,7 +334,7 @@ CURED_BY_ISLANDS: tuple[Cause, ...] = (
 )
 
 BF16 = Fix("override", "use bf16, which has the range of fp32", "amp=bf16", 'Amp.named("bf16")')
-BY_HAND = Fix("code", "this line is in 16 bits without autocast, too: cast to float32 there, not to less")
+BY_HAND = Fix("code", "the program itself, not autocast, computes this in 16 bits: cast to float32, not to less")
 ADVICE: dict[Cause, Fix] = {
     "eps lost in 16 bits": Fix(
         "code", "compute this line in fp32, or use an eps that 16 bits can hold, its reciprocal too, such as 1e-3"

@@ -179,8 +179,13 @@ class Doctor:
         diagnosis = self.describe(birth, cause, everywhere[rank]["births"], everywhere[rank]["reached"])
         diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = rank, broken, len(everywhere)
         diagnosis.loss_scale = scale
-        if cause == "division or logarithm of zero" and everywhere[rank]["has_half"] and not has_16bit(self.nets):
-            if not (yield from self._in_fp32(diagnosis, birth, replay)):  # an island does not end it
+        is_low = has_16bit(
+            self.nets
+        )  # whose forward pass may raise without autocast; a plain loop takes that as no cure
+        may_be_rounding = cause == "division or logarithm of zero" and everywhere[rank]["has_half"]
+        if may_be_rounding and (self.in_plain_loop or not is_low):
+            is_mended = yield from self._in_fp32(diagnosis, birth, replay)
+            if not is_mended and (diagnosis.cause != cause or not is_low):  # an island does not end it
                 cause = diagnosis.cause
                 diagnosis.fixes = [advice_for(cause, birth) or ADVICE[cause]]
                 return diagnosis
@@ -240,10 +245,14 @@ class Doctor:
         if is_rounding:
             kinds: list[Cause] = ["underflow in 16 bits", "cancellation in 16 bits", "rounding in 16 bits"]
             diagnosis.cause = next(kind for kind in kinds if kind.split()[0] in {*dict(birth.marks), "rounding"})
+        is_low = has_16bit(self.nets)
+        if is_low and not is_rounding:  # or it raised
+            return False
         diagnosis.why = f"{explain(birth, diagnosis.cause)} Without autocast the window is "
         diagnosis.why += "finite." if is_mended else "not finite either"
         if not is_mended:
-            diagnosis.why += "; without the casts that the program itself makes it is." if is_rounding else "."
+            wider = "in 32 bits, its weights too," if is_low else "without the casts that the program itself makes"
+            diagnosis.why += f"; {wider} it is." if is_rounding else "."
         return is_mended
 
     def _too_long(self, norm: float, scale: float, clip: FirstNonFinite | None = None) -> Diagnosis:

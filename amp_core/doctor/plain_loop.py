@@ -16,7 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from amp_core.doctor.trace import HALF, DispatchMode, Trace, is_finite, is_view, named_tensors, same, tensors_in
+from amp_core.doctor.trace import (
+    HALF,
+    DispatchMode,
+    Trace,
+    current_node,
+    is_finite,
+    is_view,
+    named_tensors,
+    same,
+    tensors_in,
+)
 from amp_core.layouts.stages import Stages
 from amp_core.memory.compiled import eagerly, may_compile
 from amp_core.step.amp import Amp
@@ -311,6 +321,18 @@ def without_autocast() -> Iterator[None]:
         torch.set_autocast_enabled = enable
 
 
+@contextlib.contextmanager
+def in_bf16(device: str) -> Iterator[None]:
+    """Inside, autocast casts to bfloat16."""
+    set_dtype, before = torch.set_autocast_dtype, torch.get_autocast_dtype(device)
+    torch.set_autocast_dtype = lambda device_type, dtype: set_dtype(device_type, torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype = set_dtype
+        set_dtype(device, before)  # autocast put bfloat16 back
+
+
 class In32Bits(DispatchMode):
     """Inside, 16 bits are 32: what a program casts, makes or is given."""
 
@@ -319,7 +341,9 @@ class In32Bits(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         self.was_used |= kwargs.get("dtype") in HALF or any(t.dtype in HALF for t in tensors_in((args, kwargs)))
-        if kwargs.get("dtype") in HALF:
+        # Autograd refuses a gradient that stays in 32 bits, of a weight in 16.
+        is_gradient = func is torch.ops.aten._to_copy.default and current_node() is not None
+        if kwargs.get("dtype") in HALF and not is_gradient:
             kwargs = kwargs | {"dtype": torch.float32}
         if not is_view(func) and not func._schema.is_mutable:
             args, kwargs = _widened(args), {name: _widened(each) for name, each in kwargs.items()}

@@ -45,7 +45,7 @@ current_node, _sequence_number = find("torch._C._current_autograd_node"), find("
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ENGINE = (torch.autograd.__file__, torch.autograd.graph.__file__)
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_WATCHING = ("doctor/", "lowp/islands.py", "lowp/op_policy.py", "step/amp.py", "memory/recompute.py")
+_WATCHING = ("doctor/", "lowp/", "step/amp.py", "memory/recompute.py")
 _WATCHING += ("step/gradients.py", "layouts/fsdp.py", "layouts/stages.py", "tensors.py", "../amp_tools/")
 _NOT_SHOWN = tuple(os.path.normpath(_CORE + name) + ("" if name.endswith("py") else os.sep) for name in _WATCHING)
 """Frames that do not locate an operation in a network."""
@@ -487,9 +487,10 @@ class Trace(DispatchMode):
         )
 
     def _held(self, key: int) -> str | None:
-        """Name of an attribute of the module or of `self`, of a variable of an enclosing function, or of a global."""
-        name, *_, module = self._modules[-1] if self._modules else ("", None)
-        places = [(f"attribute {name}." if name else "attribute ", _attributes(module))]
+        """Name of an attribute of a module or of `self`, of a variable of an enclosing function, or of a global."""
+        modules = [(name, module) for name, _, _, module in reversed(self._modules)]
+        modules += [(name, module) for module, name in self._names.items()]
+        places = [(f"attribute {name}." if name else "attribute ", _attributes(module)) for name, module in modules]
         frame = sys._getframe(1)
         while frame is not None:
             if _is_shown(frame):

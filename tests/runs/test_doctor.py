@@ -332,7 +332,7 @@ def test_bf16_is_no_advice_for_a_line_of_an_evaluation_that_makes_fp16_by_itself
     )
     assert start(tmp_path, f"amp={mode}", "steps=2") == 5
     said = capsys.readouterr().err
-    assert "Not finite in evaluation alone: overflow in" in said and "Try: this line is in 16 bits without" in said
+    assert "Not finite in evaluation alone: overflow in" in said and "Try: the program itself, not autocast" in said
     assert "use bf16" not in said
 
 

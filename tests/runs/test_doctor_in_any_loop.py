@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import importlib
 import math
+import re
 import types
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_core import Amp, Doctor, keep_fp32
+from amp_core import Amp, Doctor, keep_fp32, master_params
 from amp_core.doctor.diagnosis import BY_HAND
 from amp_core.doctor.trace import Range, Trace, is_finite
 
@@ -280,6 +281,47 @@ def test_bf16_is_no_advice_for_a_loss_that_is_cast_to_fp16_by_hand(mode):
     assert [fix.text for fix in diagnosis.fixes] == [BY_HAND.text]
 
 
+class HalfExp(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float16)
+    def forward(ctx, y):
+        return (y * 0 + 14).exp()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        return gradient
+
+
+@pytest.mark.parametrize("kind", ["autocast", "function", "model"])
+def test_bf16_is_advised_where_autocast_chose_fp16_and_not_where_the_program_did(kind):
+    net, x = nn.Linear(8, 4), torch.full((6, 8), 10.0)
+    if kind == "model":
+        net, x = net.half(), x.half()
+    with torch.no_grad():
+        net.weight.fill_(1.0 if kind == "function" else 6e4)
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+
+    def finds(dtype):
+        def step():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=dtype, enabled=kind != "model"):
+                y = net(x)
+                loss = (HalfExp.apply(y) if kind == "function" else y).float().mean()
+            loss.backward()
+            optimizer.step()
+
+        return Doctor(Amp.named("o3" if kind == "model" else "fp16"), net).locate(step, x)
+
+    default = torch.get_autocast_dtype("cpu")
+    diagnosis = finds(torch.float16)
+    assert torch.get_autocast_dtype("cpu") == default
+    assert diagnosis is not None and diagnosis.cause.startswith("overflow")
+    assert (finds(torch.bfloat16) is None) is (kind == "autocast")  # what bf16 does
+    assert any("bf16" in fix.text for fix in diagnosis.fixes) is (kind == "autocast")
+    assert (BY_HAND in diagnosis.fixes) is (kind != "autocast")
+
+
 # --- conviction -------------------------------------------------------------------------------------------------------
 
 
@@ -490,6 +532,30 @@ def test_what_casts_of_the_program_round_is_told_from_a_zero(loss, cause, mode):
     assert not any(fix.verified for fix in diagnosis.fixes)  # an island casts, too
 
 
+@pytest.mark.parametrize("mode", ["bf16_pure", "o2"])
+@pytest.mark.parametrize("is_zero", [False, True])
+def test_what_16_bits_round_is_told_from_a_zero_also_where_weights_are_in_16_bits(mode, is_zero):
+    torch.manual_seed(0)
+    net, amp, x = nn.Linear(8, 4), Amp.named(mode), torch.randn(8, 8)
+    times = torch.ones(8) if is_zero else torch.linspace(100, 100.2, 8)
+    amp.prepare(net)
+    optimizer = torch.optim.SGD(list(master_params(net)), 0.1)
+
+    def step():
+        with amp.autocast():
+            loss = (net(x).float().diff(dim=0).T / times.to(net.weight.dtype).diff()).mean()
+        amp.backward(loss)
+        amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+
+    diagnosis = Doctor(amp, net).locate(step, (x, times))
+    assert diagnosis is not None and diagnosis.op == "aten.div"
+    assert diagnosis.cause == ("division or logarithm of zero" if is_zero else "cancellation in 16 bits")
+    assert ("in 32 bits, its weights too, it is" in diagnosis.why) is not is_zero
+    assert ("clamp" in diagnosis.fixes[0].text) is is_zero
+
+
 def test_a_constant_beyond_bf16_is_not_mended_by_it():
     diagnosis = located(
         nn.Linear(8, 4), (torch.randn(6, 8),), "fp16", lambda y: (y + torch.ones_like(y) * MIN32).softmax(-1).sum()
@@ -635,7 +701,70 @@ def test_a_cure_is_tried_in_compiled_code(backend, cure, as_torch_compiles):
         assert bool(taken[-1]) and Doctor(amp, model).locate(step, batch) is None
 
 
+@pytest.mark.parametrize("kind", ["compiled", "scaled"])
+def test_of_a_cure_that_does_not_last_everything_is_said_that_it_took(kind, as_torch_compiles):
+    """The second layer breaks a later step also in fp32, so that no cure is printed, only how far one gets."""
+    torch.manual_seed(0)
+    net, batch = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), images()
+    with torch.no_grad():
+        net[2].weight.mul_(1e6)
+    scale = 1.0 if kind == "compiled" else 2.0**40
+    model = torch.compile(net, backend="aot_eager") if kind == "compiled" else net
+
+    def steps(scale):
+        amp = Amp.named("fp16", init_scale=scale, max_scale=2.0**60)
+        optimizer, taken = torch.optim.SGD(net.parameters(), 1e30), []
+
+        def step():
+            with amp.autocast():
+                loss = model(batch[0]).float().square().mean() * 1e-12
+            amp.backward(loss)
+            taken.append(bool(amp.step(optimizer).taken & loss.isfinite()))
+            amp.update()
+            amp.zero_grad(optimizer)
+
+        return amp, step, taken
+
+    amp, step, _ = steps(scale)
+    diagnosis = Doctor(amp, model).locate(step, batch)
+    assert diagnosis is not None and diagnosis.loss_scale == scale and "learning rate" in diagnosis.fixes[0].text
+    found = re.search(r"With (.*) in fp32( at loss scale (\S+))?( and with (.*))? the window is finite", diagnosis.why)
+    assert found is not None and found[1] in diagnosis.fixes[0].text
+    for name in found[1].split(", "):
+        keep_fp32(net, [name])
+    weights = copy.deepcopy(net.state_dict())
+    _, step, taken = steps(scale)
+    step()  # only the islands
+    net.load_state_dict(weights)
+    _, again, with_all = steps(float(found[3] or scale))
+    exec(found[5] or "", {"torch": torch})
+    torch.compiler.reset()
+    again()
+    assert (taken, with_all) == ([False], [True])
+
+
 # --- what an attack found ---------------------------------------------------------------------------------------------
+
+
+def test_what_gradients_exceed_is_the_dtype_of_the_line_that_casts_them():
+    """Weights in fp16 take gradients that fp32 holds."""
+    net = nn.Linear(8, 4)
+    amp, x = Amp.named("o2", init_scale=2.0**24), torch.randn(6, 8)
+    amp.prepare(net)
+    optimizer = torch.optim.SGD(list(master_params(net)), 0.1)
+
+    def step():
+        with amp.autocast():
+            loss = net(x).float().square().mean()
+        amp.backward(loss * 1e3)
+        amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+
+    diagnosis = Doctor(amp, net).locate(step, x)
+    assert diagnosis is not None and diagnosis.cause == "loss scale too large" and diagnosis.output is not None
+    assert diagnosis.output.dtype == "float16" and "gradients exceed float16" in diagnosis.why
+    assert diagnosis.code == "loss = net(x).float().square().mean()"  # not the hook that casts
 
 
 def test_a_gradscaler_of_torch_is_told_its_scale():
@@ -856,6 +985,26 @@ def test_a_nan_that_the_program_holds_is_named(place, tensor):
     assert diagnosis.cause == ("not found" if place == "unknown" else "poisoned tensor")
     assert f"{tensor.removeprefix('unseen ')} was not finite when it got here" in diagnosis.why
     assert not any("bf16" in fix.text for fix in diagnosis.fixes)
+
+
+class Remembers(nn.Module):
+    def __init__(net):
+        super().__init__()
+        net.rnn, net.state = nn.GRU(8, 4, batch_first=True), torch.zeros(1, 6, 4)
+
+    def forward(net, x):
+        return net.rnn(x, net.state)[0]
+
+
+@pytest.mark.parametrize("tensor", ["attribute temperature", "attribute 0.inner", "attribute 0.state"])
+def test_a_nan_in_an_attribute_is_named_wherever_it_is_used(tensor):
+    """In the loss, or in a module of torch that the attribute is not of."""
+    net = nn.Sequential(Remembers())
+    net.temperature, net[0].inner = torch.ones(4), torch.ones(4)
+    owner = net if "0" not in tensor else net[0]
+    getattr(owner, tensor.split()[-1].split(".")[-1])[..., 1] = math.nan
+    diagnosis = located(net, [torch.randn(6, 5, 8)], "fp32", lambda y: (y / net.temperature * net[0].inner).mean())
+    assert diagnosis is not None and (diagnosis.cause, diagnosis.tensor) == ("poisoned tensor", tensor)
 
 
 def test_meta_weights_are_refused_by_name():
