@@ -34,7 +34,7 @@ LIMITS = {
     "data": 2105,
     "heads": 685,
     "run": 4830,
-    "doctor": 3300,
+    "doctor": 3345,
     "cli": 1340,
     "amp_tools": 4940,
 }
