@@ -342,7 +342,7 @@ class In32Bits(DispatchMode):
         kwargs = kwargs or {}
         self.was_used |= kwargs.get("dtype") in HALF or any(t.dtype in HALF for t in tensors_in((args, kwargs)))
         # Autograd refuses a gradient that stays in 32 bits, of a weight in 16.
-        is_gradient = func is torch.ops.aten._to_copy.default and current_node() is not None
+        is_gradient = str(func) == "aten._to_copy.default" and current_node() is not None
         if kwargs.get("dtype") in HALF and not is_gradient:
             kwargs = kwargs | {"dtype": torch.float32}
         if not is_view(func) and not func._schema.is_mutable:
