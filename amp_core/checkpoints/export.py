@@ -27,6 +27,9 @@ def export(source: Path, target: Path, part: str | None = None) -> list[str]:
 
     Returns:
         Lines for the user: where it came from, and checkpoints that were rejected.
+
+    Raises:
+        ConfigError, CheckpointError, SaveError: a target of another kind, no such sound checkpoint, no way to write it.
     """
     problems = []
     if target.suffix not in SUFFIXES:

@@ -179,9 +179,8 @@ class Doctor:
         diagnosis = self.describe(birth, cause, everywhere[rank]["births"], everywhere[rank]["reached"])
         diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = rank, broken, len(everywhere)
         diagnosis.loss_scale = scale
-        is_low = has_16bit(
-            self.nets
-        )  # whose forward pass may raise without autocast; a plain loop takes that as no cure
+        # Their forward pass may raise without autocast; a plain loop takes that as no cure.
+        is_low = has_16bit(self.nets)
         may_be_rounding = cause == "division or logarithm of zero" and everywhere[rank]["has_half"]
         if may_be_rounding and (self.in_plain_loop or not is_low):
             is_mended = yield from self._in_fp32(diagnosis, birth, replay)

@@ -17,7 +17,7 @@ import functools
 import torch
 
 from amp_core.torch_private import NormBase
-from benches.loops import LOOPS, STEPS, Make, Timed, TimedTrainer, adamw, by_hand, final, sgd, takes_part
+from benches.loops import LOOPS, STEPS, Make, Optimize, Timed, TimedTrainer, adamw, by_hand, final, sgd, takes_part
 from benches.result import Number, Picture, Result, ratios, take_turns
 from benches.work import MODES, WORKS, Batch, Work, loss_of
 
@@ -193,28 +193,32 @@ def distance(work: Work, names: list[str], batches: list[Batch], mode: str, devi
     few = [(inputs[:8], targets[:8]) for inputs, targets in batches]
     net = work.net(device)
     first = torch.cat([p.detach().double().flatten().cpu() for p in net.parameters()])
-    num_steps = 1 if any(isinstance(module, NormBase) for module in net.modules()) else STEPS_ALIKE
+    fewest = 1 if any(isinstance(module, NormBase) for module in net.modules()) else STEPS_ALIKE
+
+    def trained(who: str, optimize: Optimize, num_steps: int) -> tuple[torch.Tensor, float]:
+        net = work.net(device)
+        end = final(who, net, few, mode, device, optimize, num_steps)
+        with torch.no_grad():
+            losses = [loss_of(net.to(device)(inputs), targets).item() for inputs, targets in few]
+        return end, sum(losses) / len(few)
+
     most = 0.0
     for optimize in (adamw, sgd):
-        way, steps = 0.0, num_steps
-        while not way:  # a loss scale that is too large at first skips steps
-            by_hand_net = work.net(device)
-            way = (final("by hand", by_hand_net, few, mode, device, optimize, steps) - first).norm().item()
-            steps += 1
-        ends, losses = {}, {}
-        for who in names:
-            net = work.net(device)
-            ends[who] = final(who, net, few, mode, device, optimize, steps - 1)
-            with torch.no_grad():
-                of_each = [loss_of(net.to(device)(inputs), targets).item() for inputs, targets in few]
-            losses[who] = sum(of_each) / len(few)
-        for who in names:
-            apart = (ends[who] - ends["by hand"]).norm().item() / way
-            if not apart <= ALIKE[mode] or not abs(losses[who] / losses["by hand"] - 1) <= ALIKE[mode]:
+        num_steps = fewest
+        ends = {"by hand": trained("by hand", optimize, num_steps)}
+        while torch.equal(ends["by hand"][0], first):  # a loss scale that is too large at first skips steps
+            num_steps += 1
+            ends["by hand"] = trained("by hand", optimize, num_steps)
+        ends |= {who: trained(who, optimize, num_steps) for who in names if who != "by hand"}
+        expected, expected_loss = ends["by hand"]
+        way = (expected - first).norm().item()
+        for who, (end, loss) in ends.items():
+            apart = (end - expected).norm().item() / way
+            if not apart <= ALIKE[mode] or not abs(loss / expected_loss - 1) <= ALIKE[mode]:
                 raise NotAlike(
                     f"{who} trains another network than the loop by hand ({work.title}, {mode}, accumulation "
                     f"{len(few)}, {optimize.__name__}): relative distance of the weights {apart:.2g}, loss "
-                    f"{losses[who]:.6g} instead of {losses['by hand']:.6g}"
+                    f"{loss:.6g} instead of {expected_loss:.6g}"
                 )
             most = max(most, apart)
     return most
