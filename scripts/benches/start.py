@@ -25,6 +25,8 @@ FULL = ["--rounds", "10"]
 SHORT = ["--rounds", "2"]
 BY_HAND = [str(ROOT / "scripts" / "benches" / "first_step.py")]
 TRAIN = str(ROOT / "train.py")
+ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+"""Modules are read as bytecode, as wherever they were imported before: compiling ours would take a tenth of a start."""
 QUESTIONS = {"import torch": ["-c", "import torch"], "--cfg job": [TRAIN, "--cfg", "job"], "--help": [TRAIN, "--help"]}
 
 
@@ -73,7 +75,12 @@ def _until_first_loss(who: str, command, folder: str, cpu: dict[str, list[float]
     said = []
     began = time.monotonic()
     with subprocess.Popen(
-        [sys.executable, *command()], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, *command()],
+        cwd=folder,
+        env=ENVIRON,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         assert process.stdout is not None
         try:
@@ -90,7 +97,7 @@ def _until_first_loss(who: str, command, folder: str, cpu: dict[str, list[float]
 
 def _to_its_end(who: str, command: list[str], folder: str, cpu: dict[str, list[float]]) -> float:
     began = time.monotonic()
-    process = subprocess.Popen([sys.executable, *command], cwd=folder, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, *command], cwd=folder, env=ENVIRON, stdout=subprocess.DEVNULL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     seconds = time.monotonic() - began
     _note_cpu(who, process.pid, cpu)
