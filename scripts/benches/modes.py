@@ -48,6 +48,10 @@ SMALL = {
         *("data=synthetic_identities", "data.num_classes=2000", "data.num_samples=512", "data.image_size=16"),
         "recipe.embedding=32",
     ],
+    "finetuning": [
+        *("data.num_samples=512", "data.length=64", "recipe.base_steps=1"),
+        *("model.options.depth=2", "model.options.width=64", "model.options.heads=2"),
+    ],
     "gan": [*IMAGES, "model.options.width=8"],
     "language_model": [
         *("data.num_samples=512", "data.length=64", "recipe.sample_bytes=4"),

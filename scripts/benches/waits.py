@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_core.config.rules import amp_config
 from amp_core.memory.sync_debug import noted_waits, sync_debug
 from benches.loops import adamw, ours
 from benches.modes import QUIET, SMALL, RunFailed, go, runs
@@ -55,6 +56,8 @@ def measure(flags: argparse.Namespace) -> Result:
         for recipe in flags.recipes.split(","):
             for mode in flags.modes.split(","):
                 base = [f"recipe={recipe}", f"amp={mode}", f"device={flags.device}", *QUIET, *SMALL[recipe]]
+                # From 2^16 a run of one step may skip it, and ends as diverged.
+                base += ["amp.init_scale=1024"] if amp_config(mode).scaling else []
                 base += [*EVERYTHING, "batch_size=4", *flags.set]
                 found = start(of_a_run, base, flags.device)
                 if isinstance(found, dict):

@@ -18,10 +18,16 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import bench  # noqa: E402
 from benches import inference, loops, modes, result, step, waits, work  # noqa: E402
 
+from recipes import RECIPES  # noqa: E402
+
 
 def test_the_page_is_made_of_the_files() -> None:
     page = (ROOT / "benchmarks" / "README.md").read_text()
     assert page == result.page(ROOT / "benchmarks"), "run python scripts/bench.py table"
+
+
+def test_the_benchmarks_of_whole_runs_have_every_recipe() -> None:
+    assert modes.SMALL.keys() == RECIPES.keys()
 
 
 def test_every_benchmark_takes_its_own_options() -> None:
