@@ -133,10 +133,11 @@ stage_3() {
     done
 }
 stage_4() {
-    local more=(language_model segmentation gan face_recognition custom_function distillation contrastive)
+    local more=(language_model segmentation gan face_recognition custom_function distillation contrastive
+        diffusion experts policy_gradient speech finetuning)
     local graphs=(segmentation language_model face_recognition custom_function distillation contrastive)
     local others=(tf32 fp16_capped o1 o2 o3 bf16_pure fp8)
-    [ -n "$tiny" ] && more=(custom_function) graphs=(custom_function) others=(o2)
+    [ -n "$tiny" ] && more=(custom_function experts) graphs=(custom_function) others=(o2)
     for mode in bf16 fp16; do
         for recipe in "${more[@]}"; do
             run 60 ${recipe}_$mode recipe=$recipe amp=$mode
