@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -69,6 +70,10 @@ class Doctor:
         self.amp = amp
         self.nets = [(name, unwrap(net)) for name, net in ([("", nets)] if isinstance(nets, nn.Module) else nets)]
         self.names = named_modules(self.nets)
+        self._modules, self._attentions = defaultdict[str, list[nn.Module]](list), list[str]()
+        for module, name in self.names.items():
+            self._modules[name].append(module)
+            self._attentions += [name] if isinstance(module, nn.MultiheadAttention) else []
         self.rank = rank
         self.agree: Agree = agree or (lambda value: [value])
         self._random: RandomState | None = None
@@ -374,9 +379,8 @@ class Doctor:
 
     def _called(self, name: str) -> str:
         """The module itself, or the nn.MultiheadAttention around it, which uses its submodules' weights directly."""
-        above = [module for module, each in self.names.items() if name.startswith(f"{each}.") or each == name]
-        return next((self.names[m] for m in above if isinstance(m, nn.MultiheadAttention)), name)
+        return next((each for each in self._attentions if f"{name}.".startswith(f"{each}.")), name)
 
     def modules(self, names: Sequence[str]) -> list[nn.Module]:
         """The modules with these names."""
-        return [module for module, name in self.names.items() if name in set(names)]
+        return [module for name in names for module in self._modules[name]]
