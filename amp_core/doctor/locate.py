@@ -161,7 +161,10 @@ class Doctor:
                     "not found",
                     Fix("code", "compile backward passes outside autocast", None, BACKWARD),
                 )
-            return (yield from self._silent(replay, everywhere))
+            found = yield from self._silent(replay, everywhere)
+            if found is None and not (self._plain is not None and self._plain.bad_moments()):
+                found = yield from cures.after_the_step()
+            return found
         if suspects := {name for one in everywhere for name in one["suspects"]}:
             # They are convicted if finite numbers in their place make the window finite; else what else breaks it is.
             mended = functools.partial(self._with_finite, suspects, replay)

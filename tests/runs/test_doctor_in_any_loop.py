@@ -592,6 +592,56 @@ def test_moments_that_are_not_finite_are_named():
     assert not net.bias.isfinite().all()  # it would
 
 
+def momentum(params):
+    return torch.optim.SGD(params, 1e-6, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    "make, dtype, factor, why, cure",
+    [
+        (
+            lambda p: torch.optim.Adam(p, eps=0.0),
+            torch.float32,
+            1.0,
+            "exp_avg_sq is 0, because eps=0 is 0",
+            "eps=1e-08",
+        ),
+        (lambda p: torch.optim.Adam(p), torch.float16, 1.0, "because eps=1e-08 is 0 in float16", "eps=1e-07"),
+        (lambda p: torch.optim.SGD(p, math.nan), torch.float32, 1.0, "the learning rate is nan", ""),
+        (momentum, torch.float16, 4e4, "momentum_buffer exceeds float16", ""),
+    ],
+)
+def test_a_step_that_makes_weights_nan_is_told_from_its_window(make, dtype, factor, why, cure):
+    torch.manual_seed(0)
+    net, x = nn.Linear(8, 4, dtype=dtype), torch.randn(6, 8, dtype=dtype)
+    x[:, 3] = 0  # and so is this column's gradient
+    x[:, 4] = 1.0
+    optimizer = make(net.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        (net(x).float().sum() * factor / len(x)).backward()
+        optimizer.step()
+
+    for _ in range(int(factor > 1)):  # its momentum overflows in the second step
+        step()
+    before = state_of(net, optimizer)
+    diagnosis = Doctor(Amp.named("fp32"), net).locate(step, x)
+    assert diagnosis is not None and diagnosis.cause == "poisoned by the optimizer"
+    assert "makes weight not finite" in diagnosis.why and why in diagnosis.why
+    assert [fix.python for fix in diagnosis.fixes if fix.verified] == [cure] * bool(cure)
+    assert same((net.state_dict(), optimizer.state_dict()["state"]), (before[0], before[1]["state"]))
+    step()
+    assert not net.weight.isfinite().all()
+    if cure:  # the user's next attempt
+        net.load_state_dict(before[0])
+        optimizer = make(net.parameters())
+        optimizer.param_groups[0]["eps"] = float(cure.partition("=")[2])
+        for _ in range(5):
+            step()
+        assert net.weight.isfinite().all()
+
+
 def test_a_norm_beyond_fp32_is_told_from_gradients_that_are_not_finite():
     net = nn.Linear(4, 64, bias=False)
     nn.init.zeros_(net.weight)
