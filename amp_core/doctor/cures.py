@@ -140,10 +140,16 @@ class Cures:
                 advice = BY_HAND
         if advice is BF16 and self.amp.limits[1] > torch.finfo(torch.float16).max:
             advice = BY_HAND
-        if advice is BF16 and self.doctor.in_plain_loop and not (diagnosis.fixes or self.amp.weights):
+        if advice is BF16 and self.doctor.in_plain_loop and not self.amp.weights:
             with in_bf16(self.amp.device.type):
-                trace, _ = yield from self.doctor.trace(self.replay)
-            advice = BY_HAND if any(self.agree(is_among(birth, trace.births))) else BF16
+                trial = yield from self.lasts(diagnosis.loss_scale)
+                if trial.holds:
+                    advice = dataclasses.replace(BF16, verified=True, steps=trial.steps)
+                elif diagnosis.fixes:
+                    advice = None
+                else:
+                    trace, _ = yield from self.doctor.trace(self.replay)
+                    advice = BY_HAND if any(self.agree(is_among(birth, trace.births))) else BF16
         diagnosis.fixes += [BF16] if is_large and diagnosis.fixes else []
         diagnosis.fixes += [] if advice is None else [advice]
         if not diagnosis.fixes and self.amp.dtype is torch.float16 and cause != "not found":

@@ -79,9 +79,13 @@ class Doctor:
         self._random: RandomState | None = None
         self._plain: PlainLoop | None = None
 
-    def remember(self) -> None:
-        """Keep the random state of here, before a window, for a `locate` of that window after it. Copies 5 KB."""
-        self._random = RandomState(self.amp.device)
+    def remember(self, *generators: torch.Generator) -> None:
+        """Keep the random state of here, before a window, for a `locate` of that window after it. Copies 5 KB.
+
+        Args:
+            generators: of the program, from which the window draws.
+        """
+        self._random = RandomState(self.amp.device, generators)
 
     def locate(self, step: Callable[[], Any], batch: Any = ()) -> Diagnosis | None:
         """Diagnose a window of a plain training loop. Waits for the device at each operation.
@@ -126,8 +130,9 @@ class Doctor:
                     diagnosis.why += " The step changes its batch in place; each rerun was given it as it was before."
                 if loop.scaler is not None:
                     line = f'torch.autocast("{self.amp.device.type}", dtype=torch.bfloat16)'
-                    fixes = diagnosis.fixes
-                    diagnosis.fixes = [dataclasses.replace(f, python=line) if f is BF16 else f for f in fixes]
+                    bf16 = (fix for fix in diagnosis.fixes if fix.override == BF16.override)
+                    renamed = {fix: dataclasses.replace(fix, python=line) for fix in bf16}
+                    diagnosis.fixes = [renamed.get(fix, fix) for fix in diagnosis.fixes]
             return diagnosis
         finally:
             search.close()  # also where the step raises: nothing may go on watching

@@ -62,7 +62,8 @@ class PlainLoop:
         self.amp, self.nets, self.batch = amp, nets, batch
         self.scaler: torch.amp.GradScaler | None = None
         self._scaler_state, self._is_first, self._changes_batch = dict[str, Any](), True, False
-        self._present, self._scale = RandomState(amp.device), amp.scaler.scale.clone()
+        self._present = RandomState(amp.device, random.generators if random is not None else ())
+        self._scale = amp.scaler.scale.clone()
         self._first, self._generators = random or self._present, dict[torch.Generator, Tensor]()
         self._copies = copies_of(each for net in nets for each in itertools.chain(net.parameters(), net.buffers()))
         self._batch = copies_of(t for t in named_tensors((), batch).values() if t.layout is torch.strided)
@@ -386,7 +387,8 @@ def with_finite(tensor: Tensor, number: float) -> Iterator[None]:
 class RandomState:
     """A snapshot of the random generators that a window may use."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
+        self.generators = {generator: generator.get_state() for generator in generators}
         self._cpu, self._python = torch.get_rng_state(), random.getstate()
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -394,6 +396,8 @@ class RandomState:
 
     def restore(self) -> None:
         """Restore the snapshot."""
+        for generator, state in self.generators.items():
+            generator.set_state(state)
         torch.set_rng_state(self._cpu)
         random.setstate(self._python)
         if self._numpy is not None:

@@ -203,15 +203,16 @@ def test_a_buffer_that_a_step_replaces_is_put_back():
     assert net.mean is buffer and torch.equal(buffer, kept)
 
 
+@pytest.mark.parametrize("is_own", [False, True])
 @pytest.mark.parametrize("remembers", [True, False])
-def test_a_window_is_asked_about_after_it_was_computed(remembers):
+def test_a_window_is_asked_about_after_it_was_computed(remembers, is_own):
     """One of 64 dropout masks makes it infinite: the random state from before the window decides."""
-    net = nn.Linear(4, 1)
+    net, generators = nn.Linear(4, 1), [torch.Generator()] if is_own else []
     amp = Amp.named("fp32")
     doctor, optimizer = Doctor(amp, net), torch.optim.SGD(net.parameters(), 0.0)
 
     def step():
-        kept = F.dropout(torch.ones(6), 0.5)
+        kept = torch.rand(6, generator=generators[0] if is_own else None) < 0.5
         loss = net(torch.ones(1, 4)).sum() * (INF if bool(kept.all()) else 1.0)
         amp.backward(loss)
         report = amp.step(optimizer)
@@ -220,11 +221,13 @@ def test_a_window_is_asked_about_after_it_was_computed(remembers):
         return report
 
     for _ in range(1000):
-        if remembers:
-            doctor.remember()
+        if remembers or is_own:
+            doctor.remember(*(generators if remembers else ()))
         if not bool(step().taken):
             break
+    states = [each.get_state() for each in generators]
     assert (doctor.locate(step) is not None) == remembers
+    assert all(torch.equal(each.get_state(), state) for each, state in zip(generators, states, strict=True))
 
 
 def test_an_optimizer_with_a_closure_is_refused():
@@ -554,6 +557,29 @@ def test_what_16_bits_round_is_told_from_a_zero_also_where_weights_are_in_16_bit
     assert diagnosis.cause == ("division or logarithm of zero" if is_zero else "cancellation in 16 bits")
     assert ("in 32 bits, its weights too, it is" in diagnosis.why) is not is_zero
     assert ("clamp" in diagnosis.fixes[0].text) is is_zero
+
+
+@pytest.mark.parametrize("rate", [1e-12, 1e-2])
+def test_bf16_is_advised_beside_islands_where_it_lasts(rate):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 4)), torch.randn(8, 16)
+    nn.init.constant_(net[1].weight, 3e4)
+    optimizer = torch.optim.SGD(net.parameters(), rate)
+
+    def step(dtype=torch.float16):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype):
+            loss = net(x * 10).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return bool(loss.isfinite())
+
+    diagnosis = Doctor(Amp.named("fp16"), net).locate(step)
+    assert diagnosis is not None and diagnosis.cause == "overflow in a product"
+    tried = {fix.python: fix.steps for fix in diagnosis.fixes if fix.verified}
+    lasts = all(step(torch.bfloat16) for _ in range(5)) and all(p.isfinite().all() for p in net.parameters())
+    assert lasts == (rate < 1e-3) and tried.get('Amp.named("bf16")') == (5 if lasts else None)
+    assert any("keep_fp32" in line for line in tried) and len(diagnosis.fixes) == len(tried)
 
 
 def test_a_constant_beyond_bf16_is_not_mended_by_it():
