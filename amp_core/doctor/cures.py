@@ -10,11 +10,11 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amp_core.doctor.diagnosis import (
     ADVICE,
@@ -29,11 +29,12 @@ from amp_core.doctor.diagnosis import (
     keep_fp32_override,
 )
 from amp_core.doctor.plain_loop import in_bf16, without_autocast
-from amp_core.doctor.trace import FirstNonFinite, Trace
+from amp_core.doctor.trace import FirstNonFinite, Trace, is_finite, named_tensors
 from amp_core.lowp.islands import islands_of
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
 from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
+from amp_core.tensors import local
 
 Replay = Callable[..., contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Trying = Callable[[], contextlib.AbstractContextManager[int]]
@@ -42,6 +43,8 @@ STEPS = 5
 """Steps for which a cure is tried: the window, and those after it."""
 _MOST_ROUNDS = 8
 _MOST_HALVINGS = 4
+_LARGER_EPS = (1e-8, 1e-7, 1e-4)
+"""torch's own for fp32, and what float16 holds: one that is no longer 0, and one that is not subnormal."""
 _LEAST_SCALE = -24
 """Exponent of the smallest loss scale that is tried: below 2^-24 of a number fp16 holds nothing."""
 
@@ -137,10 +140,16 @@ class Cures:
                 advice = BY_HAND
         if advice is BF16 and self.amp.limits[1] > torch.finfo(torch.float16).max:
             advice = BY_HAND
-        if advice is BF16 and self.doctor.in_plain_loop and not (diagnosis.fixes or self.amp.weights):
+        if advice is BF16 and self.doctor.in_plain_loop and not self.amp.weights:
             with in_bf16(self.amp.device.type):
-                trace, _ = yield from self.doctor.trace(self.replay)
-            advice = BY_HAND if any(self.agree(is_among(birth, trace.births))) else BF16
+                trial = yield from self.lasts(diagnosis.loss_scale)
+                if trial.holds:
+                    advice = dataclasses.replace(BF16, verified=True, steps=trial.steps)
+                elif diagnosis.fixes:
+                    advice = None
+                else:
+                    trace, _ = yield from self.doctor.trace(self.replay)
+                    advice = BY_HAND if any(self.agree(is_among(birth, trace.births))) else BF16
         diagnosis.fixes += [BF16] if is_large and diagnosis.fixes else []
         diagnosis.fixes += [] if advice is None else [advice]
         if not diagnosis.fixes and self.amp.dtype is torch.float16 and cause != "not found":
@@ -231,6 +240,45 @@ class Cures:
             advice = dataclasses.replace(wider, text=f"{what}; and {wider.text}")
         if advice is not BF16 or self.amp.limits[1] <= torch.finfo(torch.float16).max:
             diagnosis.fixes.append(advice)
+
+    def after_the_step(self) -> Generator[Any, None, Diagnosis | None]:
+        """Whether the optimizer's step of a finite window makes weights non-finite, why, and an eps that ends it."""
+        bad, optimizers = yield from self._weights_after(1)
+        if not bad:
+            return None
+        why = f"The window is finite, and the step of {bad[0]}."
+        found = Diagnosis("poisoned by the optimizer", why, phase="before")
+        found.amp, found.loss_scale = self.amp.config.name, self.amp.scale
+        for eps in _LARGER_EPS if "eps" in why else ():
+            if not (yield from self._weights_after(STEPS, optimizers, eps))[0]:
+                text = f"a larger eps of the optimizer: {eps:g}"
+                found.fixes = [Fix("override", text, f"optimizer.options.eps={eps:g}", f"eps={eps:g}", True, STEPS)]
+                break
+        found.fixes = found.fixes or [ADVICE[found.cause]]
+        return found
+
+    def _weights_after(
+        self, steps: int, optimizers: Iterable[torch.optim.Optimizer] = (), eps: float = 0.0
+    ) -> Generator[Any, None, tuple[list[str], set[torch.optim.Optimizer]]]:
+        """What steps make non-finite and why, and the optimizers."""
+        names = {tensor: name.partition(" ")[2] for name, tensor in named_tensors(self.doctor.nets, ()).items()}
+        bad, used = list[str](), set[torch.optim.Optimizer]()
+        with self.trying() as most:
+            is_sound = all(self.agree(all(map(is_finite, names))))
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["eps"] = eps
+            for step in range(min(steps, most) if most > 1 and is_sound else 0):
+                with self.replay(ahead=step, as_trained=True, steps=True) as (rehearsal, window):
+                    yield window
+                used |= rehearsal.optimizers
+                bad += [] if all(self.agree(rehearsal.is_finite)) else ["the gradients"]
+            for optimizer in used:
+                for group in optimizer.param_groups:
+                    for p in group["params"]:
+                        if not is_finite(weight := local([p])[0]):
+                            name, kind = names.get(weight, "a weight"), type(optimizer).__name__
+                            bad.append(f"{kind} makes {name} not finite: {_reason(weight, group, optimizer.state[p])}")
+        return [each for found in self.agree(bad) for each in found], used
 
     # --- trials -------------------------------------------------------------------------------------------------------
 
@@ -370,6 +418,20 @@ class Cures:
                     break
                 parts = min(parts * 2, len(names))
         return names
+
+
+def _reason(weight: Tensor, group: dict[str, Any], state: dict[str, Any]) -> str:
+    rate, at, eps = float(group["lr"]), ~weight.isfinite(), group.get("eps")
+    moments = {key: local([each])[0] for key, each in state.items() if isinstance(each, Tensor) and each.ndim}
+    moments = {key: each[at] for key, each in moments.items() if each.shape == weight.shape}
+    dtype = str(weight.dtype).removeprefix("torch.")
+    if not math.isfinite(rate):
+        return f"the learning rate is {rate:g}"
+    zeros = [key for key, each in moments.items() if not each.any()]
+    if zeros and eps is not None and not torch.tensor(eps).to(weight.dtype):
+        return f"it divides 0 by 0 where {zeros[-1]} is 0, because eps={eps:g} is 0 in {dtype}"
+    large = next((key for key, each in moments.items() if not is_finite(each)), "it")
+    return f"{large} exceeds {dtype} with a learning rate of {rate:g}"
 
 
 def _listed(names: Sequence[str]) -> str:

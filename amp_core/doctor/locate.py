@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -69,14 +70,22 @@ class Doctor:
         self.amp = amp
         self.nets = [(name, unwrap(net)) for name, net in ([("", nets)] if isinstance(nets, nn.Module) else nets)]
         self.names = named_modules(self.nets)
+        self._modules, self._attentions = defaultdict[str, list[nn.Module]](list), list[str]()
+        for module, name in self.names.items():
+            self._modules[name].append(module)
+            self._attentions += [name] if isinstance(module, nn.MultiheadAttention) else []
         self.rank = rank
         self.agree: Agree = agree or (lambda value: [value])
         self._random: RandomState | None = None
         self._plain: PlainLoop | None = None
 
-    def remember(self) -> None:
-        """Keep the random state of here, before a window, for a `locate` of that window after it. Copies 5 KB."""
-        self._random = RandomState(self.amp.device)
+    def remember(self, *generators: torch.Generator) -> None:
+        """Keep the random state of here, before a window, for a `locate` of that window after it. Copies 5 KB.
+
+        Args:
+            generators: of the program, from which the window draws.
+        """
+        self._random = RandomState(self.amp.device, generators)
 
     def locate(self, step: Callable[[], Any], batch: Any = ()) -> Diagnosis | None:
         """Diagnose a window of a plain training loop. Waits for the device at each operation.
@@ -121,8 +130,9 @@ class Doctor:
                     diagnosis.why += " The step changes its batch in place; each rerun was given it as it was before."
                 if loop.scaler is not None:
                     line = f'torch.autocast("{self.amp.device.type}", dtype=torch.bfloat16)'
-                    fixes = diagnosis.fixes
-                    diagnosis.fixes = [dataclasses.replace(f, python=line) if f is BF16 else f for f in fixes]
+                    bf16 = (fix for fix in diagnosis.fixes if fix.override == BF16.override)
+                    renamed = {fix: dataclasses.replace(fix, python=line) for fix in bf16}
+                    diagnosis.fixes = [renamed.get(fix, fix) for fix in diagnosis.fixes]
             return diagnosis
         finally:
             search.close()  # also where the step raises: nothing may go on watching
@@ -156,7 +166,10 @@ class Doctor:
                     "not found",
                     Fix("code", "compile backward passes outside autocast", None, BACKWARD),
                 )
-            return (yield from self._silent(replay, everywhere))
+            found = yield from self._silent(replay, everywhere)
+            if found is None and not (self._plain is not None and self._plain.bad_moments()):
+                found = yield from cures.after_the_step()
+            return found
         if suspects := {name for one in everywhere for name in one["suspects"]}:
             # They are convicted if finite numbers in their place make the window finite; else what else breaks it is.
             mended = functools.partial(self._with_finite, suspects, replay)
@@ -374,9 +387,8 @@ class Doctor:
 
     def _called(self, name: str) -> str:
         """The module itself, or the nn.MultiheadAttention around it, which uses its submodules' weights directly."""
-        above = [module for module, each in self.names.items() if name.startswith(f"{each}.") or each == name]
-        return next((self.names[m] for m in above if isinstance(m, nn.MultiheadAttention)), name)
+        return next((each for each in self._attentions if f"{name}.".startswith(f"{each}.")), name)
 
     def modules(self, names: Sequence[str]) -> list[nn.Module]:
         """The modules with these names."""
-        return [module for module, name in self.names.items() if name in set(names)]
+        return [module for name in names for module in self._modules[name]]

@@ -8,11 +8,11 @@ import itertools
 import random
 import sys
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -37,6 +37,10 @@ from amp_core.tensors import local
 Held = dict[torch.optim.Optimizer, list[tuple[Tensor, Tensor]]]
 
 
+class _NotFiniteError(BaseException):
+    """Ends a window whose loss is not finite; no handler of `Exception` may take it."""
+
+
 class PlainLoop:
     """One window of a loop, to be computed several times.
 
@@ -58,7 +62,8 @@ class PlainLoop:
         self.amp, self.nets, self.batch = amp, nets, batch
         self.scaler: torch.amp.GradScaler | None = None
         self._scaler_state, self._is_first, self._changes_batch = dict[str, Any](), True, False
-        self._present, self._scale = RandomState(amp.device), amp.scaler.scale.clone()
+        self._present = RandomState(amp.device, random.generators if random is not None else ())
+        self._scale = amp.scaler.scale.clone()
         self._first, self._generators = random or self._present, dict[torch.Generator, Tensor]()
         self._copies = copies_of(each for net in nets for each in itertools.chain(net.parameters(), net.buffers()))
         self._batch = copies_of(t for t in named_tensors((), batch).values() if t.layout is torch.strided)
@@ -124,6 +129,8 @@ class PlainLoop:
                 raise
             rehearsal.add(torch.ones(()))
             return
+        except _NotFiniteError:
+            return
         if not rehearsal.has_gradients:  # perhaps those of torch.autograd.grad, which no step took
             _tell(rehearsal, self._params())
         if not rehearsal.losses and not rehearsal.has_gradients:
@@ -185,11 +192,14 @@ class PlainLoop:
     def _told(self, rehearsal: Rehearsal) -> Iterator[None]:
         """Have torch's `backward()` and `step()` tell the rehearsal, as `Amp` does; weights move only in a trial."""
         params, held = self._params(), self._held
-        backward, update, scale = torch.Tensor.backward, torch.amp.GradScaler.update, torch.amp.GradScaler.scale
-        step = torch.amp.GradScaler.step
+        backward, kind = torch.Tensor.backward, torch.amp.GradScaler
+        update, scale, step = kind.update, kind.scale, kind.step
 
         def told_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             rehearsal.on_loss(loss)
+            has_peers = dist.is_available() and dist.is_initialized()
+            if rehearsal.watcher is None and not (has_peers or rehearsal.is_finite):
+                raise _NotFiniteError  # the rest of the window would change nothing; other ranks may wait for it
             backward(loss, *args, **kwargs)
             _tell(rehearsal, params)
 
@@ -227,17 +237,13 @@ class PlainLoop:
             register_optimizer_step_pre_hook(take_gradients),
             register_optimizer_step_post_hook(give_gradients),
         ]
-        torch.Tensor.backward = told_backward  # type: ignore[method-assign]
-        torch.amp.GradScaler.update, torch.amp.GradScaler.scale = keep_scale, told_scale  # type: ignore[method-assign]
-        torch.amp.GradScaler.step = told_step  # type: ignore[method-assign]
+        told = replaced(kind, update=keep_scale, scale=told_scale, step=told_step)
         try:
-            with warnings.catch_warnings():  # a compiled model says that it sees the hooks of the trace
+            with replaced(torch.Tensor, backward=told_backward), told, warnings.catch_warnings():
+                # A compiled model says that it sees the hooks of the trace.
                 warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
                 yield
         finally:
-            torch.Tensor.backward = backward  # type: ignore[method-assign]
-            torch.amp.GradScaler.update, torch.amp.GradScaler.scale = update, scale  # type: ignore[method-assign]
-            torch.amp.GradScaler.step = step  # type: ignore[method-assign]
             for hook in hooks:
                 hook.remove()
 
@@ -260,8 +266,7 @@ def _tell(rehearsal: Rehearsal, weights: Iterable[Tensor]) -> None:
     grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
     check_gradients(grads, scaled=False)
     rehearsal.show([(params, grads)])
-    for grad in local(grads):
-        rehearsal.add(torch.tensor(not is_finite(grad), device=grad.device))
+    rehearsal.add(torch.tensor(not all(map(is_finite, local(grads)))))
     rehearsal.resume()
 
 
@@ -294,11 +299,8 @@ def kept(nets: Iterable[nn.Module], copies: dict[Tensor, Tensor], *, grads: bool
 def with_own_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let an optimizer step with a copy of its moments and settings."""
     before = dict(vars(optimizer))
-    optimizer.state = defaultdict(dict, {p: copy.deepcopy(state) for p, state in optimizer.state.items()})
-    optimizer.param_groups = [
-        {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
-        for group in optimizer.param_groups
-    ]
+    own: dict[int, Any] = {id(p): p for p in (*weights_of(optimizer), *optimizer.state)}  # no copies of the weights
+    optimizer.state, optimizer.param_groups = copy.deepcopy((optimizer.state, optimizer.param_groups), own)
     try:
         yield
     finally:
@@ -307,29 +309,32 @@ def with_own_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_autocast() -> Iterator[None]:
-    """Inside, autocast casts nothing, that of `Amp` and that of torch."""
-    enable = torch.set_autocast_enabled
-
-    def disable(*args: Any) -> None:
-        enable(*args[:-1], False)  # pyright: ignore[reportCallIssue]
-
-    torch.set_autocast_enabled = disable
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Other values of attributes."""
+    before = {name: getattr(owner, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
-        torch.set_autocast_enabled = enable
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def without_autocast() -> contextlib.AbstractContextManager[None]:
+    """Inside, autocast casts nothing, that of `Amp` and that of torch."""
+    enable: Any = torch.set_autocast_enabled
+    return replaced(torch, set_autocast_enabled=lambda *args: enable(*args[:-1], False))
 
 
 @contextlib.contextmanager
 def in_bf16(device: str) -> Iterator[None]:
     """Inside, autocast casts to bfloat16."""
     set_dtype, before = torch.set_autocast_dtype, torch.get_autocast_dtype(device)
-    torch.set_autocast_dtype = lambda device_type, dtype: set_dtype(device_type, torch.bfloat16)
     try:
-        yield
+        with replaced(torch, set_autocast_dtype=lambda device_type, dtype: set_dtype(device_type, torch.bfloat16)):
+            yield
     finally:
-        torch.set_autocast_dtype = set_dtype
         set_dtype(device, before)  # autocast put bfloat16 back
 
 
@@ -359,14 +364,11 @@ def _widened(value: Any) -> Any:
 @contextlib.contextmanager
 def in_one_thread(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Run pipeline stages sequentially, which is bit-identical: other threads are not watched."""
-    threaded = [module for module in modules if isinstance(module, Stages) and module.threads]
-    for module in threaded:
-        module.threads = False
-    try:
+    with contextlib.ExitStack() as changed:
+        for module in modules:
+            if isinstance(module, Stages) and module.threads:
+                changed.enter_context(replaced(module, threads=False))
         yield
-    finally:
-        for module in threaded:
-            module.threads = True
 
 
 @contextlib.contextmanager
@@ -385,7 +387,8 @@ def with_finite(tensor: Tensor, number: float) -> Iterator[None]:
 class RandomState:
     """A snapshot of the random generators that a window may use."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
+        self.generators = {generator: generator.get_state() for generator in generators}
         self._cpu, self._python = torch.get_rng_state(), random.getstate()
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -393,6 +396,8 @@ class RandomState:
 
     def restore(self) -> None:
         """Restore the snapshot."""
+        for generator, state in self.generators.items():
+            generator.set_state(state)
         torch.set_rng_state(self._cpu)
         random.setstate(self._python)
         if self._numpy is not None:

@@ -247,7 +247,7 @@ class Trace(DispatchMode):
         """Of most tensors of the batch, or of its labels: weights of classes, and frames, have no sample per row."""
         self._bad_batch: dict[str, Tensor] = {}
         """To be known again where the program copies them unseen, as from arrays."""
-        self._pauses = 0
+        self._pauses, self._is_done = 0, False
         self._handles: dict[nn.Module | None, Any] = {}
         for name, tensor in tensors.items():
             if name.startswith("batch"):
@@ -272,15 +272,18 @@ class Trace(DispatchMode):
         if not is_finite(loss):
             self.is_loss_finite = False
             self._note(loss, "the loss")
+            # No culprit is earlier than the first value, and gradients of a loss that is not finite prove nothing.
+            self._is_done |= 0 in self.reached and all(birth.op for birth in (*self.births[1:], *self.constants))
         self.resume()
 
     def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         self.pause()
         strided = [_real(grad) for grad in local(grads) if grad.layout is torch.strided]
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64).item() for grad in strided]
-        self.grad_norm = max(self.grad_norm, math.hypot(*norms))
+        norm = math.hypot(*norms)
+        self.grad_norm = max(self.grad_norm, norm)
         for param, grad in zip(local(params), local(grads), strict=True):
-            if not is_finite(grad):
+            if not (math.isfinite(norm) or self._is_done or is_finite(grad)):
                 self._note(
                     grad, f"the gradient of {self._tensors.get(storage_key(param), 'a weight').removeprefix('weight ')}"
                 )
@@ -348,9 +351,12 @@ class Trace(DispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if (generator := kwargs.get("generator")) is not None:
+            self.generators.setdefault(generator, generator.get_state())
+        is_watched = not (self._pauses or self._is_done)
         # DTensor operations happen between passes, or on local tensors that are seen.
-        named = [] if self._pauses else _named(func, args, kwargs)
-        if self._pauses or any(is_dtensor(tensor) for _, tensor in named):
+        named = _named(func, args, kwargs) if is_watched else []
+        if not is_watched or any(is_dtensor(tensor) for _, tensor in named):
             return func(*args, **kwargs)
         if "c10d" in func.namespace or func.overloadpacket.__name__ == "all_gather_copy_in":
             # It may still run when it returns. Data of other ranks is checked where it is used; this rank's is in it.
@@ -360,8 +366,6 @@ class Trace(DispatchMode):
             self._origins.update(dict.fromkeys(keys if origins else (), origins))
             return func(*args, **kwargs)
         self.num_operations += 1
-        if (generator := kwargs.get("generator")) is not None:
-            self.generators.setdefault(generator, generator.get_state())
         name = func.overloadpacket.__name__
         node = current_node()
         place = self._place_of(node, name)

@@ -37,7 +37,7 @@ from amp_core.doctor.diagnosis import ADVICE, Diagnosis, Fix
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
 from amp_core.doctor.silent import Silent
-from amp_core.doctor.trace import Trace, named_tensors
+from amp_core.doctor.trace import Trace, is_finite, named_tensors
 from amp_core.run.environment import Symptoms
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.loop import Loop
@@ -157,10 +157,12 @@ class Watch:
         logger.info("the doctor reruns step %d", first)
         weights = "the weights of the step" if unchanged else f"the weights of step {loop.step}"
         diagnosis = (yield from self._diagnose(first)) or self._by_worker(first)
-        if diagnosis is None and not unchanged:
+        is_poisoned = diagnosis is not None and diagnosis.cause == "poisoned weight"
+        if is_poisoned or (diagnosis is None and not unchanged):
             start = self._start_before(first)
-            if start is not None:
-                diagnosis = yield from self._from_checkpoint(start, first)
+            found = (yield from self._from_checkpoint(start, first)) if start is not None else None
+            if start is not None and (diagnosis is None or (found and found.cause == "poisoned by the optimizer")):
+                diagnosis = found
                 weights = f"the weights of the step, trained again from step {start[0]}"
         if diagnosis is None:
             diagnosis = Diagnosis(
@@ -170,7 +172,7 @@ class Watch:
                 amp=loop.cfg.amp.name,
                 loss_scale=loop.amp.scale,
             )
-        diagnosis.step, diagnosis.weights = first, weights
+        diagnosis.step, diagnosis.weights = diagnosis.step or first, weights
         if diagnosis.cause.startswith(("overflow", "loss scale too large", "gradient norm")):
             yield from self._hold_against_the_start(diagnosis, first)
         add_samples(loop, diagnosis, first)
@@ -225,9 +227,18 @@ class Watch:
             while loop.step < step - 1:
                 with rerun_step(loop) as window:
                     yield window
-            return (yield from self._diagnose(step))
+                if not self._has_finite_weights():  # made so by this step
+                    return (yield from self._from_checkpoint(start, loop.step))
+            diagnosis = yield from self._diagnose(step)
+            if diagnosis is not None:
+                diagnosis.step = step
+            return diagnosis
         finally:
             restore(loop, present)
+
+    def _has_finite_weights(self) -> bool:
+        weights = local(p for net in self.loop.nets for p in net.parameters())
+        return all(self.doctor.agree(all(map(is_finite, weights))))
 
     def _hold_against_the_start(self, diagnosis: Diagnosis, step: int) -> Windows:
         """Change the diagnosis if training diverges, whatever the precision."""

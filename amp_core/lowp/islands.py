@@ -43,6 +43,7 @@ R = TypeVar("R")
 _DEVICE_TYPES = ("cpu", (torch.accelerator.current_accelerator() or torch.device("cuda")).type)
 """Where autocast may be on: the CPU, and the accelerator that this build of torch is for."""
 _HALF = (torch.float16, torch.bfloat16)
+_BEFORE_2_12 = torch.__version__ < "2.12"
 
 
 def keep_fp32(target: Target, patterns: Pattern | Iterable[Pattern] = "") -> Target:
@@ -319,7 +320,7 @@ def _forget_compiled(*, methods_changed: bool) -> None:
     No version of torch guards the methods of a class, and 2.11 not the class of a module: it would still run in 16
     bits.
     """
-    if (methods_changed or torch.__version__ < "2.12") and "torch._dynamo" in sys.modules:
+    if (methods_changed or _BEFORE_2_12) and "torch._dynamo" in sys.modules:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # with a GPU it imports inductor, which warns
             torch.compiler.reset()

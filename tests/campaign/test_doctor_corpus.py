@@ -386,6 +386,7 @@ ELSEWHERE = {
     "training diverges": ("test_doctor.py", "test_training_that_diverges_is_not_healed"),
     "poisoned gradient": (PLACES, "test_gradients_left_by_an_earlier_window_are_to_blame_if_it_adds_to_them"),
     "poisoned moment": (ANY_LOOP, "test_moments_that_are_not_finite_are_named"),
+    "poisoned by the optimizer": (ANY_LOOP, "test_a_step_that_makes_weights_nan_is_told_from_its_window"),
     "poisoned tensor": (ANY_LOOP, "test_a_nan_that_the_program_holds_is_named"),
     "not found": (ANY_LOOP, "test_a_nan_that_the_program_holds_is_named"),
 }

@@ -400,3 +400,19 @@ def test_a_gate_ends_the_run_at_the_first_bad_step_and_names_the_module(mode, ca
         and "1 steps in a row up to step 3" in said
         and "aten.add in 0, amp_core/run/inject.py" in said
     ), said
+
+
+def test_a_run_whose_optimizer_makes_weights_nan_is_told_so_and_its_cure_mends_it(tmp_path, caplog):
+    settings = [
+        "model=mlp",
+        "optimizer.name=Adam",
+        "optimizer.options={eps:0}",
+        "steps=5",
+        "amp=fp32",
+        "optimizer.weight_decay=0",
+    ]
+    assert start(tmp_path / "a", *settings)
+    report = reports(tmp_path / "a")[0]
+    assert (report["step"], report["cause"]) == (1, "poisoned by the optimizer") and "eps=0 is 0" in report["why"]
+    override = report["fixes"][0]["override"]
+    assert not start(tmp_path / "b", *settings, override)
