@@ -6,8 +6,9 @@ import importlib.util
 import warnings
 
 import pytest
+import torch
 from conformance_on_models import ASKED, MODES, batches, built, examine, in_fp32, ours, same
-from foreign_models import TIMM, TRANSFORMERS
+from foreign_models import MORE, TIMM, TRANSFORMERS
 
 from amp_core import Amp
 
@@ -17,7 +18,7 @@ pytestmark = [
         not all(map(importlib.util.find_spec, ("timm", "transformers"))), reason="needs timm and transformers"
     ),
 ]
-MODELS = {model.name: model for model in (*TIMM, *TRANSFORMERS)}
+MODELS = {model.name: model for model in (*TIMM, *TRANSFORMERS, *MORE)}
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +53,12 @@ def test_other_gradients_are_other_bits(monkeypatch):
     clipped = ours(MODELS["llama"], "bf16", cache=True)
     monkeypatch.undo()
     assert not same(clipped.weights, ours(MODELS["llama"], "bf16", cache=True).weights)
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX units")
+def test_a_layer_that_this_cpu_computes_wrongly_is_refused_by_name_and_right_in_fp32(monkeypatch):
+    row = examine(MODELS["visformer_tiny"], "bf16")
+    assert row["refused"] and all(row[asked] is True for asked in ASKED), row
+    monkeypatch.setattr("amp_core.lowp.lint.computed_wrongly", lambda *_: "")
+    row = examine(MODELS["visformer_tiny"], "bf16")
+    assert not row["refused"] and not row["bounded"], row
