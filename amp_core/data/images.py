@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gzip
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +28,8 @@ Batch = tuple[Tensor, Tensor]
 """(images float32 [B, C, H, W], labels int64 [B])"""
 
 
-@contextlib.contextmanager
-def open_image(file: Any, name: str) -> Iterator[Any]:
-    """An image, opened by Pillow from a path or an open file; in the block its errors are those of the file.
+def read_image(file: Any, name: str, *, header_only: bool = False) -> Any:
+    """An image of Pillow from a path or an open file.
 
     Raises:
         RunError: it cannot be read, or has more pixels than Pillow takes for sane (`Image.MAX_IMAGE_PIXELS`): one such
@@ -46,15 +43,17 @@ def open_image(file: Any, name: str) -> Iterator[Any]:
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with os.fdopen(open_file(file), "rb") if isinstance(file, str) else file as opened:
                 with Image.open(opened) as image:
-                    yield image
+                    if not header_only:
+                        image.load()
+                    return image
     except (OSError, SyntaxError, ValueError, *bombs) as error:  # what Pillow's readers raise
-        reason = str(error).partition(" <_io")[0].rstrip(".")  # without the open file
+        reason = getattr(error, "strerror", None) or str(error).partition(" <_io")[0].rstrip(".")  # no open file
         raise RunError(f"cannot read the image {name}: {reason}. Replace or remove it") from error
 
 
 # --- augmentation: functions of the images and of uniform numbers, a row per image ------------------------------------
 
-_NUM_UNIFORMS = 4
+NUM_UNIFORMS = 4
 
 
 @dataclass(frozen=True)
@@ -113,42 +112,36 @@ crop_flip = Augment(_draw_crop_flip, _apply_crop_flip)
 # --- data sets --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class ArrayImages:
     """Images in memory.
 
     Args:
         images: uint8 [N, C, H, W].
         labels: [N].
-        num_classes: number of classes.
         mean, std: per channel, of pixels from 0 to 1.
         augment: applied to pixels from 0 to 1; None for evaluation.
-        seed: of the augmentation.
         on_device: batches are the stored pixels, which `finish` augments and normalises on their device.
         size: height and width of what is given out; None: as stored.
         channels: output channels if stored images have one; None: as stored.
     """
 
-    def __init__(
-        self,
-        images: NDArray[np.uint8],
-        labels: NDArray[Any],
-        *,
-        num_classes: int,
-        mean: Sequence[float],
-        std: Sequence[float],
-        augment: Augment | None,
-        seed: int,
-        on_device: bool = False,
-        size: int | None = None,
-        channels: int | None = None,
-    ) -> None:
-        self._on_device = on_device
-        self.images, self.labels = images, labels.astype(np.int64)
-        self.num_classes = num_classes
-        stored, height, width = images.shape[1:]
-        self.image_shape = (channels if channels and stored == 1 else stored, size or height, size or width)
-        self._mean, self._std = mean, std
-        self._augment, self._seed = augment, seed
+    images: NDArray[np.uint8]
+    labels: NDArray[Any]
+    num_classes: int
+    mean: Sequence[float]
+    std: Sequence[float]
+    seed: int
+    augment: Augment | None = None
+    on_device: bool = False
+    size: int | None = None
+    channels: int | None = None
+
+    def __post_init__(self) -> None:
+        self.labels = self.labels.astype(np.int64)
+        stored, height, width = self.images.shape[1:]
+        channels = self.channels if self.channels and stored == 1 else stored
+        self.image_shape = (channels, self.size or height, self.size or width)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -156,27 +149,33 @@ class ArrayImages:
     def __getitems__(self, keys: Sequence[Key]) -> Any:
         indices, passes = unpack(keys)
         drawn = None
-        if self._augment is not None:
-            drawn = self._augment.draw(uniforms(self._seed, indices, passes, _NUM_UNIFORMS))
+        if self.augment is not None:
+            drawn = self.augment.draw(uniforms(self.seed, indices, passes, NUM_UNIFORMS))
         stored = torch.from_numpy(self.images[indices]), torch.from_numpy(self.labels[indices]), drawn
-        return stored if self._on_device else self.finish(stored)
+        return stored if self.on_device else self.finish(stored)
 
     def finish(self, batch: tuple[Tensor, Tensor, Tensor | None]) -> Batch:
         """Images and labels from (stored pixels, labels, augmentation), on their device. No host-device sync."""
         images, labels, drawn = batch
         images = images.float().div_(255)
-        if self._augment is not None:
+        if self.augment is not None:
             assert drawn is not None
-            images = self._augment.apply(images, drawn)
-        images.sub_(per_channel(self._mean, images.device)).div_(per_channel(self._std, images.device))
+            images = self.augment.apply(images, drawn)
+        images = _normalise(images, self.mean, self.std)
         if images.shape[-2:] != self.image_shape[1:] and len(images):
             images = F.interpolate(images, self.image_shape[1:], mode="bilinear", antialias=True)
         return images.expand(-1, *self.image_shape).contiguous(), labels
 
 
-def per_channel(values: Sequence[float], device: torch.device) -> Tensor:
+def _normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """In place, per channel."""
+    return images.sub_(_per_channel(images.device, *mean)).div_(_per_channel(images.device, *std))
+
+
+@functools.cache
+def _per_channel(device: torch.device, *values: float) -> Tensor:
     """fp32 [C, 1, 1]. Copied to a device once, since such a copy syncs."""
-    return _per_channel(tuple(map(float, values)), device)
+    return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
 
 
 @functools.cache
@@ -184,57 +183,48 @@ def _decoding_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-@functools.cache
-def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
-
-
+@dataclass(eq=False)
 class Synthetic:
-    """Synthetic and learnable: a smooth pattern per class plus noise from a pool. One multiplication per pixel.
+    """Synthetic and learnable: a pattern per class plus noise from a pool, made on demand.
 
     Args:
-        num_samples: its length.
-        first: number of its first sample; parts of one data set do not overlap.
-        num_classes: number of classes.
-        image_shape: (C, H, W).
+        num_classes: sample i has the label (i + first) % num_classes.
+        patterns: (labels int64 [B], uniform numbers [B]) to images float32 [B, C, H, W].
+        pool: noise images, from `noise_pool`.
         augment: different noise in each epoch.
-        seed: of the augmentation.
+        seed: of the augmentation. It does not change the data set.
+        first: number of its first sample.
+        stream: added to i where noise is drawn, so that parts of one data set do not overlap.
     """
 
-    _POOL = 61  # noise images; a prime, so that classes do not always get the same ones
-
-    def __init__(
-        self,
-        num_samples: int,
-        *,
-        first: int,
-        num_classes: int,
-        image_shape: tuple[int, int, int],
-        augment: bool,
-        seed: int,
-    ) -> None:
-        self.num_classes, self.image_shape = num_classes, image_shape
-        self._num_samples, self._first, self._augment, self._seed = num_samples, first, augment, seed
-        channels, height, width = image_shape
-        rng = np.random.default_rng(0)
-        # A pattern is the product of a column and a row of slow waves: little memory at any size.
-        self._columns = _waves(rng, num_classes, channels, height)[..., None]
-        self._rows = _waves(rng, num_classes, channels, width)[..., None, :]
-        self._noise = torch.from_numpy(rng.standard_normal((self._POOL, *image_shape), dtype=np.float32))
+    num_samples: int
+    num_classes: int
+    patterns: Callable[[NDArray[np.int64], NDArray[np.float64]], Tensor]
+    pool: Tensor
+    augment: bool
+    seed: int
+    first: int = 0
+    stream: int = 0
 
     def __len__(self) -> int:
-        return self._num_samples
+        return self.num_samples
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        return tuple(self.pool.shape[1:])
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
         indices, passes = unpack(keys)
-        indices = indices + self._first
-        labels = torch.from_numpy(indices % self.num_classes)
-        # The seed of a run changes the augmentation, not the data set.
-        seed, passes = (self._seed, passes) if self._augment else (0, np.zeros_like(passes))
-        u = uniforms(seed, indices, passes, 2)
-        strength = torch.from_numpy(0.75 + 0.5 * u[:, 1]).float()[:, None, None, None]
-        noise = self._noise[torch.from_numpy((self._POOL * u[:, 0]).astype(np.int64))]
-        return (self._columns[labels] * strength * self._rows[labels]).add_(noise), labels
+        labels = (indices + self.first) % self.num_classes
+        seed, passes = (self.seed, passes) if self.augment else (0, np.zeros_like(passes))
+        u = uniforms(seed, indices + self.stream, passes, 2)
+        noise = self.pool[torch.from_numpy((len(self.pool) * u[:, 0]).astype(np.int64))]
+        return self.patterns(labels, u[:, 1]).add_(noise), torch.from_numpy(labels)
+
+
+def noise_pool(rng: np.random.Generator, image_shape: tuple[int, int, int]) -> Tensor:
+    """Noise images [61, C, H, W]: a prime, so that classes do not always get the same ones."""
+    return torch.from_numpy(rng.standard_normal((61, *image_shape), dtype=np.float32))
 
 
 def _waves(rng: np.random.Generator, num_classes: int, channels: int, length: int) -> Tensor:
@@ -244,75 +234,68 @@ def _waves(rng: np.random.Generator, num_classes: int, channels: int, length: in
     return torch.from_numpy(waves / np.sqrt(np.mean(waves**2, axis=-1, keepdims=True))).float()
 
 
+def _products(columns: Tensor, rows: Tensor, labels: NDArray[np.int64], u: NDArray[np.float64]) -> Tensor:
+    """The product of a column and a row of slow waves for each label, of a random strength."""
+    strength = torch.from_numpy(0.75 + 0.5 * u).float()[:, None, None, None]
+    return columns[torch.from_numpy(labels)] * strength * rows[torch.from_numpy(labels)]
+
+
+File = tuple[bytes, tuple[int, int, int, int], bool]
+"""A JPEG, the part of it to use (left, top, right, bottom), and whether it is mirrored."""
+
+
+@dataclass(eq=False)
 class ImageFiles:
     """Image files. Training: random resized crop (8 to 100 % of the area) and horizontal flip.
 
     Evaluation: shorter side resized to 256/224 of the size, centre crop. Normalised with ImageNet's statistics.
 
     Args:
-        paths: paths of the files.
+        files: their paths.
         labels: [N].
-        num_classes: number of classes.
         size: height and width of what is given out.
-        augment: as in training.
-        seed: of the augmentation.
         on_device: batches are JPEG bytes, which `finish` decodes on the device. Resizing there rounds differently:
             pixels differ by a few of 255.
     """
 
-    _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    files: InitVar[Sequence[str]]
+    labels: NDArray[Any]
+    num_classes: int
+    size: int
+    augment: bool
+    seed: int
+    on_device: bool = False
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        labels: NDArray[Any],
-        *,
-        num_classes: int,
-        size: int,
-        augment: bool,
-        seed: int,
-        on_device: bool = False,
-    ) -> None:
-        self._on_device = on_device
-        self.paths = Paths(paths)
-        self.labels = labels.astype(np.int64)
-        self.num_classes, self.image_shape = num_classes, (3, size, size)
-        self._size, self._augment, self._seed = size, augment, seed
+    def __post_init__(self, files: Sequence[str]) -> None:
+        self.paths, self.labels = Paths(files), self.labels.astype(np.int64)
+        self.image_shape = (3, self.size, self.size)
 
     def of_files(self, paths: Sequence[str]) -> ImageFiles:
         """Other files, prepared as these are. For evaluation; labels are 0."""
-        labels, size = np.zeros(len(paths)), self._size
-        return ImageFiles(paths, labels, num_classes=self.num_classes, size=size, augment=False, seed=self._seed)
+        return replace(self, files=paths, labels=np.zeros(len(paths)), augment=False, on_device=False)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitems__(self, keys: Sequence[Key]) -> Any:
         indices, passes = unpack(keys)
-        u = uniforms(self._seed, indices, passes, _NUM_CROP_UNIFORMS)
+        u = uniforms(self.seed, indices, passes, NUM_CROP_UNIFORMS)
         labels = torch.from_numpy(self.labels[indices])
         paths = [self.paths[index] for index in indices]
-        if self._on_device:
+        if self.on_device:
             # As bytes: tensors would be copied to the device, but decoders need them on the host.
-            return [self._file(path, u[row]) for row, path in enumerate(paths)], labels
-        pixels = np.empty((len(keys), self._size, self._size, 3), dtype=np.uint8)
-        for row, path in enumerate(paths):
-            pixels[row] = self._read(path, u[row])
-        images = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float().div_(255)
-        return images.sub_(per_channel(self._MEAN, images.device)).div_(per_channel(self._STD, images.device)), labels
+            return list(map(self._file, paths, u)), labels
+        return _as_in_imagenet(to_floats(map(self._read, paths, u), self.size)), labels
 
-    def _file(self, path: str, u: NDArray[np.float64]) -> tuple[bytes, tuple[int, int, int, int], bool]:
-        """A JPEG, the part of it that is wanted, and whether it is to be mirrored."""
-        with open_image(path, path) as file:  # reads its header
-            kind, (width, height) = file.format, file.size
-            content = Path(path).read_bytes()
+    def _file(self, path: str, u: NDArray[np.float64]) -> File:
+        image = read_image(path, path, header_only=True)
+        kind, (width, height) = image.format, image.size
         if kind != "JPEG":
             raise RunError(f"{path} is a {kind} file: data.prepare_on=device decodes JPEG; use data.prepare_on=loader")
-        if not self._augment:
-            return content, (0, 0, width, height), False
-        return content, random_crop(width, height, u), bool(u[0] < 0.5)
+        part = random_crop(width, height, u) if self.augment else (0, 0, width, height)
+        return Path(path).read_bytes(), part, self.augment and bool(u[0] < 0.5)
 
-    def finish(self, batch: tuple[list[tuple[bytes, tuple[int, int, int, int], bool]], Tensor]) -> Batch:
+    def finish(self, batch: tuple[list[File], Tensor]) -> Batch:
         """Images and labels from (files, labels), on the device of the labels."""
         files, labels = batch
         if labels.device.type != "cuda":
@@ -327,7 +310,7 @@ class ImageFiles:
         images.record_stream(current)
         return images, labels
 
-    def _decoded(self, files: Sequence[tuple[bytes, tuple[int, int, int, int], bool]], device: torch.device) -> Tensor:
+    def _decoded(self, files: Sequence[File], device: torch.device) -> Tensor:
         io_ = import_torchvision().io
         contents = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content, _, _ in files]
         try:
@@ -338,23 +321,21 @@ class ImageFiles:
             ) from error
         return self.cut(decoded, files)
 
-    def cut(self, decoded: Sequence[Tensor], files: Sequence[tuple[bytes, tuple[int, int, int, int], bool]]) -> Tensor:
+    def cut(self, decoded: Sequence[Tensor], files: Sequence[File]) -> Tensor:
         """Crop, resize, flip and normalise decoded images, uint8 [3, H, W] each, on their device."""
         images = torch.empty(len(files), *self.image_shape, device=decoded[0].device)
         for row, (image, (_, (left, top, right, bottom), mirrored)) in enumerate(zip(decoded, files, strict=True)):
             part = image[None, :, top:bottom, left:right].float()
             part = F.interpolate(part, self.image_shape[1:], mode="bilinear", antialias=True)[0]
             images[row] = part.flip(-1) if mirrored else part
-        images.round_().clamp_(0, 255).div_(255)
-        return images.sub_(per_channel(self._MEAN, images.device)).div_(per_channel(self._STD, images.device))
+        return _as_in_imagenet(images.round_().clamp_(0, 255).div_(255))
 
     def _read(self, path: str, u: NDArray[np.float64]) -> NDArray[np.uint8]:
         from PIL import Image
 
-        with open_image(path, path) as file:
-            image = file.convert("RGB")
-        size, (width, height) = self._size, image.size
-        if self._augment:
+        image = read_image(path, path).convert("RGB")
+        size, (width, height) = self.size, image.size
+        if self.augment:
             image = image.crop(random_crop(width, height, u)).resize((size, size), Image.Resampling.BILINEAR)
             return np.asarray(image)[:, ::-1] if u[0] < 0.5 else np.asarray(image)
         shorter = round(size * 256 / 224)
@@ -367,13 +348,23 @@ class ImageFiles:
         return np.asarray(image.crop((left, top, left + size, top + size)))
 
 
+def to_floats(images: Iterable[NDArray[np.uint8]], size: int, divisor: float = 255) -> Tensor:
+    """Images uint8 [size, size, 3] each to float32 [B, 3, size, size], divided."""
+    pixels = np.array([*images], dtype=np.uint8).reshape(-1, size, size, 3)
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float().div_(divisor)
+
+
+def _as_in_imagenet(images: Tensor) -> Tensor:
+    return _normalise(images, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
 _CROP_TRIALS = 10
-_NUM_CROP_UNIFORMS = 1 + 4 * _CROP_TRIALS
+NUM_CROP_UNIFORMS = 1 + 4 * _CROP_TRIALS
 
 
 def random_crop(width: int, height: int, u: NDArray[np.float64]) -> tuple[int, int, int, int]:
     """(left, top, right, bottom) of 8 to 100 % of the area with a ratio of 3/4 to 4/3, as torchvision's
-    RandomResizedCrop draws it, from `_NUM_CROP_UNIFORMS` numbers (the first one is not used)."""
+    RandomResizedCrop draws it, from `NUM_CROP_UNIFORMS` numbers (the first one is not used)."""
     low, high = 3 / 4, 4 / 3
     for area, shape, x, y in u[1:].reshape(_CROP_TRIALS, 4):
         area, ratio = width * height * (0.08 + 0.92 * area), low * (high / low) ** shape
@@ -390,10 +381,10 @@ def random_crop(width: int, height: int, u: NDArray[np.float64]) -> tuple[int, i
 # --- builders ---------------------------------------------------------------------------------------------------------
 
 
-def _data(train: Any, evaluation: Dataset, cfg: DataConfig | None = None) -> Data:
+def data_of(train: Any, evaluation: Dataset) -> Data:
+    """With the facts that networks for images with labels need."""
     facts = {"num_classes": train.num_classes, "image_shape": train.image_shape}
-    on_device = cfg is not None and cfg.prepare_on == "device"
-    return Data(train, evaluation, facts, train.finish if on_device else None)
+    return Data(train, evaluation, facts, train.finish if getattr(train, "on_device", False) else None)
 
 
 def read_mnist_subset() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -403,8 +394,7 @@ def read_mnist_subset() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """
     file = mnist_file()
     assert file is not None, "check_data was not asked"
-    with gzip.open(file, "rt", encoding="ascii") as lines:
-        table = np.loadtxt(lines, delimiter=",", dtype=np.uint8)
+    table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
     return table[:, :-1].reshape(-1, 1, 28, 28), table[:, -1].astype(np.int64)
 
 
@@ -416,77 +406,77 @@ def every_fifth(labels: NDArray[Any]) -> NDArray[np.bool_]:
     return chosen
 
 
-def _mnist_subset(cfg: DataConfig, seed: int, channels: int | None) -> Data:
-    images, labels = read_mnist_subset()
-    held_out = every_fifth(labels)
+def split_images(
+    images: NDArray[np.uint8], labels: NDArray[np.int64], held_out: NDArray[np.bool_], augment: bool, **options: Any
+) -> Data:
+    """Gray images in memory in two parts, normalised by the mean and deviation of the training pixels.
+
+    Labels of each part are numbered from 0.
+    """
     pixels = images[~held_out] / 255
 
-    def part(chosen: NDArray[np.bool_], train: bool) -> ArrayImages:
-        return ArrayImages(
-            images[chosen],
-            labels[chosen],
-            num_classes=10,
-            mean=[pixels.mean()],
-            std=[pixels.std()],
-            augment=shift_rotate_scale if train and cfg.augment else None,
-            seed=seed,
-            on_device=train and cfg.prepare_on == "device",
-            size=cfg.image_size,
-            channels=channels,
-        )
+    def part(chosen: NDArray[np.bool_], **options: Any) -> ArrayImages:
+        names, numbers = np.unique(labels[chosen], return_inverse=True)
+        return ArrayImages(images[chosen], numbers, len(names), [pixels.mean()], [pixels.std()], **options)
 
-    return _data(part(~held_out, True), part(held_out, False), cfg)
+    train = part(~held_out, augment=shift_rotate_scale if augment else None, **options)
+    return data_of(train, part(held_out, **options | {"on_device": False}))
+
+
+def _mnist_subset(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+    images, labels = read_mnist_subset()
+    options = {"size": cfg.image_size, "on_device": cfg.prepare_on == "device"}
+    return split_images(images, labels, every_fifth(labels), cfg.augment, seed=seed, channels=channels, **options)
 
 
 def _synthetic(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.num_samples and cfg.num_classes and cfg.image_size, "check_data was not asked"
-    shape = (channels or 3, cfg.image_size, cfg.image_size)
-    make = functools.partial(Synthetic, num_classes=cfg.num_classes, image_shape=shape, seed=seed)
-    return _data(
-        make(cfg.num_samples, first=0, augment=cfg.augment),
-        make(max(1, cfg.num_samples // 4), first=cfg.num_samples, augment=False),
-    )
+    channels, size, rng = channels or 3, cfg.image_size, np.random.default_rng(0)
+    columns, rows = (_waves(rng, cfg.num_classes, channels, size) for _ in range(2))
+    patterns = functools.partial(_products, columns[..., None], rows[..., None, :])
+    pool = noise_pool(rng, (channels, size, size))
+    make = functools.partial(Synthetic, num_classes=cfg.num_classes, patterns=patterns, pool=pool, seed=seed)
+    first = cfg.num_samples
+    return data_of(make(first, augment=cfg.augment), make(max(1, first // 4), augment=False, first=first, stream=first))
+
+
+def class_files(root: Path, classes: Sequence[str], key: Any = None) -> tuple[list[str], NDArray[np.int64]]:
+    """(paths, labels) of the images below one folder per class, those of a class sorted by `key`."""
+    found = [sorted(images_below(root / name), key=key) for name in classes]
+    return [path for paths in found for path in paths], np.repeat(np.arange(len(found)), [*map(len, found)])
 
 
 def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path and cfg.image_size, "check_data was not asked"
-    root = Path(cfg.path).expanduser()
+    root, size = Path(cfg.path).expanduser(), cfg.image_size
     classes = class_names(root / "train")
 
     def part(name: str, augment: bool, on_device: bool = False) -> ImageFiles:
         # In the order of torchvision's ImageFolder, which follows loops of links without end.
-        found = [sorted(images_below(root / name / label), key=os.path.split) for label in classes]
-        if empty := [label for label, paths in zip(classes, found, strict=True) if not paths]:
+        paths, labels = class_files(root / name, classes, os.path.split)
+        if empty := [label for number, label in enumerate(classes) if number not in labels]:
             raise ConfigError(f"data.path={cfg.path}: {name}: no images in {', '.join(empty)}")
-        return ImageFiles(
-            [path for paths in found for path in paths],
-            np.repeat(np.arange(len(classes)), [len(paths) for paths in found]),
-            num_classes=len(classes),
-            size=cfg.image_size or 0,
-            augment=augment,
-            seed=seed,
-            on_device=on_device,
-        )
+        return ImageFiles(paths, labels, len(classes), size, augment, seed, on_device)
 
-    return _data(part("train", cfg.augment, cfg.prepare_on == "device"), part("val", False), cfg)
+    return data_of(part("train", cfg.augment, cfg.prepare_on == "device"), part("val", False))
 
 
 def _cifar10(cfg: DataConfig, seed: int, channels: int | None) -> Data:
-    def part(train: bool) -> ArrayImages:
-        stored = _read_cifar10(cfg, train)
+    def part(is_train: bool, augment: Augment | None = None, on_device: bool = False) -> ArrayImages:
+        stored = _read_cifar10(cfg, is_train)
         return ArrayImages(
             np.ascontiguousarray(stored.data.transpose(0, 3, 1, 2)),
             np.array(stored.targets),
             num_classes=len(stored.classes),
             mean=[0.4914, 0.4822, 0.4465],
             std=[0.2470, 0.2435, 0.2616],
-            augment=crop_flip if train and cfg.augment else None,
+            augment=augment,
             seed=seed,
-            on_device=train and cfg.prepare_on == "device",
+            on_device=on_device,
             size=cfg.image_size,
         )
 
-    return _data(part(True), part(False), cfg)
+    return data_of(part(True, crop_flip if cfg.augment else None, cfg.prepare_on == "device"), part(False))
 
 
 def _read_cifar10(cfg: DataConfig, train: bool) -> Any:

@@ -6,6 +6,7 @@ A mask is uint8: 0, 1, or VOID for pixels that losses and metrics ignore, such a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from amp_core.config.errors import RunError
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Key, Paths, uniforms, unpack
 from amp_core.data.images import (
-    _NUM_CROP_UNIFORMS,
-    _NUM_UNIFORMS,
+    NUM_CROP_UNIFORMS,
+    NUM_UNIFORMS,
     every_fifth,
-    open_image,
     random_crop,
+    read_image,
     read_mnist_subset,
     shift_rotate_scale,
+    to_floats,
 )
 
 VOID = 255
@@ -43,19 +45,19 @@ def normalised(pixels: Tensor) -> Tensor:
 # --- brain slices -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Slices:
     """Slices in memory. Augmentation shifts, rotates, scales, and changes brightness by up to 10 %.
 
     Args:
         images: uint8 [N, C, H, W].
         masks: uint8 [N, K, H, W], 0 or 1.
-        augment: as in training.
-        seed: of the augmentation.
     """
 
-    def __init__(self, images: NDArray[np.uint8], masks: NDArray[np.uint8], *, augment: bool, seed: int) -> None:
-        self.images, self.masks = images, masks
-        self._augment, self._seed = augment, seed
+    images: NDArray[np.uint8]
+    masks: NDArray[np.uint8]
+    augment: bool
+    seed: int
 
     def __len__(self) -> int:
         return len(self.images)
@@ -64,8 +66,8 @@ class Slices:
         indices, passes = unpack(keys)
         images = torch.from_numpy(self.images[indices]).float().div_(255)
         masks = torch.from_numpy(self.masks[indices])
-        if self._augment:
-            u = uniforms(self._seed, indices, passes, _NUM_UNIFORMS + 1)
+        if self.augment:
+            u = uniforms(self.seed, indices, passes, NUM_UNIFORMS + 1)
             # Transformed together; masks and a plane of ones are thresholded at half a pixel.
             stack = torch.cat([images, masks.float(), torch.ones_like(images[:, :1])], dim=1)
             images, shares, inside = shift_rotate_scale(stack, u).split([images.shape[1], masks.shape[1], 1], dim=1)
@@ -110,16 +112,17 @@ def _brain(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     images, masks = read_brain()
     starts = range(0, len(images), _BLOCK)
     train, held_out = ([start + i for start in starts for i in part] for part in (_TRAIN, _EVAL))
-    return Data(
-        Slices(images[train], masks[train], augment=cfg.augment, seed=seed),
-        Slices(images[held_out], masks[held_out], augment=False, seed=seed),
-        {"image_shape": images.shape[1:], "num_masks": masks.shape[1]},
-    )
+    facts = {"image_shape": images.shape[1:], "num_masks": masks.shape[1]}
+    part = Slices(images[train], masks[train], cfg.augment, seed)
+    return Data(part, Slices(images[held_out], masks[held_out], False, seed), facts)
 
 
 # --- digits on photographs --------------------------------------------------------------------------------------------
 
+_MOST_DIGITS = 3
 
+
+@dataclass(eq=False)
 class DigitScenes:
     """One to three handwritten digits on a crop of a photograph; the mask is the ink.
 
@@ -131,7 +134,6 @@ class DigitScenes:
     and flower.jpg by vultilion, on flickr.
 
     Args:
-        num_samples: its length.
         first: number of its first sample; parts of one data set do not overlap.
         photos: uint8 [H, W, 3] each, larger than `size`.
         digits: uint8 [N, 1, 28, 28].
@@ -140,40 +142,31 @@ class DigitScenes:
         seed: of the scenes, if augmented.
     """
 
-    _MOST = 3
-    _NUM_UNIFORMS = 5 + _MOST * (8 + _NUM_UNIFORMS)
-
-    def __init__(
-        self,
-        num_samples: int,
-        *,
-        first: int,
-        photos: Sequence[NDArray[np.uint8]],
-        digits: NDArray[np.uint8],
-        size: int,
-        augment: bool,
-        seed: int,
-    ) -> None:
-        self._num_samples, self._first, self._photos, self._size = num_samples, first, photos, size
-        self._digits, self._augment, self._seed = digits, augment, seed
+    num_samples: int
+    first: int
+    photos: Sequence[NDArray[np.uint8]]
+    digits: NDArray[np.uint8]
+    size: int
+    augment: bool
+    seed: int
 
     def __len__(self) -> int:
-        return self._num_samples
+        return self.num_samples
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
         indices, passes = unpack(keys)
         # The seed of a run changes the augmentation, not the data set.
-        seed, passes = (self._seed, passes) if self._augment else (0, np.zeros_like(passes))
-        u = uniforms(seed, indices + self._first, passes, self._NUM_UNIFORMS)
-        ink = self._ink(u[:, 5:].reshape(-1, 8 + _NUM_UNIFORMS)).reshape(len(keys), self._MOST, 28, 28)
-        scenes = np.empty((len(keys), self._size, self._size, 3), dtype=np.float32)
-        masks = np.zeros((len(keys), 1, self._size, self._size), dtype=np.uint8)
+        seed, passes = (self.seed, passes) if self.augment else (0, np.zeros_like(passes))
+        u = uniforms(seed, indices + self.first, passes, 5 + _MOST_DIGITS * (8 + NUM_UNIFORMS))
+        ink = self._ink(u[:, 5:].reshape(-1, 8 + NUM_UNIFORMS)).reshape(len(keys), _MOST_DIGITS, 28, 28)
+        scenes = np.empty((len(keys), self.size, self.size, 3), dtype=np.float32)
+        masks = np.zeros((len(keys), 1, self.size, self.size), dtype=np.uint8)
         for row in range(len(keys)):
             self._draw(u[row], ink[row], scenes[row], masks[row, 0])
         return normalised(torch.from_numpy(scenes).permute(0, 3, 1, 2).contiguous()), torch.from_numpy(masks)
 
     def _ink(self, u: NDArray[np.float64]) -> NDArray[np.float32]:
-        digits = self._digits[(len(self._digits) * u[:, 0]).astype(np.int64)]
+        digits = self.digits[(len(self.digits) * u[:, 0]).astype(np.int64)]
         return shift_rotate_scale(torch.from_numpy(digits).float().div_(255), u[:, 8:]).numpy()
 
     def _draw(
@@ -183,15 +176,15 @@ class DigitScenes:
         scene: NDArray[np.float32],
         mask: NDArray[np.uint8],
     ) -> None:
-        photo = self._photos[int(len(self._photos) * u[0])]
-        top, left = (int(v * (side - self._size + 1)) for v, side in zip(u[1:3], photo.shape, strict=False))
-        piece = photo[top : top + self._size, left : left + self._size]
+        photo = self.photos[int(len(self.photos) * u[0])]
+        top, left = (int(v * (side - self.size + 1)) for v, side in zip(u[1:3], photo.shape, strict=False))
+        piece = photo[top : top + self.size, left : left + self.size]
         exposed = (np.arange(256) / 255) ** (0.2 * 7.5 ** u[4])
         scene[:] = exposed.astype(np.float32)[piece[:, ::-1] if u[3] < 0.5 else piece]
-        for number, (digit, v) in enumerate(zip(ink, u[5:].reshape(self._MOST, -1), strict=True)):
+        for number, (digit, v) in enumerate(zip(ink, u[5:].reshape(_MOST_DIGITS, -1), strict=True)):
             if number and v[1] < 0.5:
                 continue
-            y, x = (int(w * (self._size - 28 + 1)) for w in v[2:4])
+            y, x = (int(w * (self.size - 28 + 1)) for w in v[2:4])
             place = (slice(y, y + 28), slice(x, x + 28))
             under = scene[place]
             colour = (0.35 * v[4:7] + (0.65 if under.mean() < 0.5 else 0)).astype(np.float32)
@@ -204,32 +197,15 @@ _TRAIN_COLUMNS, _EVAL_COLUMNS = slice(0, 448), slice(480, 640)
 
 
 def _digit_scenes(cfg: DataConfig, seed: int, channels: int | None) -> Data:
-    from PIL import Image
-
     assert cfg.image_size and cfg.num_samples, "check_data was not asked"
-    size = cfg.image_size
-    photos = []
-    for file in photographs():
-        with Image.open(file) as image:
-            photos.append(np.asarray(image.convert("RGB")))
+    num, size = cfg.num_samples, cfg.image_size
+    photos = [np.asarray(read_image(str(file), str(file)).convert("RGB")) for file in photographs()]
     digits, labels = read_mnist_subset()
     held_out = every_fifth(labels)
-
-    def part(num: int, first: int, columns: slice, chosen: NDArray[np.bool_], augment: bool) -> DigitScenes:
-        return DigitScenes(
-            num,
-            first=first,
-            photos=[photo[:, columns] for photo in photos],
-            digits=digits[chosen],
-            size=size,
-            augment=augment,
-            seed=seed,
-        )
-
-    num = cfg.num_samples
+    train, others = ([photo[:, columns] for photo in photos] for columns in (_TRAIN_COLUMNS, _EVAL_COLUMNS))
     return Data(
-        part(num, 0, _TRAIN_COLUMNS, ~held_out, cfg.augment),
-        part(max(1, num // 4), num, _EVAL_COLUMNS, held_out, False),
+        DigitScenes(num, 0, train, digits[~held_out], size, cfg.augment, seed),
+        DigitScenes(max(1, num // 4), num, others, digits[held_out], size, False, seed),
         {"image_shape": (3, size, size), "num_masks": 1},
     )
 
@@ -237,6 +213,7 @@ def _digit_scenes(cfg: DataConfig, seed: int, channels: int | None) -> Data:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class MaskFiles:
     """Image files and mask files. Training: random resized crop (8 to 100 % of the area) and horizontal flip.
 
@@ -247,30 +224,31 @@ class MaskFiles:
     Args:
         pairs: (image, mask) paths.
         size: height and width of what is given out.
-        augment: as in training.
-        seed: of the augmentation.
     """
 
-    def __init__(self, pairs: Sequence[tuple[str, str]], *, size: int, augment: bool, seed: int) -> None:
+    pairs: InitVar[Sequence[tuple[str, str]]]
+    size: int
+    augment: bool
+    seed: int
+
+    def __post_init__(self, pairs: Sequence[tuple[str, str]]) -> None:
         self.paths, self._masks = (Paths(pair[i] for pair in pairs) for i in (0, 1))
-        self._size, self._augment, self._seed = size, augment, seed
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def of_files(self, paths: Sequence[str]) -> MaskFiles:
         """Images without masks, prepared as these are. For evaluation."""
-        return MaskFiles([(path, "") for path in paths], size=self._size, augment=False, seed=self._seed)
+        return replace(self, pairs=[(path, "") for path in paths], augment=False)
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
         indices, passes = unpack(keys)
-        u = uniforms(self._seed, indices, passes, _NUM_CROP_UNIFORMS)
-        pixels = np.zeros((len(keys), self._size, self._size, 3), dtype=np.uint8)
-        masks = np.full((len(keys), 1, self._size, self._size), VOID, dtype=np.uint8)
+        u = uniforms(self.seed, indices, passes, NUM_CROP_UNIFORMS)
+        pixels = np.zeros((len(keys), self.size, self.size, 3), dtype=np.uint8)
+        masks = np.full((len(keys), 1, self.size, self.size), VOID, dtype=np.uint8)
         for row, index in enumerate(indices):
             self._read(self.paths[index], self._masks[index], u[row], pixels[row], masks[row, 0])
-        images = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float().div_(255)
-        return normalised(images), torch.from_numpy(masks)
+        return normalised(to_floats(pixels, self.size)), torch.from_numpy(masks)
 
     def _read(
         self,
@@ -282,32 +260,26 @@ class MaskFiles:
     ) -> None:
         from PIL import Image
 
-        image = _open(image_path).convert("RGB")
+        image = read_image(image_path, image_path).convert("RGB")
         mask = Image.fromarray(_values(mask_path)) if mask_path else Image.new("L", image.size)
         if image.size != mask.size:
             raise RunError(
                 f"the mask {mask_path} has {mask.width}x{mask.height} pixels, its image {image.width}x{image.height}; "
                 f"expected the same"
             )
-        width = height = self._size
-        if self._augment:
+        width = height = self.size
+        if self.augment:
             box = random_crop(image.width, image.height, u)
             image, mask = image.crop(box), mask.crop(box)
         else:
-            scale = self._size / max(image.size)
+            scale = self.size / max(image.size)
             width, height = (max(1, round(side * scale)) for side in image.size)
         image = image.resize((width, height), Image.Resampling.BILINEAR)
         mask = mask.resize((width, height), Image.Resampling.NEAREST)
-        left, top = (self._size - width) // 2, (self._size - height) // 2
-        flip = -1 if self._augment and u[0] < 0.5 else 1
+        left, top = (self.size - width) // 2, (self.size - height) // 2
+        flip = -1 if self.augment and u[0] < 0.5 else 1
         pixels[top : top + height, left : left + width] = np.asarray(image)[:, ::flip]
         masks[top : top + height, left : left + width] = np.asarray(mask)[:, ::flip]
-
-
-def _open(path: str) -> Any:
-    with open_image(path, path) as file:
-        file.load()
-        return file
 
 
 _MEANING = np.full(256, 2, dtype=np.uint8)
@@ -316,7 +288,7 @@ _MEANING[[0, 1, 255, 128]] = 0, 1, 1, VOID
 
 def _values(path: str) -> NDArray[np.uint8]:
     """A mask file as [H, W] of 0, 1 and VOID."""
-    mask = _open(path)
+    mask = read_image(path, path)
     if mask.mode not in ("1", "L", "P"):  # for palette images the index, not the colour
         mask = mask.convert("L")
     values = np.asarray(mask)

@@ -360,10 +360,10 @@ def test_brain_slices_are_split_in_blocks_and_the_tissues_do_not_overlap() -> No
 def test_scenes_for_evaluation_have_photographs_and_digits_of_their_own() -> None:
     data = build_data(data_config("digit_scenes"), seed=0)
     parts: Any = data.train, data.eval
-    columns = [{column.tobytes() for photo in part._photos for column in photo.swapaxes(0, 1)} for part in parts]
+    columns = [{column.tobytes() for photo in part.photos for column in photo.swapaxes(0, 1)} for part in parts]
     assert len(columns[0]) == 2 * 448 and len(columns[1]) == 2 * 160 and not columns[0] & columns[1]
-    digits = [{digit.tobytes() for digit in part._digits} for part in parts]
-    assert [len(part._digits) for part in parts] == [4000, 1000] and not digits[0] & digits[1]
+    digits = [{digit.tobytes() for digit in part.digits} for part in parts]
+    assert [len(part.digits) for part in parts] == [4000, 1000] and not digits[0] & digits[1]
 
 
 def folder_of_masks(root: Path, mode: str = "L") -> Path:
