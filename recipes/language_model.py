@@ -37,7 +37,7 @@ from amp_core.data.loading import eval_loader, to_device
 from amp_core.data.text import num_valid, perplexities, token_loss
 from amp_core.heads.losses import give_loss
 from amp_core.models import build_model
-from amp_core.models.gpt import LANGUAGE_MODELS, num_shared_ids
+from amp_core.models.gpt import LANGUAGE_MODELS, position_ids
 from amp_core.run.environment import Environment
 from amp_core.run.loop import Loop
 from amp_core.step.amp import Amp
@@ -167,6 +167,11 @@ def sample(net: nn.Module, amp: Amp, knobs: Knobs, *, length: int, seed: int) ->
         noise = torch.empty_like(logits).exponential_(generator=generator).log()
         tokens = torch.cat([tokens, (logits / knobs.temperature - noise).argmax(dim=-1, keepdim=True)], dim=1)
     return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+def num_shared_ids(length: int, *, offset: int = 0, dtype: torch.dtype) -> int:
+    """How many positions have the id of an earlier one: none of the first 257 in bfloat16, of 2049 in float16."""
+    return length - position_ids(length, offset=offset, dtype=dtype).unique().numel()
 
 
 def shared_positions(net: nn.Module, *, length: int, offset: int) -> list[str]:

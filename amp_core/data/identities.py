@@ -166,7 +166,9 @@ def _files(make: Callable[[Path], Any], cfg: DataConfig, seed: int, channels: in
         held_out = names[max(10, -(-len(names) // 1000)) - 1 :: max(10, -(-len(names) // 1000))]
         probes = np.isin(images.labels, held_out if len(held_out) > 1 else names[-2:])
         train = ~probes
-    probes &= _place_in_identity(others.labels) < _MOST_PROBES
+    order = np.argsort(others.labels, kind="stable")
+    ranked = others.labels[order]
+    probes[order] &= np.arange(len(order)) - np.searchsorted(ranked, ranked) < _MOST_PROBES  # the first ones of each
     size = cfg.image_size
 
     def part(source: Any, chosen: NDArray[np.bool_], augment: bool) -> Faces:
@@ -179,15 +181,6 @@ def _files(make: Callable[[Path], Any], cfg: DataConfig, seed: int, channels: in
         return Faces(source, source.numbers[chosen], labels, size, augment and cfg.augment, seed)
 
     return data_of(part(images, train, True), part(others, probes, False))
-
-
-def _place_in_identity(labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The number of earlier images of the same identity, for each image."""
-    order = np.argsort(labels, kind="stable")
-    _, first, counts = np.unique(labels[order], return_index=True, return_counts=True)
-    places = np.empty(len(labels), dtype=np.int64)
-    places[order] = np.arange(len(labels)) - np.repeat(first, counts)
-    return places
 
 
 # --- made up ----------------------------------------------------------------------------------------------------------

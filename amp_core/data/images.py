@@ -41,11 +41,11 @@ def read_image(file: Any, name: str, *, header_only: bool = False) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with os.fdopen(open_file(file), "rb") if isinstance(file, str) else file as opened:
-                with Image.open(opened) as image:
-                    if not header_only:
-                        image.load()
-                    return image
+            opened = os.fdopen(open_file(file), "rb") if isinstance(file, str) else file
+            with opened, Image.open(opened) as image:
+                if not header_only:
+                    image.load()
+                return image
     except (OSError, SyntaxError, ValueError, *bombs) as error:  # what Pillow's readers raise
         reason = getattr(error, "strerror", None) or str(error).partition(" <_io")[0].rstrip(".")  # no open file
         raise RunError(f"cannot read the image {name}: {reason}. Replace or remove it") from error
@@ -151,15 +151,14 @@ class ArrayImages:
         drawn = None
         if self.augment is not None:
             drawn = self.augment.draw(uniforms(self.seed, indices, passes, NUM_UNIFORMS))
-        stored = torch.from_numpy(self.images[indices]), torch.from_numpy(self.labels[indices]), drawn
-        return stored if self.on_device else self.finish(stored)
+        batch = torch.from_numpy(self.images[indices]), torch.from_numpy(self.labels[indices]), drawn
+        return batch if self.on_device else self.finish(batch)
 
     def finish(self, batch: tuple[Tensor, Tensor, Tensor | None]) -> Batch:
         """Images and labels from (stored pixels, labels, augmentation), on their device. No host-device sync."""
         images, labels, drawn = batch
         images = images.float().div_(255)
-        if self.augment is not None:
-            assert drawn is not None
+        if self.augment is not None and drawn is not None:
             images = self.augment.apply(images, drawn)
         images = _normalise(images, self.mean, self.std)
         if images.shape[-2:] != self.image_shape[1:] and len(images):
@@ -340,10 +339,8 @@ class ImageFiles:
             return np.asarray(image)[:, ::-1] if u[0] < 0.5 else np.asarray(image)
         shorter = round(size * 256 / 224)
         scale = shorter / min(width, height)
-        image = image.resize(
-            (shorter if width <= height else int(width * scale), shorter if height <= width else int(height * scale)),
-            Image.Resampling.BILINEAR,
-        )
+        sides = [shorter if side == min(width, height) else int(side * scale) for side in (width, height)]
+        image = image.resize(sides, Image.Resampling.BILINEAR)
         left, top = round((image.width - size) / 2), round((image.height - size) / 2)
         return np.asarray(image.crop((left, top, left + size, top + size)))
 
@@ -462,21 +459,15 @@ def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
 
 
 def _cifar10(cfg: DataConfig, seed: int, channels: int | None) -> Data:
-    def part(is_train: bool, augment: Augment | None = None, on_device: bool = False) -> ArrayImages:
-        stored = _read_cifar10(cfg, is_train)
-        return ArrayImages(
-            np.ascontiguousarray(stored.data.transpose(0, 3, 1, 2)),
-            np.array(stored.targets),
-            num_classes=len(stored.classes),
-            mean=[0.4914, 0.4822, 0.4465],
-            std=[0.2470, 0.2435, 0.2616],
-            augment=augment,
-            seed=seed,
-            on_device=on_device,
-            size=cfg.image_size,
-        )
+    mean, std = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 
-    return data_of(part(True, crop_flip if cfg.augment else None, cfg.prepare_on == "device"), part(False))
+    def part(is_train: bool, augment: Augment | None, on_device: bool) -> ArrayImages:
+        stored = _read_cifar10(cfg, is_train)
+        images, labels = np.ascontiguousarray(stored.data.transpose(0, 3, 1, 2)), np.array(stored.targets)
+        return ArrayImages(images, labels, len(stored.classes), mean, std, seed, augment, on_device, cfg.image_size)
+
+    train = part(True, crop_flip if cfg.augment else None, cfg.prepare_on == "device")
+    return data_of(train, part(False, None, False))
 
 
 def _read_cifar10(cfg: DataConfig, train: bool) -> Any:

@@ -21,6 +21,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +41,7 @@ _end_workers = find("torch.utils.data.dataloader._MultiProcessingDataLoaderIter.
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Sampler:
     """The endless micro-batches of one rank from any sample on: an iterable of lists of keys.
 
@@ -50,36 +52,28 @@ class Sampler:
 
     Args:
         num_samples: length of the data set.
-        seed: seed of the order, at least 0.
+        seed: of the order, at least 0.
         batch_size: samples per micro-batch and rank.
         accumulation: micro-batches per step.
-        rank: this process.
-        world_size: number of processes.
         start_sample: number of earlier samples, over all ranks.
         shuffle: False keeps the order of the data set in every epoch.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        *,
-        seed: int,
-        batch_size: int,
-        accumulation: int = 1,
-        rank: int = 0,
-        world_size: int = 1,
-        start_sample: int = 0,
-        shuffle: bool = True,
-    ) -> None:
-        if min(num_samples, batch_size, accumulation, world_size) < 1 or not 0 <= rank < world_size or start_sample < 0:
-            raise ValueError(
-                f"Sampler({num_samples=}, {batch_size=}, {accumulation=}, {rank=}, {world_size=}, {start_sample=}): "
-                f"expected counts above 0, a rank below world_size and a start of at least 0"
-            )
-        self.num_samples, self.batch_size, self.start_sample = num_samples, batch_size, start_sample
-        self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
-        self.samples_per_step = batch_size * accumulation * world_size
-        self._seed, self._shuffle = seed, shuffle
+    num_samples: int
+    _: KW_ONLY
+    seed: int
+    batch_size: int
+    accumulation: int = 1
+    rank: int = 0
+    world_size: int = 1
+    start_sample: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        counts = self.num_samples, self.batch_size, self.accumulation, self.world_size, self.start_sample + 1
+        if min(counts) < 1 or not 0 <= self.rank < self.world_size:
+            raise ValueError(f"{self}: expected counts above 0, a rank below world_size and a start of at least 0")
+        self.samples_per_step = self.batch_size * self.accumulation * self.world_size
         self._orders: dict[int, NDArray[np.int64]] = {}
 
     def __iter__(self) -> Iterator[list[Key]]:
@@ -96,13 +90,13 @@ class Sampler:
         return keys
 
     def _order(self, number: int) -> NDArray[np.int64]:
-        if not self._shuffle:
+        if not self.shuffle:
             number = 0
         if number not in self._orders:
             if len(self._orders) == 2:  # no more are in use: an epoch starts when the previous one ends
                 self._orders.clear()
-            rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, number])))
-            self._orders[number] = rng.permutation(self.num_samples) if self._shuffle else np.arange(self.num_samples)
+            rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, number])))
+            self._orders[number] = rng.permutation(self.num_samples) if self.shuffle else np.arange(self.num_samples)
         return self._orders[number]
 
 
@@ -128,24 +122,6 @@ def eval_keys(num_samples: int, *, batch_size: int, rank: int = 0, world_size: i
 
 
 # --- loaders ----------------------------------------------------------------------------------------------------------
-
-
-def eval_loader(
-    dataset: Dataset,
-    *,
-    batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-    start_method: str | None = None,
-) -> EvalLoader:
-    """Batches on the CPU: every sample exactly once over all ranks, in order, without padding.
-
-    The last batch may be smaller, or larger by one, and differ between ranks: reduce sums at the end.
-    """
-    keys = eval_keys(len(dataset), batch_size=batch_size, rank=rank, world_size=world_size)
-    return EvalLoader(dataset, keys, num_workers=num_workers, pin_memory=pin_memory, start_method=start_method)
 
 
 _check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
@@ -225,10 +201,17 @@ def bounded_waits(minutes: float, is_asked: Callable[[], bool], patience: float)
 
 
 class EvalLoader:
-    """One evaluation per `iter`, with its own workers."""
+    """Batches on the CPU: every sample exactly once over all ranks, in order, without padding.
 
-    def __init__(self, dataset: Dataset, keys: list[list[Key]], **options: Any) -> None:
-        self._dataset, self._keys, self._options = dataset, keys, options
+    One evaluation per `iter`, with its own workers. The last batch may be smaller, or larger by one, and differ between
+    ranks: reduce sums at the end. `options` are those of `Batches`.
+    """
+
+    def __init__(
+        self, dataset: Dataset, *, batch_size: int, rank: int = 0, world_size: int = 1, **options: Any
+    ) -> None:
+        self._keys = eval_keys(len(dataset), batch_size=batch_size, rank=rank, world_size=world_size)
+        self._dataset, self._options = dataset, options
 
     @property
     def rows(self) -> list[slice]:
@@ -245,6 +228,9 @@ class EvalLoader:
                 if number and check is not None:
                     check()
                 yield batch
+
+
+eval_loader = EvalLoader
 
 
 class Batches:
@@ -270,7 +256,7 @@ class Batches:
         dataset: Dataset,
         keys: Iterable[list[Key]],
         *,
-        num_workers: int,
+        num_workers: int = 0,
         pin_memory: bool = False,
         prefetch: int = 2,
         start_method: str | None = None,
@@ -337,10 +323,8 @@ class Batches:
             raise self._died(f"DataLoader worker (pid {dead[0]}) died while it handed over a batch.") from error
 
     def _wait(self) -> Any:
-        waits = _waits.get()
-        if waits is None or not self._workers:
-            return next(self._iterator)
-        with waits.waiting():
+        waits = _waits.get() if self._workers else None
+        with waits.waiting() if waits else contextlib.nullcontext():
             return next(self._iterator)
 
     @property

@@ -69,14 +69,12 @@ class PartialFC:
 
     Args:
         num_classes: over all ranks, at least one per rank; they differ by at most one.
-        embedding: length of a feature vector.
         kind: one of `MARGINS`.
         margin: ArcFace: an angle in radians (0.5 is usual); CosFace: a cosine (0.4 is usual).
         scale: scale of the cosines before the softmax.
         sample_rate: share of its classes that a rank uses in a step, above 0 and at most 1. More are used if the window
             has more samples: their classes always fit.
-        device: device of the centres.
-        seed: seed of the initial centres, which do not depend on the number of ranks.
+        seed: of the initial centres, which do not depend on the number of ranks.
 
     Attributes:
         active: the sampled rows, float32 [K, embedding], which an optimizer steps; gradients accumulate here.
@@ -220,7 +218,7 @@ class PartialFC:
         return {"weight": Slice(self.centres.detach(), self.start, self.num_classes)}
 
     def span(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
-        """This rank's rows of the tensor at `path` of a state: (first, last + 1).
+        """First row of the tensor at `path` of a state that this rank holds, and the row behind the last.
 
         Raises:
             ValueError: no such tensor, or another number of classes or embedding size.
@@ -230,10 +228,7 @@ class PartialFC:
         return self.span_of_rows(shape)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take this rank's slice of a state that was saved on any number of ranks.
-
-        Args:
-            state: from `state_dict`, or from `sharded_state_dict` with this rank's `Slice`.
+        """Take this rank's slice of a state that was saved on any number of ranks, or in shards the `Slice` itself.
 
         Raises:
             ValueError: it has other classes or another embedding.
@@ -251,12 +246,9 @@ class PartialFC:
             dist.send(rows.contiguous(), dst=0)
             return None
         everything = rows.new_empty(self.num_classes, *rows.shape[1:])
-        for rank in range(self.world_size):
-            part = everything[slice(*self._slice(rank))]
-            if rank:
-                dist.recv(part, src=rank)
-            else:
-                part.copy_(rows)
+        everything[: self.stop] = rows
+        for rank in range(1, self.world_size):
+            dist.recv(everything[slice(*self._slice(rank))], src=rank)
         return everything
 
     def take_rows(self, rows: Tensor, everything: Tensor | Slice) -> None:
@@ -331,7 +323,7 @@ class RowState:
         return {k: v for k, v in self.optimizer.state[self.head.active].items() if k not in self.rows}
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """The same with this rank's `Slice` in place of the whole, in the same memory. Not collective."""
+        """Like `PartialFC.sharded_state_dict`."""
         start, total = self.head.start, self.head.num_classes
         rows = {key: Slice(value.detach(), start, total) for key, value in sorted(self.rows.items())}
         return {"rows": rows, "shared": self._shared()}
@@ -343,14 +335,7 @@ class RowState:
         return self.head.span_of_rows(shape)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take this rank's slice of a state that was saved on any number of ranks.
-
-        Args:
-            state: from `state_dict`, or from `sharded_state_dict` with this rank's slices.
-
-        Raises:
-            ValueError: it has other classes or another embedding.
-        """
+        """Like `PartialFC.load_state_dict`."""
         self.rows = {key: torch.empty_like(self.head.centres) for key in state["rows"]}
         for key, everything in state["rows"].items():
             self.head.take_rows(self.rows[key], everything)

@@ -23,23 +23,12 @@ def position_ids(length: int, *, offset: int = 0, dtype: torch.dtype, device: to
     return (torch.arange(length, device=device) + offset).to(dtype)
 
 
-def num_shared_ids(length: int, *, offset: int = 0, dtype: torch.dtype) -> int:
-    """How many positions have the id of an earlier one: none of the first 257 in bfloat16, of 2049 in float16."""
-    return length - position_ids(length, offset=offset, dtype=dtype).unique().numel()
-
-
 @keep_fp32
 def rope_phases(ids: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles by which RoPE rotates pairs of features (Su et al., arXiv:2104.09864).
 
-    Computed in each forward pass: frequencies in a buffer would be cast to 16 bits with the weights.
-
-    Args:
-        ids: floating point [L]; 16-bit ones are cast to fp32, already rounded.
-        dim: features of a head, an even number.
-
-    Returns:
-        Two fp32 tensors [L, dim / 2].
+    Computed in each forward pass: frequencies in a buffer would be cast to 16 bits with the weights. From floating
+    point ids [L] (16-bit ones are cast to fp32, already rounded), for `dim` features of a head: two fp32 [L, dim / 2].
     """
     frequencies = 10_000.0 ** (-torch.arange(0, dim, 2, device=ids.device) / dim)
     angles = torch.outer(ids, frequencies)
@@ -47,12 +36,7 @@ def rope_phases(ids: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate features i and i + D / 2 of each position, in fp32 with fp32 phases; x keeps its dtype.
-
-    Args:
-        x: [B, H, L, D] in any floating dtype.
-        phases: from `rope_phases`.
-    """
+    """Rotate features i and i + D / 2 of each position of x [B, H, L, D] in fp32; x keeps its dtype."""
     cos, sin = phases
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
@@ -62,14 +46,8 @@ def rotate(x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
 def alibi_bias(ids: Tensor, heads: int) -> Tensor:
     """ALiBi's bias of attention scores (Press et al., arXiv:2108.12409): minus the distance, with a slope per head.
 
-    The difference of two exact ids is exact. The result may be cast to 16 bits, the ids may not.
-
-    Args:
-        ids: as for `rope_phases`.
-        heads: number of heads.
-
-    Returns:
-        fp32 [heads, L, L]; minus infinity for keys in the future.
+    fp32 [heads, L, L], minus infinity for keys in the future. The difference of two exact ids is exact: the result may
+    be cast to 16 bits, the ids may not.
     """
     slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=ids.device) / heads)
     bias = -slopes[:, None, None] * (ids[:, None] - ids)
@@ -160,12 +138,8 @@ class GPT(nn.Module):
             self.embed.weight = self.head.weight
 
     def forward(self, tokens: Tensor, offset: int = 0, targets: Tensor | None = None) -> Tensor:
-        """Logits; or the summed loss, given targets [B, L] and a head of `heads.losses`. No host-device sync.
-
-        Args:
-            tokens: int64 [B, L].
-            offset: the position of the first token.
-            targets: int64 [B, L], each the token that follows.
+        """Logits of tokens [B, L] from position `offset` on; or, given the int64 targets [B, L] that follow and a head
+        of `heads.losses`, the summed loss. No host-device sync.
 
         Raises:
             ValueError: the learned table is shorter than the sequence.

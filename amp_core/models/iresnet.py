@@ -8,13 +8,13 @@ et al., arXiv:2004.04989). All map [B, C, H, W] images to float32 [B, embedding]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from amp_core.lowp.islands import keep_fp32
-from amp_core.models.family import Family, ImageShape, check_count, check_probability
+from amp_core.models.family import Builder, Family, ImageShape, check_count, check_probability
 
 
 def glyphnet(*, image_shape: ImageShape, embedding: int, width: int = 16, dropout: float = 0.0) -> nn.Module:
@@ -38,25 +38,8 @@ def glyphnet(*, image_shape: ImageShape, embedding: int, width: int = 16, dropou
     return net
 
 
-def iresnet(
-    *, image_shape: ImageShape, embedding: int, blocks: tuple[int, int, int, int], dropout: float = 0.0
-) -> nn.Module:
-    """See the module's docstring.
-
-    Args:
-        blocks: number of blocks in each of the four stages, of 64, 128, 256 and 512 channels.
-        dropout: probability, before the last layer.
-    """
-    check_probability("dropout", dropout)
-    net = _IResNet(image_shape, embedding, blocks, dropout)
-    # The last matmul sums 25,088 terms, and its gradient comes first in the backward pass.
-    return keep_fp32(net, ["fc", "features"])
-
-
 class _IResNet(nn.Module):
-    def __init__(
-        self, image_shape: ImageShape, embedding: int, blocks: tuple[int, int, int, int], dropout: float
-    ) -> None:
+    def __init__(self, image_shape: ImageShape, embedding: int, blocks: Sequence[int], dropout: float) -> None:
         super().__init__()
         channels, height, columns = image_shape
         self.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
@@ -105,9 +88,13 @@ def _stage(inputs: int, outputs: int, num_blocks: int) -> nn.Sequential:
     return nn.Sequential(_Block(inputs, outputs, 2), *(_Block(outputs, outputs, 1) for _ in range(num_blocks - 1)))
 
 
-def _named(*blocks: int) -> Callable[..., nn.Module]:
+def _iresnet(*blocks: int) -> Builder:
+    """The builder of a network with so many blocks in each stage, of 64, 128, 256 and 512 channels."""
+
     def build(*, image_shape: ImageShape, embedding: int, dropout: float = 0.0) -> nn.Module:
-        return iresnet(image_shape=image_shape, embedding=embedding, blocks=blocks, dropout=dropout)  # type: ignore[arg-type]
+        check_probability("dropout", dropout)
+        # The last matmul sums 25,088 terms, and its gradient comes first in the backward pass.
+        return keep_fp32(_IResNet(image_shape, embedding, blocks, dropout), ["fc", "features"])
 
     return build
 
@@ -116,10 +103,10 @@ EMBEDDERS = Family(
     what="a face recognition backbone",
     builders={
         "glyphnet": glyphnet,
-        "iresnet18": _named(2, 2, 2, 2),
-        "iresnet34": _named(3, 4, 6, 3),
-        "iresnet50": _named(3, 4, 14, 3),
-        "iresnet100": _named(3, 13, 30, 3),
+        "iresnet18": _iresnet(2, 2, 2, 2),
+        "iresnet34": _iresnet(3, 4, 6, 3),
+        "iresnet50": _iresnet(3, 4, 14, 3),
+        "iresnet100": _iresnet(3, 13, 30, 3),
     },
     example={"image_shape": (3, 112, 112), "embedding": 512},
 )

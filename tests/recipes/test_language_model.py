@@ -29,13 +29,12 @@ from amp_core.models.gpt import (
     LANGUAGE_MODELS,
     POSITIONS,
     alibi_bias,
-    num_shared_ids,
     position_ids,
     rope_phases,
     rotate,
 )
 from recipes import language_model
-from recipes.language_model import num_valid, token_loss
+from recipes.language_model import num_shared_ids, num_valid, token_loss
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 

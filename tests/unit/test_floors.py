@@ -18,8 +18,6 @@ import floors  # noqa: E402  # pyright: ignore[reportMissingImports]
 LONG = {
     "amp_core/config/schema.py": "the documentation of every key, which --help prints",
     "amp_core/step/amp.py": "one class, the interface that people import",
-    "amp_core/data/images.py": "one data set after the other",
-    "amp_core/data/loading.py": "the sampler, and every wait for a batch",
     "amp_core/doctor/trace.py": "one dispatch mode, whose rules refer to each other",
 }
 """Files of more than 500 lines, each with its reason."""
