@@ -32,7 +32,7 @@ from amp_core.checkpoints.reading import read
 from amp_core.config.rules import validate
 from amp_core.data import build_data
 from amp_core.models import build_model
-from amp_core.models.unet import SEGMENTERS
+from recipes import segmentation
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs" / "gallery"
@@ -109,7 +109,7 @@ def masks() -> Figure:
     saved = checkpoint(folder)
     cfg, *_ = validate(saved["config"])
     data = build_data(cfg.data, seed=cfg.seed)
-    net = build_model(cfg.model.name, SEGMENTERS, options=cfg.model.options, **data.facts)
+    net = build_model(cfg.model.name, segmentation.MODELS, options=cfg.model.options, **data.facts)
     net.load_state_dict(saved["model"])
     images, true = data.eval.__getitems__([(index, 0) for index in range(12)])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

@@ -12,7 +12,6 @@ _HOME = {
     "EMBEDDERS": "iresnet",
     "GANS": "dcgan",
     "LANGUAGE_MODELS": "gpt",
-    "SEGMENTERS": "unet",
 }
 
 __all__ = ["Family", "build_model", "check_model"]

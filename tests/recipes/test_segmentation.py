@@ -27,8 +27,7 @@ from amp_core.data.masks import VOID, read_brain
 from amp_core.lowp.lint import find_slow, find_unsafe
 from amp_core.models import build_model
 from amp_core.models.images import CLASSIFIERS
-from amp_core.models.unet import SEGMENTERS
-from recipes.segmentation import LOSSES, overlap, pixel_weights, targets
+from recipes.segmentation import LOSSES, MODELS, overlap, pixel_weights, targets
 
 FP16, BF16 = torch.float16, torch.bfloat16
 EPS = {FP16: 2.0**-11, BF16: 2.0**-8}
@@ -220,7 +219,7 @@ def test_pixels_in_both_predicted_and_true_are_counted_without_void() -> None:
 
 def unet(image_shape: tuple[int, int, int] = (3, 16, 16), num_masks: int = 1, **options: Any) -> nn.Module:
     return build_model(
-        "unet", SEGMENTERS, image_shape=image_shape, num_masks=num_masks, options={"width": 4, "depth": 2} | options
+        "unet", MODELS, image_shape=image_shape, num_masks=num_masks, options={"width": 4, "depth": 2} | options
     )
 
 
@@ -236,7 +235,7 @@ def test_a_unet_gives_logits_of_the_size_of_its_images(shape: tuple[int, int, in
 def test_a_unet_refuses_options_that_make_no_network() -> None:
     for options in ({"width": 0}, {"depth": 0}, {"dropout": 1.0}, {"num_masks": 3}, {"deep": 1}):
         with pytest.raises(ConfigError, match=r"model\.options"):
-            build_model("unet", SEGMENTERS, image_shape=(3, 16, 16), num_masks=1, options=options)
+            build_model("unet", MODELS, image_shape=(3, 16, 16), num_masks=1, options=options)
 
 
 # --- what a network says about itself -----------------------------------------------------------------------------------

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 import train
 from amp_core.cli.compose import compose
 from amp_core.config.errors import ConfigError
-from amp_core.models import CLASSIFIERS, LANGUAGE_MODELS, SEGMENTERS, Family, build_model, check_model
+from amp_core.models import CLASSIFIERS, LANGUAGE_MODELS, Family, build_model, check_model
 from amp_core.run.pretrained import load_pretrained
 from amp_core.vision import import_torchvision
+from recipes import segmentation
 
 if find_spec("timm"):
     import_torchvision()  # what timm imports fails beside a CPU-only torch
@@ -123,7 +124,7 @@ def test_the_dtype_and_the_padding_of_a_folder_do_not_count() -> None:
 def test_a_unet_on_an_encoder_of_timm_gives_a_mask_for_each_pixel(name: str) -> None:
     torch.manual_seed(0)
     shape = (3, 48, 64)
-    net = build_model(f"timm:{name}", SEGMENTERS, options={}, num_masks=2, image_shape=shape)
+    net = build_model(f"timm:{name}", segmentation.MODELS, options={}, num_masks=2, image_shape=shape)
     images = torch.randn(2, *shape)
     masks = net(images)
     assert masks.shape == (2, 2, 48, 64)
@@ -172,7 +173,7 @@ def test_weights_of_timm_reach_the_classifier_and_the_encoder_of_a_unet() -> Non
     assert "initial: fc.bias, fc.weight" in load_pretrained(ours, "hub", ["fc"])
     assert torch.equal(ours.get_parameter("conv1.0.weight"), theirs.get_parameter("conv1.0.weight"))
 
-    unet = build_model("timm:test_resnet", SEGMENTERS, options={}, num_masks=1, image_shape=(3, 32, 32))
+    unet = build_model("timm:test_resnet", segmentation.MODELS, options={}, num_masks=1, image_shape=(3, 32, 32))
     fresh = ["encoder.model.fc", "head", "narrow", "up"]
     with pytest.raises(ConfigError, match=r"model.fresh=\[" + ",".join(f'"{name}"' for name in fresh)):
         load_pretrained(unet, "hub")
