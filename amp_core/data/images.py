@@ -158,7 +158,8 @@ class ArrayImages:
         """Images and labels from (stored pixels, labels, augmentation), on their device. No host-device sync."""
         images, labels, drawn = batch
         images = images.float().div_(255)
-        if self.augment is not None and drawn is not None:
+        if self.augment is not None:
+            assert drawn is not None
             images = self.augment.apply(images, drawn)
         images = _normalise(images, self.mean, self.std)
         if images.shape[-2:] != self.image_shape[1:] and len(images):
@@ -451,7 +452,8 @@ def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     def part(name: str, augment: bool, on_device: bool = False) -> ImageFiles:
         # In the order of torchvision's ImageFolder, which follows loops of links without end.
         paths, labels = class_files(root / name, classes, os.path.split)
-        if empty := [label for number, label in enumerate(classes) if number not in labels]:
+        counts = np.bincount(labels, minlength=len(classes))
+        if empty := [label for label, count in zip(classes, counts, strict=True) if not count]:
             raise ConfigError(f"data.path={cfg.path}: {name}: no images in {', '.join(empty)}")
         return ImageFiles(paths, labels, len(classes), size, augment, seed, on_device)
 

@@ -77,11 +77,6 @@ OWN: dict[str, Callable[..., nn.Module]] = {"cnn": cnn, "mlp": mlp}
 _ALWAYS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
 
 
-def in_channels(name: str) -> int | None:
-    """Colour channels that a classification model takes; None: any number."""
-    return None if name in OWN else 3
-
-
 def _torchvision_names() -> Iterable[str]:
     models = import_torchvision().models
     return models.list_models(module=models)  # without detection, segmentation, video and quantized ones
@@ -118,6 +113,6 @@ CLASSIFIERS = Family(
     outputs=lambda image_shape, num_classes: (2, num_classes),
     more_names=_torchvision_names,
     more=_torchvision,
-    in_channels=in_channels,
+    in_channels=lambda name: None if name in OWN else 3,
     libraries={"timm": "timm_classifier", "hf": "hf_classifier"},
 )

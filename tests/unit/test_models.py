@@ -14,7 +14,7 @@ from amp_core.config.errors import ConfigError
 from amp_core.config.schema import choices, read_option
 from amp_core.models import build_model, check_model
 from amp_core.models.gpt import LANGUAGE_MODELS
-from amp_core.models.images import CLASSIFIERS, OWN, in_channels
+from amp_core.models.images import CLASSIFIERS, OWN
 from amp_core.vision import import_torchvision
 from recipes import RECIPES, find
 
@@ -87,7 +87,7 @@ print([name for name in ("torchvision", "timm", "transformers") if name in sys.m
 @pytest.mark.parametrize("shape", [GRAY, (3, 32, 32), (1, 8, 8), (4, 17, 23)], ids=str)
 def test_our_own_models_take_any_image(name: str, shape: tuple[int, int, int]) -> None:
     net = build_model(name, CLASSIFIERS, num_classes=7, image_shape=shape, options={})
-    assert net(torch.randn(3, *shape)).shape == (3, 7) and in_channels(name) is None
+    assert net(torch.randn(3, *shape)).shape == (3, 7) and CLASSIFIERS.in_channels(name) is None
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_our_own_models_take_any_image(name: str, shape: tuple[int, int, int]) -
 def test_torchvision_models_give_plain_logits_of_the_classes_of_the_data(
     name: str, shape: tuple[int, int, int]
 ) -> None:
-    shape = (in_channels(name) or 0, *shape[1:])
+    shape = (CLASSIFIERS.in_channels(name) or 0, *shape[1:])
     net = build_model(name, CLASSIFIERS, num_classes=7, image_shape=shape, options={}).train()
     logits = net(torch.randn(2, *shape))
     assert isinstance(logits, torch.Tensor) and logits.shape == (2, 7)
