@@ -124,14 +124,15 @@ def eval_keys(num_samples: int, *, batch_size: int, rank: int = 0, world_size: i
 # --- loaders ----------------------------------------------------------------------------------------------------------
 
 
-_check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
+_check: ContextVar[Callable[[int, slice, Any], None] | None] = ContextVar("check", default=None)
 
 
 @contextlib.contextmanager
-def interruptible(check: Callable[[], None]) -> Iterator[None]:
-    """Around evaluations: `check` is called between batches of an `eval_loader`, and may raise to stop it.
+def checked(check: Callable[[int, slice, Any], None]) -> Iterator[None]:
+    """Around evaluations: `check` is called with each batch of an `eval_loader`, and may raise to stop it.
 
-    Every rank calls it equally often, since all have the same number of batches or at most one.
+    It is given the number of the batch, its samples in the data set, and the batch. All ranks have the same number of
+    batches, or at most one.
     """
     token = _check.set(check)
     try:
@@ -223,10 +224,9 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Any]:
         with Batches(self._dataset, self._keys, **self._options) as batches:
-            for number, batch in enumerate(batches):
-                check = _check.get()
-                if number and check is not None:
-                    check()
+            for number, (rows, batch) in enumerate(zip(self.rows, batches, strict=True)):
+                if (check := _check.get()) is not None:
+                    check(number, rows, batch)
                 yield batch
 
 

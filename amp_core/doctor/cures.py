@@ -118,7 +118,9 @@ class Cures:
         grown = scale > policy.init_scale and self.doctor.gradscaler is None  # torch's has no cap
         fields = {"max_scale": fits} if grown else {"init_scale": fits}
         text = "cap the loss scale" if grown else "begin with a smaller loss scale"
-        if policy.dynamic:
+        if fits < policy.min_scale:
+            fields |= {"min_scale": fits}
+        elif policy.dynamic:
             text += "; a dynamic one also gets there by itself, one skipped step per halving"
         diagnosis.fixes = [self._scale_fix(text, trial, **fields)]
 

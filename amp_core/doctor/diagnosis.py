@@ -167,8 +167,7 @@ class Diagnosis:
             weights = f"; {self.weights}" if self.weights else ""
             lines.append(f"  mode       amp={self.amp}, loss scale {self.loss_scale:g}{weights}")
         if self.samples:
-            shown = ", ".join(map(str, self.samples[:8])) + _and_more(len(self.samples) - 8)
-            lines.append(f"  samples    {shown} of the {'batch' if self.in_python else 'training data'}")
+            lines.append(f"  samples    {listed(self.samples)} of the {'batch' if self.in_python else 'training data'}")
         lines += ["", f"  {self.why}", ""]
         for fix in self.fixes:
             those = "on this batch" if self.in_python else "from this one on"
@@ -313,6 +312,10 @@ def explain_collision(found: Collision) -> str:
 
 def location_of(place: Location) -> dict[str, Any]:
     return {"module": place.module, "module_class": place.kind, "source": place.source, "code": place.code}
+
+
+def listed(samples: Sequence[int]) -> str:
+    return ", ".join(map(str, samples[:8])) + _and_more(len(samples) - 8)
 
 
 def _and_more(count: int) -> str:

@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from amp_core.data.loading import checked
 from amp_core.doctor.cures import Cures
-from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, cause_of, is_among, keep_fp32_override
+from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, cause_of, is_among, keep_fp32_override, listed
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
-from amp_core.doctor.trace import HALF, Trace, is_finite, named_tensors, tensors_in
+from amp_core.doctor.trace import HALF, Trace, bad_rows, is_finite, named_tensors, tensors_in
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
 from amp_core.lowp.weights import is_low, master_params
 from amp_core.memory.recompute import recomputed
@@ -255,12 +256,21 @@ class Silent:
         tensors = named_tensors([*doctor.nets, *averages], ())
         if spoilt := [name for name, tensor in tensors.items() if not is_finite(tensor)]:
             return f"{', '.join(spoilt[:3])} is not finite"
+        samples = list[int]()
+
+        def look_at(number: int, rows: slice, batch: Any) -> None:
+            for tensor in named_tensors((), batch).values():
+                samples.extend(rows.start + row for row in bad_rows(tensor) if len(tensor) == rows.stop - rows.start)
+
         trace = Trace(names, named_tensors(doctor.nets, ()))
-        with loop.env.eagerly(), trace:
+        with loop.env.eagerly(), checked(look_at), trace:
             loop.evaluation.metrics_of_nets()
         births = [birth for births in doctor.agree(trace.births[:1]) for birth in births]
         if not births:
-            return ""
+            bad = sorted({sample for each in doctor.agree(samples) for sample in each})
+            if not bad:
+                return "no operation that was watched made it of finite numbers"
+            return f"samples {listed(bad)} of the evaluation data. Try: {ADVICE['bad input'].text}"
         diagnosis = doctor.describe(births[0], cause_of(births[0]))
         modules = [module for module, name in names.items() if name and name == diagnosis.module]
         text = f"{diagnosis.headline.partition(': ')[2]}. {diagnosis.why}"

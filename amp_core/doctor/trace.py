@@ -167,7 +167,7 @@ class FirstNonFinite:
     is_constant: bool = False
     """A constant of the program."""
     rows: list[int] = field(default_factory=list)
-    """Indices along the first dimension with non-finite elements, at most 16."""
+    """Indices along the first dimension with non-finite elements."""
     tensor: str = ""
     """Name of the weight, buffer or batch entry that was non-finite from the start, or that overflows 16 bits."""
 
@@ -513,7 +513,7 @@ class Trace(DispatchMode):
     def _not_finite_before(self, name: str, tensor: Tensor, key: int, place: Location) -> int:
         number = len(self.births)
         birth = FirstNonFinite(number, "", place, False, [], Range.of(name, tensor), bool(tensor.isnan().any()), None)
-        birth.tensor, birth.rows = name, _bad_rows(tensor) if self._is_of_samples(tensor, name) else []
+        birth.tensor, birth.rows = name, bad_rows(tensor) if self._is_of_samples(tensor, name) else []
         if not name.startswith(("weight", "unseen")) and not bool((tensor.isnan() | tensor.isposinf()).any()):
             # Only -inf, as in a mask of attention: no more suspicious than one that the program writes.
             self.constants.append(birth)
@@ -542,7 +542,7 @@ class Trace(DispatchMode):
             at_a_pole=_is_at_a_pole(call.name, call.args, [each.tensor for each in floats]),
             only_masks=only_masks,
             marks=marks.union(*(self._marks.get(each.key, frozenset()) for each in floats)),
-            rows=_bad_rows(output) if has_samples else [],
+            rows=bad_rows(output) if has_samples else [],
             tensor=self._moved_from(floats[-1]) if call.name in ("_to_copy", "copy_") and floats else "",
         )
 
@@ -784,11 +784,12 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def _bad_rows(tensor: Tensor) -> list[int]:
+def bad_rows(tensor: Tensor) -> list[int]:
+    """Indices along the first dimension with non-finite elements; none if all have them."""
     if not tensor.ndim or tensor.shape[0] < 2:
         return []
     rows = (~torch.isfinite(tensor.detach().float())).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
-    return rows[:16] if len(rows) < tensor.shape[0] else []
+    return rows if len(rows) < tensor.shape[0] else []
 
 
 def _has_infinite_scalar(args: Sequence[Any]) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from amp_core.config.errors import Diverged
 from amp_core.config.schema import AmpConfig
-from amp_core.data.loading import GaveUp, interruptible
+from amp_core.data.loading import GaveUp, checked
 from amp_core.run.environment import Environment
 from amp_core.run.meters import Clock
 from amp_core.step.ema import Ema
@@ -43,7 +43,7 @@ class Evaluation:
         """Evaluate, and say whether it came to its end: a signal or the time limit stop it between two batches."""
         began = time.monotonic()
         try:
-            with interruptible(self._check_stop):
+            with checked(self._check_stop):
                 self.metrics = self.metrics_of_nets()
         except _Stopped:
             return False
@@ -68,10 +68,11 @@ class Evaluation:
             metrics |= {f"ema_{name}": value for name, value in self._evaluate(self._ema.model).items()}
         return metrics
 
-    def _check_stop(self) -> None:
-        self.asked = self._env.stop.poll()
-        if self.asked:
-            raise _Stopped
+    def _check_stop(self, number: int, *_: Any) -> None:
+        if number:  # all ranks have two batches or more, or none has
+            self.asked = self._env.stop.poll()
+            if self.asked:
+                raise _Stopped
 
 
 class _Stopped(Exception):

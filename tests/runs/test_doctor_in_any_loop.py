@@ -246,11 +246,11 @@ def test_an_optimizer_with_a_closure_is_refused():
         Doctor(Amp.named("fp32"), net).locate(lambda: lbfgs.step(loss))
 
 
-@pytest.mark.parametrize("factor, scale", [(1.5e5, 1024.0), (1.0, 2.0**40)])
-def test_a_cure_is_a_line_of_the_program(factor, scale):
+@pytest.mark.parametrize("factor, scale, floor", [(1.5e5, 1024.0, 1.0), (1.0, 2.0**40, 1.0), (1.0, 2.0**40, 2.0**40)])
+def test_a_cure_is_a_line_of_the_program(factor, scale, floor):
     """What is printed is run, and mends the window."""
     model, batch = network(factor), images()
-    amp = Amp.named("fp16", init_scale=scale, max_scale=2.0**60)
+    amp = Amp.named("fp16", init_scale=scale, min_scale=floor, max_scale=2.0**60)
 
     def diagnose():
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -1089,6 +1089,14 @@ def test_meta_weights_are_refused_by_name():
 
 
 # --- what models of others showed ---------------------------------------------------------------------------------------
+
+
+def test_all_samples_that_are_not_finite_are_counted():
+    batch = (torch.randn(64, 8),)
+    batch[0][:40, 0] = float("nan")
+    diagnosis = located(nn.Linear(8, 4), batch, "fp32", lambda y: y.mean())
+    assert diagnosis is not None and diagnosis.samples == list(range(40))
+    assert "7 and 32 more of the batch" in str(diagnosis)
 
 
 def test_a_bad_batch_that_was_seen_before_is_not_blamed_on_the_statistics_that_it_spoilt():

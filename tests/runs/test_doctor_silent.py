@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from waits import Waits
 import recipes.classification
 import train
 from amp_core import Amp, Doctor
+from amp_core.data import Data, build_data
+from amp_core.data.loading import Key
 from amp_core.doctor.silent import Silent
 from amp_tools.zeros import Zero, find_zeros
 from recipes import RECIPES
@@ -174,6 +177,33 @@ def test_a_silent_fault_is_reported_once_and_its_cure_ends_the_warning(fault: Fa
     cure = shlex.split(found[1]) if found.groups() else []
     assert warnings_of("cured", *settings, *cure) == []
     assert warnings_of("unwatched", *settings, "doctor=off", code=fault.code) == []
+
+
+class _Spoilt:
+    """A data set, one sample of which is not finite."""
+
+    def __init__(self, data: Any, spoilt: int) -> None:
+        self.data, self.spoilt = data, spoilt
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitems__(self, keys: Sequence[Key]) -> Any:
+        images, labels, *rest = self.data.__getitems__(keys)
+        for row, (sample, _) in enumerate(keys):
+            if sample == self.spoilt:
+                images[row] = torch.nan
+        return (images, labels, *rest)
+
+
+def test_a_sample_of_the_evaluation_that_is_not_finite_is_named(monkeypatch: Any) -> None:
+    def build(*args: Any, **settings: Any) -> Data:
+        data = build_data(*args, **settings)
+        return dataclasses.replace(data, eval=_Spoilt(data.eval, 77))
+
+    monkeypatch.setattr(recipes.classification, "build_data", build)
+    (warning,) = warnings_of("faulty", *SHORT, "data.num_samples=320", "eval_every=4", code=5)
+    assert "loss of the evaluation is not finite: samples 77 of the evaluation data" in warning
 
 
 def test_bf16_weights_that_move_give_no_warning(monkeypatch: Any) -> None:

@@ -288,7 +288,7 @@ BREAKS = [
     Break("a signal is acted upon late", _wrap(stop.Stop, "poll", _late), signals, 4),
     Break(
         "evaluations go on to their end",
-        _replace(evaluation, "interruptible", lambda check: contextlib.nullcontext()),
+        _replace(evaluation, "checked", lambda check: contextlib.nullcontext()),
         signals,
         1,
     ),
