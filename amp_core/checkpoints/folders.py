@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +281,13 @@ def remove_leftovers(folder: Path) -> None:
                     os.kill(int(match[1]), 0)
                 except (ProcessLookupError, OverflowError):
                     remove(folder / name)
+
+
+def is_saving(folder: Path, pids: Collection[int]) -> bool:
+    """Whether one of these processes writes a checkpoint."""
+    with contextlib.suppress(OSError):
+        return any(match and int(match[1]) in pids for match in map(_TEMPORARY.fullmatch, os.listdir(folder)))
+    return False
 
 
 def make_folder(folder: Path) -> None:
