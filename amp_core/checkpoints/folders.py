@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -271,23 +271,22 @@ def _temporary_folder(folder: Path, prefix: str = "") -> Path:
     return folder.parent / f".tmp-{prefix}{folder.name}-{os.getpid()}"
 
 
+def unfinished(folder: Path) -> list[tuple[int, Path]]:
+    """Temporary folders, with the ids of the processes that write them."""
+    with contextlib.suppress(OSError):
+        found = map(_TEMPORARY.fullmatch, os.listdir(folder))
+        return [(int(match[1]), folder / match[0]) for match in found if match]
+    return []
+
+
 def remove_leftovers(folder: Path) -> None:
     """Removes temporary folders of processes that no longer live; a failure costs space and nothing else."""
     with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            match = _TEMPORARY.fullmatch(name)
-            if match:
-                try:
-                    os.kill(int(match[1]), 0)
-                except (ProcessLookupError, OverflowError):
-                    remove(folder / name)
-
-
-def is_saving(folder: Path, pids: Collection[int]) -> bool:
-    """Whether one of these processes writes a checkpoint."""
-    with contextlib.suppress(OSError):
-        return any(match and int(match[1]) in pids for match in map(_TEMPORARY.fullmatch, os.listdir(folder)))
-    return False
+        for pid, path in unfinished(folder):
+            try:
+                os.kill(pid, 0)
+            except (ProcessLookupError, OverflowError):
+                remove(path)
 
 
 def make_folder(folder: Path) -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from amp_core.checkpoints.folders import is_saving
+from amp_core.checkpoints.folders import unfinished
 from amp_core.config.errors import ConfigError, Interrupted, RunError
 from amp_core.config.files import read_json
 from amp_core.config.redact import redact
@@ -209,7 +209,8 @@ class _Signals:
             stopped = [pid for pid in ranks if is_stopped(pid)]
             seconds = {pid: seconds.get(pid, 0) + 1 for pid in stopped}
             is_bereft = len(ranks) + len(list(self._job_file.parent.glob("ended.*"))) < self._nproc
-            bereft = bereft + 1 if is_bereft and not is_saving(self._checkpoints, ranks) else 0
+            is_saving = is_bereft and any(pid in ranks for pid, _ in unfinished(self._checkpoints))
+            bereft = bereft + 1 if is_bereft and not is_saving else 0
             if max(seconds.values(), default=0) >= STANDSTILL_SECONDS:
                 why = f"a rank hangs (process {', '.join(map(str, stopped))} is stopped)"
             elif ranks and bereft >= BEREFT_SECONDS:
