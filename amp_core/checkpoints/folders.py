@@ -271,22 +271,16 @@ def _temporary_folder(folder: Path, prefix: str = "") -> Path:
     return folder.parent / f".tmp-{prefix}{folder.name}-{os.getpid()}"
 
 
-def unfinished(folder: Path) -> list[tuple[int, Path]]:
-    """Temporary folders, with the ids of the processes that write them."""
-    with contextlib.suppress(OSError):
-        found = map(_TEMPORARY.fullmatch, os.listdir(folder))
-        return [(int(match[1]), folder / match[0]) for match in found if match]
-    return []
-
-
 def remove_leftovers(folder: Path) -> None:
     """Removes temporary folders of processes that no longer live; a failure costs space and nothing else."""
     with contextlib.suppress(OSError):
-        for pid, path in unfinished(folder):
-            try:
-                os.kill(pid, 0)
-            except (ProcessLookupError, OverflowError):
-                remove(path)
+        for name in os.listdir(folder):
+            match = _TEMPORARY.fullmatch(name)
+            if match:
+                try:
+                    os.kill(int(match[1]), 0)
+                except (ProcessLookupError, OverflowError):
+                    remove(folder / name)
 
 
 def make_folder(folder: Path) -> None:

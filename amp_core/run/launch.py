@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import json
 import logging
 import os
@@ -25,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from amp_core.checkpoints.folders import unfinished
 from amp_core.config.errors import ConfigError, Interrupted, RunError
 from amp_core.config.files import read_json
 from amp_core.config.redact import redact
@@ -118,10 +118,8 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="amp_recipes_") as folder, _worker_environ(nproc, several):
         job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
         job_file.write_text(job.dumps())
-        # Signals that end a run are handled here; an older torch waits 30 seconds and handles all by itself.
-        patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS, "signals_to_handle": "SIGHUP,SIGQUIT"}
-        known = {field.name for field in dataclasses.fields(LaunchConfig)}
-        patience = {name: value for name, value in patience.items() if name in known}
+        # An older torch waits 30 seconds.
+        patience: Any = {"shutdown_timeout": SHUTDOWN_SECONDS} if hasattr(LaunchConfig, "shutdown_timeout") else {}
         config = LaunchConfig(
             min_nodes=nodes[0],
             max_nodes=nodes[1],
@@ -135,6 +133,7 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
             max_restarts=layout.max_restarts,
             monitor_interval=0.1,
             **patience,
+            signals_to_handle="SIGHUP,SIGQUIT",  # those that end a run are handled here
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
@@ -206,13 +205,12 @@ class _Signals:
         while not self._is_over.wait(1.0):
             # Ranks; what they forked, they look after.
             ranks = [pid for pid in _processes_of(self._job_file) if _parent_of(pid) == os.getpid()]
-            stopped = [pid for pid in ranks if is_stopped(pid)]
-            seconds = {pid: seconds.get(pid, 0) + 1 for pid in stopped}
-            is_bereft = len(ranks) + len(list(self._job_file.parent.glob("ended.*"))) < self._nproc
-            is_saving = is_bereft and any(pid in ranks for pid, _ in unfinished(self._checkpoints))
+            seconds = {pid: seconds.get(pid, 0) + 1 for pid in ranks if is_stopped(pid)}
+            is_bereft = len(ranks) + len(glob.glob("ended.*", root_dir=self._job_file.parent)) < self._nproc
+            is_saving = any(glob.glob(f".tmp-*-{pid}", root_dir=self._checkpoints) for pid in ranks if is_bereft)
             bereft = bereft + 1 if is_bereft and not is_saving else 0
             if max(seconds.values(), default=0) >= STANDSTILL_SECONDS:
-                why = f"a rank hangs (process {', '.join(map(str, stopped))} is stopped)"
+                why = f"a rank hangs (process {', '.join(map(str, seconds))} is stopped)"
             elif ranks and bereft >= BEREFT_SECONDS:
                 why = "a rank ended before the others, which did not notice"
             else:
@@ -282,10 +280,7 @@ def _extra(failure: Any) -> dict[str, Any]:
 
 
 def _read_result(path: Path) -> Outcome | None:
-    try:
-        return Outcome(**json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
+    return Outcome(**json.loads(path.read_text())) if path.exists() else None
 
 
 @contextlib.contextmanager
