@@ -86,12 +86,13 @@ def scan(file: BinaryIO, *, is_ours: bool = True, is_zip: bool = True) -> int:
             while (kind := stack.pop()) != "MARK":
                 taken.append(kind)
         taken += [stack.pop() for _ in range(count)]  # the last one first
-        num_hashed += sum(kind for kind in taken if type(kind) is int)
-        if num_hashed > 10_000_000 + size:  # a second
-            raise ValueError("damaged: its tuples hold each other more often than the file has bytes")
         kind = memo[argument] if "GET" in code.name else code.name
         if code.name.startswith("TUPLE"):
             kind = sum(kind if type(kind) is int else 1 for kind in taken)
+        if type(kind) is int:
+            num_hashed += kind
+            if num_hashed > 10_000_000 + size:  # a second
+                raise ValueError("damaged: its tuples hold each other more often than the file has bytes")
         elif code.name == "GLOBAL":
             kind = str(argument)
             if is_ours and not _GLOBALS.fullmatch(kind):
