@@ -68,7 +68,8 @@ def seconds_until_noticed(place: Path, after: float) -> float:
                         stderr=subprocess.STDOUT,
                     )
                 )
-            assert wait_for(lambda: listens(port), 60)  # the first one holds the meeting point
+            # The first one holds the meeting point.
+            assert wait_for(lambda: listens(port), 60), (places[0] / "output.txt").read_text()
         assert wait_for(lambda: all(map(workers_of, places)), 120)
         time.sleep(after)
         (survivor,), lost = workers_of(places[0]), workers_of(places[1])
