@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ def unpickle(data: bytes, path: Path) -> dict[str, Any]:
     CorruptFile: it is refused, as it holds anything else, or claims more memory or time than its size allows.
     """
     try:
-        num_items = _scan(data)
+        num_items = scan(io.BytesIO(data))
         contents = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True, mmap=False)
         _require_plain(contents, len(data), num_items)
     except Exception as error:  # a hostile file can make the readers raise anything
@@ -54,27 +54,32 @@ _GLOBALS = re.compile(
 )
 
 
-def _scan(data: bytes) -> int:
+def scan(file: BinaryIO, *, is_ours: bool = True, is_zip: bool = True) -> int:
     """Looks at the pickle before it is executed. Returns its size, which bounds the number of items it can hold.
 
     Allowed is what `torch.save` of plain containers writes: no other calls, and as keys strings and numbers of 64 bits.
     A hash of nested tuples that share their items takes 2^n steps, and large integers can be chosen to have the same.
+    Where it is not `is_ours`, only such tuples are refused; where it is no zip, it is in torch's old format.
     """
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        entries = archive.infolist()
-    if sum(entry.file_size for entry in entries) > len(data):
-        raise ValueError("it is compressed")
-    (entry,) = [entry for entry in entries if entry.filename.endswith("data.pkl")]
-    # Not `archive.read`, which would miss the checksum that `serialise` leaves out.
-    begin = entry.header_offset + 30
-    begin += sum(int.from_bytes(data[begin - at : begin - at + 2], "little") for at in (4, 2))
-    stack: list[str] = []
-    memo: dict[Any, str] = {}
-    for code, argument, _ in pickletools.genops(data[begin : begin + entry.file_size]):
+    size, num_hashed = file.seek(0, io.SEEK_END), 0
+    file.seek(0)
+    if is_zip:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+        if sum(entry.file_size for entry in entries) > size:
+            raise ValueError("it is compressed")
+        (entry,) = [entry for entry in entries if entry.filename.endswith("data.pkl")]
+        # Not `archive.read`, which would miss the checksum that `serialise` leaves out.
+        file.seek(entry.header_offset + 26)
+        file.seek(sum(int.from_bytes(file.read(2), "little") for _ in range(2)), io.SEEK_CUR)
+        size = entry.file_size
+    stack: list[Any] = []  # names of operations, and of tuples how many items their hash takes
+    memo: dict[Any, Any] = {}
+    for code, argument, _ in (each for _ in range(1 if is_zip else 5) for each in pickletools.genops(file)):
         if "PUT" in code.name:
             memo[argument] = stack[-1]
             continue
-        taken: list[str] = []
+        taken: list[Any] = []
         count = len(code.stack_before)
         if pickletools.markobject in code.stack_before:
             count = code.stack_before.index(pickletools.markobject)
@@ -82,18 +87,24 @@ def _scan(data: bytes) -> int:
                 taken.append(kind)
         taken += [stack.pop() for _ in range(count)]  # the last one first
         kind = memo[argument] if "GET" in code.name else code.name
-        if code.name == "GLOBAL":
+        if code.name.startswith("TUPLE"):
+            kind = sum(kind if type(kind) is int else 1 for kind in taken)
+        if type(kind) is int:
+            num_hashed += kind
+            if num_hashed > 10_000_000 + size:  # a second
+                raise ValueError("damaged: its tuples hold each other more often than the file has bytes")
+        elif code.name == "GLOBAL":
             kind = str(argument)
-            if not _GLOBALS.fullmatch(kind):
+            if is_ours and not _GLOBALS.fullmatch(kind):
                 raise ValueError(f"it refers to {kind.replace(' ', '.')}")
         elif code.name == "LONG1" and int(argument or 0).bit_length() < 64:
             kind = "BININT"
-        elif code.name in ("SETITEM", "SETITEMS") and not _KEYS.issuperset(taken[1:-1:2]):
+        elif is_ours and code.name in ("SETITEM", "SETITEMS") and not _KEYS.issuperset(taken[1:-1:2]):
             raise ValueError("a key of a dictionary is neither text nor a number of 64 bits")
-        elif code.name == "REDUCE" and taken[1] == "collections OrderedDict" and taken[0] != "EMPTY_TUPLE":
+        elif is_ours and code.name == "REDUCE" and taken[1] == "collections OrderedDict" and taken[0] != "EMPTY_TUPLE":
             raise ValueError("a dictionary is made of something")
         stack += [kind] * len(code.stack_after)
-    return entry.file_size
+    return size
 
 
 def _require_plain(contents: object, num_bytes: int, num_items: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import json
 import logging
 import os
@@ -45,6 +46,9 @@ SHUTDOWN_SECONDS = 600
 STANDSTILL_SECONDS = 10
 """How long a rank may be stopped by SIGSTOP when the run was asked to end."""
 
+BEREFT_SECONDS = 5
+"""How long ranks may go on without one that ended before the others agreed to: they learn of it at once, or never."""
+
 TWICE = "interrupted twice: stopped immediately; the steps since the last checkpoint are lost"
 
 Run = Callable[[Config, Environment], dict[str, float]]
@@ -60,6 +64,8 @@ class Outcome:
     """What the user should read; None after success."""
     signalled: int = 0
     """The exit code that a signal asked for, even when it came too late to stop the run: nothing else should begin."""
+    is_alone: bool = False
+    """This rank was interrupted where the others may wait for it."""
 
 
 def launch(job: Job, run: Run, worker: list[str]) -> Outcome:
@@ -82,11 +88,11 @@ def in_process(job: Job, run: Run) -> Outcome:
     except (Exception, KeyboardInterrupt) as problem:
         code, _ = outcome_of(problem)
         if isinstance(problem, Interrupted):  # the log has said so
-            return Outcome(code, {}, signalled=code if problem.by_signal else 0)
+            return Outcome(code, {}, signalled=code if problem.by_signal else 0, is_alone=problem.__cause__ is not None)
         if isinstance(problem, RunError):
             return Outcome(code, {}, redact(str(problem)))
         if isinstance(problem, KeyboardInterrupt):
-            return Outcome(code, {}, TWICE, signalled=code)
+            return Outcome(code, {}, TWICE, signalled=code, is_alone=True)
         return Outcome(code, {}, redact(traceback.format_exc()))
 
 
@@ -112,10 +118,8 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="amp_recipes_") as folder, _worker_environ(nproc, several):
         job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
         job_file.write_text(job.dumps())
-        # Signals that end a run are handled here; an older torch waits 30 seconds and handles all by itself.
-        patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS, "signals_to_handle": "SIGHUP,SIGQUIT"}
-        known = {field.name for field in dataclasses.fields(LaunchConfig)}
-        patience = {name: value for name, value in patience.items() if name in known}
+        # An older torch waits 30 seconds.
+        patience: Any = {"shutdown_timeout": SHUTDOWN_SECONDS} if hasattr(LaunchConfig, "shutdown_timeout") else {}
         config = LaunchConfig(
             min_nodes=nodes[0],
             max_nodes=nodes[1],
@@ -129,10 +133,11 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
             max_restarts=layout.max_restarts,
             monitor_interval=0.1,
             **patience,
+            signals_to_handle="SIGHUP,SIGQUIT",  # those that end a run are handled here
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        signals = _Signals(job_file, SignalException)
+        signals = _Signals(job_file, nproc, Path(job.run_dir or folder, "checkpoints"), SignalException)
         try:
             with signals:
                 elastic_launch(config, worker[0])(*worker[1:], str(job_file))
@@ -159,15 +164,19 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
 
 class _Signals:
     """Around the agent: the first signal makes it stop its workers, which finish their step and save; it waits for
-    them. A Ctrl-C after that kills them at once; so does a rank that stands still, for which the others would wait.
+    them. A Ctrl-C after that kills them at once; so does a rank that stands still, for which the others would wait, or
+    that is gone, which gloo does not always notice. Whoever writes a checkpoint is not killed for the latter.
 
-    `job_file` stands in the command line of every worker; `stop` is torch's exception with which the agent stops them.
+    `job_file` stands in the command line of every one of the `nproc` workers; `stop` is torch's exception with which
+    the agent stops them.
     """
 
-    def __init__(self, job_file: Path, stop: Callable[[str, signal.Signals], Exception]) -> None:
+    def __init__(
+        self, job_file: Path, nproc: int, checkpoints: Path, stop: Callable[[str, signal.Signals], Exception]
+    ) -> None:
         self.killed: str | None = None
         """Why the workers were killed."""
-        self._job_file, self._stop = job_file, stop
+        self._job_file, self._nproc, self._checkpoints, self._stop = job_file, nproc, checkpoints, stop
         self._handlers: dict[int, Any] = {}
         self._is_over = threading.Event()
         self._watch: threading.Thread | None = None
@@ -184,25 +193,30 @@ class _Signals:
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self._watch is None:
-            self._watch = threading.Thread(target=self._kill_if_one_stands_still, daemon=True)
+            self._watch = threading.Thread(target=self._kill_who_would_wait, daemon=True)
             self._watch.start()
             raise self._stop(f"got {signal.Signals(number).name}", signal.Signals(number))
         if number == signal.SIGINT:
             self._kill(TWICE)
 
-    def _kill_if_one_stands_still(self) -> None:
+    def _kill_who_would_wait(self) -> None:
         seconds: dict[int, int] = {}
+        bereft = 0
         while not self._is_over.wait(1.0):
             # Ranks; what they forked, they look after.
-            ranks = [pid for pid in _processes_of(self._job_file) if is_stopped(pid) and _parent_of(pid) == os.getpid()]
-            seconds = {pid: seconds.get(pid, 0) + 1 for pid in ranks}
+            ranks = [pid for pid in _processes_of(self._job_file) if _parent_of(pid) == os.getpid()]
+            seconds = {pid: seconds.get(pid, 0) + 1 for pid in ranks if is_stopped(pid)}
+            is_bereft = len(ranks) + len(glob.glob("ended.*", root_dir=self._job_file.parent)) < self._nproc
+            is_saving = any(glob.glob(f".tmp-*-{pid}", root_dir=self._checkpoints) for pid in ranks if is_bereft)
+            bereft = bereft + 1 if is_bereft and not is_saving else 0
             if max(seconds.values(), default=0) >= STANDSTILL_SECONDS:
-                pids = ", ".join(map(str, ranks))
-                self._kill(
-                    f"a rank hangs (process {pids} is stopped): all were killed; the steps since the last "
-                    f"checkpoint are lost"
-                )
-                return
+                why = f"a rank hangs (process {', '.join(map(str, seconds))} is stopped)"
+            elif ranks and bereft >= BEREFT_SECONDS:
+                why = "a rank ended before the others, which did not notice"
+            else:
+                continue
+            self._kill(f"{why}: all were killed; the steps since the last checkpoint are lost")
+            return
 
     def _kill(self, why: str) -> None:
         self.killed = why
@@ -266,10 +280,7 @@ def _extra(failure: Any) -> dict[str, Any]:
 
 
 def _read_result(path: Path) -> Outcome | None:
-    try:
-        return Outcome(**json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
+    return Outcome(**json.loads(path.read_text())) if path.exists() else None
 
 
 @contextlib.contextmanager
@@ -291,7 +302,8 @@ def _worker_environ(nproc: int, several: bool) -> Iterator[None]:
 
 def work(job_file: Path, run_of: Callable[[str], Run]) -> int:
     """The main function of a worker of the agent: runs a file's job by the recipe of its name. Returns its code."""
-    result = job_file.with_name("result.json")
+    result, ended = job_file.with_name("result.json"), job_file.with_name(f"ended.{os.environ['LOCAL_RANK']}")
+    ended.unlink(missing_ok=True)
     if int(os.environ["LOCAL_RANK"]) == 0:
         result.unlink(missing_ok=True)  # of workers that were stopped because a machine came or went
     job = Job.loads(job_file.read_text())
@@ -304,6 +316,8 @@ def work(job_file: Path, run_of: Callable[[str], Run]) -> int:
         return 1
     if int(os.environ["LOCAL_RANK"]) == 0:
         write_json(result, vars(outcome))
+    if not outcome.is_alone:
+        ended.touch()  # all ranks end, and none waits for this one
     if outcome.signalled and others_start_again():
         # An agent stops its workers when a machine comes back, and all ranks agree. The other agents must find theirs
         # alive when they see that machine, or they would take the run for finished.

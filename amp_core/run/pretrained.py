@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.checkpoints.parts import first_few
+from amp_core.checkpoints.plain_state import scan
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import ConfigError
 from amp_core.config.files import open_file
@@ -176,14 +177,17 @@ def _read(path: str, net: nn.Module) -> dict[str, Any]:
         place = next((file for name in ("merged.pt", "pytorch_model.bin") for file in place.glob(name)), place)
         contents: Any = None
         if place.is_file():
-            if zipfile.is_zipfile(place):
+            is_zip = zipfile.is_zipfile(place)
+            if is_zip:
                 with zipfile.ZipFile(place) as archive:  # torch writes checksums and does not read them
                     archive.filelist = [member for member in archive.filelist if member.CRC]  # 0: not computed
                     if damaged := archive.testzip():
                         raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong: the file is damaged")
+            with place.open("rb") as file:
+                scan(file, is_ours=False, is_zip=is_zip)
             with warnings.catch_warnings(action="ignore"):  # about pickles that are refused anyway
                 # Mapped where the format allows it: the whole may not fit beside the network.
-                contents = torch.load(place, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(place))
+                contents = torch.load(place, map_location="cpu", weights_only=True, mmap=is_zip)
         if contents is None or (isinstance(contents, dict) and {"progress", "config"} <= contents.keys()):
             return _of_run(read(place), net)
     except ConfigError:

@@ -44,39 +44,52 @@ def listens(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_a_machine_lost_before_its_workers_met_is_noticed(tmp_path):
+def seconds_until_noticed(place: Path, after: float) -> float:
+    """Loses one of two machines so many seconds after its workers started. How long the other one's worker lives on.
+
+    Then it must start again, without the lost one.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = arguments("custom_function", "steps=100000", "save_every=50", "eval_every=100000", "layout=ddp")
     command += ["layout.nproc_per_node=1", "layout.nnodes=1:2", "layout.max_restarts=3", "layout.rdzv_id=lost"]
-    command += [f"layout.rdzv_endpoint=127.0.0.1:{port}", f"run_dir={tmp_path / 'run'}"]
-    launchers, places = [], [tmp_path / "survivor", tmp_path / "lost"]
+    command += [f"layout.rdzv_endpoint=127.0.0.1:{port}", f"run_dir={place / 'run'}"]
+    launchers, places = [], [place / "survivor", place / "lost"]
     try:
-        for place in places:
-            place.mkdir()
-            with (place / "output.txt").open("w") as output:
+        for each in places:
+            each.mkdir()
+            with (each / "output.txt").open("w") as output:
                 launchers.append(
                     subprocess.Popen(
                         [sys.executable, ROOT / "train.py", *command],
-                        env=os.environ | {"TMPDIR": str(place), "OMP_NUM_THREADS": "1"},
+                        env=os.environ | {"TMPDIR": str(each), "OMP_NUM_THREADS": "1"},
                         stdout=output,
                         stderr=subprocess.STDOUT,
                     )
                 )
-            assert wait_for(lambda: listens(port), 60)  # the first one holds the meeting point
+            # The first one holds the meeting point.
+            assert wait_for(lambda: listens(port), 60), (places[0] / "output.txt").read_text()
         assert wait_for(lambda: all(map(workers_of, places)), 120)
+        time.sleep(after)
         (survivor,), lost = workers_of(places[0]), workers_of(places[1])
-        for pid in (launchers[1].pid, *lost):  # they import torch for seconds before they meet
+        began = time.monotonic()
+        for pid in (launchers[1].pid, *lost):
             os.kill(pid, signal.SIGKILL)
-        # 30 s until it counts as lost, then its partner's workers end.
-        assert wait_for(lambda: survivor not in workers_of(places[0]), 60), (places[0] / "output.txt").read_text()
+        assert wait_for(lambda: survivor not in workers_of(places[0]), 120), (places[0] / "output.txt").read_text()
+        took = time.monotonic() - began
         assert launchers[0].poll() is None
         assert wait_for(lambda: workers_of(places[0]), 120)  # and start again, without it
-        assert "no sign of life for 30 s" in (places[0] / "output.txt").read_text()
+        return took
     finally:
-        for launcher, place in zip(launchers, places, strict=False):
-            for pid in (launcher.pid, *workers_of(place)):
+        for launcher, each in zip(launchers, places, strict=False):
+            for pid in (launcher.pid, *workers_of(each)):
                 if launcher.poll() is None or pid != launcher.pid:
                     os.kill(pid, signal.SIGKILL)
             launcher.wait()
+
+
+def test_a_machine_lost_before_its_workers_met_is_noticed(tmp_path):
+    # They import torch for seconds before they meet. After 30 s it counts as lost, then its partner's workers end.
+    assert seconds_until_noticed(tmp_path, after=0.0) < 60
+    assert "no sign of life for 30 s" in (tmp_path / "survivor" / "output.txt").read_text()

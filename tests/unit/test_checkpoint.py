@@ -852,7 +852,7 @@ def test_containers_that_hold_each_other_are_as_many_as_their_paths() -> None:
     counts = [sum(1 for _ in plain_state._leaves(doubled(times))) for times in (12, 13)]
     assert counts[1] == 2 * counts[0] + 1 > 1 << 13
     data = pickled(whole(config={"a": doubled(13)}))
-    assert plain_state._scan(data) < 1 << 10
+    assert plain_state.scan(io.BytesIO(data)) < 1 << 10
     with pytest.raises(folders.CorruptFile, match="hold each other more often than the file has bytes"):
         plain_state.unpickle(data, Path("state.pt"))
 

@@ -7,12 +7,15 @@ import json
 import os
 import pickle
 import re
+import time
+import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from running import checkpoints, state
+from running import Forked, checkpoints, state
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -164,7 +167,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "a page of the web": (
         lambda: Path("w.pt").write_text("<!doctype html>"),
-        r"cannot be read as tensors \(UnpicklingError: Unsupported operand 60\)",
+        r"cannot be read as tensors \(ValueError: at position 0, opcode b'<' unknown\)",
     ),
     "nothing": (lambda: None, "there is no such file"),
 }
@@ -221,6 +224,49 @@ def test_a_file_with_a_flipped_bit_is_refused_though_torch_loads_it(has_checksum
     with pytest.raises(ConfigError, match="the file is damaged"):
         load_pretrained(net, "w.pt")
     assert not unlike(before, copy(net))
+
+
+DOUBLED_TUPLES = b"N\x85q\x80" + b"".join(b"h%c\x86q%c" % (n, n + 1) for n in range(0x80, 0x80 + 60))
+KEYED = b"\x80\x02}" + DOUBLED_TUPLES + b"Ns."
+"""A dictionary with a key whose hash takes 2^60 steps: a tuple that holds another one twice, and so on."""
+
+
+def seconds_to_refuse(path: str) -> int:
+    began = time.perf_counter()
+    with pytest.raises(ConfigError, match="damaged: its tuples hold each other more often than the file has bytes"):
+        load_pretrained(network(), path)
+    print(time.perf_counter() - began)
+    return 0
+
+
+@pytest.mark.usefixtures("own_folder")
+@pytest.mark.parametrize("is_old_format", [False, True])
+def test_a_key_that_takes_forever_to_hash_is_refused_at_once(is_old_format: bool) -> None:
+    if is_old_format:
+        torch.save({}, "w.pt", _use_new_zipfile_serialization=False)
+        data = Path("w.pt").read_bytes()
+        empty = pickle.dumps({}, 2)
+        assert data.count(empty) == 1
+        Path("w.pt").write_bytes(data.replace(empty, KEYED))
+    else:
+        with zipfile.ZipFile("w.pt", "w") as archive:
+            archive.writestr("archive/data.pkl", KEYED)
+            archive.writestr("archive/version", "3\n")
+    loading = Forked(seconds_to_refuse, "w.pt")  # nothing but a signal ends it otherwise
+    try:
+        assert float(loading.communicate(timeout=30)[0]) < 1.0 and loading.returncode == 0
+    finally:
+        loading.process.kill()
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_tuples_that_are_shared_by_many_are_no_damage() -> None:
+    shared = (0.9, 0.999)
+    groups = [{"betas": shared, "milestones": Counter([n, n]), (n, shared): n} for n in range(20_000)]
+    torch.save({"state_dict": copy(network(seed=1)), "optimizer": {"param_groups": groups}}, "w.pt")
+    net = network(seed=2)
+    load_pretrained(net, "w.pt")
+    assert not unlike(copy(network(seed=1)), copy(net))
 
 
 @pytest.mark.usefixtures("own_folder")
