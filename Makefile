@@ -31,7 +31,7 @@ setup: $(STAMP) ## make .venv with everything installed; at once when nothing ch
 train: setup ## run the default recipe: python train.py $(ARGS)
 	$(PY) train.py $(ARGS)
 
-test: setup ## every promise once, under four minutes: pytest -m "not slow" $(PYTEST_ARGS)
+test: setup ## every promise once, seven minutes on two cores: pytest -m "not slow" $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
 test-all: setup ## all tests, under half an hour: pytest $(PYTEST_ARGS)
