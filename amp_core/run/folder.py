@@ -37,11 +37,15 @@ class RunFolder:
             return
         try:
             path = self.path.absolute()  # fails in a folder that was removed
-            while self._lock is None:
+            for tries_left in reversed(range(100)):
                 self._new = [folder for folder in (path, *path.parents) if not folder.exists()]
-                with contextlib.suppress(FileNotFoundError):  # a refused run has just removed the folders that it made
+                try:
                     path.mkdir(parents=True, exist_ok=True)
                     self._lock = lock_folder(self.path)
+                    break
+                except FileNotFoundError:  # perhaps a refused run has just removed the folders that it made
+                    if not tries_left:  # in /proc each try fails like that
+                        raise
             with contextlib.suppress(FileNotFoundError, ValueError):
                 self.before = read_json(self.path / "summary.json")
         except OSError as problem:

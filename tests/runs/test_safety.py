@@ -77,6 +77,19 @@ def test_a_place_that_is_no_folder_for_runs_is_refused(key, place, capsys, monke
     assert key in refused(capsys, *sweep, f"{key}='{place}'")
 
 
+@pytest.mark.timeout(60)
+def test_a_place_where_no_folder_can_be_made_ends_the_run(capsys, monkeypatch):
+    """As in /proc: the error is that of a folder which another process has just removed, but at each try."""
+
+    def refuse(path, *arguments, **options):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", refuse)
+        assert train.main([*SMALL, "run_dir=x"]) == 4
+    assert "run_dir=x: cannot be written: No such file or directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "name", rows(["train.log", "checkpoints/model.pt", ".hydra/config.yaml", ".lock", "summary.json"], "train.log")
 )
