@@ -76,7 +76,7 @@ def test_a_second_interrupt_kills_workers_that_do_not_end(first, tmp_path):
     other = subprocess.Popen([*command, str(tmp_path / "other.json")], stdout=subprocess.PIPE)
     for process in (*workers, other):
         process.stdout.readline()
-    signals = launch._Signals(job_file, Stopped)
+    signals = launch._Signals(job_file, 2, tmp_path, Stopped)
     before = signal.getsignal(signal.SIGINT)
     try:
         with signals:

@@ -324,7 +324,7 @@ def test_the_lines_of_an_interrupted_run_are_those_of_one_that_was_not(recipe, m
 
     run_recipe(recipe, "whole", *settings)
     monkeypatch.setattr(Stop, "poll", polled)
-    monkeypatch.setattr(Evaluation, "_check_stop", lambda self: None)  # polls count steps
+    monkeypatch.setattr(Evaluation, "_check_stop", lambda *_: None)  # polls count steps
     interruptions |= {8: Killed, 9: 143, 13: 130, 17: Killed, 20: 75, 24: 143, 29: Killed}
     while interruptions:
         at, what = min(interruptions.items())

@@ -102,9 +102,9 @@ def test_an_order_can_be_entered_at_any_sample(start: int) -> None:
 
 
 def test_a_start_after_a_billion_samples_costs_nothing() -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     keys = next(iter(Sampler(1000, seed=0, batch_size=8, start_sample=10**9 + 3)))
-    assert time.perf_counter() - begin < 0.1 and {number for _, number in keys} == {10**6}
+    assert time.process_time() - begin < 0.1 and {number for _, number in keys} == {10**6}
 
 
 @pytest.mark.parametrize("start", [0, 12, 37])

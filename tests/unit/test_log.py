@@ -332,20 +332,22 @@ def test_a_run_that_stops_early_shows_its_last_line(tmp_path, capsys):
 
 def test_plain_lines_come_every_few_seconds(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(lines_module, "LINE_SECONDS", 0.2)
+    began = time.monotonic()
     log = make_log(tmp_path, progress=True)
     for step in range(1, 51):
         log.metrics(train_line(step))
         time.sleep(0.01)
     log.close({})
-    assert 3 <= len(capsys.readouterr().err.splitlines()) <= 6
+    most = (time.monotonic() - began) / 0.2 + 2  # the first and the last one are not counted by the clock
+    assert 3 <= len(capsys.readouterr().err.splitlines()) <= min(most, 50)
 
 
 def test_advance_costs_next_to_nothing(tmp_path):
     log = make_log(tmp_path, progress=True)
-    start = time.perf_counter()
+    start = time.process_time()
     for step in range(100_000):
         log.advance(step)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     log.close({})
 
 
