@@ -28,7 +28,7 @@ from amp_core.doctor.diagnosis import (
     keep_fp32_call,
     keep_fp32_override,
 )
-from amp_core.doctor.plain_loop import in_bf16, without_autocast
+from amp_core.doctor.plain_loop import PlainLoop, in_bf16, without_autocast
 from amp_core.doctor.trace import FirstNonFinite, Trace, is_finite, named_tensors
 from amp_core.lowp.islands import islands_of
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
@@ -70,13 +70,10 @@ class Reruns(Protocol):
     nets: list[tuple[str, nn.Module]]
     names: dict[nn.Module, str]
     agree: Callable[[Any], list[Any]]
+    plain: PlainLoop | None
 
     @property
     def can_make_islands(self) -> bool: ...
-    @property
-    def in_plain_loop(self) -> bool: ...
-    @property
-    def gradscaler(self) -> torch.amp.GradScaler | None: ...
     def as_islands(self, names: Sequence[str]) -> contextlib.AbstractContextManager[list[str]]: ...
     def is_finite(self, replay: Replay, *, as_trained: bool = False) -> Generator[Any, None, bool]: ...
     def trace(self, replay: Replay) -> Generator[Any, None, tuple[Trace, Rehearsal]]: ...
@@ -102,12 +99,8 @@ class Cures:
         """Write a diagnosis of a loss scale that is too large, where `fits` is finite for this window."""
         policy = self.amp.scaler.policy
         assert policy is not None
-        is_backward = diagnosis.phase == "backward"
-        what = (
-            f"gradients exceed {diagnosis.output.dtype}"
-            if is_backward and diagnosis.output
-            else "the loss exceeds float32"
-        )
+        grads = diagnosis.output if diagnosis.phase == "backward" else None
+        what = f"gradients exceed {grads.dtype}" if grads is not None else "the loss exceeds float32"
         diagnosis.cause = "loss scale too large"
         diagnosis.why = f"With a loss scale of {scale:g} {what}; with {fits:g} the window is finite."
         trial, fits = yield from self._at_smaller_scales(fits)
@@ -115,7 +108,8 @@ class Cures:
         if not trial.holds:
             yield from self._give_up(diagnosis, f"loss scale {fits:g}", trial)
             return
-        grown = scale > policy.init_scale and self.doctor.gradscaler is None  # torch's has no cap
+        plain = self.doctor.plain
+        grown = scale > policy.init_scale and not (plain and plain.scaler)  # torch's has no cap
         fields = {"max_scale": fits} if grown else {"init_scale": fits}
         text = "cap the loss scale" if grown else "begin with a smaller loss scale"
         if fits < policy.min_scale:
@@ -142,7 +136,7 @@ class Cures:
                 advice = BY_HAND
         if advice is BF16 and self.amp.limits[1] > torch.finfo(torch.float16).max:
             advice = BY_HAND
-        if advice is BF16 and self.doctor.in_plain_loop and not self.amp.weights:
+        if advice is BF16 and self.doctor.plain and not self.amp.weights:
             with in_bf16(self.amp.device.type):
                 trial = yield from self.lasts(diagnosis.loss_scale)
                 if trial.holds:
@@ -342,7 +336,7 @@ class Cures:
     def _casts_by_itself(self, birth: FirstNonFinite) -> Generator[Any, None, bool]:
         """Whether an operation still runs in 16 bits, and overflows, in an island."""
         module = birth.place.module
-        if module is None and not self.doctor.in_plain_loop:  # other code may not bear other dtypes
+        if module is None and self.doctor.plain is None:  # other code may not bear other dtypes
             return False
         with without_autocast() if module is None else self.doctor.as_islands([module]):
             trace, _ = yield from self.doctor.trace(self.replay)
@@ -354,7 +348,7 @@ class Cures:
         override = " ".join(f"amp.{name}={value:.17g}" for name, value in fields.items())
         scale = min(fields.values())
         python = f'Amp.named("{self.amp.config.name}"{"".join(f", {name}={x:.17g}" for name, x in fields.items())})'
-        if (scaler := self.doctor.gradscaler) is not None:
+        if self.doctor.plain and (scaler := self.doctor.plain.scaler):
             interval = scaler.get_growth_interval()
             more = f", growth_interval={interval}" if interval != 2000 else ""  # in which it was tried
             python = f'torch.amp.GradScaler("{self.amp.device.type}", init_scale={scale:.17g}{more})'

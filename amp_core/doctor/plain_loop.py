@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import random
 import sys
@@ -233,19 +234,16 @@ class PlainLoop:
             rehearsal.optimizers.add(optimizer)  # it may skip
             return step(scaler, optimizer, *args, **kwargs)
 
-        hooks = [
+        with (
             register_optimizer_step_pre_hook(take_gradients),
             register_optimizer_step_post_hook(give_gradients),
-        ]
-        told = replaced(kind, update=keep_scale, scale=told_scale, step=told_step)
-        try:
-            with replaced(torch.Tensor, backward=told_backward), told, warnings.catch_warnings():
-                # A compiled model says that it sees the hooks of the trace.
-                warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+            replaced(torch.Tensor, backward=told_backward),
+            replaced(kind, update=keep_scale, scale=told_scale, step=told_step),
+            warnings.catch_warnings(),
+        ):
+            # A compiled model says that it sees the hooks of the trace.
+            warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+            yield
 
     def _scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> Any:
         if self.scaler is None and self.amp.scaler.policy is not None:
@@ -388,19 +386,16 @@ class RandomState:
     """A snapshot of the random generators that a window may use."""
 
     def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
-        self.generators = {generator: generator.get_state() for generator in generators}
-        self._cpu, self._python = torch.get_rng_state(), random.getstate()
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._device = device
+        self.generators = list(generators)
+        self._states: list[tuple[Callable[[Any], Any], Any]] = [(g.set_state, g.get_state()) for g in self.generators]
+        self._states += [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
+        if numpy := sys.modules.get("numpy"):
+            self._states.append((numpy.random.set_state, numpy.random.get_state()))
+        if device.type == "cuda":
+            put_back = functools.partial(torch.cuda.set_rng_state, device=device)
+            self._states.append((put_back, torch.cuda.get_rng_state(device)))
 
     def restore(self) -> None:
         """Restore the snapshot."""
-        for generator, state in self.generators.items():
-            generator.set_state(state)
-        torch.set_rng_state(self._cpu)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        for put_back, state in self._states:
+            put_back(state)
