@@ -31,6 +31,7 @@ from amp_core.doctor.diagnosis import (
 from amp_core.doctor.plain_loop import PlainLoop, in_bf16, without_autocast
 from amp_core.doctor.trace import FirstNonFinite, Trace, is_finite, named_tensors
 from amp_core.lowp.islands import islands_of
+from amp_core.lowp.weights import weights_by_side
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
 from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
@@ -45,6 +46,8 @@ _MOST_ROUNDS = 8
 _MOST_HALVINGS = 4
 _LARGER_EPS = (1e-8, 1e-7, 1e-4)
 """torch's own for fp32, and what float16 holds: one that is no longer 0, and one that is not subnormal."""
+_OF_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"}
+"""What optimizers take a root of."""
 _LEAST_SCALE = -24
 """Exponent of the smallest loss scale that is tried: below 2^-24 of a number fp16 holds nothing."""
 
@@ -268,12 +271,15 @@ class Cures:
                     yield window
                 used |= rehearsal.optimizers
                 bad += [] if all(self.agree(rehearsal.is_finite)) else ["the gradients"]
+            low = weights_by_side()
             for optimizer in used:
                 for group in optimizer.param_groups:
                     for p in group["params"]:
-                        if not is_finite(weight := local([p])[0]):
+                        # An fp32 side may have no memory between steps.
+                        if not is_finite(weight := local([low.get(p, p)])[0]):
                             name, kind = names.get(weight, "a weight"), type(optimizer).__name__
-                            bad.append(f"{kind} makes {name} not finite: {_reason(weight, group, optimizer.state[p])}")
+                            why = _reason(weight, p.dtype, group, optimizer.state[p])
+                            bad.append(f"{kind} makes {name} not finite: {why}")
         return [each for found in self.agree(bad) for each in found], used
 
     # --- trials -------------------------------------------------------------------------------------------------------
@@ -416,18 +422,27 @@ class Cures:
         return names
 
 
-def _reason(weight: Tensor, group: dict[str, Any], state: dict[str, Any]) -> str:
+def _reason(weight: Tensor, dtype: torch.dtype, group: dict[str, Any], state: dict[str, Any]) -> str:
+    """Why a step, computed in `dtype`, left numbers of a weight that are not finite."""
     rate, at, eps = float(group["lr"]), ~weight.isfinite(), group.get("eps")
     moments = {key: local([each])[0] for key, each in state.items() if isinstance(each, Tensor) and each.ndim}
     moments = {key: each[at] for key, each in moments.items() if each.shape == weight.shape}
-    dtype = str(weight.dtype).removeprefix("torch.")
     if not math.isfinite(rate):
         return f"the learning rate is {rate:g}"
+    if negative := [key for key in moments if key in _OF_SQUARES and bool((moments[key] < 0).any())]:
+        return f"{negative[0]} is negative, and has no root"
     zeros = [key for key, each in moments.items() if not each.any()]
-    if zeros and eps is not None and not torch.tensor(eps).to(weight.dtype):
-        return f"it divides 0 by 0 where {zeros[-1]} is 0, because eps={eps:g} is 0 in {dtype}"
-    large = next((key for key, each in moments.items() if not is_finite(each)), "it")
-    return f"{large} exceeds {dtype} with a learning rate of {rate:g}"
+    if zeros and eps is not None and not torch.tensor(eps).to(dtype):
+        return f"it divides 0 by 0 where {zeros[-1]} is 0, because eps={eps:g} is 0 in {_name(dtype)}"
+    for key, each in [*moments.items(), ("it", weight)]:
+        if not is_finite(each):
+            how = "is NaN" if each.isnan().any() else f"exceeds {_name(each.dtype)}"
+            return f"{key} {how} with a learning rate of {rate:g}"
+    return f"it is not finite with a learning rate of {rate:g}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -96,16 +96,18 @@ class PlainLoop:
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[int]:
-        """Around steps that are taken and undone. Yields how many there may be: one if no optimizer is known."""
+        """Around steps that are taken and undone. Yields how many there may be; 1: none is taken."""
         optimizers = self._optimizers()
+        if self.amp.weights or not optimizers:  # the fp32 sides of 16-bit weights may have no memory to put back
+            yield 1
+            return
         own = set(self._params())
         others = [p for each in optimizers for p in weights_of(each) if p not in own]
         with contextlib.ExitStack() as undone:
             undone.enter_context(kept([*self.nets, nn.ParameterList(others)], self._copies | copies_of(others)))
             for optimizer in optimizers:
                 undone.enter_context(with_own_state(optimizer))
-            # Weights in 16 bits have other copies.
-            yield 1 if self.amp.weights or not optimizers else sys.maxsize
+            yield sys.maxsize
 
     def _optimizers(self) -> set[torch.optim.Optimizer]:
         return set[torch.optim.Optimizer]().union(*(each.optimizers for each in self._rehearsals))

@@ -502,7 +502,8 @@ class Trace(DispatchMode):
         birth = FirstNonFinite(number, "", place, False, [], Range.of(name, tensor), bool(tensor.isnan().any()), None)
         has_samples = name.startswith(("batch", "unseen", "variable")) and tensor.shape[:1].numel() in self._batch_sizes
         birth.tensor, birth.rows = name, bad_rows(tensor) if has_samples else []
-        if not name.startswith(("weight", "unseen")) and not bool((tensor.isnan() | tensor.isposinf()).any()):
+        values = _compared(tensor)
+        if not name.startswith(("weight", "unseen")) and not bool((values.isnan() | values.isposinf()).any()):
             # Only -inf, as in a mask of attention: no more suspicious than one that the program writes.
             self.constants.append(birth)
             number = CONSTANT - len(self.constants)
@@ -543,7 +544,7 @@ class Trace(DispatchMode):
         name, place = call.name, call.place
         inherited = {mark for each in call.inputs for mark in self._marks.get(each.key, ())}
         marks: set[tuple[str, str]] = set()
-        plain = [tensor for tensor in outputs if tensor.layout is torch.strided and not tensor.is_complex()]
+        plain = [_compared(each) for each in outputs if each.layout is torch.strided and not each.is_complex()]
         if name.rstrip("_") in _SPREADS_SIGMOID:
             marks |= {mark for mark in inherited if mark[0] in ("sigmoid", "wide sigmoid")}
         if name in _SPREADS_INPUT:
@@ -683,6 +684,11 @@ def _has_fractions(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def _compared(tensor: Tensor) -> Tensor:
+    """In a dtype that can be compared: float8 cannot."""
+    return tensor.float() if tensor.dtype.itemsize == 1 else tensor
+
+
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
@@ -691,9 +697,7 @@ def is_finite(tensor: Tensor) -> bool:
     tensor = tensor.detach()
     if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return True
-    if tensor.dtype.itemsize == 1:
-        tensor = tensor.float()
-    values = _real(tensor)
+    values = _real(_compared(tensor))
     if math.isfinite(values.sum().item()):  # else a sum of finite numbers overflowed, or one is not finite
         return True
     # Far faster than a test of each number; a NaN is both the smallest and the largest.

@@ -668,6 +668,46 @@ def test_a_step_that_makes_weights_nan_is_told_from_its_window(make, dtype, fact
         assert net.weight.isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["o2", "o3", "bf16_pure"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_in_16_bits_whose_step_is_finite_are_not_convicted(name, bias):
+    """Their fp32 sides may be one number in memory, which reads as NaN between steps."""
+    amp, net = Amp.named(name), nn.Linear(8, 4, bias=bias)
+    amp.prepare(net)
+    optimizer, x = torch.optim.SGD(master_params(net), 0.01), torch.randn(16, 8)
+
+    def step():
+        amp.backward(net(x.to(net.weight.dtype)).float().square().mean())
+        amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+
+    before = copy.deepcopy([*net.parameters()])
+    assert Doctor(amp, net).locate(step, x) is None
+    assert same([*net.parameters()], before) and all(p.grad is None for p in net.parameters())
+    step()
+    assert all(p.isfinite().all() for p in net.parameters())
+
+
+@pytest.mark.parametrize("exp_avg_sq, why", [(-1.0, "exp_avg_sq is negative, and has no root"), (0.0, None)])
+def test_a_negative_moment_of_squares_is_named(exp_avg_sq, why):
+    net, x = nn.Linear(8, 4), torch.randn(6, 8)
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        net(x).square().sum().backward()
+        optimizer.step()
+
+    step()
+    optimizer.state[net.weight]["exp_avg_sq"].fill_(exp_avg_sq)
+    diagnosis = Doctor(Amp.named("fp32"), net).locate(step, x)
+    assert (diagnosis and diagnosis.cause) == (why and "poisoned by the optimizer")
+    assert diagnosis is None or (why in diagnosis.why and "exceeds" not in diagnosis.why)
+    step()
+    assert net.weight.isfinite().all() == (why is None)
+
+
 def test_a_norm_beyond_fp32_is_told_from_gradients_that_are_not_finite():
     net = nn.Linear(4, 64, bias=False)
     nn.init.zeros_(net.weight)
