@@ -274,8 +274,8 @@ class Cures:
             low = weights_by_side()
             for optimizer in used:
                 for group in optimizer.param_groups:
-                    for p in group["params"]:
-                        # An fp32 side may have no memory between steps.
+                    params: list[Tensor] = group["params"]
+                    for p in params:  # an fp32 side may have no memory between steps
                         if not is_finite(weight := local([low.get(p, p)])[0]):
                             name, kind = names.get(weight, "a weight"), type(optimizer).__name__
                             why = _reason(weight, p.dtype, group, optimizer.state[p])

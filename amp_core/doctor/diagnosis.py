@@ -207,7 +207,7 @@ def cause_of(birth: FirstNonFinite) -> Cause:
     name = birth.op.split(".")[-1].rstrip("_")
     marks = {kind for kind, _ in birth.marks}
     is_wide_finite = birth.wide is not None and birth.wide < float("inf")
-    if "ctc_loss" in name:
+    if "ctc_loss" in name and not birth.backward and not is_wide_finite:
         return "targets longer than their inputs"
     if marks & {"bce", "wide bce"} or name.startswith("binary_cross_entropy"):
         return "16-bit sigmoid before a logarithm" if marks & {"bce", "sigmoid"} else "sigmoid before a logarithm"

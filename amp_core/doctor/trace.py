@@ -401,7 +401,8 @@ class Trace(DispatchMode):
         marks = self._new_marks(call, outputs)
         if not call.backward:
             self._find_collisions(call, outputs[0])
-        bad = [tensor for tensor in outputs if not is_finite(tensor)]
+        losses = outputs[:1] if call.name == "_ctc_loss" else outputs  # its alignments are -inf where none is possible
+        bad = [tensor for tensor in losses if not is_finite(tensor)]
         origins = self._origins_of(call, bad, marks) if bad else frozenset()
         for tensor in outputs:
             key = storage_key(tensor)
@@ -433,7 +434,8 @@ class Trace(DispatchMode):
             return frozenset(origins - constants)
         # An operation that is given a NaN has not produced it.
         has_nan = any(map(_has_nan, bad)) and not any(_has_nan(each.tensor) for each in given)
-        is_emptied = has_nan and (call.name in _TAKES_MASKS or "attention" in call.name)
+        is_mask = not any(bool((each.tensor == math.inf).any()) for each in given)
+        is_emptied = has_nan and is_mask and (call.name in _TAKES_MASKS or "attention" in call.name)
         if not is_emptied and constants - {CONSTANT}:
             return frozenset(constants - {CONSTANT})
         birth = self._birth(call, bad[0], has_nan, bool(constants), marks)
@@ -752,7 +754,12 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
 
 
 def _unread(call: _Call, bad: list[Tensor]) -> set[int]:
-    """Running statistics of a BatchNorm in training, if more than they is bad: it normalises by the batch alone."""
+    """What has no part in a bad result: a table of a CTC loss, which holds -inf where no alignment is possible.
+
+    Running statistics of a BatchNorm in training, if more than they is bad: it normalises by the batch alone.
+    """
+    if call.name == "_ctc_loss_backward":
+        return {storage_key(call.args[6])}
     trains = 7 if call.name == "native_batch_norm_backward" else 5
     if "batch_norm" not in call.name or len(call.args) <= trains or call.args[trains] is False:
         return set()

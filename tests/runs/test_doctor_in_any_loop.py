@@ -708,6 +708,38 @@ def test_a_negative_moment_of_squares_is_named(exp_avg_sq, why):
     assert net.weight.isfinite().all() == (why is None)
 
 
+def test_a_ctc_loss_whose_gradients_alone_are_not_finite_has_no_targets_that_are_too_long():
+    """Its table of alignments holds -inf in any step: only an infinite loss tells of targets without one."""
+    torch.manual_seed(0)
+    net, losses = nn.Linear(4, 5), []
+    labels, lengths = torch.tensor([[1, 2, 3], [1, 2, 4]]), torch.tensor([3, 3])
+
+    def loss(y):
+        losses.append(F.ctc_loss((y.view(6, 2, 5) * 1e31).log_softmax(-1), labels, torch.tensor([6, 6]), lengths))
+        return losses[-1]
+
+    diagnosis = located(net, (torch.randn(12, 4),), "fp32", loss)
+    assert losses[0].isfinite() and diagnosis is not None
+    assert (diagnosis.op, diagnosis.phase, diagnosis.cause) == (
+        "aten._ctc_loss_backward",
+        "backward",
+        "overflow in fp32",
+    )
+
+
+@pytest.mark.parametrize("bias, cause", [(math.inf, "infinite constant"), (-math.inf, "nothing left by a mask")])
+def test_a_softmax_of_numbers_and_plus_infinity_is_none_of_a_mask(bias, cause):
+    distance = torch.arange(4)
+
+    def loss(y):
+        at = distance > 2 if bias > 0 else distance >= 0  # one key; all of them, for the other
+        return (y + torch.where(at, torch.tensor(bias), 0.0)).softmax(-1).square().sum()
+
+    diagnosis = located(nn.Linear(4, 4), (torch.randn(3, 4),), "fp32", loss)
+    assert diagnosis is not None and diagnosis.cause == cause
+    assert "torch.where" in diagnosis.code if bias > 0 else "softmax" in diagnosis.op
+
+
 def test_a_norm_beyond_fp32_is_told_from_gradients_that_are_not_finite():
     net = nn.Linear(4, 64, bias=False)
     nn.init.zeros_(net.weight)
