@@ -6,6 +6,7 @@ processor's time is compared.
 
 from __future__ import annotations
 
+import operator
 import random
 import statistics
 import time
@@ -61,8 +62,17 @@ class Cost:
         loop.monitor, loop.measurement = None, None
 
     def ratio(self, way: str) -> float:
-        """Median step time against that without a doctor."""
-        return statistics.median(self.seconds[way]) / statistics.median(self.seconds["off"])
+        """Median of a turn's step times against those without a doctor."""
+        return statistics.median(self._ratios(way))
+
+    def _ratios(self, way: str) -> list[float]:
+        return sorted(map(operator.truediv, self.seconds[way], self.seconds["off"]))
+
+    def _interval(self, way: str) -> str:
+        """95% interval of the median, between two order statistics."""
+        ratios, half = self._ratios(way), 0.98 * self.num_steps**0.5
+        low, high = (round((self.num_steps - 1) / 2 + side) for side in (-half, half))
+        return f"(95% interval {ratios[max(low, 0)]:.4f} to {ratios[min(high, len(ratios) - 1)]:.4f})"
 
     def __str__(self) -> str:
         step = 1e3 * statistics.median(self.seconds["off"])
@@ -70,8 +80,8 @@ class Cost:
         return "\n".join(
             [
                 f"{self.num_steps} steps of each way, taking turns; without a doctor {step:.2f} ms (median)",
-                f"  off, again                     {self.ratio('off, again'):.4f}",
-                f"  doctor=watch                   {self.ratio('watch'):.4f}",
+                f"  off, again                     {self.ratio('off, again'):.4f}  {self._interval('off, again')}",
+                f"  doctor=watch                   {self.ratio('watch'):.4f}  {self._interval('watch')}",
                 f"  doctor.statistics_every=1      {1 + sampled:.4f}",
                 f"  doctor.statistics_every=100    {1 + sampled / 100:.4f}  (a hundredth of the line above)",
             ]
