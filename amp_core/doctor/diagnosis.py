@@ -355,7 +355,7 @@ ADVICE: dict[Cause, Fix] = {
     "poisoned weight": Fix("data", "start from an earlier checkpoint (resume=<folder>)"),
     "poisoned gradient": Fix("code", "optimizer.zero_grad() before the window, also after a step that was skipped"),
     "poisoned moment": Fix("data", "start from an earlier checkpoint (resume=<folder>), or with a new optimizer"),
-    "poisoned by the optimizer": Fix("code", "repair what the optimizer is given: learning rate, eps, gradients, moments"),
+    "poisoned by the optimizer": Fix("code", "repair what the optimizer has: learning rate, eps, gradients, moments"),
     "poisoned tensor": Fix("data", "make it finite where the program creates, loads or updates it"),
     "infinite constant": Fix("code", "write a finite number, or keep what it masks from the loss"),
     "bad input": Fix("data", "repair or remove the samples; if all are like that, normalise them"),
