@@ -61,31 +61,20 @@ class Cost:
                 self.seconds[name].append(_now(device) - began)
         loop.monitor, loop.measurement = None, None
 
-    def ratio(self, way: str) -> float:
-        """Median of a turn's step times against those without a doctor."""
-        return statistics.median(self._ratios(way))
-
-    def _ratios(self, way: str) -> list[float]:
-        return sorted(map(operator.truediv, self.seconds[way], self.seconds["off"]))
-
-    def _interval(self, way: str) -> str:
-        """95% interval of the median, between two order statistics."""
-        ratios, half = self._ratios(way), 0.98 * self.num_steps**0.5
-        low, high = (round((self.num_steps - 1) / 2 + side) for side in (-half, half))
-        return f"(95% interval {ratios[max(low, 0)]:.4f} to {ratios[min(high, len(ratios) - 1)]:.4f})"
+    def ratio(self, way: str) -> tuple[float, str]:
+        """Median of a turn's step times against those without a doctor, and as text with its 95% interval."""
+        ratios = sorted(map(operator.truediv, self.seconds[way], self.seconds["off"]))
+        middle, half = (len(ratios) - 1) / 2, 0.98 * len(ratios) ** 0.5  # between two order statistics
+        low, high = ratios[max(round(middle - half), 0)], ratios[min(round(middle + half), len(ratios) - 1)]
+        return statistics.median(ratios), f"{statistics.median(ratios):.4f}  (95% interval {low:.4f} to {high:.4f})"
 
     def __str__(self) -> str:
-        step = 1e3 * statistics.median(self.seconds["off"])
-        sampled = self.ratio("statistics") - 1
-        return "\n".join(
-            [
-                f"{self.num_steps} steps of each way, taking turns; without a doctor {step:.2f} ms (median)",
-                f"  off, again                     {self.ratio('off, again'):.4f}  {self._interval('off, again')}",
-                f"  doctor=watch                   {self.ratio('watch'):.4f}  {self._interval('watch')}",
-                f"  doctor.statistics_every=1      {1 + sampled:.4f}",
-                f"  doctor.statistics_every=100    {1 + sampled / 100:.4f}  (a hundredth of the line above)",
-            ]
-        )
+        step, sampled = 1e3 * statistics.median(self.seconds["off"]), self.ratio("statistics")
+        return f"""{self.num_steps} steps of each way, taking turns; without a doctor {step:.2f} ms (median)
+  off, again                     {self.ratio("off, again")[1]}
+  doctor=watch                   {self.ratio("watch")[1]}
+  doctor.statistics_every=1      {sampled[1]}
+  doctor.statistics_every=100    {1 + (sampled[0] - 1) / 100:.4f}  (a hundredth of the line above)"""
 
 
 def _now(device: torch.device) -> float:
