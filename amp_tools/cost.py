@@ -6,6 +6,8 @@ processor's time is compared.
 
 from __future__ import annotations
 
+import operator
+import random
 import statistics
 import time
 from collections.abc import Generator
@@ -48,8 +50,8 @@ class Cost:
         }
         self.seconds = {name: [] for name in ways}
         for turn in range(self.num_steps):
-            names = list(ways)
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            # In random order: what follows statistics finds cold caches.
+            for name in random.Random(turn).sample(list(ways), len(ways)):
                 loop.monitor, loop.measurement = ways[name]
                 began = _now(device)
                 with loop.step_of(windows[turn % _WINDOWS]), loop.sampling(), loop.watching():
@@ -59,22 +61,20 @@ class Cost:
                 self.seconds[name].append(_now(device) - began)
         loop.monitor, loop.measurement = None, None
 
-    def ratio(self, way: str) -> float:
-        """Median step time against that without a doctor."""
-        return statistics.median(self.seconds[way]) / statistics.median(self.seconds["off"])
+    def ratio(self, way: str) -> tuple[float, str]:
+        """Median of a turn's step times against those without a doctor, and as text with its 95% interval."""
+        ratios = sorted(map(operator.truediv, self.seconds[way], self.seconds["off"]))
+        middle, half = (len(ratios) - 1) / 2, 0.98 * len(ratios) ** 0.5  # between two order statistics
+        low, high = ratios[max(round(middle - half), 0)], ratios[min(round(middle + half), len(ratios) - 1)]
+        return statistics.median(ratios), f"{statistics.median(ratios):.4f}  (95% interval {low:.4f} to {high:.4f})"
 
     def __str__(self) -> str:
-        step = 1e3 * statistics.median(self.seconds["off"])
-        sampled = self.ratio("statistics") - 1
-        return "\n".join(
-            [
-                f"{self.num_steps} steps of each way, taking turns; without a doctor {step:.2f} ms (median)",
-                f"  off, again                     {self.ratio('off, again'):.4f}",
-                f"  doctor=watch                   {self.ratio('watch'):.4f}",
-                f"  doctor.statistics_every=1      {1 + sampled:.4f}",
-                f"  doctor.statistics_every=100    {1 + sampled / 100:.4f}  (a hundredth of the line above)",
-            ]
-        )
+        step, sampled = 1e3 * statistics.median(self.seconds["off"]), self.ratio("statistics")
+        return f"""{self.num_steps} steps of each way, taking turns; without a doctor {step:.2f} ms (median)
+  off, again                     {self.ratio("off, again")[1]}
+  doctor=watch                   {self.ratio("watch")[1]}
+  doctor.statistics_every=1      {sampled[1]}
+  doctor.statistics_every=100    {1 + (sampled[0] - 1) / 100:.4f}  (a hundredth of the line above)"""
 
 
 def _now(device: torch.device) -> float:

@@ -28,9 +28,10 @@ from amp_core.doctor.diagnosis import (
     keep_fp32_call,
     keep_fp32_override,
 )
-from amp_core.doctor.plain_loop import in_bf16, without_autocast
+from amp_core.doctor.plain_loop import PlainLoop, in_bf16, without_autocast
 from amp_core.doctor.trace import FirstNonFinite, Trace, is_finite, named_tensors
 from amp_core.lowp.islands import islands_of
+from amp_core.lowp.weights import weights_by_side
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
 from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
@@ -45,6 +46,8 @@ _MOST_ROUNDS = 8
 _MOST_HALVINGS = 4
 _LARGER_EPS = (1e-8, 1e-7, 1e-4)
 """torch's own for fp32, and what float16 holds: one that is no longer 0, and one that is not subnormal."""
+_OF_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"}
+"""What optimizers take a root of."""
 _LEAST_SCALE = -24
 """Exponent of the smallest loss scale that is tried: below 2^-24 of a number fp16 holds nothing."""
 
@@ -70,13 +73,10 @@ class Reruns(Protocol):
     nets: list[tuple[str, nn.Module]]
     names: dict[nn.Module, str]
     agree: Callable[[Any], list[Any]]
+    plain: PlainLoop | None
 
     @property
     def can_make_islands(self) -> bool: ...
-    @property
-    def in_plain_loop(self) -> bool: ...
-    @property
-    def gradscaler(self) -> torch.amp.GradScaler | None: ...
     def as_islands(self, names: Sequence[str]) -> contextlib.AbstractContextManager[list[str]]: ...
     def is_finite(self, replay: Replay, *, as_trained: bool = False) -> Generator[Any, None, bool]: ...
     def trace(self, replay: Replay) -> Generator[Any, None, tuple[Trace, Rehearsal]]: ...
@@ -102,12 +102,8 @@ class Cures:
         """Write a diagnosis of a loss scale that is too large, where `fits` is finite for this window."""
         policy = self.amp.scaler.policy
         assert policy is not None
-        is_backward = diagnosis.phase == "backward"
-        what = (
-            f"gradients exceed {diagnosis.output.dtype}"
-            if is_backward and diagnosis.output
-            else "the loss exceeds float32"
-        )
+        grads = diagnosis.output if diagnosis.phase == "backward" else None
+        what = f"gradients exceed {grads.dtype}" if grads is not None else "the loss exceeds float32"
         diagnosis.cause = "loss scale too large"
         diagnosis.why = f"With a loss scale of {scale:g} {what}; with {fits:g} the window is finite."
         trial, fits = yield from self._at_smaller_scales(fits)
@@ -115,7 +111,8 @@ class Cures:
         if not trial.holds:
             yield from self._give_up(diagnosis, f"loss scale {fits:g}", trial)
             return
-        grown = scale > policy.init_scale and self.doctor.gradscaler is None  # torch's has no cap
+        plain = self.doctor.plain
+        grown = scale > policy.init_scale and not (plain and plain.scaler)  # torch's has no cap
         fields = {"max_scale": fits} if grown else {"init_scale": fits}
         text = "cap the loss scale" if grown else "begin with a smaller loss scale"
         if fits < policy.min_scale:
@@ -142,7 +139,7 @@ class Cures:
                 advice = BY_HAND
         if advice is BF16 and self.amp.limits[1] > torch.finfo(torch.float16).max:
             advice = BY_HAND
-        if advice is BF16 and self.doctor.in_plain_loop and not self.amp.weights:
+        if advice is BF16 and self.doctor.plain and not self.amp.weights:
             with in_bf16(self.amp.device.type):
                 trial = yield from self.lasts(diagnosis.loss_scale)
                 if trial.holds:
@@ -274,12 +271,15 @@ class Cures:
                     yield window
                 used |= rehearsal.optimizers
                 bad += [] if all(self.agree(rehearsal.is_finite)) else ["the gradients"]
+            low = weights_by_side()
             for optimizer in used:
                 for group in optimizer.param_groups:
-                    for p in group["params"]:
-                        if not is_finite(weight := local([p])[0]):
+                    params: list[Tensor] = group["params"]
+                    for p in params:  # an fp32 side may have no memory between steps
+                        if not is_finite(weight := local([low.get(p, p)])[0]):
                             name, kind = names.get(weight, "a weight"), type(optimizer).__name__
-                            bad.append(f"{kind} makes {name} not finite: {_reason(weight, group, optimizer.state[p])}")
+                            why = _reason(weight, p.dtype, group, optimizer.state[p])
+                            bad.append(f"{kind} makes {name} not finite: {why}")
         return [each for found in self.agree(bad) for each in found], used
 
     # --- trials -------------------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class Cures:
     def _casts_by_itself(self, birth: FirstNonFinite) -> Generator[Any, None, bool]:
         """Whether an operation still runs in 16 bits, and overflows, in an island."""
         module = birth.place.module
-        if module is None and not self.doctor.in_plain_loop:  # other code may not bear other dtypes
+        if module is None and self.doctor.plain is None:  # other code may not bear other dtypes
             return False
         with without_autocast() if module is None else self.doctor.as_islands([module]):
             trace, _ = yield from self.doctor.trace(self.replay)
@@ -354,7 +354,7 @@ class Cures:
         override = " ".join(f"amp.{name}={value:.17g}" for name, value in fields.items())
         scale = min(fields.values())
         python = f'Amp.named("{self.amp.config.name}"{"".join(f", {name}={x:.17g}" for name, x in fields.items())})'
-        if (scaler := self.doctor.gradscaler) is not None:
+        if self.doctor.plain and (scaler := self.doctor.plain.scaler):
             interval = scaler.get_growth_interval()
             more = f", growth_interval={interval}" if interval != 2000 else ""  # in which it was tried
             python = f'torch.amp.GradScaler("{self.amp.device.type}", init_scale={scale:.17g}{more})'
@@ -422,18 +422,27 @@ class Cures:
         return names
 
 
-def _reason(weight: Tensor, group: dict[str, Any], state: dict[str, Any]) -> str:
+def _reason(weight: Tensor, dtype: torch.dtype, group: dict[str, Any], state: dict[str, Any]) -> str:
+    """Why a step, computed in `dtype`, left numbers of a weight that are not finite."""
     rate, at, eps = float(group["lr"]), ~weight.isfinite(), group.get("eps")
     moments = {key: local([each])[0] for key, each in state.items() if isinstance(each, Tensor) and each.ndim}
     moments = {key: each[at] for key, each in moments.items() if each.shape == weight.shape}
-    dtype = str(weight.dtype).removeprefix("torch.")
     if not math.isfinite(rate):
         return f"the learning rate is {rate:g}"
+    if negative := [key for key in moments if key in _OF_SQUARES and bool((moments[key] < 0).any())]:
+        return f"{negative[0]} is negative, and has no root"
     zeros = [key for key, each in moments.items() if not each.any()]
-    if zeros and eps is not None and not torch.tensor(eps).to(weight.dtype):
-        return f"it divides 0 by 0 where {zeros[-1]} is 0, because eps={eps:g} is 0 in {dtype}"
-    large = next((key for key, each in moments.items() if not is_finite(each)), "it")
-    return f"{large} exceeds {dtype} with a learning rate of {rate:g}"
+    if zeros and eps is not None and not torch.tensor(eps).to(dtype):
+        return f"it divides 0 by 0 where {zeros[-1]} is 0, because eps={eps:g} is 0 in {_name(dtype)}"
+    for key, each in [*moments.items(), ("it", weight)]:
+        if not is_finite(each):
+            how = "is NaN" if each.isnan().any() else f"exceeds {_name(each.dtype)}"
+            return f"{key} {how} with a learning rate of {rate:g}"
+    return f"it is not finite with a learning rate of {rate:g}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from amp_core.doctor.trace import Collision, FirstNonFinite, Location, Range
 
@@ -51,8 +51,6 @@ _PRODUCTS |= {"div", "matmul"}
 _REDUCTIONS = {"sum", "nansum", "mean", "norm", "linalg_vector_norm", "cumsum", "cumprod", "prod", "var", "var_mean"}
 _REDUCTIONS |= {"std", "std_mean", "logsumexp", "logcumsumexp", "index_add", "scatter_add", "index_put", "trace"}
 _REDUCTIONS |= {"embedding_dense_backward", "_foreach_norm", "cdist", "_cdist_forward", "native_layer_norm"}
-
-
 _AVERAGES = {"mean", "std", "var", "std_mean", "var_mean", "nll_loss_forward", "nll_loss2d_forward"}
 _LIMITS = {
     "float16": 65504.0,
@@ -209,7 +207,7 @@ def cause_of(birth: FirstNonFinite) -> Cause:
     name = birth.op.split(".")[-1].rstrip("_")
     marks = {kind for kind, _ in birth.marks}
     is_wide_finite = birth.wide is not None and birth.wide < float("inf")
-    if "ctc_loss" in name:
+    if "ctc_loss" in name and not birth.backward and not is_wide_finite:
         return "targets longer than their inputs"
     if marks & {"bce", "wide bce"} or name.startswith("binary_cross_entropy"):
         return "16-bit sigmoid before a logarithm" if marks & {"bce", "sigmoid"} else "sigmoid before a logarithm"
@@ -243,13 +241,8 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
     pass_ = "the backward pass of " + birth.place.forward.strip("_") if birth.place.forward and birth.backward else what
     marks = dict(sorted(birth.marks))
     if cause in ("16-bit sigmoid before a logarithm", "sigmoid before a logarithm"):
-        origin = (
-            marks.get("sigmoid")
-            or marks.get("wide sigmoid")
-            or marks.get("bce")
-            or marks.get("wide bce")
-            or "a sigmoid"
-        )
+        kinds = ("sigmoid", "wide sigmoid", "bce", "wide bce")
+        origin = next((marks[kind] for kind in kinds if kind in marks), "a sigmoid")
         return (
             f"A probability was rounded to exactly 0 or 1 ({origin}), so that its logarithm, or the gradient 1/p, "
             "is infinite. Use a loss that takes logits: its gradient is p - y."
@@ -322,20 +315,8 @@ def _and_more(count: int) -> str:
     return f" and {count} more" if count > 0 else ""
 
 
-CURED_BY_ISLANDS: tuple[Cause, ...] = (
-    "overflow in a product",
-    "overflow in a reduction",
-    "overflow in a cast",
-    "overflow in a function",
-    "eps lost in 16 bits",
-    "16-bit sigmoid before a logarithm",
-    "underflow in 16 bits",
-    "cancellation in 16 bits",
-    "rounding in 16 bits",
-    "division or logarithm of zero",
-    "position collision",
-    "nothing left by a mask",
-)
+CURED_BY_ISLANDS = {cause for cause in get_args(Cause) if "16" in cause or cause.startswith("overflow in a ")}
+CURED_BY_ISLANDS |= {"division or logarithm of zero", "position collision", "nothing left by a mask"}
 
 BF16 = Fix("override", "use bf16, which has the range of fp32", "amp=bf16", 'Amp.named("bf16")')
 BY_HAND = Fix("code", "the program itself, not autocast, computes this in 16 bits: cast to float32, not to less")
@@ -374,7 +355,7 @@ ADVICE: dict[Cause, Fix] = {
     "poisoned weight": Fix("data", "start from an earlier checkpoint (resume=<folder>)"),
     "poisoned gradient": Fix("code", "optimizer.zero_grad() before the window, also after a step that was skipped"),
     "poisoned moment": Fix("data", "start from an earlier checkpoint (resume=<folder>), or with a new optimizer"),
-    "poisoned by the optimizer": Fix("code", "repair what the optimizer is given: learning rate, eps, gradients"),
+    "poisoned by the optimizer": Fix("code", "repair what the optimizer has: learning rate, eps, gradients, moments"),
     "poisoned tensor": Fix("data", "make it finite where the program creates, loads or updates it"),
     "infinite constant": Fix("code", "write a finite number, or keep what it masks from the loss"),
     "bad input": Fix("data", "repair or remove the samples; if all are like that, normalise them"),

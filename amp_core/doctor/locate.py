@@ -77,7 +77,8 @@ class Doctor:
         self.rank = rank
         self.agree: Agree = agree or (lambda value: [value])
         self._random: RandomState | None = None
-        self._plain: PlainLoop | None = None
+        self.plain: PlainLoop | None = None
+        """The window, if it is of a program of its own."""
 
     def remember(self, *generators: torch.Generator) -> None:
         """Keep the random state of here, before a window, for a `locate` of that window after it. Copies 5 KB.
@@ -110,7 +111,7 @@ class Doctor:
             ValueError: a weight or a buffer is on the meta device.
         """
         loop = PlainLoop(self.amp, [net for _, net in self.nets], batch, self._random)
-        self._plain = loop
+        self.plain = loop
         search = self.diagnose(loop.replay, loop.trying)
         try:
             while True:
@@ -130,14 +131,14 @@ class Doctor:
                     diagnosis.why += " The step changes its batch in place; each rerun was given it as it was before."
                 if loop.scaler is not None:
                     line = f'torch.autocast("{self.amp.device.type}", dtype=torch.bfloat16)'
-                    bf16 = (fix for fix in diagnosis.fixes if fix.override == BF16.override)
-                    renamed = {fix: dataclasses.replace(fix, python=line) for fix in bf16}
-                    diagnosis.fixes = [renamed.get(fix, fix) for fix in diagnosis.fixes]
+                    for i, fix in enumerate(diagnosis.fixes):
+                        python = line if fix.override == BF16.override else fix.python
+                        diagnosis.fixes[i] = dataclasses.replace(fix, python=python)
             return diagnosis
         finally:
             search.close()  # also where the step raises: nothing may go on watching
             loop.restore()
-            self._plain = None
+            self.plain = None
 
     def over_ranks(self, norms: Iterable[float]) -> float:
         """The norm of tensors of which each rank holds a shard with one of these norms, or all."""
@@ -167,7 +168,7 @@ class Doctor:
                     Fix("code", "compile backward passes outside autocast", None, BACKWARD),
                 )
             found = yield from self._silent(replay, everywhere)
-            if found is None and not (self._plain is not None and self._plain.bad_moments()):
+            if found is None and not (self.plain and self.plain.bad_moments()):
                 found = yield from cures.after_the_step()
             return found
         if suspects := {name for one in everywhere for name in one["suspects"]}:
@@ -195,7 +196,7 @@ class Doctor:
         # Their forward pass may raise without autocast; a plain loop takes that as no cure.
         is_low = has_16bit(self.nets)
         may_be_rounding = cause == "division or logarithm of zero" and everywhere[rank]["has_half"]
-        if may_be_rounding and (self.in_plain_loop or not is_low):
+        if may_be_rounding and (self.plain or not is_low):
             is_mended = yield from self._in_fp32(diagnosis, birth, replay)
             if not is_mended and (diagnosis.cause != cause or not is_low):  # an island does not end it
                 cause = diagnosis.cause
@@ -315,16 +316,8 @@ class Doctor:
         """Diagnose a finite window: positions that collide in 16 bits."""
         for rank, one in enumerate(everywhere):
             for collision in one["collisions"][:1]:
-                diagnosis = Diagnosis(
-                    "position collision",
-                    explain_collision(collision),
-                    op=collision.op,
-                    **location_of(collision.place),
-                    amp=self.amp.config.name,
-                    loss_scale=self.amp.scale,
-                    rank=rank,
-                    num_ranks=len(everywhere),
-                )
+                found, at = self._not_found(explain_collision(collision), "position collision"), collision.place
+                diagnosis = dataclasses.replace(found, phase="forward", op=collision.op, rank=rank, **location_of(at))
                 if collision.place.module is not None:
                     with self.as_islands([collision.place.module]) as names:
                         trace, _ = yield from self.trace(replay)
@@ -361,16 +354,6 @@ class Doctor:
     # --- islands ------------------------------------------------------------------------------------------------------
 
     @property
-    def in_plain_loop(self) -> bool:
-        """Whether the window is of a program of its own."""
-        return self._plain is not None
-
-    @property
-    def gradscaler(self) -> torch.amp.GradScaler | None:
-        """The scaler of torch that such a program has."""
-        return self._plain.scaler if self._plain is not None else None
-
-    @property
     def can_make_islands(self) -> bool:
         """Whether modules can become fp32 islands."""
         return can_make_islands(self.amp, self.nets)
@@ -382,13 +365,9 @@ class Doctor:
             made = []
             for name in dict.fromkeys(map(self._called, names)):
                 with contextlib.suppress(ValueError):  # a patched or compiled forward would bypass the island
-                    made += [name] if stack.enter_context(as_islands(self.modules([name]))) else []
+                    made += [name] if stack.enter_context(as_islands(self._modules[name])) else []
             yield made
 
     def _called(self, name: str) -> str:
         """The module itself, or the nn.MultiheadAttention around it, which uses its submodules' weights directly."""
         return next((each for each in self._attentions if f"{name}.".startswith(f"{each}.")), name)
-
-    def modules(self, names: Sequence[str]) -> list[nn.Module]:
-        """The modules with these names."""
-        return [module for name in names for module in self._modules[name]]

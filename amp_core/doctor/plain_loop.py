@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import random
 import sys
@@ -95,16 +96,18 @@ class PlainLoop:
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[int]:
-        """Around steps that are taken and undone. Yields how many there may be: one if no optimizer is known."""
+        """Around steps that are taken and undone. Yields how many there may be; 1: none is taken."""
         optimizers = self._optimizers()
+        if self.amp.weights or not optimizers:  # the fp32 sides of 16-bit weights may have no memory to put back
+            yield 1
+            return
         own = set(self._params())
         others = [p for each in optimizers for p in weights_of(each) if p not in own]
         with contextlib.ExitStack() as undone:
             undone.enter_context(kept([*self.nets, nn.ParameterList(others)], self._copies | copies_of(others)))
             for optimizer in optimizers:
                 undone.enter_context(with_own_state(optimizer))
-            # Weights in 16 bits have other copies.
-            yield 1 if self.amp.weights or not optimizers else sys.maxsize
+            yield sys.maxsize
 
     def _optimizers(self) -> set[torch.optim.Optimizer]:
         return set[torch.optim.Optimizer]().union(*(each.optimizers for each in self._rehearsals))
@@ -233,19 +236,16 @@ class PlainLoop:
             rehearsal.optimizers.add(optimizer)  # it may skip
             return step(scaler, optimizer, *args, **kwargs)
 
-        hooks = [
+        with (
             register_optimizer_step_pre_hook(take_gradients),
             register_optimizer_step_post_hook(give_gradients),
-        ]
-        told = replaced(kind, update=keep_scale, scale=told_scale, step=told_step)
-        try:
-            with replaced(torch.Tensor, backward=told_backward), told, warnings.catch_warnings():
-                # A compiled model says that it sees the hooks of the trace.
-                warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+            replaced(torch.Tensor, backward=told_backward),
+            replaced(kind, update=keep_scale, scale=told_scale, step=told_step),
+            warnings.catch_warnings(),
+        ):
+            # A compiled model says that it sees the hooks of the trace.
+            warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+            yield
 
     def _scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> Any:
         if self.scaler is None and self.amp.scaler.policy is not None:
@@ -388,19 +388,16 @@ class RandomState:
     """A snapshot of the random generators that a window may use."""
 
     def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
-        self.generators = {generator: generator.get_state() for generator in generators}
-        self._cpu, self._python = torch.get_rng_state(), random.getstate()
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._device = device
+        self.generators = list(generators)
+        self._states: list[tuple[Callable[[Any], Any], Any]] = [(g.set_state, g.get_state()) for g in self.generators]
+        self._states += [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
+        if numpy := sys.modules.get("numpy"):
+            self._states.append((numpy.random.set_state, numpy.random.get_state()))
+        if device.type == "cuda":
+            put_back = functools.partial(torch.cuda.set_rng_state, device=device)
+            self._states.append((put_back, torch.cuda.get_rng_state(device)))
 
     def restore(self) -> None:
         """Restore the snapshot."""
-        for generator, state in self.generators.items():
-            generator.set_state(state)
-        torch.set_rng_state(self._cpu)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        for put_back, state in self._states:
+            put_back(state)

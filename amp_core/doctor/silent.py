@@ -74,11 +74,11 @@ class Silent:
     def sampling(self, *, outputs: bool) -> Iterator[None]:
         """Count zeros of a window, on the device."""
         # A hook of modules would be copied with them, such as for a teacher.
-        hooks = _hooked(self._after_forward) if outputs and self._has_fp16 else contextlib.nullcontext()
+        is_hooked = outputs and self._has_fp16
         self._counts, observers = {}, self.loop.amp.observers
         observers.append(self._before_step)
         try:
-            with hooks:
+            with register_module_forward_hook(self._after_forward) if is_hooked else contextlib.nullcontext():
                 yield
         finally:
             observers.remove(self._before_step)
@@ -286,15 +286,6 @@ class Silent:
             if any(doctor.agree(is_among(births[0], trace.births))):
                 advice = BY_HAND
         return text + (f" Try: {advice.text}" if advice is not None else "")
-
-
-@contextlib.contextmanager
-def _hooked(hook: Any) -> Iterator[None]:
-    handle = register_module_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -17,13 +17,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from amp_core.doctor.trace import tensors_in
 from amp_core.doctor.watch import doctor_of
 from amp_core.lowp.weights import master_params
 from amp_core.memory.recompute import recomputed
@@ -71,16 +72,12 @@ class Statistics:
         scale = self._amp.scaler.scale.clone()  # the step may change it
         for name, weight in self._weights:
             self._measure(name, "weights", weight)
-        handles: list[Any] = [
-            module.register_forward_hook(functools.partial(self._after_forward, name)) for name, module in self._leaves
-        ]
-        self._amp.observers.append(self._before_step)
-        try:
+        with contextlib.ExitStack() as hooks:
+            for name, module in self._leaves:
+                hooks.enter_context(module.register_forward_hook(functools.partial(self._after_forward, name)))
+            self._amp.observers.append(self._before_step)
+            hooks.callback(self._amp.observers.remove, self._before_step)
             yield
-        finally:
-            self._amp.observers.remove(self._before_step)
-            for handle in handles:
-                handle.remove()
         self._pending.append(_Sampled(step, self._found, scale))
         self._found = {}
 
@@ -93,7 +90,7 @@ class Statistics:
         if recomputed() is not None:
             return
         found = self._found  # a graph retained beyond its window belongs to none
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             self._measure(name, "activations", tensor)
             if tensor.requires_grad:
                 tensor.register_hook(functools.partial(self._after_backward, found, name))
@@ -191,13 +188,3 @@ def spread(tensor: Tensor, limit: int) -> Tensor:
     while step > 1 and math.gcd(step, len(flat)) > 1:
         step += 1  # a divisor of a dimension would sample the same few channels
     return flat[::step]
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, tuple | list):
-        return []
-    return [tensor for item in value for tensor in _tensors(item)]

@@ -97,11 +97,8 @@ class Location:
     """In the backward pass: the differentiated operation, to which module and source belong."""
 
     def __str__(self) -> str:
-        if self.module is None:
-            where = "outside of the networks"
-        else:
-            where = f"{self.module} ({self.kind})" if self.module else f"the network itself ({self.kind})"
-        return f"{where}, {self.source}"
+        is_outside, inside = self.module is None, f"{self.module or 'the network itself'} ({self.kind})"
+        return f"{'outside of the networks' if is_outside else inside}, {self.source}"
 
 
 @dataclass(frozen=True)
@@ -385,7 +382,9 @@ class Trace(DispatchMode):
             for key in map(storage_key, tensors_in(result)):
                 self._unwritten.add(key)
                 if key not in written:  # new memory, perhaps of a freed tensor
-                    self._forget(key)
+                    self._shared.discard(key)
+                    self._origins.pop(key, None)
+                    self._marks.pop(key, None)
             return result
         tested = [each.tensor for each in inputs if _has_fractions(each.tensor)] if name in _TESTS else []
         if bad := [tensor for tensor in tested if not is_finite(tensor)]:
@@ -398,16 +397,12 @@ class Trace(DispatchMode):
             self._look(_Call(func, name, args, kwargs, place, node is not None, inputs), outputs, written)
         return result
 
-    def _forget(self, key: int) -> None:
-        self._shared.discard(key)
-        self._origins.pop(key, None)
-        self._marks.pop(key, None)
-
     def _look(self, call: _Call, outputs: list[Tensor], written: set[int]) -> None:
         marks = self._new_marks(call, outputs)
         if not call.backward:
             self._find_collisions(call, outputs[0])
-        bad = [tensor for tensor in outputs if not is_finite(tensor)]
+        losses = outputs[:1] if call.name == "_ctc_loss" else outputs  # its alignments are -inf where none is possible
+        bad = [tensor for tensor in losses if not is_finite(tensor)]
         origins = self._origins_of(call, bad, marks) if bad else frozenset()
         for tensor in outputs:
             key = storage_key(tensor)
@@ -439,7 +434,8 @@ class Trace(DispatchMode):
             return frozenset(origins - constants)
         # An operation that is given a NaN has not produced it.
         has_nan = any(map(_has_nan, bad)) and not any(_has_nan(each.tensor) for each in given)
-        is_emptied = has_nan and (call.name in _TAKES_MASKS or "attention" in call.name)
+        is_mask = not any(bool((each.tensor == math.inf).any()) for each in given)
+        is_emptied = has_nan and is_mask and (call.name in _TAKES_MASKS or "attention" in call.name)
         if not is_emptied and constants - {CONSTANT}:
             return frozenset(constants - {CONSTANT})
         birth = self._birth(call, bad[0], has_nan, bool(constants), marks)
@@ -467,17 +463,10 @@ class Trace(DispatchMode):
             return set()
         copied = (name for name, tensor in self._bad_batch.items() if same(tensor, found.tensor))
         name = self._own_tensor(found.key) or next(copied, None)
-        if name is not None or found.tensor.numel() > 1:
-            name = name or self._held(found.key)
-            return {self._not_finite_before(name or f"unseen {found.name}", found.tensor, found.key, place)}
-        return {CONSTANT}
-
-    def _is_of_samples(self, tensor: Tensor, name: str) -> bool:
-        return (
-            name.startswith(("batch", "unseen", "variable"))
-            and bool(tensor.ndim)
-            and tensor.shape[0] in self._batch_sizes
-        )
+        is_number = found.tensor.numel() == 1
+        if name is None and (not is_number or _has_nan(found.tensor)):  # an infinite number may be meant
+            name = self._held(found.key) or (None if is_number else f"unseen {found.name}")
+        return {self._not_finite_before(name, found.tensor, found.key, place) if name is not None else CONSTANT}
 
     def _own_tensor(self, key: int) -> str | None:
         """Name of a weight or buffer of the current module, which may be in none of the networks."""
@@ -513,8 +502,10 @@ class Trace(DispatchMode):
     def _not_finite_before(self, name: str, tensor: Tensor, key: int, place: Location) -> int:
         number = len(self.births)
         birth = FirstNonFinite(number, "", place, False, [], Range.of(name, tensor), bool(tensor.isnan().any()), None)
-        birth.tensor, birth.rows = name, bad_rows(tensor) if self._is_of_samples(tensor, name) else []
-        if not name.startswith(("weight", "unseen")) and not bool((tensor.isnan() | tensor.isposinf()).any()):
+        has_samples = name.startswith(("batch", "unseen", "variable")) and tensor.shape[:1].numel() in self._batch_sizes
+        birth.tensor, birth.rows = name, bad_rows(tensor) if has_samples else []
+        values = _compared(tensor)
+        if not name.startswith(("weight", "unseen")) and not bool((values.isnan() | values.isposinf()).any()):
             # Only -inf, as in a mask of attention: no more suspicious than one that the program writes.
             self.constants.append(birth)
             number = CONSTANT - len(self.constants)
@@ -530,6 +521,9 @@ class Trace(DispatchMode):
         known = [self._tensors.get(each.key, "") for each in floats]
         is_of_weights = bool(known) and all(name.startswith(("weight", "buffer")) for name in known)
         has_samples = not call.backward and not is_of_weights and output.shape[:1].numel() in self._batch_sizes
+        wide = _in_float64(call, output)
+        moved = floats[-1:] if call.name in ("_to_copy", "copy_") else []
+        held = [name for each in moved for kind, name in self._marks.get(each.key, ()) if kind == "input"]
         return FirstNonFinite(
             number=len(self.births),
             op=f"{call.func.namespace}.{call.name}",
@@ -538,17 +532,13 @@ class Trace(DispatchMode):
             inputs=[Range.of(self._tensors.get(each.key, each.name), each.tensor) for each in floats],
             output=Range.of("output", output),
             has_nan=has_nan,
-            wide=_largest(_in_float64(call, output)),
+            wide=None if wide is None else wide.abs().amax().item(),  # a NaN if there is one: it is no overflow
             at_a_pole=_is_at_a_pole(call.name, call.args, [each.tensor for each in floats]),
             only_masks=only_masks,
             marks=marks.union(*(self._marks.get(each.key, frozenset()) for each in floats)),
             rows=bad_rows(output) if has_samples else [],
-            tensor=self._moved_from(floats[-1]) if call.name in ("_to_copy", "copy_") and floats else "",
+            tensor=min(held, default=""),  # the first batch entry that holds these values
         )
-
-    def _moved_from(self, found: _Input) -> str:
-        """Name of the first batch entry that holds these values."""
-        return min((name for kind, name in self._marks.get(found.key, ()) if kind == "input"), default="")
 
     # --- marks and positions --------------------------------------------------------------------------------------
 
@@ -556,7 +546,7 @@ class Trace(DispatchMode):
         name, place = call.name, call.place
         inherited = {mark for each in call.inputs for mark in self._marks.get(each.key, ())}
         marks: set[tuple[str, str]] = set()
-        plain = [tensor for tensor in outputs if tensor.layout is torch.strided and not tensor.is_complex()]
+        plain = [_compared(each) for each in outputs if each.layout is torch.strided and not each.is_complex()]
         if name.rstrip("_") in _SPREADS_SIGMOID:
             marks |= {mark for mark in inherited if mark[0] in ("sigmoid", "wide sigmoid")}
         if name in _SPREADS_INPUT:
@@ -596,9 +586,7 @@ class Trace(DispatchMode):
         if dtype not in HALF:
             return
         if call.name == "arange":
-            count, kept = output.numel(), len(output.unique())
-            if kept < count:
-                self._collide(call, dtype, count, kept, output.abs().max().item())
+            self._compare(call, output, dtype, output.numel())
             return
         for each in call.inputs:
             source = each.tensor.detach()
@@ -611,13 +599,12 @@ class Trace(DispatchMode):
             # Integers with gaps are a table of something; positions have none.
             distinct = values.unique()
             if len(distinct) > 2 and bool((distinct.diff() == 1).all()):
-                kept = len(distinct.to(dtype).unique())
-                if kept < len(distinct):
-                    self._collide(call, dtype, len(distinct), kept, distinct.abs().max().item())
+                self._compare(call, distinct, dtype, len(distinct))
 
-    def _collide(self, call: _Call, dtype: torch.dtype, distinct: int, kept: int, largest: float) -> None:
-        name = str(dtype).removeprefix("torch.")
-        self.collisions.append(Collision(call.place, f"aten.{call.name}", name, distinct, kept, largest))
+    def _compare(self, call: _Call, numbers: Tensor, dtype: torch.dtype, distinct: int) -> None:
+        if (kept := len(numbers.to(dtype).unique())) < distinct:
+            name, largest = str(dtype).removeprefix("torch."), numbers.abs().max().item()
+            self.collisions.append(Collision(call.place, f"aten.{call.name}", name, distinct, kept, largest))
 
     # --- places ---------------------------------------------------------------------------------------------------
 
@@ -699,6 +686,11 @@ def _has_fractions(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def _compared(tensor: Tensor) -> Tensor:
+    """In a dtype that can be compared: float8 cannot."""
+    return tensor.float() if tensor.dtype.itemsize == 1 else tensor
+
+
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
@@ -707,9 +699,7 @@ def is_finite(tensor: Tensor) -> bool:
     tensor = tensor.detach()
     if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return True
-    if tensor.dtype.itemsize == 1:
-        tensor = tensor.float()
-    values = _real(tensor)
+    values = _real(_compared(tensor))
     if math.isfinite(values.sum().item()):  # else a sum of finite numbers overflowed, or one is not finite
         return True
     # Far faster than a test of each number; a NaN is both the smallest and the largest.
@@ -764,7 +754,12 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
 
 
 def _unread(call: _Call, bad: list[Tensor]) -> set[int]:
-    """Running statistics of a BatchNorm in training, if more than they is bad: it normalises by the batch alone."""
+    """What has no part in a bad result: a table of a CTC loss, which holds -inf where no alignment is possible.
+
+    Running statistics of a BatchNorm in training, if more than they is bad: it normalises by the batch alone.
+    """
+    if call.name == "_ctc_loss_backward":
+        return {storage_key(call.args[6])}
     trains = 7 if call.name == "native_batch_norm_backward" else 5
     if "batch_norm" not in call.name or len(call.args) <= trains or call.args[trains] is False:
         return set()
@@ -870,11 +865,6 @@ def _in_float64(call: _Call, output: Tensor) -> Tensor | None:
         return min(results, key=is_finite)  # of several with this shape the one that is not finite
     except (AssertionError, IndexError, NotImplementedError, RuntimeError, StopIteration, TypeError):
         return None  # no float64 kernel
-
-
-def _largest(tensor: Tensor | None) -> float | None:
-    """NaN if there is one: unlike an infinity it is not an overflow."""
-    return None if tensor is None else tensor.abs().amax().item()
 
 
 def _functional(func: Any) -> Callable[..., Any] | None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from running import checkpoints, lines, same_but, state, summary
+from shared import script
 from tiers import rows
 from torch import nn
 from waits import Waits
@@ -416,3 +417,27 @@ def test_a_run_whose_optimizer_makes_weights_nan_is_told_so_and_its_cure_mends_i
     assert (report["step"], report["cause"]) == (1, "poisoned by the optimizer") and "eps=0 is 0" in report["why"]
     override = report["fixes"][0]["override"]
     assert not start(tmp_path / "b", *settings, override)
+
+
+PURE = [["amp=bf16_pure", f"amp.update={update}"] for update in ("stochastic", "kahan", "nearest")]
+MODES = [["amp=fp32"], ["amp=bf16"], ["amp=fp16", "amp.init_scale=64"], ["amp=o2"], ["amp=o3"], ["amp=fp8"], *PURE]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=" ".join)
+def test_nothing_is_found_in_a_healthy_step_of_any_mode(mode, tmp_path, monkeypatch, capsys):
+    """Also the fp32 sides of 16-bit weights, which have no memory between steps, and results in float8."""
+    monkeypatch.chdir(tmp_path)
+    settings = ["data=synthetic", "data.num_samples=256", "model=mlp", "batch_size=16"]
+    assert script("scripts/doctor.py").main(["locate", *settings, *mode]) == 0
+    assert "nothing found" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", [["amp=fp32"], ["amp=o2"], PURE[0], PURE[1]], ids=" ".join)
+def test_weights_that_the_optimizer_makes_nan_are_named_in_any_mode(mode, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    settings = ["data=synthetic", "data.num_samples=256", "model=mlp", "batch_size=16", "optimizer.weight_decay=0"]
+    settings += ["optimizer.name=Adam", "optimizer.options={eps:0}"]
+    assert script("scripts/doctor.py").main(["locate", *settings, *mode]) == 0
+    report = capsys.readouterr().out
+    assert "poisoned by the optimizer" in report and "weight not finite: it divides 0 by 0" in report
+    assert "eps=0 is 0 in float32" in report  # in which the step is computed

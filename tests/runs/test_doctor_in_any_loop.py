@@ -668,6 +668,91 @@ def test_a_step_that_makes_weights_nan_is_told_from_its_window(make, dtype, fact
         assert net.weight.isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["o2", "o3", "bf16_pure"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_in_16_bits_whose_step_is_finite_are_not_convicted(name, bias):
+    """Their fp32 sides may be one number in memory, which reads as NaN between steps."""
+    amp, net = Amp.named(name), nn.Linear(8, 4, bias=bias)
+    amp.prepare(net)
+    optimizer, x = torch.optim.SGD(master_params(net), 0.01), torch.randn(16, 8)
+
+    def step():
+        amp.backward(net(x.to(net.weight.dtype)).float().square().mean())
+        amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+
+    before = copy.deepcopy([*net.parameters()])
+    assert Doctor(amp, net).locate(step, x) is None
+    assert same([*net.parameters()], before) and all(p.grad is None for p in net.parameters())
+    step()
+    assert all(p.isfinite().all() for p in net.parameters())
+
+
+@pytest.mark.parametrize("exp_avg_sq, why", [(-1.0, "exp_avg_sq is negative, and has no root"), (0.0, None)])
+def test_a_negative_moment_of_squares_is_named(exp_avg_sq, why):
+    net, x = nn.Linear(8, 4), torch.randn(6, 8)
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        net(x).square().sum().backward()
+        optimizer.step()
+
+    step()
+    optimizer.state[net.weight]["exp_avg_sq"].fill_(exp_avg_sq)
+    diagnosis = Doctor(Amp.named("fp32"), net).locate(step, x)
+    assert (diagnosis and diagnosis.cause) == (why and "poisoned by the optimizer")
+    assert diagnosis is None or (why in diagnosis.why and "exceeds" not in diagnosis.why)
+    step()
+    assert net.weight.isfinite().all() == (why is None)
+
+
+def test_a_ctc_loss_whose_gradients_alone_are_not_finite_has_no_targets_that_are_too_long():
+    """Its table of alignments holds -inf in any step: only an infinite loss tells of targets without one."""
+    torch.manual_seed(0)
+    net, losses = nn.Linear(4, 5), []
+    labels, lengths = torch.tensor([[1, 2, 3], [1, 2, 4]]), torch.tensor([3, 3])
+
+    def loss(y):
+        losses.append(F.ctc_loss((y.view(6, 2, 5) * 1e31).log_softmax(-1), labels, torch.tensor([6, 6]), lengths))
+        return losses[-1]
+
+    diagnosis = located(net, (torch.randn(12, 4),), "fp32", loss)
+    assert losses[0].isfinite() and diagnosis is not None
+    assert (diagnosis.op, diagnosis.phase, diagnosis.cause) == (
+        "aten._ctc_loss_backward",
+        "backward",
+        "overflow in fp32",
+    )
+
+
+TEMPERATURE = torch.tensor(math.nan)
+LARGEST = torch.tensor(math.inf)
+
+
+def test_a_number_of_the_program_that_is_nan_is_named_and_one_that_is_infinite_is_a_constant():
+    diagnosis = located(nn.Linear(4, 4), (torch.randn(3, 4),), "bf16", lambda y: (y / TEMPERATURE).float().sum())
+    assert diagnosis is not None
+    assert (diagnosis.cause, diagnosis.tensor) == ("poisoned tensor", "variable TEMPERATURE")
+    diagnosis = located(nn.Linear(4, 4), (torch.randn(3, 4),), "bf16", lambda y: (y * LARGEST).float().sum())
+    assert diagnosis is not None and diagnosis.cause == "infinite constant"
+    assert located(nn.Linear(4, 4), (torch.randn(3, 4),), "bf16", lambda y: y.clamp(max=LARGEST).float().sum()) is None
+
+
+@pytest.mark.parametrize("bias, cause", [(math.inf, "infinite constant"), (-math.inf, "nothing left by a mask")])
+def test_a_softmax_of_numbers_and_plus_infinity_is_none_of_a_mask(bias, cause):
+    distance = torch.arange(4)
+
+    def loss(y):
+        at = distance > 2 if bias > 0 else distance >= 0  # one key; all of them, for the other
+        return (y + torch.where(at, torch.tensor(bias), 0.0)).softmax(-1).square().sum()
+
+    diagnosis = located(nn.Linear(4, 4), (torch.randn(3, 4),), "fp32", loss)
+    assert diagnosis is not None and diagnosis.cause == cause
+    assert "torch.where" in diagnosis.code if bias > 0 else "softmax" in diagnosis.op
+
+
 def test_a_norm_beyond_fp32_is_told_from_gradients_that_are_not_finite():
     net = nn.Linear(4, 64, bias=False)
     nn.init.zeros_(net.weight)
