@@ -463,10 +463,10 @@ class Trace(DispatchMode):
             return set()
         copied = (name for name, tensor in self._bad_batch.items() if same(tensor, found.tensor))
         name = self._own_tensor(found.key) or next(copied, None)
-        is_number = found.tensor.numel() == 1
-        if name is None and (not is_number or _has_nan(found.tensor)):  # an infinite number may be meant
-            name = self._held(found.key) or (None if is_number else f"unseen {found.name}")
-        return {self._not_finite_before(name, found.tensor, found.key, place) if name is not None else CONSTANT}
+        if name is not None or found.tensor.numel() > 1:
+            name = name or self._held(found.key)
+            return {self._not_finite_before(name or f"unseen {found.name}", found.tensor, found.key, place)}
+        return {CONSTANT}
 
     def _own_tensor(self, key: int) -> str | None:
         """Name of a weight or buffer of the current module, which may be in none of the networks."""
