@@ -33,8 +33,8 @@ LIMITS = {
     "models": 855,
     "data": 1965,
     "heads": 670,
-    "run": 4850,
-    "doctor": 3455,
+    "run": 4855,
+    "doctor": 3390,
     "cli": 1340,
     "amp_tools": 4940,
 }
