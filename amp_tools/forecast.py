@@ -104,7 +104,7 @@ class Forecast:
     islands: list[str]
     """Modules that must compute in fp32, besides those that do."""
     kept: list[str]
-    """Those that do already, as amp.keep_fp32 has them."""
+    """Those that do already by amp.keep_fp32."""
     outside: list[str]
     """Lines that overflow and that no island reaches, such as those of the loss."""
     at_risk: list[str]
@@ -268,7 +268,7 @@ def forecast_windows(loop: Loop, num_windows: int, found: list[Forecast]) -> Win
     if loop.amp.dtype is not torch.bfloat16 or loop.amp.weights:
         raise ConfigError(f"amp={loop.cfg.amp.name}: a forecast looks at numbers in autocast to bfloat16; use amp=bf16")
     doctor, start, first = doctor_of(loop), snapshot(loop), loop.step + 1
-    kept = islands_of(doctor.nets)
+    kept = islands_of(doctor.nets) if loop.cfg.amp.keep_fp32 else []  # else the network's own, which stay
     plain, islands, outside = _Tally(), list[str](), list[str]()
 
     def births(step: int) -> Generator[Any, None, list[Look]]:

@@ -49,16 +49,24 @@ def visit(overrides: list[str], driver: Any) -> int:
     return outcome.exit_code
 
 
+def _settings(args: argparse.Namespace) -> list[str]:
+    """Those of a run folder before a step, or what was typed."""
+    from amp_tools.again import overrides_before
+
+    if len(args.overrides) != 1 or "=" in args.overrides[0]:
+        return args.overrides
+    (folder,) = args.overrides
+    if not Path(folder).is_dir():
+        raise ConfigError(f"{folder}: there is no such folder; expected that of a run, or settings (key=value)")
+    return overrides_before(folder, args.step)
+
+
 def locate(args: argparse.Namespace) -> int:
     """Diagnose one step of a run, from its checkpoints or from its start."""
     from amp_core.doctor.watch import diagnose_step
-    from amp_tools.again import overrides_before
 
-    overrides = args.overrides
-    if len(overrides) == 1 and Path(overrides[0]).is_dir():
-        overrides = overrides_before(overrides[0], args.step)
     found: list[Any] = []
-    code = visit(overrides, lambda loop, count: diagnose_step(loop, args.step, found))
+    code = visit(_settings(args), lambda loop, count: diagnose_step(loop, args.step, found))
     for diagnosis in found:
         if diagnosis is None:
             print(f"step {args.step}: nothing found; every number is finite and no position is lost")
@@ -69,14 +77,10 @@ def locate(args: argparse.Namespace) -> int:
 
 def zeros(args: argparse.Namespace) -> int:
     """List the operations of one step whose results become 0 in 16 bits."""
-    from amp_tools.again import overrides_before
     from amp_tools.zeros import Zero, zeros_of_step
 
-    overrides = args.overrides
-    if len(overrides) == 1 and Path(overrides[0]).is_dir():
-        overrides = overrides_before(overrides[0], args.step)
     found: list[Zero] = []
-    code = visit(overrides, lambda loop, count: zeros_of_step(loop, args.step, args.least, found))
+    code = visit(_settings(args), lambda loop, count: zeros_of_step(loop, args.step, args.least, found))
     if code == 0:
         print(*found or [f"step {args.step}: no operation loses {args.least:g} of its results to 0"], sep="\n")
     return code

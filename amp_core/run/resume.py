@@ -91,6 +91,7 @@ def _settings_of(old: Mapping[str, Any], cfg: Config) -> str:
     """The settings that the parts of a checkpoint were made with, to type where they differ."""
     changes = (change.partition(" -> ")[0].partition(": ") for change in differences(old, cfg.to_dict()))
     typed = [f"{key}={was}" for key, _, was in changes if key.startswith(_MAKE_PARTS) and was not in ("null", "{}")]
+    typed = [each.replace("data.name=", "data=") for each in typed]
     if any(each.startswith("recipe.name=") for each in typed):
         typed = [f"recipe={old['recipe']['name']}"]
     return f" It was made with other settings; use {' '.join(typed)}" if typed else ""
@@ -138,8 +139,11 @@ def resume(run: Run) -> tuple[Loaded | None, list[str], list[str]]:
     notes.append(f"{verb} step {run.step}: {loaded.path}")
     if cfg.task == "train" and (elsewhere := env.folder.moved(loaded.path)):
         notes.append(elsewhere)
-    if cfg.task == "train" and any(s.num_steps < planned[name] for name, s in run.schedules.items()):
+    beyond = [planned[name] - schedule.num_steps for name, schedule in run.schedules.items()]
+    if cfg.task == "train" and max(beyond, default=0) > 0:
         notes.append(f"steps beyond the schedule's {run.schedule.num_steps} keep its last learning rate")
+    elif cfg.task == "train" and min(beyond, default=0) < 0:
+        notes.append(f"the schedule keeps its {run.schedule.num_steps} steps: this run ends before it does")
     return loaded, notes, warnings
 
 

@@ -23,6 +23,12 @@ from amp_core.lowp.islands import island_names
 TINY = ["model=cnn_small", "data=synthetic", "data.num_samples=256", "batch_size=8", "log_every=5", "eval_every=1000"]
 
 
+@pytest.mark.parametrize("command", ["locate", "zeros"])
+def test_a_run_folder_that_is_not_there_is_no_setting(command, capsys):
+    assert script("scripts/doctor.py").main([command, "runs/none", "--step", "3"]) == 2
+    assert "runs/none: there is no such folder" in capsys.readouterr().err
+
+
 def start(folder, *overrides):
     return train.main([*TINY, f"run_dir={folder}", *overrides])
 

@@ -15,6 +15,7 @@ from small import COMMON, SMALL
 from tiers import rows
 from torch import Tensor, nn
 
+from amp_core import keep_fp32
 from amp_core.config.errors import ConfigError
 from amp_tools.census import LARGEST, Census, Numbers
 from amp_tools.forecast import KINDS, Check, Forecast, Score, check_windows, forecast_windows
@@ -181,6 +182,21 @@ def test_a_planted_overflow_is_forecast(
     assert check.islands.precision == check.islands.recall == 1.0
     assert check.islands.measured == islands
     assert 0.5 <= check.scale_forecast / check.scale_measured <= 2
+
+
+@pytest.mark.parametrize("typed", [[], ["amp.keep_fp32=['4']"]])
+def test_an_island_of_the_program_is_not_advised(typed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network's own stay where they are; those of the command line have to be typed again."""
+    build = classification.build_model
+
+    def with_an_island(*args: Any, **kwargs: Any) -> nn.Module:
+        net = build(*args, **kwargs)
+        keep_fp32(net, ["1"])
+        return net
+
+    monkeypatch.setattr(classification, "build_model", with_an_island)
+    override = told("classification", [*MLP, *typed]).override
+    assert ("keep_fp32" in override) is bool(typed)
 
 
 def test_a_product_in_a_parents_forward_is_forecast(monkeypatch: pytest.MonkeyPatch) -> None:

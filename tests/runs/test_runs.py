@@ -306,6 +306,21 @@ class Killed(BaseException):
     """In place of SIGKILL: nothing more is saved or logged."""
 
 
+@pytest.mark.parametrize(
+    "steps, note", [(2, "keeps its 4 steps: this run ends"), (6, "beyond the schedule's 4"), (4, "")]
+)
+def test_another_length_than_that_of_the_schedule_is_said(steps, note, capsys):
+    settings = ["schedule=warmup_cosine", "save_every=1", "checkpoint.keep=4"]
+    run_recipe("classification", "a", "steps=4", *settings)
+    Path("a/summary.json").unlink()
+    for step in checkpoints("a")[1:]:
+        shutil.rmtree(step)
+    capsys.readouterr()
+    run_recipe("classification", "a", f"steps={steps}", *settings)
+    out = capsys.readouterr().out
+    assert note in out and ("schedule's" in out or "the schedule keeps" in out) is bool(note)
+
+
 @pytest.mark.parametrize("recipe", ["classification", "gan"])
 def test_the_lines_of_an_interrupted_run_are_those_of_one_that_was_not(recipe, monkeypatch):
     """Killed or stopped between log lines, and stopped where an evaluation is due; the cadences are coprime."""
