@@ -195,7 +195,8 @@ class Mixture(nn.Module):
         tokens = self.norm(x)
         routed = self.router(tokens)
         x = x + self.experts(tokens, combine_weights(routed))
-        low = routed if self.training else F.linear(tokens, self.router.weight)  # without the island
+        # Without the island; its weights are fp32 also where those of the network are not.
+        low = routed if self.training else F.linear(tokens, self.router.weight.to(tokens.dtype))
         return self.head(self.norm_after(x).mean(1)), routed, low
 
 

@@ -185,3 +185,15 @@ def test_an_expert_without_a_token_has_gradients_of_0_or_none_and_both_clip_and_
         up, down = modules[number]  # type: ignore[index]
         torch.testing.assert_close(dense.up[number], up, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(dense.down[number], down, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["o2", "o3", "bf16_pure"])
+def test_an_evaluation_routes_in_the_16_bits_of_the_weights(mode: str) -> None:
+    """The router's own weights stay in fp32, in an island."""
+    amp, net = Amp.named(mode), Mixture(num_classes=4, image_shape=(1, 14, 14), width=8, num_experts=4)
+    amp.prepare(net)
+    net.eval()
+    with torch.no_grad(), amp.autocast():
+        _, routed, low = net(torch.randn(6, 1, 14, 14))
+    assert net.router.weight.dtype is torch.float32 and net.head.weight.dtype is not torch.float32
+    assert torch.equal(low, low.to(net.head.weight.dtype)) and not torch.equal(low, routed)
