@@ -414,7 +414,8 @@ def split_images(
     pixels = images[~held_out] / 255
 
     def part(chosen: NDArray[np.bool_], **options: Any) -> ArrayImages:
-        names, numbers = np.unique(labels[chosen], return_inverse=True)
+        names = sorted(set(labels[chosen].tolist()))
+        numbers = np.searchsorted(names, labels[chosen])
         return ArrayImages(images[chosen], numbers, len(names), [pixels.mean()], [pixels.std()], **options)
 
     train = part(~held_out, augment=shift_rotate_scale if augment else None, **options)

@@ -29,7 +29,7 @@ from amp_core.doctor.diagnosis import (
     keep_fp32_override,
 )
 from amp_core.doctor.plain_loop import PlainLoop, in_bf16, without_autocast
-from amp_core.doctor.trace import FirstNonFinite, Trace, is_finite, named_tensors
+from amp_core.doctor.trace import FirstNonFinite, Trace, dtype_name, is_finite, named_tensors
 from amp_core.lowp.islands import islands_of
 from amp_core.lowp.weights import weights_by_side
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
@@ -433,16 +433,12 @@ def _reason(weight: Tensor, dtype: torch.dtype, group: dict[str, Any], state: di
         return f"{negative[0]} is negative, and has no root"
     zeros = [key for key, each in moments.items() if not each.any()]
     if zeros and eps is not None and not torch.tensor(eps).to(dtype):
-        return f"it divides 0 by 0 where {zeros[-1]} is 0, because eps={eps:g} is 0 in {_name(dtype)}"
+        return f"it divides 0 by 0 where {zeros[-1]} is 0, because eps={eps:g} is 0 in {dtype_name(dtype)}"
     for key, each in [*moments.items(), ("it", weight)]:
         if not is_finite(each):
-            how = "is NaN" if each.isnan().any() else f"exceeds {_name(each.dtype)}"
+            how = "is NaN" if each.isnan().any() else f"exceeds {dtype_name(each.dtype)}"
             return f"{key} {how} with a learning rate of {rate:g}"
     return f"it is not finite with a learning rate of {rate:g}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from amp_core.doctor.trace import Collision, FirstNonFinite, Location, Range
 
@@ -315,8 +315,10 @@ def _and_more(count: int) -> str:
     return f" and {count} more" if count > 0 else ""
 
 
-CURED_BY_ISLANDS = {cause for cause in get_args(Cause) if "16" in cause or cause.startswith("overflow in a ")}
-CURED_BY_ISLANDS |= {"division or logarithm of zero", "position collision", "nothing left by a mask"}
+CURED_BY_ISLANDS: set[Cause] = {"overflow in a product", "overflow in a reduction", "overflow in a function"}
+CURED_BY_ISLANDS |= {"overflow in a cast", "eps lost in 16 bits", "16-bit sigmoid before a logarithm"}
+CURED_BY_ISLANDS |= {"underflow in 16 bits", "cancellation in 16 bits", "rounding in 16 bits", "position collision"}
+CURED_BY_ISLANDS |= {"division or logarithm of zero", "nothing left by a mask"}
 
 BF16 = Fix("override", "use bf16, which has the range of fp32", "amp=bf16", 'Amp.named("bf16")')
 BY_HAND = Fix("code", "the program itself, not autocast, computes this in 16 bits: cast to float32, not to less")

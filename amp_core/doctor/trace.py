@@ -122,7 +122,7 @@ class Range:
         positive = finite[finite > 0]
         return cls(
             name,
-            str(tensor.dtype).removeprefix("torch."),
+            dtype_name(tensor.dtype),
             tuple(tensor.shape),
             positive.min().item() if len(positive) else 0.0,
             positive.max().item() if len(positive) else 0.0,
@@ -557,7 +557,7 @@ class Trace(DispatchMode):
         if (name in ("sigmoid", "sigmoid_") or is_cast) and plain:
             kind = "sigmoid" if outputs[0].dtype in HALF else "wide sigmoid"
             kind = kind if bool(((outputs[0] == 0) | (outputs[0] == 1)).any()) else "probability"
-            marks.add((kind, f"sigmoid in {_dtype_name(outputs[0])} at {place.source}"))
+            marks.add((kind, f"sigmoid in {dtype_name(outputs[0].dtype)} at {place.source}"))
             marks |= {mark for mark in inherited if mark[0] == "probability"}
         if name == "binary_cross_entropy_backward":
             probability = call.inputs[1].tensor
@@ -566,7 +566,7 @@ class Trace(DispatchMode):
                 marks.add((kind, f"binary_cross_entropy at {place.source}"))
         self.has_half |= outputs[0].dtype in HALF
         if outputs[0].dtype in HALF and plain and not call.backward:
-            what = f"{name.strip('_')} in {_dtype_name(outputs[0])} at {place.source}"
+            what = f"{name.strip('_')} in {dtype_name(outputs[0].dtype)} at {place.source}"
             if name.rstrip("_") in _UNDERFLOWS and _underflows(call, outputs[0]):
                 marks.add(("underflow", what))
             if name.rstrip("_") in _SUBTRACTS and _cancels(call, outputs[0]):
@@ -574,7 +574,7 @@ class Trace(DispatchMode):
         if name in _ADDS_EPS:
             eps = _small_number(call.args)
             if eps is not None and any(t.dtype in HALF and not torch.tensor(eps).to(t.dtype) for t in outputs):
-                marks.add(("eps", f"{eps:g} in {_dtype_name(outputs[0])} at {place.source}"))
+                marks.add(("eps", f"{eps:g} in {dtype_name(outputs[0].dtype)} at {place.source}"))
         fresh = {kind for kind, _ in marks}  # a zero of this operation hides those before it
         fading = {mark for mark in inherited if mark[0] in _FADING and mark[0] not in fresh}
         if fading and any(bool((tensor <= 0).any()) for tensor in plain):
@@ -603,7 +603,7 @@ class Trace(DispatchMode):
 
     def _compare(self, call: _Call, numbers: Tensor, dtype: torch.dtype, distinct: int) -> None:
         if (kept := len(numbers.to(dtype).unique())) < distinct:
-            name, largest = str(dtype).removeprefix("torch."), numbers.abs().max().item()
+            name, largest = dtype_name(dtype), numbers.abs().max().item()
             self.collisions.append(Collision(call.place, f"aten.{call.name}", name, distinct, kept, largest))
 
     # --- places ---------------------------------------------------------------------------------------------------
@@ -671,8 +671,8 @@ def _class_name(module: nn.Module) -> str:
     return getattr(cls, "_of", cls).__name__  # the original class of an fp32 island
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def storage_key(tensor: Tensor) -> int:
