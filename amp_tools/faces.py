@@ -20,9 +20,10 @@ from amp_core.checkpoints.reading import read
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.rules import build
 from amp_core.data.identities import Faces
-from amp_core.models import EMBEDDERS, build_model
+from amp_core.models import build_model
 from amp_core.run.pretrained import load_pretrained
 from amp_core.step.amp import Amp
+from recipes.face_recognition import MODELS
 
 _FOLDS = 10
 
@@ -105,15 +106,14 @@ def verify_pairs(vectors: NDArray[np.float64], same: NDArray[np.bool_], far: flo
 
 def verify_run(run: Path, bins: list[Path], device: str = "cpu") -> dict[str, dict[str, float]]:
     """The metrics of a run of recipe=face_recognition, of its average if it has one, on each file."""
-    sets = {
-        str(path.with_suffix("")): read_bin(path) for path in bins
-    }  # before the network: a damaged file is found at once
+    # Before the network: a damaged file is found at once.
+    sets = {str(path.with_suffix("")): read_bin(path) for path in bins}
     cfg = build(read(run)["config"])
     if cfg.recipe["name"] != "face_recognition":
         raise ConfigError(f"{run}: is a run of recipe={cfg.recipe['name']}; expected face_recognition")
     size, amp = cfg.data.image_size or 112, Amp(cfg.amp, device, samples=cfg.batch_size)
     facts = {"image_shape": (3, size, size), "embedding": cfg.recipe["embedding"]}
-    net = build_model(cfg.model.name, EMBEDDERS, options=cfg.model.options, **facts)
+    net = build_model(cfg.model.name, MODELS, options=cfg.model.options, **facts)
     load_pretrained(net, str(run))
     net = net.to(amp.device).eval()
     results = {}

@@ -30,7 +30,7 @@ LIMITS = {
     "memory": 795,
     "layouts": 1285,
     "checkpoints": 2055,
-    "models": 855,
+    "models": 655,
     "data": 1965,
     "heads": 670,
     "run": 4855,

@@ -32,7 +32,7 @@ from amp_core.data.records import Records
 from amp_core.heads.verification import choose_pairs, verify
 from amp_core.lowp.islands import island_names
 from amp_core.models import build_model, check_model
-from amp_core.models.iresnet import EMBEDDERS
+from recipes.face_recognition import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 MAGIC = struct.pack("<I", 0xCED7230A)
@@ -234,7 +234,7 @@ def test_synthetic_identities_cost_nothing_each():
 )
 def test_backbones_are_those_of_insightface(name, millions):
     with torch.device("meta"):
-        net = build_model(name, EMBEDDERS, options={}, **EMBEDDERS.example)
+        net = build_model(name, MODELS, options={}, **MODELS.example)
         features = net.eval()(torch.empty(2, 3, 112, 112))
     assert features.shape == (2, 512)
     assert sum(p.numel() for p in net.parameters()) / 1e6 == pytest.approx(millions, abs=0.006)
@@ -247,7 +247,7 @@ def test_backbones_are_those_of_insightface(name, millions):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["glyphnet", "iresnet18"])
 def test_only_the_last_layer_is_an_island_and_features_are_float32(name, dtype):
-    net = build_model(name, EMBEDDERS, options={}, image_shape=(1, 32, 32), embedding=8)
+    net = build_model(name, MODELS, options={}, image_shape=(1, 32, 32), embedding=8)
     seen = {}
     for path, module in net.named_modules():
         if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm1d):
@@ -260,9 +260,9 @@ def test_only_the_last_layer_is_an_island_and_features_are_float32(name, dtype):
 
 
 def test_wrong_options_are_refused():
-    assert "dropout=2" in check_model("iresnet18", {"dropout": 2}, EMBEDDERS)[0]
-    assert "width=0" in check_model("glyphnet", {"width": 0}, EMBEDDERS)[0]
-    assert "no such option" in check_model("iresnet18", {"blocks": [1, 1, 1, 1]}, EMBEDDERS)[0]
+    assert "dropout=2" in check_model("iresnet18", {"dropout": 2}, MODELS)[0]
+    assert "width=0" in check_model("glyphnet", {"width": 0}, MODELS)[0]
+    assert "no such option" in check_model("iresnet18", {"blocks": [1, 1, 1, 1]}, MODELS)[0]
 
 
 # --- verification -----------------------------------------------------------------------------------------------------

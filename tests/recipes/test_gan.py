@@ -20,9 +20,8 @@ from torch.optim import SGD, Adam
 
 from amp_core import Amp
 from amp_core.models import build_model
-from amp_core.models.dcgan import GANS
 from amp_core.run.feed import Feed
-from recipes.gan import discriminator_loss, generator_loss, gradient_penalty, sliced_wasserstein
+from recipes.gan import MODELS, discriminator_loss, generator_loss, gradient_penalty, sliced_wasserstein
 
 SHAPE = (1, 12, 12)
 
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 
 def networks(**options: Any) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    nets: Any = build_model("dcgan", GANS, options={"width": 8, "latent": 8} | options, image_shape=SHAPE)
+    nets: Any = build_model("dcgan", MODELS, options={"width": 8, "latent": 8} | options, image_shape=SHAPE)
     return nets["generator"], nets["discriminator"]
 
 
@@ -360,7 +359,7 @@ def test_the_best_checkpoint_has_the_smallest_distance() -> None:
 @pytest.mark.parametrize("shape", [(1, 4, 4), (3, 17, 9), (1, 28, 28), (3, 64, 64)])
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_networks_of_any_size(shape: tuple[int, int, int], norm: str) -> None:
-    nets: Any = build_model("dcgan", GANS, options={"width": 8, "norm": norm}, image_shape=shape)
+    nets: Any = build_model("dcgan", MODELS, options={"width": 8, "norm": norm}, image_shape=shape)
     images = nets["generator"](torch.randn(2, 64))
     assert images.shape == (2, *shape) and nets["discriminator"](images).shape == (2,)
     assert not any(isinstance(m, nn.BatchNorm2d) for m in nets["discriminator"].modules())
