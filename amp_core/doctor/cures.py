@@ -135,8 +135,10 @@ class Cures:
             found = yield from self._try_islands(diagnosis)
             if found is None:
                 return
-            if not found and cause.startswith("overflow") and (yield from self._casts_by_itself(birth)):
+            if not found and (is_large or "overflow" in cause) and (yield from self._casts_by_itself(birth)):
                 advice = BY_HAND
+                if is_large:  # the numbers are sound, the program's own cast is not
+                    diagnosis.cause, is_large = "overflow in a cast", False
         if advice is BF16 and self.amp.limits[1] > torch.finfo(torch.float16).max:
             advice = BY_HAND
         if advice is BF16 and self.doctor.plain and not self.amp.weights:

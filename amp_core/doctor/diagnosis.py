@@ -205,6 +205,8 @@ def cause_of(birth: FirstNonFinite) -> Cause:
     if birth.is_constant:
         return "infinite constant"
     name = birth.op.split(".")[-1].rstrip("_")
+    if birth.tensor.endswith("running_var"):
+        return "poisoned buffer"
     marks = {kind for kind, _ in birth.marks}
     is_wide_finite = birth.wide is not None and birth.wide < float("inf")
     if "ctc_loss" in name and not birth.backward and not is_wide_finite:
@@ -283,8 +285,10 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
             f"made it so: {origin}."
         )
     if cause == "infinite constant":
-        return f"{what} wrote a constant infinity or NaN of the program, and it reached the loss or the gradients."
+        return f"{what} wrote or was given an infinity or NaN of the program, and it reached the loss or the gradients."
     if cause in ("poisoned buffer", "poisoned weight", "bad input"):
+        if cause == "poisoned buffer" and birth.op:
+            return f"{birth.tensor} holds a number below 0, and a variance has none."
         if birth.op:
             return f"{birth.tensor} holds numbers up to {birth.wide:.4g}, and {dtype} ends at {limit:g}."
         return f"{birth.tensor} was not finite before the window began."

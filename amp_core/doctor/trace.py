@@ -166,7 +166,7 @@ class FirstNonFinite:
     rows: list[int] = field(default_factory=list)
     """Indices along the first dimension with non-finite elements."""
     tensor: str = ""
-    """Name of the weight, buffer or batch entry that was non-finite from the start, or that overflows 16 bits."""
+    """Name of what was non-finite from the start, or that overflows 16 bits; of a running variance below 0."""
 
 
 @dataclass(frozen=True)
@@ -524,6 +524,7 @@ class Trace(DispatchMode):
         wide = _in_float64(call, output)
         moved = floats[-1:] if call.name in ("_to_copy", "copy_") else []
         held = [name for each in moved for kind, name in self._marks.get(each.key, ()) if kind == "input"]
+        held += [n for n, each in zip(known, floats, strict=True) if "running_var" in n and (each.tensor < 0).any()]
         return FirstNonFinite(
             number=len(self.births),
             op=f"{call.func.namespace}.{call.name}",
@@ -537,7 +538,7 @@ class Trace(DispatchMode):
             only_masks=only_masks,
             marks=marks.union(*(self._marks.get(each.key, frozenset()) for each in floats)),
             rows=bad_rows(output) if has_samples else [],
-            tensor=min(held, default=""),  # the first batch entry that holds these values
+            tensor=min(held, default=""),
         )
 
     # --- marks and positions --------------------------------------------------------------------------------------

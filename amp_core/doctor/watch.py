@@ -23,6 +23,7 @@ import functools
 import itertools
 import logging
 import math
+import operator
 import re
 from collections.abc import Generator
 from typing import Any
@@ -54,6 +55,7 @@ _GROWN = 2.0
 """A norm of all weights that has grown by more, with a loss that has more than doubled, is no training."""
 _SMALL = 2**30
 """Largest state in bytes that is snapshot in host memory until there is a checkpoint."""
+_what = operator.attrgetter("cause", "op", "module", "source", "samples")
 Windows = Generator[list[MicroBatch], None, Any]
 
 
@@ -177,7 +179,7 @@ class Watch:
             yield from self._hold_against_the_start(diagnosis, first)
         add_samples(loop, diagnosis, first)
         before, self.last = self.last, diagnosis
-        if before is not None and _same(before, diagnosis):
+        if before is not None and _what(before) == _what(diagnosis):
             logger.info("step %d: the same as at step %s", first, before.step)
             return diagnosis
         if self.cfg.name == "heal" and diagnosis.islands and diagnosis.cause != "position collision":
@@ -320,10 +322,6 @@ class Watch:
             logger.info("doctor.max_reports=%d: this was the last report", self.cfg.max_reports)
 
 
-def _same(a: Diagnosis, b: Diagnosis) -> bool:
-    return (a.cause, a.op, a.module, a.source) == (b.cause, b.op, b.module, b.source) and a.samples == b.samples
-
-
 def add_samples(loop: Loop, diagnosis: Diagnosis, step: int) -> None:
     """Convert rows of a micro-batch to indices of the data set."""
     batches = indices_of(loop, step, diagnosis.rank)
@@ -358,9 +356,7 @@ def doctor_of(loop: Loop) -> Doctor:
     """A doctor for the networks of a run."""
     env = loop.env
     nets = [*env.nets]
-    nets += [
-        (name, part) for name, part in loop.parts.items() if part in loop.nets and all(part is not n for _, n in nets)
-    ]
+    nets += [(name, p) for name, p in loop.parts.items() if p in loop.nets and all(p is not net for _, net in nets)]
 
     def agree(value: Any) -> list[Any]:
         if env.world_size == 1:

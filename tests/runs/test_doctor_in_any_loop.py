@@ -727,6 +727,18 @@ def test_a_ctc_loss_whose_gradients_alone_are_not_finite_has_no_targets_that_are
     )
 
 
+def test_a_running_variance_below_0_is_a_poisoned_buffer():
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), torch.randn(8, 4)
+    buffer = net[1].running_var
+    assert isinstance(buffer, torch.Tensor)
+    buffer[2] = -1.0
+    diagnosis = located(net, (x,), "fp32")
+    assert diagnosis is not None and (diagnosis.cause, diagnosis.tensor) == ("poisoned buffer", "buffer 1.running_var")
+    assert "below 0" in diagnosis.why
+    buffer[2] = 1.0
+    assert located(net, (x,), "fp32") is None
+
+
 @pytest.mark.parametrize("bias, cause", [(math.inf, "infinite constant"), (-math.inf, "nothing left by a mask")])
 def test_a_softmax_of_numbers_and_plus_infinity_is_none_of_a_mask(bias, cause):
     distance = torch.arange(4)
@@ -1340,15 +1352,16 @@ def test_of_a_poisoned_weight_no_more_is_said_than_where_it_is():
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_finite_input_beyond_fp16_is_also_mended_by_fp32_and_bf16(by_hand):
-    """Not where the program casts to float16 itself."""
+    """Where the program casts to float16 itself, the samples are sound."""
     net, x = nn.Sequential(Halves() if by_hand else nn.Identity(), nn.Linear(8, 8), nn.Linear(8, 4)), images()[0] * 1e5
     diagnosis = located(net, (x,), loss=lambda y: y.float().mean() * 1e-6)
-    assert diagnosis is not None and diagnosis.cause == "bad input" and not diagnosis.islands
-    data, *others = diagnosis.fixes
-    assert data.kind == "data" and [fix.python for fix in others] == (
-        [] if by_hand else ['keep_fp32(model, ["1", "2"])', 'Amp.named("bf16")']
-    )
-    assert located(net, (x,), "bf16", lambda y: y.float().mean() * 1e-6) is None or by_hand
+    assert diagnosis is not None and not diagnosis.islands
+    if by_hand:
+        assert (diagnosis.cause, diagnosis.fixes) == ("overflow in a cast", [BY_HAND])
+        return
+    assert diagnosis.cause == "bad input" and diagnosis.fixes[0].kind == "data"
+    assert [fix.python for fix in diagnosis.fixes[1:]] == ['keep_fp32(model, ["1", "2"])', 'Amp.named("bf16")']
+    assert located(net, (x,), "bf16", lambda y: y.float().mean() * 1e-6) is None
 
 
 class Halves(nn.Module):
