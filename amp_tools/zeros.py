@@ -79,7 +79,7 @@ def find_zeros(doctor: Doctor, step: Callable[[], Any], batch: Any = (), *, leas
         batch: its tensors, in any nesting.
         least: the smallest share of an operation's results that counts; after an overflow any does.
     """
-    loop, found = PlainLoop(doctor.amp, [net for _, net in doctor.nets], batch, None), list[Zero]()
+    loop, found = PlainLoop(doctor.amp, doctor.nets, batch, None), list[Zero]()
     search = _search(doctor, loop.replay, least, found)
     try:
         for _ in search:

@@ -15,15 +15,18 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_core.doctor.diagnosis import (
     ADVICE,
     BF16,
     BY_HAND,
     CURED_BY_ISLANDS,
+    Cause,
     Diagnosis,
     Fix,
     advice_for,
+    cause_of,
     is_among,
     keep_fp32_call,
     keep_fp32_override,
@@ -34,6 +37,7 @@ from amp_core.lowp.islands import islands_of
 from amp_core.lowp.weights import weights_by_side
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
 from amp_core.step.amp import Amp
+from amp_core.step.gradients import weights_of
 from amp_core.step.report import Rehearsal
 from amp_core.tensors import local
 
@@ -79,7 +83,8 @@ class Reruns(Protocol):
     def can_make_islands(self) -> bool: ...
     def as_islands(self, names: Sequence[str]) -> contextlib.AbstractContextManager[list[str]]: ...
     def is_finite(self, replay: Replay, *, as_trained: bool = False) -> Generator[Any, None, bool]: ...
-    def trace(self, replay: Replay) -> Generator[Any, None, tuple[Trace, Rehearsal]]: ...
+    def trace(self, replay: Replay, *, in_steps: bool = False) -> Generator[Any, None, tuple[Trace, Rehearsal]]: ...
+    def describe(self, birth: FirstNonFinite, cause: Cause) -> Diagnosis: ...
 
 
 class Cures:
@@ -116,7 +121,7 @@ class Cures:
         fields = {"max_scale": fits} if grown else {"init_scale": fits}
         text = "cap the loss scale" if grown else "begin with a smaller loss scale"
         if fits < policy.min_scale:
-            fields |= {"min_scale": fits}
+            fields |= {"min_scale": 2.0**_LEAST_SCALE}  # other windows may need less
         elif policy.dynamic:
             text += "; a dynamic one also gets there by itself, one skipped step per halving"
         diagnosis.fixes = [self._scale_fix(text, trial, **fields)]
@@ -150,7 +155,12 @@ class Cures:
                     advice = None
                 else:
                     trace, _ = yield from self.doctor.trace(self.replay)
-                    advice = BY_HAND if any(self.agree(is_among(birth, trace.births))) else BF16
+                    advice = BY_HAND if any(self.agree(is_among(birth, trace.births))) else None
+                if advice is None and not diagnosis.fixes:
+                    with without_autocast():
+                        wide = yield from self.lasts(min(diagnosis.loss_scale, 1.0))
+                    advice = ADVICE["overflow in fp32"] if not wide.steps else dataclasses.replace(BF16, verified=False)
+                    diagnosis.why += "" if wide.steps else " Without autocast the window is not finite either."
         diagnosis.fixes += [BF16] if is_large and diagnosis.fixes else []
         diagnosis.fixes += [] if advice is None else [advice]
         if not diagnosis.fixes and self.amp.dtype is torch.float16 and cause != "not found":
@@ -163,7 +173,7 @@ class Cures:
             trial, fits = yield from self._at_smaller_scales(fits)
             if trial.holds:
                 diagnosis.scale_that_fits = fits
-                fix = self._scale_fix("scale the loss down", trial, init_scale=fits, min_scale=fits)
+                fix = self._scale_fix("scale the loss down", trial, init_scale=fits, min_scale=2.0**_LEAST_SCALE)
                 diagnosis.fixes.insert(0, fix)
 
     def _try_islands(self, diagnosis: Diagnosis) -> Generator[Any, None, bool | None]:
@@ -238,15 +248,21 @@ class Cures:
             diagnosis.why += f" Without autocast step {wide.steps + 1} breaks, too{at}."
             # The window breaks without `what`, and what follows breaks with it.
             wider = ADVICE["overflow in fp32"]
-            advice = dataclasses.replace(wider, text=f"{what}; and {wider.text}")
+            advice = dataclasses.replace(wider, text=f"{what}, which alone is not enough; and {wider.text}")
         if advice is not BF16 or self.amp.limits[1] <= torch.finfo(torch.float16).max:
             diagnosis.fixes.append(advice)
 
     def after_the_step(self) -> Generator[Any, None, Diagnosis | None]:
-        """Whether the optimizer's step of a finite window makes weights non-finite, why, and an eps that ends it."""
-        bad, optimizers = yield from self._weights_after(1)
+        """Whether the step of a finite window makes weights non-finite, why, and an eps that ends it."""
+        bad, optimizers, is_by_torch = yield from self._weights_after(1)
         if not bad:
             return None
+        if not is_by_torch and (birth := (yield from self._origin_after())) is not None:
+            found = self.doctor.describe(birth, cause_of(birth))
+            found.fixes = [fix for fix in [advice_for(found.cause, birth)] if fix is not None]
+            name = bad[0].partition(" makes ")[2].partition(":")[0]
+            found.why, found.phase = f"The window is finite, and its step makes {name}. {found.why}", "step"
+            return found
         why = f"The window is finite, and the step of {bad[0]}."
         found = Diagnosis("poisoned by the optimizer", why, phase="before")
         found.amp, found.loss_scale = self.amp.config.name, self.amp.scale
@@ -260,16 +276,22 @@ class Cures:
 
     def _weights_after(
         self, steps: int, optimizers: Iterable[torch.optim.Optimizer] = (), eps: float = 0.0
-    ) -> Generator[Any, None, tuple[list[str], set[torch.optim.Optimizer]]]:
-        """What steps make non-finite and why, and the optimizers."""
+    ) -> Generator[Any, None, tuple[list[str], set[torch.optim.Optimizer], bool]]:
+        """What steps make non-finite and why, the optimizers, and whether one of torch's own did it."""
         names = {tensor: name.partition(" ")[2] for name, tensor in named_tensors(self.doctor.nets, ()).items()}
-        bad, used = list[str](), set[torch.optim.Optimizer]()
+        bad, used, by_torch = list[str](), set[torch.optim.Optimizer](), set[Tensor]()
+
+        def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if type(optimizer).__module__.startswith("torch."):
+                by_torch.update(p for p in weights_of(optimizer) if not is_finite(local([p])[0]))
+
         with self.trying() as most:
             is_sound = all(self.agree(all(map(is_finite, names))))
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["eps"] = eps
             for step in range(min(steps, most) if most > 1 and is_sound else 0):
-                with self.replay(ahead=step, as_trained=True, steps=True) as (rehearsal, window):
+                again = self.replay(ahead=step, as_trained=True, steps=True)
+                with again as (rehearsal, window), register_optimizer_step_post_hook(note):
                     yield window
                 used |= rehearsal.optimizers
                 bad += [] if all(self.agree(rehearsal.is_finite)) else ["the gradients"]
@@ -282,7 +304,17 @@ class Cures:
                             name, kind = names.get(weight, "a weight"), type(optimizer).__name__
                             why = _reason(weight, p.dtype, group, optimizer.state[p])
                             bad.append(f"{kind} makes {name} not finite: {why}")
-        return [each for found in self.agree(bad) for each in found], used
+        return [each for found in self.agree(bad) for each in found], used, any(self.agree(bool(by_torch)))
+
+    def _origin_after(self) -> Generator[Any, None, FirstNonFinite | None]:
+        """The operation of an optimizer, or of the program after its step, that makes a weight non-finite."""
+        with self.trying():
+            again = functools.partial(self.replay, steps=True)
+            trace, _ = yield from self.doctor.trace(again, in_steps=True)
+            weights = [tensor for tensor in named_tensors(self.doctor.nets, ()).values() if not is_finite(tensor)]
+            found = (trace.origin_of(weight) for weight in weights)
+            birth = next((each for each in found if each is not None), None)
+        return next((each for each in self.agree(birth) if each is not None), None)
 
     # --- trials -------------------------------------------------------------------------------------------------------
 
@@ -354,7 +386,7 @@ class Cures:
 
     def _scale_fix(self, text: str, trial: Trial, **fields: float) -> Fix:
         override = " ".join(f"amp.{name}={value:.17g}" for name, value in fields.items())
-        scale = min(fields.values())
+        scale = fields.get("init_scale") or fields["max_scale"]
         python = f'Amp.named("{self.amp.config.name}"{"".join(f", {name}={x:.17g}" for name, x in fields.items())})'
         if self.doctor.plain and (scaler := self.doctor.plain.scaler):
             interval = scaler.get_growth_interval()

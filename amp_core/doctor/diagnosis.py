@@ -25,6 +25,7 @@ Cause = Literal[
     "loss scale too large",
     "eps lost in 16 bits",
     "division or logarithm of zero",
+    "outside the domain of a function",
     "underflow in 16 bits",
     "cancellation in 16 bits",
     "rounding in 16 bits",
@@ -63,9 +64,8 @@ _LIMITS = {
 }
 """The largest numbers, where they are not about that of float32."""
 _FLOAT8 = tuple(name for name in _LIMITS if name.startswith("float8"))
-_EDGES = {"acos", "asin", "acosh", "atanh", "logit", "erfinv", "log1p"}
 _LOGARITHMS = {"log", "log2", "log10", "log1p", "xlogy"}
-_ABOVE_ZERO = {"log", "log2", "log10", "sqrt", "rsqrt", "xlogy", "lgamma"}
+_HAVE_DOMAINS = {*_LOGARITHMS, "sqrt", "rsqrt", "pow", "acos", "asin", "acosh", "atanh", "logit", "erfinv"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Diagnosis:
     module_class: str = ""
     source: str = ""
     code: str = ""
-    phase: Literal["forward", "backward", "before"] = "forward"
+    phase: Literal["forward", "backward", "before", "step"] = "forward"
     inputs: list[Range] = field(default_factory=list)
     output: Range | None = None
     tensor: str = ""
@@ -150,7 +150,8 @@ class Diagnosis:
             head += f" on rank {self.rank} of {self.num_ranks}"
         lines = [head, ""]
         if self.op:
-            lines.append(f"  operation  {self.op}, {self.phase} pass")
+            when = "in the optimizer's step or after it" if self.phase == "step" else f"{self.phase} pass"
+            lines.append(f"  operation  {self.op}, {when}")
         if self.cause not in ("not found", "bad input") and not self.cause.startswith("poisoned"):
             where = "outside of the networks" if self.module is None else self.module or "the network itself"
             lines.append(f"  module     {where}" + (f" ({self.module_class})" if self.module_class else ""))
@@ -165,7 +166,9 @@ class Diagnosis:
             weights = f"; {self.weights}" if self.weights else ""
             lines.append(f"  mode       amp={self.amp}, loss scale {self.loss_scale:g}{weights}")
         if self.samples:
-            lines.append(f"  samples    {listed(self.samples)} of the {'batch' if self.in_python else 'training data'}")
+            rows, of = "samples ", "batch" if self.in_python else "training data"
+            rows, of = ("rows    ", "tensor") if self.cause == "poisoned tensor" else (rows, of)
+            lines.append(f"  {rows}   {listed(self.samples)} of the {of}")
         lines += ["", f"  {self.why}", ""]
         for fix in self.fixes:
             those = "on this batch" if self.in_python else "from this one on"
@@ -203,7 +206,7 @@ def cause_of(birth: FirstNonFinite) -> Cause:
         kinds |= {"attribute": "poisoned tensor", "variable": "poisoned tensor"}
         return kinds.get(kind, "bad input")
     if birth.is_constant:
-        return "infinite constant"
+        return "outside the domain of a function" if "logdet" in birth.place.code else "infinite constant"
     name = birth.op.split(".")[-1].rstrip("_")
     if birth.tensor.endswith("running_var"):
         return "poisoned buffer"
@@ -211,11 +214,14 @@ def cause_of(birth: FirstNonFinite) -> Cause:
     is_wide_finite = birth.wide is not None and birth.wide < float("inf")
     if "ctc_loss" in name and not birth.backward and not is_wide_finite:
         return "targets longer than their inputs"
-    if marks & {"bce", "wide bce"} or name.startswith("binary_cross_entropy"):
+    is_bce = name.startswith("binary_cross_entropy") and birth.at_a_pole != "no elements"
+    if marks & {"bce", "wide bce"} or is_bce:
         return "16-bit sigmoid before a logarithm" if marks & {"bce", "sigmoid"} else "sigmoid before a logarithm"
     if birth.at_a_pole and not is_wide_finite:
         if marks & {"sigmoid", "wide sigmoid"} and {name, birth.place.forward.rstrip("_")} & _LOGARITHMS:
             return "16-bit sigmoid before a logarithm" if "sigmoid" in marks else "sigmoid before a logarithm"
+        if "eps" not in marks and birth.has_nan and name in _HAVE_DOMAINS:
+            return "outside the domain of a function"
         return "eps lost in 16 bits" if "eps" in marks else "division or logarithm of zero"
     if birth.only_masks:
         return "nothing left by a mask"
@@ -263,16 +269,12 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
             "The loss is infinite by definition where no alignment exists: a sample needs a frame for each label, and "
             "one more between two equal ones."
         )
-    if cause in ("division or logarithm of zero", "rounding in 16 bits"):
-        given = "was given a zero"
-        if what in _EDGES:
-            given = "was given a number at the edge of its domain or beyond"
-        elif what in _ABOVE_ZERO:
-            given = "was given a zero or a negative number"
-        elif "linalg" in what:
-            given = "was given a singular matrix"
-        elif not birth.at_a_pole:
-            given = "has no value for its inputs, such as a mean of nothing, a row without variance, a negative root"
+    if birth.is_constant and cause in POLES:  # which torch itself writes
+        return "logdet was given a matrix whose determinant is negative."
+    if cause in POLES or cause == "rounding in 16 bits":
+        given = "has no value for its inputs, such as a mean of nothing, a row without variance, a negative root"
+        if birth.at_a_pole or "linalg" in what:
+            given = f"was given {birth.at_a_pole or 'a singular matrix'}"
         return f"{what} {given}" + (f" (in {pass_})." if pass_ != what else ".")
     if cause == "nothing left by a mask":
         return f"{what} got only infinities of a mask, such as a row of attention with no key left."
@@ -322,7 +324,8 @@ def _and_more(count: int) -> str:
 CURED_BY_ISLANDS: set[Cause] = {"overflow in a product", "overflow in a reduction", "overflow in a function"}
 CURED_BY_ISLANDS |= {"overflow in a cast", "eps lost in 16 bits", "16-bit sigmoid before a logarithm"}
 CURED_BY_ISLANDS |= {"underflow in 16 bits", "cancellation in 16 bits", "rounding in 16 bits", "position collision"}
-CURED_BY_ISLANDS |= {"division or logarithm of zero", "nothing left by a mask"}
+CURED_BY_ISLANDS |= {"division or logarithm of zero", "outside the domain of a function", "nothing left by a mask"}
+POLES: set[Cause] = {"division or logarithm of zero", "outside the domain of a function"}
 
 BF16 = Fix("override", "use bf16, which has the range of fp32", "amp=bf16", 'Amp.named("bf16")')
 BY_HAND = Fix("code", "the program itself, not autocast, computes this in 16 bits: cast to float32, not to less")
@@ -333,6 +336,7 @@ ADVICE: dict[Cause, Fix] = {
     "division or logarithm of zero": Fix(
         "code", "keep the argument away from 0 and from where it has no value: clamp it, or add an eps inside"
     ),
+    "outside the domain of a function": Fix("code", "keep the argument where the function has a value: clamp it"),
     "underflow in 16 bits": Fix(
         "code", "compute this line, and what leads to it, in fp32; log_softmax for a logarithm"
     ),
@@ -374,7 +378,10 @@ ADVICE: dict[Cause, Fix] = {
 
 def advice_for(cause: Cause, birth: FirstNonFinite) -> Fix | None:
     """What to change, for this operation."""
-    if cause == "division or logarithm of zero" and birth.op.split(".")[-1] in _AVERAGES and not birth.backward:
+    if birth.is_constant and cause in POLES:
+        return Fix("code", "use torch.linalg.slogdet, or a matrix whose determinant is positive")
+    is_average = birth.op.split(".")[-1] in _AVERAGES or birth.at_a_pole == "no elements"
+    if cause == "division or logarithm of zero" and is_average and not birth.backward:
         return Fix("code", "leave out what has no elements to average, or one alone, which has no deviation")
     advice = ADVICE.get(cause)
     if advice is BF16 and (birth.wide or 0.0) > 3.3895313892515355e38:  # ends there

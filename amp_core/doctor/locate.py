@@ -27,6 +27,7 @@ from amp_core.doctor.diagnosis import (
     ADVICE,
     BF16,
     LARGEST,
+    POLES,
     Cause,
     Diagnosis,
     Fix,
@@ -110,7 +111,7 @@ class Doctor:
             TypeError: an optimizer's `step()` needs a closure or gradients.
             ValueError: a weight or a buffer is on the meta device.
         """
-        loop = PlainLoop(self.amp, [net for _, net in self.nets], batch, self._random)
+        loop = PlainLoop(self.amp, self.nets, batch, self._random)
         self.plain = loop
         search = self.diagnose(loop.replay, loop.trying)
         try:
@@ -195,7 +196,7 @@ class Doctor:
         diagnosis.loss_scale = scale
         # Their forward pass may raise without autocast; a plain loop takes that as no cure.
         is_low = has_16bit(self.nets)
-        may_be_rounding = cause == "division or logarithm of zero" and everywhere[rank]["has_half"]
+        may_be_rounding = cause in POLES and everywhere[rank]["has_half"]
         if may_be_rounding and (self.plain or not is_low):
             is_mended = yield from self._in_fp32(diagnosis, birth, replay)
             if not is_mended and (diagnosis.cause != cause or not is_low):  # an island does not end it
@@ -210,6 +211,13 @@ class Doctor:
             if fits is not None:
                 yield from cures.too_large(diagnosis, scale, fits)
                 return diagnosis
+            if scale > 1:  # the overflow may hide what breaks at any scale
+                with self.amp.scaler.held_at(1.0):
+                    found = yield from self.diagnose(replay, trying)
+                if found is not None and (found.op, found.source) != (diagnosis.op, diagnosis.source):
+                    found.why += f" This is so at a loss scale of 1, too; at {scale:g} gradients overflow as well."
+                    found.fixes = [dataclasses.replace(fix, verified=None, steps=1) for fix in found.fixes]
+                    return found
         yield from cures.prescribe(diagnosis, birth)
         if cause == "bad input":  # a run is not healed of its data
             diagnosis.islands = []
@@ -236,10 +244,10 @@ class Doctor:
                     changed.enter_context(with_finite(tensor, float(name.endswith("running_var"))))
             yield rehearsal, window
 
-    def trace(self, replay: Replay) -> Generator[Any, None, tuple[Trace, Rehearsal]]:
-        """Watch the window."""
+    def trace(self, replay: Replay, *, in_steps: bool = False) -> Generator[Any, None, tuple[Trace, Rehearsal]]:
+        """Watch the window; with `in_steps` the steps of optimizers, too."""
         with replay() as (rehearsal, window):
-            trace = Trace(self.names, self._tensors(window))
+            trace = Trace(self.names, self._tensors(window), in_steps=in_steps)
             rehearsal.watcher = trace
             with trace, in_one_thread(self.names):
                 yield window
@@ -348,7 +356,7 @@ class Doctor:
             amp=self.amp.config.name,
             samples=birth.rows,
             tensor=birth.tensor,
-            others=[f"{b.op}{' (backward)' if b.backward else ''} in {b.place}" for b in others],
+            others=list(dict.fromkeys(f"{b.op}{' (backward)' if b.backward else ''} in {b.place}" for b in others)),
         )
 
     # --- islands ------------------------------------------------------------------------------------------------------

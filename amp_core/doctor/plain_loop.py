@@ -47,7 +47,7 @@ class PlainLoop:
 
     Args:
         amp: whose scale is tried; it begins with that of the loop's GradScaler, if there is one.
-        nets: the networks.
+        named: pairs of a name and a network.
         batch: of the window.
         random: the state from before the window; None: the present one.
 
@@ -55,12 +55,14 @@ class PlainLoop:
         ValueError: a weight is on the meta device.
     """
 
-    def __init__(self, amp: Amp, nets: list[nn.Module], batch: Any, random: RandomState | None) -> None:
+    def __init__(self, amp: Amp, named: list[tuple[str, nn.Module]], batch: Any, random: RandomState | None) -> None:
+        nets = [net for _, net in named]
         if any(each.is_meta for net in nets for each in itertools.chain(net.parameters(), net.buffers())):
             raise ValueError(
                 "a weight or a buffer is on the meta device, and holds no numbers; expected a network with numbers"
             )
         self.amp, self.nets, self.batch = amp, nets, batch
+        self._names = {tensor: name.partition(" ")[2] for name, tensor in named_tensors(named, ()).items()}
         self.scaler: torch.amp.GradScaler | None = None
         self._scaler_state, self._is_first, self._changes_batch = dict[str, Any](), True, False
         self._present = RandomState(amp.device, random.generators if random is not None else ())
@@ -151,8 +153,7 @@ class PlainLoop:
 
     def bad_gradient(self, step: Callable[[], Any]) -> str:
         """The weight whose gradient was not finite before the window, and makes it so."""
-        weights = (named for net in self.nets for named in net.named_parameters())
-        grads = ((name, local([p.grad])[0]) for name, p in weights if p.grad is not None)
+        grads = ((self._named(p), local([p.grad])[0]) for p in self._params() if p.grad is not None)
         bad = (name for name, grad in grads if not is_finite(grad))
         if not (name := next(bad, "")):
             return ""
@@ -162,12 +163,14 @@ class PlainLoop:
 
     def bad_moments(self) -> str:
         """What an optimizer keeps of a weight and is not finite: its next step writes it into the weight."""
-        names: dict[Tensor, str] = {p: name for net in self.nets for name, p in net.named_parameters()}
         for param, state in itertools.chain(*(each.state.items() for each in self._optimizers())):
             for key, value in state.items():
                 if isinstance(value, Tensor) and not is_finite(value):
-                    return f"{key} of {names.get(param, 'a weight')}"
+                    return f"{key} of {self._named(param)}"
         return ""
+
+    def _named(self, param: Tensor) -> str:
+        return self._names.get(local([param])[0], "a weight")
 
     def restore(self) -> None:
         """Put the random state, the batch and the scale back."""

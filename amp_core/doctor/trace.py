@@ -117,7 +117,7 @@ class Range:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Range:
-        values = tensor.detach().abs().double().flatten()
+        values = (tensor.abs() if tensor.is_complex() else tensor.double().abs()).detach().flatten()
         finite = values[values.isfinite()]
         positive = finite[finite > 0]
         return cls(
@@ -156,8 +156,8 @@ class FirstNonFinite:
     has_nan: bool
     wide: float | None
     """Largest absolute value of the same operation in float64; inf or NaN if it is non-finite there too."""
-    at_a_pole: bool = False
-    """A pole: division by zero, logarithm of zero and the like."""
+    at_a_pole: str = ""
+    """Which argument has no finite result, such as a zero of a logarithm; empty if none is known to have none."""
     only_masks: bool = False
     """The inputs held constant infinities, as in a mask."""
     marks: frozenset[tuple[str, str]] = frozenset()
@@ -207,11 +207,15 @@ class Trace(DispatchMode):
     Args:
         names: names of modules, for locations.
         tensors: tensors from before the window, by name: weights, buffers, batches.
+        in_steps: watch the steps of optimizers, too.
     """
 
-    def __init__(self, names: Mapping[nn.Module, str], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, names: Mapping[nn.Module, str], tensors: Mapping[str, Tensor], *, in_steps: bool = False
+    ) -> None:
         need("the doctor", *NEEDED)
         super().__init__()
+        self._in_steps = in_steps
         self.births: list[FirstNonFinite] = []
         self.constants: list[FirstNonFinite] = []
         """Constant infinities and NaN of the program, such as those of a mask."""
@@ -288,10 +292,10 @@ class Trace(DispatchMode):
 
     def pause(self) -> None:
         """Stop watching: what follows belongs to the step, not to the window."""
-        self._pauses += 1
+        self._pauses += not self._in_steps
 
     def resume(self) -> None:
-        self._pauses -= 1
+        self._pauses -= not self._in_steps
 
     @property
     def culprit(self) -> FirstNonFinite | None:
@@ -303,6 +307,11 @@ class Trace(DispatchMode):
         """Names of tensors from before the window whose non-finite values reached a loss or a gradient."""
         found = self._origins_of_results()
         return [birth.tensor for birth in found if birth.tensor in self._tensors.values() and not birth.op]
+
+    def origin_of(self, tensor: Tensor) -> FirstNonFinite | None:
+        """The first operation that made a tensor non-finite; None if none is known."""
+        numbers = [n for n in self._origins.get(storage_key(tensor), ()) if n >= 0 and self.births[n].op]
+        return self.births[min(numbers)] if numbers else None
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -522,6 +531,7 @@ class Trace(DispatchMode):
         is_of_weights = bool(known) and all(name.startswith(("weight", "buffer")) for name in known)
         has_samples = not call.backward and not is_of_weights and output.shape[:1].numel() in self._batch_sizes
         wide = _in_float64(call, output)
+        pole = _pole(call.name, call.args, [each.tensor for each in call.inputs])
         moved = floats[-1:] if call.name in ("_to_copy", "copy_") else []
         held = [name for each in moved for kind, name in self._marks.get(each.key, ()) if kind == "input"]
         held += [n for n, each in zip(known, floats, strict=True) if "running_var" in n and (each.tensor < 0).any()]
@@ -530,11 +540,14 @@ class Trace(DispatchMode):
             op=f"{call.func.namespace}.{call.name}",
             place=call.place,
             backward=call.backward,
-            inputs=[Range.of(self._tensors.get(each.key, each.name), each.tensor) for each in floats],
+            inputs=[
+                Range.of(self._tensors.get(each.key, each.name), each.tensor)
+                for each in (call.inputs if pole else floats)
+            ],
             output=Range.of("output", output),
             has_nan=has_nan,
             wide=None if wide is None else wide.abs().amax().item(),  # a NaN if there is one: it is no overflow
-            at_a_pole=_is_at_a_pole(call.name, call.args, [each.tensor for each in floats]),
+            at_a_pole=pole,
             only_masks=only_masks,
             marks=marks.union(*(self._marks.get(each.key, frozenset()) for each in floats)),
             rows=bad_rows(output) if has_samples else [],
@@ -784,7 +797,7 @@ def bad_rows(tensor: Tensor) -> list[int]:
     """Indices along the first dimension with non-finite elements; none if all have them."""
     if not tensor.ndim or tensor.shape[0] < 2:
         return []
-    rows = (~torch.isfinite(tensor.detach().float())).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
+    rows = (~torch.isfinite(_compared(tensor.detach()))).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
     return rows if len(rows) < tensor.shape[0] else []
 
 
@@ -805,19 +818,36 @@ def _small_number(args: Sequence[Any]) -> float | None:
     return None
 
 
-def _is_at_a_pole(name: str, args: Sequence[Any], tensors: list[Tensor]) -> bool:
+def _pole(name: str, args: Sequence[Any], tensors: list[Tensor]) -> str:
+    """Which argument has no finite result, if one of `args`, whose tensors are given, is known to have none."""
     name = name.rstrip("_")
-    if name in ("div", "true_divide", "fmod", "remainder"):
-        return bool((torch.as_tensor(args[1]) == 0).any())
-    if name in ("log", "log2", "log10", "reciprocal", "rsqrt", "xlogy", "lgamma", "digamma", "sqrt"):
-        return bool((tensors[-1] <= 0).any())
-    if name == "addcdiv":
-        return bool((tensors[-1] == 0).any())
-    if name == "log1p":
-        return bool((tensors[0] <= -1).any())
-    if name == "pow":
-        return bool(torch.any(torch.as_tensor(args[1]) < 0)) and any(bool((tensor == 0).any()) for tensor in tensors)
-    return name in ("acos", "asin", "acosh", "atanh", "logit", "erfinv", "logdet", "_linalg_slogdet", "linalg_slogdet")
+    of = [torch.as_tensor(each) for each in args[:2] if isinstance(each, Tensor | int | float)]
+    is_below = [not each.is_complex() and bool((each < 0).any()) for each in of]
+    has_zero = [bool((each == 0).any()) for each in of]
+    if any(not each.numel() for each in tensors):
+        return "no elements"
+    if name in ("div", "true_divide", "fmod", "remainder") and has_zero[-1]:
+        return "a zero"
+    if name in ("log", "log2", "log10", "xlogy", "rsqrt", "sqrt") and is_below[-1]:
+        return "a negative number"
+    if name in ("log", "log2", "log10", "xlogy", "rsqrt", "reciprocal") and has_zero[-1]:
+        return "a zero"
+    if name in ("lgamma", "digamma") and (has_zero[0] or is_below[0]):
+        return "a zero or a negative number"
+    if name in ("addcdiv", "_weight_norm_interface") and bool((tensors[-1] == 0).any()):
+        return "a zero"
+    if name == "log1p" and not of[0].is_complex() and bool((of[0] <= -1).any()):
+        return "-1 or a number below it"
+    if name == "pow" and has_zero[0] and is_below[1]:
+        return "a zero"
+    if name == "pow" and is_below[0] and bool((of[1] != of[1].round()).any()):
+        return "a negative number"
+    if name in ("logdet", "_linalg_slogdet", "linalg_slogdet"):
+        return "a singular matrix"
+    if name == "linalg_solve_triangular" and bool((of[0].diagonal(0, -2, -1) == 0).any()):
+        return "a singular matrix"
+    is_bounded = name in ("acos", "asin", "acosh", "atanh", "logit", "erfinv")
+    return "a number at the edge of its domain or beyond" if is_bounded else ""
 
 
 def _underflows(call: _Call, output: Tensor) -> bool:

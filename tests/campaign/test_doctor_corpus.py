@@ -57,6 +57,7 @@ SAYS = {
     "overflow in a cast": "cast to float32",
     "overflow in fp32": "optimizer.lr",
     "division or logarithm of zero": ("away from 0", "leave out what has no elements"),
+    "outside the domain of a function": "where the function has a value",
     "nothing left by a mask": "leave one key",
     "infinite constant": "write a finite number",
     "position collision": "positions and their products in fp32",

@@ -694,7 +694,7 @@ FAULTS = [
           "division or logarithm of zero", "aten.nll_loss_forward", None, "return F.cross_entropy(logits.flatten(0, 1).float(), only_long.flatten())",
           settings=QUIET, fix="code"),
     Fault("a root of negative numbers", "distillation", in_slot("14", root_of_less, root_of_more),
-          "division or logarithm of zero", "aten.pow", "14", "return (x.float() - 1) ** 0.5",
+          "outside the domain of a function", "aten.pow", "14", "return (x.float() - 1) ** 0.5",
           settings=QUIET, step=2, fix="code"),
     Fault("an eps that fp16 does not hold", "classification", in_slot("14", normalised, normalised_safely),
           "eps lost in 16 bits", "aten.div", "14", "return x / (x.abs().sum(1, keepdim=True) + 1e-8)",

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 import train
 from amp_core.config.errors import ConfigError
-from amp_core.models import CLASSIFIERS, LANGUAGE_MODELS, build_model
+from amp_core.models import build_model
+from amp_core.models.gpt import LANGUAGE_MODELS
+from amp_core.models.images import CLASSIFIERS
 from amp_core.run.pretrained import load_pretrained
 
 FACTS: dict[str, Any] = {"image_shape": (1, 16, 16)}

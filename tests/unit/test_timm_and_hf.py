@@ -18,7 +18,9 @@ from torch import Tensor, nn
 import train
 from amp_core.cli.compose import compose
 from amp_core.config.errors import ConfigError
-from amp_core.models import CLASSIFIERS, LANGUAGE_MODELS, Family, build_model, check_model
+from amp_core.models import Family, build_model, check_model
+from amp_core.models.gpt import LANGUAGE_MODELS
+from amp_core.models.images import CLASSIFIERS
 from amp_core.run.pretrained import load_pretrained
 from amp_core.vision import import_torchvision
 from recipes import segmentation
