@@ -183,7 +183,8 @@ def test_a_checkpoint_loads_in_plain_pytorch():
     run("run_dir=a", "steps=3", "ema.decay=0.9")
     script = (
         "import torch, glob, sys; sys.path.insert(0, sys.argv[1])\n"
-        "from amp_core.models import CLASSIFIERS, build_model\n"
+        "from amp_core.models import build_model\n"
+        "from amp_core.models.images import CLASSIFIERS\n"
         "saved = torch.load(glob.glob('a/checkpoints/*/state.pt')[0], weights_only=True)\n"
         "net = build_model('cnn', CLASSIFIERS, num_classes=4, image_shape=(3, 8, 8), options={'width': 8})\n"
         "channels = saved['model']['0.weight'].shape[1]\n"
