@@ -52,6 +52,8 @@ _LARGER_EPS = (1e-8, 1e-7, 1e-4)
 """torch's own for fp32, and what float16 holds: one that is no longer 0, and one that is not subnormal."""
 _OF_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"}
 """What optimizers take a root of."""
+_GROWN = 10.0
+"""A loss that has grown by more times itself in a trial's steps is no success."""
 _LEAST_SCALE = -24
 """Exponent of the smallest loss scale that is tried: below 2^-24 of a number fp16 holds nothing."""
 
@@ -100,6 +102,7 @@ class Cures:
         self.doctor, self.replay = doctor, replay
         self.trying: Trying = trying or (lambda: contextlib.nullcontext(1))
         self.amp, self.agree = doctor.amp, doctor.agree
+        self._optimizers = set[torch.optim.Optimizer]()
 
     # --- what to change -----------------------------------------------------------------------------------------------
 
@@ -238,14 +241,20 @@ class Cures:
         self, diagnosis: Diagnosis, what: str, trial: Trial, wide: Trial | None = None
     ) -> Generator[Any, None, None]:
         """Say of a cure that it does not last, and what else to do."""
-        diagnosis.why += f" With {what} the window is finite, and step {trial.steps + 1} breaks."
+        diagnosis.why += f" With {what} the window is finite, and the {_ordinal(trial.steps)} step after it breaks."
         if wide is None:
             with without_autocast():
                 wide = yield from self.lasts(1.0)
         advice = ADVICE.get(diagnosis.cause, BF16)
         if wide.steps and not wide.holds:
             at = ", at loss scale 1" if diagnosis.loss_scale > 1 else ""
-            diagnosis.why += f" Without autocast step {wide.steps + 1} breaks, too{at}."
+            diagnosis.why += f" Without autocast the {_ordinal(wide.steps)} step after it breaks, too{at}."
+            with without_autocast():
+                still = yield from self.lasts(1.0, moves=False)
+            if still.holds:
+                diagnosis.cause, diagnosis.fixes = "training diverges", [ADVICE["training diverges"]]
+                diagnosis.why += " With a learning rate of 0 it does not."
+                return
             # The window breaks without `what`, and what follows breaks with it.
             wider = ADVICE["overflow in fp32"]
             advice = dataclasses.replace(wider, text=f"{what}, which alone is not enough; and {wider.text}")
@@ -279,7 +288,7 @@ class Cures:
     ) -> Generator[Any, None, tuple[list[str], set[torch.optim.Optimizer], bool]]:
         """What steps make non-finite and why, the optimizers, and whether one of torch's own did it."""
         names = {tensor: name.partition(" ")[2] for name, tensor in named_tensors(self.doctor.nets, ()).items()}
-        bad, used, by_torch = list[str](), set[torch.optim.Optimizer](), set[Tensor]()
+        bad, used, by_torch, losses = list[str](), set[torch.optim.Optimizer](), set[Tensor](), list[float]()
 
         def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if type(optimizer).__module__.startswith("torch."):
@@ -294,7 +303,9 @@ class Cures:
                 with again as (rehearsal, window), register_optimizer_step_post_hook(note):
                     yield window
                 used |= rehearsal.optimizers
+                losses.append(max((float(loss.float().sum()) for loss in rehearsal.losses), default=0.0))
                 bad += [] if all(self.agree(rehearsal.is_finite)) else ["the gradients"]
+            bad += ["the loss"] if losses and losses[-1] - losses[0] > _GROWN * abs(losses[0]) else []
             low = weights_by_side()
             for optimizer in used:
                 for group in optimizer.param_groups:
@@ -318,13 +329,16 @@ class Cures:
 
     # --- trials -------------------------------------------------------------------------------------------------------
 
-    def lasts(self, scale: float) -> Generator[Any, None, Trial]:
-        """For how many steps training is finite at a loss scale, compiled if it is trained so."""
+    def lasts(self, scale: float, *, moves: bool = True) -> Generator[Any, None, Trial]:
+        """For how many steps training is finite, compiled if it is; the learning rate is 0 unless it `moves`."""
         with self.trying() as most, self.amp.scaler.held_at(scale):
             most = min(most, STEPS)
+            for group in [] if moves else [group for each in self._optimizers for group in each.param_groups]:
+                group["lr"] = group["lr"] * 0.0
             for step in range(most):
                 with self.replay(ahead=step, as_trained=True, steps=most > 1) as (rehearsal, window):
                     yield window
+                self._optimizers |= rehearsal.optimizers
                 if not all(self.agree(rehearsal.is_finite)):
                     losses = rehearsal.losses
                     finite = bool(losses) and all(bool(loss.isfinite().all()) for loss in losses)
@@ -473,6 +487,10 @@ def _reason(weight: Tensor, dtype: torch.dtype, group: dict[str, Any], state: di
             how = "is NaN" if each.isnan().any() else f"exceeds {dtype_name(each.dtype)}"
             return f"{key} {how} with a learning rate of {rate:g}"
     return f"it is not finite with a learning rate of {rate:g}"
+
+
+def _ordinal(number: int) -> str:
+    return ("first", "second", "third", "fourth", "fifth")[number - 1]
 
 
 def _listed(names: Sequence[str]) -> str:

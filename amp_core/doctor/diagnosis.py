@@ -53,6 +53,10 @@ _REDUCTIONS = {"sum", "nansum", "mean", "norm", "linalg_vector_norm", "cumsum", 
 _REDUCTIONS |= {"std", "std_mean", "logsumexp", "logcumsumexp", "index_add", "scatter_add", "index_put", "trace"}
 _REDUCTIONS |= {"embedding_dense_backward", "_foreach_norm", "cdist", "_cdist_forward", "native_layer_norm"}
 _AVERAGES = {"mean", "std", "var", "std_mean", "var_mean", "nll_loss_forward", "nll_loss2d_forward"}
+_DEVIATIONS = {"std", "var", "std_mean", "var_mean"}
+_LOSSES_OF_CLASSES = {"nll_loss_forward", "nll_loss2d_forward"}
+_DECOMPOSITIONS = {"linalg_svd", "_linalg_svd", "linalg_eigh", "_linalg_eigh", "linalg_eig"}
+_DECOMPOSITIONS |= {name.strip("_") for name in _DECOMPOSITIONS}
 _LIMITS = {
     "float16": 65504.0,
     "bfloat16": 3.39e38,
@@ -150,9 +154,10 @@ class Diagnosis:
             head += f" on rank {self.rank} of {self.num_ranks}"
         lines = [head, ""]
         if self.op:
-            when = "in the optimizer's step or after it" if self.phase == "step" else f"{self.phase} pass"
+            when = "after the backward pass" if self.phase == "step" else f"{self.phase} pass"
             lines.append(f"  operation  {self.op}, {when}")
-        if self.cause not in ("not found", "bad input") and not self.cause.startswith("poisoned"):
+        has_place = bool(self.op or self.source) or self.module is not None
+        if has_place and self.cause not in ("not found", "bad input") and not self.cause.startswith("poisoned"):
             where = "outside of the networks" if self.module is None else self.module or "the network itself"
             lines.append(f"  module     {where}" + (f" ({self.module_class})" if self.module_class else ""))
         if self.source:
@@ -272,12 +277,19 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
     if birth.is_constant and cause in POLES:  # which torch itself writes
         return "logdet was given a matrix whose determinant is negative."
     if cause in POLES or cause == "rounding in 16 bits":
-        given = "has no value for its inputs, such as a mean of nothing, a row without variance, a negative root"
-        if birth.at_a_pole or "linalg" in what:
-            given = f"was given {birth.at_a_pole or 'a singular matrix'}"
+        given = f"was given {birth.at_a_pole}" if birth.at_a_pole else "has no finite value for its inputs"
+        if birth.backward and birth.place.forward.strip("_") in _DECOMPOSITIONS:
+            given = "was given equal singular values or eigenvalues, whose vectors have no derivative"
+        elif not birth.at_a_pole and "linalg" in what:
+            given = "was given a singular matrix"
+        elif not birth.at_a_pole and not birth.backward and what in _DEVIATIONS:
+            given = "was given one element, which has no deviation"
+        elif not birth.at_a_pole and not birth.backward and what in _LOSSES_OF_CLASSES:
+            given = "was given no targets to average over: all are ignored, or of classes of weight 0"
         return f"{what} {given}" + (f" (in {pass_})." if pass_ != what else ".")
     if cause == "nothing left by a mask":
-        return f"{what} got only infinities of a mask, such as a row of attention with no key left."
+        such = "as in a row of attention whose keys are all masked, or a recursion that begins with -inf"
+        return f"{what} got only infinities, {such}."
     if cause in ("not found", "poisoned tensor"):
         origin = "it is a tensor that the program holds"
         if cause == "not found":
@@ -336,10 +348,11 @@ ADVICE: dict[Cause, Fix] = {
     "division or logarithm of zero": Fix(
         "code", "keep the argument away from 0 and from where it has no value: clamp it, or add an eps inside"
     ),
-    "outside the domain of a function": Fix("code", "keep the argument where the function has a value: clamp it"),
-    "underflow in 16 bits": Fix(
-        "code", "compute this line, and what leads to it, in fp32; log_softmax for a logarithm"
+    "outside the domain of a function": Fix(
+        "code",
+        "keep the argument where the function has a value: clamp it, off an end with an infinite slope",
     ),
+    "underflow in 16 bits": Fix("code", "compute this line, and what leads to it, in fp32"),
     "cancellation in 16 bits": Fix(
         "code", "compute the difference in fp32; a variance as the mean of squared deviations, or by torch.var"
     ),
@@ -351,7 +364,9 @@ ADVICE: dict[Cause, Fix] = {
     "16-bit sigmoid before a logarithm": Fix(
         "code", "use binary_cross_entropy_with_logits, or an fp32 region that holds the sigmoid *and* the loss"
     ),
-    "nothing left by a mask": Fix("code", "leave one key in every row, or set rows without keys to 0"),
+    "nothing left by a mask": Fix(
+        "code", "leave one key in every row, or set rows without keys to 0; begin a recursion with a finite number"
+    ),
     "training diverges": Fix(
         "code", "lower the learning rate (optimizer.lr), warm it up for longer, or clip gradients (clip=norm)"
     ),
@@ -378,9 +393,16 @@ ADVICE: dict[Cause, Fix] = {
 
 def advice_for(cause: Cause, birth: FirstNonFinite) -> Fix | None:
     """What to change, for this operation."""
+    what = birth.op.split(".")[-1].strip("_")
+    if cause == "underflow in 16 bits" and what in _LOGARITHMS:
+        return Fix("code", "compute this line, and what leads to it, in fp32; log_softmax for a softmax")
+    if cause == "overflow in a reduction" and birth.backward:
+        return Fix("code", "make the gradient smaller: divide the loss by a constant, such as the number of elements")
+    if birth.backward and birth.place.forward.strip("_") in _DECOMPOSITIONS and cause in POLES:
+        return Fix("code", "use what does not depend on the vectors, or add small different numbers to the diagonal")
     if birth.is_constant and cause in POLES:
         return Fix("code", "use torch.linalg.slogdet, or a matrix whose determinant is positive")
-    is_average = birth.op.split(".")[-1] in _AVERAGES or birth.at_a_pole == "no elements"
+    is_average = what in _AVERAGES or birth.at_a_pole == "no elements"
     if cause == "division or logarithm of zero" and is_average and not birth.backward:
         return Fix("code", "leave out what has no elements to average, or one alone, which has no deviation")
     advice = ADVICE.get(cause)

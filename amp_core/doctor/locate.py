@@ -35,6 +35,7 @@ from amp_core.doctor.diagnosis import (
     cause_of,
     explain,
     explain_collision,
+    is_among,
     location_of,
 )
 from amp_core.doctor.plain_loop import In32Bits, PlainLoop, RandomState, in_one_thread, with_finite, without_autocast
@@ -128,6 +129,9 @@ class Doctor:
                 diagnosis = self._not_found(why, "poisoned moment")
             if diagnosis is not None:
                 diagnosis.in_python = True
+                if self._random is not None and diagnosis.cause in ("poisoned weight", "poisoned buffer"):
+                    diagnosis.why = diagnosis.why.replace("before the window began", "when the window was examined")
+                    diagnosis.why += " If its own step has made it so, examine the window before its step is taken."
                 if loop.put_back_batch():
                     diagnosis.why += " The step changes its batch in place; each rerun was given it as it was before."
                 if loop.scaler is not None:
@@ -160,7 +164,7 @@ class Doctor:
         clip = next((one["clip"] for one in everywhere if one["clip"] is not None), None)
         norm = self.over_ranks(one["grad_norm"] for one in everywhere)
         if clip is not None and LARGEST**0.5 < norm < math.inf and not any(one["suspects"] for one in everywhere):
-            return self._too_long(norm, self.amp.scale, clip)
+            return self._too_long(norm, everywhere, clip)
         if all(one["finite"] for one in everywhere):
             if may_compile() and not (yield from self.is_finite(replay, as_trained=True)):
                 return self._not_found(
@@ -182,7 +186,7 @@ class Doctor:
         broken = [rank for rank, one in enumerate(everywhere) if one["culprit"] is not None]
         scale = self.amp.scale
         if not broken and norm < math.inf and all(one["is_loss_finite"] for one in everywhere):
-            return self._too_long(norm, scale)
+            return self._too_long(norm, everywhere)
         if not broken:
             return self._not_found(
                 "The window is not finite, and no watched operation caused it. It may have happened in "
@@ -222,7 +226,8 @@ class Doctor:
         if cause == "bad input":  # a run is not healed of its data
             diagnosis.islands = []
             diagnosis.fixes.sort(key=lambda fix: fix.kind != "data")
-        if birth.backward and self.amp.scaler.policy and not any(fix.verified for fix in diagnosis.fixes):
+        is_precision = diagnosis.cause != "training diverges"
+        if birth.backward and self.amp.scaler.policy and is_precision and not any(f.verified for f in diagnosis.fixes):
             yield from cures.scale_down(diagnosis)
         return diagnosis
 
@@ -276,10 +281,12 @@ class Doctor:
             diagnosis.why += f"; {wider} it is." if is_rounding else "."
         return is_mended
 
-    def _too_long(self, norm: float, scale: float, clip: FirstNonFinite | None = None) -> Diagnosis:
+    def _too_long(self, norm: float, everywhere: list[dict[str, Any]], clip: FirstNonFinite | None = None) -> Diagnosis:
+        scaled = f", scaled by {self.amp.scale:g}" if self.amp.scaler.policy else ""
+        largest, name = max(one["largest"] for one in everywhere)
         why = (
             f"Each gradient is finite, and the sum of their squares exceeds fp32, which ends at 3.4e38: their norm is "
-            f"{norm:.3g}, scaled by {scale:g}."
+            f"{norm:.3g}{scaled}, that of {name}, the largest, {largest:.3g}."
         )
         found = self._not_found(why, "gradient norm beyond fp32")
         if clip is not None:  # torch's own, by which the gradients are then divided
@@ -305,6 +312,8 @@ class Doctor:
         if culprit is None and not finite and trace.births and trace.reached:
             # Autograd's work between operations is not seen, so the trail may be lost: take the first non-finite value.
             culprit = trace.births[0] if set(trace.reached) != {REMOTE} else None
+        if culprit is not None:
+            culprit.follows_backward = trace.is_loss_finite and 0 < trace.last_backward < culprit.operation
         return {
             "finite": finite,
             "culprit": culprit,
@@ -313,6 +322,7 @@ class Doctor:
             "has_half": trace.has_half,
             "is_loss_finite": trace.is_loss_finite,
             "grad_norm": trace.grad_norm,
+            "largest": trace.largest_gradient,
             "clip": next(
                 (b for b in trace.births if "norm" in b.op and not b.backward and b.place.module is None), None
             ),
@@ -343,20 +353,21 @@ class Doctor:
         self, birth: FirstNonFinite, cause: Cause, births: Sequence[FirstNonFinite] = (), reached: Sequence[str] = ()
     ) -> Diagnosis:
         """A diagnosis of a first non-finite value, without fixes."""
-        others = [b for b in births if b.number != birth.number and b.op]
+        late = birth.follows_backward
+        others = [b for b in births if b.op and not is_among(b, [birth])]
         return Diagnosis(
             cause,
             explain(birth, cause),
             op=birth.op,
             **location_of(birth.place),
-            phase="backward" if birth.backward else "forward" if birth.op else "before",
+            phase="backward" if birth.backward else "before" if not birth.op else "step" if late else "forward",
             inputs=birth.inputs,
             output=birth.output,
             reached=list(reached),
             amp=self.amp.config.name,
             samples=birth.rows,
             tensor=birth.tensor,
-            others=list(dict.fromkeys(f"{b.op}{' (backward)' if b.backward else ''} in {b.place}" for b in others)),
+            others=list(dict.fromkeys(f"{b.op}{' (backward)' if b.backward else ''} {b.place}" for b in others)),
         )
 
     # --- islands ------------------------------------------------------------------------------------------------------

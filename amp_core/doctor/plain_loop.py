@@ -197,7 +197,7 @@ class PlainLoop:
     @contextlib.contextmanager
     def _told(self, rehearsal: Rehearsal) -> Iterator[None]:
         """Have torch's `backward()` and `step()` tell the rehearsal, as `Amp` does; weights move only in a trial."""
-        params, held = self._params(), self._held
+        params, held, scalers = self._params(), self._held, set[torch.amp.GradScaler]()
         backward, kind = torch.Tensor.backward, torch.amp.GradScaler
         update, scale, step = kind.update, kind.scale, kind.step
 
@@ -237,6 +237,7 @@ class PlainLoop:
 
         def told_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             rehearsal.optimizers.add(optimizer)  # it may skip
+            scalers.add(scaler)
             return step(scaler, optimizer, *args, **kwargs)
 
         with (
@@ -249,6 +250,8 @@ class PlainLoop:
             # A compiled model says that it sees the hooks of the trace.
             warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
             yield
+        for scaler in scalers:  # a window that ended early has not told it that its step is over
+            update(scaler, scaler.get_scale())
 
     def _scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> Any:
         if self.scaler is None and self.amp.scaler.policy is not None:

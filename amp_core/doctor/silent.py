@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from amp_core.data.loading import checked
 from amp_core.doctor.cures import Cures
-from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, cause_of, is_among, keep_fp32_override, listed
+from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, advice_for, cause_of, is_among, keep_fp32_override, listed
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
 from amp_core.doctor.trace import HALF, Trace, bad_rows, is_finite, named_tensors, tensors_in
@@ -278,7 +278,7 @@ class Silent:
             with contextlib.suppress(RuntimeError):  # code that casts by itself may meet other dtypes then
                 if made and all(map(math.isfinite, loop.evaluation.metrics_of_nets().values())):
                     return f"{text} Try: {self._islands([diagnosis.module or ''])} (tried)"
-        advice = ADVICE.get(diagnosis.cause)
+        advice = advice_for(diagnosis.cause, births[0])
         if advice is BF16:
             trace = Trace(names, named_tensors(doctor.nets, ()))
             with loop.env.eagerly(), without_autocast(), contextlib.suppress(RuntimeError), trace:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from amp_core.lowp.weights import weights_by_side
 from amp_core.memory.recompute import recomputed
 from amp_core.tensors import is_dtensor, local
 from amp_core.torch_private import find, need, storage_of
@@ -68,6 +69,7 @@ one."""
 _SPREADS_SIGMOID = {"_to_copy", "rsub", "sub", "add", "neg", "clamp", "clamp_min", "clamp_max", "index", "where", "mul"}
 _SPREADS_BCE = {"_to_copy", "mul", "clone", "sum", "expand", "div", "sigmoid_backward"}
 _UNDERFLOWS = {"_to_copy", "_softmax", "exp", "exp2", "sigmoid", "mul", "div", "square", "pow", "prod", "reciprocal"}
+_UNDERFLOWS |= {"cumprod"}
 _UPDATES_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 """They write to their fourth and fifth argument, and their schemas do not say so."""
 _SUBTRACTS = {"sub", "add", "rsub"}
@@ -97,8 +99,8 @@ class Location:
     """In the backward pass: the differentiated operation, to which module and source belong."""
 
     def __str__(self) -> str:
-        is_outside, inside = self.module is None, f"{self.module or 'the network itself'} ({self.kind})"
-        return f"{'outside of the networks' if is_outside else inside}, {self.source}"
+        inside = f"in {self.module or 'the network itself'} ({self.kind})"
+        return f"{'outside of the networks' if self.module is None else inside}, {self.source}"
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,10 @@ class FirstNonFinite:
     """A constant of the program."""
     rows: list[int] = field(default_factory=list)
     """Indices along the first dimension with non-finite elements."""
+    operation: int = 0
+    """How many operations came before."""
+    follows_backward: bool = False
+    """It came after the last backward pass of the window."""
     tensor: str = ""
     """Name of what was non-finite from the start, or that overflows 16 bits; of a running variance below 0."""
 
@@ -222,12 +228,12 @@ class Trace(DispatchMode):
         self.collisions: list[Collision] = []
         self.reached: dict[int, list[str]] = {}
         """Origins of non-finite results: number of the first non-finite value -> names of losses and gradients."""
-        self.num_operations = 0
+        self.num_operations, self.last_backward = 0, 0
         self.has_half = False
         self.generators: dict[torch.Generator, Tensor] = {}
         """Generators that the program draws from, with their states from before."""
-        self.is_loss_finite, self.grad_norm = True, 0.0
-        """The gradient norm in float64, of this rank's shards."""
+        self.is_loss_finite, self.grad_norm, self.largest_gradient = True, 0.0, (0.0, "")
+        """The gradient norm in float64, of this rank's shards; that of the largest gradient, and its weight."""
         self._names = names
         self._modules: list[tuple[str | None, str, Any, nn.Module]] = []
         """Name, class, the node of autograd that entered it (None: the program did), the module."""
@@ -238,6 +244,8 @@ class Trace(DispatchMode):
         self._marks: dict[int, frozenset[tuple[str, str]]] = {}
         self._bad_results: dict[str, Tensor] = {}
         self._results: list[Tensor] = []
+        self._numbers: frozenset[int] = frozenset()
+        """Origins of non-finite tensors that became Python numbers."""
         self._unwritten: set[int] = set()
         self._shared: set[int] = set()
         self._tensors = {storage_key(tensor): name for name, tensor in tensors.items()}
@@ -279,15 +287,18 @@ class Trace(DispatchMode):
 
     def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         self.pause()
-        strided = [_real(grad) for grad in local(grads) if grad.layout is torch.strided]
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64).item() for grad in strided]
-        norm = math.hypot(*norms)
+        low, norms = weights_by_side(), dict[str, float]()
+        pairs = zip(local([low.get(param, param) for param in params]), local(grads), strict=True)
+        named = [(self._tensors.get(storage_key(p), "a weight").removeprefix("weight "), grad) for p, grad in pairs]
+        for name, grad in named:
+            if grad.layout is torch.strided:
+                norms[name] = torch.linalg.vector_norm(_real(grad), dtype=torch.float64).item()
+        norm = math.hypot(*norms.values())
         self.grad_norm = max(self.grad_norm, norm)
-        for param, grad in zip(local(params), local(grads), strict=True):
+        self.largest_gradient = max([self.largest_gradient, *((norms[name], name) for name in norms)])
+        for name, grad in named:
             if not (math.isfinite(norm) or self._is_done or is_finite(grad)):
-                self._note(
-                    grad, f"the gradient of {self._tensors.get(storage_key(param), 'a weight').removeprefix('weight ')}"
-                )
+                self._note(grad, f"the gradient of {name}")
         self.resume()
 
     def pause(self) -> None:
@@ -374,6 +385,7 @@ class Trace(DispatchMode):
         self.num_operations += 1
         name = func.overloadpacket.__name__
         node = current_node()
+        self.last_backward = self.last_backward if node is None else self.num_operations
         place = self._place_of(node, name)
         statistics = [t for t in args[3:5] if isinstance(t, Tensor)] if name in _UPDATES_STATISTICS else []
         written = {storage_key(tensor) for tensor in (*_written(func, args, kwargs), *statistics)}
@@ -387,6 +399,8 @@ class Trace(DispatchMode):
             if each.key in written:  # keep a copy of what is overwritten
                 each.tensor = each.tensor.clone()
         result = func(*args, **kwargs)
+        if name == "_local_scalar_dense" and not (isinstance(result, complex) or math.isfinite(result)):
+            self._numbers = self._origins.get(inputs[0].key, frozenset()) if inputs else frozenset()
         if name in UNWRITTEN:
             for key in map(storage_key, tensors_in(result)):
                 self._unwritten.add(key)
@@ -438,7 +452,12 @@ class Trace(DispatchMode):
         origins: set[int] = set()
         for each in given:
             origins |= self._origins.get(each.key) or received or self._unknown(each, call.place)
+        scalars = [each for each in (*call.args, *call.kwargs.values()) if isinstance(each, float)]
+        if not origins and not all(map(math.isfinite, scalars)):
+            origins |= {origin for origin in self._numbers if origin >= 0}
         constants = {origin for origin in origins if origin <= CONSTANT}
+        if constants == origins and torch.Tag.pointwise in call.func.tags and _has_new(bad[0], given):
+            origins = constants = set()
         if origins - constants:
             return frozenset(origins - constants)
         # An operation that is given a NaN has not produced it.
@@ -449,6 +468,7 @@ class Trace(DispatchMode):
             return frozenset(constants - {CONSTANT})
         birth = self._birth(call, bad[0], has_nan, bool(constants), marks)
         is_written = call.name in _CONSTANTS and _has_infinite_scalar(call.args)
+        is_written |= any(map(math.isnan, scalars))
         if is_written or (constants and not is_emptied):  # here, or before the window as a tensor of one number
             birth.is_constant = True
             self.constants.append(birth)
@@ -473,8 +493,9 @@ class Trace(DispatchMode):
         copied = (name for name, tensor in self._bad_batch.items() if same(tensor, found.tensor))
         name = self._own_tensor(found.key) or next(copied, None)
         if name is not None or found.tensor.numel() > 1:
-            name = name or self._held(found.key)
-            return {self._not_finite_before(name or f"unseen {found.name}", found.tensor, found.key, place)}
+            unseen = f"unseen {found.name}", found.tensor
+            name, tensor = (name, found.tensor) if name else self._held(found.key) or unseen
+            return {self._not_finite_before(name, tensor, found.key, place)}
         return {CONSTANT}
 
     def _own_tensor(self, key: int) -> str | None:
@@ -488,8 +509,8 @@ class Trace(DispatchMode):
             (f"{what} {kind}.{name}" for what, all_ in named for name, t in all_ if storage_key(t) == key), None
         )
 
-    def _held(self, key: int) -> str | None:
-        """Name of an attribute of a module or of `self`, of a variable of an enclosing function, or of a global."""
+    def _held(self, key: int) -> tuple[str, Tensor] | None:
+        """Name and value of an attribute of a module or `self`, a variable of an enclosing function, or a global."""
         modules = [(name, module) for name, _, _, module in reversed(self._modules)]
         modules += [(name, module) for module, name in self._names.items()]
         places = [(f"attribute {name}." if name else "attribute ", _attributes(module)) for name, module in modules]
@@ -504,8 +525,9 @@ class Trace(DispatchMode):
             for name, value in names.items():
                 within = [*value.values()] if isinstance(value, dict) else value
                 within = within if isinstance(within, list | tuple) else [value]
-                if any(isinstance(each, Tensor) and storage_key(each) == key for each in within):
-                    return what + name
+                for each in within:
+                    if isinstance(each, Tensor) and storage_key(each) == key:
+                        return what + name, each
         return None
 
     def _not_finite_before(self, name: str, tensor: Tensor, key: int, place: Location) -> int:
@@ -551,6 +573,7 @@ class Trace(DispatchMode):
             only_masks=only_masks,
             marks=marks.union(*(self._marks.get(each.key, frozenset()) for each in floats)),
             rows=bad_rows(output) if has_samples else [],
+            operation=self.num_operations,
             tensor=min(held, default=""),
         )
 
@@ -722,6 +745,16 @@ def is_finite(tensor: Tensor) -> bool:
     if values.is_cpu:  # where reading costs less than one more operation
         return all(math.isfinite(end.item()) for end in ends)
     return bool(torch.stack(ends).isfinite().all())
+
+
+def _has_new(result: Tensor, given: Sequence[_Input]) -> bool:
+    """Whether numbers of a pointwise result are not finite where those that it was given are."""
+    is_new = ~result.isfinite()
+    for each in given:
+        if each.tensor.ndim > result.ndim:
+            return False
+        is_new = is_new & each.tensor.isfinite()
+    return bool(is_new.any())
 
 
 def _has_nan(tensor: Tensor) -> bool:

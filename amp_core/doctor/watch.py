@@ -223,7 +223,8 @@ class Watch:
     def _from_checkpoint(self, start: tuple[int, Any], step: int) -> Generator[Any, None, Diagnosis | None]:
         loop = self.loop
         present = snapshot(loop)
-        logger.info("the doctor trains steps %d to %d again", start[0] + 1, step - 1)
+        if start[0] + 1 < step:
+            logger.info("the doctor trains steps %d to %d again", start[0] + 1, step - 1)
         try:
             restore(loop, start[1])
             while loop.step < step - 1:

@@ -144,7 +144,8 @@ def test_no_precision_is_printed_as_the_cure_of_what_breaks_in_each(loop):
     diagnosis = Doctor(amp, net).locate(step, x)
     assert diagnosis is not None and diagnosis.module == "1" and not diagnosis.islands
     assert [fix.kind for fix in diagnosis.fixes] == ["code"] and "learning rate" in diagnosis.fixes[0].text
-    assert "Without autocast step" in diagnosis.why and "tried" not in str(diagnosis)
+    assert diagnosis.cause == "training diverges" and "With a learning rate of 0 it does not." in diagnosis.why
+    assert "Without autocast the" in diagnosis.why and "tried" not in str(diagnosis)
     wide, broken = copy.deepcopy(net), []
     for _ in range(cures.STEPS):
         loss = F.mse_loss(wide(x), torch.zeros(8, 2))
