@@ -22,6 +22,7 @@ from amp_conformance.networks import (
     Normed,
     Recorder,
     WithIsland,
+    apart,
     filled,
     halving,
     mean,
@@ -155,7 +156,7 @@ def the_last_window_of_an_epoch_is_shorter(trainer: Trainer, draw: random.Random
 
 @check("windows", "Short texts or small batches count as much as long ones: a mean of means.", "5.9")
 def micro_batches_of_unequal_size(trainer: Trainer, draw: random.Random) -> None:
-    epoch = [numbers(draw, size=1), numbers(draw, size=3)]
+    epoch = apart(draw, 1, 3)
     (seen,) = follow(trainer, line(epoch, accumulation=2, weighted=True))
     expect("the weight", seen.weight, -mean(*epoch), bound=7 * 4 * 2.0**-24)
 

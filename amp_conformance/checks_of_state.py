@@ -18,6 +18,7 @@ from amp_conformance.checks import BAD, SCALE, Failed, Seen, check, expect, foll
 from amp_conformance.networks import (
     Line,
     Two,
+    apart,
     filled,
     halving,
     mean,
@@ -137,8 +138,8 @@ def a_resumed_run_equals_one_without_a_stop(trainer: Trainer, draw: random.Rando
 
 @check("checkpoints", "After a stop within an epoch some samples are seen twice, or never.", "60, 5.41")
 def a_run_resumed_within_an_epoch_equals_one_without_a_stop(trainer: Trainer, draw: random.Random) -> None:
-    epochs = [[numbers(draw) for _ in range(6)] for _ in range(2)]
-    task = line(*epochs, mode="fp16", accumulation=2, every=1).but(optimizers=with_momentum)
+    batches = apart(draw, *[2] * 12, largest=31)
+    task = line(batches[:6], batches[6:], mode="fp16", accumulation=2, every=1).but(optimizers=with_momentum)
     right, seen = _resumed(trainer, task, 2)
     if len(right) != 4 or len(seen) != 4:
         raise Failed(f"{len(seen)} windows were made after resuming, expected 4")
@@ -332,6 +333,6 @@ def processes_agree_when_only_one_overflows(trainer: Trainer, draw: random.Rando
 
 @check("processes", "A process with few samples or tokens counts as much as one with many.", "5.9", ranks=2)
 def processes_with_unequal_counts(trainer: Trainer, draw: random.Random) -> None:
-    batches = [numbers(draw, size=1), numbers(draw, size=3)]
+    batches = apart(draw, 1, 3)
     seen = _gathered(trainer, line([batches[_rank()]], weighted=True, ranks=2))
     _expect_on_ranks("the weight", seen[0]["weight"], -mean(*batches), bound=7 * 4 * 2.0**-24)

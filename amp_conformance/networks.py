@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -136,9 +137,26 @@ def halving(optimizer: Optimizer) -> LambdaLR:
 
 
 def numbers(draw: random.Random, size: int = 2, width: int = 1) -> Batch:
-    """A micro-batch of random integers from 1 to 7, exact in every mode. Some row differs from some other."""
-    x = torch.tensor([[float(draw.randint(1, 7)) for _ in range(width)] for _ in range(size)])
+    """A micro-batch of random integers from 1 to 7, exact in every mode."""
+    return _integers(draw, size, width, 7)
+
+
+def _integers(draw: random.Random, size: int, width: int, largest: int) -> Batch:
+    x = torch.tensor([[float(draw.randint(1, largest)) for _ in range(width)] for _ in range(size)])
     return x, torch.zeros(size, 1)
+
+
+def apart(draw: random.Random, *sizes: int, largest: int = 7) -> list[Batch]:
+    """Micro-batches of random integers, no two with the same mean, and no two pairs of neighbours with the same sum.
+
+    Else a trainer that weights them wrongly, or takes others, may compute what is right.
+    """
+    while True:
+        batches = [_integers(draw, size, 1, largest) for size in sizes]
+        means = [mean(batch) for batch in batches]
+        sums = [one + other for one, other in pairwise(means)]
+        if len(set(means)) == len(means) and len(set(sums)) == len(sums):
+            return batches
 
 
 def filled(value: float, size: int = 2, width: int = 1) -> Batch:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from amp_conformance.networks import apart, mean, numbers
+from amp_conformance.task import Batch
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOW = "import json, sys; sys.path.insert(0, 'tests/support'); import amp_conformance; from broken_trainers import *;"
@@ -50,6 +55,20 @@ def test_each_broken_trainer_is_caught_by_what_should_catch_it() -> None:
     *missed, number = told(code)  # type: ignore[misc]
     assert missed == []
     assert number >= 20
+
+
+def test_no_seed_makes_a_wrong_weighting_right() -> None:
+    """A mean of means is that of all samples where the means are equal, as they are for one seed in some twelve."""
+
+    def hidden(draws: list[list[Batch]]) -> int:
+        return sum(mean(*batches) == (mean(batches[0]) + mean(batches[1])) / 2 for batches in draws)
+
+    seeds = [random.Random(seed) for seed in range(1000)]
+    assert hidden([apart(draw, 1, 3) for draw in seeds]) == 0
+    assert hidden([[numbers(draw, size=1), numbers(draw, size=3)] for draw in seeds]) > 20
+    # Nor is a window that begins a micro-batch or a window too early or late the right one.
+    sums = [mean(one) + mean(other) for one, other in pairwise(apart(random.Random(0), *[2] * 12, largest=31))]
+    assert len(set(sums)) == 11
 
 
 @pytest.mark.slow
