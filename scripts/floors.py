@@ -31,7 +31,7 @@ LIMITS = {
     "layouts": 1285,
     "checkpoints": 2055,
     "models": 655,
-    "data": 1965,
+    "data": 1966,
     "heads": 670,
     "run": 4855,
     "doctor": 3560,

@@ -412,11 +412,12 @@ def split_images(
     Labels of each part are numbered from 0.
     """
     pixels = images[~held_out] / 255
+    moments = [pixels.mean()], [pixels.std()]
 
     def part(chosen: NDArray[np.bool_], **options: Any) -> ArrayImages:
         names = sorted(set(labels[chosen].tolist()))
         numbers = np.searchsorted(names, labels[chosen])
-        return ArrayImages(images[chosen], numbers, len(names), [pixels.mean()], [pixels.std()], **options)
+        return ArrayImages(images[chosen], numbers, len(names), *moments, **options)
 
     train = part(~held_out, augment=shift_rotate_scale if augment else None, **options)
     return data_of(train, part(held_out, **options | {"on_device": False}))
