@@ -29,7 +29,7 @@ LIMITS = {
     "step": 2285,
     "memory": 795,
     "layouts": 1285,
-    "checkpoints": 2055,
+    "checkpoints": 2056,
     "models": 655,
     "data": 1966,
     "heads": 670,

@@ -27,7 +27,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -257,7 +257,8 @@ class Checkpoint:
             if self.writer:
                 contents = {**DEFAULTS, **rest, **facts, "sharded": len(entries)}
             contents, tensors = self._on_host(contents, [own.tensor for own in mine])
-            mine = [replace(own, tensor=tensor) for own, tensor in zip(mine, tensors, strict=True)]
+            for own, tensor in zip(mine, tensors, strict=True):
+                own.tensor = tensor
         except Exception as error:
             problem = error
             if ranks.num == 1:

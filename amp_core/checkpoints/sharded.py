@@ -22,7 +22,7 @@ from amp_core.config.errors import SaveError
 from amp_core.tensors import Slice, is_dtensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class OwnShard:
     """A shard that this rank writes."""
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from amp_core.checkpoints.folders import CorruptFile, require_memory, stream
-from amp_core.tensors import Slice, split_dimension
+from amp_core.tensors import Slice, local, split_dimension
 
 StatePath = tuple[str | int, ...]  # keys of dictionaries and numbers in lists, from the top down to a tensor
 _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BF16": torch.bfloat16, "BOOL": torch.bool}
@@ -164,12 +164,12 @@ def head_of(contents: Iterable[tuple[Entry, Shard]]) -> bytes:
 
 def slice_of(part: Tensor) -> Slice:
     """The `Slice` of a DTensor's local shard, in the same memory. No collective. TypeError: it has unusual sizes."""
-    mine, split = part.to_local().detach(), split_dimension(part)  # type: ignore[attr-defined]
+    (mine,), split = local([part]), split_dimension(part)
     if split is None:
         return Slice(mine, 0, part.shape[0])
     mesh, dim = part.device_mesh, part.placements[split].dim  # type: ignore[attr-defined]
     each = -(-part.shape[dim] // mesh.size(split))  # as torch.chunk cuts
-    start = min(mesh.get_local_rank(split) * each, part.shape[dim])
+    start = min(mesh.get_coordinate()[split] * each, part.shape[dim])  # which the mesh holds, unlike a local rank
     if mine.shape[dim] != min(each, part.shape[dim] - start):
         raise TypeError(f"a shard of {tuple(part.shape)} has {mine.shape[dim]} of {each} indices along dimension {dim}")
     return Slice(mine, start, part.shape[dim], dim)
@@ -181,7 +181,7 @@ def replicas(part: Tensor) -> tuple[int, int]:
     number, count = 0, 1
     for i in range(mesh.ndim):
         if i != split:
-            number, count = number * mesh.size(i) + mesh.get_local_rank(i), count * mesh.size(i)
+            number, count = number * mesh.size(i) + mesh.get_coordinate()[i], count * mesh.size(i)
     return number, count
 
 
