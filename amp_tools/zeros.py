@@ -38,7 +38,7 @@ class Zero:
 
     def __str__(self) -> str:
         why = ", after an overflow" if self.has_overflowed else ""
-        where = f"{self.op} ({'backward' if self.backward else 'forward'} pass) {self.place}"
+        where = f"{self.op} ({'backward' if self.backward else 'forward'} pass) {self.place.phrase}"
         return f"{where}: {self.share:.1%} became 0{why}    {self.place.code}".rstrip()
 
 

@@ -367,7 +367,7 @@ class Doctor:
             amp=self.amp.config.name,
             samples=birth.rows,
             tensor=birth.tensor,
-            others=list(dict.fromkeys(f"{b.op}{' (backward)' if b.backward else ''} {b.place}" for b in others)),
+            others=list(dict.fromkeys(f"{b.op}{' (backward)' if b.backward else ''} {b.place.phrase}" for b in others)),
         )
 
     # --- islands ------------------------------------------------------------------------------------------------------

@@ -99,8 +99,13 @@ class Location:
     """In the backward pass: the differentiated operation, to which module and source belong."""
 
     def __str__(self) -> str:
-        inside = f"in {self.module or 'the network itself'} ({self.kind})"
+        inside = f"{self.module or 'the network itself'} ({self.kind})"
         return f"{'outside of the networks' if self.module is None else inside}, {self.source}"
+
+    @property
+    def phrase(self) -> str:
+        """Where, to be read after an operation."""
+        return f"{'' if self.module is None else 'in '}{self}"
 
 
 @dataclass(frozen=True)
