@@ -12,6 +12,8 @@ TESTED = (
     ("2.13.0", "0.28.0", "3.11"),
     ("2.13.0", "0.28.0", "3.12"),
     ("2.13.0", "0.28.0", "3.13"),
+    ("2.14.1", "0.29.2", "3.12"),
+    ("2.15.0", "0.29.2", "3.13"),
 )
 """torch, torchvision and Python: the rows of `make matrix`, which writes their results into docs/RELIABILITY.md."""
 ANYWAY = "AMP_ANY_VERSION"

@@ -70,7 +70,7 @@ def test_tested_versions_are_accepted_with_any_patch_and_build(torch, torchvisio
     assert untested(f"{torch[:-1]}9+cu130", f"{python}.9") is None
 
 
-@pytest.mark.parametrize("torch, python", [("2.10.1", "3.12.1"), ("2.14.0a0", "3.12.1"), ("2.13.0", "3.10.4")])
+@pytest.mark.parametrize("torch, python", [("2.10.1", "3.12.1"), ("2.16.0a0", "3.12.1"), ("2.13.0", "3.10.4")])
 def test_other_versions_are_refused_unless_asked_for(torch, python, monkeypatch):
     monkeypatch.delenv(ANYWAY, raising=False)
     problem = untested(torch, python)
