@@ -754,11 +754,11 @@ def is_finite(tensor: Tensor) -> bool:
 
 def _has_new(result: Tensor, given: Sequence[_Input]) -> bool:
     """Whether numbers of a pointwise result are not finite where those that it was given are."""
-    is_new = ~result.isfinite()
+    is_new = ~_compared(result).isfinite()
     for each in given:
         if each.tensor.ndim > result.ndim:
             return False
-        is_new = is_new & each.tensor.isfinite()
+        is_new = is_new & _compared(each.tensor).isfinite()
     return bool(is_new.any())
 
 
@@ -859,7 +859,7 @@ def _small_number(args: Sequence[Any]) -> float | None:
 def _pole(name: str, args: Sequence[Any], tensors: list[Tensor]) -> str:
     """Which argument has no finite result, if one of `args`, whose tensors are given, is known to have none."""
     name = name.rstrip("_")
-    of = [torch.as_tensor(each) for each in args[:2] if isinstance(each, Tensor | int | float)]
+    of = [_compared(torch.as_tensor(each)) for each in args[:2] if isinstance(each, Tensor | int | float)]
     is_below = [not each.is_complex() and bool((each < 0).any()) for each in of]
     has_zero = [bool((each == 0).any()) for each in of]
     if any(not each.numel() for each in tensors):

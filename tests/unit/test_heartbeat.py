@@ -20,6 +20,7 @@ PATIENCE = 1.0
 def two_machines(monkeypatch):
     """Makes two launchers' ends of one rendezvous; left at the end."""
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.05)
+    made: list[heartbeat.Watched] = []
 
     def make(*, restarts: bool) -> list[heartbeat.Watched]:
         with socket.socket() as probe:
@@ -34,10 +35,13 @@ def two_machines(monkeypatch):
         with ThreadPoolExecutor(2) as pool:
             infos = list(pool.map(lambda end: end.next_rendezvous(), ends))
         assert sorted(info.rank for info in infos) == [0, 1]
+        made.extend(ends)
         return ends
 
     yield make
     heartbeat.leave()
+    for end in made:
+        end.shutdown()  # else torch's own timer ends where it is collected, and may have to wait for its own thread
     assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
 
