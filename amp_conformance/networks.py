@@ -136,12 +136,8 @@ def halving(optimizer: Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda n: 0.5**n)
 
 
-def numbers(draw: random.Random, size: int = 2, width: int = 1) -> Batch:
-    """A micro-batch of random integers from 1 to 7, exact in every mode."""
-    return _integers(draw, size, width, 7)
-
-
-def _integers(draw: random.Random, size: int, width: int, largest: int) -> Batch:
+def numbers(draw: random.Random, size: int = 2, width: int = 1, largest: int = 7) -> Batch:
+    """A micro-batch of random integers from 1 to `largest`; up to 7 they are exact in every mode."""
     x = torch.tensor([[float(draw.randint(1, largest)) for _ in range(width)] for _ in range(size)])
     return x, torch.zeros(size, 1)
 
@@ -152,7 +148,7 @@ def apart(draw: random.Random, *sizes: int, largest: int = 7) -> list[Batch]:
     Else a trainer that weights them wrongly, or takes others, may compute what is right.
     """
     while True:
-        batches = [_integers(draw, size, 1, largest) for size in sizes]
+        batches = [numbers(draw, size, largest=largest) for size in sizes]
         means = [mean(batch) for batch in batches]
         sums = [one + other for one, other in pairwise(means)]
         if len(set(means)) == len(means) and len(set(sums)) == len(sums):

@@ -415,7 +415,7 @@ def split_images(
     moments = [pixels.mean()], [pixels.std()]
 
     def part(chosen: NDArray[np.bool_], **options: Any) -> ArrayImages:
-        names = sorted(set(labels[chosen].tolist()))
+        names = sorted(set(labels[chosen].tolist()))  # no np.unique, as above
         numbers = np.searchsorted(names, labels[chosen])
         return ArrayImages(images[chosen], numbers, len(names), *moments, **options)
 

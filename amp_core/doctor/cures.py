@@ -32,7 +32,7 @@ from amp_core.doctor.diagnosis import (
     keep_fp32_override,
 )
 from amp_core.doctor.plain_loop import PlainLoop, in_bf16, without_autocast
-from amp_core.doctor.trace import FirstNonFinite, Trace, dtype_name, is_finite, named_tensors
+from amp_core.doctor.trace import FirstNonFinite, Trace, dtype_name, is_finite, own_names
 from amp_core.lowp.islands import islands_of
 from amp_core.lowp.weights import weights_by_side
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
@@ -158,12 +158,12 @@ class Cures:
                     advice = None
                 else:
                     trace, _ = yield from self.doctor.trace(self.replay)
-                    advice = BY_HAND if any(self.agree(is_among(birth, trace.births))) else None
-                if advice is None and not diagnosis.fixes:
-                    with without_autocast():
-                        wide = yield from self.lasts(min(diagnosis.loss_scale, 1.0))
-                    advice = ADVICE["overflow in fp32"] if not wide.steps else dataclasses.replace(BF16, verified=False)
-                    diagnosis.why += "" if wide.steps else " Without autocast the window is not finite either."
+                    advice = BY_HAND
+                    if not any(self.agree(is_among(birth, trace.births))):
+                        with without_autocast():
+                            wide = yield from self.lasts(min(diagnosis.loss_scale, 1.0))
+                        advice = dataclasses.replace(BF16, verified=False) if wide.steps else ADVICE["overflow in fp32"]
+                        diagnosis.why += "" if wide.steps else " Without autocast the window is not finite either."
         diagnosis.fixes += [BF16] if is_large and diagnosis.fixes else []
         diagnosis.fixes += [] if advice is None else [advice]
         if not diagnosis.fixes and self.amp.dtype is torch.float16 and cause != "not found":
@@ -266,11 +266,12 @@ class Cures:
         bad, optimizers, is_by_torch = yield from self._weights_after(1)
         if not bad:
             return None
-        if not is_by_torch and (birth := (yield from self._origin_after())) is not None:
+        if not is_by_torch and (origin := (yield from self._origin_after())) is not None:
+            name, birth = origin
             found = self.doctor.describe(birth, cause_of(birth))
             found.fixes = [fix for fix in [advice_for(found.cause, birth)] if fix is not None]
-            name = bad[0].partition(" makes ")[2].partition(":")[0]
-            found.why, found.phase = f"The window is finite, and its step makes {name}. {found.why}", "step"
+            found.phase = "step"
+            found.why = f"The window is finite, and its step makes {name} not finite. {found.why}"
             return found
         why = f"The window is finite, and the step of {bad[0]}."
         found = Diagnosis("poisoned by the optimizer", why, phase="before")
@@ -287,7 +288,7 @@ class Cures:
         self, steps: int, optimizers: Iterable[torch.optim.Optimizer] = (), eps: float = 0.0
     ) -> Generator[Any, None, tuple[list[str], set[torch.optim.Optimizer], bool]]:
         """What steps make non-finite and why, the optimizers, and whether one of torch's own did it."""
-        names = {tensor: name.partition(" ")[2] for name, tensor in named_tensors(self.doctor.nets, ()).items()}
+        names = own_names(self.doctor.nets)
         bad, used, by_torch, losses = list[str](), set[torch.optim.Optimizer](), set[Tensor](), list[float]()
 
         def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -317,15 +318,14 @@ class Cures:
                             bad.append(f"{kind} makes {name} not finite: {why}")
         return [each for found in self.agree(bad) for each in found], used, any(self.agree(bool(by_torch)))
 
-    def _origin_after(self) -> Generator[Any, None, FirstNonFinite | None]:
-        """The operation of an optimizer, or of the program after its step, that makes a weight non-finite."""
+    def _origin_after(self) -> Generator[Any, None, tuple[str, FirstNonFinite] | None]:
+        """A weight, and the operation of an optimizer, or of the program after its step, that makes it non-finite."""
         with self.trying():
             again = functools.partial(self.replay, steps=True)
             trace, _ = yield from self.doctor.trace(again, in_steps=True)
-            weights = [tensor for tensor in named_tensors(self.doctor.nets, ()).values() if not is_finite(tensor)]
-            found = (trace.origin_of(weight) for weight in weights)
-            birth = next((each for each in found if each is not None), None)
-        return next((each for each in self.agree(birth) if each is not None), None)
+            spoilt = [(name, weight) for weight, name in own_names(self.doctor.nets).items() if not is_finite(weight)]
+            found = [(name, birth) for name, weight in spoilt if (birth := trace.origin_of(weight)) is not None]
+        return next((each for on_rank in self.agree(found[:1]) for each in on_rank), None)
 
     # --- trials -------------------------------------------------------------------------------------------------------
 

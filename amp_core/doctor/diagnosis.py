@@ -52,11 +52,10 @@ _PRODUCTS |= {"div", "matmul"}
 _REDUCTIONS = {"sum", "nansum", "mean", "norm", "linalg_vector_norm", "cumsum", "cumprod", "prod", "var", "var_mean"}
 _REDUCTIONS |= {"std", "std_mean", "logsumexp", "logcumsumexp", "index_add", "scatter_add", "index_put", "trace"}
 _REDUCTIONS |= {"embedding_dense_backward", "_foreach_norm", "cdist", "_cdist_forward", "native_layer_norm"}
-_AVERAGES = {"mean", "std", "var", "std_mean", "var_mean", "nll_loss_forward", "nll_loss2d_forward"}
 _DEVIATIONS = {"std", "var", "std_mean", "var_mean"}
 _LOSSES_OF_CLASSES = {"nll_loss_forward", "nll_loss2d_forward"}
-_DECOMPOSITIONS = {"linalg_svd", "_linalg_svd", "linalg_eigh", "_linalg_eigh", "linalg_eig"}
-_DECOMPOSITIONS |= {name.strip("_") for name in _DECOMPOSITIONS}
+_AVERAGES = {"mean", *_DEVIATIONS, *_LOSSES_OF_CLASSES}
+_DECOMPOSITIONS = {"linalg_svd", "linalg_eigh", "linalg_eig"}
 _LIMITS = {
     "float16": 65504.0,
     "bfloat16": 3.39e38,
@@ -171,9 +170,10 @@ class Diagnosis:
             weights = f"; {self.weights}" if self.weights else ""
             lines.append(f"  mode       amp={self.amp}, loss scale {self.loss_scale:g}{weights}")
         if self.samples:
-            rows, of = "samples ", "batch" if self.in_python else "training data"
-            rows, of = ("rows    ", "tensor") if self.cause == "poisoned tensor" else (rows, of)
-            lines.append(f"  {rows}   {listed(self.samples)} of the {of}")
+            what, of = "samples", "batch" if self.in_python else "training data"
+            if self.cause == "poisoned tensor":  # which may be no batch
+                what, of = "rows", "tensor"
+            lines.append(f"  {what:<9}  {listed(self.samples)} of the {of}")
         lines += ["", f"  {self.why}", ""]
         for fix in self.fixes:
             those = "on this batch" if self.in_python else "from this one on"
@@ -277,14 +277,16 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
     if birth.is_constant and cause in POLES:  # which torch itself writes
         return "logdet was given a matrix whose determinant is negative."
     if cause in POLES or cause == "rounding in 16 bits":
-        given = f"was given {birth.at_a_pole}" if birth.at_a_pole else "has no finite value for its inputs"
+        given = "has no finite value for its inputs"
         if birth.backward and birth.place.forward.strip("_") in _DECOMPOSITIONS:
             given = "was given equal singular values or eigenvalues, whose vectors have no derivative"
-        elif not birth.at_a_pole and "linalg" in what:
+        elif birth.at_a_pole:
+            given = f"was given {birth.at_a_pole}"
+        elif "linalg" in what:
             given = "was given a singular matrix"
-        elif not birth.at_a_pole and not birth.backward and what in _DEVIATIONS:
+        elif what in _DEVIATIONS and not birth.backward:
             given = "was given one element, which has no deviation"
-        elif not birth.at_a_pole and not birth.backward and what in _LOSSES_OF_CLASSES:
+        elif what in _LOSSES_OF_CLASSES and not birth.backward:
             given = "was given no targets to average over: all are ignored, or of classes of weight 0"
         return f"{what} {given}" + (f" (in {pass_})." if pass_ != what else ".")
     if cause == "nothing left by a mask":

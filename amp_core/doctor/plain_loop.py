@@ -25,6 +25,7 @@ from amp_core.doctor.trace import (
     is_finite,
     is_view,
     named_tensors,
+    own_names,
     same,
     tensors_in,
 )
@@ -62,7 +63,7 @@ class PlainLoop:
                 "a weight or a buffer is on the meta device, and holds no numbers; expected a network with numbers"
             )
         self.amp, self.nets, self.batch = amp, nets, batch
-        self._names = {tensor: name.partition(" ")[2] for name, tensor in named_tensors(named, ()).items()}
+        self._names = own_names(named)
         self.scaler: torch.amp.GradScaler | None = None
         self._scaler_state, self._is_first, self._changes_batch = dict[str, Any](), True, False
         self._present = RandomState(amp.device, random.generators if random is not None else ())
@@ -211,6 +212,7 @@ class PlainLoop:
 
         def told_scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
             scale(scaler, outputs)  # it begins with this
+            scalers.add(scaler)
             return self._scaled(scaler, outputs)
 
         def take_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -237,7 +239,6 @@ class PlainLoop:
 
         def told_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             rehearsal.optimizers.add(optimizer)  # it may skip
-            scalers.add(scaler)
             return step(scaler, optimizer, *args, **kwargs)
 
         with (
@@ -249,9 +250,11 @@ class PlainLoop:
         ):
             # A compiled model says that it sees the hooks of the trace.
             warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
-            yield
-        for scaler in scalers:  # a window that ended early has not told it that its step is over
-            update(scaler, scaler.get_scale())
+            try:
+                yield
+            finally:
+                for scaler in scalers:  # a window that ended early has not told it that its step is over
+                    update(scaler, scaler.get_scale())
 
     def _scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> Any:
         if self.scaler is None and self.amp.scaler.policy is not None:

@@ -292,15 +292,15 @@ class Trace(DispatchMode):
 
     def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         self.pause()
-        low, norms = weights_by_side(), dict[str, float]()
-        pairs = zip(local([low.get(param, param) for param in params]), local(grads), strict=True)
-        named = [(self._tensors.get(storage_key(p), "a weight").removeprefix("weight "), grad) for p, grad in pairs]
-        for name, grad in named:
-            if grad.layout is torch.strided:
-                norms[name] = torch.linalg.vector_norm(_real(grad), dtype=torch.float64).item()
-        norm = math.hypot(*norms.values())
+        low = weights_by_side()
+        weights = local([low.get(param, param) for param in params])
+        names = [self._tensors.get(storage_key(weight), "a weight").removeprefix("weight ") for weight in weights]
+        named = list(zip(names, local(grads), strict=True))
+        strided = [(name, _real(grad)) for name, grad in named if grad.layout is torch.strided]
+        norms = [(torch.linalg.vector_norm(grad, dtype=torch.float64).item(), name) for name, grad in strided]
+        norm = math.hypot(*(each for each, _ in norms))
         self.grad_norm = max(self.grad_norm, norm)
-        self.largest_gradient = max([self.largest_gradient, *((norms[name], name) for name in norms)])
+        self.largest_gradient = max([self.largest_gradient, *norms])
         for name, grad in named:
             if not (math.isfinite(norm) or self._is_done or is_finite(grad)):
                 self._note(grad, f"the gradient of {name}")
@@ -956,6 +956,11 @@ def named_tensors(nets: Iterable[tuple[str, nn.Module]], batch: Any) -> dict[str
     for name, tensor in _walk(batch, "batch"):
         found[name] = tensor
     return found
+
+
+def own_names(nets: Iterable[tuple[str, nn.Module]]) -> dict[Tensor, str]:
+    """The names of weights and buffers."""
+    return {tensor: name.partition(" ")[2] for name, tensor in named_tensors(nets, ()).items()}
 
 
 def _walk(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:

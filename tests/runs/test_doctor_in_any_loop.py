@@ -907,6 +907,35 @@ def test_a_window_that_ends_between_two_optimizers_of_one_scaler_is_tried_again(
     assert all(p.isfinite().all() for p in generator.parameters())
 
 
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_scaler_can_go_on_after_a_step_that_raises(unscales):
+    net, x = nn.Linear(4, 1), torch.randn(6, 4)
+    optimizer, scaler, is_broken = torch.optim.SGD(net.parameters(), 0.1), torch.amp.GradScaler("cpu"), [True]
+
+    def step():
+        optimizer.zero_grad()
+        scaler.scale(net(x).sum()).backward()
+        scaler.unscale_(optimizer) if unscales else scaler.step(optimizer)
+        if is_broken:
+            raise ZeroDivisionError("of the program")
+        scaler.update()
+
+    with pytest.raises(ZeroDivisionError):
+        Doctor(Amp.named("fp16"), net).locate(step, x)
+    is_broken.clear()
+    step()
+    assert scaler.get_scale() == 65536.0
+
+
+def test_weights_without_a_name_count_all_in_the_norm():
+    """Of no network that the doctor knows: the second's finite gradient hides that of the first no more."""
+    weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    grads = [torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])]
+    trace = Trace({}, {})
+    trace.on_gradients(weights, grads)
+    assert trace.grad_norm == 5.0 and trace.largest_gradient == (4.0, "a weight")
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_new_infinities_are_not_those_of_a_mask(temperature):
     mask = torch.tensor([True, False, False, False])
