@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import time
 import traceback
 import warnings
@@ -17,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from amp_conformance.checks import CHECKS, Check, Failed
 from amp_conformance.task import NotOffered, Trainer
@@ -74,9 +74,9 @@ def run(
 def _run(check: Check, trainer: Trainer, seed: int, limit: float) -> Result:
     # Forked: what a trainer needs is imported once. Nothing here computes before, so there are no threads to lose.
     context = multiprocessing.get_context("fork")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # The ranks meet here, as at an agent of torchrun: a port that is chosen before it is opened may be taken by then.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if check.ranks > 1 else None
+    port = 0 if store is None else store.port
     processes, ends = [], []
     for rank in range(check.ranks):
         mine, theirs = context.Pipe(duplex=False)
@@ -110,6 +110,7 @@ def _child(end: Connection, check: Check, trainer: Trainer, seed: int, rank: int
     if check.ranks > 1:
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": check.ranks, "LOCAL_WORLD_SIZE": check.ranks}
         os.environ.update({key: str(value) for key, value in names.items()}, TORCHELASTIC_RUN_ID="conformance")
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     warnings.simplefilter("ignore")
     before = _global_state()
     nothing = os.open(os.devnull, os.O_WRONLY)

@@ -10,7 +10,6 @@ import math
 import os
 import re
 import shlex
-import socket
 import sys
 import types
 from pathlib import Path
@@ -35,6 +34,7 @@ from planted_faults import (
     with_attention,
 )
 from running import lines, state, summary
+from shared import free_port
 from test_doctor_silent import FAULTS as SILENT
 from test_recipes import arguments
 from tiers import rows
@@ -317,9 +317,7 @@ def _rank(rank, plant, port, argv):
 
 
 def on_two_ranks(plant, folder, *settings):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     mp.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "amp_core.run.preflight"])
     argv = arguments("classification", "steps=4", "layout=ddp", f"run_dir={folder}", *settings)
     context = mp.start_processes(_rank, (plant, port, argv), 2, join=False, start_method="forkserver")

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from shared import free_port
 from test_recipes import arguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,9 +50,7 @@ def seconds_until_noticed(place: Path, after: float) -> float:
 
     Then it must start again, without the lost one.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = arguments("custom_function", "steps=100000", "save_every=50", "eval_every=100000", "layout=ddp")
     command += ["layout.nproc_per_node=1", "layout.nnodes=1:2", "layout.max_restarts=3", "layout.rdzv_id=lost"]
     command += [f"layout.rdzv_endpoint=127.0.0.1:{port}", f"run_dir={place / 'run'}"]

@@ -63,7 +63,25 @@ def script(path: str) -> Any:
     return module
 
 
+_ports = list[socket.socket]()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port of this machine that nobody else is given while this process lives.
+
+    What `bind` finds for port 0 is free only until the probe closes: any connection may get it before a server listens.
+    So this is one that the system hands out to nobody; a socket of that name keeps it from other tests.
+    """
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    for port in [*range(first - 1, 1023, -1), *range(last + 1, 65536)]:
+        lock = socket.socket(socket.AF_UNIX)
+        try:
+            lock.bind(f"\0amp_recipes_port_{port}")
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:  # somebody's
+            lock.close()
+        else:
+            _ports.append(lock)
+            return port
+    raise RuntimeError(f"no free port outside {first} to {last}, which the system hands out by itself")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from shared import free_port
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 
 from amp_core.run import heartbeat
@@ -23,9 +23,7 @@ def two_machines(monkeypatch):
     made: list[heartbeat.Watched] = []
 
     def make(*, restarts: bool) -> list[heartbeat.Watched]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+        endpoint = f"127.0.0.1:{free_port()}"
         ends = []
         for is_host in (True, False):
             params = RendezvousParameters(
