@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,7 +232,7 @@ class Checkpoint:
             self._task.exception()
 
     def _prepare_single(self, target: Path, contents: dict[str, Any], about: dict[str, Any]) -> Callable[[], bool]:
-        (contents,) = self._on_host(contents)
+        contents, _ = self._on_host(contents)
 
         def write() -> bool:
             self.guard()
@@ -278,15 +278,15 @@ class Checkpoint:
 
         return write
 
-    def _on_host(self, *values: Any) -> list[Any]:
+    def _on_host(self, contents: Any, shards: Sequence[Tensor] = ()) -> tuple[Any, list[Tensor]]:
         """The same in plain containers and tensors in host memory: the very ones, or copies that nothing changes."""
         if self._copies is None:
-            return [plain_state.to_plain(value) for value in values]
+            return plain_state.to_plain(contents), [shard.cpu() for shard in shards]
         if self._preparation is not None:
             self._preparation.exception()  # without memory the copies will say so
             self._preparation = None
         self._copies.begin()
-        copied = [plain_state.to_plain(value, to_host=self._copies.copy) for value in values]
+        copied = plain_state.to_plain(contents, to_host=self._copies.copy), list(map(self._copies.copy, shards))
         self._copies.end()
         return copied
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -33,6 +34,7 @@ class OwnShard:
     tensor: Tensor
 
 
+@torch.no_grad()
 def assign_shards(
     parts: Mapping[str, Part], states: Mapping[str, Any], rank: int, num_ranks: int
 ) -> tuple[list[Entry], list[OwnShard], dict[str, Any]]:
@@ -45,12 +47,18 @@ def assign_shards(
     entries: list[Entry] = []
     mine: list[OwnShard] = []
     numbers: dict[Any, int] = {}
+    layouts: dict[Any, tuple[Slice, int, int]] = {}  # the same for many tensors, and slow to find out
     num_bytes = [0] * num_ranks
 
     def assign(path: StatePath, value: Any, same_as: Any, is_replica: bool) -> bool:
         """Adds a tensor to the table, or its path to the one that it shares memory with; False: it is not one."""
         if is_dtensor(value):
-            own, (copy, num_copies) = shards.slice_of(value), shards.replicas(value)
+            here = value.to_local()
+            kind = id(value.device_mesh), value.placements, value.shape, here.shape  # type: ignore[attr-defined]
+            if kind not in layouts:
+                layouts[kind] = shards.slice_of(value), *shards.replicas(value)
+            like, copy, num_copies = layouts[kind]
+            own = Slice(here, like.start, like.total, like.dim)
         elif isinstance(value, Slice):
             own, copy, num_copies = value, 0, 1
         elif is_replica and value.ndim and value.dtype in shards.NAMES:

@@ -164,7 +164,7 @@ def head_of(contents: Iterable[tuple[Entry, Shard]]) -> bytes:
 
 def slice_of(part: Tensor) -> Slice:
     """The `Slice` of a DTensor's local shard, in the same memory. No collective. TypeError: it has unusual sizes."""
-    (mine,), split = local([part]), split_dimension(part)
+    mine, split = local([part])[0].detach(), split_dimension(part)
     if split is None:
         return Slice(mine, 0, part.shape[0])
     mesh, dim = part.device_mesh, part.placements[split].dim  # type: ignore[attr-defined]
