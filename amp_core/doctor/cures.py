@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -66,10 +67,17 @@ class Trial(NamedTuple):
     """Steps that were to be tried."""
     has_finite_losses: bool
     """In the step that breaks: only gradients overflow."""
+    losses: Sequence[float] = ()
+    """The largest of each step."""
 
     @property
     def holds(self) -> bool:
         return self.steps == self.most
+
+    @property
+    def grows(self) -> bool:
+        """Whether the loss grows in every step, and much in all: no success, also where it is finite."""
+        return all(a < b for a, b in itertools.pairwise(self.losses)) and _has_grown(self.losses)
 
 
 class Reruns(Protocol):
@@ -103,6 +111,7 @@ class Cures:
         self.trying: Trying = trying or (lambda: contextlib.nullcontext(1))
         self.amp, self.agree = doctor.amp, doctor.agree
         self._optimizers = set[torch.optim.Optimizer]()
+        self._growing: Trial | None = None
 
     # --- what to change -----------------------------------------------------------------------------------------------
 
@@ -168,6 +177,23 @@ class Cures:
         diagnosis.fixes += [] if advice is None else [advice]
         if not diagnosis.fixes and self.amp.dtype is torch.float16 and cause != "not found":
             diagnosis.fixes.append(BF16)
+
+    def unless_it_diverges(self, diagnosis: Diagnosis) -> Generator[Any, None, None]:
+        """Withdraw cures with which the loss grows, if it does in fp32, too, and with a learning rate of 0 does not."""
+        if (growing := self._growing) is None or not any(fix.verified for fix in diagnosis.fixes):
+            return
+        with without_autocast():
+            wide = yield from self.lasts(min(diagnosis.loss_scale, 1.0))
+            still = yield from self.lasts(min(diagnosis.loss_scale, 1.0), moves=False)
+        if (wide.grows or (wide.steps and not wide.holds)) and still.holds and not still.grows:
+            first, last = growing.losses[0], growing.losses[-1]
+            diagnosis.cause, diagnosis.fixes = "training diverges", [ADVICE["training diverges"]]
+            diagnosis.islands, diagnosis.scale_that_fits = [], None
+            diagnosis.why += (
+                f" Where the window is finite, the loss grows from {first:.3g} to {last:.3g} in {growing.most} steps; "
+                f"without autocast it {'grows' if wide.holds else 'ends in a NaN'}, too, and with a learning rate of 0 "
+                "it does not."
+            )
 
     def scale_down(self, diagnosis: Diagnosis) -> Generator[Any, None, None]:
         """Put a loss scale below 1 before the other fixes, if there is one that fits."""
@@ -304,9 +330,9 @@ class Cures:
                 with again as (rehearsal, window), register_optimizer_step_post_hook(note):
                     yield window
                 used |= rehearsal.optimizers
-                losses.append(max((float(loss.float().sum()) for loss in rehearsal.losses), default=0.0))
+                losses.append(_largest(rehearsal.losses))
                 bad += [] if all(self.agree(rehearsal.is_finite)) else ["the gradients"]
-            bad += ["the loss"] if losses and losses[-1] - losses[0] > _GROWN * abs(losses[0]) else []
+            bad += ["the loss"] if _has_grown(losses) else []
             low = weights_by_side()
             for optimizer in used:
                 for group in optimizer.param_groups:
@@ -331,6 +357,7 @@ class Cures:
 
     def lasts(self, scale: float, *, moves: bool = True) -> Generator[Any, None, Trial]:
         """For how many steps training is finite, compiled if it is; the learning rate is 0 unless it `moves`."""
+        losses = list[float]()
         with self.trying() as most, self.amp.scaler.held_at(scale):
             most = min(most, STEPS)
             for group in [] if moves else [group for each in self._optimizers for group in each.param_groups]:
@@ -340,10 +367,13 @@ class Cures:
                     yield window
                 self._optimizers |= rehearsal.optimizers
                 if not all(self.agree(rehearsal.is_finite)):
-                    losses = rehearsal.losses
-                    finite = bool(losses) and all(bool(loss.isfinite().all()) for loss in losses)
+                    told = rehearsal.losses
+                    finite = bool(told) and all(bool(loss.isfinite().all()) for loss in told)
                     return Trial(step, most, all(self.agree(finite)))
-        return Trial(most, most, True)
+                losses.append(_largest(rehearsal.losses))
+        trial = Trial(most, most, True, self.agree(losses)[0])
+        self._growing = trial if trial.grows else None
+        return trial
 
     def _culprit_at(self, scale: float, steps: int) -> Generator[Any, None, str | None]:
         """The module that breaks a trial after so many steps."""
@@ -468,6 +498,14 @@ class Cures:
                     break
                 parts = min(parts * 2, len(names))
         return names
+
+
+def _largest(losses: Iterable[Tensor]) -> float:
+    return max((float(loss.float().sum()) for loss in losses), default=0.0)
+
+
+def _has_grown(losses: Sequence[float]) -> bool:
+    return bool(losses) and losses[-1] - losses[0] > _GROWN * abs(losses[0])
 
 
 def _reason(weight: Tensor, dtype: torch.dtype, group: dict[str, Any], state: dict[str, Any]) -> str:

@@ -214,6 +214,7 @@ class Doctor:
             fits = yield from cures.largest_scale(scale)
             if fits is not None:
                 yield from cures.too_large(diagnosis, scale, fits)
+                yield from cures.unless_it_diverges(diagnosis)
                 return diagnosis
             if scale > 1:  # the overflow may hide what breaks at any scale
                 with self.amp.scaler.held_at(1.0):
@@ -229,6 +230,7 @@ class Doctor:
         is_precision = diagnosis.cause != "training diverges"
         if birth.backward and self.amp.scaler.policy and is_precision and not any(f.verified for f in diagnosis.fixes):
             yield from cures.scale_down(diagnosis)
+        yield from cures.unless_it_diverges(diagnosis)
         return diagnosis
 
     def _look(self, replay: Replay) -> Generator[Any, None, list[dict[str, Any]]]:

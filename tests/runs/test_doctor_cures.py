@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -156,6 +157,39 @@ def test_no_precision_is_printed_as_the_cure_of_what_breaks_in_each(loop):
                 p -= 1e12 * p.grad
                 p.grad = None
     assert broken[0] is False and any(broken)
+
+
+@pytest.mark.parametrize("rate, diverges", [(30.0, True), (0.01, False)])
+def test_a_cure_with_which_the_loss_grows_is_no_cure(rate, diverges):
+    """fp32 would take many more steps to its end than are tried; at the smaller rate the overflow is of fp16 alone."""
+    torch.manual_seed(0)
+    net, x, losses = nn.Linear(8, 4), torch.randn(16, 8), list[float]()
+    optimizer, amp = torch.optim.SGD(net.parameters(), rate), Amp.named("fp16", init_scale=1.0)
+    with torch.no_grad():
+        net.weight.mul_(1e5)
+
+    def step():
+        with amp.autocast():
+            loss = net(x).float().square().mean()
+        losses.append(loss.item())
+        amp.backward(loss)
+        amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+
+    diagnosis = Doctor(amp, net).locate(step, x)
+    assert diagnosis is not None
+    assert (diagnosis.cause == "training diverges", "tried" in str(diagnosis)) == (diverges, not diverges)
+    assert ("the loss grows from" in diagnosis.why and "it grows, too" in diagnosis.why) == diverges
+    wide, seen = copy.deepcopy(net), []
+    optimizer = torch.optim.SGD(wide.parameters(), rate)
+    for _ in range(cures.STEPS):
+        loss = wide(x).square().mean()
+        seen.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (seen[-1] > 10 * seen[0]) == diverges and all(map(math.isfinite, seen))
 
 
 def test_a_loss_scale_that_the_next_step_breaks_is_lowered(monkeypatch):
