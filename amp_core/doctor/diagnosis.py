@@ -17,6 +17,7 @@ LARGEST = 3.4028234663852886e38
 
 Cause = Literal[
     "overflow in a product",
+    "overflow in an addition",
     "overflow in a reduction",
     "overflow in a cast",
     "overflow in a function",
@@ -241,6 +242,8 @@ def cause_of(birth: FirstNonFinite) -> Cause:
         return "overflow in a cast"
     if name in _PRODUCTS or "attention" in name or (name == "pow" and not birth.at_a_pole):
         return "overflow in a product"
+    if name in ("add", "sub", "rsub"):
+        return "overflow in an addition"
     if name in _REDUCTIONS:
         return "overflow in a reduction"
     return "overflow in a function"
@@ -335,11 +338,11 @@ def _and_more(count: int) -> str:
     return f" and {count} more" if count > 0 else ""
 
 
-CURED_BY_ISLANDS: set[Cause] = {"overflow in a product", "overflow in a reduction", "overflow in a function"}
-CURED_BY_ISLANDS |= {"overflow in a cast", "eps lost in 16 bits", "16-bit sigmoid before a logarithm"}
-CURED_BY_ISLANDS |= {"underflow in 16 bits", "cancellation in 16 bits", "rounding in 16 bits", "position collision"}
-CURED_BY_ISLANDS |= {"division or logarithm of zero", "outside the domain of a function", "nothing left by a mask"}
 POLES: set[Cause] = {"division or logarithm of zero", "outside the domain of a function"}
+CURED_BY_ISLANDS: set[Cause] = {"overflow in a product", "overflow in an addition", "overflow in a reduction", *POLES}
+CURED_BY_ISLANDS |= {"overflow in a function", "overflow in a cast", "eps lost in 16 bits", "nothing left by a mask"}
+CURED_BY_ISLANDS |= {"underflow in 16 bits", "cancellation in 16 bits", "rounding in 16 bits", "position collision"}
+CURED_BY_ISLANDS |= {"16-bit sigmoid before a logarithm"}
 
 BF16 = Fix("override", "use bf16, which has the range of fp32", "amp=bf16", 'Amp.named("bf16")')
 BY_HAND = Fix("code", "the program itself, not autocast, computes this in 16 bits: cast to float32, not to less")
@@ -387,6 +390,7 @@ ADVICE: dict[Cause, Fix] = {
     "infinite constant": Fix("code", "write a finite number, or keep what it masks from the loss"),
     "bad input": Fix("data", "repair or remove the samples; if all are like that, normalise them"),
     "overflow in a product": BF16,
+    "overflow in an addition": BF16,
     "overflow in a reduction": Fix("code", "sum in fp32: .float() before it, dtype=torch.float32, or a mean first"),
     "overflow in a cast": BF16,
     "overflow in a function": BF16,

@@ -236,6 +236,11 @@ def length_in_fp32(x: Tensor) -> Tensor:
     return x * ((x * 40_000).float().norm(dim=1, keepdim=True) / 1e6)
 
 
+def twice_of_large(x: Tensor) -> Tensor:
+    large = x.sigmoid() * 60_000
+    return (large + large) / 120_000
+
+
 def exponentials(x: Tensor) -> Tensor:
     return (x * 10).exp() / 1e4
 
@@ -619,6 +624,8 @@ FAULTS = [
     Fault("a cast that stands in the code", "classification", in_slot("14", to_half, to_float),
           "overflow in a cast", "aten._to_copy", "14", "return (x.float() * 1e6).to(torch.float16).float() / 1e6",
           fix="code"),
+    Fault("a residual of large numbers", "classification", in_slot("14", twice_of_large),
+          "overflow in an addition", "aten.add", "14", "return (large + large) / 120_000", islands=("14",), settings=QUIET),
     Fault("an exponential", "classification", in_slot("14", exponentials),
           "overflow in a function", "aten.exp", "14", "return (x * 10).exp() / 1e4", islands=("14",), settings=QUIET),
     Fault("a softplus by hand", "segmentation", in_slot("dropout", own_softplus),
