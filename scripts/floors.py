@@ -34,7 +34,7 @@ LIMITS = {
     "data": 1966,
     "heads": 670,
     "run": 4855,
-    "doctor": 3625,
+    "doctor": 3635,
     "cli": 1340,
     "amp_tools": 4940,
 }
@@ -58,7 +58,7 @@ ABOUT = {
     "data": "data sets",
     "heads": "losses, heads",
     "run": "a run: environment, log, loop, resume",
-    "doctor": 3625"finds where a NaN comes from",
+    "doctor": "finds where a NaN comes from",
     "cli": "the command line, sweeps",
     "amp_tools": "programs about runs: reports, forecasts, profiles",
 }

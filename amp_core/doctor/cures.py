@@ -53,6 +53,7 @@ _LARGER_EPS = (1e-8, 1e-7, 1e-4)
 """torch's own for fp32, and what float16 holds: one that is no longer 0, and one that is not subnormal."""
 _OF_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"}
 """What optimizers take a root of."""
+_OF_GRADIENTS = {"exp_avg", "momentum_buffer", "grad_avg"}
 _GROWN = 10.0
 """A loss that has grown by more times itself in a trial's steps is no success."""
 _LEAST_SCALE = -24
@@ -307,6 +308,8 @@ class Cures:
                 text = f"a larger eps of the optimizer: {eps:g}"
                 found.fixes = [Fix("override", text, f"optimizer.options.eps={eps:g}", f"eps={eps:g}", True, STEPS)]
                 break
+        if any(f"{key} exceeds" in why for key in _OF_SQUARES | _OF_GRADIENTS):
+            found.fixes = [Fix("code", "make the gradients smaller (a mean, not a sum), or keep the moments in fp32")]
         found.fixes = found.fixes or [ADVICE[found.cause]]
         return found
 
@@ -523,7 +526,7 @@ def _reason(weight: Tensor, dtype: torch.dtype, group: dict[str, Any], state: di
     for key, each in [*moments.items(), ("it", weight)]:
         if not is_finite(each):
             how = "is NaN" if each.isnan().any() else f"exceeds {dtype_name(each.dtype)}"
-            return f"{key} {how} with a learning rate of {rate:g}"
+            return f"{key} {how}" + (f" with a learning rate of {rate:g}" if each is weight else "")
     return f"it is not finite with a learning rate of {rate:g}"
 
 

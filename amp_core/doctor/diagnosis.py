@@ -293,8 +293,8 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
             given = "was given no targets to average over: all are ignored, or of classes of weight 0"
         return f"{what} {given}" + (f" (in {pass_})." if pass_ != what else ".")
     if cause == "nothing left by a mask":
-        such = "as in a row of attention whose keys are all masked, or a recursion that begins with -inf"
-        return f"{what} got only infinities, {such}."
+        such = "as one of attention whose keys are all masked, or a recursion that begins with -inf"
+        return f"A row of what {what} got has only infinities, {such}."
     if cause in ("not found", "poisoned tensor"):
         origin = "it is a tensor that the program holds"
         if cause == "not found":
@@ -380,7 +380,6 @@ ADVICE: dict[Cause, Fix] = {
         "if numbers grew in training, lower the learning rate (optimizer.lr) or clip gradients (clip=norm); "
         "else make the input of this line smaller",
     ),
-    "gradient norm beyond fp32": Fix("code", "divide the loss by a constant, such as the number of elements"),
     "poisoned buffer": Fix("data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer"),
     "poisoned weight": Fix("data", "start from an earlier checkpoint (resume=<folder>)"),
     "poisoned gradient": Fix("code", "optimizer.zero_grad() before the window, also after a step that was skipped"),

@@ -290,7 +290,10 @@ class Doctor:
             f"Each gradient is finite, and the sum of their squares exceeds fp32, which ends at 3.4e38: their norm is "
             f"{norm:.3g}{scaled}, that of {name}, the largest, {largest:.3g}."
         )
-        found = self._not_found(why, "gradient norm beyond fp32")
+        what = "the loss, or its scale," if scaled else "the loss"
+        least = 2.0 ** math.ceil(math.log2(norm / LARGEST**0.5))
+        advice = f"if numbers grew in training, lower the learning rate (optimizer.lr); else divide {what} by {least:g}"
+        found = self._not_found(why, "gradient norm beyond fp32", Fix("code", f"{advice} or more"))
         if clip is not None:  # torch's own, by which the gradients are then divided
             found.source, found.code, found.op = clip.place.source, clip.place.code, clip.op
         return found

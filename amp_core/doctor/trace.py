@@ -69,7 +69,7 @@ one."""
 _SPREADS_SIGMOID = {"_to_copy", "rsub", "sub", "add", "neg", "clamp", "clamp_min", "clamp_max", "index", "where", "mul"}
 _SPREADS_BCE = {"_to_copy", "mul", "clone", "sum", "expand", "div", "sigmoid_backward"}
 _UNDERFLOWS = {"_to_copy", "_softmax", "exp", "exp2", "sigmoid", "mul", "div", "square", "pow", "prod", "reciprocal"}
-_UNDERFLOWS |= {"cumprod"}
+_UNDERFLOWS |= {"cumprod", "softplus", "silu", "gelu", "mish", "erfc"}
 _UPDATES_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 """They write to their fourth and fifth argument, and their schemas do not say so."""
 _SUBTRACTS = {"sub", "add", "rsub"}

@@ -478,6 +478,7 @@ def too_short(y):
         (spread, "fp16", "cancellation in 16 bits", "cannot tell apart (sub in float16"),
         (lambda y: torch.log((y * 1e-5) ** 2).mean(), "fp16", "underflow in 16 bits", "not in exact arithmetic"),
         (lambda y: torch.log(y * 0).mean(), "fp16", "division or logarithm of zero", "window is not finite either"),
+        (lambda y: torch.log(F.softplus(y * 0 - 18)).mean(), "fp16", "underflow in 16 bits", "softplus in float16"),
         (
             lambda y: torch.acos((y * 0 + 0.99976) * 1.0005 * 0.9998 * 0.9998).float().mean(),
             "fp16",
@@ -656,6 +657,9 @@ def test_a_step_that_makes_weights_nan_is_told_from_its_window(make, dtype, fact
     assert diagnosis is not None and diagnosis.cause == "poisoned by the optimizer"
     assert "makes weight not finite" in diagnosis.why and why in diagnosis.why
     assert [fix.python for fix in diagnosis.fixes if fix.verified] == [cure] * bool(cure)
+    is_moment = why.startswith("momentum_buffer")  # in whose size the learning rate has no part
+    assert ("learning rate" in str(diagnosis)) == (not is_moment and not cure)
+    assert ("moments in fp32" in str(diagnosis)) == is_moment
     assert same((net.state_dict(), optimizer.state_dict()["state"]), (before[0], before[1]["state"]))
     step()
     assert not net.weight.isfinite().all()
@@ -1113,6 +1117,10 @@ def test_a_norm_beyond_fp32_within_torchs_own_clipping_is_named(raises):
     diagnosis = Doctor(Amp.named("fp32"), net).locate(step, batch)
     assert diagnosis is not None and diagnosis.cause == "gradient norm beyond fp32" and "# here" in diagnosis.code
     assert Doctor(Amp.named("fp32"), net).locate(lambda: step(1.0), batch) is None
+    (advice,) = diagnosis.fixes
+    least = float(advice.text.rpartition(" by ")[2].split()[0])  # which is enough, and much less is not
+    assert Doctor(Amp.named("fp32"), net).locate(lambda: step(1e21 / least), batch) is None
+    assert Doctor(Amp.named("fp32"), net).locate(lambda: step(4e21 / least), batch) is not None
     before = copy.deepcopy([*net.parameters()])
     with contextlib.suppress(RuntimeError):
         step()
