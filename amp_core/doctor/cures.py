@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_core.doctor.diagnosis import (
     ADVICE,
@@ -27,20 +26,16 @@ from amp_core.doctor.diagnosis import (
     Diagnosis,
     Fix,
     advice_for,
-    cause_of,
     is_among,
     keep_fp32_call,
     keep_fp32_override,
 )
 from amp_core.doctor.plain_loop import PlainLoop, in_bf16, without_autocast
-from amp_core.doctor.trace import FirstNonFinite, Trace, dtype_name, is_finite, own_names
+from amp_core.doctor.trace import FirstNonFinite, Trace
 from amp_core.lowp.islands import islands_of
-from amp_core.lowp.weights import weights_by_side
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
 from amp_core.step.amp import Amp
-from amp_core.step.gradients import weights_of
 from amp_core.step.report import Rehearsal
-from amp_core.tensors import local
 
 Replay = Callable[..., contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Trying = Callable[[], contextlib.AbstractContextManager[int]]
@@ -49,11 +44,6 @@ STEPS = 5
 """Steps for which a cure is tried: the window, and those after it."""
 _MOST_ROUNDS = 8
 _MOST_HALVINGS = 4
-_LARGER_EPS = (1e-8, 1e-7, 1e-4)
-"""torch's own for fp32, and what float16 holds: one that is no longer 0, and one that is not subnormal."""
-_OF_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"}
-"""What optimizers take a root of."""
-_OF_GRADIENTS = {"exp_avg", "momentum_buffer", "grad_avg"}
 _GROWN = 10.0
 """A loss that has grown by more times itself in a trial's steps is no success."""
 _LEAST_SCALE = -24
@@ -78,7 +68,7 @@ class Trial(NamedTuple):
     @property
     def grows(self) -> bool:
         """Whether the loss grows in every step, and much in all: no success, also where it is finite."""
-        return all(a < b for a, b in itertools.pairwise(self.losses)) and _has_grown(self.losses)
+        return all(a < b for a, b in itertools.pairwise(self.losses)) and has_grown(self.losses)
 
 
 class Reruns(Protocol):
@@ -288,74 +278,6 @@ class Cures:
         if advice is not BF16 or self.amp.limits[1] <= torch.finfo(torch.float16).max:
             diagnosis.fixes.append(advice)
 
-    def after_the_step(self) -> Generator[Any, None, Diagnosis | None]:
-        """Whether the step of a finite window makes weights non-finite, why, and an eps that ends it."""
-        bad, optimizers, is_by_torch = yield from self._weights_after(1)
-        if not bad:
-            return None
-        if not is_by_torch and (origin := (yield from self._origin_after())) is not None:
-            name, birth = origin
-            found = self.doctor.describe(birth, cause_of(birth))
-            found.fixes = [fix for fix in [advice_for(found.cause, birth)] if fix is not None]
-            found.phase = "step"
-            found.why = f"The window is finite, and its step makes {name} not finite. {found.why}"
-            return found
-        why = f"The window is finite, and the step of {bad[0]}."
-        found = Diagnosis("poisoned by the optimizer", why, phase="before")
-        found.amp, found.loss_scale = self.amp.config.name, self.amp.scale
-        for eps in _LARGER_EPS if "eps" in why else ():
-            if not (yield from self._weights_after(STEPS, optimizers, eps))[0]:
-                text = f"a larger eps of the optimizer: {eps:g}"
-                found.fixes = [Fix("override", text, f"optimizer.options.eps={eps:g}", f"eps={eps:g}", True, STEPS)]
-                break
-        if any(f"{key} exceeds" in why for key in _OF_SQUARES | _OF_GRADIENTS):
-            found.fixes = [Fix("code", "make the gradients smaller (a mean, not a sum), or keep the moments in fp32")]
-        found.fixes = found.fixes or [ADVICE[found.cause]]
-        return found
-
-    def _weights_after(
-        self, steps: int, optimizers: Iterable[torch.optim.Optimizer] = (), eps: float = 0.0
-    ) -> Generator[Any, None, tuple[list[str], set[torch.optim.Optimizer], bool]]:
-        """What steps make non-finite and why, the optimizers, and whether one of torch's own did it."""
-        names = own_names(self.doctor.nets)
-        bad, used, by_torch, losses = list[str](), set[torch.optim.Optimizer](), set[Tensor](), list[float]()
-
-        def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if type(optimizer).__module__.startswith("torch."):
-                by_torch.update(p for p in weights_of(optimizer) if not is_finite(local([p])[0]))
-
-        with self.trying() as most:
-            is_sound = all(self.agree(all(map(is_finite, names))))
-            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-                group["eps"] = eps
-            for step in range(min(steps, most) if most > 1 and is_sound else 0):
-                again = self.replay(ahead=step, as_trained=True, steps=True)
-                with again as (rehearsal, window), register_optimizer_step_post_hook(note):
-                    yield window
-                used |= rehearsal.optimizers
-                losses.append(_largest(rehearsal.losses))
-                bad += [] if all(self.agree(rehearsal.is_finite)) else ["the gradients"]
-            bad += ["the loss"] if _has_grown(losses) else []
-            low = weights_by_side()
-            for optimizer in used:
-                for group in optimizer.param_groups:
-                    params: list[Tensor] = group["params"]
-                    for p in params:  # an fp32 side may have no memory between steps
-                        if not is_finite(weight := local([low.get(p, p)])[0]):
-                            name, kind = names.get(weight, "a weight"), type(optimizer).__name__
-                            why = _reason(weight, p.dtype, group, optimizer.state[p])
-                            bad.append(f"{kind} makes {name} not finite: {why}")
-        return [each for found in self.agree(bad) for each in found], used, any(self.agree(bool(by_torch)))
-
-    def _origin_after(self) -> Generator[Any, None, tuple[str, FirstNonFinite] | None]:
-        """A weight, and the operation of an optimizer, or of the program after its step, that makes it non-finite."""
-        with self.trying():
-            again = functools.partial(self.replay, steps=True)
-            trace, _ = yield from self.doctor.trace(again, in_steps=True)
-            spoilt = [(name, weight) for weight, name in own_names(self.doctor.nets).items() if not is_finite(weight)]
-            found = [(name, birth) for name, weight in spoilt if (birth := trace.origin_of(weight)) is not None]
-        return next((each for on_rank in self.agree(found[:1]) for each in on_rank), None)
-
     # --- trials -------------------------------------------------------------------------------------------------------
 
     def lasts(self, scale: float, *, moves: bool = True) -> Generator[Any, None, Trial]:
@@ -373,7 +295,7 @@ class Cures:
                     told = rehearsal.losses
                     finite = bool(told) and all(bool(loss.isfinite().all()) for loss in told)
                     return Trial(step, most, all(self.agree(finite)))
-                losses.append(_largest(rehearsal.losses))
+                losses.append(largest(rehearsal.losses))
         trial = Trial(most, most, True, self.agree(losses)[0])
         self._growing = trial if trial.grows else None
         return trial
@@ -503,31 +425,12 @@ class Cures:
         return names
 
 
-def _largest(losses: Iterable[Tensor]) -> float:
+def largest(losses: Iterable[Tensor]) -> float:
     return max((float(loss.float().sum()) for loss in losses), default=0.0)
 
 
-def _has_grown(losses: Sequence[float]) -> bool:
+def has_grown(losses: Sequence[float]) -> bool:
     return bool(losses) and losses[-1] - losses[0] > _GROWN * abs(losses[0])
-
-
-def _reason(weight: Tensor, dtype: torch.dtype, group: dict[str, Any], state: dict[str, Any]) -> str:
-    """Why a step, computed in `dtype`, left numbers of a weight that are not finite."""
-    rate, at, eps = float(group["lr"]), ~weight.isfinite(), group.get("eps")
-    moments = {key: local([each])[0] for key, each in state.items() if isinstance(each, Tensor) and each.ndim}
-    moments = {key: each[at] for key, each in moments.items() if each.shape == weight.shape}
-    if not math.isfinite(rate):
-        return f"the learning rate is {rate:g}"
-    if negative := [key for key in moments if key in _OF_SQUARES and bool((moments[key] < 0).any())]:
-        return f"{negative[0]} is negative, and has no root"
-    zeros = [key for key, each in moments.items() if not each.any()]
-    if zeros and eps is not None and not torch.tensor(eps).to(dtype):
-        return f"it divides 0 by 0 where {zeros[-1]} is 0, because eps={eps:g} is 0 in {dtype_name(dtype)}"
-    for key, each in [*moments.items(), ("it", weight)]:
-        if not is_finite(each):
-            how = "is NaN" if each.isnan().any() else f"exceeds {dtype_name(each.dtype)}"
-            return f"{key} {how}" + (f" with a learning rate of {rate:g}" if each is weight else "")
-    return f"it is not finite with a learning rate of {rate:g}"
 
 
 def _ordinal(number: int) -> str:

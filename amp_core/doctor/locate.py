@@ -39,6 +39,7 @@ from amp_core.doctor.diagnosis import (
     location_of,
 )
 from amp_core.doctor.plain_loop import In32Bits, PlainLoop, RandomState, in_one_thread, with_finite, without_autocast
+from amp_core.doctor.steps import after_the_step
 from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
 from amp_core.lowp.islands import as_islands, named_modules
 from amp_core.memory.compiled import BACKWARD, may_compile
@@ -174,7 +175,7 @@ class Doctor:
                 )
             found = yield from self._silent(replay, everywhere)
             if found is None and not (self.plain and self.plain.bad_moments()):
-                found = yield from cures.after_the_step()
+                found = yield from after_the_step(cures)
             return found
         if suspects := {name for one in everywhere for name in one["suspects"]}:
             # They are convicted if finite numbers in their place make the window finite; else what else breaks it is.

@@ -1,0 +1,115 @@
+"""Whether the step of a finite window makes weights non-finite, and why: the optimizer, or what follows the window."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Generator, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from amp_core.doctor.cures import STEPS, Cures, has_grown, largest
+from amp_core.doctor.diagnosis import ADVICE, Diagnosis, Fix, advice_for, cause_of
+from amp_core.doctor.trace import FirstNonFinite, dtype_name, is_finite, own_names
+from amp_core.lowp.weights import weights_by_side
+from amp_core.step.gradients import weights_of
+from amp_core.tensors import local
+
+_LARGER_EPS = (1e-8, 1e-7, 1e-4)
+"""torch's own for fp32, and what float16 holds: one that is no longer 0, and one that is not subnormal."""
+_OF_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"}
+"""What optimizers take a root of."""
+_OF_GRADIENTS = {"exp_avg", "momentum_buffer", "grad_avg"}
+
+
+def after_the_step(cures: Cures) -> Generator[Any, None, Diagnosis | None]:
+    """Whether the step of a finite window makes weights non-finite, why, and an eps that ends it."""
+    bad, optimizers, is_by_torch = yield from _weights_after(cures, 1)
+    if not bad:
+        return None
+    if not is_by_torch and (origin := (yield from _origin_after(cures))) is not None:
+        name, birth = origin
+        found = cures.doctor.describe(birth, cause_of(birth))
+        found.fixes = [fix for fix in [advice_for(found.cause, birth)] if fix is not None]
+        found.phase = "step"
+        found.why = f"The window is finite, and its step makes {name} not finite. {found.why}"
+        return found
+    why = f"The window is finite, and the step of {bad[0]}."
+    found = Diagnosis("poisoned by the optimizer", why, phase="before")
+    found.amp, found.loss_scale = cures.amp.config.name, cures.amp.scale
+    for eps in _LARGER_EPS if "eps" in why else ():
+        if not (yield from _weights_after(cures, STEPS, optimizers, eps))[0]:
+            text = f"a larger eps of the optimizer: {eps:g}"
+            found.fixes = [Fix("override", text, f"optimizer.options.eps={eps:g}", f"eps={eps:g}", True, STEPS)]
+            break
+    if any(f"{key} exceeds" in why for key in _OF_SQUARES | _OF_GRADIENTS):
+        found.fixes = [Fix("code", "make the gradients smaller (a mean, not a sum), or keep the moments in fp32")]
+    found.fixes = found.fixes or [ADVICE[found.cause]]
+    return found
+
+
+def _weights_after(
+    cures: Cures, steps: int, optimizers: Iterable[torch.optim.Optimizer] = (), eps: float = 0.0
+) -> Generator[Any, None, tuple[list[str], set[torch.optim.Optimizer], bool]]:
+    """What steps make non-finite and why, the optimizers, and whether one of torch's own did it."""
+    names = own_names(cures.doctor.nets)
+    bad, used, by_torch, losses = list[str](), set[torch.optim.Optimizer](), set[Tensor](), list[float]()
+
+    def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if type(optimizer).__module__.startswith("torch."):
+            by_torch.update(p for p in weights_of(optimizer) if not is_finite(local([p])[0]))
+
+    with cures.trying() as most:
+        is_sound = all(cures.agree(all(map(is_finite, names))))
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["eps"] = eps
+        for step in range(min(steps, most) if most > 1 and is_sound else 0):
+            again = cures.replay(ahead=step, as_trained=True, steps=True)
+            with again as (rehearsal, window), register_optimizer_step_post_hook(note):
+                yield window
+            used |= rehearsal.optimizers
+            losses.append(largest(rehearsal.losses))
+            bad += [] if all(cures.agree(rehearsal.is_finite)) else ["the gradients"]
+        bad += ["the loss"] if has_grown(losses) else []
+        low = weights_by_side()
+        for optimizer in used:
+            for group in optimizer.param_groups:
+                params: list[Tensor] = group["params"]
+                for p in params:  # an fp32 side may have no memory between steps
+                    if not is_finite(weight := local([low.get(p, p)])[0]):
+                        name, kind = names.get(weight, "a weight"), type(optimizer).__name__
+                        why = _reason(weight, p.dtype, group, optimizer.state[p])
+                        bad.append(f"{kind} makes {name} not finite: {why}")
+    return [each for found in cures.agree(bad) for each in found], used, any(cures.agree(bool(by_torch)))
+
+
+def _origin_after(cures: Cures) -> Generator[Any, None, tuple[str, FirstNonFinite] | None]:
+    """A weight, and the operation of an optimizer, or of the program after its step, that makes it non-finite."""
+    with cures.trying():
+        again = functools.partial(cures.replay, steps=True)
+        trace, _ = yield from cures.doctor.trace(again, in_steps=True)
+        spoilt = [(name, weight) for weight, name in own_names(cures.doctor.nets).items() if not is_finite(weight)]
+        found = [(name, birth) for name, weight in spoilt if (birth := trace.origin_of(weight)) is not None]
+    return next((each for on_rank in cures.agree(found[:1]) for each in on_rank), None)
+
+
+def _reason(weight: Tensor, dtype: torch.dtype, group: dict[str, Any], state: dict[str, Any]) -> str:
+    """Why a step, computed in `dtype`, left numbers of a weight that are not finite."""
+    rate, at, eps = float(group["lr"]), ~weight.isfinite(), group.get("eps")
+    moments = {key: local([each])[0] for key, each in state.items() if isinstance(each, Tensor) and each.ndim}
+    moments = {key: each[at] for key, each in moments.items() if each.shape == weight.shape}
+    if not math.isfinite(rate):
+        return f"the learning rate is {rate:g}"
+    if negative := [key for key in moments if key in _OF_SQUARES and bool((moments[key] < 0).any())]:
+        return f"{negative[0]} is negative, and has no root"
+    zeros = [key for key, each in moments.items() if not each.any()]
+    if zeros and eps is not None and not torch.tensor(eps).to(dtype):
+        return f"it divides 0 by 0 where {zeros[-1]} is 0, because eps={eps:g} is 0 in {dtype_name(dtype)}"
+    for key, each in [*moments.items(), ("it", weight)]:
+        if not is_finite(each):
+            how = "is NaN" if each.isnan().any() else f"exceeds {dtype_name(each.dtype)}"
+            return f"{key} {how}" + (f" with a learning rate of {rate:g}" if each is weight else "")
+    return f"it is not finite with a learning rate of {rate:g}"
