@@ -209,7 +209,7 @@ def cause_of(birth: FirstNonFinite) -> Cause:
     if not birth.op:
         kind = birth.tensor.split()[0].split("[")[0]
         kinds: dict[str, Cause] = {"buffer": "poisoned buffer", "weight": "poisoned weight", "unseen": "not found"}
-        kinds |= {"attribute": "poisoned tensor", "variable": "poisoned tensor"}
+        kinds |= {"attribute": "poisoned tensor", "variable": "poisoned tensor", "local": "poisoned tensor"}
         return kinds.get(kind, "bad input")
     if birth.is_constant:
         return "outside the domain of a function" if "logdet" in birth.place.code else "infinite constant"
@@ -299,6 +299,8 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
         origin = "it is a tensor that the program holds"
         if cause == "not found":
             origin = "it is of data that is no tensor of the given batch, or of other threads, extensions or processes"
+        elif birth.tensor.startswith("local"):
+            origin = "it came from outside of torch, as from numpy, or from another thread, an extension or a process"
         return (
             f"{birth.tensor.removeprefix('unseen ')} was not finite when it got here, and no watched operation "
             f"made it so: {origin}."

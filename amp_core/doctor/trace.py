@@ -515,18 +515,19 @@ class Trace(DispatchMode):
         )
 
     def _held(self, key: int) -> tuple[str, Tensor] | None:
-        """Name and value of an attribute of a module or `self`, a variable of an enclosing function, or a global."""
+        """Name and value of an attribute of a module or `self`, or of a variable: enclosing, global or local."""
         modules = [(name, module) for name, _, _, module in reversed(self._modules)]
         modules += [(name, module) for module, name in self._names.items()]
         places = [(f"attribute {name}." if name else "attribute ", _attributes(module)) for name, module in modules]
-        frame = sys._getframe(1)
+        frame, own = sys._getframe(1), list[tuple[str, dict[str, Any]]]()
         while frame is not None:
             if _is_shown(frame):
+                own.append(("local ", frame.f_locals))
                 enclosing = {name: frame.f_locals.get(name) for name in frame.f_code.co_freevars}
                 places.append(("attribute ", _attributes(frame.f_locals.get("self"))))
                 places.append(("variable ", frame.f_globals | enclosing))
             frame = frame.f_back
-        for what, names in places:
+        for what, names in [*places, *own]:
             for name, value in names.items():
                 within = [*value.values()] if isinstance(value, dict) else value
                 within = within if isinstance(within, list | tuple) else [value]
@@ -537,7 +538,8 @@ class Trace(DispatchMode):
 
     def _not_finite_before(self, name: str, tensor: Tensor, key: int, place: Location) -> int:
         number = len(self.births)
-        birth = FirstNonFinite(number, "", place, False, [], Range.of(name, tensor), bool(tensor.isnan().any()), None)
+        seen = Range.of(name.removeprefix("unseen "), tensor)
+        birth = FirstNonFinite(number, "", place, False, [], seen, bool(tensor.isnan().any()), None)
         has_samples = name.startswith(("batch", "unseen", "variable")) and tensor.shape[:1].numel() in self._batch_sizes
         birth.tensor, birth.rows = name, bad_rows(tensor) if has_samples else []
         values = _compared(tensor)

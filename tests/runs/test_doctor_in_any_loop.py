@@ -1451,6 +1451,11 @@ def test_a_cure_that_only_delays_is_advised_with_the_other_half():
 NAN_AT_1 = torch.tensor([1.0, math.nan, 1.0, 1.0])
 
 
+def of_numpy(y):
+    frequency = torch.from_numpy(NAN_AT_1.numpy().copy())
+    return y * frequency
+
+
 class Scales(nn.Linear):
     """By a tensor that is no buffer."""
 
@@ -1466,6 +1471,7 @@ class Scales(nn.Linear):
             "attribute of the class": lambda y: y * self.shared,
             "variable": lambda y: y * factors[1],
             "global": lambda y: y * NAN_AT_1,
+            "local": of_numpy,
             "unknown": lambda y: y * torch.from_numpy(NAN_AT_1.numpy().copy()),
         }[place]
 
@@ -1480,16 +1486,18 @@ class Scales(nn.Linear):
         ("attribute of the class", "attribute 0.shared"),
         ("variable", "variable factors"),
         ("global", "variable NAN_AT_1"),
+        ("local", "local frequency"),
         ("unknown", "unseen other"),
     ],
 )
 def test_a_nan_that_the_program_holds_is_named(place, tensor):
     """And bf16 is no advice: it holds a NaN as well as fp16 does."""
     diagnosis = located(nn.Sequential(Scales(place)), [torch.randn(6, 8)])
-    assert diagnosis is not None and diagnosis.tensor == tensor and "lambda y: y * " in diagnosis.code
+    assert diagnosis is not None and diagnosis.tensor == tensor and " y * " in diagnosis.code
     assert diagnosis.cause == ("not found" if place == "unknown" else "poisoned tensor")
     assert f"{tensor.removeprefix('unseen ')} was not finite when it got here" in diagnosis.why
-    assert not any("bf16" in fix.text for fix in diagnosis.fixes)
+    assert not any("bf16" in fix.text for fix in diagnosis.fixes) and "unseen" not in str(diagnosis)
+    assert ("as from numpy" in diagnosis.why) == (place == "local")
 
 
 class Remembers(nn.Module):
