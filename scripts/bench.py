@@ -67,6 +67,8 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 def run(what: str, arguments: list[str], modules: dict[str, ModuleType], parser: argparse.ArgumentParser) -> list[str]:
     """One benchmark, as its command line says. Returns its problems."""
     flags = parser.parse_args([what, *arguments])
+    if flags.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here; expected --device cpu")
     flags.command = arguments
     result = modules[what].measure(flags)
     result.write(flags.json, flags.picture)

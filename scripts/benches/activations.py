@@ -17,6 +17,7 @@ from amp_core.memory.recompute import recompute_blocks
 from amp_core.models.gpt import GPT
 from amp_core.vision import import_torchvision
 from benches.result import Result
+from benches.values import numbers
 
 GPT2 = {"vocab_size": 50257, "length": 1024, "width": 768, "depth": 12, "heads": 12}
 FULL = ["--samples", "1,8"]
@@ -63,7 +64,7 @@ def kept(network: str, mode: str, way: str, batch_size: int, *, fake: bool = Tru
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--samples", default="1,2,8,32", help="of a batch, with commas")
+    parser.add_argument("--samples", default="1,2,8,32", type=numbers, help="of a batch, with commas")
 
 
 def measure(flags: argparse.Namespace) -> Result:
@@ -73,7 +74,7 @@ def measure(flags: argparse.Namespace) -> Result:
         "Ratios: activations and copies, to fp32 with the same settings and to fp32 without any."
     )
     for network in NETWORKS:
-        for batch_size in map(int, flags.samples.split(",")):
+        for batch_size in flags.samples:
             totals: dict[tuple[str, str], int] = {}
             for way in WAYS[network]:
                 for mode in ("fp32", "bf16"):

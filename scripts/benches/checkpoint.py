@@ -33,6 +33,7 @@ from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
 from amp_core.models.gpt import GPT
 from amp_core.run.teardown import end_process_group
 from benches.result import Number, Picture, Result, take_turns
+from benches.values import count, some_of
 from benches.work import WORKS, loss_of
 
 FULL = ["--sizes", "25,100", "--rounds", "7"]
@@ -42,9 +43,14 @@ SHAPES = {1: (256, 1), 25: (512, 8), 100: (1024, 8)}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sizes", default="25,100", help=f"millions of parameters, of {', '.join(map(str, SHAPES))}")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--ranks", type=int, default=1, help="processes that hold the network in parts (fsdp, gloo)")
+    parser.add_argument(
+        "--sizes",
+        default="25,100",
+        type=some_of([*map(str, SHAPES)]),
+        help=f"millions of parameters, of {', '.join(map(str, SHAPES))}",
+    )
+    parser.add_argument("--rounds", type=count, default=7)
+    parser.add_argument("--ranks", type=count, default=1, help="processes that hold the network in parts (fsdp, gloo)")
     parser.add_argument("--folder", type=Path, help="where to save; default: the folder for temporary files")
 
 
@@ -57,7 +63,7 @@ def measure(flags: argparse.Namespace) -> Result:
             {"to one copy": "stall of training, to one copy of the state"}, lines="save", panels=("parameters",), at=1.0
         ),
     )
-    for size in map(int, flags.sizes.split(",")):
+    for size in map(int, flags.sizes):
         folder = tempfile.mkdtemp(prefix="bench-checkpoint-", dir=flags.folder)
         try:
             arguments = (flags.ranks, size, flags.rounds, flags.device, folder)

@@ -30,6 +30,7 @@ from torch.utils.flop_counter import flop_registry
 from amp_core.checkpoints.reading import read
 from amp_core.config.rules import amp_config
 from benches.result import Number, Picture, Result
+from benches.values import count
 from recipes import RECIPES
 
 FULL: list[str] = []
@@ -70,12 +71,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipes", default=",".join(sorted(RECIPES)), help="with commas")
     parser.add_argument("--modes", default=",".join(MODES), help="with commas; those a recipe refuses are left out")
     parser.add_argument("--size", default="small", choices=["small", "full"], help="of networks, data and batches")
-    parser.add_argument("--batch-size", type=int, help="default: 16 when small, else the recipe's")
+    parser.add_argument("--batch-size", type=count, help="default: 16 when small, else the recipe's")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every run; may be repeated")
     parser.add_argument("--vary", metavar="KEY=A,B,...", help="runs with each of these values, too: perf=default,graph")
-    parser.add_argument("--steps", type=int, default=16, help="that are timed")
-    parser.add_argument("--warm", type=int, default=4, help="steps before")
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each")
+    parser.add_argument("--steps", type=count, default=16, help="that are timed")
+    parser.add_argument("--warm", type=count, default=4, help="steps before")
+    parser.add_argument("--rounds", type=count, default=1, help="runs of each")
     parser.add_argument("--longest", type=float, default=60.0, help="seconds of a run, above which it is given up")
     parser.add_argument("--no-flops", action="store_true", help="neither operations nor the matrix peak")
 

@@ -26,7 +26,7 @@ from amp_core.layouts.memory_model import lay_out, traffic, weights_of
 from amp_core.run.teardown import end_process_group
 from benches.loops import MAX_NORM, adamw
 from benches.result import Number, Picture, Result
-from benches.step import numbers, some_of
+from benches.values import count, numbers, some_of
 from benches.work import MODES, WORKS, loss_of
 
 SHORT = ["--processes", "1,2", "--rounds", "1", "--turns", "2", "--batch-sizes", "8"]
@@ -40,8 +40,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", default="bf16", type=some_of(MODES))
     parser.add_argument("--accumulation", default="1,4", type=numbers)
     parser.add_argument("--batch-sizes", default="4,16", type=numbers, help="samples of a micro-batch and process")
-    parser.add_argument("--rounds", type=int, default=2, help="times that each number of processes is started")
-    parser.add_argument("--turns", type=int, default=5, help="of each case in a round")
+    parser.add_argument("--rounds", type=count, default=2, help="times that each number of processes is started")
+    parser.add_argument("--turns", type=count, default=5, help="of each case in a round")
     parser.add_argument("--slice", type=float, default=0.3, help="seconds of a turn")
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benches import ROOT
 from benches.result import Number, Picture, Result, ratios, take_turns
+from benches.values import count
 
 FULL = ["--rounds", "10"]
 SHORT = ["--rounds", "2"]
@@ -31,7 +32,7 @@ QUESTIONS = {"import torch": ["-c", "import torch"], "--cfg job": [TRAIN, "--cfg
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=count, default=10)
     parser.add_argument("--run", default="", help="settings of the run beside its defaults, with blanks")
 
 

@@ -20,6 +20,7 @@ from amp_core.lowp.fp16_convolutions import use_fp32_convolutions
 from amp_core.torch_private import NormBase
 from benches.loops import LOOPS, STEPS, Make, Optimize, Timed, TimedTrainer, adamw, by_hand, final, sgd, takes_part
 from benches.result import Number, Picture, Result, ratios, take_turns
+from benches.values import compile_all, count, numbers, some_of
 from benches.work import MODES, WORKS, Batch, Work, loss_of
 
 FULL = ["--work", "mlp,cnn,resnet18,gpt", "--rounds", "12"]
@@ -50,35 +51,18 @@ def add_choices(parser: argparse.ArgumentParser, work: str) -> None:
     parser.add_argument("--modes", default="fp32,bf16,fp16", type=some_of(MODES), help=f"of {', '.join(MODES)}")
     parser.add_argument("--accumulation", default="1,4", type=numbers, help="micro-batches of a step")
     parser.add_argument("--against", default=",".join(LOOPS[1:]), type=some_of(LOOPS), help="contestants")
-    parser.add_argument("--batch-size", type=int, help="samples of a micro-batch; default: the network's own")
+    parser.add_argument("--batch-size", type=count, help="samples of a micro-batch; default: the network's own")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     add_choices(parser, "mlp")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=count, default=20)
     parser.add_argument("--slice", type=float, default=0.05, help="seconds of a turn")
     parser.add_argument(
         "--longest", type=float, default=0.5, help="seconds of a step by hand, above which it is left out"
     )
     parser.add_argument("--compile", action="store_true", help="torch.compile the network, for all")
     parser.add_argument("--channels-last", action="store_true", help="images and networks, for all")
-
-
-def some_of(known):
-    """A list with commas, of known names."""
-
-    def parse(text: str) -> list[str]:
-        unknown = [name for name in text.split(",") if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; expected some of {', '.join(known)}")
-        return text.split(",")
-
-    return parse
-
-
-def numbers(text: str) -> list[int]:
-    """A list with commas."""
-    return [int(number) for number in text.split(",")]
 
 
 def measure(flags: argparse.Namespace) -> Result:
@@ -145,9 +129,7 @@ def compare(
     work, device = WORKS[name], flags.device
     if flags.compile:
         # Each contestant compiles a network of its own, and none may fall back to running it as it is.
-        torch.compiler.reset()
-        torch._dynamo.config.recompile_limit = 64  # type: ignore[attr-defined]
-        torch._dynamo.config.fail_on_recompile_limit_hit = True  # type: ignore[attr-defined]
+        compile_all()
     batches = work.batches(accumulation, device, flags.batch_size, channels_last=flags.channels_last)
 
     def net() -> torch.nn.Module:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from amp_core import Amp, Clip
 from benches.result import Number, Picture, Result, ratios, take_turns
+from benches.values import count
 from benches.work import WORKS
 
 FULL = ["--rounds", "40"]
@@ -24,8 +25,8 @@ SCALE = 1024.0
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", default="resnet18", choices=WORKS, help="whose weights")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--turn", type=int, default=2, help="steps of a turn")
+    parser.add_argument("--rounds", type=count, default=20)
+    parser.add_argument("--turn", type=count, default=2, help="steps of a turn")
 
 
 Tail = Callable[[], None]
