@@ -34,7 +34,7 @@ LIMITS = {
     "data": 1966,
     "heads": 670,
     "run": 4855,
-    "doctor": 3650,
+    "doctor": 3700,
     "cli": 1340,
     "amp_tools": 4940,
 }

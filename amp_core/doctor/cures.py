@@ -114,10 +114,10 @@ class Cures:
         what = f"gradients exceed {grads.dtype}" if grads is not None else "the loss exceeds float32"
         diagnosis.cause = "loss scale too large"
         diagnosis.why = f"With a loss scale of {scale:g} {what}; with {fits:g} the window is finite."
-        trial, fits = yield from self._at_smaller_scales(fits)
+        largest, (trial, fits) = fits, (yield from self._at_smaller_scales(fits))
         diagnosis.scale_that_fits = fits
         if not trial.holds:
-            yield from self._give_up(diagnosis, f"loss scale {fits:g}", trial)
+            yield from self._give_up(diagnosis, f"loss scale {fits:g}", trial, is_said=fits == largest)
             return
         plain = self.doctor.plain
         grown = scale > policy.init_scale and not (plain and plain.scaler)  # torch's has no cap
@@ -255,10 +255,11 @@ class Cures:
         return trial, fits, made
 
     def _give_up(
-        self, diagnosis: Diagnosis, what: str, trial: Trial, wide: Trial | None = None
+        self, diagnosis: Diagnosis, what: str, trial: Trial, wide: Trial | None = None, *, is_said: bool = False
     ) -> Generator[Any, None, None]:
         """Say of a cure that it does not last, and what else to do."""
-        diagnosis.why += f" With {what} the window is finite, and the {_ordinal(trial.steps)} step after it breaks."
+        breaks = f"{_ordinal(trial.steps)} step after it breaks."
+        diagnosis.why += f" The {breaks}" if is_said else f" With {what} the window is finite, and the {breaks}"
         if wide is None:
             with without_autocast():
                 wide = yield from self.lasts(1.0)

@@ -137,9 +137,9 @@ class Diagnosis:
     @property
     def headline(self) -> str:
         """The report as one line."""
-        where = "outside of the networks" if self.module is None else self.module or "the network itself"
+        where = "outside of the networks" if self.module is None else f"in {self.module or 'the network itself'}"
         parts = [f"step {self.step}: {self.cause}"]
-        parts += [f"{self.op} in {where}"] if self.op else []
+        parts += [f"{self.op} {where}"] if self.op else []
         parts += [self.source] if self.source else []
         parts += [f"try {fix.override}" for fix in self.fixes[:1] if fix.override]
         return ", ".join(parts)
@@ -318,6 +318,8 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
     text = f"The result of {pass_} is {reach}, and {dtype} ends at {limit:g}"
     if cause == "overflow in a cast" and birth.wide is not None:
         text = f"A number of {birth.wide:.4g} was cast to {dtype}, which ends at {limit:g}"
+    elif birth.wide is not None and birth.wide <= limit:
+        return f"Numbers within {pass_} exceed {dtype}, which ends at {limit:g}; its result is {reach}."
     return f"{text}{'; it then became NaN' if birth.has_nan and cause != 'overflow in a cast' else ''}."
 
 
@@ -382,8 +384,12 @@ ADVICE: dict[Cause, Fix] = {
         "if numbers grew in training, lower the learning rate (optimizer.lr) or clip gradients (clip=norm); "
         "else make the input of this line smaller",
     ),
-    "poisoned buffer": Fix("data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer"),
-    "poisoned weight": Fix("data", "start from an earlier checkpoint (resume=<folder>)"),
+    "poisoned buffer": Fix(
+        "data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer, to finite numbers"
+    ),
+    "poisoned weight": Fix(
+        "data", "start from an earlier checkpoint (resume=<folder>); if it never was finite, initialise it so"
+    ),
     "poisoned gradient": Fix("code", "optimizer.zero_grad() before the window, also after a step that was skipped"),
     "poisoned moment": Fix("data", "start from an earlier checkpoint (resume=<folder>), or with a new optimizer"),
     "poisoned by the optimizer": Fix("code", "repair what the optimizer has: learning rate, eps, gradients, moments"),

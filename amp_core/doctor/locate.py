@@ -133,6 +133,9 @@ class Doctor:
                 if self._random is not None and diagnosis.cause in ("poisoned weight", "poisoned buffer"):
                     diagnosis.why = diagnosis.why.replace("before the window began", "when the window was examined")
                     diagnosis.why += " If its own step has made it so, examine the window before its step is taken."
+                if (name := loop.steps_scaled) and ("overflow" in diagnosis.cause or "diverges" in diagnosis.cause):
+                    text = f"{name}.step() was given gradients that no scaler had unscaled: call scaler.step(optimizer)"
+                    diagnosis.fixes.insert(0, Fix("code", text))
                 if loop.put_back_batch():
                     diagnosis.why += " The step changes its batch in place; each rerun was given it as it was before."
                 if loop.scaler is not None:

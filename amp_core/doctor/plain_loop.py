@@ -65,6 +65,8 @@ class PlainLoop:
         self.amp, self.nets, self.batch = amp, nets, batch
         self._names = own_names(named)
         self.scaler: torch.amp.GradScaler | None = None
+        self.steps_scaled = ""
+        """An optimizer that was given gradients which no scaler had unscaled."""
         self._scaler_state, self._is_first, self._changes_batch = dict[str, Any](), True, False
         self._present = RandomState(amp.device, random.generators if random is not None else ())
         self._scale = amp.scaler.scale.clone()
@@ -200,7 +202,8 @@ class PlainLoop:
         """Have torch's `backward()` and `step()` tell the rehearsal, as `Amp` does; weights move only in a trial."""
         params, held, scalers = self._params(), self._held, set[torch.amp.GradScaler]()
         backward, kind = torch.Tensor.backward, torch.amp.GradScaler
-        update, scale, step = kind.update, kind.scale, kind.step
+        update, scale, step, unscale = kind.update, kind.scale, kind.step, kind.unscale_
+        unscaled = set[torch.optim.Optimizer]()
 
         def told_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             rehearsal.on_loss(loss)
@@ -219,6 +222,8 @@ class PlainLoop:
             require_no_closure(optimizer)
             if args[1:] or kwargs:
                 raise TypeError(f"{type(optimizer).__name__}.step() was given a closure; expected a step without one")
+            if optimizer not in unscaled and any(each.get_scale() != 1.0 for each in scalers):
+                self.steps_scaled = type(optimizer).__name__
             _tell(rehearsal, weights_of(optimizer))  # perhaps of torch.autograd.grad
             rehearsal.optimizers.add(optimizer)
             if rehearsal.steps:
@@ -239,13 +244,18 @@ class PlainLoop:
 
         def told_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             rehearsal.optimizers.add(optimizer)  # it may skip
+            unscaled.add(optimizer)
             return step(scaler, optimizer, *args, **kwargs)
+
+        def told_unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+            unscaled.add(optimizer)
+            unscale(scaler, optimizer)
 
         with (
             register_optimizer_step_pre_hook(take_gradients),
             register_optimizer_step_post_hook(give_gradients),
             replaced(torch.Tensor, backward=told_backward),
-            replaced(kind, update=keep_scale, scale=told_scale, step=told_step),
+            replaced(kind, update=keep_scale, scale=told_scale, step=told_step, unscale_=told_unscale),
             warnings.catch_warnings(),
         ):
             # A compiled model says that it sees the hooks of the trace.
@@ -257,7 +267,9 @@ class PlainLoop:
                     update(scaler, scaler.get_scale())
 
     def _scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> Any:
-        if self.scaler is None and self.amp.scaler.policy is not None:
+        # Of several the one with the largest scale is tried; the others keep theirs.
+        is_larger = len(self._rehearsals) == 1 and scaler.get_scale() > self._scaler_state.get("scale", 0.0)
+        if is_larger and self.amp.scaler.policy is not None:
             self.scaler, self._scaler_state = scaler, scaler.state_dict()
             self.amp.scaler.set(scaler.get_scale())
         if self.scaler is scaler and self._rehearsals[-1].steps:  # it divides by its own scale, which may grow
@@ -266,7 +278,7 @@ class PlainLoop:
                 new = {"scale": self.amp.scale, "_growth_tracker": 0} if is_new else {}
                 scaler.load_state_dict(self._scaler_state | new)
             self.amp.scaler.set(scaler.get_scale())
-        factor = self.amp.scaler.scale if self.scaler is not None else scaler.get_scale()
+        factor = self.amp.scaler.scale if self.scaler is scaler else scaler.get_scale()
         return outputs * factor if isinstance(outputs, Tensor) else [each * factor for each in outputs]
 
 

@@ -231,7 +231,10 @@ class Metrics:
         policy = self._amp.scaler.policy
         if skipped and not self._skip_noted:
             self._skip_noted = True
-            why = "usual while the loss scale settles" if policy else "not usual without a loss scale: look at the data"
+            why = "not usual without a loss scale: look at the data"
+            if policy:
+                is_usual = "usual while the loss scale settles"
+                why = is_usual if policy.dynamic else "the loss scale stays: lower it (amp.init_scale)"
             logger.info("step %d: %d skipped so far, their gradients were not finite (%s)", step, skipped, why)
         if policy and policy.dynamic and scale <= policy.min_scale and streak and not self._floor_noted:
             self._floor_noted = True

@@ -630,7 +630,7 @@ def momentum(params):
             lambda p: torch.optim.Adam(p, eps=0.0),
             torch.float32,
             1.0,
-            "exp_avg_sq is 0, because eps=0 is 0",
+            "exp_avg_sq is 0, because eps=0.",
             "eps=1e-08",
         ),
         (lambda p: torch.optim.Adam(p), torch.float16, 1.0, "because eps=1e-08 is 0 in float16", "eps=1e-07"),
@@ -909,6 +909,66 @@ def test_a_window_that_ends_between_two_optimizers_of_one_scaler_is_tried_again(
     for _ in range(3):
         step()  # and the program can go on
     assert all(p.isfinite().all() for p in generator.parameters())
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_two_scalers_the_one_that_is_too_large_is_tried(is_first):
+    nets = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4)})
+    x, y = torch.randn(16, 8), torch.randint(0, 4, (16,))
+    optimizers = {name: torch.optim.SGD(net.parameters(), 0.1) for name, net in nets.items()}
+    scalers = {"a": torch.amp.GradScaler("cpu", init_scale=128.0), "b": torch.amp.GradScaler("cpu", init_scale=2.0**40)}
+
+    def step():
+        for name in ("b", "a") if is_first else ("a", "b"):
+            optimizers[name].zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = F.cross_entropy(nets[name](x), y)
+            scalers[name].scale(loss).backward()
+            scalers[name].step(optimizers[name])
+            scalers[name].update()
+
+    diagnosis = Doctor(Amp.named("fp16"), nets).locate(step, (x, y))
+    assert diagnosis is not None and diagnosis.cause == "loss scale too large"
+    assert "loss scale of 1.09951e+12" in diagnosis.why and "the gradient of b.weight" in diagnosis.reached
+    assert [scaler.get_scale() for scaler in scalers.values()] == [128.0, 2.0**40]
+    fits = diagnosis.scale_that_fits
+    assert fits is not None
+    scalers["b"] = torch.amp.GradScaler("cpu", init_scale=fits)
+    step()
+    assert scalers["b"].get_scale() == fits  # nothing was skipped
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_a_step_with_scaled_gradients_is_told(forgets):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), torch.amp.GradScaler("cpu")
+    x, y = torch.randn(16, 8) * (1 if forgets else 1e6), torch.randint(0, 4, (16,))
+
+    def step():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(net(x), y)
+        scaler.scale(loss).backward()
+        if forgets:
+            optimizer.step()
+        else:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+
+    if forgets:
+        step()
+    diagnosis = Doctor(Amp.named("fp16"), net).locate(step, (x, y))
+    assert diagnosis is not None
+    assert ("that no scaler had unscaled: call scaler.step(optimizer)" in str(diagnosis)) == forgets
+
+
+def test_numbers_within_an_operation_are_told_from_its_result():
+    net, x = nn.LayerNorm(8), torch.randn(4, 8) * 1e21
+    diagnosis = Doctor(Amp.named("fp32"), net).locate(lambda: net(x).sum().backward(), x)
+    assert diagnosis is not None and diagnosis.cause == "overflow in fp32"
+    assert "Numbers within native_layer_norm exceed float32" in diagnosis.why and "became NaN" not in diagnosis.why
 
 
 @pytest.mark.parametrize("unscales", [False, True])
