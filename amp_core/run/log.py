@@ -23,9 +23,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from amp_core.config.redact import redact
+from amp_core.config.schema import LogConfig
 from amp_core.run.lines import (
     TICK_SECONDS,
     FileHandler,
@@ -37,9 +38,6 @@ from amp_core.run.lines import (
     numbers_of,
 )
 
-if TYPE_CHECKING:
-    from amp_core.config.schema import LogConfig
-
 
 class Log:
     """The reports of one run.
@@ -49,10 +47,8 @@ class Log:
         cfg: what is wanted besides metrics.jsonl and train.log.
         rank: above 0 only warnings are passed on and `metrics` and `advance` do nothing.
         run_config: the whole configuration, for wandb, as is `name`.
-        start_step: the step after which this run goes on; 0 for a fresh start.
+        start_step: the step after which this run goes on; 0 for a fresh start. Lines of metrics beyond it are cut.
         total_steps: the step at which the run ends.
-        last_line_step: lines of metrics up to this step are kept, those beyond it are cut. None: `start_step` on a
-            resume; a fresh start keeps none.
         shows_scale: the mode has a loss scale, and progress shows it.
     """
 
@@ -66,7 +62,6 @@ class Log:
         name: str,
         start_step: int,
         total_steps: int,
-        last_line_step: int | None = None,
         shows_scale: bool = True,
     ) -> None:
         run_dir = Path(run_dir).absolute()
@@ -86,8 +81,7 @@ class Log:
         if not self._is_main:
             return
 
-        if last_line_step is None:
-            last_line_step = start_step or -1
+        last_line_step = start_step or -1  # a fresh start keeps no line
         self._metrics_file, self._last_steps = self._open_lines(run_dir / "metrics.jsonl", last_line_step)
         self._statistics_file, _ = self._open_lines(run_dir / "doctor" / "statistics.jsonl", last_line_step)
         if cfg.progress and not cfg.quiet:

@@ -97,17 +97,15 @@ class Loop:
         """Bytes per rank, from the first window on."""
         self.is_replay = False
         """Whether the present window is computed again, for somebody who looks into it."""
-        self.graph = env.services.captured_step(self)
-        self.saved_tensors = env.services.saved_tensors(self)
+        from amp_core.run import services  # it knows loops, and reading a recipe needs none of it
+
+        self.services = services
+        self.graph = services.captured_step(self)
+        self.saved_tensors = services.saved_tensors(self)
         self.monitor, self.measurement = env.monitors(self)
         self._log: LogLike | None = None
         self._symptoms: Symptoms | None = None
         self._is_looked_into = False
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches per window, on each rank."""
-        return self.feed.accumulation
 
     @property
     def eval(self) -> dict[str, float]:
@@ -138,7 +136,7 @@ class Loop:
         """
         self.feed.count = count
         if self.cfg.dry_run and self.env.driver is None:
-            yield from self.env.services.dry_run(self, count)
+            yield from self.services.dry_run(self, count)
             return
         self.checkpoint = open_checkpoint(self)
         self.env.closing.callback(self._finish_saving)
@@ -148,12 +146,12 @@ class Loop:
                 yield from self.env.driver(self, count)
             return
         if self.cfg.task != "train":
-            (_evaluate_only if self.cfg.task == "evaluate" else self.env.services.predict)(self, notes)
+            (_evaluate_only if self.cfg.task == "evaluate" else self.services.predict)(self, notes)
             return
         if loaded is not None and self.step >= self.num_steps and _is_finished(self):
             return
         self.env.folder.begin()
-        self._log = self.env.services.open_log(self, loaded, notes, warnings)
+        self._log = self.services.open_log(self, notes, warnings)
         ending: dict[str, Any] = {"status": "finished", "exit_code": 0}
         if self.monitor is not None:
             self.monitor.start()
@@ -226,9 +224,9 @@ class Loop:
         is_injected = inject is not None and inject.step == step
         self._is_looked_into = is_injected or (measurement is not None and step % measurement.every == 0)
         # Where weights are cast again in the backward pass, shared copies would be kept in any case.
-        reuse = self.accumulation > 1 and not self.cfg.perf.recast_weights
+        reuse = self.feed.accumulation > 1 and not self.cfg.perf.recast_weights
         with (
-            self.env.services.fault(self, window) if is_injected else contextlib.nullcontext(False) as dropped,
+            self.services.fault(self, window) if is_injected else contextlib.nullcontext(False) as dropped,
             self.amp.cache_weight_casts(*self.nets) if reuse else contextlib.nullcontext(),
             self.env.eagerly() if self._is_looked_into else contextlib.nullcontext(),
         ):
@@ -423,7 +421,7 @@ def _is_finished(loop: Loop) -> bool:
     if env.any_rank(env.is_main and before is None):
         return False
     if env.is_main:
-        env.services.say(f"already finished: {loop.step} steps, {loop.num_steps} were asked for, in {env.run_dir}")
+        loop.services.say(f"already finished: {loop.step} steps, {loop.num_steps} were asked for, in {env.run_dir}")
     loop.evaluation.metrics = dict(before["eval"]) if before else {}
     env.summary |= before or {}
     env.folder.begin()
@@ -435,8 +433,8 @@ def _evaluate_only(loop: Loop, notes: list[str]) -> None:
     loop.evaluation.metrics = loop.evaluation.metrics_of_nets()
     if loop.env.is_main:
         for note in notes:
-            loop.env.services.say(note)
-        loop.env.services.say(f"step {loop.step}: {spell(loop.eval)}")
+            loop.services.say(note)
+        loop.services.say(f"step {loop.step}: {spell(loop.eval)}")
     _look_at_evaluation(loop)
     check_metrics(loop.eval, where=loop.evaluation.where)
 

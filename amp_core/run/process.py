@@ -17,7 +17,6 @@ from amp_core.config.schema import Config
 from amp_core.data.loading import bounded_waits
 from amp_core.layouts.placement import Placement
 from amp_core.lowp.fp16_convolutions import kept_convolutions
-from amp_core.run import services
 from amp_core.run.environment import Environment, Job, outcome_of
 from amp_core.run.folder import RunFolder
 from amp_core.run.rendezvous import launched, worker_store
@@ -40,7 +39,7 @@ def environment(job: Job) -> Iterator[Environment]:
         rank, local_rank, world_size = 0, 0, 1
     device = resolve_device(cfg.device, local_rank * (cfg.layout.num_stages or 1))
     env = Environment(job, cfg, device, rank, local_rank, world_size)
-    env.placement, env.services = Placement(env), services
+    env.placement = Placement(env)
     env.folder = folder = RunFolder(env)
     handlers: dict[int, Any] = {}
     undo = contextlib.ExitStack()

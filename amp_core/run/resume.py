@@ -137,8 +137,11 @@ def resume(run: Run) -> tuple[Loaded | None, list[str], list[str]]:
         notes.append(f"the checkpoint was made with amp={old_mode}, resuming with amp={cfg.amp.name}")
     verb = {"train": "continuing from", "evaluate": "evaluating", "predict": "predicting with"}[cfg.task]
     notes.append(f"{verb} step {run.step}: {loaded.path}")
-    if cfg.task == "train" and (elsewhere := env.folder.moved(loaded.path)):
-        notes.append(elsewhere)
+    if cfg.task == "train":
+        from amp_core.run.machine import moved  # a reader of a recipe needs none of it
+
+        if elsewhere := moved(loaded.path, env.device):
+            notes.append(elsewhere)
     beyond = [planned[name] - schedule.num_steps for name, schedule in run.schedules.items()]
     if cfg.task == "train" and max(beyond, default=0) > 0:
         notes.append(f"steps beyond the schedule's {run.schedule.num_steps} keep its last learning rate")

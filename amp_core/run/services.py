@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_core.checkpoints.checkpoint import Loaded
 from amp_core.config.schema import scale_cap
 from amp_core.layouts.memory_model import Memory, memory_of, saved_for_backward, traffic, weights_of
 from amp_core.lowp.islands import island_names
@@ -24,7 +23,7 @@ from amp_core.step.window import MicroBatch
 from amp_core.tensors import unwrap
 
 
-def open_log(loop: Loop, loaded: Loaded | None, notes: list[str], warnings: list[str]) -> Log:
+def open_log(loop: Loop, notes: list[str], warnings: list[str]) -> Log:
     """The log of a run, with what it begins with."""
     env, cfg = loop.env, loop.cfg
     assert env.run_dir is not None
@@ -36,7 +35,6 @@ def open_log(loop: Loop, loaded: Loaded | None, notes: list[str], warnings: list
         name=env.run_dir.name,
         start_step=loop.step,
         total_steps=loop.num_steps,
-        last_line_step=None if loaded is None else loop.step,
         shows_scale=cfg.amp.scaling,
     )
     if cfg.perf.compile is not None:

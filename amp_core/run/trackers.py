@@ -19,14 +19,13 @@ import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from amp_core.config.files import read_text
+from amp_core.config.schema import LogConfig
 from amp_core.run.lines import replace, to_plain
 
-if TYPE_CHECKING:
-    from amp_core.config.schema import LogConfig
 MAX_FAILURES = 3
 """A tracker that failed so often is switched off."""
 INIT_SECONDS = 15

@@ -47,7 +47,7 @@ def make(run_dir, **changes):
 
 
 def make_log(run_dir: Path, rank: int = 0, start_step: int = 0, **changes: Any) -> Log:
-    options = {key: changes.pop(key) for key in ("last_line_step", "shows_scale") if key in changes}
+    options = {key: changes.pop(key) for key in ("shows_scale",) if key in changes}
     values = {"name": "test", "progress": False, "tensorboard": False, "wandb": False, "wandb_project": "p"}
     more = {"wandb_entity": None, "wandb_group": None, "wandb_tags": [], "wandb_name": None, "quiet": False}
     cfg = LogConfig(**{**values, **more, "wandb_mode": "offline", **changes})
@@ -140,10 +140,8 @@ def test_every_step_of_a_split_stands_once(tmp_path):
     assert [line["step"] for line in lines_of(tmp_path)] == [10, 10, 20, 20, 30, 30]
 
 
-def test_a_fresh_start_cuts_old_lines_up_to_the_last_that_counts(tmp_path):
+def test_a_fresh_start_cuts_all_old_lines(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "split": "eval"}\n{"step": 10, "split": "train"}\n')
-    make_log(tmp_path, last_line_step=0).close({})
-    assert lines_of(tmp_path) == [{"step": 0, "split": "eval"}]
     make_log(tmp_path).close({})
     assert lines_of(tmp_path) == []
 
