@@ -93,20 +93,19 @@ def _check_amp(amp: AmpConfig) -> Iterator[str]:
         yield f"amp.float8=true: needs autocast to bfloat16; use amp=fp8 instead of amp={amp.name}"
 
 
+_OF_CLIP = {"max_norm": "norm", "max_value": "value", "factor": "adaptive", "folded": "norm"}
+"""Keys of clip, and the one in which they have an effect."""
+
+
 def _check_clip(clip: ClipConfig) -> Iterator[str]:
-    threshold = {"none": None, "norm": "max_norm", "value": "max_value", "adaptive": "factor"}[clip.name]
-    for key in ("max_norm", "max_value", "factor"):
+    for key, owner in _OF_CLIP.items():
         value = getattr(clip, key)
-        if key == threshold:
-            if value is None:
-                yield f"clip.{key}=null: clip={clip.name} needs a number; use clip=none to switch clipping off"
-        elif value is not None:
-            owner = {"max_norm": "norm", "max_value": "value", "factor": "adaptive"}[key]
-            yield f"clip.{key}={value:g}: has no effect with clip={clip.name}; use clip={owner}"
-    if clip.name == "norm" and clip.folded is None:
-        yield "clip.folded=null: clip=norm needs true or false"
-    elif clip.name != "norm" and clip.folded is not None:
-        yield f"clip.folded={str(clip.folded).lower()}: has no effect with clip={clip.name}; use clip=norm"
+        if value is None and clip.name == owner:
+            needed = "true or false" if key == "folded" else "a number; use clip=none to switch clipping off"
+            yield f"clip.{key}=null: clip={clip.name} needs {needed}"
+        elif value is not None and clip.name != owner:
+            shown = show_value(value) if key == "folded" else f"{value:g}"
+            yield f"clip.{key}={shown}: has no effect with clip={clip.name}; use clip={owner}"
 
 
 ONE_PROCESS = ("single", "data_parallel")
@@ -130,9 +129,13 @@ def is_elastic(cfg: Config) -> bool:
     return nodes is not None and nodes[0] < nodes[1]
 
 
-ONLY_IN = {"num_stages": "model_parallel", "shard_size": "hsdp"}
-ONLY_IN |= dict.fromkeys(("static_graph", "bucket_mb", "compress", "shard_optimizer"), "ddp")
-"""Keys of the layout, and the one in which they have an effect."""
+_OF_LAYOUT = {
+    "num_stages": ("model_parallel", "a number of devices, such as 2"),
+    "shard_size": ("hsdp", "ranks per replica, such as 8; or use layout=fsdp"),
+    "bucket_mb": ("ddp", "a size in MiB, such as 25"),
+    **dict.fromkeys(("static_graph", "compress", "shard_optimizer"), ("ddp", None)),
+}
+"""Keys of the layout, the one in which they have an effect, and what they need to be there; None: nothing."""
 
 
 def _check_layout(cfg: Config) -> Iterator[str]:
@@ -142,13 +145,11 @@ def _check_layout(cfg: Config) -> Iterator[str]:
     nodes = node_range(layout.nnodes)
     if nodes is None:
         yield f'layout.nnodes={layout.nnodes}: expected a number such as 2, or "1:2" for between 1 and 2'
-    if layout.name == "model_parallel" and layout.num_stages is None:
-        yield "layout.num_stages=null: layout=model_parallel needs a number of devices, such as 2"
-    if layout.name == "hsdp" and layout.shard_size is None:
-        yield "layout.shard_size=null: layout=hsdp needs ranks per replica, such as 8; or use layout=fsdp"
-    for key, owner in ONLY_IN.items():
+    for key, (owner, needed) in _OF_LAYOUT.items():
         value = getattr(layout, key)
-        if value not in (None, False) and layout.name != owner:
+        if value is None and needed and layout.name == owner:
+            yield f"layout.{key}=null: layout={owner} needs {needed}"
+        elif value not in (None, False) and layout.name != owner:
             yield f"layout.{key}={show_value(value)}: has no effect with layout={layout.name}; use layout={owner}"
     if cfg.perf is not None and cfg.perf.compile is not None and layout.name in ("model_parallel", "data_parallel"):
         yield (
@@ -183,8 +184,6 @@ def _check_layout(cfg: Config) -> Iterator[str]:
 
 def _check_ddp(cfg: Config) -> Iterator[str]:
     layout = cfg.layout
-    if layout.bucket_mb is None:
-        yield "layout.bucket_mb=null: layout=ddp needs a size in MiB, such as 25"
     given = {"static_graph=true": layout.static_graph, f"compress={layout.compress}": layout.compress is not None}
     if cfg.amp is not None and cfg.amp.update is not None:
         for key in (key for key, is_given in given.items() if is_given):

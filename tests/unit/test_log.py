@@ -108,7 +108,7 @@ def test_a_killed_run_has_all_its_lines(tmp_path):
     code = """
         log = make(sys.argv[1])
         log.metrics({"step": 1, "split": "train", "loss": 1.0})
-        log.info("hello")
+        logger.info("hello")
         os.kill(os.getpid(), signal.SIGKILL)
     """
     assert script(code, tmp_path).communicate(timeout=30)[1] == ""
@@ -182,7 +182,7 @@ def test_a_full_disk_warns_once_and_leaves_whole_lines(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         for step in range(1, 101):
             log.metrics({"step": step, "split": "train", "loss": 0.5})
-            log.info("a message of some length")
+            logger.info("a message of some length")
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         log.metrics({"step": 101, "split": "train", "loss": 0.5})
         log.close({})
@@ -208,8 +208,8 @@ def test_ranks_above_zero_write_nothing(tmp_path):
 
 def test_messages_go_to_stdout_warnings_to_stderr_and_both_to_the_file(tmp_path, capsys):
     log = make_log(tmp_path)
-    log.info("100% done")
-    log.warning("beware")
+    logger.info("100% done")
+    logger.warning("beware")
     logging.getLogger("amp_recipes.part").warning("of a part")
     log.close({})
     assert capsys.readouterr() == ("100% done\n", "warning: beware\nwarning: of a part\n")
@@ -220,8 +220,8 @@ def test_messages_go_to_stdout_warnings_to_stderr_and_both_to_the_file(tmp_path,
 
 def test_other_ranks_only_warn_and_say_who_they_are(tmp_path, capsys):
     log = make_log(tmp_path, rank=3)
-    log.info("silent")
-    log.warning("beware")
+    logger.info("silent")
+    logger.warning("beware")
     log.close({})
     assert capsys.readouterr() == ("", "[rank 3] warning: beware\n")
 
@@ -231,7 +231,7 @@ def test_runs_after_one_another_do_not_repeat_lines(tmp_path, capsys):
     before = logger.handlers[:], logger.level, logger.propagate
     for name in ("a", "b"):
         log = make_log(tmp_path / name)
-        log.info(f"run {name}")
+        logger.info(f"run {name}")
         log.close({})
         log.close({})
     assert (logger.handlers, logger.level, logger.propagate) == before
@@ -242,7 +242,7 @@ def test_runs_after_one_another_do_not_repeat_lines(tmp_path, capsys):
 def test_a_run_that_was_never_closed_does_not_repeat_lines(tmp_path, capsys):
     broken = make_log(tmp_path / "a")
     log = make_log(tmp_path / "b")
-    log.info("once")
+    logger.info("once")
     log.close({})
     broken.close({})
     assert capsys.readouterr().out == "once\n" and not logging.getLogger("amp_recipes").handlers
@@ -252,8 +252,8 @@ def test_a_closed_pipe_does_not_stop_the_run(tmp_path):
     code = """
         log = make(sys.argv[1], progress=True)
         for step in range(1, 101):
-            log.info("to nobody")
-            log.warning("to nobody")
+            logger.info("to nobody")
+            logger.warning("to nobody")
             log.metrics({"step": step, "split": "train", "loss": 0.5})
             log.advance(step)
         log.close({})
@@ -269,7 +269,7 @@ def test_a_closed_pipe_does_not_stop_the_run(tmp_path):
 def test_the_key_is_not_logged(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     log = make_log(tmp_path)
-    log.warning(f"server says: {KEY} is wrong")
+    logger.warning(f"server says: {KEY} is wrong")
     log.close({})
     assert "server says: *** is wrong" in (tmp_path / "train.log").read_text()
 
@@ -294,7 +294,7 @@ def test_quiet_shows_no_progress_whatever_is_said_of_it(tmp_path, capsys):
     for quiet in (False, True):
         log = make_log(tmp_path / str(quiet), progress=True, quiet=quiet)
         log.metrics(train_line(100))
-        log.info("unimportant")
+        logger.info("unimportant")
         log.close({})
         out, err = capsys.readouterr()
         assert (out, err) == ("", "") if quiet else (out == "unimportant\n" and "step 100/100" in err)
@@ -383,7 +383,7 @@ def screen(output: str) -> list[str]:
 
 TERMINAL_RUN = """
     log = make(sys.argv[1], progress=True)
-    log.info("before the bar")
+    logger.info("before the bar")
     for step in range(1, 101):
         time.sleep(0.01)
         log.advance(step)
@@ -391,8 +391,8 @@ TERMINAL_RUN = """
             log.metrics({"step": step, "split": "train", "loss": 0.43121, "lr": 9.8e-4, "loss_scale": 65536.0,
                          "skipped": 2, "samples_per_second": 912.3})
         if step == 50:
-            log.info("half way")
-            log.warning("beware")
+            logger.info("half way")
+            logger.warning("beware")
     log.close({})
     print("after")
 """
@@ -410,10 +410,10 @@ def test_a_bar_on_a_terminal_is_whole_and_messages_do_not_tear_it(tmp_path, colu
 
 CLOCK_RUN = """
     log = make(sys.argv[1], progress=True)
-    log.info("before")
+    logger.info("before")
     with log.clock("compiling", time.monotonic() - 61):
         time.sleep(1.5)
-        log.info("within")
+        logger.info("within")
         time.sleep(1)
     log.close({})
     print("after")
