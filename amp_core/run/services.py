@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,8 @@ from amp_core.run.log import Log, say
 from amp_core.run.loop import Loop
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import unwrap
+
+logger = logging.getLogger("amp_recipes")
 
 
 def open_log(loop: Loop, notes: list[str], warnings: list[str]) -> Log:
@@ -41,11 +44,11 @@ def open_log(loop: Loop, notes: list[str], warnings: list[str]) -> Log:
         env.placement.compiler.clock = functools.partial(log.clock, "compiling")
     if env.is_main:
         for note in notes:
-            log.info(note)
+            logger.info("%s", note)
         for warning in warnings:
-            log.warning(warning)
-        log.info(plan(loop))
-        log.info(f"run folder: {env.run_dir}")
+            logger.warning("%s", warning)
+        logger.info("%s", plan(loop))
+        logger.info("run folder: %s", env.run_dir)
     return log
 
 

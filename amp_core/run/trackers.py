@@ -36,6 +36,9 @@ MAX_PENDING_BYTES = 1 << 20
 """What waits for a wandb that does not read; more is dropped."""
 
 
+logger = logging.getLogger("amp_recipes")
+
+
 class TensorBoard:
     def __init__(self, folder: Path, purge_step: int) -> None:
         with warnings.catch_warnings():
@@ -43,23 +46,36 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         # Events from purge_step on, of an earlier run in this folder, are hidden by the viewer.
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=30)
+        self._num_failures = 0
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+        if self._num_failures == MAX_FAILURES:
+            return
+        try:
+            for name, value in numbers.items():
+                self._writer.add_scalar(name, value, step)
+        except Exception as error:  # a third party's: whatever it is, training goes on
+            self._num_failures += 1
+            if self._num_failures == MAX_FAILURES:
+                logger.warning("tensorboard is switched off after %d failures: %s", MAX_FAILURES, error)
 
-    def close(self) -> None:
-        self._writer.close()
+    def poll(self) -> None:
+        """Nothing waits."""
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        if self._num_failures == MAX_FAILURES:
+            return
+        try:
+            self._writer.close()
+        except Exception as error:  # a third party's: whatever it is, the run ends well
+            logger.warning("tensorboard: the last events are not written: %s", error)
 
 
 class Wandb:
     """The training side of wandb: never waits, but for `close`."""
 
-    def __init__(
-        self, run_dir: Path, cfg: LogConfig, run_config: dict[str, Any], name: str, logger: logging.Logger
-    ) -> None:
+    def __init__(self, run_dir: Path, cfg: LogConfig, run_config: dict[str, Any], name: str) -> None:
         self._folder = run_dir / "wandb"
-        self._logger = logger
         self._heard = b""
         self._has_warned = False
         self._has_dropped = False
@@ -102,7 +118,7 @@ class Wandb:
         if len(self._pending) > MAX_PENDING_BYTES:
             if not self._has_dropped:
                 self._has_dropped = True
-                self._logger.warning("wandb does not keep up: lines are dropped there, metrics.jsonl has them all")
+                logger.warning("wandb does not keep up: lines are dropped there, metrics.jsonl has them all")
         else:
             self._send({"log": {"step": step, **numbers}})
         self.poll()
@@ -129,7 +145,7 @@ class Wandb:
                 select.select([self._out], [self._in] if self._pending else [], [], 0.2)
         if self._process is not None:
             self._has_warned = True
-            self._logger.warning(
+            logger.warning(
                 "wandb did not finish within %.0f s and was stopped; metrics.jsonl is complete, and what wandb has is"
                 " in %s (send it with: wandb sync)",
                 CLOSE_SECONDS,
@@ -150,7 +166,7 @@ class Wandb:
             for line in lines:
                 level, text = json.loads(line)
                 self._has_warned |= level > logging.INFO
-                self._logger.log(level, "%s", text)
+                logger.log(level, "%s", text)
             if not data:
                 self._end()
 
@@ -168,7 +184,7 @@ class Wandb:
             process.wait()
             code = 0
         if code != 0 and not self._has_warned:
-            self._logger.warning("wandb's process died (exit code %d), the run continues without it", code)
+            logger.warning("wandb's process died (exit code %d), the run continues without it", code)
 
 
 def _wandb_id(path: Path) -> str:

@@ -30,6 +30,7 @@ from amp_core.run import trackers
 from amp_core.run.lines import write_json
 from amp_core.run.log import Log, check_log
 
+logger = logging.getLogger("amp_recipes")
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -38,6 +39,7 @@ import importlib.util, json, os, resource, signal, subprocess, sys, time, types
 spec = importlib.util.spec_from_file_location("amp_log", {str(ROOT / "amp_core" / "run" / "log.py")!r})
 amp_log = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(amp_log)
+logger = amp_log.logger
 def make(run_dir, **changes):
     cfg = dict(name="test", progress=False, tensorboard=False, wandb=False, wandb_project="p", wandb_mode="auto",
                wandb_entity=None, wandb_group=None, wandb_tags=[], wandb_name=None, quiet=False)
@@ -227,7 +229,6 @@ def test_other_ranks_only_warn_and_say_who_they_are(tmp_path, capsys):
 
 
 def test_runs_after_one_another_do_not_repeat_lines(tmp_path, capsys):
-    logger = logging.getLogger("amp_recipes")
     before = logger.handlers[:], logger.level, logger.propagate
     for name in ("a", "b"):
         log = make_log(tmp_path / name)
@@ -499,9 +500,16 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
+def tracker_of(log: Log) -> trackers.Wandb:
+    (tracker,) = log._trackers
+    assert isinstance(tracker, trackers.Wandb)
+    return tracker
+
+
 def wandb_process(log: Log) -> subprocess.Popen[bytes]:
-    assert log._wandb is not None and log._wandb._process is not None
-    return log._wandb._process
+    process = tracker_of(log)._process
+    assert process is not None
+    return process
 
 
 def offline_files(run_dir: Path) -> list[Path]:
@@ -565,7 +573,7 @@ def test_a_process_that_hangs_costs_lines_there_and_a_bounded_wait_at_the_end(tm
     os.kill(child.pid, signal.SIGSTOP)
     for step in range(1, 2001):  # it reads nothing any more: whoever waited for it would wait for ever
         log.metrics(train_line(step))
-    assert len(log._wandb._pending) < 25_000
+    assert len(tracker_of(log)._pending) < 25_000
     start = time.monotonic()
     log.close({})
     assert time.monotonic() - start < usual and child.returncode is not None
@@ -579,7 +587,7 @@ def test_a_killed_training_leaves_a_finished_run_and_no_process(tmp_path):
     code = """
         log = make(sys.argv[1], wandb=True)
         log.metrics({"step": 1, "split": "train", "loss": 5.125})
-        print(log._wandb._process.pid, flush=True)
+        print(log._trackers[0]._process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     process = script(code, tmp_path, env=environment(tmp_path, WANDB_MODE="offline"))
