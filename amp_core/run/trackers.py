@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import configparser
 import contextlib
 import json
 import logging
-import netrc
 import os
 import re
 import secrets
@@ -23,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from amp_core.config.files import read_text
+from amp_core.config.redact import netrc_logins, wandb_settings
 from amp_core.config.schema import LogConfig
 from amp_core.run.lines import replace, to_plain
 
@@ -213,22 +212,10 @@ def _has_wandb_account() -> bool:
     """Looks where wandb looks: the environment, its settings file, netrc."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    settings = configparser.ConfigParser(interpolation=None)
-    folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
-    with contextlib.suppress(configparser.Error, UnicodeDecodeError):
-        settings.read(folder / "settings")
-    if settings.get("default", "api_key", fallback=""):
-        return True
-    url = os.environ.get("WANDB_BASE_URL") or settings.get("default", "base_url", fallback="https://api.wandb.ai")
-    candidates = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    for path in (Path(candidate).expanduser() for candidate in candidates):
-        try:
-            login = netrc.netrc(path).authenticators(urlsplit(url).netloc)
-        except (OSError, netrc.NetrcParseError):
-            continue
-        if login is not None and login[2]:
-            return True
-    return False
+    settings = wandb_settings()
+    url = os.environ.get("WANDB_BASE_URL") or settings.get("base_url", "https://api.wandb.ai")
+    hosts = {host for host, _ in netrc_logins()}
+    return bool(settings.get("api_key")) or not hosts.isdisjoint({urlsplit(url).netloc, "default"})
 
 
 def _wandb_main() -> None:
