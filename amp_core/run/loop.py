@@ -31,20 +31,18 @@ from amp_core.config.errors import CheckpointError, ConfigError, Diverged, Inter
 from amp_core.data import Data
 from amp_core.data.loading import GaveUp
 from amp_core.run.environment import (
-    TIME_LIMIT,
     Environment,
     Finding,
     LogLike,
     Step,
     Symptoms,
-    exit_code_of,
     outcome_of,
     peak_memory,
 )
 from amp_core.run.evaluation import Evaluate, Evaluation, Predict, check_metrics, check_result, spell
 from amp_core.run.feed import Feed
 from amp_core.run.meters import Clock, Metrics
-from amp_core.run.resume import open_checkpoint, progress_of, resume
+from amp_core.run.stop import TIME_LIMIT, exit_code_of
 from amp_core.step.amp import Amp
 from amp_core.step.ema import Ema
 from amp_core.step.report import StepReport
@@ -97,9 +95,9 @@ class Loop:
         """Bytes per rank, from the first window on."""
         self.is_replay = False
         """Whether the present window is computed again, for somebody who looks into it."""
-        from amp_core.run import services  # it knows loops, and reading a recipe needs none of it
+        from amp_core.run import resume, services  # they know loops, and reading a recipe needs none of them
 
-        self.services = services
+        self.services, self.resuming = services, resume
         self.graph = services.captured_step(self)
         self.saved_tensors = services.saved_tensors(self)
         self.monitor, self.measurement = env.monitors(self)
@@ -138,9 +136,9 @@ class Loop:
         if self.cfg.dry_run and self.env.driver is None:
             yield from self.services.dry_run(self, count)
             return
-        self.checkpoint = open_checkpoint(self)
+        self.checkpoint = self.resuming.open_checkpoint(self)
         self.env.closing.callback(self._finish_saving)
-        loaded, notes, warnings = resume(self)
+        loaded, notes, warnings = self.resuming.resume(self)
         if self.env.driver is not None:
             with self.env.eagerly():
                 yield from self.env.driver(self, count)
@@ -364,7 +362,7 @@ class Loop:
         try:
             self.checkpoint.save(
                 self.step,
-                progress=progress_of(self),
+                progress=self.resuming.progress_of(self),
                 config=self.cfg.to_dict(),
                 metrics=self.eval if self.evaluation.step == self.step else None,
                 best=(self.cfg.recipe["best"], self.cfg.recipe["best_is"]),

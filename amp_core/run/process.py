@@ -15,7 +15,6 @@ import torch.distributed as dist
 from amp_core.config.rules import ONE_PROCESS, build, is_elastic, node_range
 from amp_core.config.schema import Config
 from amp_core.data.loading import bounded_waits
-from amp_core.layouts.placement import Placement
 from amp_core.lowp.fp16_convolutions import kept_convolutions
 from amp_core.run.environment import Environment, Job, outcome_of
 from amp_core.run.folder import RunFolder
@@ -39,7 +38,6 @@ def environment(job: Job) -> Iterator[Environment]:
         rank, local_rank, world_size = 0, 0, 1
     device = resolve_device(cfg.device, local_rank * (cfg.layout.num_stages or 1))
     env = Environment(job, cfg, device, rank, local_rank, world_size)
-    env.placement = Placement(env)
     env.folder = folder = RunFolder(env)
     handlers: dict[int, Any] = {}
     undo = contextlib.ExitStack()
