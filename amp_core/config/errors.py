@@ -38,9 +38,6 @@ class ConfigError(RunError):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
-        return type(self), (self.problems,)
-
 
 class CheckpointError(RunError):
     """No usable checkpoint: none is sound, or the one that was named does not fit."""
@@ -67,6 +64,3 @@ class Interrupted(RunError):
         super().__init__(message)
         self.exit_code = exit_code
         self.by_signal = by_signal
-
-    def __reduce__(self) -> tuple[type[Interrupted], tuple[str, int, bool]]:
-        return type(self), (str(self), self.exit_code, self.by_signal)
