@@ -23,8 +23,6 @@ from amp_core.config.schema import (
     suggest,
 )
 
-# --- rules ------------------------------------------------------------------------------------------------------------
-
 SCALE_KEYS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "max_scale", "max_scale_per_sample")
 SCALE_KEYS += ("min_scale", "dynamic")
 

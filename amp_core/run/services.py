@@ -128,7 +128,7 @@ def plan(loop: Loop) -> str:
 def plan_in_detail(loop: Loop) -> str:
     """What a dry run tells besides: where memory goes, what is sent, when it evaluates and saves."""
     cfg, env, mib = loop.cfg, loop.env, 2**20
-    memory = memory_of(loop.nets, loop.optimizers, loop.ema, cfg.amp, accumulation=loop.feed.accumulation)
+    memory = _memory(loop)
     kinds = {name: size for name, size in vars(memory).items() if size}
     spelled = ", ".join(f"{name} {size / mib:.1f}" for name, size in kinds.items())
     lines = [f"  MiB per rank: {spelled}; with the activations of {cfg.batch_size} samples on top"]
