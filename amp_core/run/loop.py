@@ -101,7 +101,8 @@ class Loop:
         self.graph = services.captured_step(self)
         self.saved_tensors = services.saved_tensors(self)
         self.monitor, self.measurement = env.monitors(self)
-        self._log: LogLike | None = None
+        self._log: LogLike
+        """Open while it trains."""
         self._symptoms: Symptoms | None = None
         self._is_looked_into = False
 
@@ -138,7 +139,7 @@ class Loop:
             return
         self.checkpoint = self.resuming.open_checkpoint(self)
         self.env.closing.callback(self._finish_saving)
-        loaded, notes, warnings = self.resuming.resume(self)
+        notes, warnings = self.resuming.resume(self)
         if self.env.driver is not None:
             with self.env.eagerly():
                 yield from self.env.driver(self, count)
@@ -146,7 +147,7 @@ class Loop:
         if self.cfg.task != "train":
             (_evaluate_only if self.cfg.task == "evaluate" else self.services.predict)(self, notes)
             return
-        if loaded is not None and self.step >= self.num_steps and _is_finished(self):
+        if self.step >= self.num_steps and _is_finished(self):
             return
         self.env.folder.begin()
         self._log = self.services.open_log(self, notes, warnings)
@@ -163,8 +164,7 @@ class Loop:
             ending = {"status": status, "exit_code": code}
             raise
         finally:
-            if self._log is not None:
-                self._log.close(self.env.summary | ending)
+            self._log.close(self.env.summary | ending)
 
     def _steps(self) -> Generator[list[MicroBatch], None, None]:
         begin, end = self.step, self.num_steps
@@ -244,7 +244,6 @@ class Loop:
     def _after_step(self, end: int) -> Iterator[list[MicroBatch]]:
         cfg, at_end = self.cfg, self.step >= end
         stop = self.env.stop.poll()
-        assert self._log is not None
         self._log.advance(self.step)
         # Not at a stop: the resumed run writes the line, over the same steps as without the stop.
         if at_end or self.step % cfg.log_every == 0:
@@ -316,7 +315,6 @@ class Loop:
         if line is None:
             return
         step, skipped, scale = (line.numbers[name] for name in ("step", "skipped", "loss_scale"))
-        assert self._log is not None
         self._log.metrics(line.numbers)
         if self.measurement is not None:
             self.measurement.write(self._log, upto=step)
@@ -348,16 +346,15 @@ class Loop:
             return True
         if not self.evaluation.run(self.step):
             return False
-        if self._log is not None:
-            self._log.metrics({"step": self.step, "split": "eval", **self.eval})
-            logger.info("step %d: %s", self.step, spell(self.eval))
+        self._log.metrics({"step": self.step, "split": "eval", **self.eval})
+        logger.info("step %d: %s", self.step, spell(self.eval))
         _look_at_evaluation(self)
         return True
 
     def _save(self, *, is_last: bool) -> None:
         began = time.monotonic()
         problem = None
-        if self.measurement is not None and self._log is not None:
+        if self.measurement is not None:
             self.measurement.write(self._log)  # a run that resumes here does not sample these steps again
         try:
             self.checkpoint.save(

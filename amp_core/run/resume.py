@@ -71,11 +71,11 @@ def _settings_of(old: Mapping[str, Any], cfg: Config) -> str:
     return f" It was made with other settings; use {' '.join(typed)}" if typed else ""
 
 
-def resume(loop: Loop) -> tuple[Loaded | None, list[str], list[str]]:
+def resume(loop: Loop) -> tuple[list[str], list[str]]:
     """Load the checkpoint that a run begins with, if there is one, and set where it stands. Collective.
 
-    Returns what was loaded; notes and warnings for the log. ConfigError: it was made with other settings;
-    CheckpointError: it is not usable.
+    Returns notes and warnings for the log. ConfigError: it was made with other settings; CheckpointError: it is not
+    usable.
     """
     env, cfg = loop.env, loop.cfg
     notes = list(env.job.notes)
@@ -95,7 +95,7 @@ def resume(loop: Loop) -> tuple[Loaded | None, list[str], list[str]]:
         warnings = _spread(loop, notes)
         if env.run_dir is not None and (env.run_dir / "metrics.jsonl").exists():
             notes.append("the run folder has no checkpoint yet: starting from step 0")
-        return None, notes, warnings
+        return notes, warnings
     notes += loaded.notes
     if cfg.task == "train":
         _check_changes(loop, loaded, notes)
@@ -118,7 +118,7 @@ def resume(loop: Loop) -> tuple[Loaded | None, list[str], list[str]]:
         notes.append(f"steps beyond the schedule's {loop.schedule.num_steps} keep its last learning rate")
     elif cfg.task == "train" and min(beyond, default=0) < 0:
         notes.append(f"the schedule keeps its {loop.schedule.num_steps} steps: this run ends before it does")
-    return loaded, notes, warnings
+    return notes, warnings
 
 
 def _make_islands(loop: Loop, islands: list[str], notes: list[str]) -> None:
