@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.config.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
+from amp_core.config.lengths import num_steps
 from amp_core.data import Data
 from amp_core.data.loading import GaveUp
 from amp_core.run.environment import (
@@ -114,7 +115,8 @@ class Loop:
     @property
     def num_steps(self) -> int:
         """The step at which the run ends."""
-        return self.feed.num_steps(self.step, self.samples)
+        total, done = len(self.data.train), {"steps_done": self.step, "samples_done": self.samples}
+        return num_steps(self.cfg, num_samples=total, samples_per_step=self.feed.samples_per_step, **done)
 
     # --- the training loop --------------------------------------------------------------------------------------------
 
