@@ -38,7 +38,7 @@ _VARIABLE = re.compile(
     re.IGNORECASE,
 )
 """Of a variable of the environment: more, since those are not ours."""
-_KNOWN_FORMS = (
+_FORM = re.compile(
     r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt]))(?:"  # also after an escaped end of a line
     r"gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"  # GitHub, GitLab
     r"|hf_[A-Za-z0-9]{20,}|wandb_v1_\w{20,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{40,}|nvapi-[\w-]{20,}"
@@ -49,7 +49,6 @@ _KNOWN_FORMS = (
     r"|https://(?:hooks\.slack\.com|discord(?:app)?\.com/api/webhooks|[\w.-]+\.webhook\.office\.com)/[^\s\"'<>]{8,}"
     r")|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?:[\s\S]{0,20000}?-----END [A-Z ]{0,30}PRIVATE KEY-----|[\s\S]*)"
 )
-_FORM = re.compile(_KNOWN_FORMS)
 _PORT = r"(?!\d{1,5}[/?#])"
 _IN_URL = re.compile(
     # A password may hold slashes and @, but https://host:80/a@b has none.

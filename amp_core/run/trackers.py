@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from amp_core.config.files import read_text
 from amp_core.config.redact import netrc_logins, wandb_settings
 from amp_core.config.schema import LogConfig
-from amp_core.run.lines import replace, to_plain
+from amp_core.run.lines import to_plain, write_text
 
 MAX_FAILURES = 3
 """A tracker that failed so often is switched off."""
@@ -195,7 +195,7 @@ def _wandb_id(path: Path) -> str:
     if re.fullmatch(r"[\w-]{1,64}", known):
         return known
     new = secrets.token_hex(5)
-    replace(path, f"{new}\n".encode())
+    write_text(path, f"{new}\n")
     return new
 
 
