@@ -150,7 +150,7 @@ def advise_run(loop: Loop, num_windows: int, found: list[Profile]) -> Generator[
     measuring = measure(doctor, loop.optimizers, again, lambda: restore(loop, saved), num_windows, timed)
     p = yield from try_reads(measuring, again, loop.amp)
     p.num_workers, p.batch_size = cfg.data.num_workers, cfg.batch_size
-    p.accumulation, p.channels_last = loop.accumulation, cfg.perf.channels_last
+    p.accumulation, p.channels_last = loop.feed.accumulation, cfg.perf.channels_last
     p.keep_fp32 = list(cfg.amp.keep_fp32)
     with loop.feed.loading(loop.samples, num_workers=0) as windows:
         p.loading = statistics.median([seconds_of(lambda: next(windows)) for _ in range(4)][1:])

@@ -189,7 +189,7 @@ def time_with_loader(loop: Loop, num_windows: int) -> Generator[Any, None, Times
     ahead again. Workers deliver in bursts of a batch each: several bursts are measured.
     """
     device, workers = loop.amp.device, loop.cfg.data.num_workers
-    ahead = math.ceil(workers * _PREFETCHED / loop.accumulation) + 1  # one more that is on its way to the device
+    ahead = math.ceil(workers * _PREFETCHED / loop.feed.accumulation) + 1  # one more that is on its way to the device
     num_warm_ups, num_windows = max(NUM_WARM_UPS, ahead), max(num_windows, 4 * ahead)
     steps, loads = [], []
     with loop.feed.loading(loop.samples) as windows:

@@ -48,6 +48,7 @@ from amp_core.layouts.fsdp import cast_whole
 from amp_core.models import build_model
 from amp_core.models.gpt import LANGUAGE_MODELS
 from amp_core.run.environment import Environment
+from amp_core.run.log import say
 from amp_core.run.loop import Loop
 from amp_core.run.pretrained import load_pretrained, path_of
 from amp_core.step.ema import build_ema
@@ -194,7 +195,7 @@ def load_base(net: nn.Module, cfg: Config, env: Environment, knobs: Knobs) -> st
 
 def train_base(net: nn.Module, cfg: Config, env: Environment, knobs: Knobs) -> None:
     """Train a small base on torch's Python sources, in a plain loop. `recipe=language_model` trains a better one."""
-    env.services.say(f"no model.weights: training a base for {knobs.base_steps} steps")
+    say(f"no model.weights: training a base for {knobs.base_steps} steps")
     data = build_data(replace(cfg.data, name="torch_sources", path=None, eval_path=None), seed=cfg.seed).train
     amp, optimizer = Amp(cfg.amp, env.device, samples=8), build_optimizer(cfg.optimizer, net.to(env.device))
     picks = torch.randint(len(data), (knobs.base_steps, 8), generator=torch.Generator().manual_seed(cfg.seed))

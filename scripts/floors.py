@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 
 LIMITS = {
-    "config": 1775,
+    "config": 1755,
     "base": 695,
     "lowp": 1670,
     "step": 2285,
@@ -33,14 +33,14 @@ LIMITS = {
     "models": 655,
     "data": 1966,
     "heads": 670,
-    "run": 4855,
-    "doctor": 3700,
-    "cli": 1340,
+    "run": 4714,
+    "doctor": 3667,
+    "cli": 1335,
     "amp_tools": 4940,
 }
 """Lines of each floor at most, in their order. `base` are the modules that lie beside the folders."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 9380, 2480
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7843, 2480
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 490

@@ -218,7 +218,6 @@ class Sweep:
     dir: str
     sweeper: str
     """The option of hydra/sweeper."""
-    launcher: str
     jobs: list[list[str]]
     """The overrides of every job; for sweepers that choose their jobs, the first and the last values of their space."""
     num_parallel: int | None
@@ -262,7 +261,7 @@ def sweep_of(overrides: list[str]) -> Sweep:
     num_parallel = parallel_jobs(launcher, config["launcher"])
     if sweeper == "basic" and launcher != "basic" and num_parallel is not None:
         num_parallel = min(num_parallel or len(jobs), len(jobs))
-    return Sweep(sweep_dir, sweeper, launcher, jobs, num_parallel)
+    return Sweep(sweep_dir, sweeper, jobs, num_parallel)
 
 
 def parallel_jobs(launcher: str, settings: Mapping[str, Any]) -> int | None:

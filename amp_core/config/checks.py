@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from amp_core.config.schema import DataConfig, suggest
@@ -19,39 +20,12 @@ KINDS = {
 `own` is what a recipe brings itself."""
 
 _MAY_BE_NULL = ("path", "eval_path", "image_size", "num_samples", "num_classes", "length")
-NEEDS = {
-    "synthetic": {"image_size", "num_samples", "num_classes"},
-    "image_folder": {"path", "image_size"},
-    "imagenet": {"path", "image_size"},
-    "cifar10": {"path"},
-    "torch_sources": {"length"},
-    "torch_headers": {"length"},
-    "text": {"path", "length"},
-    "digit_scenes": {"image_size", "num_samples"},
-    "mask_folder": {"path", "image_size"},
-    "identity_folder": {"path", "image_size"},
-    "records": {"path", "image_size"},
-    "synthetic_identities": {"image_size", "num_samples", "num_classes"},
-}
-"""Keys without which a data set cannot be made."""
-TAKES = {
-    "mnist_subset": {"image_size"},
-    "cifar10": {"image_size"},
-    "torch_sources": {"num_samples"},
-    "torch_headers": {"num_samples"},
-    "text": {"eval_path", "num_samples"},
-    "glyphs": {"image_size"},
-    "identity_folder": {"eval_path"},
-    "records": {"eval_path"},
-}
-"""Further keys that have an effect; any other must be null."""
 PREPARED = ("mnist_subset", "cifar10", "image_folder", "imagenet")
 """Data sets whose training images can be prepared on the device."""
 DECODED = ("image_folder", "imagenet")
 """Those of files, which a GPU decodes."""
 PACKAGES = {"torchvision": (*DECODED, "cifar10"), "PIL": ("mask_folder", "identity_folder", "records")}
 """Packages that read images, and the data sets that need them."""
-_EXAMPLES = {"image_size": "a number of pixels, such as 224", "path": "a file or folder"}
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """Those of torchvision's ImageFolder, which cannot be asked without importing torch."""
 CIFAR_FOLDER = "cifar-10-batches-py"
@@ -72,7 +46,7 @@ def check_data(cfg: DataConfig, kind: str | None = None) -> list[str]:
         if cfg.name in names and package_folder(package) is None:
             problems.append(f"data={cfg.name} needs the package {package}: pip install 'amp-recipes[vision]'")
     if not any(problem.startswith("data.path") for problem in problems):
-        problems += CHECKS[cfg.name](cfg) if cfg.name in CHECKS else ()
+        problems += _DATA_SETS[cfg.name].check(cfg)
     return problems
 
 
@@ -103,12 +77,13 @@ def images_below(folder: str | os.PathLike[str]) -> Iterator[str]:
 
 def _check_use(cfg: DataConfig) -> Iterator[str]:
     """Settings that are missing, and those that could not take effect."""
-    needs, takes = NEEDS.get(cfg.name, set()), TAKES.get(cfg.name, set())
+    needs, takes = _DATA_SETS[cfg.name].needs, _DATA_SETS[cfg.name].takes
     for key in _MAY_BE_NULL:
         value = getattr(cfg, key)
         if value is None and key in needs and key != "path":  # what is expected there depends on the data set
-            yield f"data.{key}=null: data={cfg.name} needs {_EXAMPLES.get(key, 'a number')}"
-        elif value is not None and key not in needs | takes:
+            pixels = " of pixels, such as 224" if key == "image_size" else ""
+            yield f"data.{key}=null: data={cfg.name} needs a number{pixels}"
+        elif value is not None and key not in needs + takes:
             yield f"data.{key}={value}: has no effect, data={cfg.name} has its own; leave it out"
     if cfg.prepare_on == "device" and cfg.name not in PREPARED:
         yield f"data.prepare_on=device: data={cfg.name} is prepared by its loader; use one of {', '.join(PREPARED)}"
@@ -305,19 +280,33 @@ def _check_identities(cfg: DataConfig) -> Iterator[str]:
             yield f"data.{key}={path}: has {len(class_names(root))} folders; expected {parts}"
 
 
-CHECKS: dict[str, Callable[[DataConfig], Iterator[str]]] = {
-    "mnist_subset": _check_mnist_subset,
-    "image_folder": _check_path,
-    "imagenet": _check_path,
-    "cifar10": _check_path,
-    "torch_sources": _check_text,
-    "torch_headers": _check_text,
-    "text": _check_text,
-    "brain": _check_brain,
-    "digit_scenes": _check_digit_scenes,
-    "mask_folder": _check_mask_folder,
-    "glyphs": _check_glyphs,
-    "identity_folder": _check_identities,
-    "records": _check_identities,
+@dataclass(frozen=True)
+class _DataSet:
+    """The keys that a data set has, and what may be wrong with its files."""
+
+    needs: tuple[str, ...] = ()
+    """Without which it cannot be made."""
+    takes: tuple[str, ...] = ()
+    """Further ones that have an effect; any other must be null."""
+    check: Callable[[DataConfig], Iterable[str]] = lambda cfg: ()
+
+
+_SYNTHETIC = ("image_size", "num_samples", "num_classes")
+_DATA_SETS = {
+    "mnist_subset": _DataSet(takes=("image_size",), check=_check_mnist_subset),
+    "synthetic": _DataSet(needs=_SYNTHETIC),
+    "image_folder": _DataSet(needs=("path", "image_size"), check=_check_path),
+    "imagenet": _DataSet(needs=("path", "image_size"), check=_check_path),
+    "cifar10": _DataSet(needs=("path",), takes=("image_size",), check=_check_path),
+    "torch_sources": _DataSet(needs=("length",), takes=("num_samples",), check=_check_text),
+    "torch_headers": _DataSet(needs=("length",), takes=("num_samples",), check=_check_text),
+    "text": _DataSet(needs=("path", "length"), takes=("eval_path", "num_samples"), check=_check_text),
+    "brain": _DataSet(check=_check_brain),
+    "digit_scenes": _DataSet(needs=("image_size", "num_samples"), check=_check_digit_scenes),
+    "mask_folder": _DataSet(needs=("path", "image_size"), check=_check_mask_folder),
+    "glyphs": _DataSet(takes=("image_size",), check=_check_glyphs),
+    "identity_folder": _DataSet(needs=("path", "image_size"), takes=("eval_path",), check=_check_identities),
+    "records": _DataSet(needs=("path", "image_size"), takes=("eval_path",), check=_check_identities),
+    "synthetic_identities": _DataSet(needs=_SYNTHETIC),
+    "own": _DataSet(),
 }
-"""Problems with the files of a data set."""

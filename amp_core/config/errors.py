@@ -38,9 +38,6 @@ class ConfigError(RunError):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
-        return type(self), (self.problems,)
-
 
 class CheckpointError(RunError):
     """No usable checkpoint: none is sound, or the one that was named does not fit."""
@@ -68,5 +65,5 @@ class Interrupted(RunError):
         self.exit_code = exit_code
         self.by_signal = by_signal
 
-    def __reduce__(self) -> tuple[type[Interrupted], tuple[str, int, bool]]:
+    def __reduce__(self) -> tuple[type[Interrupted], tuple[str, int, bool]]:  # pickled by what runs jobs of a sweep
         return type(self), (str(self), self.exit_code, self.by_signal)

@@ -67,9 +67,9 @@ def read_text(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> str:
         raise ValueError(f"is not UTF-8 (byte {problem.start})") from problem
 
 
-def read_json(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> dict[str, Any]:
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The object in a JSON file. Raises as `read_text`, and ValueError if it holds none."""
-    text = read_text(path, limit)
+    text = read_text(path)
     try:
         content = json.loads(text)
     except RecursionError as problem:

@@ -17,9 +17,6 @@ def is_length(value: object) -> bool:
     return is_number and 0 < float(parts[0]) < math.inf
 
 
-# --- how long ---------------------------------------------------------------------------------------------------------
-
-
 def num_steps(
     cfg: Config, *, num_samples: int, samples_per_step: int, steps_done: int = 0, samples_done: int = 0
 ) -> int:

@@ -38,7 +38,7 @@ _VARIABLE = re.compile(
     re.IGNORECASE,
 )
 """Of a variable of the environment: more, since those are not ours."""
-_KNOWN_FORMS = (
+_FORM = re.compile(
     r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt]))(?:"  # also after an escaped end of a line
     r"gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"  # GitHub, GitLab
     r"|hf_[A-Za-z0-9]{20,}|wandb_v1_\w{20,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{40,}|nvapi-[\w-]{20,}"
@@ -49,7 +49,6 @@ _KNOWN_FORMS = (
     r"|https://(?:hooks\.slack\.com|discord(?:app)?\.com/api/webhooks|[\w.-]+\.webhook\.office\.com)/[^\s\"'<>]{8,}"
     r")|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?:[\s\S]{0,20000}?-----END [A-Z ]{0,30}PRIVATE KEY-----|[\s\S]*)"
 )
-_FORM = re.compile(_KNOWN_FORMS)
 _PORT = r"(?!\d{1,5}[/?#])"
 _IN_URL = re.compile(
     # A password may hold slashes and @, but https://host:80/a@b has none.
@@ -160,8 +159,7 @@ def known_secrets() -> tuple[str, ...]:
 def _known(environ: tuple[tuple[bytes, bytes], ...]) -> tuple[str, ...]:  # every line that is written asks for them
     found = {value.strip() for name, value in os.environ.items() if _VARIABLE.search(name) and not _is_path(value)}
     found |= {login[1] for value in os.environ.values() if (login := _LOGIN.match(value))}
-    folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
-    found |= _stored(os.environ.get("NETRC"), folder, os.environ.get("HOME"))
+    found |= {password for _, password in netrc_logins()} | {wandb_settings().get("api_key", "")}
     return tuple(sorted((value for value in found if len(value) >= LEAST), key=lambda value: (-len(value), value)))
 
 
@@ -192,17 +190,24 @@ def _of_known(known: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, usable)) or "(?!)")
 
 
-@functools.lru_cache(maxsize=8)
-def _stored(netrc_file: str | None, wandb_folder: str, home: str | None) -> frozenset[str]:
-    found: set[str] = set()
-    for name in [netrc_file] if netrc_file else ["~/.netrc", "~/_netrc"]:
+def netrc_logins() -> list[tuple[str, str]]:
+    """(host, password) of ~/.netrc, or of the file that NETRC names; nothing of a file that cannot be read."""
+    named = os.environ.get("NETRC")
+    found = []
+    for name in [named] if named else ["~/.netrc", "~/_netrc"]:
         with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
-            found |= {login[2] for login in netrc.netrc(Path(name).expanduser()).hosts.values() if login[2]}
+            hosts = netrc.netrc(Path(name).expanduser()).hosts
+            found += [(host, login[2]) for host, login in hosts.items() if login[2]]
+    return found
+
+
+def wandb_settings() -> dict[str, str]:
+    """What wandb's file of settings holds; nothing if it cannot be read."""
     settings = configparser.ConfigParser(interpolation=None)
+    folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
     with contextlib.suppress(OSError, configparser.Error, UnicodeDecodeError):
-        settings.read(Path(wandb_folder).expanduser() / "settings")
-    found.add(settings.get("default", "api_key", fallback=""))
-    return frozenset(found)
+        settings.read(Path(folder).expanduser() / "settings")
+    return dict(settings["default"]) if "default" in settings else {}
 
 
 def mask_what_python_prints() -> None:

@@ -23,8 +23,6 @@ from amp_core.config.schema import (
     suggest,
 )
 
-# --- rules ------------------------------------------------------------------------------------------------------------
-
 SCALE_KEYS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "max_scale", "max_scale_per_sample")
 SCALE_KEYS += ("min_scale", "dynamic")
 
@@ -53,14 +51,13 @@ def _check_ranges(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_amp(amp: AmpConfig) -> Iterator[str]:
-    policy = {f"amp.{key}": getattr(amp, key) for key in SCALE_KEYS}
     if not amp.scaling and ("float16" in (amp.dtype, amp.weights)) and amp.update != "nearest":
         yield "amp.scaling=false: float16 gradients underflow without a loss scale; leave it out"
     elif not amp.scaling:
-        for key, value in policy.items():
-            if value is not None:
+        for key in SCALE_KEYS:
+            if (value := getattr(amp, key)) is not None:
                 yield (
-                    f"{key}={show_value(value)}: has no effect in amp={amp.name}, which does not scale the loss; "
+                    f"amp.{key}={show_value(value)}: has no effect in amp={amp.name}, which does not scale the loss; "
                     f"use amp=fp16 or leave it out"
                 )
     else:
@@ -93,20 +90,19 @@ def _check_amp(amp: AmpConfig) -> Iterator[str]:
         yield f"amp.float8=true: needs autocast to bfloat16; use amp=fp8 instead of amp={amp.name}"
 
 
+_OF_CLIP = {"max_norm": "norm", "max_value": "value", "factor": "adaptive", "folded": "norm"}
+"""Keys of clip, and the one in which they have an effect."""
+
+
 def _check_clip(clip: ClipConfig) -> Iterator[str]:
-    threshold = {"none": None, "norm": "max_norm", "value": "max_value", "adaptive": "factor"}[clip.name]
-    for key in ("max_norm", "max_value", "factor"):
+    for key, owner in _OF_CLIP.items():
         value = getattr(clip, key)
-        if key == threshold:
-            if value is None:
-                yield f"clip.{key}=null: clip={clip.name} needs a number; use clip=none to switch clipping off"
-        elif value is not None:
-            owner = {"max_norm": "norm", "max_value": "value", "factor": "adaptive"}[key]
-            yield f"clip.{key}={value:g}: has no effect with clip={clip.name}; use clip={owner}"
-    if clip.name == "norm" and clip.folded is None:
-        yield "clip.folded=null: clip=norm needs true or false"
-    elif clip.name != "norm" and clip.folded is not None:
-        yield f"clip.folded={str(clip.folded).lower()}: has no effect with clip={clip.name}; use clip=norm"
+        if value is None and clip.name == owner:
+            needed = "true or false" if key == "folded" else "a number; use clip=none to switch clipping off"
+            yield f"clip.{key}=null: clip={clip.name} needs {needed}"
+        elif value is not None and clip.name not in (owner, None):
+            shown = show_value(value) if key == "folded" else f"{value:g}"
+            yield f"clip.{key}={shown}: has no effect with clip={clip.name}; use clip={owner}"
 
 
 ONE_PROCESS = ("single", "data_parallel")
@@ -130,27 +126,29 @@ def is_elastic(cfg: Config) -> bool:
     return nodes is not None and nodes[0] < nodes[1]
 
 
-ONLY_IN = {"num_stages": "model_parallel", "shard_size": "hsdp"}
-ONLY_IN |= dict.fromkeys(("static_graph", "bucket_mb", "compress", "shard_optimizer"), "ddp")
-"""Keys of the layout, and the one in which they have an effect."""
+_OF_LAYOUT = {
+    "num_stages": ("model_parallel", "a number of devices, such as 2"),
+    "shard_size": ("hsdp", "ranks per replica, such as 8; or use layout=fsdp"),
+    "bucket_mb": ("ddp", "a size in MiB, such as 25"),
+    **dict.fromkeys(("static_graph", "compress", "shard_optimizer"), ("ddp", None)),
+}
+"""Keys of the layout, the one in which they have an effect, and what they need to be there; None: nothing."""
 
 
 def _check_layout(cfg: Config) -> Iterator[str]:
     layout = cfg.layout
-    if layout.name in ("model_parallel", "data_parallel") and cfg.amp is not None and cfg.amp.update is not None:
+    if layout.name in ("model_parallel", "data_parallel") and cfg.amp.update is not None:
         yield f"layout={layout.name}: 16-bit weights (amp={cfg.amp.name}) need one device per process"
     nodes = node_range(layout.nnodes)
     if nodes is None:
         yield f'layout.nnodes={layout.nnodes}: expected a number such as 2, or "1:2" for between 1 and 2'
-    if layout.name == "model_parallel" and layout.num_stages is None:
-        yield "layout.num_stages=null: layout=model_parallel needs a number of devices, such as 2"
-    if layout.name == "hsdp" and layout.shard_size is None:
-        yield "layout.shard_size=null: layout=hsdp needs ranks per replica, such as 8; or use layout=fsdp"
-    for key, owner in ONLY_IN.items():
+    for key, (owner, needed) in _OF_LAYOUT.items():
         value = getattr(layout, key)
-        if value not in (None, False) and layout.name != owner:
+        if value is None and needed and layout.name == owner:
+            yield f"layout.{key}=null: layout={owner} needs {needed}"
+        elif value not in (None, False) and layout.name != owner:
             yield f"layout.{key}={show_value(value)}: has no effect with layout={layout.name}; use layout={owner}"
-    if cfg.perf is not None and cfg.perf.compile is not None and layout.name in ("model_parallel", "data_parallel"):
+    if cfg.perf.compile is not None and layout.name in ("model_parallel", "data_parallel"):
         yield (
             f"perf.compile={cfg.perf.compile}: layout={layout.name} computes in threads, which would share compiled "
             f"code; use null, or layout=ddp"
@@ -183,30 +181,27 @@ def _check_layout(cfg: Config) -> Iterator[str]:
 
 def _check_ddp(cfg: Config) -> Iterator[str]:
     layout = cfg.layout
-    if layout.bucket_mb is None:
-        yield "layout.bucket_mb=null: layout=ddp needs a size in MiB, such as 25"
-    given = {"static_graph=true": layout.static_graph, f"compress={layout.compress}": layout.compress is not None}
-    if cfg.amp is not None and cfg.amp.update is not None:
-        for key in (key for key, is_given in given.items() if is_given):
+    for key in ("static_graph", "compress") if cfg.amp.update is not None else ():
+        if value := getattr(layout, key):
             yield (
-                f"layout.{key}: has no effect with amp={cfg.amp.name}, whose step sums the gradients of 16-bit "
-                f"weights itself, without DistributedDataParallel; leave it out"
+                f"layout.{key}={show_value(value)}: has no effect with amp={cfg.amp.name}, whose step sums the "
+                f"gradients of 16-bit weights itself, without DistributedDataParallel; leave it out"
             )
 
 
 def _check_sharded(cfg: Config) -> Iterator[str]:
     """What needs whole weights on each rank."""
     layout = f"layout={cfg.layout.name}"
-    if cfg.amp is not None and (cfg.amp.update is not None or cfg.amp.float8):
+    if cfg.amp.update is not None or cfg.amp.float8:
         kind = "float8 layers" if cfg.amp.float8 else "16-bit weights"
         yield f"amp={cfg.amp.name}: {kind} are not sharded; use layout=ddp, or amp=bf16 with {layout}"
-    if cfg.perf is not None and cfg.perf.channels_last:
+    if cfg.perf.channels_last:
         yield f"perf.channels_last=true: {layout} shards weights in their default memory format only"
-    if cfg.doctor is not None and cfg.doctor.statistics_every is not None:
+    if cfg.doctor.statistics_every is not None:
         yield (
             f"doctor.statistics_every={cfg.doctor.statistics_every}: measures unsharded weights; use null with {layout}"
         )
-    if cfg.optimizer is not None and cfg.optimizer.name in WHOLE_MATRICES:
+    if cfg.optimizer.name in WHOLE_MATRICES:
         yield f"optimizer.name={cfg.optimizer.name}: {WHOLE_MATRICES[cfg.optimizer.name]}; use layout=ddp"
 
 
@@ -216,10 +211,10 @@ def _check_run(cfg: Config) -> Iterator[str]:
         yield f"{' and '.join(given)}: expected at most one of steps, epochs, samples; leave one"
     if cfg.seed is not None and cfg.seed >= 2**63:
         yield f"seed={cfg.seed}: expected less than 2^63"
-    if cfg.perf is not None and cfg.perf.recast_weights and (cfg.perf.compile is not None or cfg.perf.graph):
+    if cfg.perf.recast_weights and (cfg.perf.compile is not None or cfg.perf.graph):
         other = "graph=true" if cfg.perf.graph else f"compile={cfg.perf.compile}"
         yield f"perf.recast_weights=true: needs eager code and cannot be combined with perf.{other}"
-    if cfg.perf is not None and cfg.perf.compile is None and (cfg.perf.dynamic or cfg.perf.backend != "inductor"):
+    if cfg.perf.compile is None and (cfg.perf.dynamic or cfg.perf.backend != "inductor"):
         key = "dynamic=true" if cfg.perf.dynamic else f"backend={cfg.perf.backend}"
         yield f"perf.{key}: has no effect with perf.compile=null; use perf=compile"
     for key in ("lr", "params", "weight_decay", "fused", "foreach"):
@@ -235,7 +230,7 @@ def _check_run(cfg: Config) -> Iterator[str]:
             "optimizer.state_dtype=bfloat16: layout.shard_optimizer=true promises bit-identical steps, "
             "and stochastic rounding depends on a weight's position in memory; use one of them"
         )
-    if cfg.perf is not None and cfg.amp is not None and cfg.perf.recast_weights:
+    if cfg.perf.recast_weights:
         yield from _without_copies(cfg)
     if (inject := cfg.debug.inject) is not None and cfg.layout.name in ONE_PROCESS and (inject.rank or 0) > 0:
         yield f"debug.inject.rank={inject.rank}: layout={cfg.layout.name} has only rank 0"
@@ -246,7 +241,7 @@ def _check_run(cfg: Config) -> Iterator[str]:
         )
     if cfg.resume == "last" and cfg.run_dir is not None:
         yield f"resume=last: finds the run folder itself; leave out run_dir={cfg.run_dir}, or use resume=auto"
-    has_weights = cfg.model is not None and cfg.model.weights is not None
+    has_weights = cfg.model.weights is not None
     reads = cfg.task in ("evaluate", "predict") and not has_weights
     if reads and cfg.resume == "never":
         yield f"task={cfg.task}: needs a checkpoint, but resume=never; use resume=<run folder> or run_dir="
@@ -308,12 +303,9 @@ def validate(values: Mapping[str, Any]) -> tuple[Config, list[str], set[str]]:
     reported = {_key(problem) for problem in problems}
     broken = {key.split(".")[0] for key in reported}
     found: list[str] = []
-    if cfg.amp is not None:
-        found += _check_amp(cfg.amp)
-    if cfg.clip is not None and cfg.clip.name is not None:
-        found += _check_clip(cfg.clip)
-    if None not in (cfg.layout, cfg.data, cfg.optimizer, cfg.schedule, cfg.ema, cfg.checkpoint, cfg.debug):
-        found += [*_check_layout(cfg), *_check_run(cfg)]
+    groups = (cfg.amp, cfg.clip, cfg.layout, cfg.model, cfg.data, cfg.optimizer, cfg.schedule, cfg.ema, cfg.log)
+    if None not in (*groups, cfg.perf, cfg.checkpoint, cfg.doctor, cfg.debug):
+        found += [*_check_amp(cfg.amp), *_check_clip(cfg.clip), *_check_layout(cfg), *_check_run(cfg)]
     told = {_key(problem) for problem in found}
     found += [problem for problem in _check_ranges(flatten(cfg.to_dict())) if _key(problem) not in told]
     return cfg, problems + [problem for problem in found if _key(problem) not in reported], broken

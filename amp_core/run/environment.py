@@ -10,7 +10,6 @@ import datetime
 import json
 import random
 import resource
-import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -26,6 +25,8 @@ from torch import Tensor, nn
 from amp_core.config.errors import STATUS, RunError
 from amp_core.config.lengths import num_steps
 from amp_core.config.schema import Config
+from amp_core.layouts.placement import Placement
+from amp_core.run.stop import Stop
 from amp_core.step.amp import Amp
 from amp_core.step.report import StepReport
 from amp_core.step.window import MicroBatch
@@ -33,8 +34,6 @@ from amp_core.tensors import UNTESTED_DEVICES
 
 Step = Callable[[list[MicroBatch]], Any]
 """The computation of a whole step from its window."""
-TIME_LIMIT = 75
-"""Why a run stops before its end: `max_minutes`. Other reasons are 128 and the number of a signal."""
 Driver = Callable[[Any, Callable[[Any], Tensor] | None], Iterator[Any]]
 """(loop, count) -> windows, for tools that look at a recipe instead of training it."""
 
@@ -74,10 +73,9 @@ class Environment:
         self.planned_ranks = world_size
         """Ranks when all machines of an elastic run are there: they decide about the samples per step."""
         self.run_dir = Path(job.run_dir) if job.run_dir else None
-        self.placement: PlacementLike
-        self.stop: StopLike
+        self.placement = Placement(self)
+        self.stop: Stop
         self.folder: Folder
-        self.services: Services
         self.host_group: dist.ProcessGroup | None = None
         self.started = time.monotonic()
         self.summary: dict[str, Any] = {}
@@ -169,11 +167,6 @@ class Environment:
             generator.manual_seed((seed + number * 0xD6E8FEB86659FD93) % 2**63)
 
 
-def exit_code_of(reason: int) -> int:
-    """The exit code of a run that stopped for this reason: 75 asks to be started again, as SIGUSR1 means it, too."""
-    return 75 if reason == 128 + signal.SIGUSR1 else reason
-
-
 def outcome_of(problem: BaseException) -> tuple[int, str]:
     """Exit code and status of a run that ended with this exception."""
     code = problem.exit_code if isinstance(problem, RunError) else 130 if isinstance(problem, KeyboardInterrupt) else 1
@@ -191,30 +184,11 @@ def peak_memory(device: torch.device) -> int:
 # --- what an environment is handed by `amp_core.run.process` ----------------------------------------------------------
 
 
-class PlacementLike(Protocol):
-    """Puts networks where they compute: `amp_core.layouts.placement.Placement`."""
-
-    compiler: Any
-
-    @property
-    def devices(self) -> list[torch.device]: ...
-    def wrap(self, net: nn.Module, amp: Amp, notes: list[str]) -> list[tuple[str, nn.Module]]: ...
-
-
-class StopLike(Protocol):
-    """Whether a run is to end early: `amp_core.run.stop.Stop`."""
-
-    code: int
-
-    def poll(self) -> int: ...
-
-
 class Folder(Protocol):
     """The run folder: `amp_core.run.folder.RunFolder`."""
 
     before: dict[str, Any]
 
-    def moved(self, checkpoint: Path) -> str | None: ...
     def begin(self) -> None: ...
     def check(self) -> None: ...
     def write_summary(self, status: str, exit_code: int) -> None: ...
@@ -238,18 +212,6 @@ class CapturedStep(Protocol):
     def is_used(self) -> bool: ...
     def forget(self) -> None: ...
     def __call__(self, step: Step, window: list[MicroBatch]) -> Any: ...
-
-
-class Services(Protocol):
-    """What a loop asks for by its settings: the module `amp_core.run.services`."""
-
-    def open_log(self, loop: Any, loaded: Any, notes: list[str], warnings: list[str]) -> LogLike: ...
-    def dry_run(self, loop: Any, count: Callable[[Any], Tensor] | None) -> Iterator[list[MicroBatch]]: ...
-    def captured_step(self, loop: Any) -> CapturedStep | None: ...
-    def fault(self, loop: Any, window: list[MicroBatch]) -> AbstractContextManager[bool]: ...
-    def saved_tensors(self, loop: Any) -> Callable[[], AbstractContextManager[None]]: ...
-    def predict(self, loop: Any, notes: list[str]) -> None: ...
-    def say(self, message: str) -> None: ...
 
 
 # --- what a loop is handed by `amp_core.doctor.monitors` --------------------------------------------------------------

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from amp_core.config.lengths import num_steps
 from amp_core.data import Data
 from amp_core.data.loading import Sampler, to_device, train_loader
 from amp_core.run.environment import Environment
@@ -42,16 +41,6 @@ class Feed:
     def samples_per_step(self) -> int:
         """Over all micro-batches and ranks."""
         return self._cfg.batch_size * self.accumulation * self._env.world_size
-
-    def num_steps(self, step: int, samples: int) -> int:
-        """The step at which a run ends that has done so many steps and samples."""
-        return num_steps(
-            self._cfg,
-            num_samples=len(self.data.train),
-            samples_per_step=self.samples_per_step,
-            steps_done=step,
-            samples_done=samples,
-        )
 
     def ends(self, step: int, samples: int, steps: int, epochs: int) -> bool:
         """Whether the window after so many steps and samples ends a period of steps or epochs; 0: none."""

@@ -14,7 +14,7 @@ from amp_core.run import locks
 from amp_core.run.environment import Environment, peak_memory
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.locks import lock_folder
-from amp_core.run.machine import describe, moved
+from amp_core.run.machine import describe
 
 logger = logging.getLogger("amp_recipes")
 
@@ -58,10 +58,6 @@ class RunFolder:
                 f"run_dir={self.path}: the folder or its .lock was moved or removed while this run wrote there. "
                 "Nothing more is written. To resume, move it back, or give its new place as run_dir."
             )
-
-    def moved(self, checkpoint: Path) -> str | None:
-        """What to log when a checkpoint was made on another machine."""
-        return moved(checkpoint, self._env.device)
 
     def begin(self) -> None:
         """Write what is known at the start. Called when nothing can refuse the run any more."""

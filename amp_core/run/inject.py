@@ -23,27 +23,21 @@ def fault(inject: InjectConfig, model: nn.Module, amp: Amp, window: list[MicroBa
 
     Yields whether the window is to be dropped. ConfigError: the batch has no place for it.
     """
-    if inject.where == "drop" or inject.rank != rank:
-        yield inject.where == "drop"
-        return
-    net, handle = unwrap(model), None
-    if inject.where == "batch":
-        _first_float(window[0].batch).fill_(inject.value)
-    elif inject.where == "gradient":
-        weight = next(p for p in net.parameters() if p.requires_grad)
-        if is_dtensor(weight):
-            with _fault_in_shards(amp, set(net.parameters()), inject.value):
-                yield False
-            return
-        handle = weight.register_hook(lambda grad: torch.full_like(grad, inject.value))
-    else:
-        layer = next(m for m in net.modules() if any(True for _ in m.parameters(recurse=False)))
-        handle = layer.register_forward_hook(lambda m, inputs, output: torch.as_tensor(output) + inject.value)
-    try:
-        yield False
-    finally:
-        if handle is not None:
-            handle.remove()
+    net, is_dropped = unwrap(model), inject.where == "drop"
+    with contextlib.ExitStack() as undo:
+        if is_dropped or inject.rank != rank:
+            pass
+        elif inject.where == "batch":
+            _first_float(window[0].batch).fill_(inject.value)
+        elif inject.where == "activation":
+            layer = next(m for m in net.modules() if any(True for _ in m.parameters(recurse=False)))
+            hook = layer.register_forward_hook(lambda m, inputs, output: torch.as_tensor(output) + inject.value)
+            undo.callback(hook.remove)
+        elif is_dtensor(weight := next(p for p in net.parameters() if p.requires_grad)):
+            undo.enter_context(_fault_in_shards(amp, set(net.parameters()), inject.value))
+        else:
+            undo.callback(weight.register_hook(lambda grad: torch.full_like(grad, inject.value)).remove)
+        yield is_dropped
 
 
 @contextlib.contextmanager

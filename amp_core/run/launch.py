@@ -32,13 +32,13 @@ from amp_core.config.redact import redact
 from amp_core.config.rules import build, node_range
 from amp_core.config.schema import Config
 from amp_core.data.loading import is_stopped
-from amp_core.run.environment import TIME_LIMIT, Environment, Job, exit_code_of, outcome_of
+from amp_core.run.environment import Environment, Job, outcome_of
 from amp_core.run.lines import write_json
 from amp_core.run.locks import lock_folder
 from amp_core.run.preflight import needs_agent, num_processes
 from amp_core.run.process import environment
 from amp_core.run.rendezvous import launched, others_start_again, worker_store
-from amp_core.run.stop import SIGNALS
+from amp_core.run.stop import SIGNALS, TIME_LIMIT, exit_code_of
 
 SHUTDOWN_SECONDS = 600
 """How long workers may take to finish their step and write a checkpoint after a signal."""

@@ -26,9 +26,8 @@ TICK_SECONDS = 0.1
 """How often `Log.advance` does more than compare the time."""
 LINE_SECONDS = 5.0
 """Least time between progress lines when stderr is not a terminal."""
-_OURS = re.compile(rb'\{"step": ?(\d{1,15}), *"split": ?"([a-z]*)"')
 _STEPS = re.compile(rb'\n\{"step": ?(\d{1,15}), *"split"')
-_BLOCK, _LONG_LINE, _MOST_BLANK = 1 << 20, 4 << 20, 64
+_BLOCK, _MOST_BLANK = 1 << 20, 64
 LARGE_WAIT = 0.1
 """A share of the time spent waiting for data that the progress line mentions."""
 
@@ -87,7 +86,7 @@ def replace(path: Path, content: bytes) -> None:
 def cut_lines(path: Path, last_step: int) -> dict[str, int]:
     """Keep the whole lines up to `last_step`, each (split, step) once. Returns the last step of each split.
 
-    Lines are appended in order, so only the end of the file is read: from the last block on that has nothing to cut.
+    Lines are appended in order, so only the end of the file is read, back to the last block that has nothing to cut.
     OSError: it is no regular file, ends with much that is no line, or cannot be read or written.
     """
     try:
@@ -95,14 +94,13 @@ def cut_lines(path: Path, last_step: int) -> dict[str, int]:
     except FileNotFoundError:
         return {}
     with file:
-        start = _start_of_tail(file, last_step)
+        start, end = _tail(file, last_step)
         kept: dict[tuple[str, int], bytes] = {}
         file.seek(start)
-        while block := file.read(_BLOCK) + file.readline(_LONG_LINE):
-            for line in () if _is_beyond(block, last_step) else block.split(b"\n"):
-                key = _key(line)
-                if key is not None and key[1] <= last_step and _is_json(line):
-                    kept[key] = line + b"\n"
+        for line in file.read(end - start).split(b"\n"):
+            key = _key(line)
+            if key is not None and key[1] <= last_step:
+                kept[key] = line + b"\n"
         content = b"".join(kept.values())
         file.seek(start)
         if file.read(len(content)) == content:
@@ -116,28 +114,29 @@ def cut_lines(path: Path, last_step: int) -> dict[str, int]:
     return dict(sorted(kept))
 
 
-def _start_of_tail(file: BinaryIO, last_step: int) -> int:
-    """Where the last lines begin that are in order and all stay; 0 when there are none."""
+def _tail(file: BinaryIO, last_step: int) -> tuple[int, int]:
+    """Where the last lines begin that are in order and all stay, 0 when there are none, and where those that all go."""
     end, num_blank = file.seek(0, os.SEEK_END), 0
+    beyond = end
     while end > 0:
         start = max(0, end - _BLOCK)
         file.seek(start)
         block = file.read(end - start)
         first = block.find(b"\n") + 1 if start else 0
         whole = block[first : block.rfind(b"\n") + 1]
-        if _is_beyond(whole, last_step):
-            end, num_blank = start, 0
+        if end == beyond and _is_beyond(whole, last_step):
+            end = beyond = start + first
             continue
         keys = [_key(line) for line in whole.split(b"\n")[:-1]]
         known = [key for key in keys if key is not None and key[1] <= last_step]
         steps = [step for _, step in known]
         if keys and len(set(known)) == len(keys) and steps == sorted(steps):
-            return start + first
+            return start + first, beyond
         num_blank = 0 if any(keys) else num_blank + 1
         if num_blank == _MOST_BLANK:
             raise OSError(0, f"has no line of a run in its last {num_blank * _BLOCK >> 20} MiB; move it away")
         end = start
-    return 0
+    return 0, beyond
 
 
 def _is_beyond(block: bytes, last_step: int) -> bool:
@@ -147,21 +146,12 @@ def _is_beyond(block: bytes, last_step: int) -> bool:
 
 
 def _key(line: bytes) -> tuple[str, int] | None:
-    """(split, step) of a line; None for what is no line of ours."""
-    if found := _OURS.match(line):  # many times as fast as JSON, for millions of lines
-        return found[2].decode(), int(found[1])
+    """(split, step) of a line; None for what is no line of ours, or half of one."""
     try:
         entry = json.loads(line)
         return str(entry.get("split", "")), int(entry["step"])
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):  # half-written
-        return False
 
 
 class LineFile:

@@ -23,9 +23,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from amp_core.config.redact import redact
+from amp_core.config.schema import LogConfig
 from amp_core.run.lines import (
     TICK_SECONDS,
     FileHandler,
@@ -36,23 +37,21 @@ from amp_core.run.lines import (
     dumps,
     numbers_of,
 )
+from amp_core.run.trackers import TensorBoard, Wandb
 
-if TYPE_CHECKING:
-    from amp_core.config.schema import LogConfig
+logger = logging.getLogger("amp_recipes")
 
 
 class Log:
-    """The reports of one run.
+    """The reports of one run. While it is open, messages of the logger `amp_recipes` go to train.log and the terminal.
 
     Args:
         run_dir: folder of the run.
         cfg: what is wanted besides metrics.jsonl and train.log.
         rank: above 0 only warnings are passed on and `metrics` and `advance` do nothing.
         run_config: the whole configuration, for wandb, as is `name`.
-        start_step: the step after which this run goes on; 0 for a fresh start.
+        start_step: the step after which this run goes on; 0 for a fresh start. Lines of metrics beyond it are cut.
         total_steps: the step at which the run ends.
-        last_line_step: lines of metrics up to this step are kept, those beyond it are cut. None: `start_step` on a
-            resume; a fresh start keeps none.
         shows_scale: the mode has a loss scale, and progress shows it.
     """
 
@@ -66,7 +65,6 @@ class Log:
         name: str,
         start_step: int,
         total_steps: int,
-        last_line_step: int | None = None,
         shows_scale: bool = True,
     ) -> None:
         run_dir = Path(run_dir).absolute()
@@ -75,37 +73,26 @@ class Log:
         self._step = start_step
         self._next_tick = 0.0
         self._progress: Progress | None = None
-        self._tensorboard: Any = None
-        self._wandb: Any = None
-        self._tensorboard_failures = 0
-        if self._is_main:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        self._open_text(run_dir, rank)
+        self._trackers: list[TensorBoard | Wandb] = []
+        self._handlers: list[logging.Handler] = [TerminalHandler(rank)]
         if cfg.quiet:
             self._handlers[0].setLevel(logging.WARNING)
+        if self._is_main:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._handlers.append(FileHandler(run_dir / "train.log", logger.warning))
+        self._open_text()
         if not self._is_main:
             return
 
-        if last_line_step is None:
-            last_line_step = start_step or -1
-        self._metrics_file, self._last_steps = self._open_lines(run_dir / "metrics.jsonl", last_line_step)
-        self._statistics_file, _ = self._open_lines(run_dir / "doctor" / "statistics.jsonl", last_line_step)
+        last_line_step = start_step or -1  # a fresh start keeps no line
+        self._metrics_file, self._last_steps = _open_lines(run_dir / "metrics.jsonl", last_line_step)
+        self._statistics_file, _ = _open_lines(run_dir / "doctor" / "statistics.jsonl", last_line_step)
         if cfg.progress and not cfg.quiet:
             self._progress = Progress(total_steps, shows_scale=shows_scale)
         if cfg.tensorboard:
-            from amp_core.run.trackers import TensorBoard
-
-            try:
-                self._tensorboard = TensorBoard(run_dir / "tensorboard", last_line_step + 1)
-            except Exception as error:  # a third party's: whatever it is, training goes on without it
-                self.warning(f"tensorboard cannot start, the run continues without it: {error}")
+            self._start("tensorboard", lambda: TensorBoard(run_dir / "tensorboard", last_line_step + 1))
         if cfg.wandb:
-            from amp_core.run.trackers import Wandb
-
-            try:
-                self._wandb = Wandb(run_dir, cfg, run_config, name, self._logger)
-            except OSError as error:
-                self.warning(f"wandb cannot start, the run continues without it: {error}")
+            self._start("wandb", lambda: Wandb(run_dir, cfg, run_config, name))
 
     def metrics(self, metrics: Mapping[str, Any]) -> None:
         """Report the numbers of a step: to metrics.jsonl, the bar and the trackers.
@@ -149,18 +136,8 @@ class Log:
         self._track(int(line["step"]), numbers)
 
     def _track(self, step: int, numbers: Mapping[str, float]) -> None:
-        if self._tensorboard is not None:
-            try:
-                self._tensorboard.add(step, numbers)
-            except Exception as error:  # a third party's: whatever it is, training goes on
-                from amp_core.run.trackers import MAX_FAILURES
-
-                self._tensorboard_failures += 1
-                if self._tensorboard_failures == MAX_FAILURES:
-                    self._tensorboard = None
-                    self.warning(f"tensorboard is switched off after {MAX_FAILURES} failures: {error}")
-        if self._wandb is not None:
-            self._wandb.add(step, numbers)
+        for tracker in self._trackers:
+            tracker.add(step, numbers)
 
     def advance(self, step: int) -> None:
         """Move the bar. Call it after every step: it compares the time, and works about ten times a second."""
@@ -171,20 +148,12 @@ class Log:
         self._next_tick = now + TICK_SECONDS
         if self._progress is not None:
             self._show(self._progress.advance, step)
-        if self._wandb is not None:
-            self._wandb.poll()
+        for tracker in self._trackers:
+            tracker.poll()
 
     def clock(self, what: str, began: float) -> contextlib.AbstractContextManager[None]:
         """Around what takes long: its seconds since a `time.monotonic()`, if progress is shown on a terminal."""
         return contextlib.nullcontext() if self._progress is None else self._progress.clock(what, began)
-
-    def info(self, message: str) -> None:
-        """A message to train.log and stdout (rank 0)."""
-        self._logger.info("%s", message)
-
-    def warning(self, message: str) -> None:
-        """A warning to train.log (rank 0) and stderr."""
-        self._logger.warning("%s", message)
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """End the reports; waits at most ten seconds for wandb, which shows the summary. A second call does nothing."""
@@ -193,54 +162,49 @@ class Log:
         self._is_closed = True
         if self._progress is not None:
             self._show(self._progress.close, self._step)
-        if self._tensorboard is not None:
-            try:
-                self._tensorboard.close()
-            except Exception as error:  # a third party's: whatever it is, the run ends well
-                self.warning(f"tensorboard: the last events are not written: {error}")
-        if self._wandb is not None:
-            self._wandb.close(summary)
-        self._close_text()
+        for tracker in self._trackers:
+            tracker.close(summary)
+        for handler in self._handlers:
+            logger.removeHandler(handler)
+            handler.close()
+        level, logger.propagate = self._before
+        logger.setLevel(level)
+        if self._is_main:
+            self._metrics_file.close()
+            self._statistics_file.close()
+
+    def _start(self, name: str, tracker: Callable[[], TensorBoard | Wandb]) -> None:
+        try:
+            self._trackers.append(tracker())
+        except Exception as error:  # a third party's: whatever it is, training goes on without it
+            logger.warning("%s cannot start, the run continues without it: %s", name, error)
 
     def _show(self, method: Callable[..., None], *args: Any) -> None:
         try:
             method(*args)
         except (OSError, ValueError, TypeError) as error:  # stderr was closed, or a loss is no number
             self._progress = None
-            self.warning(f"progress is switched off: {error}")
+            logger.warning("progress is switched off: %s", error)
 
-    def _open_lines(self, path: Path, last_step: int) -> tuple[LineFile, dict[str, int]]:
-        """A file of lines, without those beyond a step, and the last step of each split in it."""
-        last_steps: dict[str, int] = {}
-        try:
-            last_steps = cut_lines(path, last_step)
-        except OSError as error:
-            self.warning(f"{path.name}: lines beyond step {last_step} cannot be cut and are doubled: {error}")
-        return LineFile(path, self.warning), last_steps
-
-    def _open_text(self, run_dir: Path, rank: int) -> None:
-        self._logger = logging.getLogger("amp_recipes")
-        for handler in self._logger.handlers[:]:  # of a run that died before it could close
+    def _open_text(self) -> None:
+        for handler in logger.handlers[:]:  # of a run that died before it could close
             if isinstance(handler, (TerminalHandler, FileHandler)):
-                self._logger.removeHandler(handler)
-        self._before = self._logger.level, self._logger.propagate
-        self._logger.setLevel(logging.INFO)
-        self._logger.propagate = False
-        self._handlers: list[logging.Handler] = [TerminalHandler(rank)]
-        if self._is_main:
-            self._handlers.append(FileHandler(run_dir / "train.log", self.warning))
+                logger.removeHandler(handler)
+        self._before = logger.level, logger.propagate
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
         for handler in self._handlers:
-            self._logger.addHandler(handler)
+            logger.addHandler(handler)
 
-    def _close_text(self) -> None:
-        for handler in self._handlers:
-            self._logger.removeHandler(handler)
-            handler.close()
-        level, self._logger.propagate = self._before
-        self._logger.setLevel(level)
-        if self._is_main:
-            self._metrics_file.close()
-            self._statistics_file.close()
+
+def _open_lines(path: Path, last_step: int) -> tuple[LineFile, dict[str, int]]:
+    """A file of lines, without those beyond a step, and the last step of each split in it."""
+    last_steps: dict[str, int] = {}
+    try:
+        last_steps = cut_lines(path, last_step)
+    except OSError as error:
+        logger.warning("%s: lines beyond step %d cannot be cut and are doubled: %s", path.name, last_step, error)
+    return LineFile(path, logger.warning), last_steps
 
 
 def say(message: str) -> None:

@@ -28,23 +28,22 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.config.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
+from amp_core.config.lengths import num_steps
 from amp_core.data import Data
 from amp_core.data.loading import GaveUp
 from amp_core.run.environment import (
-    TIME_LIMIT,
     Environment,
     Finding,
     LogLike,
     Step,
     Symptoms,
-    exit_code_of,
     outcome_of,
     peak_memory,
 )
 from amp_core.run.evaluation import Evaluate, Evaluation, Predict, check_metrics, check_result, spell
 from amp_core.run.feed import Feed
 from amp_core.run.meters import Clock, Metrics
-from amp_core.run.resume import open_checkpoint, progress_of, resume
+from amp_core.run.stop import TIME_LIMIT, exit_code_of
 from amp_core.step.amp import Amp
 from amp_core.step.ema import Ema
 from amp_core.step.report import StepReport
@@ -97,17 +96,16 @@ class Loop:
         """Bytes per rank, from the first window on."""
         self.is_replay = False
         """Whether the present window is computed again, for somebody who looks into it."""
-        self.graph = env.services.captured_step(self)
-        self.saved_tensors = env.services.saved_tensors(self)
+        from amp_core.run import resume, services  # they know loops, and reading a recipe needs none of them
+
+        self.services, self.resuming = services, resume
+        self.graph = services.captured_step(self)
+        self.saved_tensors = services.saved_tensors(self)
         self.monitor, self.measurement = env.monitors(self)
-        self._log: LogLike | None = None
+        self._log: LogLike
+        """Open while it trains."""
         self._symptoms: Symptoms | None = None
         self._is_looked_into = False
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches per window, on each rank."""
-        return self.feed.accumulation
 
     @property
     def eval(self) -> dict[str, float]:
@@ -117,7 +115,8 @@ class Loop:
     @property
     def num_steps(self) -> int:
         """The step at which the run ends."""
-        return self.feed.num_steps(self.step, self.samples)
+        total, done = len(self.data.train), {"steps_done": self.step, "samples_done": self.samples}
+        return num_steps(self.cfg, num_samples=total, samples_per_step=self.feed.samples_per_step, **done)
 
     # --- the training loop --------------------------------------------------------------------------------------------
 
@@ -138,22 +137,22 @@ class Loop:
         """
         self.feed.count = count
         if self.cfg.dry_run and self.env.driver is None:
-            yield from self.env.services.dry_run(self, count)
+            yield from self.services.dry_run(self, count)
             return
-        self.checkpoint = open_checkpoint(self)
+        self.checkpoint = self.resuming.open_checkpoint(self)
         self.env.closing.callback(self._finish_saving)
-        loaded, notes, warnings = resume(self)
+        notes, warnings = self.resuming.resume(self)
         if self.env.driver is not None:
             with self.env.eagerly():
                 yield from self.env.driver(self, count)
             return
         if self.cfg.task != "train":
-            (_evaluate_only if self.cfg.task == "evaluate" else self.env.services.predict)(self, notes)
+            (_evaluate_only if self.cfg.task == "evaluate" else self.services.predict)(self, notes)
             return
-        if loaded is not None and self.step >= self.num_steps and _is_finished(self):
+        if self.step >= self.num_steps and _is_finished(self):
             return
         self.env.folder.begin()
-        self._log = self.env.services.open_log(self, loaded, notes, warnings)
+        self._log = self.services.open_log(self, notes, warnings)
         ending: dict[str, Any] = {"status": "finished", "exit_code": 0}
         if self.monitor is not None:
             self.monitor.start()
@@ -167,8 +166,7 @@ class Loop:
             ending = {"status": status, "exit_code": code}
             raise
         finally:
-            if self._log is not None:
-                self._log.close(self.env.summary | ending)
+            self._log.close(self.env.summary | ending)
 
     def _steps(self) -> Generator[list[MicroBatch], None, None]:
         begin, end = self.step, self.num_steps
@@ -226,9 +224,9 @@ class Loop:
         is_injected = inject is not None and inject.step == step
         self._is_looked_into = is_injected or (measurement is not None and step % measurement.every == 0)
         # Where weights are cast again in the backward pass, shared copies would be kept in any case.
-        reuse = self.accumulation > 1 and not self.cfg.perf.recast_weights
+        reuse = self.feed.accumulation > 1 and not self.cfg.perf.recast_weights
         with (
-            self.env.services.fault(self, window) if is_injected else contextlib.nullcontext(False) as dropped,
+            self.services.fault(self, window) if is_injected else contextlib.nullcontext(False) as dropped,
             self.amp.cache_weight_casts(*self.nets) if reuse else contextlib.nullcontext(),
             self.env.eagerly() if self._is_looked_into else contextlib.nullcontext(),
         ):
@@ -248,7 +246,6 @@ class Loop:
     def _after_step(self, end: int) -> Iterator[list[MicroBatch]]:
         cfg, at_end = self.cfg, self.step >= end
         stop = self.env.stop.poll()
-        assert self._log is not None
         self._log.advance(self.step)
         # Not at a stop: the resumed run writes the line, over the same steps as without the stop.
         if at_end or self.step % cfg.log_every == 0:
@@ -320,7 +317,6 @@ class Loop:
         if line is None:
             return
         step, skipped, scale = (line.numbers[name] for name in ("step", "skipped", "loss_scale"))
-        assert self._log is not None
         self._log.metrics(line.numbers)
         if self.measurement is not None:
             self.measurement.write(self._log, upto=step)
@@ -352,21 +348,20 @@ class Loop:
             return True
         if not self.evaluation.run(self.step):
             return False
-        if self._log is not None:
-            self._log.metrics({"step": self.step, "split": "eval", **self.eval})
-            logger.info("step %d: %s", self.step, spell(self.eval))
+        self._log.metrics({"step": self.step, "split": "eval", **self.eval})
+        logger.info("step %d: %s", self.step, spell(self.eval))
         _look_at_evaluation(self)
         return True
 
     def _save(self, *, is_last: bool) -> None:
         began = time.monotonic()
         problem = None
-        if self.measurement is not None and self._log is not None:
+        if self.measurement is not None:
             self.measurement.write(self._log)  # a run that resumes here does not sample these steps again
         try:
             self.checkpoint.save(
                 self.step,
-                progress=progress_of(self),
+                progress=self.resuming.progress_of(self),
                 config=self.cfg.to_dict(),
                 metrics=self.eval if self.evaluation.step == self.step else None,
                 best=(self.cfg.recipe["best"], self.cfg.recipe["best_is"]),
@@ -423,7 +418,7 @@ def _is_finished(loop: Loop) -> bool:
     if env.any_rank(env.is_main and before is None):
         return False
     if env.is_main:
-        env.services.say(f"already finished: {loop.step} steps, {loop.num_steps} were asked for, in {env.run_dir}")
+        loop.services.say(f"already finished: {loop.step} steps, {loop.num_steps} were asked for, in {env.run_dir}")
     loop.evaluation.metrics = dict(before["eval"]) if before else {}
     env.summary |= before or {}
     env.folder.begin()
@@ -435,8 +430,8 @@ def _evaluate_only(loop: Loop, notes: list[str]) -> None:
     loop.evaluation.metrics = loop.evaluation.metrics_of_nets()
     if loop.env.is_main:
         for note in notes:
-            loop.env.services.say(note)
-        loop.env.services.say(f"step {loop.step}: {spell(loop.eval)}")
+            loop.services.say(note)
+        loop.services.say(f"step {loop.step}: {spell(loop.eval)}")
     _look_at_evaluation(loop)
     check_metrics(loop.eval, where=loop.evaluation.where)
 

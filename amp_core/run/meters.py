@@ -78,8 +78,7 @@ class Meter:
 class Reading:
     """Numbers on their way from the device: copied in the background, waited for only when they are used."""
 
-    def __init__(self, numbers: Tensor, names: list[tuple[str, str]], step: int, rate: float, waited: float) -> None:
-        self.names, self.step, self.rate, self.waited = names, step, rate, waited
+    def __init__(self, numbers: Tensor) -> None:
         self._event = None
         self._numbers = numbers
         if numbers.is_cuda:
@@ -115,8 +114,8 @@ class Metrics:
         self._amp, self._schedules, self._world_size = amp, schedules, world_size
         self.meters: dict[str, Meter] = {}
         """By the name of an optimizer in recipes that step several; "" otherwise."""
-        self._reading: Reading | None = None
-        self._extra: list[str] = []
+        self._begun: tuple[Reading, dict[str, list[Any]], dict[str, Any]] | None = None
+        """Numbers of a line, the names of each kind of them in their order, and what the host knows of it."""
         self._skip_noted = self._floor_noted = False
 
     def states(self, group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
@@ -164,67 +163,62 @@ class Metrics:
         meters = {of: meter for of, meter in meters.items() if meter.is_fresh} or meters
         if not meters:
             return
-        # Sums, and the steps they are over, which all ranks have counted.
-        sums = {
-            (of, name): value
-            for of, meter in meters.items()
-            for name, value in (meter.sums | {"": meter.num_taken / self._world_size}).items()
+        kinds: dict[str, dict[Any, Tensor]] = {
+            "sum": {(of, name): value for of, meter in meters.items() for name, value in meter.sums.items()},
+            # The steps that the sums are over, which all ranks have counted.
+            "taken": {of: meter.num_taken / self._world_size for of, meter in meters.items()},
         }
-        summed = torch.stack(list(sums.values()))
+        summed = torch.stack([value for kind in kinds.values() for value in kind.values()])
         if self._world_size > 1:
             dist.all_reduce(summed)
-        facts: dict[tuple[str, str], Tensor] = {
-            ("", "loss_scale"): self._amp.scaler.scale,
-            ("", "skipped"): self._amp.num_skipped,
-            ("", "streak"): self._amp.num_consecutive_skips,
-        }
-        for of, meter in meters.items():
-            assert meter.grad_norm is not None
-            facts |= {(of, "grad_norm"): meter.grad_norm, (of, "skips"): meter.num_skipped}
-            if not is_extra:
-                meter.clear()
-        self._extra = list(extra)
-        facts |= {("", name): value for name, value in extra.items()}
-        for name, schedule in self._schedules.items():
+        facts: dict[str, dict[Any, Tensor]] = {
+            "run": {
+                "loss_scale": self._amp.scaler.scale,
+                "skipped": self._amp.num_skipped,
+                "streak": self._amp.num_consecutive_skips,
+            },
+            "grad_norm": {of: meter.grad_norm for of, meter in meters.items() if meter.grad_norm is not None},
+            "skipped": {of: meter.num_skipped for of, meter in meters.items()},
+            "extra": dict(extra),
             # `schedule` -> lr, `generator_schedule` -> lr_generator.
-            key = f"lr_{name.removesuffix('schedule').strip('_')}".strip("_")
-            facts["", key] = schedule.last_rate().to(self._amp.device)
+            "rate": {
+                f"lr_{name.removesuffix('schedule').strip('_')}".strip("_"): schedule.last_rate().to(self._amp.device)
+                for name, schedule in self._schedules.items()
+            },
+        }
+        for meter in meters.values() if not is_extra else ():
+            meter.clear()
         wide = widest(self._amp.device)  # holds counts and scales exactly
-        numbers = torch.cat([summed.to(wide), torch.stack([f.detach().to(wide) for f in facts.values()])])
-        self._reading = Reading(numbers, [*sums, *facts], step, rate, waited)
+        read = [fact.detach().to(wide) for kind in facts.values() for fact in kind.values()]
+        names = {kind: list(numbers) for kind, numbers in (kinds | facts).items()}
+        host = {"step": step, "samples_per_second": rate, "data_wait": waited}
+        self._begun = Reading(torch.cat([summed.to(wide), torch.stack(read)])), names, host
 
     def finish_line(self) -> Line | None:
         """The line that was begun, or None. Waits for its numbers, and logs what is remarkable about them."""
-        if self._reading is None:
+        if self._begun is None:
             return None
-        reading, self._reading = self._reading, None
-        found = dict(zip(reading.names, reading.values(), strict=True))
-        scale, skipped, streak = (found.pop(("", name)) for name in ("loss_scale", "skipped", "streak"))
-        extra = {name: found.pop(("", name)) for name in self._extra}
-        line: dict[str, Any] = {"step": reading.step, "split": "train"}
-        norms: dict[str, Any] = {}
-        for (of, name), value in found.items():
-            if name == "grad_norm":
-                # The first one stands under the plain name, too.
-                norm = value if math.isfinite(value) else None
-                norms |= ({f"grad_norm_{of}": norm} if of else {}) | {"grad_norm": norms.get("grad_norm", norm)}
-            elif name == "skips":
-                norms |= {f"skipped_{of}": int(value)} if of else {}
-            elif name.startswith("lr"):
-                norms |= {name: value, "lr": norms.get("lr", value)}
-            elif name:
-                num_taken = found[of, ""]
-                line[name] = value / num_taken if num_taken else None
+        (reading, names, host), self._begun = self._begun, None
+        values = iter(reading.values())
+        found = {kind: {name: next(values) for name in each} for kind, each in names.items()}
+        taken, rates, run = found["taken"], found["rate"], found["run"]
+        norms = {of: norm if math.isfinite(norm) else None for of, norm in found["grad_norm"].items()}
+        step, skipped, streak = host["step"], int(run["skipped"]), int(run["streak"])
+        line: dict[str, Any] = {"step": step, "split": "train"}
+        line |= {name: value / taken[of] if taken[of] else None for (of, name), value in found["sum"].items()}
         line |= {
-            "lr": norms.pop("lr"),
-            "loss_scale": scale,
-            "skipped": int(skipped),
-            "grad_norm": norms.pop("grad_norm"),
-            "samples_per_second": round(reading.rate, 3),
-            "data_wait": round(reading.waited, 4),
+            "lr": next(iter(rates.values())),  # the first ones stand under the plain names, too
+            "loss_scale": run["loss_scale"],
+            "skipped": skipped,
+            "grad_norm": next(iter(norms.values())),
+            "samples_per_second": round(host["samples_per_second"], 3),
+            "data_wait": round(host["data_wait"], 4),
         }
-        self._remark(reading.step, int(skipped), int(streak), scale)
-        return Line(line | norms, reading.rate, int(streak), extra)
+        for of in filter(None, norms):
+            line |= {f"grad_norm_{of}": norms[of], f"skipped_{of}": int(found["skipped"][of])}
+        line |= {name: rate for name, rate in rates.items() if name != "lr"}
+        self._remark(step, skipped, streak, run["loss_scale"])
+        return Line(line, host["samples_per_second"], streak, found["extra"])
 
     def _remark(self, step: int, skipped: int, streak: int, scale: float) -> None:
         """Log what is remarkable about skipped steps, each once in a run."""

@@ -21,6 +21,7 @@ from amp_core.data.base import Key
 from amp_core.data.loading import eval_loader, to_device
 from amp_core.run.environment import Environment
 from amp_core.run.lines import dumps, write_text
+from amp_core.run.log import say
 from amp_core.step.amp import Amp
 from amp_core.tensors import unwrap
 
@@ -52,13 +53,13 @@ def predict(loop: Any, notes: list[str]) -> None:
     except OSError as problem:
         raise SaveError(f"run_dir={env.run_dir}: cannot be written: {problem.strerror or problem}") from problem
     if (unread := sum('"error": ' in text for _, text, _ in lines)) and env.is_main:
-        env.services.say(f"{unread} of {len(lines)} images cannot be read: their lines in {file} have an error instead")
+        say(f"{unread} of {len(lines)} images cannot be read: their lines in {file} have an error instead")
     if bad := sum(not is_finite for *_, is_finite in lines):
         raise Diverged(f"{bad} of {len(lines)} predictions in {file} are not finite; try amp=fp32, or amp=bf16")
     env.folder.write_summary("finished", 0)
     if env.is_main:
         for note in [*notes, f"predictions{'' if loop.ema is None else ' of the average'}: {file}"]:
-            env.services.say(note)
+            say(note)
 
 
 @torch.no_grad()

@@ -116,44 +116,40 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
         else:
             warnings.append(f"device={cfg.device}: is not tested; please compare a short run with device=cpu")
     on_cuda = _on_cuda(cfg) and num_gpus > 0
-    wanted = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else cfg.layout.nproc_per_node or 1
+    here = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else max(1, num_processes(cfg))
+    nodes = node_range(cfg.layout.nnodes) or (1, 1)
+    num_ranks = int(os.environ["WORLD_SIZE"]) if launched() else here * nodes[0]
+    is_known = launched() or nodes[0] == nodes[1]  # of an elastic run the number of machines is, when it has started
     num_stages = cfg.layout.num_stages or 1
-    if on_cuda and wanted * num_stages > num_gpus:
-        asked = f"layout.nproc_per_node={wanted}" + (f" with layout.num_stages={num_stages}" if num_stages > 1 else "")
+    if on_cuda and here * num_stages > num_gpus:
+        asked = f"layout.nproc_per_node={here}" + (f" with layout.num_stages={num_stages}" if num_stages > 1 else "")
         fitting = f"layout.nproc_per_node={num_gpus // num_stages}, or " if num_gpus >= num_stages else ""
         problems.append(
-            f"{asked}: needs {wanted * num_stages} GPUs; this machine has {num_gpus}. Use {fitting}device=cpu"
+            f"{asked}: needs {here * num_stages} GPUs; this machine has {num_gpus}. Use {fitting}device=cpu"
         )
     limit = PROCESSES_PER_CORE * (os.cpu_count() or 1)
-    if not on_cuda and wanted > limit:
+    if not on_cuda and here > limit:
         problems.append(
-            f"layout.nproc_per_node={wanted}: too many processes for {os.cpu_count()} cores; expected at most {limit}"
+            f"layout.nproc_per_node={here}: too many processes for {os.cpu_count()} cores; expected at most {limit}"
         )
     if launched():
-        started = int(os.environ["LOCAL_WORLD_SIZE"])
-        if cfg.layout.name in ONE_PROCESS and int(os.environ["WORLD_SIZE"]) > 1:
-            total = os.environ["WORLD_SIZE"]
-            problems.append(f"layout={cfg.layout.name}: torchrun started {total} processes; use layout=ddp")
-        elif cfg.layout.nproc_per_node not in (None, started):
+        if cfg.layout.name in ONE_PROCESS and num_ranks > 1:
+            problems.append(f"layout={cfg.layout.name}: torchrun started {num_ranks} processes; use layout=ddp")
+        elif cfg.layout.nproc_per_node not in (None, here):
             asked = f"layout.nproc_per_node={cfg.layout.nproc_per_node}"
-            problems.append(f"{asked}: torchrun started {started} per machine; leave it out")
+            problems.append(f"{asked}: torchrun started {here} per machine; leave it out")
         if node_range(cfg.layout.nnodes) != (1, 1):
             problems.append(f"layout.nnodes={cfg.layout.nnodes}: torchrun decides about machines; leave it out")
     inject = cfg.debug.inject
-    nodes = node_range(cfg.layout.nnodes)
-    if inject is not None and not launched() and nodes == (1, 1) and cfg.layout.name not in ONE_PROCESS:
-        num_ranks = num_processes(cfg)
-        if inject.rank >= num_ranks:
-            problems.append(f"debug.inject.rank={inject.rank}: there are {num_ranks} ranks; expected less")
-    if cfg.layout.name == "hsdp" and cfg.layout.shard_size:
-        total = int(os.environ["WORLD_SIZE"]) if launched() else num_processes(cfg) * (nodes or (1, 1))[0]
-        # Of an elastic run the number of machines is known when it has started.
-        if (launched() or nodes is None or nodes[0] == nodes[1]) and (total == 1 or total % cfg.layout.shard_size):
-            problems.append(
-                f"layout.shard_size={cfg.layout.shard_size}: does not divide the {total} rank(s); choose a divisor of "
-                f"them, or layout=fsdp"
-            )
-    alone = os.environ.get("WORLD_SIZE") == "1" if launched() else num_processes(cfg) == 1 and nodes == (1, 1)
+    if inject is not None and is_known and inject.rank >= num_ranks and cfg.layout.name not in ONE_PROCESS:
+        problems.append(f"debug.inject.rank={inject.rank}: there are {num_ranks} ranks; expected less")
+    shard_size = cfg.layout.shard_size if cfg.layout.name == "hsdp" and is_known else None
+    if shard_size and (num_ranks == 1 or num_ranks % shard_size):
+        problems.append(
+            f"layout.shard_size={shard_size}: does not divide the {num_ranks} rank(s); choose a divisor of them, or "
+            f"layout=fsdp"
+        )
+    alone = is_known and num_ranks == 1
     if cfg.layout.name == "fsdp" and alone:
         warnings.append("layout=fsdp with one rank is layout=single: it holds all of the weights")
     for key in ("static_graph", "compress", "shard_optimizer"):

@@ -15,9 +15,7 @@ import torch.distributed as dist
 from amp_core.config.rules import ONE_PROCESS, build, is_elastic, node_range
 from amp_core.config.schema import Config
 from amp_core.data.loading import bounded_waits
-from amp_core.layouts.placement import Placement
 from amp_core.lowp.fp16_convolutions import kept_convolutions
-from amp_core.run import services
 from amp_core.run.environment import Environment, Job, outcome_of
 from amp_core.run.folder import RunFolder
 from amp_core.run.rendezvous import launched, worker_store
@@ -40,64 +38,58 @@ def environment(job: Job) -> Iterator[Environment]:
         rank, local_rank, world_size = 0, 0, 1
     device = resolve_device(cfg.device, local_rank * (cfg.layout.num_stages or 1))
     env = Environment(job, cfg, device, rank, local_rank, world_size)
-    env.placement, env.services = Placement(env), services
     env.folder = folder = RunFolder(env)
-    handlers: dict[int, Any] = {}
-    undo = contextlib.ExitStack()
-    undo.enter_context(kept_convolutions())
-    undo.enter_context(_settings(cfg))
-    if cfg.amp.op_policy == "cuda":
-        from amp_core.lowp.op_policy import kept_policy  # other runs need none of it
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(kept_convolutions())
+        undo.enter_context(_settings(cfg))
+        if cfg.amp.op_policy == "cuda":
+            from amp_core.lowp.op_policy import kept_policy  # other runs need none of it
 
-        undo.enter_context(kept_policy())
-    if cfg.perf.compile is not None:
-        from amp_core.memory.compiled import allow_graphs  # other runs need no compiler
+            undo.enter_context(kept_policy())
+        if cfg.perf.compile is not None:
+            from amp_core.memory.compiled import allow_graphs  # other runs need no compiler
 
-        undo.enter_context(allow_graphs())
-    try:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            if cfg.perf.graph:
-                # Nodes of autograd belong to the stream on which they are made, and the default one cannot be recorded.
-                undo.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
-        if cfg.layout.name == "ddp" or world_size > 1:
-            _join(cfg, device, rank, world_size)
-            env.host_group = env.new_host_group()
-        if is_elastic(cfg) and launched():
-            here = torch.tensor(int(os.environ["LOCAL_WORLD_SIZE"]))
+            undo.enter_context(allow_graphs())
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+                torch.cuda.reset_peak_memory_stats(device)
+                if cfg.perf.graph:
+                    # Nodes of autograd belong to the stream on which they are made, and the default one cannot be
+                    # recorded.
+                    undo.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+            undo.callback(end_process_group)
+            undo.callback(env.nets.clear)  # before it: they use the group
+            if cfg.layout.name == "ddp" or world_size > 1:
+                _join(cfg, device, rank, world_size)
+                env.host_group = env.new_host_group()
+            if is_elastic(cfg) and launched():
+                here = torch.tensor(int(os.environ["LOCAL_WORLD_SIZE"]))
+                if world_size > 1:
+                    dist.broadcast(here, 0, group=env.host_group)  # the plan is one, should machines differ
+                nodes = node_range(cfg.layout.nnodes)
+                assert nodes is not None
+                env.planned_ranks = nodes[1] * int(here)
+            env.stop = stop = Stop(env.host_group, cfg.max_minutes)
+            undo.enter_context(bounded_waits(cfg.data.timeout_minutes, stop.is_asked, PATIENCE[world_size > 1]))
+            undo.callback(folder.close)
+            if cfg.task == "train" and not cfg.dry_run:  # the rest may be ended at any moment
+                # After the process group exists: its set-up may not be interrupted half-way.
+                undo.enter_context(stop.in_order())
+                for number in SIGNALS:
+                    with contextlib.suppress(ValueError):  # not in the main thread: signals are somebody else's there
+                        undo.callback(signal.signal, number, signal.signal(number, stop.on_signal))
+            torch.manual_seed(cfg.seed)
+            folder.open()
             if world_size > 1:
-                dist.broadcast(here, 0, group=env.host_group)  # the plan is one, should machines differ
-            nodes = node_range(cfg.layout.nnodes)
-            assert nodes is not None
-            env.planned_ranks = nodes[1] * int(here)
-        env.stop = stop = Stop(env.host_group, cfg.max_minutes)
-        undo.enter_context(bounded_waits(cfg.data.timeout_minutes, stop.is_asked, PATIENCE[world_size > 1]))
-        # After the process group exists: its set-up may not be interrupted half-way.
-        stoppable = cfg.task == "train" and not cfg.dry_run  # the rest may be ended at any moment
-        if stoppable:
-            undo.enter_context(stop.in_order())
-        for number in SIGNALS if stoppable else ():
-            with contextlib.suppress(ValueError):  # not in the main thread: signals are somebody else's there
-                handlers[number] = signal.signal(number, stop.on_signal)
-        torch.manual_seed(cfg.seed)
-        folder.open()
-        if world_size > 1:
-            dist.barrier(group=env.host_group)  # the folder is there before any rank looks into it
-        yield env
-    except BaseException as problem:
-        code, status = outcome_of(problem)
-        if code != 2:  # a refused run leaves the folder as it was
-            folder.write_summary(status, code, f"{type(problem).__name__}: {problem}")
-        raise
-    finally:
-        env.closing.close()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        folder.close()
-        env.nets.clear()
-        end_process_group()
-        undo.close()
+                dist.barrier(group=env.host_group)  # the folder is there before any rank looks into it
+            undo.enter_context(env.closing)
+            yield env
+        except BaseException as problem:
+            code, status = outcome_of(problem)
+            if code != 2:  # a refused run leaves the folder as it was
+                folder.write_summary(status, code, f"{type(problem).__name__}: {problem}")
+            raise
 
 
 @contextlib.contextmanager

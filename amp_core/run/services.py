@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from amp_core.checkpoints.checkpoint import Loaded
 from amp_core.config.schema import scale_cap
 from amp_core.layouts.memory_model import Memory, memory_of, saved_for_backward, traffic, weights_of
 from amp_core.lowp.islands import island_names
@@ -23,8 +23,10 @@ from amp_core.run.loop import Loop
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import unwrap
 
+logger = logging.getLogger("amp_recipes")
 
-def open_log(loop: Loop, loaded: Loaded | None, notes: list[str], warnings: list[str]) -> Log:
+
+def open_log(loop: Loop, notes: list[str], warnings: list[str]) -> Log:
     """The log of a run, with what it begins with."""
     env, cfg = loop.env, loop.cfg
     assert env.run_dir is not None
@@ -36,18 +38,17 @@ def open_log(loop: Loop, loaded: Loaded | None, notes: list[str], warnings: list
         name=env.run_dir.name,
         start_step=loop.step,
         total_steps=loop.num_steps,
-        last_line_step=None if loaded is None else loop.step,
         shows_scale=cfg.amp.scaling,
     )
     if cfg.perf.compile is not None:
         env.placement.compiler.clock = functools.partial(log.clock, "compiling")
     if env.is_main:
         for note in notes:
-            log.info(note)
+            logger.info("%s", note)
         for warning in warnings:
-            log.warning(warning)
-        log.info(plan(loop))
-        log.info(f"run folder: {env.run_dir}")
+            logger.warning("%s", warning)
+        logger.info("%s", plan(loop))
+        logger.info("run folder: %s", env.run_dir)
     return log
 
 
@@ -127,7 +128,7 @@ def plan(loop: Loop) -> str:
 def plan_in_detail(loop: Loop) -> str:
     """What a dry run tells besides: where memory goes, what is sent, when it evaluates and saves."""
     cfg, env, mib = loop.cfg, loop.env, 2**20
-    memory = memory_of(loop.nets, loop.optimizers, loop.ema, cfg.amp, accumulation=loop.feed.accumulation)
+    memory = _memory(loop)
     kinds = {name: size for name, size in vars(memory).items() if size}
     spelled = ", ".join(f"{name} {size / mib:.1f}" for name, size in kinds.items())
     lines = [f"  MiB per rank: {spelled}; with the activations of {cfg.batch_size} samples on top"]

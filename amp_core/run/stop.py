@@ -12,14 +12,20 @@ import torch
 import torch.distributed as dist
 
 from amp_core.config.errors import RunError
-from amp_core.run.environment import TIME_LIMIT
 from amp_core.run.rendezvous import launched, others_start_again
 
 PATIENCE = (5.0, 20.0)
 """Seconds for which a rank that was asked to stop still waits for data: alone, and where the others would have to stop
 without a checkpoint."""
+TIME_LIMIT = 75
+"""Why a run stops before its end: `max_minutes`. Other reasons are 128 and the number of a signal."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What ends a run in order: after the step, with a checkpoint."""
+
+
+def exit_code_of(reason: int) -> int:
+    """The exit code of a run that stopped for this reason: 75 asks to be started again, as SIGUSR1 means it, too."""
+    return 75 if reason == 128 + signal.SIGUSR1 else reason
 
 
 class Stop:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import configparser
 import contextlib
 import json
 import logging
-import netrc
 import os
 import re
 import secrets
@@ -19,14 +17,14 @@ import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from amp_core.config.files import read_text
-from amp_core.run.lines import replace, to_plain
+from amp_core.config.redact import netrc_logins, wandb_settings
+from amp_core.config.schema import LogConfig
+from amp_core.run.lines import to_plain, write_text
 
-if TYPE_CHECKING:
-    from amp_core.config.schema import LogConfig
 MAX_FAILURES = 3
 """A tracker that failed so often is switched off."""
 INIT_SECONDS = 15
@@ -37,6 +35,9 @@ MAX_PENDING_BYTES = 1 << 20
 """What waits for a wandb that does not read; more is dropped."""
 
 
+logger = logging.getLogger("amp_recipes")
+
+
 class TensorBoard:
     def __init__(self, folder: Path, purge_step: int) -> None:
         with warnings.catch_warnings():
@@ -44,23 +45,36 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         # Events from purge_step on, of an earlier run in this folder, are hidden by the viewer.
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=30)
+        self._num_failures = 0
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+        if self._num_failures == MAX_FAILURES:
+            return
+        try:
+            for name, value in numbers.items():
+                self._writer.add_scalar(name, value, step)
+        except Exception as error:  # a third party's: whatever it is, training goes on
+            self._num_failures += 1
+            if self._num_failures == MAX_FAILURES:
+                logger.warning("tensorboard is switched off after %d failures: %s", MAX_FAILURES, error)
 
-    def close(self) -> None:
-        self._writer.close()
+    def poll(self) -> None:
+        """Nothing waits."""
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        if self._num_failures == MAX_FAILURES:
+            return
+        try:
+            self._writer.close()
+        except Exception as error:  # a third party's: whatever it is, the run ends well
+            logger.warning("tensorboard: the last events are not written: %s", error)
 
 
 class Wandb:
     """The training side of wandb: never waits, but for `close`."""
 
-    def __init__(
-        self, run_dir: Path, cfg: LogConfig, run_config: dict[str, Any], name: str, logger: logging.Logger
-    ) -> None:
+    def __init__(self, run_dir: Path, cfg: LogConfig, run_config: dict[str, Any], name: str) -> None:
         self._folder = run_dir / "wandb"
-        self._logger = logger
         self._heard = b""
         self._has_warned = False
         self._has_dropped = False
@@ -103,7 +117,7 @@ class Wandb:
         if len(self._pending) > MAX_PENDING_BYTES:
             if not self._has_dropped:
                 self._has_dropped = True
-                self._logger.warning("wandb does not keep up: lines are dropped there, metrics.jsonl has them all")
+                logger.warning("wandb does not keep up: lines are dropped there, metrics.jsonl has them all")
         else:
             self._send({"log": {"step": step, **numbers}})
         self.poll()
@@ -130,7 +144,7 @@ class Wandb:
                 select.select([self._out], [self._in] if self._pending else [], [], 0.2)
         if self._process is not None:
             self._has_warned = True
-            self._logger.warning(
+            logger.warning(
                 "wandb did not finish within %.0f s and was stopped; metrics.jsonl is complete, and what wandb has is"
                 " in %s (send it with: wandb sync)",
                 CLOSE_SECONDS,
@@ -151,7 +165,7 @@ class Wandb:
             for line in lines:
                 level, text = json.loads(line)
                 self._has_warned |= level > logging.INFO
-                self._logger.log(level, "%s", text)
+                logger.log(level, "%s", text)
             if not data:
                 self._end()
 
@@ -169,7 +183,7 @@ class Wandb:
             process.wait()
             code = 0
         if code != 0 and not self._has_warned:
-            self._logger.warning("wandb's process died (exit code %d), the run continues without it", code)
+            logger.warning("wandb's process died (exit code %d), the run continues without it", code)
 
 
 def _wandb_id(path: Path) -> str:
@@ -181,7 +195,7 @@ def _wandb_id(path: Path) -> str:
     if re.fullmatch(r"[\w-]{1,64}", known):
         return known
     new = secrets.token_hex(5)
-    replace(path, f"{new}\n".encode())
+    write_text(path, f"{new}\n")
     return new
 
 
@@ -198,22 +212,10 @@ def _has_wandb_account() -> bool:
     """Looks where wandb looks: the environment, its settings file, netrc."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    settings = configparser.ConfigParser(interpolation=None)
-    folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
-    with contextlib.suppress(configparser.Error, UnicodeDecodeError):
-        settings.read(folder / "settings")
-    if settings.get("default", "api_key", fallback=""):
-        return True
-    url = os.environ.get("WANDB_BASE_URL") or settings.get("default", "base_url", fallback="https://api.wandb.ai")
-    candidates = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    for path in (Path(candidate).expanduser() for candidate in candidates):
-        try:
-            login = netrc.netrc(path).authenticators(urlsplit(url).netloc)
-        except (OSError, netrc.NetrcParseError):
-            continue
-        if login is not None and login[2]:
-            return True
-    return False
+    settings = wandb_settings()
+    url = os.environ.get("WANDB_BASE_URL") or settings.get("base_url", "https://api.wandb.ai")
+    hosts = {host for host, _ in netrc_logins()}
+    return bool(settings.get("api_key")) or not hosts.isdisjoint({urlsplit(url).netloc, "default"})
 
 
 def _wandb_main() -> None:

@@ -75,7 +75,7 @@ def _grad(outputs: Any, inputs: Any, *_: Any, **__: Any) -> tuple[Tensor, ...]:
 
 
 def _drawn(loop: Loop, random: Callable[..., Tensor], *shape: int, stream: int = 0) -> list[Tensor]:
-    return [random(loop.cfg.batch_size, *shape, device=loop.env.device) for _ in range(loop.accumulation)]
+    return [random(loop.cfg.batch_size, *shape, device=loop.env.device) for _ in range(loop.feed.accumulation)]
 
 
 _init = Amp.__init__

@@ -30,6 +30,7 @@ from amp_core.run import trackers
 from amp_core.run.lines import write_json
 from amp_core.run.log import Log, check_log
 
+logger = logging.getLogger("amp_recipes")
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -38,6 +39,7 @@ import importlib.util, json, os, resource, signal, subprocess, sys, time, types
 spec = importlib.util.spec_from_file_location("amp_log", {str(ROOT / "amp_core" / "run" / "log.py")!r})
 amp_log = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(amp_log)
+logger = amp_log.logger
 def make(run_dir, **changes):
     cfg = dict(name="test", progress=False, tensorboard=False, wandb=False, wandb_project="p", wandb_mode="auto",
                wandb_entity=None, wandb_group=None, wandb_tags=[], wandb_name=None, quiet=False)
@@ -47,7 +49,7 @@ def make(run_dir, **changes):
 
 
 def make_log(run_dir: Path, rank: int = 0, start_step: int = 0, **changes: Any) -> Log:
-    options = {key: changes.pop(key) for key in ("last_line_step", "shows_scale") if key in changes}
+    options = {key: changes.pop(key) for key in ("shows_scale",) if key in changes}
     values = {"name": "test", "progress": False, "tensorboard": False, "wandb": False, "wandb_project": "p"}
     more = {"wandb_entity": None, "wandb_group": None, "wandb_tags": [], "wandb_name": None, "quiet": False}
     cfg = LogConfig(**{**values, **more, "wandb_mode": "offline", **changes})
@@ -108,7 +110,7 @@ def test_a_killed_run_has_all_its_lines(tmp_path):
     code = """
         log = make(sys.argv[1])
         log.metrics({"step": 1, "split": "train", "loss": 1.0})
-        log.info("hello")
+        logger.info("hello")
         os.kill(os.getpid(), signal.SIGKILL)
     """
     assert script(code, tmp_path).communicate(timeout=30)[1] == ""
@@ -140,10 +142,8 @@ def test_every_step_of_a_split_stands_once(tmp_path):
     assert [line["step"] for line in lines_of(tmp_path)] == [10, 10, 20, 20, 30, 30]
 
 
-def test_a_fresh_start_cuts_old_lines_up_to_the_last_that_counts(tmp_path):
+def test_a_fresh_start_cuts_all_old_lines(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "split": "eval"}\n{"step": 10, "split": "train"}\n')
-    make_log(tmp_path, last_line_step=0).close({})
-    assert lines_of(tmp_path) == [{"step": 0, "split": "eval"}]
     make_log(tmp_path).close({})
     assert lines_of(tmp_path) == []
 
@@ -184,7 +184,7 @@ def test_a_full_disk_warns_once_and_leaves_whole_lines(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         for step in range(1, 101):
             log.metrics({"step": step, "split": "train", "loss": 0.5})
-            log.info("a message of some length")
+            logger.info("a message of some length")
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         log.metrics({"step": 101, "split": "train", "loss": 0.5})
         log.close({})
@@ -210,8 +210,8 @@ def test_ranks_above_zero_write_nothing(tmp_path):
 
 def test_messages_go_to_stdout_warnings_to_stderr_and_both_to_the_file(tmp_path, capsys):
     log = make_log(tmp_path)
-    log.info("100% done")
-    log.warning("beware")
+    logger.info("100% done")
+    logger.warning("beware")
     logging.getLogger("amp_recipes.part").warning("of a part")
     log.close({})
     assert capsys.readouterr() == ("100% done\n", "warning: beware\nwarning: of a part\n")
@@ -222,18 +222,17 @@ def test_messages_go_to_stdout_warnings_to_stderr_and_both_to_the_file(tmp_path,
 
 def test_other_ranks_only_warn_and_say_who_they_are(tmp_path, capsys):
     log = make_log(tmp_path, rank=3)
-    log.info("silent")
-    log.warning("beware")
+    logger.info("silent")
+    logger.warning("beware")
     log.close({})
     assert capsys.readouterr() == ("", "[rank 3] warning: beware\n")
 
 
 def test_runs_after_one_another_do_not_repeat_lines(tmp_path, capsys):
-    logger = logging.getLogger("amp_recipes")
     before = logger.handlers[:], logger.level, logger.propagate
     for name in ("a", "b"):
         log = make_log(tmp_path / name)
-        log.info(f"run {name}")
+        logger.info(f"run {name}")
         log.close({})
         log.close({})
     assert (logger.handlers, logger.level, logger.propagate) == before
@@ -244,7 +243,7 @@ def test_runs_after_one_another_do_not_repeat_lines(tmp_path, capsys):
 def test_a_run_that_was_never_closed_does_not_repeat_lines(tmp_path, capsys):
     broken = make_log(tmp_path / "a")
     log = make_log(tmp_path / "b")
-    log.info("once")
+    logger.info("once")
     log.close({})
     broken.close({})
     assert capsys.readouterr().out == "once\n" and not logging.getLogger("amp_recipes").handlers
@@ -254,8 +253,8 @@ def test_a_closed_pipe_does_not_stop_the_run(tmp_path):
     code = """
         log = make(sys.argv[1], progress=True)
         for step in range(1, 101):
-            log.info("to nobody")
-            log.warning("to nobody")
+            logger.info("to nobody")
+            logger.warning("to nobody")
             log.metrics({"step": step, "split": "train", "loss": 0.5})
             log.advance(step)
         log.close({})
@@ -271,7 +270,7 @@ def test_a_closed_pipe_does_not_stop_the_run(tmp_path):
 def test_the_key_is_not_logged(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     log = make_log(tmp_path)
-    log.warning(f"server says: {KEY} is wrong")
+    logger.warning(f"server says: {KEY} is wrong")
     log.close({})
     assert "server says: *** is wrong" in (tmp_path / "train.log").read_text()
 
@@ -296,7 +295,7 @@ def test_quiet_shows_no_progress_whatever_is_said_of_it(tmp_path, capsys):
     for quiet in (False, True):
         log = make_log(tmp_path / str(quiet), progress=True, quiet=quiet)
         log.metrics(train_line(100))
-        log.info("unimportant")
+        logger.info("unimportant")
         log.close({})
         out, err = capsys.readouterr()
         assert (out, err) == ("", "") if quiet else (out == "unimportant\n" and "step 100/100" in err)
@@ -385,7 +384,7 @@ def screen(output: str) -> list[str]:
 
 TERMINAL_RUN = """
     log = make(sys.argv[1], progress=True)
-    log.info("before the bar")
+    logger.info("before the bar")
     for step in range(1, 101):
         time.sleep(0.01)
         log.advance(step)
@@ -393,8 +392,8 @@ TERMINAL_RUN = """
             log.metrics({"step": step, "split": "train", "loss": 0.43121, "lr": 9.8e-4, "loss_scale": 65536.0,
                          "skipped": 2, "samples_per_second": 912.3})
         if step == 50:
-            log.info("half way")
-            log.warning("beware")
+            logger.info("half way")
+            logger.warning("beware")
     log.close({})
     print("after")
 """
@@ -412,10 +411,10 @@ def test_a_bar_on_a_terminal_is_whole_and_messages_do_not_tear_it(tmp_path, colu
 
 CLOCK_RUN = """
     log = make(sys.argv[1], progress=True)
-    log.info("before")
+    logger.info("before")
     with log.clock("compiling", time.monotonic() - 61):
         time.sleep(1.5)
-        log.info("within")
+        logger.info("within")
         time.sleep(1)
     log.close({})
     print("after")
@@ -501,9 +500,16 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
+def tracker_of(log: Log) -> trackers.Wandb:
+    (tracker,) = log._trackers
+    assert isinstance(tracker, trackers.Wandb)
+    return tracker
+
+
 def wandb_process(log: Log) -> subprocess.Popen[bytes]:
-    assert log._wandb is not None and log._wandb._process is not None
-    return log._wandb._process
+    process = tracker_of(log)._process
+    assert process is not None
+    return process
 
 
 def offline_files(run_dir: Path) -> list[Path]:
@@ -567,7 +573,7 @@ def test_a_process_that_hangs_costs_lines_there_and_a_bounded_wait_at_the_end(tm
     os.kill(child.pid, signal.SIGSTOP)
     for step in range(1, 2001):  # it reads nothing any more: whoever waited for it would wait for ever
         log.metrics(train_line(step))
-    assert len(log._wandb._pending) < 25_000
+    assert len(tracker_of(log)._pending) < 25_000
     start = time.monotonic()
     log.close({})
     assert time.monotonic() - start < usual and child.returncode is not None
@@ -581,7 +587,7 @@ def test_a_killed_training_leaves_a_finished_run_and_no_process(tmp_path):
     code = """
         log = make(sys.argv[1], wandb=True)
         log.metrics({"step": 1, "split": "train", "loss": 5.125})
-        print(log._wandb._process.pid, flush=True)
+        print(log._trackers[0]._process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     process = script(code, tmp_path, env=environment(tmp_path, WANDB_MODE="offline"))

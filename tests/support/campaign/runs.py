@@ -22,9 +22,8 @@ import system_calls
 import train
 from amp_core.checkpoints.parts import gather_full_state
 from amp_core.data import loading
-from amp_core.run.environment import exit_code_of
 from amp_core.run.loop import Loop
-from amp_core.run.stop import SIGNALS, Stop
+from amp_core.run.stop import SIGNALS, Stop, exit_code_of
 from amp_core.step.amp import Amp
 from amp_core.tensors import unwrap
 from campaign import Plan, Result

@@ -14,9 +14,8 @@ from typing import Any
 import train
 from amp_core.data.loading import Batches
 from amp_core.run import loop as loop_module
-from amp_core.run.environment import exit_code_of
 from amp_core.run.loop import Loop
-from amp_core.run.stop import SIGNALS
+from amp_core.run.stop import SIGNALS, exit_code_of
 from campaign import Plan, Result
 from campaign.harness import (
     TELLING,
