@@ -167,8 +167,9 @@ class Base(dict[str, Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state != self:
+            here = f"this one has {self['sha256']}" if self["sha256"] else "there is none here"
             raise CheckpointError(
-                f"the adapter belongs to the base with SHA-256 {state.get('sha256')}, this one has {self['sha256']}; "
+                f"the adapter belongs to the base with SHA-256 {state.get('sha256')}, {here}; "
                 f"expected the base that it was trained with as model.weights"
             )
 

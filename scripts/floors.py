@@ -33,14 +33,14 @@ LIMITS = {
     "models": 655,
     "data": 1966,
     "heads": 670,
-    "run": 4714,
+    "run": 4721,
     "doctor": 3667,
     "cli": 1335,
     "amp_tools": 4940,
 }
 """Lines of each floor at most, in their order. `base` are the modules that lie beside the folders."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7843, 2480
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7850, 2480
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 490

@@ -25,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.errors import ConfigError, RunError, SaveError
+from amp_core.run.pretrained import why_unreadable
 
 
 def convert(found: Any) -> tuple[dict[str, Any], list[str]]:
@@ -78,9 +79,12 @@ def main(arguments: list[str]) -> int:
         try:
             found = torch.load(flags.source, map_location="cpu", weights_only=True)
         except Exception as problem:  # torch.load raises a dozen kinds for bytes that are no checkpoint
-            what = str(problem).splitlines()[0]
-            raise ConfigError(f"{flags.source}: cannot be read as tensors ({what})") from problem
-        result, lines = convert(found)
+            raise ConfigError(f"{flags.source}: {why_unreadable(problem)}") from problem
+        try:
+            result, lines = convert(found)
+        except (AttributeError, KeyError, TypeError, ValueError) as problem:
+            what = f"{type(problem).__name__}: {problem}"
+            raise ConfigError(f"{flags.source}: model, optimizer or amp is not as apex writes it ({what})") from problem
         try:
             torch.save(result, flags.target)
         except (OSError, RuntimeError) as problem:

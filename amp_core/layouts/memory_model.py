@@ -41,6 +41,8 @@ class Weight:
     shape: tuple[int, ...]
     low: bool = False
     """Stored in 16 bits."""
+    itemsize: int = FP32
+    """Bytes of a stored number, where it is not `low`: 1 of a base in 8 bits, and of two numbers in 4."""
     cast: bool = False
     """Autocast casts it, so that sharded layouts gather it in 16 bits."""
     group: int = 0
@@ -106,7 +108,8 @@ def weights_of(net: nn.Module, amp: AmpConfig) -> list[Weight]:
             Weight(
                 shape=tuple(param.shape),
                 low=is_low(live) or live.dtype in (torch.float16, torch.bfloat16),
-                cast=param in whole,
+                itemsize=live.element_size(),
+                cast=param in whole and live.is_floating_point(),
                 group=2 * group_of.get(param, 0) + (param in whole),
                 parts=1 if group is None else group.size(),
                 slices=torch.distributed.get_world_size() if is_shared(side) else 1,
@@ -133,7 +136,7 @@ def memory(weights: Sequence[Weight], amp: AmpConfig, *, accumulation: int = 1) 
             size = LOW if weight.cast else FP32
             blocks[weight.group // 2] = blocks.get(weight.group // 2, 0) + weight.numel * size
     return Memory(
-        weights=sum((LOW + side if weight.low else FP32) * weight.part for weight in weights),
+        weights=sum((LOW + side if weight.low else weight.itemsize) * weight.part for weight in weights),
         gradients=sum(FP32 * weight.part for weight in trained),
         moments=sum(math.ceil(FP32 * weight.moments * weight.part / weight.slices) for weight in trained),  # type: ignore[operator]
         averages=sum(FP32 * weight.part for weight in weights if weight.averaged),

@@ -195,7 +195,7 @@ def _read(path: str, net: nn.Module) -> dict[str, Any]:
     except Exception as problem:  # torch.load raises a dozen kinds for bytes that are no checkpoint
         inside = sorted(file.name for file in place.glob("*") if file.suffix in SUFFIXES) if place.is_dir() else []
         raise ConfigError(
-            f"model.weights={path}: {_why_unreadable(problem)}; expected {_EXPECTED}"
+            f"model.weights={path}: {why_unreadable(problem)}; expected {_EXPECTED}"
             + (f", such as {place / inside[0]}" if inside else "")
         ) from problem
     for key in NESTED:
@@ -223,14 +223,14 @@ def _of_transformers(folder: Path, net: Any) -> dict[str, Any]:
     return {name: value for name, value in loaded.state_dict().items() if name not in notes["missing_keys"]}
 
 
-def _why_unreadable(problem: Exception) -> str:
-    # Without torch's advice before and after it, which names ways to run the code.
+def why_unreadable(problem: Exception) -> str:
+    """Why `torch.load` refused a file, without its advice, which names ways to run the code in it."""
     text = re.split(r"trusted source\. |WeightsUnpickler error: ", " ".join(str(problem).split()))[-1]
     text = text.partition(" Check the documentation")[0]
     if found := re.search(r"GLOBAL (\S+)|Unsupported (?:global|class) (\S+)", text):
         what = (found[1] or found[2]).strip(":,")
         return f"holds an object of the class {what}, which could run code; save model.state_dict() alone"
-    return f"cannot be read as tensors ({type(problem).__name__}: {text[:100]})"
+    return f"cannot be read as tensors ({type(problem).__name__}: {text[:100]}): it is damaged, or of another kind"
 
 
 def _kind(contents: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -111,7 +112,7 @@ def plan(loop: Loop) -> str:
     passes = loop.num_steps * loop.feed.samples_per_step / len(data.train)
     return "\n".join(
         [
-            f"{cfg.recipe['name']}: {cfg.model.name} ({sum(p.numel() for p in params):,} parameters) on "
+            f"{cfg.recipe['name']}: {cfg.model.name} ({sum(map(_numel, params)):,} parameters) on "
             f"{cfg.data.name} ({len(data.train):,} training samples)",
             f"  {amp} on {env.world_size} x {env.device.type}, "
             f"{type(optimizer).__name__}{fused}, "
@@ -177,6 +178,12 @@ def _around_window(loop: Loop, recast: Recast | None) -> Iterator[None]:
     with saved_for_backward(tensors, recast) as saved:
         yield
     loop.memory["activations"] = saved.activations
+
+
+def _numel(param: Tensor) -> int:
+    """Numbers of a weight, also of one in 4 bits, whose tensor holds two in each element."""
+    packed = getattr(param, "quant_state", None)  # of bitsandbytes
+    return param.numel() if packed is None else math.prod(packed.shape)
 
 
 def _memory(loop: Loop) -> Memory:

@@ -53,7 +53,7 @@ def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]
         return [f"optimizer.name={cfg.name}: there is no such optimizer. {suggest(cfg.name, names)}"]
     for package in ("torchao", "triton") if cfg.name == "AdamW8bit" else ():  # which compiles its step for a GPU
         if find_spec(package) is None and (on_cuda or package == "torchao"):
-            hint = "install it, or use optimizer=adamw optimizer.state_dtype=bfloat16"
+            hint = "pip install torchao, or use optimizer=adamw optimizer.state_dtype=bfloat16"
             return [f"optimizer.name=AdamW8bit: needs the package {package}; {hint}"]
     cls = _class_of(cfg.name)
     ours = ("params", "lr", "weight_decay", "fused", "bf16_stochastic_round")

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from shared import script
+from torch import nn
 
 from amp_core.config.rules import amp_config
-from amp_core.layouts.memory_model import Weight, lay_out, memory, traffic
+from amp_core.layouts.memory_model import Weight, lay_out, memory, memory_of, traffic
 
 ROOT = Path(__file__).resolve().parents[2]
 OnRanks = Callable[..., list[Any]]
@@ -66,3 +68,14 @@ def test_rows_are_not_cut() -> None:
     assert memory(weights, amp).weights == 4 * 30
     gathered = next(each for each in traffic(weights, amp, 2) if each.kind == "all_gather")
     assert (gathered.payload, gathered.sent) == (2 * 4 * 60, 4 * 60)
+
+
+def test_a_frozen_base_in_8_bits_counts_as_it_is_stored() -> None:
+    net = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 4, bias=False)).requires_grad_(False)
+    net[0].weight = nn.Parameter(torch.zeros(32, 64, dtype=torch.int8), requires_grad=False)
+    net[1].requires_grad_()
+    optimizer = torch.optim.AdamW(net[1].parameters())
+    found = memory_of([net], [optimizer], None, amp_config("bf16"))
+    held = sum(param.nbytes for param in net.parameters())
+    assert (found.weights, found.gradients, found.moments) == (held, 4 * 128, 8 * 128)
+    assert found.copies == 2 * 128  # autocast casts what is floating point

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_core.config.errors import Interrupted
+from amp_core.config.errors import ConfigError, Interrupted
 from amp_core.run import teardown
 from amp_core.run.teardown import end_process_group
 from amp_core.torch_private import find
@@ -83,6 +84,12 @@ def test_modules_of_cycles_and_of_failed_calls_are_freed(alive_at_the_end):
     assert len(modules) == 3
     assert not alive  # freed, and so not asked
     assert not [ref for ref in modules if ref() is not None]
+
+
+@pytest.mark.parametrize("error", [Interrupted("at step 1", 143, True), ConfigError(["one", "two"])])
+def test_errors_survive_the_way_out_of_a_process(error):
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is type(error) and str(found) == str(error) and vars(found) == vars(error)
 
 
 def test_without_a_group_nothing_happens():
