@@ -3,10 +3,10 @@
     pip install timm transformers
     OMP_NUM_THREADS=1 python tests/campaign/conformance_on_models.py --rows rows.jsonl --out benchmarks/models.md
 
-About 12 minutes of one core. Started again, it resumes behind the last row of `rows.jsonl`.
+About 20 minutes of one core. Started again, it resumes behind the last row of `rows.jsonl`.
 
-Each trains 20 windows of two micro-batches with AdamW, clipping by norm, an EMA, `amp.guard` and, in fp16, a loss scale
-that begins too large. Asked for:
+Each takes 20 steps of two micro-batches with AdamW, clipping by norm, an EMA, `amp.guard` and, in fp16, a loss scale
+that begins too large; skipped ones come on top. Asked for:
 
 - the textbook loop (autocast, `GradScaler`, `clip_grad_norm_`, an EMA by hand) skips the same steps and ends with the
   same bits in weights and average;
@@ -17,7 +17,7 @@ that begins too large. Asked for:
   u |a| + eta, and that moves the loss by dL/da as much. Independent errors of mean zero then add up to more than
   6.6 * sqrt(2 * sum((u |a| + eta)^2 (dL/da)^2)) once in 10^9 times (Hoeffding, with sqrt(2 ln(2 * 10^9)) = 6.6; Higham
   and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019). u = 2^-8 (bf16) or 2^-11 (fp16), eta is
-  half the smallest number of the dtype.
+  half the smallest number of the dtype. A bound above the loss itself proves nothing, and is counted apart.
 
 Layers that `amp.prepare` refuses because this CPU computes them wrongly become islands, in all of these loops.
 """
@@ -52,11 +52,11 @@ from foreign_models import MORE, TIMM, TRANSFORMERS, Batch, Foreign  # noqa: E40
 from amp_core import Amp, Clip, Ema, keep_fp32, windows  # noqa: E402
 from amp_core.config.errors import ConfigError  # noqa: E402
 
-WINDOWS, ACCUMULATION, SAMPLES, DECAY, MAX_NORM, LEARNING_RATE = 20, 2, 4, 0.9, 1.0, 1e-4
-INIT_SCALE, GROWTH_INTERVAL = 2.0**24, 4
+STEPS, MOST, ACCUMULATION, SAMPLES, DECAY, MAX_NORM, LEARNING_RATE = 20, 60, 2, 4, 0.9, 1.0, 1e-4
+INIT_SCALE, MIN_SCALE, GROWTH_INTERVAL = 2.0**24, 2.0**-24, 4
 MODES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LOOKED_AT = (0, WINDOWS // 2, WINDOWS - 1)
-"""Windows whose loss is compared with that in fp32."""
+LOOKED_AT = (0, STEPS // 2, STEPS - 1)
+"""Steps before which the loss is compared with that in fp32."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ def built(model: Foreign) -> nn.Module:
 
 def batches(model: Foreign) -> list[Batch]:
     torch.manual_seed(1)
-    return [model.batch(SAMPLES) for _ in range(WINDOWS * ACCUMULATION)]
+    return [model.batch(SAMPLES) for _ in range(MOST * ACCUMULATION)]
 
 
 def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
@@ -99,12 +99,14 @@ def finished(run: Run, net: nn.Module, average: Any) -> Run:
 
 def ours(model: Foreign, mode: str, *, cache: bool) -> Run:
     net, run = built(model), Run()
-    fields = {"init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL} if mode == "fp16" else {}
-    amp = Amp.named(mode, **fields)
+    fields = {"init_scale": INIT_SCALE, "min_scale": MIN_SCALE, "growth_interval": GROWTH_INTERVAL}
+    amp = Amp.named(mode, **(fields if mode == "fp16" else {}))
     amp.guard(net)
     optimizer, ema = optimizer_of(net), Ema(net, DECAY, warmup=False)
     for number, window in enumerate(windows(batches(model), ACCUMULATION)):
-        if cache and number in LOOKED_AT:
+        if run.taken.count(True) == STEPS:
+            break
+        if cache and run.taken.count(True) in LOOKED_AT[len(run.before) :]:
             run.before[number] = copy.deepcopy(net)
         buffers = [b.clone() for b in net.buffers()]
         with amp.cache_weight_casts(net) if cache else contextlib.nullcontext():
@@ -129,6 +131,8 @@ def textbook(model: Foreign, mode: str) -> Run:
     scaler = torch.amp.GradScaler("cpu", enabled=mode == "fp16", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
     optimizer, average = optimizer_of(net), [p.detach().clone() for p in net.parameters()]
     for number, batch in enumerate(batches(model)):
+        if run.taken.count(True) == STEPS:
+            break
         with torch.autocast("cpu", MODES[mode]):
             loss = model.loss(net, batch)
         scaler.scale(loss / ACCUMULATION).backward()
@@ -212,13 +216,16 @@ def examine(model: Foreign, mode: str) -> dict[str, Any]:
     cached, plain, theirs = ours(model, mode, cache=True), ours(model, mode, cache=False), textbook(model, mode)
     net, given = built(model), batches(model)
     tied = sum(1 for _ in net.named_parameters(remove_duplicate=False)) > sum(1 for _ in net.parameters())
-    differences = []
+    differences, losses = [], []
     for number, before in cached.before.items():
         loss, bound = in_fp32(model, before, given[number * ACCUMULATION], MODES[mode])
         differences.append((abs(cached.losses[number * ACCUMULATION].item() - loss), bound))
+        losses.append(loss)
+    says_much = any(bound < abs(loss) for (_, bound), loss in zip(differences, losses, strict=True))
     worst = max(differences, key=lambda each: each[0] / max(each[1], 1e-300))
     return {
         "weights": f"{sum(p.numel() for p in net.parameters()) / 1e6:.1f} M",
+        "steps": f"{cached.taken.count(True)}",
         "skips": f"{cached.taken.count(False)}",
         "same skips": cached.taken == plain.taken == theirs.taken,
         "as textbook": all(
@@ -228,13 +235,13 @@ def examine(model: Foreign, mode: str) -> dict[str, Any]:
         "guard": cached.is_guarded and plain.is_guarded,
         "loss": f"{cached.losses[0].item():.3f}, {cached.losses[-1].item():.3f}",
         "from fp32": f"{worst[0]:.2g} of {worst[1]:.2g}",
-        "bounded": all(difference <= bound for difference, bound in differences),
+        "bounded": all(difference <= bound for difference, bound in differences) and (says_much or "by too much"),
         "refused": ", ".join(islands),
     }
 
 
-COLUMNS = ["weights", "skips", "same skips", "as textbook", "cache", "guard", "loss", "from fp32", "bounded", "refused"]
 ASKED = ["same skips", "as textbook", "cache", "guard", "bounded"]
+COLUMNS = ["weights", "steps", "skips", *ASKED[:-1], "loss", "from fp32", "bounded", "refused"]
 
 
 def shown(value: Any) -> str:
@@ -272,13 +279,15 @@ def table(rows: list[tuple[str, str, dict[str, Any]]]) -> str:
     import transformers  # pyright: ignore[reportMissingImports]
 
     cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
-    right = sum(all(row[name] in (True, "tied") for name in ASKED) for *_, row in rows)
+    right = sum(all(row[name] in (True, "tied", "by too much") for name in ASKED) for *_, row in rows)
+    vague = sum(row["bounded"] == "by too much" for *_, row in rows)
     lines = [f"| {' | '.join([name, mode, *(shown(row[c]) for c in COLUMNS)])} |" for name, mode, row in rows]
     return "\n".join(
         [
             "# Models of timm and transformers through the core",
             "",
-            f"{right} of {len(rows)} rows hold in every column. A layer under 'refused' is computed wrongly in bf16 by "
+            f"{right} of {len(rows)} rows hold in every column; in {vague} of them rounding may move the loss by more "
+            "than itself, so that its bound proves nothing. A layer under 'refused' is computed wrongly in bf16 by "
             "this CPU: `amp.prepare` refuses the network by its name, and the row is that with the layer kept in fp32. "
             "See 'A kernel may be wrong' in [BEHAVIOURS](../docs/BEHAVIOURS.md).",
             "",
