@@ -34,7 +34,7 @@ LIMITS = {
     "data": 1966,
     "heads": 670,
     "run": 4721,
-    "doctor": 3667,
+    "doctor": 3710,
     "cli": 1335,
     "amp_tools": 4940,
 }

@@ -22,6 +22,7 @@ from amp_core.doctor.diagnosis import (
     BF16,
     BY_HAND,
     CURED_BY_ISLANDS,
+    LINE_ALONE,
     Cause,
     Diagnosis,
     Fix,
@@ -30,12 +31,13 @@ from amp_core.doctor.diagnosis import (
     keep_fp32_call,
     keep_fp32_override,
 )
-from amp_core.doctor.plain_loop import PlainLoop, in_bf16, without_autocast
+from amp_core.doctor.plain_loop import In32Bits, PlainLoop, in_bf16, without_autocast
 from amp_core.doctor.trace import FirstNonFinite, Trace
 from amp_core.lowp.islands import islands_of
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
 from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
+from amp_core.tensors import is_sharded
 
 Replay = Callable[..., contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Trying = Callable[[], contextlib.AbstractContextManager[int]]
@@ -60,6 +62,8 @@ class Trial(NamedTuple):
     """In the step that breaks: only gradients overflow."""
     losses: Sequence[float] = ()
     """The largest of each step."""
+    is_flat: bool = False
+    """All gradients are 0, and in 32 bits they are not."""
 
     @property
     def holds(self) -> bool:
@@ -121,6 +125,9 @@ class Cures:
             return
         plain = self.doctor.plain
         grown = scale > policy.init_scale and not (plain and plain.scaler)  # torch's has no cap
+        if not policy.dynamic:  # which cannot come down where a later window needs less
+            trial, fits = (yield from self.lasts(fits / 2)), fits / 2
+            diagnosis.scale_that_fits = fits
         fields = {"max_scale": fits} if grown else {"init_scale": fits}
         text = "cap the loss scale" if grown else "begin with a smaller loss scale"
         if fits < policy.min_scale:
@@ -236,6 +243,8 @@ class Cures:
             why = "finite, but not when it is rerun: does it change its batch?"
             if may_compile():
                 why = "finite in eager code, but not as it is compiled here"
+            if trial.is_flat:
+                why = "finite, and all gradients are 0"
             text = f"compute in fp32: {_listed(made)}: {why}"
             diagnosis.fixes.append(Fix("override", text, python=keep_fp32_call(made), verified=False))
             return True
@@ -246,6 +255,8 @@ class Cures:
             text = f"{fix.text}; and compile backward passes outside autocast"
             fix = dataclasses.replace(fix, text=text, override=None, python=f"{BACKWARD}; {fix.python}")
         diagnosis.fixes.append(fix)
+        if "" in made:
+            diagnosis.fixes.append(LINE_ALONE)
         return True
 
     def _islands_at(self, names: list[str], scale: float) -> Generator[Any, None, tuple[Trial, float, list[str]]]:
@@ -283,7 +294,7 @@ class Cures:
 
     def lasts(self, scale: float, *, moves: bool = True) -> Generator[Any, None, Trial]:
         """For how many steps training is finite, compiled if it is; the learning rate is 0 unless it `moves`."""
-        losses = list[float]()
+        losses, has_slope = list[float](), False
         with self.trying() as most, self.amp.scaler.held_at(scale):
             most = min(most, STEPS)
             for group in [] if moves else [group for each in self._optimizers for group in each.param_groups]:
@@ -297,6 +308,14 @@ class Cures:
                     finite = bool(told) and all(bool(loss.isfinite().all()) for loss in told)
                     return Trial(step, most, all(self.agree(finite)))
                 losses.append(largest(rehearsal.losses))
+                has_slope = has_slope or any(self.agree(rehearsal.has_slope))
+        if not has_slope:
+            sharded = any(is_sharded(net) for _, net in self.doctor.nets)
+            wide = contextlib.nullcontext() if sharded else In32Bits()
+            with without_autocast(), wide, self.replay() as (rehearsal, window):
+                yield window
+            if any(self.agree(rehearsal.has_slope and rehearsal.is_finite)):
+                return Trial(0, most, True, is_flat=True)
         trial = Trial(most, most, True, self.agree(losses)[0])
         self._growing = trial if trial.grows else None
         return trial
@@ -367,8 +386,6 @@ class Cures:
     def island_fix(self, names: list[str], scale: float | None = None, steps: int = 1) -> Fix:
         """A fix that keeps modules in fp32, and begins with a smaller loss scale."""
         text = f"compute in fp32: {_listed(names)}"
-        if "" in names:
-            text += ", or move the line into a function with @keep_fp32"
         # An override replaces the list: include the existing islands.
         override, python = keep_fp32_override([*islands_of(self.doctor.nets), *names]), keep_fp32_call(names)
         if scale is not None:

@@ -69,7 +69,8 @@ _LIMITS = {
 """The largest numbers, where they are not about that of float32."""
 _FLOAT8 = tuple(name for name in _LIMITS if name.startswith("float8"))
 _LOGARITHMS = {"log", "log2", "log10", "log1p", "xlogy"}
-_HAVE_DOMAINS = {*_LOGARITHMS, "sqrt", "rsqrt", "pow", "acos", "asin", "acosh", "atanh", "logit", "erfinv"}
+_HAVE_ENDS = {"acos", "asin", "acosh", "atanh", "logit", "erfinv"}
+_HAVE_DOMAINS = {*_LOGARITHMS, *_HAVE_ENDS, "sqrt", "rsqrt", "pow"}
 
 
 @dataclass(frozen=True)
@@ -293,8 +294,11 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
             given = "was given no targets to average over: all are ignored, or of classes of weight 0"
         return f"{what} {given}" + (f" (in {pass_})." if pass_ != what else ".")
     if cause == "nothing left by a mask":
-        such = "as one of attention whose keys are all masked, or a recursion that begins with -inf"
-        return f"A row of what {what} got has only infinities, {such}."
+        if what in ("sub", "rsub"):
+            such = "as where a recursion begins with -inf, or a sum over nothing is subtracted from what is masked"
+            return f"{what} was given infinities of the same sign, whose difference is NaN, {such}."
+        such = "as in a row of attention whose keys are all masked"
+        return f"Along its dimension {what} got only infinities, {such}."
     if cause in ("not found", "poisoned tensor"):
         origin = "it is a tensor that the program holds"
         if cause == "not found":
@@ -313,11 +317,11 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
         if birth.op:
             return f"{birth.tensor} holds numbers up to {birth.wide:.4g}, and {dtype} ends at {limit:g}."
         return f"{birth.tensor} was not finite before the window began."
-    reach = f"{birth.wide:.4g} in exact arithmetic" if birth.wide is not None else "not finite"
+    reach = f"of the size {birth.wide:.4g} in exact arithmetic" if birth.wide is not None else "not finite"
     reach = "infinite in float64, too" if birth.wide == math.inf else reach
     text = f"The result of {pass_} is {reach}, and {dtype} ends at {limit:g}"
     if cause == "overflow in a cast" and birth.wide is not None:
-        text = f"A number of {birth.wide:.4g} was cast to {dtype}, which ends at {limit:g}"
+        text = f"A number of the size {birth.wide:.4g} was cast to {dtype}, which ends at {limit:g}"
     elif birth.wide is not None and birth.wide <= limit:
         return f"Numbers within {pass_} exceed {dtype}, which ends at {limit:g}; its result is {reach}."
     return f"{text}{'; it then became NaN' if birth.has_nan and cause != 'overflow in a cast' else ''}."
@@ -350,6 +354,7 @@ CURED_BY_ISLANDS |= {"16-bit sigmoid before a logarithm"}
 
 BF16 = Fix("override", "use bf16, which has the range of fp32", "amp=bf16", 'Amp.named("bf16")')
 BY_HAND = Fix("code", "the program itself, not autocast, computes this in 16 bits: cast to float32, not to less")
+LINE_ALONE = Fix("code", "perhaps enough: this line, and what uses its result, in a function with @keep_fp32")
 ADVICE: dict[Cause, Fix] = {
     "eps lost in 16 bits": Fix(
         "code", "compute this line in fp32, or use an eps that 16 bits can hold, its reciprocal too, such as 1e-3"
@@ -363,7 +368,8 @@ ADVICE: dict[Cause, Fix] = {
     ),
     "underflow in 16 bits": Fix("code", "compute this line, and what leads to it, in fp32"),
     "cancellation in 16 bits": Fix(
-        "code", "compute the difference in fp32; a variance as the mean of squared deviations, or by torch.var"
+        "code",
+        "compute the difference, and what leads to it, in fp32 (a variance as the mean of squared deviations)",
     ),
     "rounding in 16 bits": Fix("code", "compute this line, and what leads to it, in fp32; or clamp its argument"),
     "targets longer than their inputs": Fix(
@@ -373,11 +379,9 @@ ADVICE: dict[Cause, Fix] = {
     "16-bit sigmoid before a logarithm": Fix(
         "code", "use binary_cross_entropy_with_logits, or an fp32 region that holds the sigmoid *and* the loss"
     ),
-    "nothing left by a mask": Fix(
-        "code", "leave one key in every row, or set rows without keys to 0; begin a recursion with a finite number"
-    ),
+    "nothing left by a mask": Fix("code", "leave one key in every row, or set rows without keys to 0"),
     "training diverges": Fix(
-        "code", "lower the learning rate (optimizer.lr), warm it up for longer, or clip gradients (clip=norm)"
+        "code", "lower the learning rate (optimizer.lr), warm it up for longer, or with SGD clip gradients (clip=norm)"
     ),
     "overflow in fp32": Fix(
         "code",
@@ -395,7 +399,7 @@ ADVICE: dict[Cause, Fix] = {
     "poisoned by the optimizer": Fix("code", "repair what the optimizer has: learning rate, eps, gradients, moments"),
     "poisoned tensor": Fix("data", "make it finite where the program creates, loads or updates it"),
     "infinite constant": Fix("code", "write a finite number, or keep what it masks from the loss"),
-    "bad input": Fix("data", "repair or remove the samples; if all are like that, normalise them"),
+    "bad input": Fix("data", "repair or remove the samples"),
     "overflow in a product": BF16,
     "overflow in an addition": BF16,
     "overflow in a reduction": Fix("code", "sum in fp32: .float() before it, dtype=torch.float32, or a mean first"),
@@ -413,6 +417,12 @@ def advice_for(cause: Cause, birth: FirstNonFinite) -> Fix | None:
         return Fix("code", "make the gradient smaller: divide the loss by a constant, such as the number of elements")
     if birth.backward and birth.place.forward.strip("_") in _DECOMPOSITIONS and cause in POLES:
         return Fix("code", "use what does not depend on the vectors, or add small different numbers to the diagonal")
+    if birth.backward and birth.place.forward.strip("_") in _HAVE_ENDS and cause in POLES:
+        return Fix("code", "keep the argument off the ends of its domain, where the slope is infinite: clamp it")
+    if cause == "nothing left by a mask" and what in ("sub", "rsub"):
+        return Fix("code", "write a large finite number in place of -inf, or leave something in what is masked")
+    if cause == "bad input" and birth.op:  # finite numbers
+        return Fix("data", "repair or remove the samples; if all are like that, normalise them")
     if birth.is_constant and cause in POLES:
         return Fix("code", "use torch.linalg.slogdet, or a matrix whose determinant is positive")
     is_average = what in _AVERAGES or birth.at_a_pole == "no elements"

@@ -108,7 +108,7 @@ def _reason(weight: Tensor, dtype: torch.dtype, group: dict[str, Any], state: di
     zeros = [key for key, each in moments.items() if not each.any()]
     if zeros and eps is not None and not torch.tensor(eps).to(dtype):
         rounded = f" is 0 in {dtype_name(dtype)}" if eps else ""
-        return f"it divides 0 by 0 where {zeros[-1]} is 0, because eps={eps:g}{rounded}"
+        return f"it divides by 0 where {zeros[-1]} is 0, because eps={eps:g}{rounded}"
     for key, each in [*moments.items(), ("it", weight)]:
         if not is_finite(each):
             how = "is NaN" if each.isnan().any() else f"exceeds {dtype_name(each.dtype)}"

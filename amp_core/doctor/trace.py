@@ -133,7 +133,7 @@ class Range:
             tuple(tensor.shape),
             positive.min().item() if len(positive) else 0.0,
             positive.max().item() if len(positive) else 0.0,
-            1 - len(positive) / len(finite) if len(finite) else 0.0,
+            int((finite == 0).sum()) / len(values) if len(values) else 0.0,
             len(values) - len(finite),
         )
 
@@ -145,7 +145,8 @@ class Range:
             return f"{text}empty"
         zero = "0" if self.not_finite else "all 0"
         text += f"|x| from {self.smallest:.3g} to {self.largest:.3g}" if self.largest else zero
-        text += f", {self.zeros:.1%} zeros" if self.zeros and self.largest else ""
+        share = f"{self.zeros:.1%}" if self.zeros >= 0.0005 else "under 0.1%"
+        text += f", {share} zeros" if self.zeros and self.largest else ""
         return text + (f", {self.not_finite:,} not finite" if self.not_finite else "")
 
 

@@ -121,4 +121,6 @@ def check_result(
             f"taken. The same command with more steps continues; amp.init_scale={scale / 2:.10g} begins lower"
         )
     if skipped == step or 2 * (skipped - searched) > step:
-        raise Diverged(f"diverged: {how}, expected at most half; lower optimizer.lr, or see the doctor's report")
+        raise Diverged(
+            f"diverged: {how}, expected at most half; see the doctor's report, if there is one, or lower optimizer.lr"
+        )

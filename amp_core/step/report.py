@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from amp_core.tensors import local
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -62,7 +64,8 @@ class Rehearsal:
         self.watcher: Watcher | None = None
         self.losses: list[Tensor] = []
         """What `backward` was given."""
-        self.has_gradients = False
+        self.has_gradients = self.has_slope = False
+        """Whether there were gradients, and one that is not 0."""
         self._bad: list[Tensor] = []
 
     def add(self, bad: Tensor) -> None:
@@ -77,6 +80,8 @@ class Rehearsal:
     def show(self, gradients: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
         """Show the watcher weights and gradients before a step; it sees nothing of the step itself until `resume`."""
         self.has_gradients |= any(grads for _, grads in gradients)
+        every = (grad for _, grads in gradients for grad in local(grads))
+        self.has_slope = self.has_slope or any(grad.layout is not torch.strided or bool(grad.any()) for grad in every)
         if self.watcher is not None:
             for params, grads in gradients:
                 self.watcher.on_gradients(params, grads)

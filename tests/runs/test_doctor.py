@@ -445,5 +445,5 @@ def test_weights_that_the_optimizer_makes_nan_are_named_in_any_mode(mode, tmp_pa
     settings += ["optimizer.name=Adam", "optimizer.options={eps:0}"]
     assert script("scripts/doctor.py").main(["locate", *settings, *mode]) == 0
     report = capsys.readouterr().out
-    assert "poisoned by the optimizer" in report and "weight not finite: it divides 0 by 0" in report
+    assert "poisoned by the optimizer" in report and "weight not finite: it divides by 0" in report
     assert "because eps=0." in report

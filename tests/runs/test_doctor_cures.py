@@ -159,6 +159,36 @@ def test_no_precision_is_printed_as_the_cure_of_what_breaks_in_each(loop):
     assert broken[0] is False and any(broken)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_cure_with_which_no_weight_moves_is_no_cure(dtype):
+    """A dice loss: the sum of the program's own fp16 targets stays infinite, and what is divided by it becomes 0."""
+    net, x, targets = nn.Sequential(nn.Linear(8, 512)), torch.randn(256, 8), torch.ones(256, 512, dtype=dtype)
+    optimizer, amp = torch.optim.SGD(net.parameters(), 0.1), Amp.named("fp16", init_scale=16.0)
+    losses = list[float]()
+
+    def step():
+        with amp.autocast():
+            p = net(x).sigmoid() + 0.5
+            loss = 1 - (2 * (p * targets.to(p.dtype)).sum() + 1) / (p.sum() + targets.sum() + 1)
+        losses.append(loss.item())
+        amp.backward(loss.float())
+        amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+
+    diagnosis = Doctor(amp, net).locate(step, x)
+    assert diagnosis is not None and diagnosis.cause == "overflow in a reduction"
+    tried = [fix for fix in diagnosis.fixes if fix.verified]
+    assert bool(tried) == (dtype is torch.float32)
+    flat = [fix for fix in diagnosis.fixes if "all gradients are 0" in fix.text]
+    assert [fix.verified for fix in flat] == [False] * (dtype is torch.float16)
+    before = copy.deepcopy([*net.parameters()])
+    keep_fp32(net, ["0"])
+    step()
+    moved = not same([*net.parameters()], before)
+    assert math.isfinite(losses[-1]) and moved == bool(tried)
+
+
 @pytest.mark.parametrize("rate, diverges", [(30.0, True), (0.01, False)])
 def test_a_cure_with_which_the_loss_grows_is_no_cure(rate, diverges):
     """fp32 would take many more steps to its end than are tried; at the smaller rate the overflow is of fp16 alone."""

@@ -964,6 +964,49 @@ def test_a_step_with_scaled_gradients_is_told(forgets):
     assert ("that no scaler had unscaled: call scaler.step(optimizer)" in str(diagnosis)) == forgets
 
 
+def test_the_share_of_zeros_is_of_all_numbers():
+    assert "50.0% zeros, 1 not finite" in str(Range.of("x", torch.tensor([0.0, 0.0, 1.0, math.inf])))
+    assert "under 0.1% zeros" in str(Range.of("x", torch.arange(5000.0)))
+
+
+@pytest.mark.parametrize(
+    "loss, mode, says, not_said",
+    [
+        (lambda y: torch.logaddexp(FORBIDDEN, FORBIDDEN + 0 * y).mean(), "fp32", "infinities of the same sign", "row"),
+        (
+            lambda y: torch.softmax(FORBIDDEN + 0 * y, -1).mean(),
+            "fp32",
+            "got only infinities, as in a row",
+            "recursion",
+        ),
+        (lambda y: torch.acos(y * 0 + 1).mean(), "fp32", "the slope is infinite: clamp it", "eps"),
+        (lambda y: (y.half() * 0 - 300).square().mul(-1).mean(), "fp16", "of the size 9e+04", "is 9e+04"),
+    ],
+)
+def test_what_is_said_of_an_operation_is_true_of_it(loss, mode, says, not_said):
+    diagnosis = located(nn.Linear(8, 4), (torch.randn(16, 8),), mode, loss)
+    assert diagnosis is not None
+    said = " ".join([diagnosis.why, *(fix.text for fix in diagnosis.fixes)])
+    assert says in said and not_said not in said
+
+
+@pytest.mark.parametrize("bad, normalises", [(math.nan, False), (1e6, True)])
+def test_only_finite_samples_are_to_be_normalised(bad, normalises):
+    x = torch.randn(16, 8)
+    x[3, 2] = bad
+    diagnosis = located(nn.Linear(8, 4), (x,), "fp16")
+    assert diagnosis is not None and diagnosis.cause == "bad input"
+    assert ("normalise them" in str(diagnosis)) == normalises
+
+
+def test_a_line_alone_is_no_part_of_what_was_tried():
+    diagnosis = located(nn.Linear(8, 4), (torch.randn(16, 8),), "fp16", lambda y: (y * 0 + 300).square().mean())
+    assert diagnosis is not None
+    tried, *others = diagnosis.fixes
+    assert tried.verified and "the whole network" in tried.text and "@keep_fp32" not in tried.text
+    assert any("@keep_fp32" in fix.text and fix.verified is None for fix in others)
+
+
 def test_numbers_within_an_operation_are_told_from_its_result():
     net, x = nn.LayerNorm(8), torch.randn(4, 8) * 1e21
     diagnosis = Doctor(Amp.named("fp32"), net).locate(lambda: net(x).sum().backward(), x)
@@ -1509,6 +1552,7 @@ def test_a_cure_that_only_delays_is_advised_with_the_other_half():
 
 
 NAN_AT_1 = torch.tensor([1.0, math.nan, 1.0, 1.0])
+FORBIDDEN = torch.full((4,), -math.inf)
 
 
 def of_numpy(y):
