@@ -26,21 +26,21 @@ LIMITS = {
     "config": 1755,
     "base": 695,
     "lowp": 1670,
-    "step": 2285,
+    "step": 2286,
     "memory": 795,
     "layouts": 1285,
     "checkpoints": 2064,
     "models": 655,
     "data": 1966,
     "heads": 670,
-    "run": 4721,
-    "doctor": 3710,
+    "run": 4723,
+    "doctor": 3695,
     "cli": 1335,
     "amp_tools": 4940,
 }
 """Lines of each floor at most, in their order. `base` are the modules that lie beside the folders."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7850, 2480
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7865, 2480
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 490

@@ -56,7 +56,7 @@ SCORE: dict[str, set] = {what: set() for what in ("ran", "located", "classified"
 SAYS = {
     "overflow in a cast": "cast to float32",
     "overflow in fp32": "optimizer.lr",
-    "division or logarithm of zero": ("away from 0", "leave out what has no elements"),
+    "division or logarithm of zero": ("away from 0", "leave out what has no elements", "off the ends"),
     "outside the domain of a function": "where the function has a value",
     "nothing left by a mask": "leave one key",
     "infinite constant": "write a finite number",
