@@ -35,6 +35,7 @@ from amp_core.doctor.plain_loop import In32Bits, PlainLoop, in_bf16, without_aut
 from amp_core.doctor.trace import FirstNonFinite, Trace
 from amp_core.lowp.islands import islands_of
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
+from amp_core.run.resume import has_16bit
 from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
 from amp_core.tensors import is_sharded
@@ -309,7 +310,8 @@ class Cures:
                     return Trial(step, most, all(self.agree(finite)))
                 losses.append(largest(rehearsal.losses))
                 has_slope = has_slope or any(self.agree(rehearsal.has_slope))
-        if not has_slope:
+        # A network in 16 bits may raise without autocast; a plain loop takes that as not finite.
+        if not has_slope and (self.doctor.plain or not has_16bit(self.doctor.nets)):
             sharded = any(is_sharded(net) for _, net in self.doctor.nets)
             wide = contextlib.nullcontext() if sharded else In32Bits()
             with without_autocast(), wide, self.replay() as (rehearsal, window):
