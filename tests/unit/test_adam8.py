@@ -105,7 +105,10 @@ def test_a_run_resumes_bit_for_bit_from_plain_tensors(tmp_path: Path) -> None:
 def test_without_torchao_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
     (problem,) = check_optimizer(CONFIG)
-    assert "needs the package torchao; pip install torchao, or use optimizer=adamw optimizer.state_dtype=bfloat16" in problem
+    assert (
+        "needs the package torchao; pip install torchao, or use optimizer=adamw optimizer.state_dtype=bfloat16"
+        in problem
+    )
     monkeypatch.chdir(tmp_path)
     refused_before_the_start(["optimizer=adamw_8bit"], "optimizer.name=AdamW8bit: needs the package torchao", capsys)
 
