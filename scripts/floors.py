@@ -34,7 +34,7 @@ LIMITS = {
     "data": 1966,
     "heads": 670,
     "run": 4723,
-    "doctor": 3698,
+    "doctor": 3714,
     "cli": 1335,
     "amp_tools": 4940,
 }

@@ -63,6 +63,7 @@ class Trial(NamedTuple):
     """In the step that breaks: only gradients overflow."""
     losses: Sequence[float] = ()
     """The largest of each step."""
+    scale: float = 1.0
     is_flat: bool = False
     """All gradients are 0, and in 32 bits they are not."""
 
@@ -160,7 +161,10 @@ class Cures:
         if advice is BF16 and self.doctor.plain and not self.amp.weights:
             with in_bf16(self.amp.device.type):
                 trial = yield from self.lasts(diagnosis.loss_scale)
-                if trial.holds:
+                if trial.holds and (yield from self._is_far_from_fp32(trial)):
+                    diagnosis.why += " In bf16 the window is finite, and its loss far from that in fp32."
+                    advice = None if diagnosis.fixes else ADVICE["rounding in 16 bits"]
+                elif trial.holds:
                     advice = dataclasses.replace(BF16, verified=True, steps=trial.steps)
                 elif diagnosis.fixes:
                     advice = None
@@ -318,9 +322,16 @@ class Cures:
                 yield window
             if any(self.agree(rehearsal.has_slope and rehearsal.is_finite)):
                 return Trial(0, most, True, is_flat=True)
-        trial = Trial(most, most, True, self.agree(losses)[0])
+        trial = Trial(most, most, True, self.agree(losses)[0], scale=scale)
         self._growing = trial if trial.grows else None
         return trial
+
+    def _is_far_from_fp32(self, trial: Trial) -> Generator[Any, None, bool]:
+        """Whether the first loss of a trial is less than half of that in fp32, or more than twice."""
+        with self.amp.scaler.held_at(trial.scale), without_autocast(), self.replay() as (rehearsal, window):
+            yield window
+        there, here = largest(rehearsal.losses), trial.losses[0] if trial.losses else 0.0
+        return any(self.agree(math.isfinite(there) and not 0.5 * abs(there) <= abs(here) <= 2 * abs(there)))
 
     def _culprit_at(self, scale: float, steps: int) -> Generator[Any, None, str | None]:
         """The module that breaks a trial after so many steps."""

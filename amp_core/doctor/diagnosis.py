@@ -224,7 +224,8 @@ def cause_of(birth: FirstNonFinite) -> Cause:
     is_bce = name.startswith("binary_cross_entropy") and birth.at_a_pole != "no elements"
     if marks & {"bce", "wide bce"} or is_bce:
         return "16-bit sigmoid before a logarithm" if marks & {"bce", "sigmoid"} else "sigmoid before a logarithm"
-    if birth.at_a_pole and not is_wide_finite:
+    # One that is singular in exact arithmetic need not be so in float64, which rounds, too.
+    if birth.at_a_pole and (not is_wide_finite or birth.at_a_pole == "a singular matrix"):
         if marks & {"sigmoid", "wide sigmoid"} and {name, birth.place.forward.rstrip("_")} & _LOGARITHMS:
             return "16-bit sigmoid before a logarithm" if "sigmoid" in marks else "sigmoid before a logarithm"
         if "eps" not in marks and birth.has_nan and name in _HAVE_DOMAINS:
@@ -419,6 +420,8 @@ def advice_for(cause: Cause, birth: FirstNonFinite) -> Fix | None:
         return Fix("code", "use what does not depend on the vectors, or add small different numbers to the diagonal")
     if birth.backward and birth.place.forward.strip("_") in _HAVE_ENDS and cause in POLES:
         return Fix("code", "keep the argument off the ends of its domain, where the slope is infinite: clamp it")
+    if birth.at_a_pole == "a singular matrix" and not birth.is_constant and "det" not in what:
+        return Fix("code", "add small numbers to the diagonal, or use torch.linalg.lstsq")
     if cause == "nothing left by a mask" and what in ("sub", "rsub"):
         return Fix("code", "write a large finite number in place of -inf, or leave something in what is masked")
     if cause == "bad input" and birth.op:  # finite numbers

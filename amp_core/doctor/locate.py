@@ -322,7 +322,7 @@ class Doctor:
             # Autograd's work between operations is not seen, so the trail may be lost: take the first non-finite value.
             culprit = trace.births[0] if set(trace.reached) != {REMOTE} else None
         if culprit is not None:
-            culprit.follows_backward = trace.is_loss_finite and 0 < trace.last_backward < culprit.operation
+            culprit.follows_backward |= trace.is_loss_finite and 0 < trace.last_backward < culprit.operation
         return {
             "finite": finite,
             "culprit": culprit,

@@ -34,7 +34,7 @@ def after_the_step(cures: Cures) -> Generator[Any, None, Diagnosis | None]:
         name, birth = origin
         found = cures.doctor.describe(birth, cause_of(birth))
         found.fixes = [fix for fix in [advice_for(found.cause, birth)] if fix is not None]
-        found.phase = "step"
+        found.phase, found.loss_scale = "step", cures.amp.scale
         found.why = f"The window is finite, and its step makes {name} not finite. {found.why}"
         return found
     why = f"The window is finite, and the step of {bad[0]}."

@@ -176,7 +176,7 @@ class FirstNonFinite:
     operation: int = 0
     """How many operations came before."""
     follows_backward: bool = False
-    """It came after the last backward pass of the window."""
+    """It came after the last backward pass of the window, or between two of them and is differentiated by none."""
     tensor: str = ""
     """Name of what was non-finite from the start, or that overflows 16 bits; of a running variance below 0."""
 
@@ -582,6 +582,7 @@ class Trace(DispatchMode):
             marks=marks.union(*(self._marks.get(each.key, frozenset()) for each in floats)),
             rows=bad_rows(output) if has_samples else [],
             operation=self.num_operations,
+            follows_backward=self.last_backward > 0 and not (call.backward or torch.is_grad_enabled()),
             tensor=min(held, default=""),
         )
 
@@ -884,6 +885,8 @@ def _pole(name: str, args: Sequence[Any], tensors: list[Tensor]) -> str:
     if name == "pow" and is_below[0] and bool((of[1] != of[1].round()).any()):
         return "a negative number"
     if name in ("logdet", "_linalg_slogdet", "linalg_slogdet"):
+        return "a singular matrix"
+    if name in ("linalg_solve_ex", "_linalg_solve_ex") and bool(torch.linalg.lu_factor_ex(of[0]).info.any()):
         return "a singular matrix"
     if name == "linalg_solve_triangular" and bool((of[0].diagonal(0, -2, -1) == 0).any()):
         return "a singular matrix"

@@ -564,7 +564,9 @@ def test_what_16_bits_round_is_told_from_a_zero_also_where_weights_are_in_16_bit
 def test_bf16_is_advised_beside_islands_where_it_lasts(rate):
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 4)), torch.randn(8, 16)
-    nn.init.constant_(net[1].weight, 3e4)
+    nn.init.normal_(net[1].weight, std=1e4)
+    if rate > 1e-3:  # all outputs are the same, and in bf16 the LayerNorm sees nothing but their roundings
+        nn.init.constant_(net[1].weight, 3e4)
     optimizer = torch.optim.SGD(net.parameters(), rate)
 
     def step(dtype=torch.float16):
@@ -1005,6 +1007,52 @@ def test_a_line_alone_is_no_part_of_what_was_tried():
     tried, *others = diagnosis.fixes
     assert tried.verified and "the whole network" in tried.text and "@keep_fp32" not in tried.text
     assert any("@keep_fp32" in fix.text and fix.verified is None for fix in others)
+
+
+def test_a_singular_matrix_is_named_although_float64_rounds_it_to_another():
+    matrix = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6], [0.1, 0.2, 0.3]])
+    diagnosis = located(
+        nn.Linear(8, 3), (torch.randn(3, 8),), "fp32", lambda y: torch.linalg.solve_ex(matrix, y)[0].sum()
+    )
+    assert diagnosis is not None and diagnosis.cause == "division or logarithm of zero"
+    assert "linalg_solve_ex was given a singular matrix" in diagnosis.why and "diagonal" in diagnosis.fixes[-1].text
+
+
+@pytest.mark.parametrize("cancels", [True, False])
+def test_bf16_whose_loss_is_another_is_no_cure(cancels):
+    """A sum of products as the square of a sum less the sum of squares: in bf16 nothing is left of it."""
+
+    def loss(y):
+        large = 300 + y
+        square = large.sum(1) * large.sum(1)
+        return (square - 4 * large.square().sum(1)).abs().mean() + y.mean() if cancels else square.mean()
+
+    torch.manual_seed(0)
+    diagnosis = located(nn.Linear(8, 4), (torch.randn(16, 8),), "fp16", loss, lr=1e-9, init_scale=1.0)
+    assert diagnosis is not None and "overflow" in diagnosis.cause
+    tried = [fix.override for fix in diagnosis.fixes if fix.verified]
+    assert ("amp=bf16" in tried) == (not cancels)
+    assert ("far from that in fp32" in diagnosis.why) == cancels
+
+
+def test_an_operation_between_two_backward_passes_is_of_no_forward_pass():
+    """As in sharpness-aware minimisation, whose first gradient may be 0."""
+    net, x = nn.Linear(4, 2), torch.zeros(6, 4)
+    net.bias = None
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step():
+        optimizer.zero_grad()
+        net(x).sum().backward()
+        with torch.no_grad():
+            grad = net.weight.grad
+            assert grad is not None
+            net.weight.add_(grad / grad.norm())
+        net(x + 1).sum().backward()
+        optimizer.step()
+
+    diagnosis = Doctor(Amp.named("fp32"), net).locate(step, x)
+    assert diagnosis is not None and diagnosis.phase == "step" and "after the backward pass" in str(diagnosis)
 
 
 def test_numbers_within_an_operation_are_told_from_its_result():
