@@ -51,6 +51,7 @@ from foreign_models import MORE, TIMM, TRANSFORMERS, Batch, Foreign  # noqa: E40
 
 from amp_core import Amp, Clip, Ema, keep_fp32, windows  # noqa: E402
 from amp_core.config.errors import ConfigError  # noqa: E402
+from amp_core.vision import import_torchvision  # noqa: E402
 
 STEPS, MOST, ACCUMULATION, SAMPLES, DECAY, MAX_NORM, LEARNING_RATE = 20, 60, 2, 4, 0.9, 1.0, 1e-4
 INIT_SCALE, MIN_SCALE, GROWTH_INTERVAL = 2.0**24, 2.0**-24, 4
@@ -275,6 +276,7 @@ def main() -> None:
 
 
 def table(rows: list[tuple[str, str, dict[str, Any]]]) -> str:
+    import_torchvision()  # which declares what timm's import looks for
     import timm as of_timm  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
