@@ -111,8 +111,8 @@ def test_a_cure_lasts_for_the_steps_that_it_was_tried_for(loop, kind, monkeypatc
             train()
         return torch.tensor(trained)
 
-    # What was tried, before bf16, is what training with the cure computes, in every bit.
-    assert torch.equal(trained_with(diagnosis.islands), torch.tensor(losses[-2 * cures.STEPS : -cures.STEPS]))
+    # What was tried, before bf16 and the loss in fp32, is what training with the cure computes, in every bit.
+    assert torch.equal(trained_with(diagnosis.islands), torch.tensor(losses[-2 * cures.STEPS - 1 : -cures.STEPS - 1]))
     # Tried for the window alone, a cure is printed that the next step breaks.
     monkeypatch.setattr(cures, "STEPS", 1)
     diagnosis = Doctor(amp, net).locate(step, x)
@@ -295,11 +295,11 @@ class Doubled(nn.Linear):
         (lambda: nn.Linear(8, 4), lambda y: torch.log(y.relu() * 0).mean(), "fp16", 2),
         # Watched, and with a finite weight.
         (lambda: poisoned(nn.Linear(8, 4)), torch.mean, "fp32", 2),
-        # Watched, and five steps with the island, five in bf16.
-        (lambda: Doubled(8, 4), torch.mean, "fp16", 11),
+        # Watched, and five steps with the island, five in bf16; one in fp32, whose loss bf16 has to have.
+        (lambda: Doubled(8, 4), torch.mean, "fp16", 12),
         # The first island is tried at two scales, and what breaks then watched; both islands, each alone, and five steps
-        # each with both and in bf16.
-        (lambda: nn.Sequential(Doubled(8, 4), Doubled(4, 4)), torch.mean, "fp16", 17),
+        # each with both and in bf16; one in fp32.
+        (lambda: nn.Sequential(Doubled(8, 4), Doubled(4, 4)), torch.mean, "fp16", 18),
     ],
 )
 def test_a_diagnosis_computes_as_few_windows_as_it_needs(net, loss, mode, windows, monkeypatch):
