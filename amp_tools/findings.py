@@ -17,6 +17,9 @@ _WAITS = {"_local_scalar_dense", "equal", "nonzero", "_unique2", "masked_select"
 
 _SMALL = {"cpu": 10e-6, "cuda": 5e-6}
 """Seconds: about what starting an operation takes, so that a shorter one is mostly overhead."""
+_VIEWS = 8
+"""The same in views, which compute nothing and slow down with the machine: one on 8 numbers takes the time of about 4
+(AMD EPYC family 26, under the profiler), so that one of less than 8 computes for less time than it takes to start."""
 _NARROW = 64
 """Smaller products are bound by memory traffic, and their sizes usually given: colours, classes, heads."""
 
@@ -108,6 +111,8 @@ def find_casts(p: Profile) -> list[Finding]:
 def find_small_operators(p: Profile) -> list[Finding]:
     """Steps that are made of operations so short that starting them is what takes the time."""
     work, bound = [op for op in p.work if p.device == "cpu" or op.num_kernels], _SMALL[p.device]
+    if p.device == "cpu" and (views := [op.seconds for op in p.ops if op.is_view and op.seconds]):
+        bound = _VIEWS * statistics.median(views)
     if not work:
         return []
     small = [op for op in work if op.seconds / max(op.num_kernels, 1) < bound]

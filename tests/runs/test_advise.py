@@ -363,6 +363,17 @@ def test_a_finder_finds_what_is_there_and_nothing_else(finder):
     assert find(not_there) == []
 
 
+def test_small_operations_are_found_on_a_machine_that_is_slow_now():
+    """Other processes make views longer, too: a bound in seconds would find nothing beside them."""
+    view = Op("aten::view", Location(None, "", "a.py:1", ""), is_view=True)
+    for times in (1.0, 20.0):
+        views = [dataclasses.replace(view, seconds=1e-6 * times)] * 50
+        ops = [*views, *[product(8, 8, 8, 4e-6 * times)] * 200]
+        (finding,) = advising.find_small_operators(by_hand(*ops, batch_size=4))
+        assert finding.override == "batch_size=8"
+        assert advising.find_small_operators(by_hand(*views, *[product(8, 8, 8, 9e-6 * times)] * 200)) == []
+
+
 def test_shares_are_of_the_whole_step():
     profile = by_hand(BIG, loads=[0.01], loading=0.01)
     # Half of the time is the wait, so the product takes 45 % of it.
