@@ -66,9 +66,11 @@ def is_sharded(net: nn.Module) -> bool:
     return net in plans
 
 
-def gathers_16bit(net: nn.Module) -> bool:
-    """Whether weights of `net` are gathered in 16 bits: these can no longer become islands."""
-    return net in plans and plans[net].dtype is not None
+def has_16bit(nets: Sequence[tuple[str, nn.Module]]) -> bool:
+    """Whether weights are stored or gathered in 16 bits, as of a frozen base: such networks need autocast."""
+    gathered = (net in plans and plans[net].dtype is not None for _, net in nets)
+    low = (torch.float16, torch.bfloat16)
+    return any(gathered) or any(p.dtype in low for _, net in nets for p in net.parameters())
 
 
 def tensors_of(net: nn.Module) -> list[Tensor]:

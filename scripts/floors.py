@@ -24,23 +24,23 @@ PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 
 LIMITS = {
     "config": 1755,
-    "base": 695,
+    "base": 697,
     "lowp": 1670,
-    "step": 2286,
+    "step": 2292,
     "memory": 795,
     "layouts": 1285,
     "checkpoints": 2064,
     "models": 655,
     "data": 1966,
     "heads": 670,
-    "run": 4723,
-    "doctor": 3714,
+    "run": 4707,
+    "doctor": 3727,
     "cli": 1335,
-    "amp_tools": 4940,
+    "amp_tools": 4945,
 }
 """Lines of each floor at most, in their order. `base` are the modules that lie beside the folders."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7865, 2480
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7865, 2481
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 490

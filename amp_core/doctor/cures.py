@@ -11,11 +11,11 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from amp_core.doctor.diagnosis import (
     ADVICE,
@@ -31,14 +31,12 @@ from amp_core.doctor.diagnosis import (
     keep_fp32_call,
     keep_fp32_override,
 )
-from amp_core.doctor.plain_loop import In32Bits, PlainLoop, in_bf16, without_autocast
+from amp_core.doctor.plain_loop import PlainLoop, in_32_bits, in_bf16, without_autocast
 from amp_core.doctor.trace import FirstNonFinite, Trace
 from amp_core.lowp.islands import islands_of
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
-from amp_core.run.resume import has_16bit
 from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
-from amp_core.tensors import is_sharded
 
 Replay = Callable[..., contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Trying = Callable[[], contextlib.AbstractContextManager[int]]
@@ -63,7 +61,6 @@ class Trial(NamedTuple):
     """In the step that breaks: only gradients overflow."""
     losses: Sequence[float] = ()
     """The largest of each step."""
-    scale: float = 1.0
     is_flat: bool = False
     """All gradients are 0, and in 32 bits they are not."""
 
@@ -87,6 +84,8 @@ class Reruns(Protocol):
     plain: PlainLoop | None
 
     @property
+    def may_leave_autocast(self) -> bool: ...
+    @property
     def can_make_islands(self) -> bool: ...
     def as_islands(self, names: Sequence[str]) -> contextlib.AbstractContextManager[list[str]]: ...
     def is_finite(self, replay: Replay, *, as_trained: bool = False) -> Generator[Any, None, bool]: ...
@@ -109,6 +108,9 @@ class Cures:
         self.amp, self.agree = doctor.amp, doctor.agree
         self._optimizers = set[torch.optim.Optimizer]()
         self._growing: Trial | None = None
+        """The last trial of a cure that held, if the loss grew in it."""
+        self._scale = min(doctor.amp.scale, 1.0)
+        self._wides: dict[bool, Trial] = {}
 
     # --- what to change -----------------------------------------------------------------------------------------------
 
@@ -172,8 +174,7 @@ class Cures:
                     trace, _ = yield from self.doctor.trace(self.replay)
                     advice = BY_HAND
                     if not any(self.agree(is_among(birth, trace.births))):
-                        with without_autocast():
-                            wide = yield from self.lasts(min(diagnosis.loss_scale, 1.0))
+                        wide = yield from self._in_fp32()
                         advice = dataclasses.replace(BF16, verified=False) if wide.steps else ADVICE["overflow in fp32"]
                         diagnosis.why += "" if wide.steps else " Without autocast the window is not finite either."
         diagnosis.fixes += [BF16] if is_large and diagnosis.fixes else []
@@ -185,9 +186,7 @@ class Cures:
         """Withdraw cures with which the loss grows, if it does in fp32, too, and with a learning rate of 0 does not."""
         if (growing := self._growing) is None or not any(fix.verified for fix in diagnosis.fixes):
             return
-        with without_autocast():
-            wide = yield from self.lasts(min(diagnosis.loss_scale, 1.0))
-            still = yield from self.lasts(min(diagnosis.loss_scale, 1.0), moves=False)
+        wide, still = (yield from self._in_fp32()), (yield from self._in_fp32(moves=False))
         if (wide.grows or (wide.steps and not wide.holds)) and still.holds and not still.grows:
             first, last = growing.losses[0], growing.losses[-1]
             diagnosis.cause, diagnosis.fixes = "training diverges", [ADVICE["training diverges"]]
@@ -232,8 +231,7 @@ class Cures:
                 first, broken = f"{_listed(made)} in fp32", trial
                 first += f" at loss scale {fits:g}" if fits < scale else ""
                 first += f" and with {BACKWARD}" if outside else ""
-                with without_autocast():
-                    wide = yield from self.lasts(min(scale, 1.0))
+                wide = yield from self._in_fp32()
                 for _ in range(_MOST_ROUNDS if wide.holds else 0):
                     with self.doctor.as_islands(made):
                         following = yield from self._culprit_at(fits, trial.steps)
@@ -242,7 +240,7 @@ class Cures:
                     if trial.holds or names == [""]:
                         break
                 if not trial.holds:
-                    yield from self._give_up(diagnosis, first, broken, wide)
+                    yield from self._give_up(diagnosis, first, broken)
                     return None
         if not trial.steps:
             why = "finite, but not when it is rerun: does it change its batch?"
@@ -271,21 +269,17 @@ class Cures:
         return trial, fits, made
 
     def _give_up(
-        self, diagnosis: Diagnosis, what: str, trial: Trial, wide: Trial | None = None, *, is_said: bool = False
+        self, diagnosis: Diagnosis, what: str, trial: Trial, *, is_said: bool = False
     ) -> Generator[Any, None, None]:
         """Say of a cure that it does not last, and what else to do."""
         breaks = f"{_ordinal(trial.steps)} step after it breaks."
         diagnosis.why += f" The {breaks}" if is_said else f" With {what} the window is finite, and the {breaks}"
-        if wide is None:
-            with without_autocast():
-                wide = yield from self.lasts(1.0)
+        wide = yield from self._in_fp32()
         advice = ADVICE.get(diagnosis.cause, BF16)
         if wide.steps and not wide.holds:
             at = ", at loss scale 1" if diagnosis.loss_scale > 1 else ""
             diagnosis.why += f" Without autocast the {_ordinal(wide.steps)} step after it breaks, too{at}."
-            with without_autocast():
-                still = yield from self.lasts(1.0, moves=False)
-            if still.holds:
+            if (yield from self._in_fp32(moves=False)).holds:
                 diagnosis.cause, diagnosis.fixes = "training diverges", [ADVICE["training diverges"]]
                 diagnosis.why += " With a learning rate of 0 it does not."
                 return
@@ -311,27 +305,43 @@ class Cures:
                 if not all(self.agree(rehearsal.is_finite)):
                     told = rehearsal.losses
                     finite = bool(told) and all(bool(loss.isfinite().all()) for loss in told)
-                    return Trial(step, most, all(self.agree(finite)))
-                losses.append(largest(rehearsal.losses))
+                    return Trial(step, most, all(self.agree(finite)), self.agree(losses)[0])
+                losses.append(self.loss_of(rehearsal))
                 has_slope = has_slope or any(self.agree(rehearsal.has_slope))
-        # A network in 16 bits may raise without autocast; a plain loop takes that as not finite.
-        if not has_slope and (self.doctor.plain or not has_16bit(self.doctor.nets)):
-            sharded = any(is_sharded(net) for _, net in self.doctor.nets)
-            wide = contextlib.nullcontext() if sharded else In32Bits()
-            with without_autocast(), wide, self.replay() as (rehearsal, window):
+        if not has_slope and self.doctor.may_leave_autocast:
+            with without_autocast(), in_32_bits(self.doctor.nets), self.replay() as (rehearsal, window):
                 yield window
             if any(self.agree(rehearsal.has_slope and rehearsal.is_finite)):
                 return Trial(0, most, True, is_flat=True)
-        trial = Trial(most, most, True, self.agree(losses)[0], scale=scale)
+        trial = Trial(most, most, True, self.agree(losses)[0])
         self._growing = trial if trial.grows else None
         return trial
 
+    def loss_of(self, rehearsal: Rehearsal) -> float:
+        """The largest loss of a window, also of a loop that scales it itself."""
+        is_scaled = self.doctor.plain is not None and self.doctor.plain.scaler is not None
+        largest = max((float(loss.float().sum()) for loss in rehearsal.losses), default=0.0)
+        return largest / self.amp.scale if is_scaled else largest
+
+    def _in_fp32(self, *, moves: bool = True) -> Generator[Any, None, Trial]:
+        """As `lasts`, without autocast, at a loss scale of 1 or less. Tried once."""
+        if moves not in self._wides:
+            growing = self._growing
+            with without_autocast():
+                self._wides[moves] = yield from self.lasts(self._scale, moves=moves)
+            self._growing = growing  # no cure
+        return self._wides[moves]
+
     def _is_far_from_fp32(self, trial: Trial) -> Generator[Any, None, bool]:
         """Whether the first loss of a trial is less than half of that in fp32, or more than twice."""
-        with self.amp.scaler.held_at(trial.scale), without_autocast(), self.replay() as (rehearsal, window):
-            yield window
-        there, here = largest(rehearsal.losses), trial.losses[0] if trial.losses else 0.0
-        return any(self.agree(math.isfinite(there) and not 0.5 * abs(there) <= abs(here) <= 2 * abs(there)))
+        if True in self._wides:
+            losses = self._wides[True].losses
+        else:
+            with self.amp.scaler.held_at(self._scale), without_autocast(), self.replay() as (rehearsal, window):
+                yield window
+                losses = self.agree([self.loss_of(rehearsal)])[0]
+        there, here = losses[0] if losses else math.nan, trial.losses[0] if trial.losses else 0.0
+        return math.isfinite(there) and not 0.5 * abs(there) <= abs(here) <= 2 * abs(there)
 
     def _culprit_at(self, scale: float, steps: int) -> Generator[Any, None, str | None]:
         """The module that breaks a trial after so many steps."""
@@ -454,10 +464,6 @@ class Cures:
                     break
                 parts = min(parts * 2, len(names))
         return names
-
-
-def largest(losses: Iterable[Tensor]) -> float:
-    return max((float(loss.float().sum()) for loss in losses), default=0.0)
 
 
 def has_grown(losses: Sequence[float]) -> bool:

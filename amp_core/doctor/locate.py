@@ -38,15 +38,14 @@ from amp_core.doctor.diagnosis import (
     is_among,
     location_of,
 )
-from amp_core.doctor.plain_loop import In32Bits, PlainLoop, RandomState, in_one_thread, with_finite, without_autocast
+from amp_core.doctor.plain_loop import PlainLoop, RandomState, in_32_bits, in_one_thread, with_finite, without_autocast
 from amp_core.doctor.steps import after_the_step
 from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
 from amp_core.lowp.islands import as_islands, named_modules
 from amp_core.memory.compiled import BACKWARD, may_compile
-from amp_core.run.resume import can_make_islands, has_16bit
 from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
-from amp_core.tensors import is_sharded, unwrap
+from amp_core.tensors import has_16bit, is_sharded, unwrap
 
 Agree = Callable[[Any], list[Any]]
 
@@ -202,12 +201,9 @@ class Doctor:
         diagnosis = self.describe(birth, cause, everywhere[rank]["births"], everywhere[rank]["reached"])
         diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = rank, broken, len(everywhere)
         diagnosis.loss_scale = scale
-        # Their forward pass may raise without autocast; a plain loop takes that as no cure.
-        is_low = has_16bit(self.nets)
-        may_be_rounding = cause in POLES and everywhere[rank]["has_half"]
-        if may_be_rounding and (self.plain or not is_low):
+        if cause in POLES and everywhere[rank]["has_half"] and self.may_leave_autocast:
             is_mended = yield from self._in_fp32(diagnosis, birth, replay)
-            if not is_mended and (diagnosis.cause != cause or not is_low):  # an island does not end it
+            if not is_mended and (diagnosis.cause != cause or not has_16bit(self.nets)):  # an island does not end it
                 cause = diagnosis.cause
                 diagnosis.fixes = [advice_for(cause, birth) or ADVICE[cause]]
                 return diagnosis
@@ -267,11 +263,10 @@ class Doctor:
     def _in_fp32(self, diagnosis: Diagnosis, birth: FirstNonFinite, replay: Replay) -> Generator[Any, None, bool]:
         """Whether a zero is none without autocast: then 16 bits made it, as where only the program's casts do."""
         with self.amp.scaler.held_at(min(diagnosis.loss_scale, 1.0)):
-            wide = contextlib.nullcontext() if any(is_sharded(net) for _, net in self.nets) else In32Bits()
-            with wide, without_autocast(), in_one_thread(self.names):
+            with in_32_bits(self.nets) as wide, without_autocast(), in_one_thread(self.names):
                 is_rounding = yield from self.is_finite(replay)
             is_mended = is_rounding
-            if is_rounding and any(self.agree(isinstance(wide, In32Bits) and wide.was_used)):
+            if is_rounding and any(self.agree(wide is not None and wide.was_used)):
                 with without_autocast():
                     is_mended = yield from self.is_finite(replay)
         if is_rounding:
@@ -382,9 +377,14 @@ class Doctor:
     # --- islands ------------------------------------------------------------------------------------------------------
 
     @property
+    def may_leave_autocast(self) -> bool:
+        """Whether to try windows without it. Networks in 16 bits may raise then; a plain loop takes that as no cure."""
+        return self.plain is not None or not has_16bit(self.nets)
+
+    @property
     def can_make_islands(self) -> bool:
         """Whether modules can become fp32 islands."""
-        return can_make_islands(self.amp, self.nets)
+        return self.amp.can_make_islands(self.nets)
 
     @contextlib.contextmanager
     def as_islands(self, names: Sequence[str]) -> Iterator[list[str]]:

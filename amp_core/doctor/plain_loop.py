@@ -34,7 +34,7 @@ from amp_core.memory.compiled import eagerly, may_compile
 from amp_core.step.amp import Amp
 from amp_core.step.gradients import check_gradients, weights_of, with_grads
 from amp_core.step.report import Rehearsal, require_no_closure
-from amp_core.tensors import local
+from amp_core.tensors import is_sharded, local
 
 Held = dict[torch.optim.Optimizer, list[tuple[Tensor, Tensor]]]
 
@@ -374,6 +374,13 @@ class In32Bits(DispatchMode):
         if not is_view(func) and not func._schema.is_mutable:
             args, kwargs = _widened(args), {name: _widened(each) for name, each in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def in_32_bits(
+    nets: Iterable[tuple[str, nn.Module]],
+) -> contextlib.AbstractContextManager[In32Bits] | contextlib.AbstractContextManager[None]:
+    """`In32Bits`, or nothing where DTensors would need dispatch of their own."""
+    return contextlib.nullcontext() if any(is_sharded(net) for _, net in nets) else In32Bits()
 
 
 def _widened(value: Any) -> Any:

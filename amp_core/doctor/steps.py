@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_core.doctor.cures import STEPS, Cures, has_grown, largest
+from amp_core.doctor.cures import STEPS, Cures, has_grown
 from amp_core.doctor.diagnosis import ADVICE, Diagnosis, Fix, advice_for, cause_of
 from amp_core.doctor.trace import FirstNonFinite, dtype_name, is_finite, own_names
 from amp_core.lowp.weights import weights_by_side
@@ -71,7 +71,7 @@ def _weights_after(
             with again as (rehearsal, window), register_optimizer_step_post_hook(note):
                 yield window
             used |= rehearsal.optimizers
-            losses.append(largest(rehearsal.losses))
+            losses.append(cures.loss_of(rehearsal))
             bad += [] if all(cures.agree(rehearsal.is_finite)) else ["the gradients"]
         bad += ["the loss"] if has_grown(losses) else []
         low = weights_by_side()

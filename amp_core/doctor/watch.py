@@ -43,10 +43,10 @@ from amp_core.run.environment import Symptoms
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.loop import Loop
 from amp_core.run.replay import first_sample, indices_of, replay, rerun_step, restore, snapshot, trying
-from amp_core.run.resume import has_16bit, make_islands
+from amp_core.run.resume import make_islands
 from amp_core.step.report import StepReport
 from amp_core.step.window import MicroBatch
-from amp_core.tensors import local
+from amp_core.tensors import has_16bit, local
 
 logger = logging.getLogger("amp_recipes")
 

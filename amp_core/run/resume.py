@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
 from amp_core.config.errors import ConfigError
@@ -15,8 +14,6 @@ from amp_core.config.schema import Config
 from amp_core.lowp.islands import islands_of, keep_fp32, named_modules
 from amp_core.run.loop import Loop
 from amp_core.run.machine import moved
-from amp_core.step.amp import Amp
-from amp_core.tensors import gathers_16bit
 
 _MAKE_PARTS = ("recipe.", "model.", "data.", "optimizer.", "ema.")
 """Settings on which the shapes of parts depend."""
@@ -129,7 +126,7 @@ def _make_islands(loop: Loop, islands: list[str], notes: list[str]) -> None:
             f"layout={loop.cfg.layout.name}: the doctor had put {', '.join(islands)} into fp32, which must "
             f"happen before weights are sharded: add amp.keep_fp32=[{','.join(islands)}]"
         )
-    if islands and can_make_islands(loop.amp, nets):
+    if islands and loop.amp.can_make_islands(nets):
         make_islands(loop, islands)
         notes.append(f"{', '.join(islands)} stay in fp32, as the doctor set them")
 
@@ -143,19 +140,6 @@ def make_islands(loop: Loop, names: list[str]) -> None:
         loop.graph.forget()
     loop.islands += [name for name in names if name not in loop.islands]
     loop.env.summary["islands"] = loop.islands
-
-
-def has_16bit(nets: list[tuple[str, nn.Module]]) -> bool:
-    """Whether weights are stored or gathered in 16 bits, as of a frozen base: these networks need autocast."""
-    low = (torch.float16, torch.bfloat16)
-    return any(gathers_16bit(net) or any(p.dtype in low for p in net.parameters()) for _, net in nets)
-
-
-def can_make_islands(amp: Amp, nets: list[tuple[str, nn.Module]]) -> bool:
-    """Whether modules can become islands now: it takes autocast, and weights in fp32, also where they are gathered."""
-    autocasts = amp.dtype in (torch.float16, torch.bfloat16)
-    in_16bit = amp.weights or amp.config.float8 or has_16bit(nets)
-    return autocasts and not in_16bit
 
 
 def _check_changes(loop: Loop, loaded: Loaded, notes: list[str]) -> None:

@@ -48,6 +48,7 @@ from amp_core.step.report import Observer, OptimizerState, Rehearsal, StepReport
 from amp_core.step.scaler import LossScale, Numbers, policy_of
 from amp_core.tensors import (
     UNTESTED_DEVICES,
+    has_16bit,
     is_sharded,
     is_state_sharded,
     is_there,
@@ -558,6 +559,11 @@ class Amp:
         """The smallest positive, subnormal, and the largest finite value of activations and their gradients."""
         info = torch.finfo(self._low)
         return info.smallest_normal * info.eps, info.max
+
+    def can_make_islands(self, nets: Sequence[tuple[str, nn.Module]]) -> bool:
+        """Whether modules can become islands now: it takes autocast, and weights in fp32, also where gathered."""
+        in_16bit = self.weights or self.config.float8 or has_16bit(nets)
+        return self.dtype in (torch.float16, torch.bfloat16) and not in_16bit
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale in the layout of `torch.amp.GradScaler`; {} in modes without one. Waits for the device.
