@@ -34,7 +34,7 @@ LIMITS = {
     "data": 1966,
     "heads": 670,
     "run": 4707,
-    "doctor": 3727,
+    "doctor": 3758,
     "cli": 1335,
     "amp_tools": 4945,
 }

@@ -249,7 +249,7 @@ class Cures:
             if trial.is_flat:
                 why = "finite, and all gradients are 0"
             text = f"compute in fp32: {_listed(made)}: {why}"
-            diagnosis.fixes.append(Fix("override", text, python=keep_fp32_call(made), verified=False))
+            diagnosis.fixes.append(Fix("override", text, python=self._call(made), verified=False))
             return True
         diagnosis.islands = made
         diagnosis.scale_that_fits = fits if fits < scale else None
@@ -410,12 +410,15 @@ class Cures:
         """A fix that keeps modules in fp32, and begins with a smaller loss scale."""
         text = f"compute in fp32: {_listed(names)}"
         # An override replaces the list: include the existing islands.
-        override, python = keep_fp32_override([*islands_of(self.doctor.nets), *names]), keep_fp32_call(names)
+        override, python = keep_fp32_override([*islands_of(self.doctor.nets), *names]), self._call(names)
         if scale is not None:
             text += "; and begin with a smaller loss scale"
             override += f" amp.init_scale={scale:g}"
             python += f"; {self._scale_fix('', Trial(1, 1, True), init_scale=scale).python}"
         return Fix("override", text, override, python, True, steps)
+
+    def _call(self, names: list[str]) -> str:
+        return keep_fp32_call(names, [name for name, _ in self.doctor.nets])
 
     # --- islands ------------------------------------------------------------------------------------------------------
 

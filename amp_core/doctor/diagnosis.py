@@ -28,6 +28,7 @@ Cause = Literal[
     "division or logarithm of zero",
     "outside the domain of a function",
     "underflow in 16 bits",
+    "underflow in fp32",
     "cancellation in 16 bits",
     "rounding in 16 bits",
     "16-bit sigmoid before a logarithm",
@@ -68,6 +69,7 @@ _LIMITS = {
 }
 """The largest numbers, where they are not about that of float32."""
 _FLOAT8 = tuple(name for name in _LIMITS if name.startswith("float8"))
+_BCE = {"bce", "wide bce"}
 _LOGARITHMS = {"log", "log2", "log10", "log1p", "xlogy"}
 _HAVE_ENDS = {"acos", "asin", "acosh", "atanh", "logit", "erfinv"}
 _HAVE_DOMAINS = {*_LOGARITHMS, *_HAVE_ENDS, "sqrt", "rsqrt", "pow"}
@@ -200,9 +202,15 @@ def keep_fp32_override(names: Sequence[str]) -> str:
     return "'amp.keep_fp32=[" + ",".join(f'"{name}"' for name in names) + "]'"
 
 
-def keep_fp32_call(names: Sequence[str]) -> str:
-    """The same as a line of Python."""
-    return "keep_fp32(model)" if list(names) == [""] else f"keep_fp32(model, {json.dumps(list(names))})"
+def keep_fp32_call(names: Sequence[str], nets: Iterable[str] = ("",)) -> str:
+    """The same as a line of Python; networks that have names are called by them."""
+    calls = []
+    for net in nets:
+        dot = f"{net}." if net else ""
+        inside = ["" if name == net else name.removeprefix(dot) for name in names if f"{name}.".startswith(dot)]
+        patterns = f", {json.dumps(inside)}" if inside != [""] else ""
+        calls += [f"keep_fp32({net or 'model'}{patterns})"] if inside else []
+    return "; ".join(dict.fromkeys(calls))
 
 
 def cause_of(birth: FirstNonFinite) -> Cause:
@@ -222,7 +230,7 @@ def cause_of(birth: FirstNonFinite) -> Cause:
     if "ctc_loss" in name and not birth.backward and not is_wide_finite:
         return "targets longer than their inputs"
     is_bce = name.startswith("binary_cross_entropy") and birth.at_a_pole != "no elements"
-    if marks & {"bce", "wide bce"} or is_bce:
+    if marks & _BCE or is_bce:
         return "16-bit sigmoid before a logarithm" if marks & {"bce", "sigmoid"} else "sigmoid before a logarithm"
     # One that is singular in exact arithmetic need not be so in float64, which rounds, too.
     if birth.at_a_pole and (not is_wide_finite or birth.at_a_pole == "a singular matrix"):
@@ -230,7 +238,9 @@ def cause_of(birth: FirstNonFinite) -> Cause:
             return "16-bit sigmoid before a logarithm" if "sigmoid" in marks else "sigmoid before a logarithm"
         if "eps" not in marks and birth.has_nan and name in _HAVE_DOMAINS:
             return "outside the domain of a function"
-        return "eps lost in 16 bits" if "eps" in marks else "division or logarithm of zero"
+        if "eps" in marks:
+            return "eps lost in 16 bits"
+        return "underflow in fp32" if "wide underflow" in marks else "division or logarithm of zero"
     if birth.only_masks:
         return "nothing left by a mask"
     if birth.wide is not None and math.isnan(birth.wide):
@@ -263,17 +273,18 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
         origin = next((marks[kind] for kind in kinds if kind in marks), "a sigmoid")
         return (
             f"A probability was rounded to exactly 0 or 1 ({origin}), so that its logarithm, or the gradient 1/p, "
-            "is infinite. Use a loss that takes logits: its gradient is p - y."
+            "is infinite."
         )
     if cause == "eps lost in 16 bits":
         return f"An eps that should have kept a number above 0 is itself 0 in 16 bits: {marks['eps']}."
-    if cause == "underflow in 16 bits":
-        return (
-            f"{what} was given a number that is 0 only because of 16 bits: {marks['underflow']} is 0 there, and not in "
-            "exact arithmetic."
-        )
+    if cause in ("underflow in 16 bits", "underflow in fp32"):
+        bits, kind = ("16 bits", "underflow") if cause == "underflow in 16 bits" else ("32 bits", "wide underflow")
+        return f"{what} was given a number that is 0 only because of {bits}: {marks[kind]} is 0 there, not in float64."
     if cause == "cancellation in 16 bits":
-        return f"{what} was given a difference of two numbers that 16 bits cannot tell apart ({marks['cancellation']})."
+        return (
+            f"{what} was given a difference no larger than the rounding errors of its two numbers in 16 bits "
+            f"({marks['cancellation']})."
+        )
     if cause == "targets longer than their inputs":
         return (
             "The loss is infinite by definition where no alignment exists: a sample needs a frame for each label, and "
@@ -318,13 +329,13 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
         if birth.op:
             return f"{birth.tensor} holds numbers up to {birth.wide:.4g}, and {dtype} ends at {limit:g}."
         return f"{birth.tensor} was not finite before the window began."
-    reach = f"of the size {birth.wide:.4g} in exact arithmetic" if birth.wide is not None else "not finite"
+    reach = f"of the size {birth.wide:.4g} in float64" if birth.wide is not None else "not finite"
     reach = "infinite in float64, too" if birth.wide == math.inf else reach
     text = f"The result of {pass_} is {reach}, and {dtype} ends at {limit:g}"
     if cause == "overflow in a cast" and birth.wide is not None:
         text = f"A number of the size {birth.wide:.4g} was cast to {dtype}, which ends at {limit:g}"
     elif birth.wide is not None and birth.wide <= limit:
-        return f"Numbers within {pass_} exceed {dtype}, which ends at {limit:g}; its result is {reach}."
+        return f"{pass_} is not finite in {dtype}, which ends at {limit:g}, and {reach}."
     return f"{text}{'; it then became NaN' if birth.has_nan and cause != 'overflow in a cast' else ''}."
 
 
@@ -347,14 +358,16 @@ def _and_more(count: int) -> str:
     return f" and {count} more" if count > 0 else ""
 
 
-POLES: set[Cause] = {"division or logarithm of zero", "outside the domain of a function"}
+POLES: set[Cause] = {"division or logarithm of zero", "underflow in fp32", "outside the domain of a function"}
 CURED_BY_ISLANDS: set[Cause] = {"overflow in a product", "overflow in an addition", "overflow in a reduction", *POLES}
 CURED_BY_ISLANDS |= {"overflow in a function", "overflow in a cast", "eps lost in 16 bits", "nothing left by a mask"}
 CURED_BY_ISLANDS |= {"underflow in 16 bits", "cancellation in 16 bits", "rounding in 16 bits", "position collision"}
 CURED_BY_ISLANDS |= {"16-bit sigmoid before a logarithm"}
 
 BF16 = Fix("override", "use bf16, which has the range of fp32", "amp=bf16", 'Amp.named("bf16")')
-BY_HAND = Fix("code", "the program itself, not autocast, computes this in 16 bits: cast to float32, not to less")
+BY_HAND = Fix(
+    "code", "the program itself, not autocast, computes this in 16 bits: cast all that it is given to float32"
+)
 LINE_ALONE = Fix("code", "perhaps enough: this line, and what uses its result, in a function with @keep_fp32")
 ADVICE: dict[Cause, Fix] = {
     "eps lost in 16 bits": Fix(
@@ -371,6 +384,9 @@ ADVICE: dict[Cause, Fix] = {
     "cancellation in 16 bits": Fix(
         "code",
         "compute the difference, and what leads to it, in fp32 (a variance as the mean of squared deviations)",
+    ),
+    "underflow in fp32": Fix(
+        "code", "add logarithms in place of numbers: log_softmax, logsumexp, slogdet, log1p; or compute it in float64"
     ),
     "rounding in 16 bits": Fix("code", "compute this line, and what leads to it, in fp32; or clamp its argument"),
     "targets longer than their inputs": Fix(
@@ -397,7 +413,7 @@ ADVICE: dict[Cause, Fix] = {
     ),
     "poisoned gradient": Fix("code", "optimizer.zero_grad() before the window, also after a step that was skipped"),
     "poisoned moment": Fix("data", "start from an earlier checkpoint (resume=<folder>), or with a new optimizer"),
-    "poisoned by the optimizer": Fix("code", "repair what the optimizer has: learning rate, eps, gradients, moments"),
+    "poisoned by the optimizer": Fix("code", "lower the learning rate (optimizer.lr), or repair eps or moments"),
     "poisoned tensor": Fix("data", "make it finite where the program creates, loads or updates it"),
     "infinite constant": Fix("code", "write a finite number, or keep what it masks from the loss"),
     "bad input": Fix("data", "repair or remove the samples"),
@@ -425,7 +441,11 @@ def advice_for(cause: Cause, birth: FirstNonFinite) -> Fix | None:
     if cause == "nothing left by a mask" and what in ("sub", "rsub"):
         return Fix("code", "write a large finite number in place of -inf, or leave something in what is masked")
     if cause == "bad input" and birth.op:  # finite numbers
-        return Fix("data", "repair or remove the samples; if all are like that, normalise them")
+        return Fix("data", "repair or remove the samples; if their numbers are right, normalise them")
+    if "sigmoid before" in cause and not (what.startswith("binary") or {kind for kind, _ in birth.marks} & _BCE):
+        region = ", or an fp32 region that holds the sigmoid *and* the logarithm" * cause.startswith("16")
+        text = f"take the logarithm of the logits: logsigmoid(z) for log(p), logsigmoid(-z) for log(1 - p){region}"
+        return Fix("code", text)
     if birth.is_constant and cause in POLES:
         return Fix("code", "use torch.linalg.slogdet, or a matrix whose determinant is positive")
     is_average = what in _AVERAGES or birth.at_a_pole == "no elements"

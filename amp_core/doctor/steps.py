@@ -47,6 +47,10 @@ def after_the_step(cures: Cures) -> Generator[Any, None, Diagnosis | None]:
             break
     if any(f"{key} exceeds" in why for key in _OF_SQUARES | _OF_GRADIENTS):
         found.fixes = [Fix("code", "make the gradients smaller (a mean, not a sum), or keep the moments in fp32")]
+    elif "the learning rate is" in why:
+        found.fixes = [Fix("code", "give the optimizer a finite learning rate (optimizer.lr)")]
+    elif any(f"{key} is {how}" in why for key in _OF_SQUARES | _OF_GRADIENTS for how in ("NaN", "negative")):
+        found.fixes = [ADVICE["poisoned moment"]]
     found.fixes = found.fixes or [ADVICE[found.cause]]
     return found
 

@@ -69,11 +69,11 @@ one."""
 _SPREADS_SIGMOID = {"_to_copy", "rsub", "sub", "add", "neg", "clamp", "clamp_min", "clamp_max", "index", "where", "mul"}
 _SPREADS_BCE = {"_to_copy", "mul", "clone", "sum", "expand", "div", "sigmoid_backward"}
 _UNDERFLOWS = {"_to_copy", "_softmax", "exp", "exp2", "sigmoid", "mul", "div", "square", "pow", "prod", "reciprocal"}
-_UNDERFLOWS |= {"cumprod", "softplus", "silu", "gelu", "mish", "erfc"}
+_UNDERFLOWS |= {"cumprod", "softplus", "silu", "gelu", "mish", "erfc", "_linalg_det"}
 _UPDATES_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 """They write to their fourth and fifth argument, and their schemas do not say so."""
 _SUBTRACTS = {"sub", "add", "rsub"}
-_FADING = ("eps", "underflow", "cancellation")
+_FADING = ("eps", "underflow", "wide underflow", "cancellation")
 """Marks of numbers that are 0 because of their dtype: they end where no zero is left."""
 _ADDS_EPS = {"add", "add_", "clamp_min", "clamp_min_", "clamp", "clamp_", "maximum", "sub", "rsub"}
 _POSITIONAL = {"mul", "add", "sub", "div", "pow", "rsub"}
@@ -565,6 +565,9 @@ class Trace(DispatchMode):
         moved = floats[-1:] if call.name in ("_to_copy", "copy_") else []
         held = [name for each in moved for kind, name in self._marks.get(each.key, ()) if kind == "input"]
         held += [n for n, each in zip(known, floats, strict=True) if "running_var" in n and (each.tensor < 0).any()]
+        marks = marks.union(*(self._marks.get(each.key, frozenset()) for each in floats))
+        of_the_last = self._marks.get(floats[-1].key, frozenset()) if floats else frozenset()  # the divisor
+        marks = frozenset(mark for mark in marks if mark[0] != "wide underflow" or mark in of_the_last)
         return FirstNonFinite(
             number=len(self.births),
             op=f"{call.func.namespace}.{call.name}",
@@ -579,7 +582,7 @@ class Trace(DispatchMode):
             wide=None if wide is None else wide.abs().amax().item(),  # a NaN if there is one: it is no overflow
             at_a_pole=pole,
             only_masks=only_masks,
-            marks=marks.union(*(self._marks.get(each.key, frozenset()) for each in floats)),
+            marks=marks,
             rows=bad_rows(output) if has_samples else [],
             operation=self.num_operations,
             follows_backward=self.last_backward > 0 and not (call.backward or torch.is_grad_enabled()),
@@ -611,11 +614,12 @@ class Trace(DispatchMode):
                 kind = "bce" if any(kind == "sigmoid" for kind, _ in inherited) else "wide bce"
                 marks.add((kind, f"binary_cross_entropy at {place.source}"))
         self.has_half |= outputs[0].dtype in HALF
-        if outputs[0].dtype in HALF and plain and not call.backward:
+        is_low = outputs[0].dtype in HALF
+        if (is_low or outputs[0].dtype is torch.float32) and plain and not call.backward:
             what = f"{name.strip('_')} in {dtype_name(outputs[0].dtype)} at {place.source}"
             if name.rstrip("_") in _UNDERFLOWS and _underflows(call, outputs[0]):
-                marks.add(("underflow", what))
-            if name.rstrip("_") in _SUBTRACTS and _cancels(call, outputs[0]):
+                marks.add(("underflow" if is_low else "wide underflow", what))
+            if is_low and name.rstrip("_") in _SUBTRACTS and _cancels(call, outputs[0]):
                 marks.add(("cancellation", what))
         if name in _ADDS_EPS:
             eps = _small_number(call.args)

@@ -377,6 +377,7 @@ def in_test(file, name):
 ANY_LOOP, PLACES = "test_doctor_in_any_loop.py", "test_doctor_places.py"
 ELSEWHERE = {
     "underflow in 16 bits": (ANY_LOOP, "test_causes_are_told_apart"),
+    "underflow in fp32": (ANY_LOOP, "test_causes_are_told_apart"),
     "cancellation in 16 bits": (ANY_LOOP, "test_causes_are_told_apart"),
     "rounding in 16 bits": (ANY_LOOP, "test_causes_are_told_apart"),
     "sigmoid before a logarithm": (ANY_LOOP, "test_causes_are_told_apart"),
