@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from amp_core.config.errors import ConfigError
 from amp_core.config.files import read_json
 from amp_core.config.schema import suggest
-from amp_core.models.family import Builder, ImageShape
 from amp_core.vision import import_torchvision
 
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 176}
@@ -31,6 +30,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "vit_tiny": {"model_type": "vit", "patch_size": 4, **_SMALL},
 }
 """Small configurations of transformers by name; options override their fields."""
+Builder = Callable[..., nn.Module]
 
 
 def _import(library: str, name: str, extra: str) -> Any:
@@ -59,7 +59,7 @@ def timm_classifier(name: str) -> Builder:
         cls = type(timm.create_model(name, pretrained=False))
     keys = {key for key, p in inspect.signature(cls).parameters.items() if p.kind is not p.VAR_KEYWORD}
 
-    def build(*, image_shape: ImageShape, **given: Any) -> nn.Module:
+    def build(*, image_shape: tuple[int, int, int], **given: Any) -> nn.Module:
         size = {"img_size": image_shape[1:]} if "img_size" in keys else {}
         return timm.create_model(name, pretrained=False, in_chans=image_shape[0], **size, **given)
 
@@ -119,7 +119,7 @@ class _Logits:
 def hf_classifier(name: str) -> Builder:
     """The builder of a network of transformers: images [B, C, H, W] to logits [B, num_classes]."""
 
-    def fields(*, num_classes: int, image_shape: ImageShape) -> dict[str, Any]:
+    def fields(*, num_classes: int, image_shape: tuple[int, int, int]) -> dict[str, Any]:
         size = image_shape[1] if image_shape[1] == image_shape[2] else list(image_shape[1:])
         return {"num_labels": num_classes, "num_channels": image_shape[0], "image_size": size}
 

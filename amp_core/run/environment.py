@@ -76,6 +76,7 @@ class Environment:
         self.placement = Placement(self)
         self.stop: Stop
         self.folder: Folder
+        self.services: Services
         self.host_group: dist.ProcessGroup | None = None
         self.started = time.monotonic()
         self.summary: dict[str, Any] = {}
@@ -192,6 +193,21 @@ class Folder(Protocol):
     def begin(self) -> None: ...
     def check(self) -> None: ...
     def write_summary(self, status: str, exit_code: int) -> None: ...
+
+
+class Services(Protocol):
+    """What a loop calls and what knows loops: the module `amp_core.run.services`."""
+
+    open_checkpoint: Callable[[Any], Any]
+    progress_of: Callable[[Any], dict[str, Any]]
+    resume: Callable[[Any], tuple[list[str], list[str]]]
+    open_log: Callable[[Any, list[str], list[str]], Any]
+    dry_run: Callable[[Any, Callable[[Any], Tensor] | None], Iterator[list[MicroBatch]]]
+    predict: Callable[[Any, list[str]], None]
+    captured_step: Callable[[Any], CapturedStep | None]
+    saved_tensors: Callable[[Any], Callable[[], AbstractContextManager[None]]]
+    fault: Callable[[Any, list[MicroBatch]], AbstractContextManager[bool]]
+    say: Callable[[str], None]
 
 
 class LogLike(Protocol):

@@ -96,11 +96,9 @@ class Loop:
         """Bytes per rank, from the first window on."""
         self.is_replay = False
         """Whether the present window is computed again, for somebody who looks into it."""
-        from amp_core.run import resume, services  # they know loops, and reading a recipe needs none of them
-
-        self.services, self.resuming = services, resume
-        self.graph = services.captured_step(self)
-        self.saved_tensors = services.saved_tensors(self)
+        self.services = env.services
+        self.graph = self.services.captured_step(self)
+        self.saved_tensors = self.services.saved_tensors(self)
         self.monitor, self.measurement = env.monitors(self)
         self._log: LogLike
         """Open while it trains."""
@@ -139,9 +137,9 @@ class Loop:
         if self.cfg.dry_run and self.env.driver is None:
             yield from self.services.dry_run(self, count)
             return
-        self.checkpoint = self.resuming.open_checkpoint(self)
+        self.checkpoint = self.services.open_checkpoint(self)
         self.env.closing.callback(self._finish_saving)
-        notes, warnings = self.resuming.resume(self)
+        notes, warnings = self.services.resume(self)
         if self.env.driver is not None:
             with self.env.eagerly():
                 yield from self.env.driver(self, count)
@@ -361,7 +359,7 @@ class Loop:
         try:
             self.checkpoint.save(
                 self.step,
-                progress=self.resuming.progress_of(self),
+                progress=self.services.progress_of(self),
                 config=self.cfg.to_dict(),
                 metrics=self.eval if self.evaluation.step == self.step else None,
                 best=(self.cfg.recipe["best"], self.cfg.recipe["best_is"]),

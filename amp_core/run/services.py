@@ -21,8 +21,11 @@ from amp_core.run.inject import fault as inject_fault
 from amp_core.run.layers import show_layers
 from amp_core.run.log import Log, say
 from amp_core.run.loop import Loop
+from amp_core.run.resume import open_checkpoint, progress_of, resume
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import unwrap
+
+__all__ = ["open_checkpoint", "progress_of", "resume", "say"]
 
 logger = logging.getLogger("amp_recipes")
 

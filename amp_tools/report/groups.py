@@ -20,7 +20,7 @@ from amp_core.config.errors import ConfigError
 from amp_core.config.schema import suggest
 from amp_tools.report.folders import Run, is_ours
 from amp_tools.report.significance import Comparison, compare, judge
-from amp_tools.report.words import counted, headline_of, headline_of_many, metric_words, of_those, shown, speed_words
+from amp_tools.report.words import counted, digits_for, metric_words, shown, speed_words, spread
 
 IRRELEVANT = (
     "seed",
@@ -39,6 +39,8 @@ IRRELEVANT += ("log_every", "log", "checkpoint", "data.num_workers", "doctor")
 REFERENCES = ("fp32", "o0", "tf32", "bf16")
 FIRST = ("recipe.name", "model.name", "data.name", "optimizer.name")
 """What a section is called by, when these tell it from others."""
+
+GOOD = ("equal", "identical", "better")
 
 
 @dataclass
@@ -71,6 +73,16 @@ class Group:
         """How many ended in which other way, or go on."""
         return Counter(run.status for run in self.runs if run.status != "finished")
 
+    @property
+    def fate(self) -> str:
+        """Which of its runs did not finish; empty when all did."""
+        if not self.lost:
+            return ""
+        total, lost = len(self.runs), ", ".join(f"{count} {status}" for status, count in sorted(self.lost.items()))
+        if total == 1:
+            return f" Its only run is no part of the comparison: {next(iter(self.lost))}."
+        return f" Of its {total:,} runs, {lost}: not part of the comparison."
+
 
 @dataclass
 class Section:
@@ -96,13 +108,60 @@ class Section:
         for group in self.groups:
             if group is not self.reference:
                 parts = [f"{claim} ({facts})" for claim, facts in self.claims(group)]
-                found.append(f"{group.label}: {'; '.join(parts) or 'nothing to compare yet'}.{of_those(group)}")
+                found.append(f"{group.label}: {'; '.join(parts) or 'nothing to compare yet'}.{group.fate}")
         return found
 
     def claims(self, group: Group) -> list[tuple[str, str]]:
         """What can be said of a group beside the reference: claims, each with its statistics."""
         difference, ratio = self.differences.get(group.label), self.ratios.get(group.label)
         return ([speed_words(ratio)] if ratio else []) + ([metric_words(difference, self.metric)] if difference else [])
+
+    @property
+    def headline(self) -> str:
+        base = self.reference
+        if base is None:
+            group = max(self.groups, key=lambda g: len(g.values), default=None)
+            if group is None or not group.values:
+                return "No run has finished yet."
+            return f"{self.metric} {spread(list(group.values.values()))} over {counted(len(group.values), 'seed')}."
+        good = [label for label, c in self.differences.items() if c.kind in GOOD]
+        faster = [label for label in good if label in self.ratios and self.ratios[label].kind == "better"]
+        if faster:
+            fastest = max(self.ratios[label].difference for label in faster)
+            alike = [label for label in faster if fastest - self.ratios[label].difference < 0.03]
+            speeds = " and ".join(dict.fromkeys(f"{math.exp(self.ratios[label].difference):.2f}×" for label in alike))
+            train = "trains" if len(alike) == 1 else "train"
+            same = "; ".join(dict.fromkeys(self._as_good(label) for label in alike))
+            return f"{_listed(alike)} {train} {speeds} as fast as {base.label}, {same}."
+        better = [label for label in good if self.differences[label].kind == "better"]
+        if better:
+            label = max(better, key=lambda name: abs(self.differences[name].difference))
+            return f"{label} is no faster than {base.label}, but its {self.metric} is better."
+        kinds = {c.kind for c in self.differences.values()}
+        if not kinds:
+            return (
+                f"Nothing can be compared yet: no finished runs beside {base.label}."
+                if base.values
+                else "No run has finished."
+            )
+        if kinds == {"too few seeds"}:
+            return "Too few seeds to tell: run at least three of each."
+        if kinds <= {"unclear", "too few seeds"}:
+            return f"Not settled: {self.metric} varies too much between seeds to tell the groups from {base.label}."
+        if good:
+            named = _listed(good)
+            are = "is" if len(good) == 1 else "are"
+            return f"Stay with {base.label}: {named} {are} as good, and not shown to be faster."
+        return f"Stay with {base.label}: nothing else is shown to be as good."
+
+    def _as_good(self, label: str) -> str:
+        c = self.differences[label]
+        if c.kind == "identical":
+            return f"with the same {self.metric} on every seed"
+        if c.kind == "better":
+            return f"and its {self.metric} is better"
+        assert c.margin is not None
+        return f"with {self.metric} equal within ±{c.margin:.{digits_for(c.margin)}f}"
 
 
 @dataclass
@@ -128,10 +187,35 @@ class Study:
         """The answer in one sentence."""
         going = sum(run.status == "running" for run in self.runs)
         compared = [section for section in self.sections if section.differences] or self.sections
-        text = headline_of(compared[0]) if len(compared) == 1 else headline_of_many(compared)
+        text = compared[0].headline if len(compared) == 1 else _headline_of_many(compared)
         if len(compared) < len(self.sections) and len(compared) == 1:
             text = f"{compared[0].title}: {text}"
         return f"So far, with {counted(going, 'run')} still going: {text}" if going else text
+
+
+def _headline_of_many(sections: list[Section]) -> str:
+    if not sections:
+        return "No runs to report on."
+    kinds: dict[str, list[str]] = defaultdict(list)
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for section in sections:
+        for label, c in section.differences.items():
+            kinds[label].append(c.kind)
+            if label in section.ratios:
+                ratios[label].append(math.exp(section.ratios[label].difference))
+    bases = {section.reference.label for section in sections if section.reference and section.differences}
+    base = bases.pop() if len(bases) == 1 else "the reference"
+    parts = []
+    for label, found in sorted(kinds.items(), key=lambda item: -len(item[1]))[:3]:
+        good, bad = sum(kind in GOOD for kind in found), sum(kind == "worse" for kind in found)
+        text = f"{label} is shown to be as good as {base} in" if not parts else f"{label} in"
+        text += f" {good} of {len(found)}" + (" settings" if not parts else "") + (f", worse in {bad}" if bad else "")
+        parts.append(text + (f" ({statistics.median(ratios[label]):.2f}× as fast)" if ratios[label] else ""))
+    return "; ".join(parts) + "." if parts else f"{counted(len(sections), 'setting')}, nothing to compare within them."
+
+
+def _listed(labels: Sequence[str]) -> str:
+    return " and ".join(labels) if len(labels) < 4 else f"{len(labels)} groups"
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------

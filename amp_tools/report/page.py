@@ -23,7 +23,7 @@ from amp_tools.report.folders import Run, read_reports
 from amp_tools.report.groups import Section, Study, made_on
 from amp_tools.report.panels import MOST_GROUPS, capitalised, drawn_groups, panels_of
 from amp_tools.report.text import MOST_SECTIONS
-from amp_tools.report.words import counted, of_those, reason, shown, spread
+from amp_tools.report.words import counted, reason, shown, spread
 
 _LONG = 2000
 """Rows of a table."""
@@ -77,7 +77,6 @@ def html_page(study: Study, folders: Sequence[Path], *, pictures: list[Panel] | 
             capitalised=capitalised,
             counted=counted,
             mean=statistics.fmean,
-            of_those=of_those,
             spread=lambda values: spread(list(values)),
         )
     )

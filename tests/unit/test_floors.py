@@ -52,6 +52,20 @@ def test_an_import_of_a_floor_below_is_seen(module, line, allowed, tmp_path, mon
     assert (floors.upward() == []) is allowed
 
 
+def test_no_modules_import_each_other(tmp_path, monkeypatch):
+    assert floors.circle() == []
+    one, other, known = tmp_path / "one.py", tmp_path / "other.py", floors.modules()
+    one.write_text("from amp_core.run.other import f\n")
+    for line in (
+        "from amp_core.run.one import f",
+        "def f():\n    from amp_core.run import one",
+        "import amp_core.run.one",
+    ):
+        other.write_text(line + "\n")
+        monkeypatch.setattr(floors, "modules", lambda: known | {"amp_core.run.one": one, "amp_core.run.other": other})
+        assert {"amp_core.run.one", "amp_core.run.other"} <= set(floors.circle())
+
+
 @pytest.mark.parametrize("floor", floors.LIMITS)
 def test_a_floor_is_as_short_as_its_limit(floor):
     assert floors.sizes()[floor] <= floors.LIMITS[floor]
