@@ -54,7 +54,8 @@ from train import checked
 ROOT = Path(__file__).resolve().parents[2]
 SCORE: dict[str, set] = {what: set() for what in ("ran", "located", "classified", "cured", "silent")}
 SAYS = {
-    "overflow in a cast": "cast to float32",
+    "overflow in a cast": "given to float32",
+    "underflow in fp32": "log_softmax",
     "overflow in fp32": "optimizer.lr",
     "division or logarithm of zero": ("away from 0", "leave out what has no elements", "off the ends"),
     "outside the domain of a function": "where the function has a value",
@@ -377,7 +378,6 @@ def in_test(file, name):
 ANY_LOOP, PLACES = "test_doctor_in_any_loop.py", "test_doctor_places.py"
 ELSEWHERE = {
     "underflow in 16 bits": (ANY_LOOP, "test_causes_are_told_apart"),
-    "underflow in fp32": (ANY_LOOP, "test_causes_are_told_apart"),
     "cancellation in 16 bits": (ANY_LOOP, "test_causes_are_told_apart"),
     "rounding in 16 bits": (ANY_LOOP, "test_causes_are_told_apart"),
     "sigmoid before a logarithm": (ANY_LOOP, "test_causes_are_told_apart"),

@@ -686,7 +686,7 @@ FAULTS = [
           "division or logarithm of zero", "aten.div", "14", "return x / x.norm(dim=1, keepdim=True)",
           settings=BF16, fix="code"),
     Fault("the logarithm of a probability of 0", "distillation", in_function("divergence", divergence_by_hand),
-          "division or logarithm of zero", "aten.log", None, "return (p * (p.log() - log_q)).sum(1).mean()",
+          "underflow in fp32", "aten.log", None, "return (p * (p.log() - log_q)).sum(1).mean()",
           settings=("amp=fp32", "recipe.temperature=0.001"), step=2, fix="code"),
     Fault("a mean over nothing", "segmentation", in_function("LOSSES", {"logits": balanced}, {"logits": balanced_safely}),
           "division or logarithm of zero", "aten.div", None, "return losses + (losses * rare).sum() / rare.sum()",
