@@ -111,6 +111,7 @@ class Cures:
         """The last trial of a cure that held, if the loss grew in it."""
         self._scale = min(doctor.amp.scale, 1.0)
         self._wides: dict[bool, Trial] = {}
+        self._wide_loss: float | None = None
 
     # --- what to change -----------------------------------------------------------------------------------------------
 
@@ -146,7 +147,7 @@ class Cures:
         advice = advice_for(cause, birth)
         if cause == "poisoned buffer" and advice is not None:
             # A guard restores buffers after skipped steps: what it has let through came with a step that was taken.
-            guards = "amp.guard(net) restores it after skipped steps"
+            guards = "amp.guard(net) restores it after steps that amp.step skips"
             more = "lower the learning rate (optimizer.lr), or clip gradients" if self.amp.is_guarding else guards
             advice = dataclasses.replace(advice, text=f"{advice.text}; if an earlier batch left it there, {more}")
         is_large = cause == "bad input" and bool(birth.op)  # finite numbers, which fp32 and bf16 hold
@@ -177,7 +178,6 @@ class Cures:
                         wide = yield from self._in_fp32()
                         advice = dataclasses.replace(BF16, verified=False) if wide.steps else ADVICE["overflow in fp32"]
                         diagnosis.why += "" if wide.steps else " Without autocast the window is not finite either."
-        diagnosis.fixes += [BF16] if is_large and diagnosis.fixes else []
         diagnosis.fixes += [] if advice is None else [advice]
         if not diagnosis.fixes and self.amp.dtype is torch.float16 and cause != "not found":
             diagnosis.fixes.append(BF16)
@@ -242,12 +242,16 @@ class Cures:
                 if not trial.holds:
                     yield from self._give_up(diagnosis, first, broken)
                     return None
-        if not trial.steps:
+        is_far = bool(trial.steps) and (yield from self._is_far_from_fp32(trial))
+        if is_far and names != [""]:  # more than this was lost to 16 bits
+            trial, fits, made = yield from self._islands_at([""], scale)
+            is_far = not trial.holds or (yield from self._is_far_from_fp32(trial))
+        if is_far or not trial.steps:
             why = "finite, but not when it is rerun: does it change its batch?"
             if may_compile():
                 why = "finite in eager code, but not as it is compiled here"
-            if trial.is_flat:
-                why = "finite, and all gradients are 0"
+            if trial.is_flat or is_far:
+                why = "finite, and " + ("all gradients are 0" if trial.is_flat else "its loss is far from that in fp32")
             text = f"compute in fp32: {_listed(made)}: {why}"
             diagnosis.fixes.append(Fix("override", text, python=self._call(made), verified=False))
             return True
@@ -280,7 +284,9 @@ class Cures:
             at = ", at loss scale 1" if diagnosis.loss_scale > 1 else ""
             diagnosis.why += f" Without autocast the {_ordinal(wide.steps)} step after it breaks, too{at}."
             if (yield from self._in_fp32(moves=False)).holds:
-                diagnosis.cause, diagnosis.fixes = "training diverges", [ADVICE["training diverges"]]
+                slower = ADVICE["training diverges"]
+                text = f"{slower.text}; and if no step has been taken yet, {what}"
+                diagnosis.cause, diagnosis.fixes = "training diverges", [dataclasses.replace(slower, text=text)]
                 diagnosis.why += " With a learning rate of 0 it does not."
                 return
             # The window breaks without `what`, and what follows breaks with it.
@@ -328,19 +334,20 @@ class Cures:
         if moves not in self._wides:
             growing = self._growing
             with without_autocast():
-                self._wides[moves] = yield from self.lasts(self._scale, moves=moves)
+                wide = self._wides[moves] = yield from self.lasts(self._scale, moves=moves)
+            self._wide_loss = wide.losses[0] if wide.losses else math.nan
             self._growing = growing  # no cure
         return self._wides[moves]
 
     def _is_far_from_fp32(self, trial: Trial) -> Generator[Any, None, bool]:
         """Whether the first loss of a trial is less than half of that in fp32, or more than twice."""
-        if True in self._wides:
-            losses = self._wides[True].losses
-        else:
+        if not self.doctor.may_leave_autocast:
+            return False
+        there, here = self._wide_loss, trial.losses[0] if trial.losses else 0.0
+        if there is None:
             with self.amp.scaler.held_at(self._scale), without_autocast(), self.replay() as (rehearsal, window):
                 yield window
-                losses = self.agree([self.loss_of(rehearsal)])[0]
-        there, here = losses[0] if losses else math.nan, trial.losses[0] if trial.losses else 0.0
+                there = self._wide_loss = self.agree(self.loss_of(rehearsal))[0]
         return math.isfinite(there) and not 0.5 * abs(there) <= abs(here) <= 2 * abs(there)
 
     def _culprit_at(self, scale: float, steps: int) -> Generator[Any, None, str | None]:

@@ -174,9 +174,9 @@ class Diagnosis:
             weights = f"; {self.weights}" if self.weights else ""
             lines.append(f"  mode       amp={self.amp}, loss scale {self.loss_scale:g}{weights}")
         if self.samples:
-            what, of = "samples", "batch" if self.in_python else "training data"
+            what, of = ("rows", "batch") if self.in_python else ("samples", "training data")
             if self.cause == "poisoned tensor":  # which may be no batch
-                what, of = "rows", "tensor"
+                of = "tensor"
             lines.append(f"  {what:<9}  {listed(self.samples)} of the {of}")
         lines += ["", f"  {self.why}", ""]
         for fix in self.fixes:
@@ -350,7 +350,7 @@ def location_of(place: Location) -> dict[str, Any]:
     return {"module": place.module, "module_class": place.kind, "source": place.source, "code": place.code}
 
 
-def listed(samples: Sequence[int]) -> str:
+def listed(samples: Sequence[Any]) -> str:
     return ", ".join(map(str, samples[:8])) + _and_more(len(samples) - 8)
 
 
@@ -368,13 +368,15 @@ BF16 = Fix("override", "use bf16, which has the range of fp32", "amp=bf16", 'Amp
 BY_HAND = Fix(
     "code", "the program itself, not autocast, computes this in 16 bits: cast all that it is given to float32"
 )
-LINE_ALONE = Fix("code", "perhaps enough: this line, and what uses its result, in a function with @keep_fp32")
+LINE_ALONE = Fix("code", "narrower, not tried: this line, and what its result leads to, in a function with @keep_fp32")
 ADVICE: dict[Cause, Fix] = {
     "eps lost in 16 bits": Fix(
-        "code", "compute this line in fp32, or use an eps that 16 bits can hold, its reciprocal too, such as 1e-3"
+        "code",
+        "compute this line, and others with its eps, in fp32; or use one that 16 bits hold, as its inverse: 1e-3",
     ),
     "division or logarithm of zero": Fix(
-        "code", "keep the argument away from 0 and from where it has no value: clamp it, or add an eps inside"
+        "code",
+        "keep the argument away from 0 and from where it has no value: an eps or a clamp, in a root and not behind it",
     ),
     "outside the domain of a function": Fix(
         "code",
@@ -388,7 +390,7 @@ ADVICE: dict[Cause, Fix] = {
     "underflow in fp32": Fix(
         "code", "add logarithms in place of numbers: log_softmax, logsumexp, slogdet, log1p; or compute it in float64"
     ),
-    "rounding in 16 bits": Fix("code", "compute this line, and what leads to it, in fp32; or clamp its argument"),
+    "rounding in 16 bits": Fix("code", "compute this line, and what leads to it, in fp32"),
     "targets longer than their inputs": Fix(
         "code", "zero_infinity=True leaves such samples out; or longer inputs, shorter targets"
     ),
@@ -398,16 +400,14 @@ ADVICE: dict[Cause, Fix] = {
     ),
     "nothing left by a mask": Fix("code", "leave one key in every row, or set rows without keys to 0"),
     "training diverges": Fix(
-        "code", "lower the learning rate (optimizer.lr), warm it up for longer, or with SGD clip gradients (clip=norm)"
+        "code", "lower the learning rate (optimizer.lr); a longer warm-up or clipped gradients (clip=norm) may do, too"
     ),
     "overflow in fp32": Fix(
         "code",
         "if numbers grew in training, lower the learning rate (optimizer.lr) or clip gradients (clip=norm); "
         "else make the input of this line smaller",
     ),
-    "poisoned buffer": Fix(
-        "data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer, to finite numbers"
-    ),
+    "poisoned buffer": Fix("data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer"),
     "poisoned weight": Fix(
         "data", "start from an earlier checkpoint (resume=<folder>); if it never was finite, initialise it so"
     ),
@@ -429,7 +429,8 @@ def advice_for(cause: Cause, birth: FirstNonFinite) -> Fix | None:
     """What to change, for this operation."""
     what = birth.op.split(".")[-1].strip("_")
     if cause == "underflow in 16 bits" and what in _LOGARITHMS:
-        return Fix("code", "compute this line, and what leads to it, in fp32; log_softmax for a softmax")
+        more = "; log_softmax for a softmax" if any("softmax" in origin for _, origin in birth.marks) else ""
+        return Fix("code", f"compute this line, and what leads to it, in fp32{more}")
     if cause == "overflow in a reduction" and birth.backward:
         return Fix("code", "make the gradient smaller: divide the loss by a constant, such as the number of elements")
     if birth.backward and birth.place.forward.strip("_") in _DECOMPOSITIONS and cause in POLES:
@@ -450,7 +451,8 @@ def advice_for(cause: Cause, birth: FirstNonFinite) -> Fix | None:
         return Fix("code", "use torch.linalg.slogdet, or a matrix whose determinant is positive")
     is_average = what in _AVERAGES or birth.at_a_pole == "no elements"
     if cause == "division or logarithm of zero" and is_average and not birth.backward:
-        return Fix("code", "leave out what has no elements to average, or one alone, which has no deviation")
+        alone = what in _DEVIATIONS and birth.at_a_pole != "no elements"
+        return Fix("code", f"leave out what has {'one element alone' if alone else 'no elements to average'}")
     advice = ADVICE.get(cause)
     if advice is BF16 and (birth.wide or 0.0) > 3.3895313892515355e38:  # ends there
         return Fix("code", "use a smaller number, such as torch.finfo(x.dtype).min for a mask")

@@ -36,6 +36,7 @@ from amp_core.doctor.diagnosis import (
     explain,
     explain_collision,
     is_among,
+    listed,
     location_of,
 )
 from amp_core.doctor.plain_loop import PlainLoop, RandomState, in_32_bits, in_one_thread, with_finite, without_autocast
@@ -200,6 +201,8 @@ class Doctor:
         cause = cause_of(birth)
         diagnosis = self.describe(birth, cause, everywhere[rank]["births"], everywhere[rank]["reached"])
         diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = rank, broken, len(everywhere)
+        if not birth.op and (alike := [b.tensor for b in everywhere[rank]["births"] if not b.op and b is not birth]):
+            diagnosis.why += f" So were {listed(alike)}."
         diagnosis.loss_scale = scale
         if cause in POLES and everywhere[rank]["has_half"] and self.may_leave_autocast:
             is_mended = yield from self._in_fp32(diagnosis, birth, replay)

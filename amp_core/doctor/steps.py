@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_core.doctor.cures import STEPS, Cures, has_grown
-from amp_core.doctor.diagnosis import ADVICE, Diagnosis, Fix, advice_for, cause_of
+from amp_core.doctor.cures import STEPS, Cures
+from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, Diagnosis, Fix, advice_for, cause_of
 from amp_core.doctor.trace import FirstNonFinite, dtype_name, is_finite, own_names
 from amp_core.lowp.weights import weights_by_side
 from amp_core.step.gradients import weights_of
@@ -33,7 +33,9 @@ def after_the_step(cures: Cures) -> Generator[Any, None, Diagnosis | None]:
     if not is_by_torch and (origin := (yield from _origin_after(cures))) is not None:
         name, birth = origin
         found = cures.doctor.describe(birth, cause_of(birth))
-        found.fixes = [fix for fix in [advice_for(found.cause, birth)] if fix is not None]
+        advice = advice_for(found.cause, birth)
+        advice = BY_HAND if advice is BF16 else advice  # autocast has no part in a step
+        found.fixes = [] if advice is None else [advice]
         found.phase, found.loss_scale = "step", cures.amp.scale
         found.why = f"The window is finite, and its step makes {name} not finite. {found.why}"
         return found
@@ -77,7 +79,7 @@ def _weights_after(
             used |= rehearsal.optimizers
             losses.append(cures.loss_of(rehearsal))
             bad += [] if all(cures.agree(rehearsal.is_finite)) else ["the gradients"]
-        bad += ["the loss"] if has_grown(losses) else []
+        bad += ["the loss"] if losses and max(losses) - losses[0] > abs(losses[0]) else []
         low = weights_by_side()
         for optimizer in used:
             for group in optimizer.param_groups:

@@ -145,6 +145,7 @@ def test_no_precision_is_printed_as_the_cure_of_what_breaks_in_each(loop):
     diagnosis = Doctor(amp, net).locate(step, x)
     assert diagnosis is not None and diagnosis.module == "1" and not diagnosis.islands
     assert [fix.kind for fix in diagnosis.fixes] == ["code"] and "learning rate" in diagnosis.fixes[0].text
+    assert "if no step has been taken yet, 1 in fp32" in diagnosis.fixes[0].text
     assert diagnosis.cause == "training diverges" and "With a learning rate of 0 it does not." in diagnosis.why
     assert "Without autocast the" in diagnosis.why and "tried" not in str(diagnosis)
     wide, broken = copy.deepcopy(net), []
@@ -328,3 +329,70 @@ def poisoned(net):
     with torch.no_grad():
         net.weight[0, 0] = float("nan")
     return net
+
+
+class Lossy(nn.Module):
+    """One product that overflows float16, and a square that is 0 in it and makes most of the loss in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+        with torch.no_grad():
+            self.last.weight.fill_(3e4)
+
+    def forward(self, x):
+        h = self.first(x).abs() + 1
+        return self.last(h).float().mean() * 1e-6 + ((h * 1e-5) ** 2).float().mean() * 1e12
+
+
+def test_a_cure_with_another_loss_than_fp32_has_is_widened():
+    torch.manual_seed(0)
+    net, x = Lossy(), torch.randn(8, 4)
+    amp, optimizer = Amp.named("fp16", init_scale=1.0), torch.optim.SGD(net.parameters(), 1e-9)
+    losses = []
+
+    def step():
+        with amp.autocast():
+            loss = net(x)
+        losses.append(loss.item())
+        amp.backward(loss)
+        amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+
+    with torch.no_grad():
+        exact = net(x).item()
+    diagnosis = Doctor(amp, net).locate(step, x)
+    assert diagnosis is not None and diagnosis.module == "last" and diagnosis.islands == [""]
+    assert 0 < min(loss for loss in losses if math.isfinite(loss)) < exact / 2  # an island at `last` alone is finite
+    cured = keep_fp32(copy.deepcopy(net))
+    with amp.autocast():
+        assert cured(x).item() == pytest.approx(exact, rel=1e-5)
+
+
+def test_an_eps_with_which_the_loss_jumps_is_no_cure():
+    torch.manual_seed(0)
+    net, x = nn.Linear(4, 2).half(), torch.randn(8, 4).half()
+    optimizer, losses = torch.optim.Adam(net.parameters(), 0.1), []
+
+    def step():
+        loss = (net(x).float() ** 2).mean()
+        losses.append(loss.item())
+        (loss * 1e-5).backward()  # so small that their squares are 0 in float16
+        optimizer.step()
+        optimizer.zero_grad()
+
+    diagnosis = Doctor(Amp.named("fp32"), net).locate(step, x)
+    assert diagnosis is not None and diagnosis.cause == "poisoned by the optimizer"
+    (fix,) = diagnosis.fixes
+    assert fix.verified and fix.python == "eps=0.0001"
+    for eps, is_sound in ((1e-7, False), (1e-4, True)):
+        own, trained = copy.deepcopy(net), []
+        adam = torch.optim.Adam(own.parameters(), 0.1, eps=eps)
+        for _ in range(cures.STEPS):
+            loss = (own(x).float() ** 2).mean()
+            trained.append(loss.item())
+            (loss * 1e-5).backward()
+            adam.step()
+            adam.zero_grad()
+        assert all(map(math.isfinite, trained)) and (max(trained) < 2 * trained[0]) is is_sound

@@ -202,7 +202,7 @@ def test_a_bad_label_is_named_with_its_sample(value):
     labels[4] = value
     diagnosis = examined(net, lambda: F.mse_loss(net(x)[:, 0], labels), (x, labels))
     assert diagnosis is not None and (diagnosis.cause, diagnosis.samples) == ("bad input", [4])
-    assert "batch[1] was not finite" in diagnosis.why and "samples    4 of the batch" in str(diagnosis)
+    assert "batch[1] was not finite" in diagnosis.why and "rows       4 of the batch" in str(diagnosis)
     # Nobody said that it is of the batch.
     diagnosis = examined(net, lambda: F.mse_loss(net(x)[:, 0], labels), (x,))
     assert diagnosis is not None and (diagnosis.cause, diagnosis.samples) == ("poisoned tensor", [4])
