@@ -79,7 +79,8 @@ def cures(case: Case, diagnosis: Diagnosis) -> tuple[int, int]:
                 if line.startswith("keep_fp32"):
                     exec(line, {"keep_fp32": keep_fp32, "model": model})
             tried += 1
-            right += case.is_finite(model, scale=float(scale[1]) if scale else None)
+            dtype = torch.bfloat16 if "dtype=torch.bfloat16" in fix.python else torch.float16
+            right += case.is_finite(model, scale=float(scale[1]) if scale else None, dtype=dtype)
     return right, tried
 
 
