@@ -27,7 +27,7 @@ PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 LIMITS = {
     "config": 1755,
     "base": 697,
-    "lowp": 1669,
+    "lowp": 1675,
     "step": 2292,
     "memory": 795,
     "layouts": 1285,
@@ -36,13 +36,13 @@ LIMITS = {
     "data": 1966,
     "heads": 669,
     "run": 4726,
-    "doctor": 3772,
+    "doctor": 3791,
     "cli": 1335,
     "amp_tools": 4938,
 }
 """Lines of each floor at most, in their order. `base` are the modules that lie beside the folders."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7880, 2481
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7885, 2481
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 490

@@ -22,7 +22,6 @@ from amp_core.doctor.diagnosis import (
     BF16,
     BY_HAND,
     CURED_BY_ISLANDS,
-    LINE_ALONE,
     Cause,
     Diagnosis,
     Fix,
@@ -119,8 +118,11 @@ class Cures:
         """Write a diagnosis of a loss scale that is too large, where `fits` is finite for this window."""
         policy = self.amp.scaler.policy
         assert policy is not None
-        grads = diagnosis.output if diagnosis.phase == "backward" else None
-        what = f"gradients exceed {grads.dtype}" if grads is not None else "the loss exceeds float32"
+        grads = diagnosis.output
+        if grads is not None and grads.dtype != "float32":
+            diagnosis.phase = "backward"  # also of what a backward pass begins with
+        exceeds = diagnosis.phase == "backward" and grads is not None
+        what = f"gradients exceed {grads.dtype}" if exceeds and grads else "the loss exceeds float32"
         diagnosis.cause = "loss scale too large"
         diagnosis.why = f"With a loss scale of {scale:g} {what}; with {fits:g} the window is finite."
         largest, (trial, fits) = fits, (yield from self._at_smaller_scales(fits))
@@ -148,7 +150,7 @@ class Cures:
         if cause == "poisoned buffer" and advice is not None:
             # A guard restores buffers after skipped steps: what it has let through came with a step that was taken.
             guards = "amp.guard(net) restores it after steps that amp.step skips"
-            more = "lower the learning rate (optimizer.lr), or clip gradients" if self.amp.is_guarding else guards
+            more = "lower the learning rate (optimizer.lr)" if self.amp.is_guarding else guards
             advice = dataclasses.replace(advice, text=f"{advice.text}; if an earlier batch left it there, {more}")
         is_large = cause == "bad input" and bool(birth.op)  # finite numbers, which fp32 and bf16 hold
         if (cause in CURED_BY_ISLANDS or is_large) and self.doctor.can_make_islands:
@@ -262,8 +264,6 @@ class Cures:
             text = f"{fix.text}; and compile backward passes outside autocast"
             fix = dataclasses.replace(fix, text=text, override=None, python=f"{BACKWARD}; {fix.python}")
         diagnosis.fixes.append(fix)
-        if "" in made:
-            diagnosis.fixes.append(LINE_ALONE)
         return True
 
     def _islands_at(self, names: list[str], scale: float) -> Generator[Any, None, tuple[Trial, float, list[str]]]:
@@ -347,7 +347,8 @@ class Cures:
         if there is None:
             with self.amp.scaler.held_at(self._scale), without_autocast(), self.replay() as (rehearsal, window):
                 yield window
-                there = self._wide_loss = self.agree(self.loss_of(rehearsal))[0]
+                has_loss = bool(rehearsal.losses)  # it may raise, if the program itself casts
+                there = self._wide_loss = self.agree(self.loss_of(rehearsal) if has_loss else math.nan)[0]
         return math.isfinite(there) and not 0.5 * abs(there) <= abs(here) <= 2 * abs(there)
 
     def _culprit_at(self, scale: float, steps: int) -> Generator[Any, None, str | None]:

@@ -118,6 +118,7 @@ class Diagnosis:
     """The ranks on which a first non-finite value appeared."""
     amp: str = ""
     loss_scale: float = 1.0
+    """0: not known, of a loop that scales its loss by no scaler."""
     scale_that_fits: float | None = None
     """If the loss scale was too large: the largest power of two at which the window is finite."""
     samples: list[int] = field(default_factory=list)
@@ -172,7 +173,8 @@ class Diagnosis:
             lines.append(f"  reached    {', '.join(self.reached[:3])}" + _and_more(len(self.reached) - 3))
         if self.amp:
             weights = f"; {self.weights}" if self.weights else ""
-            lines.append(f"  mode       amp={self.amp}, loss scale {self.loss_scale:g}{weights}")
+            scale = f", loss scale {self.loss_scale:g}" if self.loss_scale else ""
+            lines.append(f"  mode       amp={self.amp}{scale}{weights}")
         if self.samples:
             what, of = ("rows", "batch") if self.in_python else ("samples", "training data")
             if self.cause == "poisoned tensor":  # which may be no batch
@@ -310,7 +312,8 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
             such = "as where a recursion begins with -inf, or a sum over nothing is subtracted from what is masked"
             return f"{what} was given infinities of the same sign, whose difference is NaN, {such}."
         such = "as in a row of attention whose keys are all masked"
-        return f"Along its dimension {what} got only infinities, {such}."
+        beyond = f" Some of them came from {marks['beyond']}, beyond its range." if "beyond" in marks else ""
+        return f"Along its dimension {what} got only infinities, {such}.{beyond}"
     if cause in ("not found", "poisoned tensor"):
         origin = "it is a tensor that the program holds"
         if cause == "not found":
@@ -368,11 +371,10 @@ BF16 = Fix("override", "use bf16, which has the range of fp32", "amp=bf16", 'Amp
 BY_HAND = Fix(
     "code", "the program itself, not autocast, computes this in 16 bits: cast all that it is given to float32"
 )
-LINE_ALONE = Fix("code", "narrower, not tried: this line, and what its result leads to, in a function with @keep_fp32")
 ADVICE: dict[Cause, Fix] = {
     "eps lost in 16 bits": Fix(
         "code",
-        "compute this line, and others with its eps, in fp32; or use one that 16 bits hold, as its inverse: 1e-3",
+        "compute this line, what leads to it, and others with its eps in fp32; or choose one that 16 bits hold: 1e-3",
     ),
     "division or logarithm of zero": Fix(
         "code",
@@ -387,9 +389,7 @@ ADVICE: dict[Cause, Fix] = {
         "code",
         "compute the difference, and what leads to it, in fp32 (a variance as the mean of squared deviations)",
     ),
-    "underflow in fp32": Fix(
-        "code", "add logarithms in place of numbers: log_softmax, logsumexp, slogdet, log1p; or compute it in float64"
-    ),
+    "underflow in fp32": Fix("code", "keep what it divides by away from 0, as by an eps, or compute it by logarithms"),
     "rounding in 16 bits": Fix("code", "compute this line, and what leads to it, in fp32"),
     "targets longer than their inputs": Fix(
         "code", "zero_infinity=True leaves such samples out; or longer inputs, shorter targets"
@@ -399,13 +399,11 @@ ADVICE: dict[Cause, Fix] = {
         "code", "use binary_cross_entropy_with_logits, or an fp32 region that holds the sigmoid *and* the loss"
     ),
     "nothing left by a mask": Fix("code", "leave one key in every row, or set rows without keys to 0"),
-    "training diverges": Fix(
-        "code", "lower the learning rate (optimizer.lr); a longer warm-up or clipped gradients (clip=norm) may do, too"
-    ),
+    "training diverges": Fix("code", "lower the learning rate (optimizer.lr)"),
     "overflow in fp32": Fix(
         "code",
-        "if numbers grew in training, lower the learning rate (optimizer.lr) or clip gradients (clip=norm); "
-        "else make the input of this line smaller",
+        "if numbers grew in training, lower the learning rate (optimizer.lr); "
+        "else make what leads to this line smaller",
     ),
     "poisoned buffer": Fix("data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer"),
     "poisoned weight": Fix(
@@ -419,7 +417,7 @@ ADVICE: dict[Cause, Fix] = {
     "bad input": Fix("data", "repair or remove the samples"),
     "overflow in a product": BF16,
     "overflow in an addition": BF16,
-    "overflow in a reduction": Fix("code", "sum in fp32: .float() before it, dtype=torch.float32, or a mean first"),
+    "overflow in a reduction": Fix("code", "sum in fp32: .float() before it, or dtype=torch.float32"),
     "overflow in a cast": BF16,
     "overflow in a function": BF16,
 }
@@ -431,6 +429,10 @@ def advice_for(cause: Cause, birth: FirstNonFinite) -> Fix | None:
     if cause == "underflow in 16 bits" and what in _LOGARITHMS:
         more = "; log_softmax for a softmax" if any("softmax" in origin for _, origin in birth.marks) else ""
         return Fix("code", f"compute this line, and what leads to it, in fp32{more}")
+    if cause == "underflow in fp32" and what in _LOGARITHMS:
+        return Fix(
+            "code", "compute the logarithm without the number: log_softmax, logsumexp, slogdet, sums of logarithms"
+        )
     if cause == "overflow in a reduction" and birth.backward:
         return Fix("code", "make the gradient smaller: divide the loss by a constant, such as the number of elements")
     if birth.backward and birth.place.forward.strip("_") in _DECOMPOSITIONS and cause in POLES:

@@ -138,7 +138,8 @@ class Doctor:
                     diagnosis.fixes.insert(0, Fix("code", text))
                 if loop.put_back_batch():
                     diagnosis.why += " The step changes its batch in place; each rerun was given it as it was before."
-                if loop.scaler is not None:
+                if loop.is_torchs:
+                    diagnosis.loss_scale *= loop.scaler is not None
                     line = f'torch.autocast("{self.amp.device.type}", dtype=torch.bfloat16)'
                     for i, fix in enumerate(diagnosis.fixes):
                         python = line if fix.override == BF16.override else fix.python
@@ -212,7 +213,8 @@ class Doctor:
                 return diagnosis
             cause = diagnosis.cause
         # Also the product of the loss and the scale may overflow.
-        may_be_scale = cause == "overflow in fp32" or (birth.backward and cause.startswith("overflow"))
+        is_outside = birth.backward or birth.place.module is None  # also the gradient that a backward pass is given
+        may_be_scale = cause == "overflow in fp32" or (is_outside and cause.startswith("overflow"))
         if may_be_scale and self.amp.scaler.policy:
             fits = yield from cures.largest_scale(scale)
             if fits is not None:

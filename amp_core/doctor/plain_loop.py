@@ -65,6 +65,8 @@ class PlainLoop:
         self.amp, self.nets, self.batch = amp, nets, batch
         self._names = own_names(named)
         self.scaler: torch.amp.GradScaler | None = None
+        self.is_torchs = False
+        """It calls torch's `backward()`, not that of `Amp`."""
         self.steps_scaled = ""
         """An optimizer that was given gradients which no scaler had unscaled."""
         self._scaler_state, self._is_first, self._changes_batch = dict[str, Any](), True, False
@@ -206,6 +208,7 @@ class PlainLoop:
         unscaled = set[torch.optim.Optimizer]()
 
         def told_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            self.is_torchs = True
             rehearsal.on_loss(loss)
             has_peers = dist.is_available() and dist.is_initialized()
             if rehearsal.watcher is None and not (has_peers or rehearsal.is_finite):

@@ -472,7 +472,18 @@ class Trace(DispatchMode):
         is_emptied = has_nan and is_mask and (call.name in _TAKES_MASKS or "attention" in call.name)
         if not is_emptied and constants - {CONSTANT}:
             return frozenset(constants - {CONSTANT})
+        beyond = [self.constants[CONSTANT - n - 1] for n in constants if n < CONSTANT]
+        beyond = [each for each in beyond if not each.is_constant]
+        if is_emptied and beyond:
+            first = beyond[0]
+            what = f"{first.op.split('.')[-1].strip('_')} in {first.output.dtype} at {first.place.source}"
+            marks |= {("beyond", what)}
         birth = self._birth(call, bad[0], has_nan, bool(constants), marks)
+        # Sums of masks and scores: no more suspicious than an infinity that the program writes.
+        is_mask = call.name.rstrip("_") in _SUBTRACTS and not (has_nan or bool((bad[0] == math.inf).any()))
+        if is_mask and bad[0].dtype in HALF and not call.backward:
+            self.constants.append(birth)
+            return frozenset({CONSTANT - len(self.constants)})
         is_written = call.name in _CONSTANTS and _has_infinite_scalar(call.args)
         is_written |= any(map(math.isnan, scalars))
         if is_written or (constants and not is_emptied):  # here, or before the window as a tensor of one number

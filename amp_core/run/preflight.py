@@ -162,9 +162,9 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
         warnings.append("amp=tf32 on a CPU is plain fp32: TF32 units are in CUDA GPUs")
     is_low = cfg.amp.dtype != "float32"
     if is_low and not on_cuda and torch.backends.mkldnn.is_available() and not cpu_has(cfg.amp.dtype):
+        how = "are computed in fp32 and rounded" if cfg.amp.dtype == "float16" else "many times slower than in amp=fp32"
         warnings.append(
-            f"amp={cfg.amp.name}: this CPU has no fast {cfg.amp.dtype} units; results are right, and matrix "
-            f"products many times slower than in amp=fp32"
+            f"amp={cfg.amp.name}: this CPU has no fast {cfg.amp.dtype} units; results are right, and products {how}"
         )
     if cfg.amp.float8 and float8_is_emulated(torch.device("cuda" if on_cuda else "cpu")):
         warnings.append(

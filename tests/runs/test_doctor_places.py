@@ -237,6 +237,10 @@ class OfCurvature(torch.optim.Optimizer):
                 p -= 0.1 * p.grad / (second.abs() + 1)
 
 
+# torch warns once in a process, in whichever test comes first.
+pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+
+
 def by_backward(net, optimizer, x):
     optimizer.zero_grad()
     net(x).square().mean().backward(create_graph=True)
@@ -355,7 +359,6 @@ def test_sparse_gradients_are_no_obstacle(factor, cause, step):
     assert equal(everything(net, optimizer), before)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @pytest.mark.parametrize("factor, cause", [(1.0, None), (1e38, "overflow in fp32")])
 def test_a_graph_of_the_gradients_is_no_obstacle(factor, cause):
     net, x = nn.Linear(8, 1), torch.randn(6, 8)

@@ -103,6 +103,56 @@ def test_they_are_the_bits_of_fp32_rounded_once(case):
     assert all(torch.equal(a, b) for a, b in zip(computed(f, *given, FP32), fp32, strict=True))  # fp32 stays torch's
 
 
+PRODUCTS = {
+    "mm": lambda x, w, b: torch.mm(x, w.T),
+    "linear of a sequence": lambda x, w, b: F.linear(x.view(4, 3, 40), w, b),
+    "bmm": lambda x, w, b: torch.bmm(x.view(3, 4, 40), w.view(1, 8, 40).mT.expand(3, 40, 8)),
+    "addmm": lambda x, w, b: torch.addmm(b, x, w.T, beta=0.5, alpha=2.0),
+    "baddbmm": lambda x, w, b: torch.baddbmm(b, x.view(3, 4, 40), w.T.expand(3, 40, 8), beta=2.0, alpha=0.25),
+}
+
+
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_products_are_those_of_fp32_rounded_once_where_there_are_no_units(case, monkeypatch):
+    f, given = PRODUCTS[case], [torch.randn(shape).half() for shape in ((12, 40), (8, 40), (8,))]
+    monkeypatch.setattr(ours, "cpu_has", lambda dtype: False)
+    fp32, exact = f(*(each.float() for each in given)), f(*(each.double() for each in given))
+    ours.use_fp32_convolutions()
+    assert torch.equal(f(*given), fp32.half()) and torch.equal(f(*(each.float() for each in given)), fp32)
+    # Factors are powers of 2: as of a sum of 41 products.
+    sizes = f(*(each.double().abs() for each in given))
+    of_sum = 41 * 2**-24 / (1 - 41 * 2**-24) * sizes
+    bound = of_sum + torch.clamp((exact.abs() + of_sum) * 2**-11, min=2**-25)
+    assert ((f(*given).double() - exact).abs() <= bound).all()
+    assert ((f(*given).bfloat16().double() - exact).abs() > bound).any()
+
+
+def test_gradients_of_products_are_those_of_fp32_rounded_once(monkeypatch):
+    monkeypatch.setattr(ours, "cpu_has", lambda dtype: False)
+    given = [torch.randn(12, 40).half(), torch.randn(8, 40).half(), torch.randn(8).half(), torch.randn(12, 8).half()]
+    fp32 = computed(F.linear, *given, FP32)
+    ours.use_fp32_convolutions()
+    found = computed(F.linear, *given)
+    assert all(torch.equal(a, b.half()) for a, b in zip(found[:3], fp32[:3], strict=True))  # a bias has a sum
+    one, other = torch.full((2, 64), 256.0).half(), torch.full((64, 3), 256.0).half()
+    other[32:] *= -1
+    assert torch.equal(one @ other, torch.zeros(2, 3).half())  # beyond 65504 on the way
+    assert (one @ other.abs()).isposinf().all()
+    with pytest.raises(RuntimeError, match="dtype"):
+        torch.mm(one, other.float())
+
+
+def test_products_stay_torchs_where_there_are_units(monkeypatch):
+    names = []
+    monkeypatch.setattr(ours, "_through_fp32", lambda kernel: names.append(kernel) or (lambda keys, *args: None))
+    for has_units, count in ((True, 2), (False, 6)):
+        monkeypatch.setattr(ours, "cpu_has", lambda dtype, has_units=has_units: has_units)
+        names.clear()
+        ours.use_fp32_convolutions()
+        ours.restore_convolutions()
+        assert len(names) == count
+
+
 def test_no_kernel_for_fp16_computes_a_convolution(capfd):
     """oneDNN tells which kernels it runs."""
 
