@@ -43,7 +43,8 @@ Trying = Callable[[], contextlib.AbstractContextManager[int]]
 STEPS = 5
 """Steps for which a cure is tried: the window, and those after it."""
 _MOST_ROUNDS = 8
-_MOST_HALVINGS = 4
+_HALVINGS = (1, 2, 4, 8)
+"""Of a loss scale that a later step of a trial needs smaller, one after another."""
 _GROWN = 10.0
 """A loss that has grown by more times itself in a trial's steps is no success."""
 _LEAST_SCALE = -24
@@ -369,10 +370,10 @@ class Cures:
             fits = yield from self.largest_scale(scale)
             if fits is not None:
                 trial, scale = (yield from self.lasts(fits)), fits
-        for _ in range(_MOST_HALVINGS if has_scale and trial.steps else 0):
+        for halvings in _HALVINGS if has_scale and trial.steps else ():
             if trial.holds or not trial.has_finite_losses or scale <= 1.0:
                 break
-            scale /= 2
+            scale = max(scale / 2**halvings, 1.0)
             trial = yield from self.lasts(scale)
         return trial, scale
 
