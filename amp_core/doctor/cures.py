@@ -43,7 +43,7 @@ Trying = Callable[[], contextlib.AbstractContextManager[int]]
 STEPS = 5
 """Steps for which a cure is tried: the window, and those after it."""
 _MOST_ROUNDS = 8
-_HALVINGS = (1, 2, 4, 8)
+_HALVINGS = (1, 1, 1, 1, 2, 4)
 """Of a loss scale that a later step of a trial needs smaller, one after another."""
 _GROWN = 10.0
 """A loss that has grown by more times itself in a trial's steps is no success."""
@@ -311,7 +311,8 @@ class Cures:
                 self._optimizers |= rehearsal.optimizers
                 if not all(self.agree(rehearsal.is_finite)):
                     told = rehearsal.losses
-                    finite = bool(told) and all(bool(loss.isfinite().all()) for loss in told)
+                    is_told = bool(told) or rehearsal.has_gradients  # of a loss, or of gradients that a recipe has
+                    finite = is_told and all(bool(loss.isfinite().all()) for loss in told)
                     return Trial(step, most, all(self.agree(finite)), self.agree(losses)[0])
                 losses.append(self.loss_of(rehearsal))
                 has_slope = has_slope or any(self.agree(rehearsal.has_slope))
