@@ -71,8 +71,8 @@ class Amp:
     Args:
         config: the mode and its loss-scale policy, for example from `Amp.named`.
         device: where the model lives. TF32 is set for the whole process on CUDA, as `config.matmul_precision` says;
-            on a CPU so are `config.op_policy=cuda`, until `amp_core.lowp.op_policy.restore_policy()`, and fp32 sums in fp16
-            convolutions and, without fp16 units, products, until `lowp.fp16_convolutions.restore_convolutions()`.
+            on a CPU so are `config.op_policy=cuda`, until `amp_core.lowp.op_policy.restore_policy()`, and fp32 sums in
+            fp16 convolutions (products, if it has no fp16 units) until `lowp.fp16_convolutions.restore_convolutions()`.
         samples: samples of a micro-batch; needed by a policy with `max_scale_per_sample`.
 
     Raises:
