@@ -36,7 +36,7 @@ LIMITS = {
     "data": 1966,
     "heads": 669,
     "run": 4726,
-    "doctor": 3793,
+    "doctor": 3811,
     "cli": 1335,
     "amp_tools": 4938,
 }

@@ -150,7 +150,7 @@ class Cures:
         advice = advice_for(cause, birth)
         if cause == "poisoned buffer" and advice is not None:
             # A guard restores buffers after skipped steps: what it has let through came with a step that was taken.
-            guards = "amp.guard(net) restores it after steps that amp.step skips"
+            guards = "amp.guard(net), in a loop that calls amp.step, restores it after skipped steps"
             more = "lower the learning rate (optimizer.lr)" if self.amp.is_guarding else guards
             advice = dataclasses.replace(advice, text=f"{advice.text}; if an earlier batch left it there, {more}")
         is_large = cause == "bad input" and bool(birth.op)  # finite numbers, which fp32 and bf16 hold

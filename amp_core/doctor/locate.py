@@ -205,7 +205,8 @@ class Doctor:
         if not birth.op and (alike := [b.tensor for b in everywhere[rank]["births"] if not b.op and b is not birth]):
             diagnosis.why += f" So were {listed(alike)}."
         diagnosis.loss_scale = scale
-        if cause in POLES and everywhere[rank]["has_half"] and self.may_leave_autocast:
+        may_be_rounding = cause in POLES or cause == "eps lost in 16 bits"
+        if may_be_rounding and everywhere[rank]["has_half"] and self.may_leave_autocast:
             is_mended = yield from self._in_fp32(diagnosis, birth, replay)
             if not is_mended and (diagnosis.cause != cause or not has_16bit(self.nets)):  # an island does not end it
                 cause = diagnosis.cause
@@ -274,7 +275,10 @@ class Doctor:
             if is_rounding and any(self.agree(wide is not None and wide.was_used)):
                 with without_autocast():
                     is_mended = yield from self.is_finite(replay)
-        if is_rounding:
+        is_eps = diagnosis.cause == "eps lost in 16 bits"
+        if is_eps and not is_rounding:  # it would not have helped
+            diagnosis.cause = "division or logarithm of zero"
+        elif is_rounding and not is_eps:
             kinds: list[Cause] = ["underflow in 16 bits", "cancellation in 16 bits", "rounding in 16 bits"]
             diagnosis.cause = next(kind for kind in kinds if kind.split()[0] in {*dict(birth.marks), "rounding"})
         is_low = has_16bit(self.nets)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from amp_core.doctor.trace import (
     HALF,
@@ -379,11 +380,24 @@ class In32Bits(DispatchMode):
         return func(*args, **kwargs)
 
 
-def in_32_bits(
-    nets: Iterable[tuple[str, nn.Module]],
-) -> contextlib.AbstractContextManager[In32Bits] | contextlib.AbstractContextManager[None]:
+class _WideConvolutions(TorchFunctionMode):
+    """Convolutions compare dtypes before a dispatch mode sees them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "").startswith("conv"):
+            args, kwargs = _widened(args), {name: _widened(each) for name, each in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def in_32_bits(nets: Iterable[tuple[str, nn.Module]]) -> Iterator[In32Bits | None]:
     """`In32Bits`, or nothing where DTensors would need dispatch of their own."""
-    return contextlib.nullcontext() if any(is_sharded(net) for _, net in nets) else In32Bits()
+    if any(is_sharded(net) for _, net in nets):
+        yield None
+        return
+    with In32Bits() as mode, _WideConvolutions():
+        yield mode
 
 
 def _widened(value: Any) -> Any:

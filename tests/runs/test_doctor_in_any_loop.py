@@ -528,6 +528,14 @@ def test_a_cure_names_the_network_as_the_doctor_was_given_it():
         ),
         (half_softmax_and_log, "fp16", "underflow in 16 bits", "window is not finite either"),
         (half_softmax_and_log, "fp32", "underflow in 16 bits", "window is not finite either"),
+        # The eps is lost, and zeros that it does not guard end in a division.
+        (
+            lambda y: ((y / (y.norm(dim=1, keepdim=True) + 1e-12)) * 0).sqrt().sum(),
+            "fp16",
+            "division or logarithm of zero",
+            "is not finite either",
+        ),
+        (lambda y: (y * 0 / ((y * 0).abs() + 1e-12)).sum(), "fp16", "eps lost in 16 bits", "the window is finite"),
         # In float64 exp(-200) is 1e-87, and in fp32 0; a zero that float64 has, too, is none of fp32.
         (
             lambda y: torch.log((y.float() * 0 - 200).exp()).mean(),
@@ -2035,6 +2043,36 @@ def test_sums_of_masks_beyond_fp16_are_masks():
     # A sum that nothing masks is an overflow, as it was.
     diagnosis = located(nn.Linear(8, 4), (torch.randn(6, 8),), loss=lambda y: ((y * 0 - 4e4) + (y * 0 - 4e4)).mean())
     assert diagnosis is not None and diagnosis.cause == "overflow in an addition"
+
+
+class Spread(nn.Module):
+    """Behind a convolution of 16-bit weights: a variance as a difference of squares."""
+
+    def __init__(self, by_matmul=False):
+        super().__init__()
+        self.conv, self.by_matmul = nn.Conv2d(1, 4, 1, bias=not by_matmul), by_matmul
+        nn.init.constant_(self.conv.weight, 0.5)
+
+    def forward(self, x):
+        y = torch.einsum("bihw,oi->bohw", x, self.conv.weight[..., 0, 0]) if self.by_matmul else self.conv(x)
+        y = y + 100
+        return (y / ((y * y).mean((2, 3), keepdim=True) - y.mean((2, 3), keepdim=True) ** 2).sqrt()).float().mean()
+
+
+@pytest.mark.parametrize("by_matmul", [True, False])
+def test_a_convolution_of_16_bit_weights_is_computed_in_32_bits_to_tell_rounding(by_matmul):
+    torch.manual_seed(0)
+    net, x = Spread(by_matmul).bfloat16(), torch.randn(4, 1, 6, 6).bfloat16()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-6)
+
+    def step():
+        net(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    diagnosis = Doctor(Amp.named("fp32"), net).locate(step, x)
+    assert diagnosis is not None and diagnosis.cause == "cancellation in 16 bits"
+    assert "in 32 bits, its weights too, it is" in diagnosis.why
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
