@@ -2054,6 +2054,7 @@ class Spread(nn.Module):
         nn.init.constant_(self.conv.weight, 0.5)
 
     def forward(self, x):
+        x = x * 1.0  # in 32 bits then
         y = torch.einsum("bihw,oi->bohw", x, self.conv.weight[..., 0, 0]) if self.by_matmul else self.conv(x)
         y = y + 100
         return (y / ((y * y).mean((2, 3), keepdim=True) - y.mean((2, 3), keepdim=True) ** 2).sqrt()).float().mean()
