@@ -122,8 +122,8 @@ class Cures:
         grads = diagnosis.output
         if grads is not None and grads.dtype != "float32":
             diagnosis.phase = "backward"  # also of what a backward pass begins with
-        exceeds = diagnosis.phase == "backward" and grads is not None
-        what = f"gradients exceed {grads.dtype}" if exceeds and grads else "the loss exceeds float32"
+        is_backward = diagnosis.phase == "backward"
+        what = f"gradients exceed {grads.dtype}" if grads and is_backward else "the loss exceeds float32"
         diagnosis.cause = "loss scale too large"
         diagnosis.why = f"With a loss scale of {scale:g} {what}; with {fits:g} the window is finite."
         largest, (trial, fits) = fits, (yield from self._at_smaller_scales(fits))
