@@ -54,7 +54,7 @@ _ROWS = (
         "torch.Tensor._version",
         "whether a tensor was written into",
         "perf.recast_weights has no effect, 16-bit networks round the outputs of islands, and a backward pass into "
-        "unscaled gradients goes unnoticed",
+        "unscaled or summed gradients goes unnoticed",
     ),
     (
         "torch.Tensor._base",
@@ -67,6 +67,11 @@ _ROWS = (
     ("torch.nn.modules.batchnorm._NormBase", "norms that keep fp32 weights", "the norms of torch.nn alone"),
     ("torch._dynamo.OptimizedModule._orig_mod", "the network in torch.compile(net)", "it is not unwrapped"),
     # Layouts and data.
+    (
+        "torch.autograd.Variable._execution_engine",
+        "whether gradients are summed over ranks already",
+        "a loop without sync_grads goes unnoticed",
+    ),
     (
         "torch.distributed.Reducer._push_all_rebuilt_params torch.distributed.Reducer._rebuild_buckets",
         "one order of sums from the first step on",

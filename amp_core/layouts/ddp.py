@@ -2,6 +2,7 @@
 
 # No postponed annotations: DistributedDataParallel checks the annotations of its communication hooks.
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from amp_core.config.errors import ConfigError
 from amp_core.lowp.islands import carry_autocast
 from amp_core.tensors import all_gather
-from amp_core.torch_private import find
+from amp_core.torch_private import find, is_missing, version_of
 
+_engine = None if is_missing("torch.Tensor._version") else find("torch.autograd.Variable._execution_engine")
 Reduction = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
@@ -22,24 +24,76 @@ class _Ddp(DistributedDataParallel):
     """Reduces gradients by a hook of this module, which `no_sync` can disable also in static graphs.
 
     DDP records a static graph in its first backward pass, where it needs the reduction hooks; its own `no_sync` has
-    none (torch 2.13 fails an internal assertion).
+    none (torch 2.13 fails an internal assertion). As in other graphs the forward pass decides about its backward pass.
     """
 
     def __init__(self, net: nn.Module, reduction: Reduction, **options: Any) -> None:
         super().__init__(net, gradient_as_bucket_view=True, **options)
-        self._reductions = [reduction]
-        self.register_comm_hook(self._reductions, _reduce)
+        self._reduction, self._is_held = reduction, False
+        *_, last = (param for param in net.parameters() if param.requires_grad)
+        self._state = _State(reduction, last)
+        self.register_comm_hook(self._state, _reduce)
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        return self._leave_alone() if self.static_graph else super().no_sync()
+        return self._hold() if self.static_graph else super().no_sync()
 
     @contextlib.contextmanager
-    def _leave_alone(self) -> Iterator[None]:
-        self._reductions.append(_leave)
+    def _hold(self) -> Iterator[None]:
+        before, self._is_held = self._is_held, True
         try:
             yield
         finally:
-            self._reductions.pop()
+            self._is_held = before
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.static_graph and torch.is_grad_enabled():
+            self._state.reduction = _leave if self._is_held else self._reduction
+        is_summed = self._state.is_summed()
+        outputs = super().forward(*inputs, **kwargs)
+        if is_summed:
+            self._state.remember()  # the gradient may have moved to another bucket
+        return outputs
+
+
+class _State:
+    """What the hook of a DDP network does; refuses to add to gradients that are already summed.
+
+    The next reduction would count them once per rank. It looks at one weight, the last, whose gradient is made first:
+    one that is there, and in which nobody has written since the reduction, was not cleared.
+    """
+
+    def __init__(self, reduction: Reduction, last: torch.Tensor) -> None:
+        self.reduction = reduction
+        self._last = weakref.ref(last)
+        self._left: tuple[torch.Tensor | None, int] = None, 0  # the tensor itself: another may get its id
+        last.register_hook(self._before_adding)  # called ahead of the sum
+
+    def note(self) -> None:
+        """To be called in a reducing backward pass: remembers what it leaves behind."""
+        if _engine is not None:
+            # Twice, since DDP's own callback, which may still write gradients, is queued between.
+            _engine.queue_callback(lambda: _engine.queue_callback(self.remember))
+
+    def remember(self) -> None:
+        grad = self._grad()
+        self._left = grad, 0 if grad is None else version_of(grad)
+
+    def is_summed(self) -> bool:
+        """Whether there are gradients that nobody has written in since they were reduced."""
+        grad = self._grad()
+        return grad is not None and grad is self._left[0] and version_of(grad) == self._left[1]
+
+    def _before_adding(self, _: torch.Tensor) -> None:
+        if self.is_summed():
+            raise RuntimeError(
+                "a backward pass would add to gradients that are already summed over the ranks. In a window of several "
+                "micro-batches, run each forward pass inside sync_grads(net, when=micro.is_last); otherwise clear the "
+                "gradients after each step"
+            )
+
+    def _grad(self) -> torch.Tensor | None:
+        param = self._last()
+        return None if param is None else param.grad
 
 
 def wrap_ddp(
@@ -85,8 +139,10 @@ def wrap_ddp(
     return ddp
 
 
-def _reduce(state: list[Reduction], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return state[-1](bucket)
+def _reduce(state: _State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    if bucket.is_last() and state.reduction is not _leave:
+        state.note()
+    return state.reduction(bucket)
 
 
 def _leave(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -8,7 +8,8 @@ small; a mean of means favours short micro-batches.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from amp_core.tensors import several_ranks
+from amp_core.tensors import several_ranks, widest
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,35 +37,58 @@ class MicroBatch:
 
 
 def num_samples(batch: Any) -> int:
-    """The length of the first dimension of the first tensor in `batch`, a tensor or nested containers."""
+    """The length of the first dimension of the first tensor among the fields of `batch`; 1 if it has no dimensions.
+
+    A batch is a tensor, or a mapping or sequence of fields, in which mappings may nest. Sequences within it are passed
+    over: a detection batch's pictures [C, H, W] in a tuple look like collated fields of C samples.
+
+    Raises:
+        TypeError: there is no tensor among the fields.
+    """
+    tensors = list(_fields(batch, is_outermost=True))
+    if not tensors:
+        raise TypeError(
+            f"cannot count the samples of a {type(batch).__name__} without a tensor among its fields; pass count=, a "
+            f"function of the batch, such as count=lambda batch: len(batch[0])"
+        )
+    return next((tensor.shape[0] for tensor in tensors if tensor.ndim), 1)
+
+
+def _fields(batch: Any, *, is_outermost: bool = False) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else 1
-    values = batch.values() if isinstance(batch, dict) else batch
-    if isinstance(values, Iterable) and not isinstance(batch, str):
-        for value in values:
-            return num_samples(value)
-    raise TypeError(f"cannot count the samples of a {type(batch).__name__}; pass count=, a function of the batch")
+        yield batch
+    elif isinstance(batch, Mapping):
+        for field in batch.values():
+            yield from _fields(field)
+    # Mappings with the same keys are samples that nobody has collated.
+    elif is_outermost and isinstance(batch, list | tuple) and not _are_samples(batch):
+        for field in batch:
+            yield from _fields(field)
+
+
+def _are_samples(batch: Sequence[Any]) -> bool:
+    return all(isinstance(each, Mapping) and each.keys() == batch[0].keys() for each in batch)
 
 
 def windows(
     batches: Iterable[Any],
     accumulation: int = 1,
     *,
-    count: Callable[[Any], int | Tensor] | None = None,
+    count: Callable[[Any], float | Tensor] | None = None,
     world_size: int = 1,
 ) -> Iterator[list[MicroBatch]]:
     """Group micro-batches into windows whose weights sum to 1, also in a ragged tail, over all ranks.
 
     In a process group every rank takes part: the weights are shares of the window over all ranks, and all ranks see the
     same number of windows of the same length. A rank that has fewer micro-batches repeats its last one with weight 0,
-    so that no collective blocks.
+    so that no collective blocks. The ranks agree on the host, once per window; no device is waited for.
 
     Args:
         batches: finite or endless.
         accumulation: micro-batches per window, at least 1; the last window may hold fewer.
-        count: the size of a batch, for example its valid tokens: an int, or a 0-d tensor that stays on its device.
-            Default: its samples. If it may be 0, compute the loss as a sum divided by `count.clamp(min=1)`: an empty
-            mean is NaN.
+        count: the size of a batch, for example its valid tokens: a number, or a 0-d tensor that stays on its device.
+            Default: its samples (`num_samples`). If it may be 0, compute the loss as a sum divided by
+            `count.clamp(min=1)`: an empty mean is NaN.
         world_size: for a plain DistributedDataParallel network, which averages gradients over its ranks: its number of
             ranks. Weights are multiplied by it, which undoes that division. Omit it for networks wrapped by this
             project, which sum.
@@ -73,7 +97,9 @@ def windows(
         A list of `MicroBatch`.
 
     Raises:
-        ValueError: `accumulation` below 1; or, on every rank, that one has no batch at all while others have some.
+        ValueError: `accumulation` below 1; a number below 0 as a count; or, on every rank, that one has no batch at all
+            while others have some.
+        TypeError: no `count`, and a batch whose samples cannot be counted.
     """
     if accumulation < 1:
         raise ValueError(f"windows(accumulation={accumulation}): expected at least 1")
@@ -83,22 +109,24 @@ def windows(
     spare = None
     while True:
         window = list(islice(iterator, accumulation))
-        length, starved = len(window), not window and spare is None
+        counts: list[float | Tensor] = [count(batch) for batch in window]
+        length, starved, total = len(window), not window and spare is None, _sum(counts)
         if together:
-            most = torch.tensor([length, int(starved)], device=_collective_device())
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-            length, starved = most.tolist()
+            lengths, starving, totals = _gather([length, starved, 0 if isinstance(total, Tensor) else total])
+            length, starved = int(max(lengths)), any(starving)
+            if not isinstance(total, Tensor):
+                total = sum(totals)
         if length == 0:
             return
         if starved:  # on every rank: if only one raised, the others would hang
             raise ValueError("a rank has no batch at all while others have some; give every rank data")
-        counts: list[int | Tensor] = [count(batch) for batch in window]
         if len(window) < length:
             filler = window[-1] if window else spare
             counts += [counts[-1] * 0 if counts else count(filler) * 0] * (length - len(window))
             window += [filler] * (length - len(window))
+            total = _sum(counts) if isinstance(counts[0], Tensor) else total
         spare = window[-1]
-        yield window_of(window, [weight * world_size for weight in microbatch_weights(counts)])
+        yield window_of(window, [weight * world_size for weight in _shares(counts, total)])
 
 
 def window_of(batches: Sequence[Any], weights: Sequence[float | Tensor]) -> list[MicroBatch]:
@@ -109,59 +137,85 @@ def window_of(batches: Sequence[Any], weights: Sequence[float | Tensor]) -> list
     ]
 
 
-def microbatch_weights(counts: Sequence[int | Tensor]) -> list[float | Tensor]:
+def microbatch_weights(counts: Sequence[float | Tensor]) -> list[float | Tensor]:
     """The weights of a window's micro-batches: each count divided by that of the window on all ranks.
 
     Args:
-        counts: of this rank's micro-batches, ints or 0-d tensors, which stay on their device; collective.
+        counts: of this rank's micro-batches, numbers or 0-d tensors, which stay on their device; collective.
     """
-    total = _total(counts)
+    total = _sum(counts)
+    if several_ranks() and not isinstance(total, Tensor):
+        total = sum(_gather([total])[0])
+    return _shares(counts, total)
+
+
+def _sum(counts: Sequence[float | Tensor]) -> float | Tensor:
+    """The sum of counts, exact: of tensors in int64 or in their widest floating type."""
+    if not any(isinstance(c, Tensor) for c in counts):
+        if any(not c >= 0 for c in counts):
+            raise ValueError(f"a micro-batch counts {min(counts)}; expected a number of at least 0")
+        return sum(counts)
+    return sum(c.to(_wide(c)) if isinstance(c, Tensor) else c for c in counts)
+
+
+def _wide(count: Tensor) -> torch.dtype:
+    # A sum of uint8 ends at 255, one of bfloat16 at 256.
+    return widest(count.device) if count.is_floating_point() else torch.int64
+
+
+def _shares(counts: Sequence[float | Tensor], total: float | Tensor) -> list[float | Tensor]:
+    """Each count divided by the total, tensors in float32. The total of tensors is summed over ranks here."""
     # All tokens may be masked; 0 / 0 would write NaN into the weights.
-    return [c / total.clamp(min=1) if isinstance(total, Tensor) else c / max(total, 1) for c in counts]
-
-
-def _collective_device() -> torch.device:
-    """Where small host numbers must lie for a collective: NCCL has no CPU tensors."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-
-
-def _total(counts: Sequence[int | Tensor]) -> int | Tensor:
-    """The count of the window over all ranks. Stays on the device if the counts are tensors."""
-    total = sum(counts)
-    if not several_ranks():
-        return total
-    if isinstance(total, Tensor):
+    if not isinstance(total, Tensor):
+        return [c / (total or 1) for c in counts]
+    if several_ranks():
         total = total.clone()
         dist.all_reduce(total)
-        return total
-    on_device = torch.tensor(total, device=_collective_device())
-    dist.all_reduce(on_device)
-    return int(on_device)
+    total = torch.where(total > 0, total, torch.ones_like(total))
+    return [(c / total).float() for c in counts]
+
+
+_host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _gather(numbers: Sequence[float]) -> list[list[float]]:
+    """Each number as a list over ranks, exchanged in host memory. Collective.
+
+    NCCL alone has no CPU tensors, and a read of its result would wait for all work of the GPU: then a second group, of
+    gloo, is made at the first call.
+    """
+    world = dist.group.WORLD
+    if world not in _host_groups:
+        has_cpu = "cpu:" in dist.get_backend_config()
+        _host_groups[world] = world if has_cpu else dist.new_group(backend="gloo")
+    mine = torch.tensor(numbers, dtype=torch.float64)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine, group=_host_groups[world])
+    return [list(column) for column in zip(*(row.tolist() for row in every), strict=True)]
 
 
 def sync_grads(*nets: nn.Module, when: bool) -> contextlib.AbstractContextManager[Any]:
     """Reduce gradients over ranks in this forward and backward only `when` it is the window's last.
 
-    Both passes must lie inside: DistributedDataParallel decides in the forward pass, other layouts in the backward.
-    Without a wrapper that reduces gradients this does nothing.
+    The forward pass must lie inside; it decides for its backward pass, wherever that runs, as in
+    DistributedDataParallel. Networks sharded by `fully_shard`, where the backward pass decides, keep to what the latest
+    `sync_grads` of them says. Without a wrapper that reduces gradients this does nothing.
     """
-    if when:
-        return contextlib.nullcontext()
-    contexts = [net.no_sync() for net in nets if hasattr(net, "no_sync")]  # type: ignore[operator]
-    contexts += [_without_reduction(net) for net in nets if hasattr(net, "set_requires_gradient_sync")]
-    if len(contexts) == 1:
-        return contexts[0]
+    contexts = []
+    for net in nets:
+        if hasattr(net, "set_requires_gradient_sync"):
+            if when == (net in _holding):  # it walks over all modules, so only at a change
+                net.set_requires_gradient_sync(when)  # type: ignore[operator]
+                (_holding.discard if when else _holding.add)(net)
+        elif not when and hasattr(net, "no_sync"):
+            contexts.append(net.no_sync())  # type: ignore[operator]
+    if len(contexts) <= 1:
+        return contexts[0] if contexts else contextlib.nullcontext()
     stack = contextlib.ExitStack()
     for context in contexts:
         stack.enter_context(context)
     return stack
 
 
-@contextlib.contextmanager
-def _without_reduction(net: Any) -> Iterator[None]:
-    """`no_sync` for networks sharded by `fully_shard`: gradients stay unsharded, in fp32, until reduced."""
-    net.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        net.set_requires_gradient_sync(True)
+_holding: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Sharded networks whose gradients stay unsharded, in fp32, until `sync_grads` of a window's last micro-batch."""

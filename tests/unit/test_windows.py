@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from collections import UserDict
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +23,9 @@ from torch.optim import SGD
 
 from amp_core import Amp, sync_grads, windows
 from amp_core.layouts.ddp import wrap_ddp
+from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
 from amp_core.step.window import num_samples
+from amp_core.tensors import full_tensor
 
 IGNORE = -100
 
@@ -77,11 +83,55 @@ def test_no_batches_no_windows_and_accumulation_below_1_is_refused() -> None:
         list(windows([torch.ones(1)], 0))
 
 
+PICTURES = tuple(torch.ones(3, 5, 4 + i) for i in range(4))  # [C, H, W], as a detection batch has them
+
+
 @pytest.mark.parametrize(
-    "batch", [torch.ones(3), (torch.ones(3, 2), 1), {"x": [torch.ones(3)]}, [{"a": (torch.ones(3),)}]]
+    "batch, samples",
+    [
+        (torch.ones(3), 3),
+        (torch.ones(()), 1),
+        ((torch.ones(3, 2), 1), 3),
+        ([torch.tensor(0.1), torch.ones(3, 2)], 3),
+        ({"x": {"y": torch.ones(3)}}, 3),
+        ([{"x": torch.ones(3)}, {"y": torch.ones(3)}], 3),
+        (UserDict(x=torch.ones(3)), 3),
+        ((PICTURES, torch.ones(4)), 4),
+        ({"pictures": PICTURES, "labels": torch.ones(4)}, 4),
+        ((PICTURES, tuple({"boxes": torch.ones(2, 4)} for _ in PICTURES)), None),
+        ((PICTURES[:1], (7,)), None),
+        ([{"picture": picture, "label": 7} for picture in PICTURES], None),
+        ("text", None),
+        ([], None),
+    ],
 )
-def test_samples_are_counted_in_nested_batches(batch: Any) -> None:
-    assert num_samples(batch) == 3
+def test_samples_are_those_of_the_fields_and_never_channels(batch: Any, samples: int | None) -> None:
+    if samples is None:
+        with pytest.raises(TypeError, match="pass count="):
+            num_samples(batch)
+    else:
+        assert num_samples(batch) == samples
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor, partial(torch.tensor, dtype=torch.float64)])
+@pytest.mark.parametrize("counts", [(0.25, 0.125), (0.5, 3.5), (1e-30, 3e-30), (0.0, 2.0)], ids=str)
+def test_fractional_counts_are_shares_too(counts: tuple[float, ...], kind: Any) -> None:
+    (window,) = windows(map(torch.tensor, counts), 2, count=lambda batch: kind(batch.item()))
+    expected = [c / math.fsum(counts) for c in counts]
+    assert [float(micro.weight) for micro in window] == pytest.approx(expected, rel=2**-23)
+
+
+def test_counts_of_narrow_types_are_summed_exactly() -> None:
+    """200 + 100 wraps around in uint8; 256 + 1 is 256 in bfloat16."""
+    for dtype, counts in ((torch.uint8, (200, 100)), (torch.bfloat16, (256, 1))):
+        (window,) = windows([torch.tensor(c, dtype=dtype) for c in counts], 2, count=lambda batch: batch)
+        assert [float(m.weight) for m in window] == pytest.approx([c / sum(counts) for c in counts], rel=2**-23)
+
+
+@pytest.mark.parametrize("bad", [-1, float("nan")])
+def test_a_count_below_0_is_refused(bad: float) -> None:
+    with pytest.raises(ValueError, match="at least 0"):
+        list(windows([torch.tensor(3.0), torch.tensor(bad)], 2, count=torch.Tensor.item))
 
 
 def token_batches(dead: set[int], num_batches: int = 5) -> list[tuple[Tensor, Tensor]]:
@@ -196,20 +246,66 @@ def test_without_sync_grads_every_micro_batch_is_reduced(on_ranks: Callable[...,
     assert [on_ranks(train_on_a_rank, True, (4, 4), sync)[0][2] for sync in (True, False)] == [2, 4]
 
 
-def reductions_of_ours(rank: int) -> tuple[int, int]:
-    """Collectives of four micro-batches, with and without sync_grads, counted by the profiler."""
-    net, counts = wrap_ddp(a_net(), torch.device("cpu")), []
-    for only_last in (True, False):
+def without_sync_grads(rank: int, static_graph: bool, clear: str) -> list[float]:
+    """The gradient of the bias, 1 per sample and rank, after two backward passes that both reduce."""
+    net = nn.Linear(3, 1)
+    wrapped = wrap_ddp(net, torch.device("cpu"), static_graph=static_graph)
+    found = []
+    for _ in range(2):
+        wrapped(torch.ones(1, 3)).sum().backward()
+        found.append(net.bias.grad.item())
+        if clear:
+            wrapped.zero_grad(set_to_none=clear == "none")
+    return found
+
+
+@pytest.mark.parametrize("static_graph", [False, True], ids=["dynamic", "static"])
+def test_sums_over_ranks_are_not_added_to(static_graph: bool, on_ranks: Callable[..., Any]) -> None:
+    """2 and 2 of two ranks. Without an error the second sum is 6, of which 4 would be right."""
+    for clear in ("none", "zeros"):
+        assert on_ranks(without_sync_grads, static_graph, clear) == [[2.0, 2.0]] * 2
+    with pytest.raises(Exception, match="already summed over the ranks"):
+        on_ranks(without_sync_grads, static_graph, "")
+
+
+def two_windows(rank: int, kind: str, inside: bool) -> tuple[list[Tensor], int]:
+    """Gradients of the second of two windows of four micro-batches, and its reductions."""
+    net = a_net().float()
+    wrapped = (
+        wrap_fsdp(net, build_mesh(torch.device("cpu"), 2))
+        if kind == "fsdp"
+        else wrap_ddp(net, torch.device("cpu"), static_graph=kind == "static")
+    )
+    amp = Amp.named("fp32")
+    for _ in range(2):
+        wrapped.zero_grad()
         with torch.profiler.profile() as profile:
-            for i in range(4):
-                with sync_grads(net, when=i == 3 or not only_last):
-                    net(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
-        counts.append(sum(event.name == "gloo:all_reduce" for event in profile.events()))
-    return tuple(counts)
+            for i, batch in enumerate(ragged(rank, (4, 4))):
+                with sync_grads(wrapped, when=i == 3):
+                    loss = wrapped(batch.float()).square().sum()
+                    if inside:
+                        amp.backward(loss)
+                if not inside:
+                    amp.backward(loss)
+    grads = [full_tensor(p.grad) for p in wrapped.parameters()]
+    return grads, sum("gloo:" in event.name and "reduce" in event.name for event in profile.events())
 
 
-def test_our_wrapper_reduces_once_per_window(on_ranks: Callable[..., Any]) -> None:
-    assert on_ranks(reductions_of_ours) == [(1, 4)] * 2
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("kind", ["ddp", "static", "fsdp"])
+def test_the_forward_pass_decides_where_the_backward_pass_reduces(
+    kind: str, inside: bool, on_ranks: Callable[..., Any]
+) -> None:
+    """Once per window and group of weights, wherever `amp.backward` is called; gradients are those of the big batch."""
+    net = a_net()
+    net(torch.cat([*ragged(0, (4, 4)), *ragged(1, (4, 4))])).square().sum().backward()
+    for grads, num_reductions in on_ranks(two_windows, kind, inside):
+        assert num_reductions == 1
+        for a, p in zip(grads, net.parameters(), strict=True):
+            # fp32 sums of 16 samples through two layers
+            torch.testing.assert_close(
+                a.double(), p.grad, rtol=64 * 2**-24, atol=64 * 2**-24 * p.grad.abs().max().item()
+            )
 
 
 def means_of_tokens(rank: int, plain: bool) -> tuple[float, float]:
@@ -240,6 +336,18 @@ def without_batches(rank: int) -> str:
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def fractions_of_ranks(rank: int, store: str) -> list[list[float]]:
+    """The weights of counts 0.5 and 0.25 on one rank, 0.25 on the other, in a group that has no CPU tensors."""
+    dist.destroy_process_group()
+    dist.init_process_group("cuda:gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    batches = [torch.tensor([n]) for n in ((0.5, 0.25), (0.25,))[rank]]
+    return [[float(micro.weight) for micro in window] for window in windows(batches, 2, count=torch.Tensor.item)]
+
+
+def test_ranks_agree_in_host_memory_also_where_the_group_has_none(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    assert on_ranks(fractions_of_ranks, str(tmp_path / "store")) == [[[0.5, 0.25]], [[0.25, 0.0]]]
 
 
 def test_a_rank_without_a_batch_is_refused(on_ranks: Callable[..., Any]) -> None:
