@@ -20,7 +20,6 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -52,6 +51,7 @@ from amp_core.tensors import (
     is_sharded,
     is_state_sharded,
     is_there,
+    local,
     multiply_,
     several_ranks,
     step_on_local_shards,
@@ -60,6 +60,17 @@ from amp_core.torch_private import log_missing
 
 logger = logging.getLogger("amp_recipes")
 _USABLE = "_amp_core_usable"  # where an optimizer keeps which `Amp` has checked it, with how many groups
+
+
+def _at_least_fp32(tensor: Tensor) -> Tensor:
+    """In float32 or complex64, unless it is wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _zero_or_nan(loss: Tensor, like: Tensor) -> Tensor:
+    """0 of a finite loss, else NaN, with the dtype and device of `like`."""
+    mine = local([loss])[0]
+    return (mine - mine).to(like, non_blocking=True)
 
 
 class Amp:
@@ -111,6 +122,10 @@ class Amp:
         self.weights: list[LowPrecisionWeights] = []
         """The weights of networks with 16-bit weights, in the order of `prepare`."""
         self._in_window = False
+        self._losses: list[Tensor] = []
+        self._num_stepped = 0
+        self._outcomes: list[tuple[Tensor, Tensor]] = []
+        self._is_stepping = False
         self._sharing = 0
         self._said_waits = False
         self._rehearsal: Rehearsal | None = None
@@ -209,11 +224,20 @@ class Amp:
                     f"amp.backward: the loss has the shape {list(loss.shape)}, expected a scalar; reduce it, as by "
                     f"loss.mean(), or pass a gradient of its shape"
                 )
-            # In fp16 a loss of 1 times a scale of 65536 is already infinite.
-            loss = loss.float() if loss.ndim == 0 else loss.float().reshape(())
+            # In fp16 a loss of 1 times a scale of 65536 is already infinite. In float64 a weight of 1/3 needs float64.
+            is_double = loss.dtype is torch.float64
+            loss = loss if is_double else loss.float()
+            loss = loss if loss.ndim == 0 else loss.reshape(())
             if self._rehearsal is not None:
                 self._rehearsal.on_loss(loss)
-            gradient = self.scaler.scale * (gradient if isinstance(gradient, Tensor) else self._numbers[gradient])
+            if self._is_stepping:
+                self._losses, self._is_stepping = [], False
+            elif len(self._losses) > 64:
+                self._losses = [torch.stack(self._losses).sum()]
+            is_plain = type(loss) is Tensor and loss.dtype is torch.float32 and loss.device == self._zero.device
+            self._losses += [loss.data if is_plain else _zero_or_nan(loss.data, self._zero)]  # not its graph
+            weight = gradient if isinstance(gradient, Tensor) else None if is_double else self._numbers[gradient]
+            gradient = self.scaler.scale.double() * gradient if weight is None else self.scaler.scale * weight
         elif self.scaler.policy is not None:
             gradient = self.scaler.scale * gradient
         seed = gradient.to(loss)
@@ -230,23 +254,28 @@ class Amp:
     def grad(
         self, outputs: Tensor, inputs: Tensor | Sequence[Tensor], *, create_graph: bool = True, **kwargs: Any
     ) -> tuple[Tensor, ...]:
-        """`torch.autograd.grad` through the loss scale: unscaled, differentiable float32 gradients for penalties.
+        """`torch.autograd.grad` through the loss scale: unscaled, differentiable gradients for penalties.
 
         Args:
-            outputs: any shape; it is summed.
-            inputs: a tensor or several.
+            outputs: real, of any shape; it is summed.
+            inputs: a tensor or several, real or complex.
             create_graph: keep the result differentiable.
             **kwargs: passed on.
 
         Returns:
-            One gradient per input. They may overflow in fp16 when the scale is large; the total loss is then not
-            finite, the step is skipped and the scale falls.
+            One gradient per input, in float32 or complex64, or wider where the input is. They may overflow in fp16
+            when the scale is large; the total loss is then not finite, the step is skipped and the scale falls.
+
+        Raises:
+            TypeError: complex outputs.
         """
+        if outputs.is_complex():
+            raise TypeError(f"amp.grad: outputs are {outputs.dtype}; expected real numbers, such as outputs.abs()")
         with self._autocast_off():
-            scaled = outputs.float().sum()
+            scaled = _at_least_fp32(outputs).sum()
             scaled = scaled * self.scaler.scale if self.scaler.policy else scaled
             grads = torch.autograd.grad(scaled, inputs, create_graph=create_graph, **kwargs)
-            return tuple(g if g is None else g.float() * self.scaler.inverse for g in grads)
+            return tuple(g if g is None else _at_least_fp32(g) * self.scaler.inverse for g in grads)
 
     def _autocast_off(self) -> torch.autocast:
         # A backward pass inside autocast would run the matmuls of fp32 islands in 16 bits.
@@ -350,14 +379,16 @@ class Amp:
     ) -> StepReport:
         """Unscale, check, clip, and step if the gradients of all ranks are finite. Once per window and optimizer.
 
-        The check uses their global norm in float32, so gradients beyond 1e19 also count as an overflow.
+        The check uses their global norm in float32, so gradients beyond 1e19 also count as an overflow. A loss that is
+        not finite skips all steps between its `backward` and the next one, also where gradients are finite, as behind
+        `where` or `detach`. That leaves the loss scale alone, on which such a loss does not depend.
 
         No host-device sync if the optimizer is fused; otherwise one. A window without any gradient takes no step and
         does not move the scale.
 
         Args:
             optimizer: any without a closure; not fused, if gradients are sparse. Several in a list step together or not
-                at all, each clipped by its own norm; stepped in separate calls, each skips alone.
+                at all, each clipped by its own norm; stepped in separate calls, each skips by its gradients alone.
             clip: a `Clip`, or any function of (parameters, unscaled gradients) that changes the gradients in place.
             unscaled: the optimizers whose gradients are not scaled, because they do not come from `backward`.
             sharded: the optimizers whose gradients are this rank's shard; they are clipped by the global norm.
@@ -382,24 +413,30 @@ class Amp:
                 each, own = state.optimizer, None if state.optimizer in unclipped else clip
                 found.append(self._examine(state, own, each not in unscaled, agree and each in sharded))
                 on_device, has_grads = on_device and state.on_device, has_grads or bool(state.grads)
-            found_inf = functools.reduce(torch.maximum, found)
+            overflow = skipped = functools.reduce(torch.maximum, found)
+            if self._losses:
+                loss = self._losses[0] if len(self._losses) == 1 else torch.stack(self._losses).sum()
+                skipped = torch.addcmul(overflow, loss, self._zero).ne_(self._zero)  # inf times 0 is NaN
+            self._is_stepping = True
+            self._num_stepped += len(states)
             if agree:
-                dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+                both = torch.stack((overflow, skipped))
+                dist.all_reduce(both, op=dist.ReduceOp.MAX)
+                overflow, skipped = both.unbind()
             if rehearsal is not None:
-                rehearsal.add(found_inf)
+                rehearsal.add(skipped)
                 rehearsal.optimizers.update(optimizers)
-            found_inf = torch.ones_like(found_inf) if skips else found_inf
-            taken = torch.eq(found_inf, self._zero)
+            skipped = torch.ones_like(skipped) if skips else skipped
+            taken = torch.eq(skipped, self._zero)
             taken = taken if has_grads else torch.zeros_like(taken)
             torch.clear_autocast_cache()
             on_host = None if on_device else not skips and self._decide_on_host(states, taken)
             for state in states:
                 state.stepped = True
-                state.found_inf = found_inf if state.grads or agree else None
                 if state.grads and not skips:
                     if state.on_device:
                         on_shards = state.in_parts or (agree and is_state_sharded(state.optimizer))
-                        take_step(state, taken, found_inf, on_shards=on_shards)
+                        take_step(state, taken, skipped, on_shards=on_shards)
                     else:
                         self._step_on_host(state, on_host)
                 for weights in self.weights if state.grads else ():
@@ -409,6 +446,8 @@ class Amp:
                         guard.settle(taken)
                         if not guard.was_called and state.grads:
                             guard.note_bypass()
+            if has_grads or agree:
+                self._outcomes += [(overflow, skipped)]
             norms = [state.norm for state in states]
             norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
             if rehearsal is not None:
@@ -495,21 +534,33 @@ class Amp:
         Raises:
             RuntimeError: no optimizer was stepped since the last update.
         """
-        if not any(map(attrgetter("stepped"), self._states.values())):
+        if not self._num_stepped:
             raise RuntimeError("amp.update() without amp.step(optimizer) before it; step every optimizer, then update")
-        # Also of those that were unscaled, found infinite and therefore not stepped.
-        found = [state.found_inf for state in self._states.values() if state.found_inf is not None]
-        found_inf = functools.reduce(torch.maximum, found) if found else None
-        self._states.clear()
-        self._in_window = False
+        outcomes = self._outcomes
+        if len(self._states) > self._num_stepped:
+            # Optimizers that were unscaled, perhaps found infinite and therefore not stepped: no rank knows of others'.
+            found = [state.found_inf for state in self._states.values() if not state.stepped]
+            bad = functools.reduce(torch.maximum, [each for each in found if each is not None], self._zero.clone())
+            if several_ranks():
+                dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+            outcomes.append((bad, bad))
+        overflow, skipped = outcomes[0] if outcomes else (None, None)
+        for others in outcomes[1:]:
+            overflow, skipped = map(torch.maximum, (overflow, skipped), others)
+        self._end_window()
         # Networks that ran without a step of their own in this window, such as a generator in its critic's.
         for guard in self._guards:
-            guard.settle(None if found_inf is None else found_inf == 0)
+            guard.settle(None if skipped is None else skipped == 0)
             guard.was_called = False
-        if found_inf is not None and self._rehearsal is None:
-            self.scaler.update(found_inf)
-            self._skips.add_(found_inf)
-            self.num_consecutive_skips.mul_(found_inf)
+        if overflow is not None and self._rehearsal is None:
+            self.scaler.update(overflow)
+            self._skips.add_(skipped)
+            self.num_consecutive_skips.mul_(skipped)
+
+    def _end_window(self) -> None:
+        self._states.clear()
+        self._losses, self._outcomes, self._num_stepped = [], [], 0
+        self._in_window = self._is_stepping = False
 
     def zero_grad(self, *optimizers: torch.optim.Optimizer) -> None:
         """`optimizer.zero_grad(set_to_none=True)`, without its profiler scope, which takes longer than the rest."""
@@ -523,8 +574,7 @@ class Amp:
 
     def forget_window(self) -> None:
         """Forget the current window after a failed capture, which computed nothing."""
-        self._states.clear()
-        self._in_window = False
+        self._end_window()
         for guard in self._guards:
             guard.settle(None)
 
@@ -544,8 +594,7 @@ class Amp:
             yield self._rehearsal
         finally:
             self._rehearsal = None
-            self._states.clear()  # of a window that was not ended
-            self._in_window = False
+            self._end_window()  # one that was not ended
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -646,11 +695,12 @@ class Amp:
         self._checked.add(among)
 
     def _unscaled_gradients(self) -> list[list[tuple[int, int]]]:
-        """The versions of the gradients that `unscale_` divided in this window."""
-        for optimizer, state in list(self._states.items()):
-            if state.unscaled and not state.stepped and not with_grads(optimizer)[1]:
+        """The versions of the gradients that `unscale_` divided in this window and that no step has used yet."""
+        pending = [o for o, state in self._states.items() if state.unscaled and not state.stepped]
+        for optimizer in pending:
+            if not with_grads(optimizer)[1]:
                 del self._states[optimizer]  # its gradients are gone: that window was given up
-        return [grad_versions(optimizer) for optimizer, state in self._states.items() if state.unscaled]
+        return [grad_versions(optimizer) for optimizer in pending if optimizer in self._states]
 
     def _reduce(self, state: OptimizerState) -> None:
         for weights in self.weights if not state.reduced else ():

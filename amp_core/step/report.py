@@ -23,7 +23,7 @@ class StepReport:
 
     Attributes:
         taken: 0-d bool, false when the step was skipped.
-        grad_norm: 0-d float32, the global L2 norm of the unscaled gradients before clipping; not finite when skipped.
+        grad_norm: 0-d float32, the global L2 norm of the unscaled gradients before clipping. Not finite if one is not.
         taken_on_host: `taken` as a bool for optimizers whose steps the host decides; None if decided on the device.
         is_rehearsal: the step was rehearsed: it is none of the run's.
     """
@@ -123,7 +123,7 @@ class OptimizerState:
     unscaled: bool = False
     stepped: bool = False
     found_inf: Tensor | None = None
-    """0-d float32: whether a gradient is not finite; after a step, of any optimizer that stepped with it."""
+    """0-d float32: whether a gradient was found not to be finite when it was unscaled."""
     params: list[Tensor] = field(init=False)
     """Those with gradients; set when its step begins, as is what follows."""
     grads: list[Tensor] = field(init=False)

@@ -21,6 +21,7 @@ from amp_core import Amp, Schedule
 from amp_core.config.errors import ConfigError
 
 INF = float("inf")
+HUGE = 3e38  # a slope: finite at a weight of 0, infinite with a loss scale
 
 
 def amp_of(**fields: Any) -> Amp:
@@ -261,13 +262,109 @@ def test_a_saved_scale_outside_of_cap_and_floor_is_clamped() -> None:
 def test_one_optimizer_skips_alone_and_the_scale_falls_once(bad: int, fused: bool, unscale_first: bool) -> None:
     pairs, amp = [a_weight(kind=lambda p, lr: SGD(p, lr=lr, fused=fused)) for _ in range(2)], amp_of()
     for i, (weight, _) in enumerate(pairs):
-        amp.backward((weight * (INF if i == bad else 1.0)).sum(), retain_graph=True)
+        amp.backward((weight * (HUGE if i == bad else 1.0)).sum(), retain_graph=True)
     for _, optimizer in pairs if unscale_first else ():
         amp.unscale_(optimizer)
     taken = [bool(amp.step(optimizer).taken) for _, optimizer in pairs]
     amp.update()
     assert taken == [bad == 1, bad == 0] and amp.scale == 32768.0
     assert [weight.item() for weight, _ in pairs] == [-1.0 if each else 0.0 for each in taken]
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, float("nan")], ids=str)
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loss_that_is_not_finite_skips_though_its_gradients_are(bad: float, mode: str, fused: bool) -> None:
+    """GradScaler takes this step. Neither the scale nor a step that follows another backward pass is touched."""
+    (a, opt_a), (b, opt_b) = [a_weight(kind=lambda p, lr: SGD(p, lr=lr, fused=fused)) for _ in range(2)]
+    amp, stock = Amp.named(mode), GradScaler("cpu")
+    before = amp.scale
+    loss = (a * 1.0).sum() + torch.tensor(bad)
+    stock.scale(loss).backward(retain_graph=True)
+    stock.step(opt_a)
+    assert a.item() == -1.0
+    opt_a.zero_grad()
+    amp.backward(loss)
+    for _ in range(100):  # the next micro-batches do not hide it
+        amp.backward((a * 0.01).sum())
+    reports = [amp.step(opt_a)]
+    amp.backward((b * 1.0).sum())
+    reports.append(amp.step(opt_b))
+    amp.update()
+    assert [bool(report.taken) for report in reports] == [False, True] and reports[0].grad_norm.isfinite()
+    assert (a.item(), b.item(), amp.scale) == (-1.0, -1.0, before)
+    assert (amp.num_skipped, amp.num_consecutive_skips) == (1, 1)
+    opt_a.zero_grad()
+    amp.backward((a * 1.0).sum())
+    assert amp.step(opt_a).taken  # it is forgotten with its window
+    amp.update()
+    assert (amp.num_skipped, amp.num_consecutive_skips) == (1, 0)
+
+
+def losses_of_ranks(rank: int) -> list[float]:
+    """A loss that is infinite on rank 1 alone, with finite gradients; then an inf in what rank 1 unscales."""
+    amp, (weight, optimizer), (other, unstepped) = amp_of(), a_weight(), a_weight()
+    amp.backward(weight.sum() + torch.tensor(INF if rank else 0.0))
+    found = [float(amp.step(optimizer).taken)]
+    amp.update()
+    found += [amp.scale, weight.item()]
+    for has_any in (True, False):  # the other rank may have no gradient at all
+        optimizer.zero_grad(), unstepped.zero_grad()
+        amp.backward(weight.sum())
+        if rank or has_any:
+            amp.backward((other * (HUGE if rank else 1.0)).sum())
+        amp.unscale_(unstepped)
+        found.append(float(amp.step(optimizer).taken))
+        amp.update()
+        found += [amp.scale, float(amp.num_skipped)]
+    return found
+
+
+def test_ranks_agree_about_a_bad_loss_and_an_optimizer_that_is_not_stepped(on_ranks: Callable[..., Any]) -> None:
+    expected = [0.0, 65536.0, 0.0, 1.0, 32768.0, 2.0, 1.0, 16384.0, 3.0]
+    assert on_ranks(losses_of_ranks) == [expected] * 2
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_stepped_network_may_be_in_the_graph_of_the_next_loss(zero: bool) -> None:
+    """A generator's loss through a discriminator that was unscaled and stepped, as with GradScaler."""
+    results = []
+    for scaler in (amp_of(init_scale=1024.0), GradScaler("cpu", init_scale=1024.0)):
+        (d, opt_d), (g, opt_g) = a_weight(2.0), a_weight(3.0)
+        back = scaler.backward if isinstance(scaler, Amp) else lambda loss, s=scaler: s.scale(loss).backward()
+        back((d * g.detach()).sum())
+        scaler.unscale_(opt_d)
+        scaler.step(opt_d)
+        if zero:
+            opt_d.zero_grad()
+        back((d * g).sum())
+        scaler.step(opt_g)
+        scaler.update()
+        results.append((d.item(), g.item()))
+    assert results == [(-1.0, 4.0)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128])
+def test_gradients_for_penalties_keep_what_their_inputs_are(dtype: torch.dtype) -> None:
+    """The gradient of |x|^2 / 3, which is 2 x / 3, also its imaginary part, in the precision of x."""
+    x = torch.tensor([0.5, -2.0], dtype=dtype)
+    x = (x * (1 + 2j) if dtype.is_complex else x).requires_grad_()
+    amp = amp_of(init_scale=1024.0)
+    square = (x * x.conj()).real if dtype.is_complex else x * x
+    (found,) = amp.grad(square.sum() / 3, x)
+    wide = torch.promote_types(dtype, torch.float32)
+    assert found.dtype == wide and found.requires_grad
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found, 2 * x.detach().to(wide) / 3, rtol=4 * eps, atol=0)
+    with pytest.raises(TypeError, match="expected real numbers"):
+        amp.grad(torch.ones(1, dtype=torch.complex64, requires_grad=True), x)
+
+
+def test_weights_of_float64_losses_are_float64() -> None:
+    """A third in fp32 is off by 1e-8."""
+    weight = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    amp_of().backward(weight.sum(), 1 / 3)
+    assert weight.grad.item() == 65536.0 / 3
 
 
 def test_growth_counts_windows_not_optimizers() -> None:
@@ -297,7 +394,7 @@ def test_update_inside_each_step_gives_minus_2_and_unscaled_first_minus_1_5e_5()
 
         (a, opt_a), (b, opt_b) = a_weight(), a_weight()
         amp = amp_of()
-        amp.backward((a * (1.0 if unscale_first else INF)).sum() + b.sum())
+        amp.backward((a * (1.0 if unscale_first else HUGE)).sum() + b.sum())
         if unscale_first:
             amp.unscale_(opt_a), amp.unscale_(opt_b)
         amp.step(opt_a), amp.step(opt_b)
