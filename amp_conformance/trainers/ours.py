@@ -56,9 +56,10 @@ class Ours:
             for window in windows(batches, task.accumulation, count=count, world_size=task.ranks):
                 with amp.cache_weight_casts(net) if len(window) > 1 else contextlib.nullcontext():
                     for micro in window:
-                        with sync_grads(model, when=micro.is_last), amp.autocast():
-                            loss = task.loss(model, micro.batch, lambda *pair: amp.grad(*pair)[0])
-                        amp.backward(loss, micro.weight)
+                        with sync_grads(model, when=micro.is_last):
+                            with amp.autocast():
+                                loss = task.loss(model, micro.batch, lambda *pair: amp.grad(*pair)[0])
+                            amp.backward(loss, micro.weight)
                 report = amp.step(optimizers, clip=None if task.clip is None else Clip.norm(task.clip))
                 amp.update()
                 amp.zero_grad(*optimizers)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import AmpConfig
 from amp_core.lowp.weights import LowPrecisionWeights
+from amp_core.step import settings
 from amp_core.step.buffers import BufferGuard
 from amp_core.step.clip import Clip
 from amp_core.step.fused import bare_step, take_step
@@ -81,9 +82,9 @@ class Amp:
 
     Args:
         config: the mode and its loss-scale policy, for example from `Amp.named`.
-        device: where the model lives. TF32 is set for the whole process on CUDA, as `config.matmul_precision` says;
-            on a CPU so are `config.op_policy=cuda`, until `amp_core.lowp.op_policy.restore_policy()`, and fp32 sums in
-            fp16 convolutions (products, if it has no fp16 units) until `lowp.fp16_convolutions.restore_convolutions()`.
+        device: where the model lives. Set for the whole process until `Amp.restore_process()`: TF32 on CUDA, as
+            `config.matmul_precision` says; on a CPU `config.op_policy=cuda`, and fp32 sums in fp16 convolutions (in
+            products too, if it has no fp16 units).
         samples: samples of a micro-batch; needed by a policy with `max_scale_per_sample`.
 
     Raises:
@@ -104,18 +105,7 @@ class Amp:
         self._casts = self.dtype is not torch.float32
         self._low = self.dtype if config.update is None else getattr(torch, config.weights)
         self.scaler = LossScale(policy_of(config, samples), self.device)
-        if self.device.type == "cuda":
-            torch.set_float32_matmul_precision(config.matmul_precision)
-            # Convolutions use TF32 by default, which would not be `fp32`.
-            torch.backends.cudnn.allow_tf32 = config.matmul_precision != "highest"
-        if config.op_policy == "cuda" and self.device.type == "cpu" and self._casts:
-            from amp_core.lowp.op_policy import use_cuda_policy  # other runs need none of it
-
-            use_cuda_policy()
-        if self._low is torch.float16 and self.device.type == "cpu":
-            from amp_core.lowp.fp16_convolutions import use_fp32_convolutions
-
-            use_fp32_convolutions()
+        settings.set_for(config, self.device, self._low)
         self._states: dict[torch.optim.Optimizer, OptimizerState] = {}
         self._checked: set[frozenset[tuple[int, int]]] = set()
         self._guards: list[BufferGuard] = []
@@ -149,6 +139,11 @@ class Amp:
         from amp_core.config.rules import amp_config  # runs of train.py come with a configuration
 
         return cls(amp_config(mode, **fields), device, samples=samples)
+
+    @staticmethod
+    def restore_process() -> None:
+        """Undo what all `Amp` objects have set for the whole process; see `device`. Later ones set it again."""
+        settings.restore()
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 

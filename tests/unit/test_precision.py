@@ -16,6 +16,8 @@ from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, NAdam, O
 
 from amp_core import Amp, Clip, Ema, Schedule
 from amp_core.config.errors import ConfigError
+from amp_core.lowp.fp16_convolutions import in_use
+from amp_core.step import settings
 
 INF, NAN = float("inf"), float("nan")
 MODES = ["fp32", "tf32", "bf16", "fp16", "fp16_capped"]
@@ -379,6 +381,25 @@ def test_a_device_that_is_not_there_is_refused_where_grad_scaler_switches_itself
         Amp.named("fp16", device="cuda")
     with pytest.warns(UserWarning, match="not available"):
         assert not GradScaler("cuda").is_enabled()
+
+
+def test_what_is_set_for_the_process_can_be_undone() -> None:
+    """TF32, CUDA's op policy and fp32 sums in fp16 convolutions."""
+
+    def in_force() -> tuple[Any, ...]:
+        precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        with torch.autocast("cpu", dtype=torch.float16):
+            return precision, tf32, torch.ones(2).softmax(0).dtype, torch.ones(2).half().softmax(0).dtype, in_use()
+
+    settings.restore()
+    before = in_force()
+    settings.set_tf32("high")
+    settings.set_tf32("highest")
+    Amp.named("fp16", op_policy="cuda")
+    assert in_force() == ("highest", False, torch.float32, torch.float32, True) != before
+    Amp.restore_process()
+    Amp.restore_process()
+    assert in_force() == before
 
 
 def test_an_unknown_mode_or_field_names_the_nearest() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
+import textwrap
 from collections import UserDict
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from amp_core import Amp, sync_grads, windows
+from amp_core import Amp, Clip, sync_grads, windows
 from amp_core.layouts.ddp import wrap_ddp
 from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
 from amp_core.step.window import num_samples
@@ -306,6 +308,53 @@ def test_the_forward_pass_decides_where_the_backward_pass_reduces(
             torch.testing.assert_close(
                 a.double(), p.grad, rtol=64 * 2**-24, atol=64 * 2**-24 * p.grad.abs().max().item()
             )
+
+
+def loop_of(page: str) -> str:
+    """The loop over windows in a page's code, over `model`, `loader`, `optimizer` and `amp`, without averages."""
+    code = (Path(__file__).parents[2] / page).read_text()
+    found = re.search(r"^ *for window in windows\(loader.*?zero_grad\(optimizer\)$", code, re.DOTALL | re.MULTILINE)
+    assert found
+    return textwrap.dedent(found[0])
+
+
+def typed_on_a_rank(rank: int, page: str, kind: str) -> tuple[list[Tensor], int]:
+    """The weights after two windows of four micro-batches of a page's loop, and the reductions of the second."""
+    net = a_net().float()
+    model = (
+        wrap_fsdp(net, build_mesh(torch.device("cpu"), 2))
+        if kind == "fsdp"
+        else wrap_ddp(net, torch.device("cpu"), static_graph=kind == "static")
+    )
+    names = {"model": model, "amp": Amp.named("fp32"), "optimizer": SGD(model.parameters(), lr=0.1), "device": "cpu"}
+    names |= {"Clip": Clip, "sync_grads": sync_grads, "windows": windows, "F": F, "loss_fn": F.mse_loss}
+    for _ in range(2):
+        names["loader"] = [(batch.float(), batch[:, :1].float()) for batch in ragged(rank, (4, 4))]
+        with torch.profiler.profile() as profile:
+            exec(compile(loop_of(page), page, "exec"), names)
+    reductions = [event.name for event in profile.events() if "gloo:" in event.name and "reduce" in event.name]
+    return [full_tensor(p) for p in model.parameters()], len(reductions)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "static", "fsdp"])
+@pytest.mark.parametrize("page", ["README.md", "docs/YOUR_OWN_MODEL.md"])
+def test_the_loops_of_the_pages_equal_one_process_and_reduce_once(
+    page: str, kind: str, on_ranks: Callable[..., Any]
+) -> None:
+    net = a_net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    big = torch.cat([*ragged(0, (4, 4)), *ragged(1, (4, 4))])
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.mse_loss(net(big), big[:, :1]).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+    for weights, num_reductions in on_ranks(typed_on_a_rank, page, kind):
+        # Besides the gradients: whether all ranks skip; of shards, their norm.
+        assert num_reductions == (3 if kind == "fsdp" else 2)
+        for a, p in zip(weights, net.parameters(), strict=True):
+            # two steps of fp32 sums of 16 samples through two layers
+            torch.testing.assert_close(a.double(), p.detach(), rtol=128 * 2**-24, atol=128 * 2**-24)
 
 
 def means_of_tokens(rank: int, plain: bool) -> tuple[float, float]:

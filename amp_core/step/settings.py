@@ -1,0 +1,52 @@
+"""What `Amp` sets for the whole process, and how it is undone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from amp_core.config.schema import AmpConfig
+
+_before: dict[Callable[[Any], None], Any] = {}
+"""Functions that set TF32, and what was set before the first change."""
+
+
+def set_for(config: AmpConfig, device: torch.device, low: torch.dtype) -> None:
+    """Set what a mode needs beyond its own tensors. `low`: the dtype of activations."""
+    if device.type == "cuda":
+        set_tf32(config.matmul_precision)
+    if config.op_policy == "cuda" and device.type == "cpu" and config.dtype != "float32":
+        from amp_core.lowp.op_policy import use_cuda_policy  # other runs need none of it
+
+        use_cuda_policy()
+    if low is torch.float16 and device.type == "cpu":
+        from amp_core.lowp.fp16_convolutions import use_fp32_convolutions
+
+        use_fp32_convolutions()
+
+
+def restore() -> None:
+    """Undo all that `set_for` has set in this process. Idempotent."""
+    for setting, value in _before.items():
+        setting(value)
+    _before.clear()
+    # Modules that are not imported have changed nothing.
+    for module, undo in (("op_policy", "restore_policy"), ("fp16_convolutions", "restore_convolutions")):
+        if (loaded := sys.modules.get(f"amp_core.lowp.{module}")) is not None:
+            getattr(loaded, undo)()
+
+
+def set_tf32(precision: str) -> None:
+    """TF32 in products and convolutions, as `torch.set_float32_matmul_precision` names it."""
+    _before.setdefault(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    _before.setdefault(_allow_in_convolutions, torch.backends.cudnn.allow_tf32)
+    torch.set_float32_matmul_precision(precision)
+    # Convolutions use TF32 by default, which would not be `fp32`.
+    _allow_in_convolutions(precision != "highest")
+
+
+def _allow_in_convolutions(allow: bool) -> None:
+    torch.backends.cudnn.allow_tf32 = allow
