@@ -10,8 +10,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from amp_core.moved import install, renamed
-
 if TYPE_CHECKING:
     from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
     from amp_core.config.schema import AmpConfig
@@ -67,11 +65,7 @@ __all__ = [
 ]
 
 
-install()
-
-
 def __getattr__(name: str) -> Any:
-    name = renamed("amp_core", name) or name
     if name not in _HOME:
         raise AttributeError(f"module 'amp_core' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"amp_core.{_HOME[name]}"), name)

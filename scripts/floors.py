@@ -65,8 +65,6 @@ ABOUT = {
     "amp_tools": "programs about runs: reports, forecasts, profiles",
 }
 SIDE_ROOMS = {"models", "data", "heads"}
-BESIDE = {"__init__", "moved"}
-"""They know where everything is, and nothing in the core imports them but the package itself."""
 
 
 def modules() -> dict[str, Path]:
@@ -76,11 +74,11 @@ def modules() -> dict[str, Path]:
 
 
 def floor_of(module: str) -> str | None:
-    """The floor of a module; None for the package itself and its list of moved names."""
+    """The floor of a module; None for the package itself."""
     top, *rest = module.split(".")
     if top == "amp_tools":
         return top
-    if not rest or rest[0] in BESIDE:
+    if not rest or rest[0] == "__init__":
         return None
     return rest[0] if rest[0] in LIMITS else "base"
 
