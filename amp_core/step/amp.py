@@ -533,12 +533,7 @@ class Amp:
             raise RuntimeError("amp.update() without amp.step(optimizer) before it; step every optimizer, then update")
         outcomes = self._outcomes
         if len(self._states) > self._num_stepped:
-            # Optimizers that were unscaled, perhaps found infinite and therefore not stepped: no rank knows of others'.
-            found = [state.found_inf for state in self._states.values() if not state.stepped]
-            bad = functools.reduce(torch.maximum, [each for each in found if each is not None], self._zero.clone())
-            if several_ranks():
-                dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-            outcomes.append((bad, bad))
+            outcomes.append(self._outcome_of_unstepped())
         overflow, skipped = outcomes[0] if outcomes else (None, None)
         for others in outcomes[1:]:
             overflow, skipped = map(torch.maximum, (overflow, skipped), others)
@@ -551,6 +546,14 @@ class Amp:
             self.scaler.update(overflow)
             self._skips.add_(skipped)
             self.num_consecutive_skips.mul_(skipped)
+
+    def _outcome_of_unstepped(self) -> tuple[Tensor, Tensor]:
+        """Of optimizers that were unscaled, perhaps found infinite and therefore not stepped, over all ranks."""
+        found = [state.found_inf for state in self._states.values() if not state.stepped]
+        bad = functools.reduce(torch.maximum, [each for each in found if each is not None], self._zero.clone())
+        if several_ranks():
+            dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        return bad, bad
 
     def _end_window(self) -> None:
         self._states.clear()

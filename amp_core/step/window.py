@@ -201,21 +201,25 @@ def sync_grads(*nets: nn.Module, when: bool) -> contextlib.AbstractContextManage
     DistributedDataParallel. Networks sharded by `fully_shard`, where the backward pass decides, keep to what the latest
     `sync_grads` of them says. Without a wrapper that reduces gradients this does nothing.
     """
-    contexts = []
     for net in nets:
         if hasattr(net, "set_requires_gradient_sync"):
-            if when == (net in _holding):  # it walks over all modules, so only at a change
-                net.set_requires_gradient_sync(when)  # type: ignore[operator]
-                (_holding.discard if when else _holding.add)(net)
-        elif not when and hasattr(net, "no_sync"):
-            contexts.append(net.no_sync())  # type: ignore[operator]
-    if len(contexts) <= 1:
-        return contexts[0] if contexts else contextlib.nullcontext()
+            _hold(net, not when)
+    if when:
+        return contextlib.nullcontext()
+    contexts = [net.no_sync() for net in nets if hasattr(net, "no_sync")]  # type: ignore[operator]
+    if len(contexts) == 1:
+        return contexts[0]
     stack = contextlib.ExitStack()
     for context in contexts:
         stack.enter_context(context)
     return stack
 
 
+def _hold(net: Any, hold: bool) -> None:
+    """Let gradients of a sharded network stay unsharded, in fp32, or reduce them in the backward passes from now on."""
+    if hold != (net in _holding):  # it walks over all modules, so only at a change
+        net.set_requires_gradient_sync(not hold)
+        (_holding.add if hold else _holding.discard)(net)
+
+
 _holding: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Sharded networks whose gradients stay unsharded, in fp32, until `sync_grads` of a window's last micro-batch."""
