@@ -34,44 +34,17 @@ TRAINERS = {
     "ignite": "ignite:Ignite",
 }
 """Names on the command line -> modules of `amp_conformance.trainers` and classes."""
+REPRODUCE = 'python -m amp_conformance --trainer NAME --check "CHECK"'
 BEGIN, END = "<!-- begin of the table -->", "<!-- end of the table -->"
 MARKS = {"passed": "yes", "failed": "**no**", "error": "**error**", "hung": "**hung**", "not offered": "-"}
 
 
-REPRODUCTIONS = {
-    "the last window of an epoch is shorter": "tail",
-    "processes equal a larger batch": "tail",
-    "sparse gradients": "sparse",
-    "the schedule ignores skipped steps": "schedule",
-    "the average ignores skipped steps": "average",
-    "running statistics survive a skipped step": "running_statistics",
-    "a nan in fp32 reaches no weight": "nan",
-    "a nan in bf16 reaches no weight": "nan",
-    "a nan that is clipped reaches no weight": "nan",
-    "the scale has a smallest value or an error": "scale_floor",
-    "one scale for several optimizers": "several_optimizers",
-    "several optimizers grow the scale once": "several_optimizers",
-    "a save that is killed leaves the last checkpoint": "killed_save",
-    "the mode may change between save and load": "change_of_mode",
-    "processes agree when only one overflows": "processes",
-}
-"""Checks -> how the files in `reproductions` end; they begin with the name of a trainer."""
-
-
 @dataclass(frozen=True)
 class Row:
-    """A trainer, its name on the command line, and what came of its checks."""
+    """A trainer, and what came of its checks."""
 
-    name: str
     trainer: Trainer
     results: list[Result]
-
-    def link(self, check: str) -> str:
-        """The name of the trainer, linked to the file that shows a failure without this package."""
-        folder, end = Path(__file__).parent / "reproductions", REPRODUCTIONS.get(check, "?")
-        found = [path for path in folder.glob(f"{self.name}_*.py") if end in path.stem]
-        name = self.trainer.name
-        return f"[{name}](../amp_conformance/reproductions/{found[0].name})" if found else name
 
 
 def load(name: str) -> Trainer:
@@ -106,6 +79,7 @@ def table(rows: Sequence[Row], command: str) -> str:
     counts = [[sum(r.status == status for r in row.results) for row in rows] for status in ("passed", "not offered")]
     total = [f"{yes} of {len(CHECKS) - no}" for yes, no in zip(*counts, strict=True)]
     lines += [f"| **passed of what is offered** | {' | '.join(total)} |", "", "### What a failure means", ""]
+    lines += [f"`{REPRODUCE}` runs one check; the names of trainers are {', '.join(TRAINERS)}.", ""]
     lines += [
         "| check | what goes wrong for a user | seen | [behaviours](BEHAVIOURS.md) |",
         "| --- | --- | --- | --- |",
@@ -114,7 +88,7 @@ def table(rows: Sequence[Row], command: str) -> str:
         failures: dict[str, list[str]] = {}
         for row in rows:
             if row.results[number].status in ("failed", "error", "hung"):
-                failures.setdefault(_short(row.results[number].seen), []).append(row.link(name))
+                failures.setdefault(_short(row.results[number].seen), []).append(row.trainer.name)
         seen = "<br>".join(f"{', '.join(who)}: {what}" for what, who in failures.items())
         wrong = check.wrong + ("" if check.bound == EXACT else f" (Bound: {check.bound}.)")
         lines += [f"| {name} | {wrong} | {seen} | {check.trap} |"] if failures else []
@@ -155,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ValueError as unusable:
             parser.error(str(unusable))
         results = run(trainer, flags.check or (), seed=seed, limit=flags.limit)
-        rows.append(Row(name, trainer, results))
+        rows.append(Row(trainer, results))
         print(f"== {trainer.name}")
         for result in results:
             print(result, flush=True)

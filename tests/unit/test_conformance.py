@@ -6,6 +6,7 @@ import importlib.util
 import json
 import random
 import re
+import shlex
 import subprocess
 import sys
 from itertools import pairwise
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from amp_conformance.__main__ import REPRODUCE
 from amp_conformance.networks import apart, mean, numbers
 from amp_conformance.task import Batch
 
@@ -157,29 +159,8 @@ def test_the_package_stands_alone() -> None:
     assert {name for name, imports in found.items() if imports} == {"ours.py"}
 
 
-REPRODUCTIONS = sorted((ROOT / "amp_conformance" / "reproductions").glob("*.py"))
-
-
-def test_reproductions_are_short_and_use_their_trainer_alone() -> None:
-    assert len(REPRODUCTIONS) > 30
-    for path in REPRODUCTIONS:
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
-        assert len(lines) <= 30, path
-        assert not [line for line in lines if re.search(r"\b(amp_conformance|amp_core)\b", line)], path
-
-
-def test_the_page_links_to_a_reproduction_of_each_failure_of_other_trainers() -> None:
-    page = (ROOT / "docs" / "CONFORMANCE.md").read_text()
-    marks, _, meanings = page.partition("### How each")[0].partition("### What a failure means")
-    (names,) = re.findall(r"^\| check \| (.*) \|$", marks, re.MULTILINE)
-    linked = set()
-    for row in re.findall(r"^\| (.*) \|$", marks, re.MULTILINE):
-        check, *cells = row.split(" | ")
-        for name, cell in zip(names.split(" | "), cells, strict=True):
-            if cell in ("**no**", "**error**", "**hung**") and not name.startswith("textbook"):
-                (line,) = re.findall(rf"^\| {check} \| .*$", meanings, re.MULTILINE)
-                name = re.sub(r" [\d.]+$", "", name)
-                (path,) = re.findall(rf"\[{name}\]\(\.\./(amp_conformance/reproductions/\w+\.py)\)", line)
-                assert (ROOT / path).exists()
-                linked.add(ROOT / path)
-    assert linked == set(REPRODUCTIONS)
+@pytest.mark.parametrize("trainer, code", [("textbook", 1), ("ours", 0)])
+def test_the_line_of_the_page_reproduces_one_check(trainer: str, code: int) -> None:
+    line = shlex.split(REPRODUCE.replace("NAME", trainer).replace("CHECK", "a nan in fp32 reaches no weight"))
+    assert f"`{REPRODUCE}` runs one check" in (ROOT / "docs" / "CONFORMANCE.md").read_text()
+    assert subprocess.run([sys.executable, *line[1:]], cwd=ROOT, capture_output=True, check=False).returncode == code
