@@ -164,7 +164,7 @@ def _wide(count: Tensor) -> torch.dtype:
 
 
 def _shares(counts: Sequence[float | Tensor], total: float | Tensor) -> list[float | Tensor]:
-    """Each count divided by the total, tensors in float32. The total of tensors is summed over ranks here."""
+    """Each count divided by the total, tensors in float32 or, as they came, float64. Theirs is summed over ranks here."""
     # All tokens may be masked; 0 / 0 would write NaN into the weights.
     if not isinstance(total, Tensor):
         return [c / (total or 1) for c in counts]
@@ -172,7 +172,8 @@ def _shares(counts: Sequence[float | Tensor], total: float | Tensor) -> list[flo
         total = total.clone()
         dist.all_reduce(total)
     total = torch.where(total > 0, total, torch.ones_like(total))
-    return [(c / total).float() for c in counts]
+    dtypes = [torch.promote_types(getattr(c, "dtype", torch.float32), torch.float32) for c in counts]
+    return [(c / total).to(dtype) for c, dtype in zip(counts, dtypes, strict=True)]
 
 
 _host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
