@@ -164,7 +164,7 @@ def _wide(count: Tensor) -> torch.dtype:
 
 
 def _shares(counts: Sequence[float | Tensor], total: float | Tensor) -> list[float | Tensor]:
-    """Each count divided by the total, tensors in float32 or, as they came, float64. Theirs is summed over ranks here."""
+    """Each count divided by the total, tensors in float32, or in float64 as they came. The ranks sum tensors here."""
     # All tokens may be masked; 0 / 0 would write NaN into the weights.
     if not isinstance(total, Tensor):
         return [c / (total or 1) for c in counts]
