@@ -167,13 +167,15 @@ class Census(Trace):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not hasattr(func, "_schema"):  # given functions, as torch.cond is
+            return super().__torch_dispatch__(func, types, args, kwargs)
         if self._pauses or "c10d" in func.namespace:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         node = current_node()
         place = self._place_of(node, name)
         inputs = list(tensors_in((args, kwargs)))
-        is_cast, owner = name == "_to_copy", None
+        is_cast, owner = name == "_to_copy" and bool(inputs), None  # torch.func casts numbers, too
         if is_cast and node is None:
             owner = self._owners.get(storage_key(inputs[0]))
             if owner is not None and inputs[0].requires_grad and torch.is_grad_enabled():

@@ -80,6 +80,8 @@ class Doctor:
         self.rank = rank
         self.agree: Agree = agree or (lambda value: [value])
         self._random: RandomState | None = None
+        self._lost: dict[str, str] = {}
+        """Operations that no trace could follow, and why."""
         self.plain: PlainLoop | None = None
         """The window, if it is of a program of its own."""
 
@@ -164,6 +166,14 @@ class Doctor:
                 window. Eagerly, but for `replay(as_trained=True)`.
             trying: as of `Cures`; None: cures are tried for this window alone.
         """
+        self._lost = {}
+        found = yield from self._search(replay, trying)
+        if found is not None and (lost := {name: why for one in self.agree(self._lost) for name, why in one.items()}):
+            each = ", ".join(f"{name} ({why.splitlines()[0]})" for name, why in lost.items())
+            found.why += f" What {each} computes could not be followed: numbers that came from there have no origin."
+        return found
+
+    def _search(self, replay: Replay, trying: Trying | None = None) -> Generator[Any, None, Diagnosis | None]:
         cures = Cures(self, replay, trying)
         everywhere = yield from self._look(replay)
         clip = next((one["clip"] for one in everywhere if one["clip"] is not None), None)
@@ -224,7 +234,7 @@ class Doctor:
                 return diagnosis
             if scale > 1:  # the overflow may hide what breaks at any scale
                 with self.amp.scaler.held_at(1.0):
-                    found = yield from self.diagnose(replay, trying)
+                    found = yield from self._search(replay, trying)
                 if found is not None and (found.op, found.source) != (diagnosis.op, diagnosis.source):
                     found.why += f" This is so at a loss scale of 1, too; at {scale:g} gradients overflow as well."
                     found.fixes = [dataclasses.replace(fix, verified=None, steps=1) for fix in found.fixes]
@@ -264,6 +274,7 @@ class Doctor:
             rehearsal.watcher = trace
             with trace, in_one_thread(self.names):
                 yield window
+        self._lost |= trace.lost
         return trace, rehearsal
 
     def _in_fp32(self, diagnosis: Diagnosis, birth: FirstNonFinite, replay: Replay) -> Generator[Any, None, bool]:

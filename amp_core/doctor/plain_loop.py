@@ -23,11 +23,13 @@ from amp_core.doctor.trace import (
     DispatchMode,
     Trace,
     current_node,
+    dense,
     is_finite,
+    is_plain,
     is_view,
     named_tensors,
     own_names,
-    same,
+    parts_of,
     tensors_in,
 )
 from amp_core.layouts.stages import Stages
@@ -75,7 +77,8 @@ class PlainLoop:
         self._scale = amp.scaler.scale.clone()
         self._first, self._generators = random or self._present, dict[torch.Generator, Tensor]()
         self._copies = copies_of(each for net in nets for each in itertools.chain(net.parameters(), net.buffers()))
-        self._batch = copies_of(t for t in named_tensors((), batch).values() if t.layout is torch.strided)
+        parts = itertools.chain(*map(_memory_of, named_tensors((), batch).values()))
+        self._batch = [(part, part.clone()) for part in parts]
         self._rehearsals: list[Rehearsal] = []
         self._held: Held = {}
 
@@ -188,11 +191,10 @@ class PlainLoop:
 
     def put_back_batch(self) -> bool:
         """Undo what the step did to its batch. Returns whether any step has changed it."""
-        with torch.no_grad():
-            for now, then in self._batch.items():
-                if not torch.equal(now, then) and not same(now, then):  # it may be in memory that cannot be written
-                    now.copy_(then)
-                    self._changes_batch = True
+        for now, then in self._batch:
+            if not torch.equal(_bytes_of(now), _bytes_of(then)):  # it may be in memory that cannot be written
+                _write(now, then)
+                self._changes_batch = True
         return self._changes_batch
 
     def _put_back_random(self, state: RandomState) -> None:
@@ -288,7 +290,7 @@ class PlainLoop:
 
 def _tell(rehearsal: Rehearsal, weights: Iterable[Tensor]) -> None:
     params = [p for p in weights if p.grad is not None]
-    grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
+    grads = [p.grad if is_plain(p.grad) else dense(p.grad) for p in params if p.grad is not None]
     check_gradients(grads, scaled=False)
     rehearsal.show([(params, grads)])
     rehearsal.add(torch.tensor(not all(map(is_finite, local(grads)))))
@@ -366,10 +368,13 @@ def in_bf16(device: str) -> Iterator[None]:
 class In32Bits(DispatchMode):
     """Inside, 16 bits are 32: what a program casts, makes or is given."""
 
+    supports_higher_order_operators = True
     was_used = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if not hasattr(func, "_schema"):  # torch.cond and others that are given functions
+            return func(*args, **kwargs)
         self.was_used |= kwargs.get("dtype") in HALF or any(t.dtype in HALF for t in tensors_in((args, kwargs)))
         # Autograd refuses a gradient that stays in 32 bits, of a weight in 16.
         is_gradient = str(func) == "aten._to_copy.default" and current_node() is not None
@@ -419,14 +424,37 @@ def in_one_thread(modules: Iterable[nn.Module]) -> Iterator[None]:
 @contextlib.contextmanager
 def with_finite(tensor: Tensor, number: float) -> Iterator[None]:
     """A number in place of those of a tensor that are not finite."""
-    kept = tensor.detach().clone()
-    with torch.no_grad():
-        tensor.nan_to_num_(number, number, number)
+    kept = [(part, part.clone()) for part in _memory_of(tensor)]
+    for part, then in kept:
+        wide = then.float() if then.dtype.itemsize == 1 else then  # float8
+        _write(part, wide.nan_to_num(number, number, number))
     try:
         yield
     finally:
-        with torch.no_grad():
-            tensor.copy_(kept)
+        for part, then in kept:
+            _write(part, then)
+
+
+def _memory_of(tensor: Tensor) -> list[Tensor]:
+    """The memory of a tensor: real numbers, each once."""
+    found = list[Tensor]()
+    for part in [] if tensor.is_meta else parts_of(tensor):
+        for dim in reversed(range(part.ndim)):
+            is_expanded = part.stride(dim) == 0 and part.shape[dim] > 1
+            part = part.select(dim, 0) if is_expanded else part
+        part = part.conj() if part.is_conj() else part
+        found.append(torch.view_as_real(part) if part.is_complex() else part)
+    return found
+
+
+def _bytes_of(part: Tensor) -> Tensor:
+    """Also of numbers that cannot be compared, and of NaN."""
+    return (part.int_repr() if part.is_quantized else part.resolve_neg()).flatten().view(torch.uint8)
+
+
+def _write(part: Tensor, numbers: Tensor) -> None:
+    with torch.no_grad(), torch.inference_mode(part.is_inference()):
+        part.copy_(numbers)
 
 
 class RandomState:

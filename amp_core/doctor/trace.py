@@ -12,9 +12,11 @@ from the data set and was only moved since.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import linecache
+import logging
 import math
 import os
 import sys
@@ -32,6 +34,8 @@ from amp_core.lowp.weights import weights_by_side
 from amp_core.memory.recompute import recomputed
 from amp_core.tensors import is_dtensor, local
 from amp_core.torch_private import find, need, storage_of
+
+logger = logging.getLogger("amp_recipes")
 
 HALF = (torch.float16, torch.bfloat16)
 NEEDED = (
@@ -52,6 +56,7 @@ _NOT_SHOWN = tuple(os.path.normpath(_CORE + name) + ("" if name.endswith("py") e
 """Frames that do not locate an operation in a network."""
 _ROOTS = (os.path.dirname(_CORE.rstrip(os.sep)) + os.sep, os.getcwd() + os.sep)
 
+_PACKED = getattr(torch, "float4_e2m1fn_x2", None)
 UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
 UNWRITTEN |= {"empty_permuted", "_efficientzerotensor"}
 """Their results hold no numbers yet; the last one, of forward-mode differentiation, has no memory to look at."""
@@ -124,13 +129,14 @@ class Range:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Range:
-        values = (tensor.abs() if tensor.is_complex() else tensor.double().abs()).detach().flatten()
+        values = dense(tensor).flatten()
+        values = values.abs() if values.is_complex() else values.double().abs()
         finite = values[values.isfinite()]
         positive = finite[finite > 0]
         return cls(
             name,
             dtype_name(tensor.dtype),
-            tuple(tensor.shape),
+            tuple(values.shape if tensor.is_nested else tensor.shape),
             positive.min().item() if len(positive) else 0.0,
             positive.max().item() if len(positive) else 0.0,
             int((finite == 0).sum()) / len(values) if len(values) else 0.0,
@@ -209,6 +215,8 @@ class _Call:
     place: Location
     backward: bool
     inputs: list[_Input]
+    written: set[int]
+    statistics: list[Tensor]
 
 
 class Trace(DispatchMode):
@@ -222,6 +230,8 @@ class Trace(DispatchMode):
         in_steps: watch the steps of optimizers, too.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(
         self, names: Mapping[nn.Module, str], tensors: Mapping[str, Tensor], *, in_steps: bool = False
     ) -> None:
@@ -234,6 +244,8 @@ class Trace(DispatchMode):
         self.collisions: list[Collision] = []
         self.reached: dict[int, list[str]] = {}
         """Origins of non-finite results: number of the first non-finite value -> names of losses and gradients."""
+        self.lost: dict[str, str] = {}
+        """Operations that could not be followed, and why."""
         self.num_operations, self.last_backward = 0, 0
         self.has_half = False
         self.generators: dict[torch.Generator, Tensor] = {}
@@ -255,9 +267,10 @@ class Trace(DispatchMode):
         self._unwritten: set[int] = set()
         self._shared: set[int] = set()
         self._tensors = {storage_key(tensor): name for name, tensor in tensors.items()}
-        sizes = Counter(t.shape[0] for name, t in tensors.items() if name.startswith("batch") and t.ndim)
+        arrays = {name: t for name, t in tensors.items() if is_plain(t)}
+        sizes = Counter(t.shape[0] for name, t in arrays.items() if name.startswith("batch") and t.ndim)
         most = {size for size, count in sizes.items() if count == max(sizes.values())}
-        labels = {t.shape[0] for name, t in tensors.items() if name.startswith("batch") and t.ndim == 1}
+        labels = {t.shape[0] for name, t in arrays.items() if name.startswith("batch") and t.ndim == 1}
         self._batch_sizes = (len(most) > 1 and most & labels) or most
         """Of most tensors of the batch, or of its labels: weights of classes, and frames, have no sample per row."""
         self._bad_batch: dict[str, Tensor] = {}
@@ -267,7 +280,7 @@ class Trace(DispatchMode):
         for name, tensor in tensors.items():
             if name.startswith("batch"):
                 self._marks[storage_key(tensor)] = frozenset({("input", name)})
-            if tensor.is_floating_point() and not is_finite(tensor):
+            if not is_finite(tensor):
                 self._bad_batch |= {name: tensor} if name.startswith("batch") else {}
                 self._not_finite_before(name, tensor, storage_key(tensor), Location(None, "", "before the window", ""))
 
@@ -284,28 +297,32 @@ class Trace(DispatchMode):
 
     def on_loss(self, loss: Tensor) -> None:
         self.pause()
-        if not is_finite(loss):
-            self.is_loss_finite = False
-            self._note(loss, "the loss")
-            # No culprit is earlier than the first value, and gradients of a loss that is not finite prove nothing.
-            self._is_done |= 0 in self.reached and all(birth.op for birth in (*self.births[1:], *self.constants))
+        with self._following("the loss"):
+            if not is_finite(loss):
+                self.is_loss_finite = False
+                self._note(loss, "the loss")
+                # No culprit is earlier than the first value, and gradients of a loss that is not finite prove nothing.
+                self._is_done |= 0 in self.reached and all(birth.op for birth in (*self.births[1:], *self.constants))
         self.resume()
 
     def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         self.pause()
+        with self._following("the gradients"):
+            self._look_at_gradients(params, local(grads))
+        self.resume()
+
+    def _look_at_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         low = weights_by_side()
         weights = local([low.get(param, param) for param in params])
         names = [self._tensors.get(storage_key(weight), "a weight").removeprefix("weight ") for weight in weights]
-        named = list(zip(names, local(grads), strict=True))
-        strided = [(name, _real(grad)) for name, grad in named if grad.layout is torch.strided]
-        norms = [(torch.linalg.vector_norm(grad, dtype=torch.float64).item(), name) for name, grad in strided]
+        every = [(name, _comparable(grad)) for name, grad in zip(names, grads, strict=True)]
+        norms = [(torch.linalg.vector_norm(grad, dtype=torch.float64).item(), name) for name, grad in every]
         norm = math.hypot(*(each for each, _ in norms))
         self.grad_norm = max(self.grad_norm, norm)
         self.largest_gradient = max([self.largest_gradient, *norms])
-        for name, grad in named:
+        for name, grad in zip(names, grads, strict=True):
             if not (math.isfinite(norm) or self._is_done or is_finite(grad)):
                 self._note(grad, f"the gradient of {name}")
-        self.resume()
 
     def pause(self) -> None:
         """Stop watching: what follows belongs to the step, not to the window."""
@@ -368,26 +385,61 @@ class Trace(DispatchMode):
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._modules and self._modules[-1][-1] is module:  # replicas share their hooks
             self._modules.pop()
-            self._results = self._results if self._modules else [*tensors_in(output)]
+            if not self._modules:  # also within vmap, of which nothing is left afterwards
+                self._results = [torch.func.debug_unwrap(each, recurse=True) for each in tensors_in(output)]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not hasattr(func, "_schema"):  # torch.cond and others that are given functions: these are watched
+            return func(*(self._watched(each) for each in args), **kwargs)
+        call = None
+        with self._following(func):
+            call = self._begin(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if call is not None:
+            with self._following(func):
+                self._end(call, result)
+        return result
+
+    def _watched(self, given: Any) -> Any:
+        if isinstance(given, Tensor) or not callable(given) or hasattr(given, "_schema"):
+            return given
+
+        def computed(*args: Any) -> Any:
+            with contextlib.ExitStack() as left:
+                left.push(super(Trace, self).__exit__)
+                super(Trace, self).__enter__()
+                return given(*args)
+
+        return computed
+
+    @contextlib.contextmanager
+    def _following(self, func: Any) -> Iterator[None]:
+        """The last resort: what is wrong with the trace is no error of the program that it watches."""
+        try:
+            yield
+        except Exception as error:
+            if str(func) not in self.lost:
+                self.lost[str(func)] = f"{type(error).__name__}: {error}"
+                logger.warning("the doctor cannot follow %s", func, exc_info=error)
+
+    def _begin(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call | None:
+        """An operation that is about to be computed; None if its result needs no look."""
         if (generator := kwargs.get("generator")) is not None:
             self.generators.setdefault(generator, generator.get_state())
-        is_watched = not (self._pauses or self._is_done)
+        named = [] if self._pauses or self._is_done else _named(func, args, kwargs)
         # DTensor operations happen between passes, or on local tensors that are seen.
-        named = _named(func, args, kwargs) if is_watched else []
-        if not is_watched or any(is_dtensor(tensor) for _, tensor in named):
-            return func(*args, **kwargs)
+        if self._pauses or self._is_done or any(is_dtensor(tensor) for _, tensor in named):
+            return None
         if "c10d" in func.namespace or func.overloadpacket.__name__ == "all_gather_copy_in":
             # It may still run when it returns. Data of other ranks is checked where it is used; this rank's is in it.
             keys = {storage_key(tensor) for _, tensor in named}
             origins = frozenset().union(*(self._origins.get(key, frozenset()) for key in keys))
             self._shared.update(keys)
             self._origins.update(dict.fromkeys(keys if origins else (), origins))
-            return func(*args, **kwargs)
+            return None
         self.num_operations += 1
         name = func.overloadpacket.__name__
         node = current_node()
@@ -399,32 +451,33 @@ class Trace(DispatchMode):
         read = {each.key for each in inputs} - written
         if read and read <= self._unwritten:  # only a collective can have written it, through its own memory
             self._shared.update(written)
-            return func(*args, **kwargs)
+            return None
         inputs = [each for each in inputs if each.key not in self._unwritten]
         for each in inputs:
             if each.key in written:  # keep a copy of what is overwritten
                 each.tensor = each.tensor.clone()
-        result = func(*args, **kwargs)
-        if name == "_local_scalar_dense" and not (isinstance(result, complex) or math.isfinite(result)):
-            self._numbers = self._origins.get(inputs[0].key, frozenset()) if inputs else frozenset()
-        if name in UNWRITTEN:
+        return _Call(func, name, args, kwargs, place, node is not None, inputs, written, statistics)
+
+    def _end(self, call: _Call, result: Any) -> None:
+        """What an operation has computed."""
+        if call.name == "_local_scalar_dense" and not (isinstance(result, complex) or math.isfinite(result)):
+            self._numbers = self._origins.get(call.inputs[0].key, frozenset()) if call.inputs else frozenset()
+        if call.name in UNWRITTEN:
             for key in map(storage_key, tensors_in(result)):
                 self._unwritten.add(key)
-                if key not in written:  # new memory, perhaps of a freed tensor
+                if key not in call.written:  # new memory, perhaps of a freed tensor
                     self._shared.discard(key)
                     self._origins.pop(key, None)
                     self._marks.pop(key, None)
-            return result
-        tested = [each.tensor for each in inputs if _has_fractions(each.tensor)] if name in _TESTS else []
+            return
+        tested = [each.tensor for each in call.inputs] if call.name in _TESTS else []
         if bad := [tensor for tensor in tested if not is_finite(tensor)]:
             self._bad_results["a number that the program tests"] = bad[-1]
-        outputs = [tensor for tensor in (*tensors_in(result), *statistics) if _has_fractions(tensor)]
-        outputs = [tensor for tensor in outputs if not tensor.is_meta]
+        outputs = [tensor for tensor in (*tensors_in(result), *call.statistics) if _has_numbers(tensor)]
         if result is None:  # fully_shard's copies into its buffers
-            outputs = [tensor for tensor in _written(func, args, kwargs) if _has_fractions(tensor)]
-        if outputs and not is_view(func):  # a view shares the storage of its base, and its records
-            self._look(_Call(func, name, args, kwargs, place, node is not None, inputs), outputs, written)
-        return result
+            outputs = [tensor for tensor in _written(call.func, call.args, call.kwargs) if _has_numbers(tensor)]
+        if outputs and not is_view(call.func):  # a view shares the storage of its base, and its records
+            self._look(call, outputs, call.written)
 
     def _look(self, call: _Call, outputs: list[Tensor], written: set[int]) -> None:
         marks = self._new_marks(call, outputs)
@@ -453,7 +506,7 @@ class Trace(DispatchMode):
         to = storage_key(call.args[0]) if call.name == "copy_" else None
         received = self._origins.get(to) or {REMOTE} if to in self._shared else None
         unread = _unread(call, bad)
-        read = [each for each in call.inputs if each.key not in unread and _has_fractions(each.tensor)]
+        read = [each for each in call.inputs if each.key not in unread and _has_numbers(each.tensor)]
         given = [each for each in read if not is_finite(each.tensor)]
         origins: set[int] = set()
         for each in given:
@@ -468,7 +521,7 @@ class Trace(DispatchMode):
             return frozenset(origins - constants)
         # An operation that is given a NaN has not produced it.
         has_nan = any(map(_has_nan, bad)) and not any(_has_nan(each.tensor) for each in given)
-        is_mask = not any(bool((each.tensor == math.inf).any()) for each in given)
+        is_mask = not any(bool((_comparable(each.tensor) == math.inf).any()) for each in given)
         is_emptied = has_nan and is_mask and (call.name in _TAKES_MASKS or "attention" in call.name)
         if not is_emptied and constants - {CONSTANT}:
             return frozenset(constants - {CONSTANT})
@@ -480,7 +533,7 @@ class Trace(DispatchMode):
             marks |= {("beyond", what)}
         birth = self._birth(call, bad[0], has_nan, bool(constants), marks)
         # Sums of masks and scores: no more suspicious than an infinity that the program writes.
-        is_mask = call.name.rstrip("_") in _SUBTRACTS and not (has_nan or bool((bad[0] == math.inf).any()))
+        is_mask = call.name.rstrip("_") in _SUBTRACTS and not (has_nan or bool((_comparable(bad[0]) == math.inf).any()))
         if is_mask and bad[0].dtype in HALF and not call.backward:
             self.constants.append(birth)
             return frozenset({CONSTANT - len(self.constants)})
@@ -551,10 +604,10 @@ class Trace(DispatchMode):
     def _not_finite_before(self, name: str, tensor: Tensor, key: int, place: Location) -> int:
         number = len(self.births)
         seen = Range.of(name.removeprefix("unseen "), tensor)
-        birth = FirstNonFinite(number, "", place, False, [], seen, bool(tensor.isnan().any()), None)
-        has_samples = name.startswith(("batch", "unseen", "variable")) and tensor.shape[:1].numel() in self._batch_sizes
+        birth = FirstNonFinite(number, "", place, False, [], seen, _has_nan(tensor), None)
+        has_samples = name.startswith(("batch", "unseen", "variable")) and _num_rows(tensor) in self._batch_sizes
         birth.tensor, birth.rows = name, bad_rows(tensor) if has_samples else []
-        values = _compared(tensor)
+        values = _comparable(tensor)
         if not name.startswith(("weight", "unseen")) and not bool((values.isnan() | values.isposinf()).any()):
             # Only -inf, as in a mask of attention: no more suspicious than one that the program writes.
             self.constants.append(birth)
@@ -567,15 +620,16 @@ class Trace(DispatchMode):
     def _birth(
         self, call: _Call, output: Tensor, has_nan: bool, only_masks: bool, marks: frozenset[tuple[str, str]]
     ) -> FirstNonFinite:
-        floats = [each for each in call.inputs if _has_fractions(each.tensor)]
+        floats = [each for each in call.inputs if _has_numbers(each.tensor)]
         known = [self._tensors.get(each.key, "") for each in floats]
         is_of_weights = bool(known) and all(name.startswith(("weight", "buffer")) for name in known)
-        has_samples = not call.backward and not is_of_weights and output.shape[:1].numel() in self._batch_sizes
+        has_samples = not call.backward and not is_of_weights and _num_rows(output) in self._batch_sizes
         wide = _in_float64(call, output)
         pole = _pole(call.name, call.args, [each.tensor for each in call.inputs])
         moved = floats[-1:] if call.name in ("_to_copy", "copy_") else []
         held = [name for each in moved for kind, name in self._marks.get(each.key, ()) if kind == "input"]
-        held += [n for n, each in zip(known, floats, strict=True) if "running_var" in n and (each.tensor < 0).any()]
+        variances = [(n, each.tensor) for n, each in zip(known, floats, strict=True) if "running_var" in n]
+        held += [n for n, tensor in variances if bool((tensor < 0).any())]
         marks = marks.union(*(self._marks.get(each.key, frozenset()) for each in floats))
         of_the_last = self._marks.get(floats[-1].key, frozenset()) if floats else frozenset()  # the divisor
         marks = frozenset(mark for mark in marks if mark[0] != "wide underflow" or mark in of_the_last)
@@ -590,7 +644,7 @@ class Trace(DispatchMode):
             ],
             output=Range.of("output", output),
             has_nan=has_nan,
-            wide=None if wide is None else wide.abs().amax().item(),  # a NaN if there is one: it is no overflow
+            wide=None if wide is None else dense(wide).abs().amax().item(),  # a NaN if there is one: it is no overflow
             at_a_pole=pole,
             only_masks=only_masks,
             marks=marks,
@@ -606,7 +660,7 @@ class Trace(DispatchMode):
         name, place = call.name, call.place
         inherited = {mark for each in call.inputs for mark in self._marks.get(each.key, ())}
         marks: set[tuple[str, str]] = set()
-        plain = [_compared(each) for each in outputs if each.layout is torch.strided and not each.is_complex()]
+        plain = [_compared(each) for each in outputs if is_plain(each) and not each.is_complex()]
         if name.rstrip("_") in _SPREADS_SIGMOID:
             marks |= {mark for mark in inherited if mark[0] in ("sigmoid", "wide sigmoid")}
         if name in _SPREADS_INPUT:
@@ -620,8 +674,8 @@ class Trace(DispatchMode):
             marks.add((kind, f"sigmoid in {dtype_name(outputs[0].dtype)} at {place.source}"))
             marks |= {mark for mark in inherited if mark[0] == "probability"}
         if name == "binary_cross_entropy_backward":
-            probability = call.inputs[1].tensor
-            if bool(((probability == 0) | (probability == 1)).any()):
+            probabilities = [each.tensor for each in call.inputs if each.name == "self"]
+            if any(bool(((each == 0) | (each == 1)).any()) for each in probabilities):
                 kind = "bce" if any(kind == "sigmoid" for kind, _ in inherited) else "wide bce"
                 marks.add((kind, f"binary_cross_entropy at {place.source}"))
         self.has_half |= outputs[0].dtype in HALF
@@ -652,6 +706,7 @@ class Trace(DispatchMode):
         for each in call.inputs:
             source = each.tensor.detach()
             is_cast = call.name == "_to_copy" or (call.name in _POSITIONAL and not source.is_floating_point())
+            is_cast = is_cast and is_plain(source) and not source.is_complex()
             if not is_cast or source.dtype in (*HALF, torch.bool) or not 2 < source.numel() <= 2**22:
                 continue
             values = source.flatten().double()
@@ -743,8 +798,40 @@ def storage_key(tensor: Tensor) -> int:
         return id(tensor)
 
 
-def _has_fractions(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _has_numbers(tensor: Tensor) -> bool:
+    """Whether it holds numbers with fractions to look at: none on the meta device, and no packed ones."""
+    has_fractions = tensor.is_floating_point() or tensor.is_complex()
+    return has_fractions and not tensor.is_meta and tensor.dtype is not _PACKED
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is one strided array, not sparse and not nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The arrays that hold the numbers of a tensor of any layout; in its memory, if it has no duplicates to add."""
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        return [*tensor.unbind()]
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.is_mkldnn:
+        return [tensor.to_dense()]
+    return [(tensor.coalesce() if tensor.is_sparse else tensor).values()]
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """All numbers of a tensor in one array."""
+    parts = [part.resolve_conj() for part in parts_of(tensor)]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part.flatten() for part in parts] or [torch.empty(0, dtype=tensor.dtype, device=tensor.device)])
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    """All numbers of a tensor: real, in a dtype that can be compared."""
+    return _real(_compared(dense(tensor)))
 
 
 def _compared(tensor: Tensor) -> Tensor:
@@ -757,10 +844,9 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    tensor = tensor.detach()
-    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+    if not _has_numbers(tensor) or not tensor.numel():
         return True
-    values = _real(_compared(tensor))
+    values = _comparable(tensor)
     if math.isfinite(values.sum().item()):  # else a sum of finite numbers overflowed, or one is not finite
         return True
     # Far faster than a test of each number; a NaN is both the smallest and the largest.
@@ -773,20 +859,20 @@ def is_finite(tensor: Tensor) -> bool:
 
 def _has_new(result: Tensor, given: Sequence[_Input]) -> bool:
     """Whether numbers of a pointwise result are not finite where those that it was given are."""
+    if not all(is_plain(each) and each.ndim <= result.ndim for each in (result, *(each.tensor for each in given))):
+        return False
     is_new = ~_compared(result).isfinite()
     for each in given:
-        if each.tensor.ndim > result.ndim:
-            return False
         is_new = is_new & _compared(each.tensor).isfinite()
     return bool(is_new.any())
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    return bool(tensor.isnan().any())
+    return bool(_comparable(tensor).isnan().any())
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return not is_plain(tensor) or tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -847,12 +933,20 @@ def is_view(func: Any) -> bool:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+    """Whether two tensors hold the same numbers."""
+    if (a.dtype, a.device, a.layout, a.is_meta) != (b.dtype, b.device, b.layout, False):
+        return False
+    a, b = _comparable(a), _comparable(b)
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _num_rows(tensor: Tensor) -> int:
+    return tensor.shape[:1].numel() if is_plain(tensor) else 0
 
 
 def bad_rows(tensor: Tensor) -> list[int]:
     """Indices along the first dimension with non-finite elements; none if all have them."""
-    if not tensor.ndim or tensor.shape[0] < 2:
+    if not is_plain(tensor) or not tensor.ndim or tensor.shape[0] < 2:
         return []
     rows = (~torch.isfinite(_compared(tensor.detach()))).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
     return rows if len(rows) < tensor.shape[0] else []
@@ -878,7 +972,8 @@ def _small_number(args: Sequence[Any]) -> float | None:
 def _pole(name: str, args: Sequence[Any], tensors: list[Tensor]) -> str:
     """Which argument has no finite result, if one of `args`, whose tensors are given, is known to have none."""
     name = name.rstrip("_")
-    of = [_compared(torch.as_tensor(each)) for each in args[:2] if isinstance(each, Tensor | int | float)]
+    of = [dense(torch.as_tensor(each)) for each in args[:2] if isinstance(each, Tensor | int | float | complex)]
+    of = [_compared(each) for each in of] or [torch.ones(())]
     is_below = [not each.is_complex() and bool((each < 0).any()) for each in of]
     has_zero = [bool((each == 0).any()) for each in of]
     if any(not each.numel() for each in tensors):
@@ -897,7 +992,7 @@ def _pole(name: str, args: Sequence[Any], tensors: list[Tensor]) -> str:
         return "-1 or a number below it"
     if name == "pow" and has_zero[0] and is_below[1]:
         return "a zero"
-    if name == "pow" and is_below[0] and bool((of[1] != of[1].round()).any()):
+    if name == "pow" and is_below[0] and not of[1].is_complex() and bool((of[1] != of[1].round()).any()):
         return "a negative number"
     if name in ("logdet", "_linalg_slogdet", "linalg_slogdet"):
         return "a singular matrix"
@@ -915,34 +1010,43 @@ def _underflows(call: _Call, output: Tensor) -> bool:
     if not bool(zero.any()):
         return False
     if call.name == "_to_copy":
-        return bool((zero & (call.inputs[-1].tensor.detach() != 0)).any())
+        given = _copied(call)
+        return is_plain(given) and bool((zero & (given.detach() != 0)).any())
     wide = _in_float64(call, output)
     return wide is not None and wide.shape == zero.shape and bool((wide[zero] != 0).any())
+
+
+def _copied(call: _Call) -> Tensor:
+    """What a copy was given; torch.func copies numbers, too."""
+    return call.inputs[-1].tensor if call.inputs else torch.as_tensor(call.args[call.name == "copy_"])
 
 
 def _cancels(call: _Call, output: Tensor) -> bool:
     """Whether a sum of two 16-bit tensors is no more than their own rounding errors."""
     tensors = [each.tensor for each in call.inputs if each.tensor.dtype in HALF]
-    if len(tensors) != 2:
+    if len(tensors) != 2 or not all(map(is_plain, tensors)):
         return False
     largest = torch.maximum(*(tensor.detach().abs().float() for tensor in tensors))
     lost = output.detach().abs().float() <= torch.finfo(output.dtype).eps * largest
     return bool((lost & (largest > 0)).any())
 
 
+def _widest(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
 def _in_float64(call: _Call, output: Tensor) -> Tensor | None:
     """The result of the operation in float64 on the same inputs; None if it cannot be computed."""
     if call.name in ("_to_copy", "copy_"):
-        return call.inputs[-1].tensor.double() if call.inputs else None
+        return _widest(_copied(call))
     func = _functional(call.func) if call.func._schema.is_mutable else call.func
     before = iter(call.inputs)
 
     def widen(value: Any) -> Any:
         if isinstance(value, Tensor):
-            tensor = next(before).tensor
-            if tensor.is_complex():
-                return tensor.to(torch.complex128)
-            return tensor.double() if tensor.is_floating_point() else tensor
+            return _widest(next(before).tensor)
         if isinstance(value, tuple | list):
             return type(value)(widen(item) for item in value)
         return value
