@@ -50,7 +50,7 @@ def main() -> None:
         drawn = io.BytesIO()
         figure.savefig(drawn, dpi=110, facecolor="white")
         # A palette: a third of the bytes, and no difference that one sees.
-        Image.open(drawn).convert("RGB").quantize(128).save(flags.out / f"{name}.png", optimize=True)
+        Image.open(drawn, formats=("PNG",)).convert("RGB").quantize(128).save(flags.out / f"{name}.png", optimize=True)
         print(flags.out / f"{name}.png")
 
 

@@ -23,13 +23,13 @@ from amp_core.config.checks import class_names, dejavu_files
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Key, Paths, uniforms, unpack
+from amp_core.data.decode import read_image
 from amp_core.data.images import (
     Batch,
     Synthetic,
     class_files,
     data_of,
     noise_pool,
-    read_image,
     split_images,
     to_floats,
 )
@@ -125,7 +125,7 @@ class Faces:
         from PIL import Image
 
         name, file = self.read(number)
-        image = read_image(file if isinstance(file, str) else io.BytesIO(file), name).convert("RGB")
+        image = read_image(file if isinstance(file, str) else io.BytesIO(file), name)
         if image.size != (self.size, self.size):
             image = image.resize((self.size, self.size), Image.Resampling.BILINEAR)
         return np.asarray(image)[:, ::-1] if mirrored else np.asarray(image)

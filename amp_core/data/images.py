@@ -19,36 +19,13 @@ from torch import Tensor
 
 from amp_core.config.checks import class_names, images_below, mnist_file
 from amp_core.config.errors import ConfigError, RunError
-from amp_core.config.files import open_file
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Dataset, Key, Paths, uniforms, unpack
+from amp_core.data.decode import THIN, orientation_of, read_header, read_image
 from amp_core.vision import import_torchvision
 
 Batch = tuple[Tensor, Tensor]
 """(images float32 [B, C, H, W], labels int64 [B])"""
-
-
-def read_image(file: Any, name: str, *, header_only: bool = False) -> Any:
-    """An image of Pillow from a path or an open file.
-
-    Raises:
-        RunError: it cannot be read, or has more pixels than Pillow takes for sane (`Image.MAX_IMAGE_PIXELS`): one such
-            image holds its batch up for a minute.
-    """
-    from PIL import Image
-
-    bombs = Image.DecompressionBombWarning, Image.DecompressionBombError
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            opened = os.fdopen(open_file(file), "rb") if isinstance(file, str) else file
-            with opened, Image.open(opened) as image:
-                if not header_only:
-                    image.load()
-                return image
-    except (OSError, SyntaxError, ValueError, *bombs) as error:  # what Pillow's readers raise
-        reason = getattr(error, "strerror", None) or str(error).partition(" <_io")[0].rstrip(".")  # no open file
-        raise RunError(f"cannot read the image {name}: {reason}. Replace or remove it") from error
 
 
 # --- augmentation: functions of the images and of uniform numbers, a row per image ------------------------------------
@@ -240,8 +217,8 @@ def _products(columns: Tensor, rows: Tensor, labels: NDArray[np.int64], u: NDArr
     return columns[torch.from_numpy(labels)] * strength * rows[torch.from_numpy(labels)]
 
 
-File = tuple[bytes, tuple[int, int, int, int], bool]
-"""A JPEG, the part of it to use (left, top, right, bottom), and whether it is mirrored."""
+File = tuple[bytes, int, tuple[int, int, int, int], bool]
+"""A JPEG, its EXIF orientation, the part to use when upright (left, top, right, bottom), whether it is mirrored."""
 
 
 @dataclass(eq=False)
@@ -288,12 +265,14 @@ class ImageFiles:
         return _as_in_imagenet(to_floats(map(self._read, paths, u), self.size)), labels
 
     def _file(self, path: str, u: NDArray[np.float64]) -> File:
-        image = read_image(path, path, header_only=True)
-        kind, (width, height) = image.format, image.size
-        if kind != "JPEG":
+        image = read_header(path, path)
+        if image.format not in ("JPEG", "MPO") or image.mode not in ("L", "RGB"):  # MPO: a JPEG with others behind it
+            kind = f"{image.mode} {image.format}" if image.format == "JPEG" else image.format
             raise RunError(f"{path} is a {kind} file: data.prepare_on=device decodes JPEG; use data.prepare_on=loader")
+        orientation = orientation_of(image)
+        width, height = image.size if orientation < 5 else image.size[::-1]
         part = random_crop(width, height, u) if self.augment else (0, 0, width, height)
-        return Path(path).read_bytes(), part, self.augment and bool(u[0] < 0.5)
+        return Path(path).read_bytes(), orientation, part, self.augment and bool(u[0] < 0.5)
 
     def finish(self, batch: tuple[list[File], Tensor]) -> Batch:
         """Images and labels from (files, labels), on the device of the labels."""
@@ -312,7 +291,7 @@ class ImageFiles:
 
     def _decoded(self, files: Sequence[File], device: torch.device) -> Tensor:
         io_ = import_torchvision().io
-        contents = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content, _, _ in files]
+        contents = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content, *_ in files]
         try:
             decoded = io_.decode_jpeg(contents, mode=io_.ImageReadMode.RGB, device=device)
         except (RuntimeError, AttributeError) as error:  # a build without the decoder lacks the operator
@@ -324,8 +303,9 @@ class ImageFiles:
     def cut(self, decoded: Sequence[Tensor], files: Sequence[File]) -> Tensor:
         """Crop, resize, flip and normalise decoded images, uint8 [3, H, W] each, on their device."""
         images = torch.empty(len(files), *self.image_shape, device=decoded[0].device)
-        for row, (image, (_, (left, top, right, bottom), mirrored)) in enumerate(zip(decoded, files, strict=True)):
-            part = image[None, :, top:bottom, left:right].float()
+        for row, (image, file) in enumerate(zip(decoded, files, strict=True)):
+            _, orientation, (left, top, right, bottom), mirrored = file
+            part = _upright(image, orientation)[None, :, top:bottom, left:right].float()
             part = F.interpolate(part, self.image_shape[1:], mode="bilinear", antialias=True)[0]
             images[row] = part.flip(-1) if mirrored else part
         return _as_in_imagenet(images.round_().clamp_(0, 255).div_(255))
@@ -333,7 +313,7 @@ class ImageFiles:
     def _read(self, path: str, u: NDArray[np.float64]) -> NDArray[np.uint8]:
         from PIL import Image
 
-        image = read_image(path, path).convert("RGB")
+        image = read_image(path, path)
         size, (width, height) = self.size, image.size
         if self.augment:
             image = image.crop(random_crop(width, height, u)).resize((size, size), Image.Resampling.BILINEAR)
@@ -341,9 +321,18 @@ class ImageFiles:
         shorter = round(size * 256 / 224)
         scale = shorter / min(width, height)
         sides = [shorter if side == min(width, height) else int(side * scale) for side in (width, height)]
-        image = image.resize(sides, Image.Resampling.BILINEAR)
-        left, top = round((image.width - size) / 2), round((image.height - size) / 2)
-        return np.asarray(image.crop((left, top, left + size, top + size)))
+        left, top = (round((side - size) / 2) for side in sides)
+        if max(width, height) > THIN * min(width, height):
+            x, y = width / sides[0], height / sides[1]
+            box = (left * x, top * y, (left + size) * x, (top + size) * y)
+            return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box))
+        return np.asarray(image.resize(sides, Image.Resampling.BILINEAR).crop((left, top, left + size, top + size)))
+
+
+def _upright(image: Tensor, orientation: int) -> Tensor:
+    """[3, H, W], by EXIF's orientation."""
+    turned = image.swapaxes(1, 2) if orientation > 4 else image
+    return turned.flip({2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation, ()))
 
 
 def to_floats(images: Iterable[NDArray[np.uint8]], size: int, divisor: float = 255) -> Tensor:

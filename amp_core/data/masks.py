@@ -19,12 +19,12 @@ from amp_core.config.checks import brain_files, masked_images, photographs
 from amp_core.config.errors import RunError
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Key, Paths, uniforms, unpack
+from amp_core.data.decode import read_image, read_integers
 from amp_core.data.images import (
     NUM_CROP_UNIFORMS,
     NUM_UNIFORMS,
     every_fifth,
     random_crop,
-    read_image,
     read_mnist_subset,
     shift_rotate_scale,
     to_floats,
@@ -199,7 +199,7 @@ _TRAIN_COLUMNS, _EVAL_COLUMNS = slice(0, 448), slice(480, 640)
 def _digit_scenes(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.image_size and cfg.num_samples, "check_data was not asked"
     num, size = cfg.num_samples, cfg.image_size
-    photos = [np.asarray(read_image(str(file), str(file)).convert("RGB")) for file in photographs()]
+    photos = [np.asarray(read_image(str(file), str(file))) for file in photographs()]
     digits, labels = read_mnist_subset()
     held_out = every_fifth(labels)
     train, others = ([photo[:, columns] for photo in photos] for columns in (_TRAIN_COLUMNS, _EVAL_COLUMNS))
@@ -260,7 +260,7 @@ class MaskFiles:
     ) -> None:
         from PIL import Image
 
-        image = read_image(image_path, image_path).convert("RGB")
+        image = read_image(image_path, image_path)
         mask = Image.fromarray(_values(mask_path)) if mask_path else Image.new("L", image.size)
         if image.size != mask.size:
             raise RunError(
@@ -288,11 +288,10 @@ _MEANING[[0, 1, 255, 128]] = 0, 1, 1, VOID
 
 def _values(path: str) -> NDArray[np.uint8]:
     """A mask file as [H, W] of 0, 1 and VOID."""
-    mask = read_image(path, path)
-    if mask.mode not in ("1", "L", "P"):  # for palette images the index, not the colour
-        mask = mask.convert("L")
-    values = np.asarray(mask)
-    meaning = _MEANING[values.astype(np.uint8)]
+    values = read_integers(path, path)
+    stored = values.astype(np.uint8)
+    meaning = _MEANING[stored]
+    meaning[stored != values] = 2  # more than 8 bits
     if (meaning == 2).any():
         strange = values[meaning == 2][0]
         raise RunError(
