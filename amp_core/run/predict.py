@@ -30,7 +30,8 @@ def predict(loop: Any, notes: list[str]) -> None:
     """The whole of task=predict: the network of a loop, or its average, predicts; each rank its share. Collective.
 
     Raises:
-        ConfigError: the recipe predicts nothing, or there are no images that can be read.
+        ConfigError: the recipe predicts nothing, or there are no images.
+        RunError: no image can be read; the files are written. Where some can, the others are named and counted.
         SaveError: the files cannot be written.
         Diverged: a prediction is not finite; the files are written.
     """
@@ -52,8 +53,12 @@ def predict(loop: Any, notes: list[str]) -> None:
             write_text(file, "".join(f"{text}\n" for _, text, _ in lines))
     except OSError as problem:
         raise SaveError(f"run_dir={env.run_dir}: cannot be written: {problem.strerror or problem}") from problem
-    if (unread := sum('"error": ' in text for _, text, _ in lines)) and env.is_main:
-        say(f"{unread} of {len(lines)} images cannot be read: their lines in {file} have an error instead")
+    if unread := sum('"error": ' in text for _, text, _ in lines):
+        found = f"{unread} of {len(lines)} images cannot be read: their lines in {file} have an error instead"
+        if unread == len(lines):
+            raise RunError(found)
+        if env.is_main:
+            say(found)
     if bad := sum(not is_finite for *_, is_finite in lines):
         raise Diverged(f"{bad} of {len(lines)} predictions in {file} are not finite; try amp=fp32, or amp=bf16")
     env.folder.write_summary("finished", 0)
@@ -101,19 +106,20 @@ class _Files:
     """Image files prepared as those of `like`; a batch ends with a list of errors, whose images are black."""
 
     def __init__(self, paths: list[str], like: Any) -> None:
-        self.paths, self._files, self._spare = paths, like.of_files(paths), like.of_files([like.paths[0]])
+        self.paths, self._files = paths, like.of_files(paths)
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitems__(self, keys: Sequence[Key]) -> Any:
-        parts, errors = [self._files.__getitems__([])], []
+        none = self._files.__getitems__([])
+        parts, errors = [none], []
         for key in keys:
             try:
                 parts.append(self._files.__getitems__([key]))
                 errors.append(None)
             except RunError as problem:
-                parts.append([torch.zeros_like(tensor) for tensor in self._spare.__getitems__([(0, 0)])])
+                parts.append([tensor.new_zeros(1, *tensor.shape[1:]) for tensor in none])
                 errors.append(str(problem))
         return *map(torch.cat, zip(*parts, strict=True)), errors
 

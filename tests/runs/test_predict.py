@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
@@ -110,7 +111,7 @@ def test_a_folder_of_images_gives_what_the_same_images_give_as_evaluation_data()
 
 @pytest.mark.parametrize("recipe", ["classification", "segmentation"])
 def test_an_image_that_cannot_be_read_gets_a_line_with_its_error_and_the_others_are_predicted(recipe, capsys):
-    """Cut off, a whole batch of them, and not an image."""
+    """Cut off, a whole batch of them, no image, and files that make Pillow's readers raise what is no OSError."""
     rng = np.random.default_rng(0)
     for name in ("images", "masks") if recipe == "segmentation" else ("a", "b"):
         for path in [Path("data", part, name, f"{number}.png") for part in ("train", "val") for number in range(3)]:
@@ -127,15 +128,24 @@ def test_an_image_that_cannot_be_read_gets_a_line_with_its_error_and_the_others_
         damaged = number < 34 or number == 50
         Path(f"new/{number:02d}.png").write_bytes(whole[: len(whole) // 2] if damaged else whole)
     Path("new/99.png").write_text("hello")
+    for number, (image, kind) in enumerate([("RGB", "AVIF"), ("LAB", "TIFF"), ("F", "TIFF")], 96):
+        Image.new(image, (64, 64)).save(file := io.BytesIO(), kind)
+        content = file.getvalue()  # AVIF's header is sound, and its pixels are gone
+        Path(f"new/{number}.png").write_bytes(content[:-20] if kind == "AVIF" else content)
+    sorted(Path("data/val").rglob("*.png"))[0].write_bytes(b"damaged since")  # it is not needed
     capsys.readouterr()
     assert train.main([*data, "task=predict", "resume=a", "run_dir=b", "predict_on=new"]) == 0
-    assert "36 of 71 images cannot be read: their lines in" in capsys.readouterr().out
+    assert "39 of 74 images cannot be read: their lines in" in capsys.readouterr().out
     lines = predictions("b")
     assert [line["path"] for line in lines] == sorted(map(str, Path("new").iterdir()))
-    assert [line["index"] for line in lines if "error" in line] == [*range(34), 50, 70]
+    assert [line["index"] for line in lines if "error" in line] == [*range(34), 50, 70, 71, 72, 73]
     assert all(line["path"] in line["error"] and len(line) == 3 for line in lines if "error" in line)
     others = [{key: value for key, value in line.items() if key not in ("index", "path", "file")} for line in lines]
     assert all(other == others[34] for other in others[34:] if "error" not in other)
+    for path in Path("new").iterdir():
+        path.write_bytes(b"")
+    assert train.main([*data, "task=predict", "resume=a", "run_dir=c", "predict_on=new"]) == 1
+    assert "74 of 74 images cannot be read" in capsys.readouterr().err and len(predictions("c")) == 74
 
 
 def test_without_a_folder_it_makes_one_that_says_how_it_was_made():
