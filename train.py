@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> int:
         if flags.hydra_help or flags.cfg or flags.info or flags.shell_completion:
             return _ask_hydra(arguments, flags)
         return _single(flags.overrides)
-    except ConfigError as refused:
+    except RunError as refused:
         _say_error(refused)
         return refused.exit_code
 
@@ -133,9 +133,9 @@ def _without_dashes(key: str, value: str | None, arguments: list[str]) -> str:
     return f"Did you mean {said[1] if said else f'{key}={value}'}?"
 
 
-def _say_error(refused: ConfigError) -> None:
-    if refused.problems:
-        lines = "\n       ".join(shown(redact_typed(problem)) for problem in refused.problems)
+def _say_error(refused: RunError) -> None:
+    if problems := getattr(refused, "problems", [str(refused)]):
+        lines = "\n       ".join(shown(redact_typed(problem)) for problem in problems)
         print(f"error: {lines}", file=sys.stderr)
 
 
@@ -195,10 +195,18 @@ def _single(overrides: list[str]) -> int:
 
 
 def _prepare(overrides: list[str]) -> Any:
-    """The job of a single run, or None when its folder holds it finished."""
+    """The job of a single run, or None when its folder holds it finished, or for data.check."""
     from amp_core.run.environment import Job
 
     values, cfg, warnings = checked(overrides)
+    if cfg.data.check:
+        from amp_core.run.check import check_samples
+        from amp_core.run.rendezvous import launched
+
+        if launched():
+            raise ConfigError("data.check=true: starts its own processes; start it without torchrun")
+        check_samples(cfg.data, progress=cfg.log.progress and not cfg.log.quiet)
+        return None
     run_dir = choose_run_dir(values, cfg)
     if run_dir is not None and is_finished(run_dir, values):
         say(f"already finished: {run_dir}")
@@ -279,6 +287,8 @@ def _sweep(overrides: list[str]) -> int:
             raise refused
         return refused.exit_code
     planned, sound, cfg = _plan_sweep(overrides)
+    if cfg.data.check:
+        raise ConfigError("data.check=true: checks one data set; leave out -m")
     sweep_dir = Path(planned.dir)
     _add_to_path()
     if planned.num_parallel and planned.num_parallel > 1:

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_core.config.schema import Config
-from amp_core.data import Data, Dataset, Key, build_data
+from amp_core.data import Dataset, Key, build_data
 from amp_core.data.loading import eval_loader, to_device
 from amp_core.models import build_model
 from amp_core.models.images import CLASSIFIERS
@@ -92,7 +92,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     channels = MODELS.in_channels(cfg.model.name)
     plain = build_data(replace(cfg.data, augment=False), seed=cfg.seed, channels=channels)
     augmented = build_data(cfg.data, seed=cfg.seed, channels=channels)
-    data = Data(TwoViews(augmented.train), plain.eval, plain.facts | {"num_classes": knobs.embedding})
+    data = replace(plain, train=TwoViews(augmented.train), facts=plain.facts | {"num_classes": knobs.embedding})
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
     model = env.wrap(build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts), amp)
     optimizer = build_optimizer(cfg.optimizer, model)

@@ -70,8 +70,8 @@ WORDS = {word: ours for ours, words in {
 """What other projects call our keys and groups."""
 FREE = ("model", "optimizer", "schedule")
 """Groups whose `options` are arguments of what they build; `name` takes more than there are files."""
-PATHS = ("data.path", "data.eval_path", "model.name", "model.weights", "run_dir", "resume", "recipe.teacher")
-PATHS += ("hydra.sweep.dir", "hydra.run.dir")
+PATHS = ("data.path", "data.eval_path", "data.exclude", "model.name", "model.weights", "run_dir", "resume")
+PATHS += ("recipe.teacher", "hydra.sweep.dir", "hydra.run.dir")
 """Keys that hold a path."""
 PATH = re.compile(rf"\+*({'|'.join(map(re.escape, PATHS))})=(['\"]?)(.*)\2$", re.DOTALL)
 Problems = Callable[[list[str]], list[str]]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from amp_core.config.files import read_bytes, visible
 from amp_core.config.schema import DataConfig, suggest
 
 KINDS = {
@@ -19,7 +21,7 @@ KINDS = {
 """What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images;
 `own` is what a recipe brings itself."""
 
-_MAY_BE_NULL = ("path", "eval_path", "image_size", "num_samples", "num_classes", "length")
+_MAY_BE_NULL = ("path", "eval_path", "image_size", "num_samples", "num_classes", "length", "exclude")
 PREPARED = ("mnist_subset", "cifar10", "image_folder", "imagenet")
 """Data sets whose training images can be prepared on the device."""
 DECODED = ("image_folder", "imagenet")
@@ -41,13 +43,36 @@ def check_data(cfg: DataConfig, kind: str | None = None) -> list[str]:
         return [f"data.name={cfg.name}: there is no such data set. {suggest(cfg.name, valid)}"]
     if cfg.name not in valid:
         return [f"data={cfg.name}: holds {KINDS[cfg.name]}, the recipe takes {kind}. {suggest(cfg.name, valid)}"]
-    problems = list(_check_use(cfg))
+    problems = [*_check_use(cfg), *_check_exclude(cfg)]
     for package, names in PACKAGES.items():
         if cfg.name in names and package_folder(package) is None:
             problems.append(f"data={cfg.name} needs the package {package}: pip install 'amp-recipes[vision]'")
     if not any(problem.startswith("data.path") for problem in problems):
         problems += _DATA_SETS[cfg.name].check(cfg)
     return problems
+
+
+_MOST_NAMES = 1 << 28
+"""Bytes of a list of names."""
+
+
+def excluded_names(path: str) -> set[str]:
+    """The names in a list: one a line up to a tab, in JSON where they begin with a quote; lines with # are comments.
+
+    Raises OSError, and ValueError: it is too long, or damaged.
+    """
+    lines = os.fsdecode(read_bytes(Path(path).expanduser(), _MOST_NAMES)).splitlines()
+    names = (line.split("\t")[0].strip() for line in lines if line.strip() and not line.startswith("#"))
+    return {str(json.loads(name)) if name.startswith('"') else name for name in names}
+
+
+def _check_exclude(cfg: DataConfig) -> Iterator[str]:
+    if cfg.exclude is not None and "exclude" in _DATA_SETS[cfg.name].takes:
+        try:
+            excluded_names(cfg.exclude)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            yield f"data.exclude={cfg.exclude}: cannot be read: {reason}; expected a list of names, one a line"
 
 
 def mnist_file() -> Path | None:
@@ -62,8 +87,32 @@ def class_names(folder: Path) -> list[str]:
         return sorted(entry.name for entry in entries if entry.is_dir())
 
 
-def images_below(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Paths of the images in a folder and below, also behind links. Each folder once, so that loops of links end."""
+Skipped = dict[str, tuple[int, str]]
+"""By ending how many files are no images by their names, and one of them; hidden ones do not count."""
+
+
+def _is_image(folder: str, name: str, skipped: Skipped | None) -> bool:
+    if name.lower().endswith(IMAGE_ENDINGS):
+        return True
+    if skipped is not None and not name.startswith("."):
+        ending = os.path.splitext(name)[1].lower()
+        count, example = skipped.get(ending, (0, os.path.join(folder, name)))
+        skipped[ending] = count + 1, example
+    return False
+
+
+def skipped_note(root: str | os.PathLike[str], skipped: Skipped) -> list[str]:
+    """What was skipped in a folder, in a sentence, if there was anything."""
+    kinds = [f"{count} of {kind or 'no ending'} such as {file}" for kind, (count, file) in sorted(skipped.items())]
+    few = ", ".join(kinds[:8]) + (f", and {len(kinds) - 8} more kinds" if len(kinds) > 8 else "")
+    return [visible(f"{root}: files that are not read as images: {few}")] if kinds else []
+
+
+def images_below(folder: str | os.PathLike[str], skipped: Skipped | None = None) -> Iterator[str]:
+    """Paths of the images in a folder and below, also behind links. Each folder once, so that loops of links end.
+
+    Other files are added to `skipped`.
+    """
     seen: set[tuple[int, int]] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         about = os.stat(place)
@@ -72,7 +121,7 @@ def images_below(folder: str | os.PathLike[str]) -> Iterator[str]:
             continue
         seen.add((about.st_dev, about.st_ino))
         folders.sort()  # of two ways to a folder the same one is taken everywhere
-        yield from (os.path.join(place, name) for name in names if name.lower().endswith(IMAGE_ENDINGS))
+        yield from (os.path.join(place, name) for name in names if _is_image(place, name, skipped))
 
 
 def _check_use(cfg: DataConfig) -> Iterator[str]:
@@ -200,16 +249,16 @@ def photographs() -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def masked_images(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
+def masked_images(folder: Path, skipped: Skipped | None = None) -> tuple[list[tuple[str, str]], list[str]]:
     """(paths of image and mask, sorted by name; problems) of a folder with images/ and, by the same names, masks/.
 
-    Endings may differ.
+    Endings may differ. Other files are added to `skipped`.
     """
     found, problems = [], []
     for part in ("images", "masks"):
         with os.scandir(folder / part) as entries:
             names = sorted(entry.name for entry in entries if entry.is_file())
-        files = [Path(folder, part, name) for name in names if name.lower().endswith(IMAGE_ENDINGS)]
+        files = [Path(folder, part, name) for name in names if _is_image(f"{folder}/{part}", name, skipped)]
         found.append({file.stem: str(file) for file in files})
         if len(found[-1]) < len(files):
             problems.append(f"{folder.name}/{part} has two files of one name with different endings; keep one of them")
@@ -295,18 +344,18 @@ _SYNTHETIC = ("image_size", "num_samples", "num_classes")
 _DATA_SETS = {
     "mnist_subset": _DataSet(takes=("image_size",), check=_check_mnist_subset),
     "synthetic": _DataSet(needs=_SYNTHETIC),
-    "image_folder": _DataSet(needs=("path", "image_size"), check=_check_path),
-    "imagenet": _DataSet(needs=("path", "image_size"), check=_check_path),
+    "image_folder": _DataSet(needs=("path", "image_size"), takes=("exclude",), check=_check_path),
+    "imagenet": _DataSet(needs=("path", "image_size"), takes=("exclude",), check=_check_path),
     "cifar10": _DataSet(needs=("path",), takes=("image_size",), check=_check_path),
     "torch_sources": _DataSet(needs=("length",), takes=("num_samples",), check=_check_text),
     "torch_headers": _DataSet(needs=("length",), takes=("num_samples",), check=_check_text),
     "text": _DataSet(needs=("path", "length"), takes=("eval_path", "num_samples"), check=_check_text),
     "brain": _DataSet(check=_check_brain),
     "digit_scenes": _DataSet(needs=("image_size", "num_samples"), check=_check_digit_scenes),
-    "mask_folder": _DataSet(needs=("path", "image_size"), check=_check_mask_folder),
+    "mask_folder": _DataSet(needs=("path", "image_size"), takes=("exclude",), check=_check_mask_folder),
     "glyphs": _DataSet(takes=("image_size",), check=_check_glyphs),
-    "identity_folder": _DataSet(needs=("path", "image_size"), takes=("eval_path",), check=_check_identities),
-    "records": _DataSet(needs=("path", "image_size"), takes=("eval_path",), check=_check_identities),
+    "identity_folder": _DataSet(needs=("path", "image_size"), takes=("eval_path", "exclude"), check=_check_identities),
+    "records": _DataSet(needs=("path", "image_size"), takes=("eval_path", "exclude"), check=_check_identities),
     "synthetic_identities": _DataSet(needs=_SYNTHETIC),
     "own": _DataSet(),
 }

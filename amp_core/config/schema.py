@@ -157,6 +157,12 @@ class DataConfig:
     """synthetic: number of classes."""
     length: int | None
     """text: tokens per sample."""
+    exclude: str | None
+    """Image files: a list of samples to leave out, a name below `data.path` on each line, as `data.check` writes it. A
+    run resumes with the samples that it was begun with."""
+    check: bool
+    """Instead of a run: read every sample once, by `data.num_workers` processes. Names those that cannot be read and
+    writes them to bad_samples.txt for `data.exclude`. Exit codes: 0 all can be read, 2 some cannot."""
 
 
 @dataclass(frozen=True)
@@ -346,7 +352,8 @@ class Config:
     task: Literal["train", "evaluate", "predict"]
     """predict: write predictions.jsonl into the run folder."""
     predict_on: str | None
-    """task=predict: a folder of images; null: the evaluation data."""
+    """task=predict: a folder of images; null: the evaluation data. An image that cannot be read gets a line with its
+    `error`, and they are counted; the exit code is 1 only if none can be read."""
     log: LogConfig
     perf: PerfConfig
     checkpoint: CheckpointConfig

@@ -6,14 +6,19 @@ size and the sample at which a run resumed make no difference.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from amp_core.config.checks import Skipped, excluded_names, skipped_note
+from amp_core.config.files import visible
+from amp_core.config.schema import DataConfig
 
 Key = tuple[int, int]
 """(sample index, epoch)"""
@@ -40,6 +45,10 @@ class Data:
     """Facts that networks are built from, for example `num_classes` and `image_shape`, (C, H, W)."""
     finish: Callable[[Any], Any] | None = None
     """Applied to a batch of `train` on the device; None: nothing."""
+    notes: tuple[str, ...] = ()
+    """For the log: files that are not read, names in `data.exclude` that are not there."""
+    excluded: str = ""
+    """A digest of the samples that `data.exclude` leaves out."""
 
 
 class Paths:
@@ -53,6 +62,36 @@ class Paths:
 
     def __getitem__(self, index: int) -> str:
         return os.fsdecode(bytes(self._names[index]))
+
+
+class Chosen:
+    """The samples of a data set of files that `data.exclude` does not name, and what is to be said about the files."""
+
+    def __init__(self, cfg: DataConfig) -> None:
+        self._cfg, self.skipped = cfg, Skipped()
+        self._names = excluded_names(cfg.exclude) if cfg.exclude is not None else set[str]()
+        self._found: set[str] = set()
+
+    def keep(self, num_samples: int, name_of: Callable[[int], str]) -> NDArray[np.bool_]:
+        """Which samples to keep, [num_samples]."""
+        kept = np.ones(num_samples, dtype=bool)
+        for index in range(num_samples if self._names else 0):
+            if (name := name_of(index)) in self._names:
+                kept[index] = False
+                self._found.add(name)
+        return kept
+
+    def finish(self, data: Data) -> Data:
+        """With the notes and the digest."""
+        notes = skipped_note(f"data.path={self._cfg.path}", self.skipped)
+        if self._names:
+            notes.append(f"data.exclude={self._cfg.exclude}: leaves {len(self._found)} samples out")
+        if unknown := sorted(self._names - self._found):
+            notes[-1] += visible(
+                f"; {len(unknown)} of its {len(self._names)} names are not in the data, such as {unknown[0]}"
+            )
+        digest = hashlib.sha256("\n".join(sorted(self._found)).encode("utf-8", "surrogateescape")).hexdigest()
+        return replace(data, notes=tuple(notes), excluded=digest if self._found else "")
 
 
 # --- randomness -------------------------------------------------------------------------------------------------------

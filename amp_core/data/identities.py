@@ -8,21 +8,22 @@ from __future__ import annotations
 import functools
 import io
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from amp_core.config.checks import class_names, dejavu_files
+from amp_core.config.checks import Skipped, class_names, dejavu_files
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import DataConfig
-from amp_core.data.base import Data, Key, Paths, uniforms, unpack
+from amp_core.data.base import Chosen, Data, Key, Paths, uniforms, unpack
 from amp_core.data.decode import read_image
 from amp_core.data.images import (
     Batch,
@@ -97,6 +98,7 @@ class Faces:
         numbers: image numbers, passed to `read`, [N].
         labels: [N], from 0.
         size: height and width of what is given out.
+        prefix: of their names.
 
     Raises:
         RunError: in a batch: an image cannot be read.
@@ -108,12 +110,17 @@ class Faces:
     size: int
     augment: bool
     seed: int
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         self.num_classes, self.image_shape = int(self.labels.max()) + 1, (3, self.size, self.size)
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def name_of(self, index: int) -> str:
+        """The name of a sample for `data.exclude`."""
+        return self.prefix + cast(Any, self.read).name_of(int(self.numbers[index]))
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
         indices, passes = unpack(keys)
@@ -134,31 +141,45 @@ class Faces:
 class _Folder:
     """The images of a folder with one folder per identity."""
 
-    def __init__(self, root: Path) -> None:
-        paths, self.labels = class_files(root, class_names(root))
-        self._paths, self.numbers = Paths(paths), np.arange(len(paths))
+    def __init__(self, root: Path, skipped: Skipped) -> None:
+        paths, self.labels = class_files(root, class_names(root), skipped)
+        self._root, self._paths, self.numbers = root, Paths(paths), np.arange(len(paths))
 
     def __call__(self, number: int) -> tuple[str, str]:
         return self._paths[number], self._paths[number]
+
+    def name_of(self, number: int) -> str:
+        return os.path.relpath(self._paths[number], self._root)
 
 
 class _RecordImages:
     """The images of `train.rec`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, skipped: Skipped) -> None:
         self._records = Records(root)
         self.numbers, self.labels = self._records.identities()
 
     def __call__(self, number: int) -> tuple[str, bytes]:
         return f"{self._records.path}, record {number}", self._records.read(number)[1]
 
+    def name_of(self, number: int) -> str:
+        return f"record {number}"
 
-def _files(make: Callable[[Path], Any], cfg: DataConfig, seed: int, channels: int | None) -> Data:
+
+def _files(make: Callable[[Path, Skipped], Any], cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path and cfg.image_size, "check_data was not asked"
-    images = make(Path(cfg.path).expanduser())
+    size, chosen = cfg.image_size, Chosen(cfg)
+
+    def source(path: str, prefix: str) -> Any:
+        found = make(Path(path).expanduser(), chosen.skipped)
+        kept = chosen.keep(len(found.numbers), lambda index: prefix + found.name_of(int(found.numbers[index])))
+        found.prefix, found.numbers, found.labels = prefix, found.numbers[kept], found.labels[kept]
+        return found
+
+    images = source(cfg.path, "")
     train = np.ones(len(images.labels), dtype=bool)
     if cfg.eval_path is not None:
-        others = make(Path(cfg.eval_path).expanduser())
+        others = source(cfg.eval_path, "eval_path:")
         probes = np.ones(len(others.labels), dtype=bool)
     else:
         others, names = images, np.unique(images.labels)
@@ -169,18 +190,17 @@ def _files(make: Callable[[Path], Any], cfg: DataConfig, seed: int, channels: in
     order = np.argsort(others.labels, kind="stable")
     ranked = others.labels[order]
     probes[order] &= np.arange(len(order)) - np.searchsorted(ranked, ranked) < _MOST_PROBES  # the first ones of each
-    size = cfg.image_size
 
-    def part(source: Any, chosen: NDArray[np.bool_], augment: bool) -> Faces:
-        names, labels = np.unique(source.labels[chosen], return_inverse=True)
+    def part(source: Any, which: NDArray[np.bool_], augment: bool) -> Faces:
+        names, labels = np.unique(source.labels[which], return_inverse=True)
         if len(names) < 2:
             raise ConfigError(
                 f"data.path={cfg.path}: {len(names)} identities are left to "
                 f"{'train' if augment else 'evaluate'} on; expected at least 2 of each kind"
             )
-        return Faces(source, source.numbers[chosen], labels, size, augment and cfg.augment, seed)
+        return Faces(source, source.numbers[which], labels, size, augment and cfg.augment, seed, source.prefix)
 
-    return data_of(part(images, train, True), part(others, probes, False))
+    return chosen.finish(data_of(part(images, train, True), part(others, probes, False)))
 
 
 # --- made up ----------------------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from amp_core.config.checks import class_names, images_below, mnist_file
+from amp_core.config.checks import Skipped, class_names, images_below, mnist_file
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.schema import DataConfig
-from amp_core.data.base import Data, Dataset, Key, Paths, uniforms, unpack
+from amp_core.data.base import Chosen, Data, Dataset, Key, Paths, uniforms, unpack
 from amp_core.data.decode import THIN, orientation_of, read_header, read_image
 from amp_core.vision import import_torchvision
 
@@ -231,6 +231,7 @@ class ImageFiles:
         files: their paths.
         labels: [N].
         size: height and width of what is given out.
+        root: folder below which files are named.
         on_device: batches are JPEG bytes, which `finish` decodes on the device. Resizing there rounds differently:
             pixels differ by a few of 255.
     """
@@ -242,10 +243,15 @@ class ImageFiles:
     augment: bool
     seed: int
     on_device: bool = False
+    root: str = ""
 
     def __post_init__(self, files: Sequence[str]) -> None:
         self.paths, self.labels = Paths(files), self.labels.astype(np.int64)
         self.image_shape = (3, self.size, self.size)
+
+    def name_of(self, index: int) -> str:
+        """The name of a sample for `data.exclude`."""
+        return os.path.relpath(self.paths[index], self.root)
 
     def of_files(self, paths: Sequence[str]) -> ImageFiles:
         """Other files, prepared as these are. For evaluation; labels are 0."""
@@ -429,26 +435,31 @@ def _synthetic(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     return data_of(make(first, augment=cfg.augment), make(max(1, first // 4), augment=False, first=first, stream=first))
 
 
-def class_files(root: Path, classes: Sequence[str], key: Any = None) -> tuple[list[str], NDArray[np.int64]]:
+def class_files(
+    root: Path, classes: Sequence[str], skipped: Skipped, key: Any = None
+) -> tuple[list[str], NDArray[np.int64]]:
     """(paths, labels) of the images below one folder per class, those of a class sorted by `key`."""
-    found = [sorted(images_below(root / name), key=key) for name in classes]
+    found = [sorted(images_below(root / name, skipped), key=key) for name in classes]
     return [path for paths in found for path in paths], np.repeat(np.arange(len(found)), [*map(len, found)])
 
 
 def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path and cfg.image_size, "check_data was not asked"
     root, size = Path(cfg.path).expanduser(), cfg.image_size
-    classes = class_names(root / "train")
+    classes, chosen = class_names(root / "train"), Chosen(cfg)
 
     def part(name: str, augment: bool, on_device: bool = False) -> ImageFiles:
         # In the order of torchvision's ImageFolder, which follows loops of links without end.
-        paths, labels = class_files(root / name, classes, os.path.split)
+        paths, labels = class_files(root / name, classes, chosen.skipped, os.path.split)
+        files = ImageFiles(paths, labels, len(classes), size, augment, seed, on_device, str(root))
+        kept = chosen.keep(len(files), files.name_of)
+        paths, labels = [path for path, keep in zip(paths, kept, strict=True) if keep], labels[kept]
         counts = np.bincount(labels, minlength=len(classes))
         if empty := [label for label, count in zip(classes, counts, strict=True) if not count]:
             raise ConfigError(f"data.path={cfg.path}: {name}: no images in {', '.join(empty)}")
-        return ImageFiles(paths, labels, len(classes), size, augment, seed, on_device)
+        return replace(files, files=paths, labels=labels)
 
-    return data_of(part("train", cfg.augment, cfg.prepare_on == "device"), part("val", False))
+    return chosen.finish(data_of(part("train", cfg.augment, cfg.prepare_on == "device"), part("val", False)))
 
 
 def _cifar10(cfg: DataConfig, seed: int, channels: int | None) -> Data:

@@ -5,6 +5,7 @@ A mask is uint8: 0, 1, or VOID for pixels that losses and metrics ignore, such a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
@@ -16,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from amp_core.config.checks import brain_files, masked_images, photographs
-from amp_core.config.errors import RunError
+from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.schema import DataConfig
-from amp_core.data.base import Data, Key, Paths, uniforms, unpack
+from amp_core.data.base import Chosen, Data, Key, Paths, uniforms, unpack
 from amp_core.data.decode import read_image, read_integers
 from amp_core.data.images import (
     NUM_CROP_UNIFORMS,
@@ -223,6 +224,7 @@ class MaskFiles:
 
     Args:
         pairs: (image, mask) paths.
+        root: folder below which files are named.
         size: height and width of what is given out.
     """
 
@@ -230,12 +232,17 @@ class MaskFiles:
     size: int
     augment: bool
     seed: int
+    root: str = ""
 
     def __post_init__(self, pairs: Sequence[tuple[str, str]]) -> None:
         self.paths, self._masks = (Paths(pair[i] for pair in pairs) for i in (0, 1))
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def name_of(self, index: int) -> str:
+        """The name of a sample for `data.exclude`: its image."""
+        return os.path.relpath(self.paths[index], self.root)
 
     def of_files(self, paths: Sequence[str]) -> MaskFiles:
         """Images without masks, prepared as these are. For evaluation."""
@@ -303,12 +310,18 @@ def _values(path: str) -> NDArray[np.uint8]:
 
 def _mask_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path and cfg.image_size, "check_data was not asked"
-    root, size = Path(cfg.path).expanduser(), cfg.image_size
+    root, size, chosen = Path(cfg.path).expanduser(), cfg.image_size, Chosen(cfg)
 
     def part(name: str, augment: bool) -> MaskFiles:
-        return MaskFiles(masked_images(root / name)[0], size=size, augment=augment, seed=seed)
+        pairs = masked_images(root / name, chosen.skipped)[0]
+        files = MaskFiles(pairs, size=size, augment=augment, seed=seed, root=str(root))
+        kept = chosen.keep(len(files), files.name_of)
+        if not kept.any():
+            raise ConfigError(f"data.path={cfg.path}: {name}: no images are left by data.exclude={cfg.exclude}")
+        return replace(files, pairs=[pair for pair, keep in zip(pairs, kept, strict=True) if keep])
 
-    return Data(part("train", cfg.augment), part("val", False), {"image_shape": (3, size, size), "num_masks": 1})
+    facts = {"image_shape": (3, size, size), "num_masks": 1}
+    return chosen.finish(Data(part("train", cfg.augment), part("val", False), facts))
 
 
 BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {

@@ -78,6 +78,7 @@ class Loop:
         self.model, self.schedule = self.nets[0], next(iter(self.schedules.values()))
         self.ema = next((part for part in parts.values() if isinstance(part, Ema)), None)
         _require_samples(self)
+        env.job.notes += data.notes
         self.clock = Clock()
         self.feed = Feed(env, data, self.clock.waiting)
         self.metrics = Metrics(amp, self.schedules, env.world_size)

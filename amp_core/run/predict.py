@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from amp_core.config.checks import IMAGE_ENDINGS, images_below
+from amp_core.config.checks import IMAGE_ENDINGS, Skipped, images_below, skipped_note
 from amp_core.config.errors import ConfigError, Diverged, RunError, SaveError
 from amp_core.data import Data, Dataset
 from amp_core.data.base import Key
@@ -39,7 +39,7 @@ def predict(loop: Any, notes: list[str]) -> None:
     if loop.predict is None:
         name = loop.cfg.recipe["name"]
         raise ConfigError(f"task=predict: recipe={name} does not say what it predicts; use task=evaluate")
-    samples = _samples(loop.cfg.predict_on, loop.data)
+    samples, skipped = _samples(loop.cfg.predict_on, loop.data)
     file = env.run_dir / "predictions.jsonl"
     if env.any_rank(env.is_main and not (env.run_dir / ".hydra").exists()):  # the folder of a run stays as it is
         env.folder.begin()
@@ -63,7 +63,7 @@ def predict(loop: Any, notes: list[str]) -> None:
         raise Diverged(f"{bad} of {len(lines)} predictions in {file} are not finite; try amp=fp32, or amp=bf16")
     env.folder.write_summary("finished", 0)
     if env.is_main:
-        for note in [*notes, f"predictions{'' if loop.ema is None else ' of the average'}: {file}"]:
+        for note in [*notes, *skipped, f"predictions{'' if loop.ema is None else ' of the average'}: {file}"]:
             say(note)
 
 
@@ -124,13 +124,14 @@ class _Files:
         return *map(torch.cat, zip(*parts, strict=True)), errors
 
 
-def _samples(folder: str | None, data: Data) -> Dataset:
+def _samples(folder: str | None, data: Data) -> tuple[Dataset, list[str]]:
     if folder is None:
-        return data.eval
-    found = sorted(images_below(Path(folder)))
+        return data.eval, []
+    skipped = Skipped()
+    found = sorted(images_below(Path(folder), skipped))
     if not found or not hasattr(data.eval, "of_files"):
         what = "has no images" if not found else "this data set reads no image files"
         raise ConfigError(
             f"predict_on={folder}: {what}; expected files of {', '.join(IMAGE_ENDINGS)}, and a data set of such files"
         )
-    return _Files(found, data.eval)
+    return _Files(found, data.eval), skipped_note(f"predict_on={folder}", skipped)

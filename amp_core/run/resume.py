@@ -10,7 +10,7 @@ import torch
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
 from amp_core.config.errors import ConfigError
 from amp_core.config.rules import SHARDED, differences, is_elastic
-from amp_core.config.schema import Config
+from amp_core.config.schema import Config, show_value
 from amp_core.lowp.islands import islands_of, keep_fp32, named_modules
 from amp_core.run.loop import Loop
 from amp_core.run.machine import moved
@@ -30,6 +30,7 @@ def progress_of(loop: Loop) -> dict[str, Any]:
         "islands": loop.islands,
         "meters": loop.metrics.states(loop.env.host_group),
         "is_evaluated": loop.evaluation.step == loop.step,
+        "excluded": loop.data.excluded,
     }
 
 
@@ -144,6 +145,8 @@ def make_islands(loop: Loop, names: list[str]) -> None:
 
 def _check_changes(loop: Loop, loaded: Loaded, notes: list[str]) -> None:
     changed = differences(loaded.config, loop.cfg.to_dict())
+    if loaded.progress.get("excluded", "") != loop.data.excluded:
+        changed.append(f"data.exclude: another list of samples -> that of {show_value(loop.cfg.data.exclude)}")
     if not changed:
         return
     if loop.cfg.allow_changes:

@@ -1,0 +1,139 @@
+"""data.check: read every sample once, and list those that cannot be read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from amp_core.config.checks import excluded_names
+from amp_core.config.errors import ConfigError, Interrupted, SaveError
+from amp_core.config.files import read_bytes, visible
+from amp_core.config.schema import DataConfig
+from amp_core.data import build_data
+from amp_core.data.base import Dataset, Key
+from amp_core.data.loading import Batches, bounded_waits
+from amp_core.run.lines import write_text
+from amp_core.run.log import say
+
+LIST = "bad_samples.txt"
+_HEAD = "# Samples that cannot be read, for data.exclude: a name a line; after a tab why.\n"
+_BATCH = 16
+
+
+def check_samples(cfg: DataConfig, *, progress: bool = True) -> None:
+    """Read every sample of both parts once, as a run does but without augmentation.
+
+    Reads by `num_workers` processes, at most one per core.
+
+    Prints each sample that cannot be read, and writes `LIST` in the present folder, with the names that
+    `data.exclude` holds already.
+
+    Raises:
+        ConfigError: some cannot be read; the message has their number.
+        SaveError: the list cannot be written.
+        RunError: a process died, or waits for longer than `timeout_minutes`; the message names its samples.
+        Interrupted: SIGINT or SIGTERM; all processes have ended, and nothing is written.
+    """
+    if cfg.name == "own":
+        raise ConfigError("data.check=true: data=own is made by its recipe; it checks the other data sets")
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    bad = list[tuple[str, str]]()
+    with _interruptible(), bounded_waits(cfg.timeout_minutes, lambda: False, 1):
+        data = build_data(replace(cfg, augment=False, prepare_on="loader"), seed=0)
+        for note in data.notes:
+            say(note)
+        parts = {"training": data.train, "evaluation": data.eval}
+        total = sum(map(len, parts.values()))
+        with tqdm(total=total, unit=" samples", disable=not progress, leave=False) as bar:
+            for part, dataset in parts.items():
+                name_of = getattr(dataset, "name_of", lambda index, part=part: f"{part} sample {index}")
+                for found in _read(dataset, max(1, min(cfg.num_workers, num_cores))):
+                    named = [(name_of(index), problem) for index, problem in found if problem]
+                    if named:
+                        bar.clear()
+                        say("\n".join(visible(f"{name}: {problem}") for name, problem in named))
+                    bad += named
+                    bar.update(len(found))
+    if not bad:
+        say(f"data={cfg.name}: all {total:,} samples can be read")
+        return
+    count = f"data={cfg.name}: {len(bad):,} of {total:,} samples cannot be read"
+    if not hasattr(data.train, "name_of"):
+        raise ConfigError(f"{count}; they are named above")
+    _write(cfg.exclude, bad)
+    raise ConfigError(f"{count}: their list is {LIST}. Replace them, or leave them out with data.exclude={LIST}")
+
+
+class _Tried:
+    """A data set whose batches are (index, what is wrong) of its samples; None: nothing."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, keys: Sequence[Key]) -> list[tuple[int, str | None]]:
+        return [(index, self._problem(index)) for index, _ in keys]
+
+    def _problem(self, index: int) -> str | None:
+        try:
+            self._dataset.__getitems__([(index, 0)])
+        except Exception as problem:  # of whatever reads it: the others are to be read, too
+            return str(problem) or type(problem).__name__
+        return None
+
+
+def _read(dataset: Dataset, num_workers: int) -> Iterator[list[tuple[int, str | None]]]:
+    keys = ([(i, 0) for i in range(k, min(k + _BATCH, len(dataset)))] for k in range(0, len(dataset), _BATCH))
+    with Batches(_Tried(dataset), keys, num_workers=num_workers) as batches:
+        yield from batches
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Signals end what is inside as an exception, so that its processes end first."""
+    asked: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        asked.append(number)
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("data.check: interrupted; nothing was written", 128 + asked[0], True) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _write(exclude: str | None, bad: Sequence[tuple[str, str]]) -> None:
+    known = excluded_names(exclude) if exclude is not None else set[str]()
+    lines = [f"{_one_line(name)}\n" for name in sorted(known - {name for name, _ in bad})]
+    lines += [f"{_one_line(name)}\t{visible(' '.join(problem.split()))}\n" for name, problem in bad]
+    try:
+        if os.path.lexists(LIST) and not read_bytes(LIST, 1 << 28).startswith(_HEAD.encode()):
+            raise SaveError(f"{LIST}: is there already and no list of data.check; move it away")
+        write_text(Path(LIST), _HEAD + "".join(lines))
+    except (OSError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise SaveError(f"{LIST}: cannot be written: {reason}") from problem
+
+
+def _one_line(name: str) -> str:
+    """As `excluded_names` reads it."""
+    return name if name.isprintable() and name[0] not in '"# ' and name == name.strip() else json.dumps(name)
