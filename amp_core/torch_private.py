@@ -30,7 +30,7 @@ _ITERATOR = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
 
 _ROWS = (
     # Steps.
-    ("torch._foreach_add_ torch._foreach_sub", "averages of weights", _LOOP),
+    ("torch._foreach_sub torch._foreach_sub_", "averages of weights", _LOOP),
     ("torch._foreach_clamp_max_ torch._foreach_clamp_min_", "clipping by value", _LOOP),
     ("torch._foreach_copy_", "copies between lists of tensors", _LOOP),
     ("torch._foreach_mul_", "products of a list of tensors with one number", _LOOP),
@@ -224,13 +224,13 @@ def _each(method: Callable[..., Any]) -> Callable[..., list[Any]]:
     return run
 
 
-foreach_add_ = find("torch._foreach_add_", _each(Tensor.add_))
 foreach_clamp_max_ = find("torch._foreach_clamp_max_", _each(Tensor.clamp_max_))
 foreach_clamp_min_ = find("torch._foreach_clamp_min_", _each(Tensor.clamp_min_))
 foreach_copy_ = find("torch._foreach_copy_", _each(Tensor.copy_))
 foreach_mul_ = find("torch._foreach_mul_", _each(Tensor.mul_))
 foreach_norm = find("torch._foreach_norm", _each(torch.linalg.vector_norm))
 foreach_sub = find("torch._foreach_sub", _each(torch.sub))
+foreach_sub_ = find("torch._foreach_sub_", _each(Tensor.sub_))
 
 
 def _update_scale_(

@@ -13,9 +13,13 @@ def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     low = value.to(dtype)
     # Once more, for ties: the remainder may have been rounded to just half of a last digit.
-    value = low.float() + (value - low.float()).to(dtype)
+    value = low.float() + _rest(value, low)
     low = value.to(dtype)
-    return low, (value - low.float()).to(dtype)
+    return low, _rest(value, low)
+
+
+def _rest(value: Tensor, low: Tensor) -> Tensor:
+    return (value - low.float()).to(low.dtype).nan_to_num_(0.0, 0.0, 0.0)  # what is infinite, or rounds to it, has none
 
 
 def round_stochastically(value: Tensor, noise: Tensor) -> Tensor:

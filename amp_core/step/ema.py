@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from amp_core.config.schema import EmaConfig
-from amp_core.lowp.weights import fp32_copy, fp32_values
+from amp_core.lowp.weights import buckets, fp32_copy, fp32_values
 from amp_core.step.buffers import flat_groups
 from amp_core.step.gradients import same
 from amp_core.step.report import StepReport
 from amp_core.tensors import is_sharded, load_state, local, multiply_, sharded_copy, unwrap
-from amp_core.torch_private import buffers_of, foreach_add_, foreach_copy_, foreach_sub
+from amp_core.torch_private import buffers_of, foreach_copy_, foreach_sub, foreach_sub_
+
+_Group = tuple[list[Tensor], list[Tensor], list[int]]
+"""Averages and their values, flat, and the sizes."""
 
 
 class Ema:
     """An exponential moving average of a network's weights and floating-point buffers.
+
+    Where a buffer or a frozen weight is infinite, as in a causal mask, there is no average: the value is copied. `Amp`
+    sees to it that trained weights are finite.
 
     Args:
         net: the network that is trained, wrapped or not.
@@ -43,42 +50,47 @@ class Ema:
         self.warmup = warmup
         self._averages: list[Tensor] = []
         self._weights: list[Tensor] = []
+        self._frozen: list[tuple[Tensor, Tensor]] = []
+        """Averages and weights that did not train when this was made."""
         for average, weight in zip(self.model.parameters(), self.source.parameters(), strict=True):
-            if share_frozen and not weight.requires_grad:
+            if weight.requires_grad:
+                self._averages.append(average)
+                self._weights.append(weight)
+            elif share_frozen:
                 average.data = weight.data
-                continue
-            self._averages.append(average)
-            self._weights.append(weight)
+            else:
+                self._frozen.append((average, weight))
         names = (name.rpartition(".") for name, _ in self.source.named_buffers())
         self._owners = [(self.source.get_submodule(path), name) for path, _, name in names]
         self._present: list[Tensor | None] = []
-        self._groups: list[tuple[list[Tensor], list[Tensor], list[int]]] = []
-        device = self._averages[0].device
+        self._groups: list[_Group] = []
+        device = next(self.model.parameters()).device
         self.num_taken = torch.zeros((), dtype=torch.int64, device=device)
-        self._decay = torch.tensor(decay, device=device)
+        # In float64: of a decay of 0.9999999, 1 - decay in float32 is 19 % too large.
+        self._weight = torch.tensor(1.0 - decay, device=device)
 
     @torch.no_grad()
     def update(self, report: StepReport) -> None:
         """Move the average towards the weights if the step was taken. No host-device sync."""
         taken = report.taken
-        keep = self._decay
+        weight = self._weight
         if self.warmup:
-            keep = torch.minimum(keep, (1.0 + self.num_taken) / (10.0 + self.num_taken))
-        weight = (1.0 - keep) * taken
-        # average += weight * (value - average): with weight 0 no bit changes, since weights are finite.
-        averages = local(self._averages)
-        steps = foreach_sub(fp32_values(local(self._weights)), averages)
-        multiply_(steps, weight)
-        foreach_add_(averages, steps)
+            # 1 - (1 + t) / (10 + t), without the difference of two numbers near 1. Within 2^-22 of the exact weight.
+            weight = torch.maximum(weight, 9.0 / (self.num_taken + 10))
+        weight = weight * taken
+        if self._averages:
+            # average -= weight * (average - value): with weight 0, and where both are equal, no bit changes.
+            averages = local(self._averages)
+            steps = foreach_sub(averages, fp32_values(local(self._weights)))
+            multiply_(steps, weight)
+            foreach_sub_(averages, steps)
         present = [buffers_of(module)[name] for module, name in self._owners]
         if not same(present, self._present):  # the first, or replaced
             self._group(present)
-        for parts, values, sizes in self._groups:
-            before, value = torch.cat(parts), torch.cat(values)
-            share, moves = (t.to(before.device, non_blocking=True) for t in (weight, taken))
-            moved = before + share * (value - before) if before.is_floating_point() else value
-            # Unguarded statistics may be NaN after a skipped step, and 0 * NaN is NaN.
-            foreach_copy_(parts, list(torch.where(moves, moved, before).split(sizes)))
+        for group in self._groups:
+            _move(group, weight, taken)
+        for group in self._frozen_groups() if self._frozen else ():
+            _move(group, weight, taken)
         self.num_taken += taken
 
     def _group(self, present: list[Tensor | None]) -> None:
@@ -86,6 +98,13 @@ class Ema:
         groups = flat_groups(pairs)  # type: ignore[arg-type]
         self._groups = [(averages, values, list(map(len, averages))) for averages, values in groups]
         self._present = present
+
+    def _frozen_groups(self) -> Iterator[_Group]:
+        averages, weights = map(local, zip(*self._frozen, strict=True))
+        for parts, values in flat_groups(zip(averages, fp32_values(weights), strict=True)):
+            rest = iter(values)
+            for bucket in buckets(parts):
+                yield bucket, list(islice(rest, len(bucket))), list(map(len, bucket))
 
     def reset(self) -> None:
         """Restart from the current weights."""
@@ -107,6 +126,17 @@ class Ema:
     def load_counters(self, progress: Mapping[str, Any]) -> None:
         """Restore what `counters` returned. A count that is missing is 0."""
         self.num_taken.fill_(int(progress.get("averaged", 0)))
+
+
+def _move(group: _Group, weight: Tensor, taken: Tensor) -> None:
+    parts, values, sizes = group
+    before, value = torch.cat(parts), torch.cat(values)
+    share, moves = (t.to(before.device, non_blocking=True) for t in (weight, taken))
+    if before.is_floating_point():
+        step = before - value
+        # inf - inf is NaN, as are unguarded statistics after a skipped step, and 0 * NaN: where, not products.
+        value = torch.where(step.abs() < torch.inf, before - share * step, value)
+    foreach_copy_(parts, list(torch.where(moves, value, before).split(sizes)))
 
 
 def build_ema(cfg: EmaConfig, net: nn.Module, *, share_frozen: bool = False) -> Ema | None:

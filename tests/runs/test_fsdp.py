@@ -289,7 +289,9 @@ def test_ranks_that_do_not_agree_part_ways(on_ranks: OnRanks) -> None:
 def with_statistics(rank: int, bad_rank: int | None) -> Any:
     amp = Amp.named("bf16")
     torch.manual_seed(5)
-    net = lay_out(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), "fsdp", amp)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    net[2].mask = nn.Parameter(torch.tensor([-torch.inf, torch.inf, 0.5]), requires_grad=False)
+    net = lay_out(net, "fsdp", amp)
     optimizer, ema = SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True), Ema(net, 0.9)
     amp.guard(net)
     for i in range(4):
@@ -312,7 +314,10 @@ def with_statistics(rank: int, bad_rank: int | None) -> Any:
 
 @pytest.mark.parametrize("bad_rank", rows([0, 1], 1))
 def test_statistics_are_put_back_on_all_ranks(bad_rank: int, on_ranks: OnRanks) -> None:
-    assert same(on_ranks(with_statistics, bad_rank), on_ranks(with_statistics, None))
+    found = on_ranks(with_statistics, bad_rank)
+    assert same(found, on_ranks(with_statistics, None))
+    for net, ema in found:
+        assert net["2.mask"].tolist() == ema["2.mask"].tolist() == [-torch.inf, torch.inf, 0.5]
 
 
 # --- what a step costs

@@ -194,7 +194,7 @@ def test_a_loop_does_what_the_operators_for_lists_do() -> None:
     torch.manual_seed(0)
     left, right = ([torch.randn(3, size) for size in (1, 5)] for _ in range(2))
     for name in (name.rpartition(".")[2] for name in NAMES if name.startswith("torch._foreach_")):
-        other: Any = right if name in ("_foreach_add_", "_foreach_copy_", "_foreach_sub") else torch.tensor(0.3)
+        other: Any = right if name.startswith(("_foreach_copy_", "_foreach_sub")) else torch.tensor(0.3)
         other = 0.1 if "clamp" in name else other
         args = () if name == "_foreach_norm" else (other,)
         method = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_sub": torch.sub}.get(name)
