@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
 from amp_core.config.checks import Skipped, excluded_names, skipped_note
@@ -27,7 +29,8 @@ Key = tuple[int, int]
 class Dataset(Protocol):
     """A data set for the loaders. torch's DataLoader calls `__getitems__`, which returns a whole batch.
 
-    A batch is a tensor, or tuples, lists and dicts of tensors, with samples along the first dimension.
+    A batch is a tensor, or tuples, lists and dicts of tensors, with samples along the first dimension. The global
+    generators of `random`, numpy and torch are seeded for each batch, as a function of the seed and its first key.
     """
 
     def __len__(self) -> int: ...
@@ -119,3 +122,33 @@ def unpack(keys: Sequence[Key]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(sample indices, epochs) of a batch of keys."""
     pairs = np.array(keys, dtype=np.int64).reshape(-1, 2)
     return pairs[:, 0], pairs[:, 1]
+
+
+class Seeded:
+    """A data set for whose batches global generators are seeded: transforms draw from them, and many cannot do else.
+
+    Args:
+        dataset: the data set.
+        seed: of the run.
+        puts_back: the generators are also those of training steps, and are put back after each batch.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int, *, puts_back: bool) -> None:
+        self.dataset, self.seed, self.puts_back = dataset, seed, puts_back
+
+    def __getitems__(self, keys: Sequence[Key]) -> Any:
+        before = (random.getstate(), np.random.get_state(), torch.get_rng_state()) if self.puts_back else None
+        index, epoch = keys[0]
+        # Odd constants as in `Environment.seed_step`, and another one: a step has other numbers than its batches.
+        mixed = self.seed * 0x9E3779B97F4A7C15 + index * 0xBF58476D1CE4E5B9 + epoch * 0x94D049BB133111EB
+        seed = (mixed ^ 0xD6E8FEB86659FD93) % 2**63
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+        try:
+            return self.dataset.__getitems__(keys)
+        finally:
+            if before is not None:
+                random.setstate(before[0])
+                np.random.set_state(before[1])
+                torch.set_rng_state(before[2])

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from amp_core.config.errors import RunError
-from amp_core.data.base import Dataset, Key
+from amp_core.data.base import Dataset, Key, Seeded
 from amp_core.torch_private import find
 
 _end_workers = find("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers")
@@ -265,7 +265,7 @@ class Batches:
         """What the workers were given and have not returned yet."""
         self._number = -1
         loader = DataLoader(
-            cast(Any, dataset),
+            cast(Any, Seeded(dataset, getattr(keys, "seed", 0), puts_back=not num_workers)),
             batch_sampler=cast(Any, _noted(keys, self._ahead)),
             collate_fn=_identity,
             num_workers=num_workers,

@@ -155,10 +155,15 @@ class Environment:
         return bool(flags.numpy())
 
     def seed_step(self, step: int) -> None:
-        """Randomness of a step as a function of (seed, rank, step), so that no generator state needs saving."""
+        """Randomness of a step as a function of (seed, rank, step), so that no generator state needs saving.
+
+        Seeds the global generators of `random`, torch and, where it is imported, numpy.
+        """
         # Odd constants spread neighbouring steps and ranks over the generator's seeds.
         seed = (self.cfg.seed * 0x9E3779B97F4A7C15 + self.rank * 0xBF58476D1CE4E5B9 + step * 0x94D049BB133111EB) % 2**63
         random.seed(seed)
+        if (in_numpy := sys.modules.get("numpy.random")) is not None:
+            in_numpy.seed(seed % 2**32)
         torch.default_generator.manual_seed(seed)
         if self.device.type in UNTESTED_DEVICES:
             torch.get_device_module(self.device).manual_seed(seed)

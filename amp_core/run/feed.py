@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.random  # which numpy itself imports at its first use, too late to be seeded for it
 import torch
 from torch import Tensor
 
@@ -63,7 +64,7 @@ class Feed:
                 finish=self.data.finish,
                 channels_last=cfg.perf.channels_last,
             )
-            yield (self._window(list(itertools.islice(batches, self.accumulation))) for _ in itertools.count())
+            yield (self._next(batches, at) for at in itertools.count(start, self.samples_per_step))
 
     def window_at(self, start: int) -> list[MicroBatch]:
         """The window that begins with a sample, loaded by itself. On every rank."""
@@ -71,7 +72,7 @@ class Feed:
         with contextlib.closing(loader):
             channels_last = self._cfg.perf.channels_last
             batches = to_device(loader, self._env.device, finish=self.data.finish, channels_last=channels_last)
-            return self._window(list(itertools.islice(batches, self.accumulation)))
+            return self._next(batches, start)
 
     def indices_at(self, start: int, rank: int) -> list[list[int]]:
         """The data set's indices of the samples in that window, by micro-batch."""
@@ -98,6 +99,11 @@ class Feed:
             world_size=env.world_size,
             start_sample=start,
         )
+
+    def _next(self, batches: Iterator[Any], start: int) -> list[MicroBatch]:
+        if self.data.finish is not None:
+            self._env.seed_step(-1 - start)  # for what it draws; steps are seeded by numbers from 0 on
+        return self._window(list(itertools.islice(batches, self.accumulation)))
 
     def _window(self, batches: list[Any]) -> list[MicroBatch]:
         weights: list[float | Tensor] = [self._cfg.batch_size / self.samples_per_step] * len(batches)

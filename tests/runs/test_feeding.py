@@ -179,6 +179,89 @@ def test_evaluation_data_are_left_to_the_loader() -> None:
     assert data.finish is not None and data.eval.__getitems__([(0, 0)])[0].is_floating_point()
 
 
+NOISY = """
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from amp_core.data import Data
+from amp_core.models import Family, build_model
+from amp_core.run.loop import Loop
+from amp_core.step.amp import Amp
+from amp_core.step.optimizers import build_optimizer
+from amp_core.step.schedule import build_schedule
+
+DATA = "own"
+MODELS = Family(what="a line", builders={"own": lambda: nn.Linear(3, 1)}, example={})
+
+@dataclass(frozen=True)
+class Knobs:
+    name: str
+    length: str
+    best: str
+    best_is: str
+
+def noise():
+    return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])
+
+class Drawn:
+    def __len__(self):
+        return 10
+
+    def __getitems__(self, keys):
+        return torch.stack([noise() for _ in keys])
+
+def run(cfg, env):
+    data = Data(Drawn(), Drawn(), facts={}, finish=lambda batch: batch + noise())
+    amp, model = Amp(cfg.amp, env.device), build_model("own", MODELS, options={})
+    optimizer = build_optimizer(cfg.optimizer, model)
+    schedule = build_schedule(cfg.schedule, optimizer, env.num_steps(data))
+
+    def train_step(window):
+        loss = sum((model(micro.batch + noise()).square().mean() for micro in window), torch.zeros(()))
+        amp.backward(loss)
+        report = amp.step(optimizer)
+        amp.update()
+        amp.zero_grad(optimizer)
+        schedule.advance(report)
+        return report, loss.detach()
+
+    loop = Loop(env, data, amp=amp, model=model, optimizer=optimizer, schedule=schedule, evaluate=lambda net: {"loss": 0.0})
+    for window in loop.windows():
+        report, loss = loop.run(train_step, window)
+        loop.log(report, loss=loss)
+    return loop.eval
+"""
+"""Draws from every global generator, as Mixup and packages of augmentations do: in the data set, after it, in the step."""
+NOISY_YAML = """# @package _global_
+defaults:
+  - override /model: own
+  - override /data: own
+recipe: {name: noisy, length: 4 steps, best: loss, best_is: min}
+"""
+
+
+def test_a_run_that_draws_from_global_generators_resumes_bit_exactly(own_folder: Path) -> None:
+    folder = own_folder / "mine" / "recipe"
+    folder.mkdir(parents=True)
+    (folder / "noisy.py").write_text(NOISY)
+    (folder / "noisy.yaml").write_text(NOISY_YAML)
+    common = ["--config-dir", str(folder.parent), "recipe=noisy", "device=cpu", "batch_size=4", "accumulation=2"]
+    common += ["log.progress=false", "schedule.horizon=4"]
+
+    def trained(name: str, steps: int, num_workers: int) -> Any:
+        assert train.main([*common, f"run_dir={name}", f"steps={steps}", f"data.num_workers={num_workers}"]) == 0
+        return state(name)
+
+    whole = trained("whole", 4, 0)
+    for num_workers in (0, 2):
+        trained(f"parts{num_workers}", 2, num_workers)
+        assert not same_but(trained(f"parts{num_workers}", 4, num_workers), whole)
+
+
 def test_the_clock_tells_waiting_from_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("amp_core.run.meters.time.monotonic", lambda: now)

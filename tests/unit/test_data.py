@@ -9,6 +9,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import signal
 import subprocess
@@ -598,12 +599,36 @@ def test_workers_start_in_any_way_with_one_thread_each(start_method: str) -> Non
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_loading_draws_no_global_random_numbers(num_workers: int) -> None:
     data = synthetic()
-    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state(legacy=False)
+    states = torch.get_rng_state(), str(np.random.get_state(legacy=False)), random.getstate()
     with train_loader(data.train, Sampler(50, seed=0, batch_size=4), num_workers=num_workers) as batches:
         take(batches, 3)
+    with train_loader(Drawn(), Sampler(50, seed=0, batch_size=4), num_workers=num_workers) as batches:
+        take(batches, 3)
     list(eval_loader(data.eval, batch_size=4, num_workers=num_workers))
-    assert torch.equal(torch.get_rng_state(), torch_state)
-    assert str(np.random.get_state(legacy=False)) == str(numpy_state)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (str(np.random.get_state(legacy=False)), random.getstate()) == states[1:]
+
+
+class Drawn(Slow):
+    """Draws from the global generators, as transforms of other packages do."""
+
+    def __getitems__(self, keys: Any) -> list[float]:
+        return [number for _ in keys for number in (random.random(), np.random.rand(), torch.rand(()).item())]
+
+
+@pytest.mark.parametrize("seed", [0, 2**40])
+@pytest.mark.parametrize("start", [0, 12, 990])
+def test_what_loading_draws_from_global_generators_is_decided_by_seed_and_samples(start: int, seed: int) -> None:
+    def loaded(first: int, num: int, num_workers: int, seed: int = seed) -> list[list[float]]:
+        sampler = Sampler(1000, seed=seed, batch_size=3, start_sample=first)
+        with train_loader(Drawn(), sampler, num_workers=num_workers) as batches:
+            return take(batches, num)
+
+    whole = loaded(start, 8, 0)
+    for num_workers in (0, 1, 2):
+        assert loaded(start, 4, num_workers) + loaded(start + 12, 4, num_workers) == whole
+    numbers = [number for batch in (*whole, *loaded(start, 8, 0, seed + 1)) for number in batch]
+    assert len(set(numbers)) == len(numbers)
 
 
 def test_closing_ends_the_workers_at_once_and_the_iterator() -> None:
