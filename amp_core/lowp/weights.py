@@ -57,12 +57,25 @@ class _Fp32:
     keeps: bool
     rest: Tensor | None
     """kahan: value minus weight, in 16 bits."""
+    version: int | None = None
+    """Of the weight when it was last known to be the rounded value; None: somebody has its `data`."""
 
     def value(self, low: Tensor) -> Tensor:
-        """The fp32 value of the weight `low`, exactly."""
+        """The fp32 value of the weight `low`, exactly. No host-device sync."""
+        if self.version != version_of(low):
+            self._take_changes(low)
         if self.keeps:
             return self.master.detach()
         return low.detach().float() if self.rest is None else low.detach().float() + self.rest
+
+    @torch.no_grad()
+    def _take_changes(self, low: Tensor) -> None:
+        """What was written into the weight replaces the value where this no longer rounds to it."""
+        if self.keeps:
+            self.master.copy_(torch.where(low == self.master.to(low.dtype), self.master, low.float()))
+        elif self.rest is not None:
+            self.rest.masked_fill_((low.float() + self.rest).to(low.dtype) != low, 0.0)
+        self.version = version_of(low)
 
     def take(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         """Store `value`, and return the 16-bit weight."""
@@ -76,6 +89,51 @@ class _Fp32:
 
 _sides = WeakTensorKeyDictionary()
 """16-bit weight -> _Fp32."""
+_grad: Any = torch.Tensor.grad
+_data: Any = torch.Tensor.data
+
+
+class _LowParameter(nn.Parameter):
+    """A 16-bit weight. Its gradient is that of its fp32 side, so that a module, a wrapper and `p.grad = None` clear it.
+
+    `data` is another tensor in the same memory: what is written there leaves no trace in the weight's version.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:
+        # A tracer refuses gradients of another dtype, and needs none.
+        return _sides[self].master.grad if self in _sides and not torch.compiler.is_compiling() else _grad.__get__(self)
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        if self not in _sides:
+            _grad.__set__(self, grad)
+        else:
+            _sides[self].master.grad = None if grad is None else grad.float()
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def data(self) -> Tensor:
+        self._has_unseen_writes()
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        self._has_unseen_writes()
+        _data.__set__(self, data)
+
+    def _has_unseen_writes(self) -> None:
+        if self in _sides:
+            _sides[self].version = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        twin = super().__deepcopy__(memo)
+        if type(twin) is _LowParameter:
+            twin.__class__ = nn.Parameter
+        return twin
 
 
 def master_params(net: nn.Module) -> list[nn.Parameter]:
@@ -83,7 +141,7 @@ def master_params(net: nn.Module) -> list[nn.Parameter]:
 
     They have the weights' shapes and get the gradients. For any network or module of one.
     """
-    return [_sides[p].master if p in _sides else p for p in net.parameters()]
+    return [_sides[p].master.requires_grad_(p.requires_grad) if p in _sides else p for p in net.parameters()]
 
 
 def weights_by_side() -> dict[Tensor, Tensor]:
@@ -140,6 +198,10 @@ class LowPrecisionWeights:
 
     `state_dict()` holds fp32 values, so that every mode resumes from every other's checkpoint. Loaded values are kept
     as exactly as the mode can: bit-exact from its own checkpoints, with `num_taken` (`Amp.counters`).
+
+    `grad` of a 16-bit weight is the fp32 gradient that the optimizer gets: `net.zero_grad()` clears it. What a program
+    writes into weights, as `p.clamp_()`, `p.data.copy_()` and `nn.init` do, replaces their fp32 values where these no
+    longer round to it: before the next step, and in averages and state dicts. Not between replays of a captured step.
 
     Create it on the device, after `keep_fp32` and before optimizers, EMA and guards. In a process group all ranks start
     with the weights and buffers of rank 0.
@@ -206,11 +268,15 @@ class LowPrecisionWeights:
         rest = torch.zeros_like(value, dtype=self.dtype) if self.update == "kahan" else None
         side = _Fp32(nn.Parameter(value if keeps else self._nan[low.device].expand(low.shape), trains), keeps, rest)
         low.data = side.take(value, self.dtype)
+        side.version = version_of(low)
         _sides[low] = side
+        if type(low) is nn.Parameter:
+            low.__class__ = _LowParameter
 
         def to_master(low: Tensor) -> None:
-            grad, low.grad = low.grad, None
+            grad = _grad.__get__(low)
             if grad is not None:
+                _grad.__set__(low, None)
                 with torch.no_grad():
                     before = side.master.grad
                     side.master.grad = grad.float() if before is None else before.add_(grad)
@@ -242,8 +308,9 @@ class LowPrecisionWeights:
     def begin_step(self, params: Iterable[Tensor]) -> None:
         """Give the optimizer's `params` their values, before anything reads them, including adaptive clipping."""
         for low, side in self._of(params):
+            value = side.value(low)
             if not side.keeps:
-                side.master.data = side.value(low)
+                side.master.data = value
 
     @torch.no_grad()
     def end_step(self, params: Iterable[Tensor], taken: Tensor) -> None:
@@ -263,6 +330,7 @@ class LowPrecisionWeights:
             values = [side.take(value, self.dtype) for value, (_, side) in zip(values, mine, strict=True)]
         for (low, side), value in zip(mine, values, strict=True):
             low.copy_(value)
+            side.version = version_of(low)
             if not side.keeps:
                 side.master.data = self._nan[low.device].expand(low.shape)
         self.num_taken += taken

@@ -104,6 +104,134 @@ class Scalar(nn.Module):
         return self.weight * 1
 
 
+# --- gradients and weights that a program writes
+
+
+def clear_each(net: nn.Module) -> None:
+    for p in net.parameters():
+        p.grad = None
+
+
+def delete_each(net: nn.Module) -> None:
+    for p in net.parameters():
+        del p.grad
+
+
+CLEARS: dict[str, Callable[[nn.Module], Any]] = {
+    "module": lambda net: net.zero_grad(),
+    "module, to 0": lambda net: net.zero_grad(set_to_none=False),
+    "submodules": lambda net: [net[0].zero_grad(), net[1].zero_grad(), net[4].zero_grad()],  # type: ignore[index]
+    "wrapper": lambda net: nn.Sequential(net).zero_grad(),
+    "each": clear_each,
+    "deleted": delete_each,
+    "masters": lambda net: [setattr(p, "grad", None) for p in master_params(net)],
+}
+
+
+@pytest.mark.parametrize("clear", CLEARS)
+@pytest.mark.parametrize("mode", SIXTEEN)
+def test_gradients_of_fp32_sides_are_cleared_by_whatever_clears_those_of_the_network(mode: str, clear: str) -> None:
+    run = Run(mode, optimizer="sgd")
+    found = []
+    for _ in range(2):
+        run.loss(0).backward()
+        found.append([p.grad.clone() for p in master_params(run.net)])
+        assert all(p.grad.equal(grad) for p, grad in zip(run.net.parameters(), found[-1], strict=True))
+        CLEARS[clear](run.net)
+        assert not any(p.grad is not None and p.grad.any() for p in master_params(run.net))
+    if mode == "o2":  # of which no running statistics are in the gradient
+        assert same(*found)
+
+
+def test_gradients_are_cut_and_set_through_the_network() -> None:
+    run = Run("o2")
+    run.loss(0).backward()
+    norm = torch.nn.utils.clip_grad_norm_(run.net.parameters(), 1e-3)
+    assert norm > 1e-3 and torch.nn.utils.get_total_norm([p.grad for p in master_params(run.net)]) <= 1.001e-3
+    run.net[4].bias.grad = torch.ones(3, dtype=FP16)
+    assert master_params(run.net[4])[1].grad.tolist() == [1.0] * 3
+    assert master_params(run.net[4])[1].grad.dtype is FP32
+
+
+def test_a_network_with_gradients_is_compiled_and_copied() -> None:
+    run = Run("bf16_stochastic")
+    compiled = torch.compile(run.net, backend="eager", fullgraph=True)
+    run.loss(0).backward()
+    before = [p.grad.clone() for p in master_params(run.net)]
+    compiled(torch.randn(8, 1, 6, 6)).sum().backward()
+    assert not same(before, [p.grad for p in master_params(run.net)])
+    compiled.zero_grad()
+    assert not any(p.grad is not None for p in master_params(run.net))
+    assert {type(p) for p in (*copy.deepcopy(run.net).parameters(), *fp32_copy(run.net).parameters())} == {nn.Parameter}
+
+
+def test_what_is_frozen_or_set_free_is_so_on_the_fp32_side() -> None:
+    run = Run("o2")
+    run.net[0].requires_grad_(False)
+    assert [p.requires_grad for p in master_params(run.net)] == [False] * 2 + [True] * 4
+    run.net[0].requires_grad_(True)
+    run.step(run.loss(0))
+    assert all(p.requires_grad for p in master_params(run.net))
+
+
+def write_data(net: nn.Module, change: Callable[[Tensor], Any]) -> None:
+    for p in net.parameters():
+        change(p.data)
+
+
+@torch.no_grad()
+def write_each(net: nn.Module, change: Callable[[Tensor], Any]) -> None:
+    for p in net.parameters():
+        change(p)
+
+
+@torch.no_grad()
+def write_views(net: nn.Module, change: Callable[[Tensor], Any]) -> None:
+    for p in net.parameters():
+        change(p.detach().view(-1))
+
+
+def replace_data(net: nn.Module, change: Callable[[Tensor], Any]) -> None:
+    for p in net.parameters():
+        p.data = change(p.data.clone())
+
+
+def write_vector(net: nn.Module, change: Callable[[Tensor], Any]) -> None:
+    low = [p for p in net.parameters() if p.dtype is not FP32]
+    vector = torch.nn.utils.parameters_to_vector(low).detach()
+    torch.nn.utils.vector_to_parameters(change(vector), low)
+
+
+WRITES: list[Callable[[nn.Module, Callable[[Tensor], Any]], None]]
+WRITES = [write_data, write_each, write_views, replace_data, write_vector]
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "clamp": lambda p: p.clamp_(-0.05, 0.05),
+    "prune": lambda p: p.masked_fill_(p > 0, 0.0),
+    "constant": lambda p: p.fill_(0.3),
+    "nothing": lambda p: p.mul_(1.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("mode", SIXTEEN)
+def test_what_a_program_writes_into_weights_is_not_lost(mode: str, write: Any, change: str) -> None:
+    """What it left keeps its fp32 value, bit for bit; the rest is what it wrote, also after a step that moves nothing."""
+    run = Run(mode, optimizer="sgd")
+    low = [p for p in run.net.parameters() if p.dtype is not FP32]
+    values, before = [v.clone() for v in fp32_values(low)], [p.detach().clone() for p in low]
+    write(run.net, CHANGES[change])
+    written = [p.detach().clone() for p in low]
+    assert same(written, before) == (change == "nothing")
+    report = run.step(run.loss(0) * 0.0)
+    assert report.taken and same([p.detach() for p in low], written)
+    for p, value, old, new in zip(low, values, before, written, strict=True):
+        (now,) = fp32_values([p])
+        assert now[old == new].equal(value[old == new]) and now.to(p.dtype).equal(new)
+        if run.weights.update == "master":
+            assert now[old != new].equal(new[old != new].float())
+
+
 # --- which updates survive
 
 
@@ -302,7 +430,7 @@ def test_gradients_are_summed_in_fp32() -> None:
         (net().float().sum() / 512).backward()
         (naive.float().sum() / 512).backward()
     (param,) = master_params(net)
-    assert (param.grad == 1.0).all() and param.grad.dtype is FP32 and net.weight.grad is None
+    assert (param.grad == 1.0).all() and param.grad.dtype is FP32 and net.weight.grad is param.grad
     assert (naive.grad == 0.5).all()
 
 
