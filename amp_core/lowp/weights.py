@@ -129,8 +129,8 @@ class _LowParameter(nn.Parameter):
         if self in _sides:
             _sides[self].version = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        twin = super().__deepcopy__(memo)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin: Any = super().__deepcopy__(memo)
         if type(twin) is _LowParameter:
             twin.__class__ = nn.Parameter
         return twin
