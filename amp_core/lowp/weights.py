@@ -132,7 +132,7 @@ class _LowParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin: Any = super().__deepcopy__(memo)
         if type(twin) is _LowParameter:
-            twin.__class__ = nn.Parameter
+            twin.__class__ = nn.Parameter  # type: ignore[assignment]
         return twin
 
 
