@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,51 +25,96 @@ logger = logging.getLogger("amp_recipes")
 class BufferGuard:
     """Snapshots a network's buffers at the first forward of a window and restores them after a skipped step.
 
+    A window of the network begins with its first training forward that records a graph. What forwards under
+    `torch.no_grad()` write before that one, such as those of `torch.optim.swa_utils.update_bn`, is kept where it is
+    finite, as is what `load_state_dict` loads. In a window without a forward that records a graph, such as a
+    generator's in its critic's window, the first forward counts.
+
     All buffers that belong to the network's state are remembered: BatchNorm writes its statistics without a trace in
     their version counters, so which ones change cannot be told. Buffers that are not part of the state
-    (`persistent=False`), such as masks and caches, are left alone: what a skipped step writes there stays. Nothing here
-    waits for the device. Modules that have none when the guard is made are never looked at again.
+    (`persistent=False`), such as masks and caches, are left alone: what a skipped step writes there stays, as are the
+    buffers that a caller gives to `torch.func.functional_call`; one that a program itself puts in the place of another
+    is guarded from the next window on. Nothing here waits for the device. Modules that have none when the guard is made
+    are never looked at again.
+
+    Copies and pickles of the network are not guarded; those of `Amp` guard the copy of the network.
     """
 
     def __init__(self, net: nn.Module) -> None:
         self._net = weakref.ref(net)
         self._owners: list[tuple[nn.Module, str, Tensor]] = []
         self._groups: list[_Group] = []
-        self._armed = self._is_noted = False
+        self._armed = self._records = self._is_lent = self._is_noted = False
         self.was_called = False
         """In the present window."""
         self._modules = [m for m in net.modules() if buffers_of(m).keys() - passing_buffers_of(m)]
+        self._own = dict[tuple[nn.Module, str], Tensor]()
+        """The buffers between two forward passes."""
         self.has_buffers = bool(self._modules)
         if self.has_buffers:
-            net.register_forward_pre_hook(self._before_forward)
+            net.register_forward_pre_hook(_Hook(self._before_forward))
+        for module in self._modules:
+            module.register_load_state_dict_post_hook(_Hook(self._after_load))
+        self._look()
         self.parameters = frozenset(master_params(net))
 
-    def _before_forward(self, net: nn.Module, inputs: Any) -> None:
-        # A deep copy of the network copies this hook; it must not act for the original.
-        if self._armed or net is not self._net():
-            return
-        found = [
+    def __reduce__(self) -> Any:
+        return BufferGuard, (self._net(),)
+
+    def _found(self) -> list[tuple[nn.Module, str, Tensor]]:
+        return [
             (module, name, buffer)
             for module in self._modules
-            if module.training
             for name, buffer in buffers_of(module).items()
             if buffer is not None and name not in passing_buffers_of(module)
         ]
+
+    def _look(self) -> None:
+        self._own = {(module, name): buffer for module, name, buffer in self._found()}
+
+    def _is_foreign(self, module: nn.Module, name: str, buffer: Tensor) -> bool:
+        """Whether a buffer is a caller's, for one forward pass: another one of the same kind, not moved or cast."""
+        own = self._own.get((module, name), buffer)
+        return own is not buffer and (own.device, own.dtype) == (buffer.device, buffer.dtype)
+
+    def _before_forward(self, net: nn.Module, inputs: Any) -> None:
+        records = torch.is_grad_enabled()
+        if self._armed and (self._records or not records):
+            return
+        found = [row for row in self._found() if row[0].training]
         if not found:  # evaluation, or a network without statistics
             return
-        self._armed = self.was_called = True
+        is_new = not same([buffer for _, _, buffer in found], [buffer for _, _, buffer in self._owners])
+        self.was_called = True
+        if is_new and any(self._is_foreign(*row) for row in found):
+            self._is_lent = True
+            return
+        keeps = self._armed and not is_new
+        self._armed, self._records = True, records
         with torch.no_grad():
-            if not same([buffer for _, _, buffer in found], [buffer for _, _, buffer in self._owners]):
+            if is_new:
                 self._owners = found
+                self._own |= {row[:2]: row[2] for row in found}
                 self._groups = [_Group(parts) for (parts,) in flat_groups((buffer,) for _, _, buffer in found)]
             for group in self._groups:
-                torch.cat(group.parts, out=group.kept)
+                if keeps:  # what forwards without a graph have spoilt comes from the batch that is trained on next
+                    now = torch.cat(group.parts)
+                    group.kept.copy_(torch.where(now.isfinite(), now, group.kept))
+                else:
+                    torch.cat(group.parts, out=group.kept)
+
+    def _after_load(self, module: nn.Module, keys: Any) -> None:
+        self._armed = False
+        self._look()
 
     @torch.no_grad()
     def settle(self, taken: Tensor | None) -> None:
         """End the window: keep what forward passes wrote if `taken` (0-d bool) or None, else restore the snapshot."""
         was_armed, self._armed = self._armed, False
         if not was_armed or taken is None:
+            if was_armed or self._is_lent:
+                self._is_lent = False
+                self._look()
             return
         for group in self._groups:
             moves = taken.to(group.kept.device, non_blocking=True)
@@ -80,7 +125,7 @@ class BufferGuard:
             now = buffers_of(module)[name]
             if now is not buffer and now is not None:  # a forward pass put a new tensor in its place
                 moves = taken.to(now.device, non_blocking=True)
-                buffers_of(module)[name] = torch.where(moves, now, buffer.detach())
+                self._own[module, name] = buffers_of(module)[name] = torch.where(moves, now, buffer.detach())
 
     def note_bypass(self) -> None:
         """Log once that statistics are not guarded, since the module that was given is not the one that is called."""
@@ -91,6 +136,20 @@ class BufferGuard:
                 "call amp.guard with the module that the training loop calls",
                 type(self._net()).__name__,
             )
+
+
+class _Hook:
+    """Calls a guard's method. In a copy or a pickle of the network it does nothing."""
+
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> None:
+        if self._function is not None:
+            self._function(*arguments)
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
 
 
 class _Group:

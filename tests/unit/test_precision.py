@@ -265,6 +265,94 @@ def test_statistics_of_a_net_that_another_optimizer_s_window_runs_through(bad: b
     assert torch.equal(generator[1].running_mean, after)
 
 
+def load_after_a_stray_pass(net: nn.Module) -> None:
+    net(torch.ones(4, 2))
+    net.load_state_dict({key: value * 0 + 3 for key, value in net.state_dict().items()})
+
+
+def load_a_part(net: nn.Module) -> None:
+    net(torch.ones(4, 2))
+    net[1].load_state_dict({key: value * 0 + 3 for key, value in net[1].state_dict().items()})  # type: ignore[index]
+
+
+def borrow(net: nn.Module) -> None:
+    """A pass with buffers of the caller, which are the caller's afterwards."""
+    lent = {key: value.clone() for key, value in net.named_buffers()}
+    torch.func.functional_call(net, dict(net.named_parameters()) | lent, (torch.ones(4, 2),))
+    LENT.append((lent, copy.deepcopy(lent)))
+
+
+@torch.no_grad()
+def look(net: nn.Module) -> None:
+    net(torch.randn(4, 2))
+
+
+LENT: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+BETWEEN: dict[str, Callable[[nn.Module], Any]] = {
+    "update_bn": lambda net: torch.optim.swa_utils.update_bn([torch.randn(4, 2) + 5 for _ in range(3)], net),
+    "no_grad": look,
+    "load": load_after_a_stray_pass,
+    "load a part": load_a_part,
+    "functional_call": borrow,
+}
+
+
+def between_windows(between: Callable[[nn.Module], Any], bad: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    LENT.clear()
+    net, amp = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), Amp.named("fp32")
+    amp.guard(net)
+    optimizer = sgd(net)
+    for i, x in enumerate((torch.randn(4, 2), *[torch.full((4, 2), INF)] * bad, torch.randn(4, 2))):
+        if i == 1:
+            between(net)
+        amp.backward(net(x).square().mean())
+        with torch.no_grad():
+            net(x)  # part of the window
+        amp.step(optimizer)
+        amp.update()
+        optimizer.zero_grad()
+    assert all(torch.equal(now[key], then[key]) for now, then in LENT for key in then)
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_is_written_between_windows_survives_a_skipped_step(between: str) -> None:
+    seen, never = (between_windows(BETWEEN[between], bad) for bad in (True, False))
+    assert all(torch.equal(seen[key], never[key]) for key in never)
+
+
+@pytest.mark.parametrize("first", ["no_grad", "graph", "no_grad alone"])
+def test_passes_without_a_graph_spoil_no_statistics(first: str) -> None:
+    """On the batch that is skipped: before and after the one that is trained on, or instead of one."""
+    amp, net, critic = Amp.named("fp32"), nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), nn.Linear(3, 1)
+    amp.guard(net)
+    before, x = copy.deepcopy(net.state_dict()), torch.full((4, 2), INF)
+    with torch.set_grad_enabled(first == "graph"):
+        output = net(x)
+    output = output if first == "no_grad alone" else net(x)
+    amp.backward(critic(output).square().mean())
+    amp.step(sgd(critic))
+    amp.update()
+    names = [key for key in before if first != "no_grad" or not key.endswith("tracked")]  # a count is finite
+    assert all(torch.equal(net.state_dict()[key], before[key]) for key in names)
+
+
+def test_a_window_through_functional_call_touches_neither_its_buffers_nor_the_network_s() -> None:
+    amp, net = Amp.named("fp32"), nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    amp.guard(net)
+    own, lent = dict(net.named_buffers()), {key: value.clone() for key, value in net.named_buffers()}
+    before, bare = copy.deepcopy(own), (copy.deepcopy(net), copy.deepcopy(lent))
+    for x in (torch.randn(4, 2), torch.full((4, 2), INF)):
+        torch.func.functional_call(bare[0], bare[1], (x,))
+        amp.backward(torch.func.functional_call(net, lent, (x,)).square().mean())
+        amp.step(SGD([net[0].weight], lr=0.0))
+        amp.update()
+        net.zero_grad()
+    assert all(dict(net.named_buffers())[key] is own[key] and torch.equal(own[key], before[key]) for key in own)
+    assert all(torch.equal(lent[key].nan_to_num(7.0), bare[1][key].nan_to_num(7.0)) for key in lent)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_one_bad_micro_batch_skips_its_whole_window(fused: bool) -> None:
     net, amp = nn.Linear(2, 1), amp_of(init_scale=1024.0)
