@@ -262,6 +262,12 @@ class LowPrecisionWeights:
             island.register_forward_hook(functools.partial(_cast_island, dtype))
         net.register_forward_hook(_cast_output)
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "what ties 16-bit weights to their fp32 values is neither copied nor pickled, and with it Amp; save state "
+            "dicts, or make another Amp and let it prepare a network in fp32"
+        )
+
     def _store(self, low: nn.Parameter) -> _Fp32:
         value, trains = low.detach(), low.requires_grad
         keeps = self.update == "master"

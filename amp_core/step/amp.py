@@ -635,6 +635,17 @@ class Amp:
             )
         self.scaler.load_state_dict(state)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy begins with a new window. It guards copies of the networks; 16-bit weights refuse to be copied."""
+        window = {"_states": {}, "_checked": set(), "_in_window": False, "_losses": [], "_outcomes": []}
+        window |= {"_num_stepped": 0, "_is_stepping": False, "_sharing": 0, "_rehearsal": None}
+        return vars(self) | window
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.num_skipped, self.num_consecutive_skips = self._skips.unbind()
+        settings.set_for(self.config, self.device, self._low)
+
     def counters(self) -> dict[str, Any]:
         """What a resumed run needs besides `state_dict`; `Checkpoint` saves it. Waits for the device."""
         return {

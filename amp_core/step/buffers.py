@@ -59,7 +59,8 @@ class BufferGuard:
         self.parameters = frozenset(master_params(net))
 
     def __reduce__(self) -> Any:
-        return BufferGuard, (self._net(),)
+        net = self._net()
+        return BufferGuard, (nn.Identity() if net is None else net,)
 
     def _found(self) -> list[tuple[nn.Module, str, Tensor]]:
         return [

@@ -106,6 +106,9 @@ class Ema:
             for bucket in buckets(parts):
                 yield bucket, list(islice(rest, len(bucket))), list(map(len, bucket))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_groups": [], "_present": []}  # views, which a copy would tear from what they view
+
     def reset(self) -> None:
         """Restart from the current weights."""
         self.model.load_state_dict(self.source.state_dict())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -351,6 +354,86 @@ def test_a_window_through_functional_call_touches_neither_its_buffers_nor_the_ne
         net.zero_grad()
     assert all(dict(net.named_buffers())[key] is own[key] and torch.equal(own[key], before[key]) for key in own)
     assert all(torch.equal(lent[key].nan_to_num(7.0), bare[1][key].nan_to_num(7.0)) for key in lent)
+
+
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda value: pickle.loads(pickle.dumps(value)), "file": through_a_file}
+every_copy = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+
+
+class Loop:
+    """All parts of a loop, to be copied together."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        self.amp, self.ema = amp_of("fp16", init_scale=1024.0), Ema(self.net, 0.5)
+        self.amp.guard(self.net)
+        self.optimizer = SGD(self.net.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+    def window(self, x: Tensor) -> None:
+        with self.amp.autocast():
+            loss = self.net(x).float().square().mean()
+        self.amp.backward(loss)
+        report = self.amp.step(self.optimizer, Clip.norm(1.0))
+        self.amp.update()
+        self.amp.zero_grad(self.optimizer)
+        self.ema.update(report)
+
+    def state(self) -> list[Tensor]:
+        amp = self.amp
+        tensors = [*self.net.state_dict().values(), *self.ema.state_dict().values(), self.ema.num_taken]
+        return [t.clone() for t in (*tensors, amp.scaler.scale, amp.num_skipped, amp.num_consecutive_skips)]
+
+
+@every_copy
+def test_a_copy_of_a_loop_goes_on_as_the_loop_does(copied: Callable[[Any], Any]) -> None:
+    loop, bad = Loop(), torch.full((4, 2), INF)
+    batches = [torch.randn(4, 2) for _ in range(3)]
+    loop.window(batches[0]), loop.window(bad)
+    twin, before = copied(loop), loop.state()
+    for x in (batches[1], bad, bad, batches[2], bad):
+        twin.window(x)
+    assert all(map(torch.equal, loop.state(), before))
+    assert [int(twin.amp.num_skipped), int(twin.amp.num_consecutive_skips), twin.amp.scale] == [4, 1, 64.0]
+    for x in (batches[1], bad, bad, batches[2], bad):
+        loop.window(x)
+    assert all(map(torch.equal, loop.state(), twin.state()))
+
+
+@every_copy
+def test_a_guarded_network_is_copied_without_its_guard(copied: Callable[[Any], Any]) -> None:
+    loop = Loop()
+    net = copied(loop.net)
+    loop.amp.backward(net(torch.randn(4, 2)).sum())
+    loop.window(torch.full((4, 2), INF))
+    assert net[1].num_batches_tracked == 1 and loop.net[1].num_batches_tracked == 0
+
+
+@every_copy
+def test_an_amp_is_copied_without_its_networks(copied: Callable[[Any], Any]) -> None:
+    loop = Loop()
+    amp = loop.amp
+    del loop
+    gc.collect()
+    twin = copied(amp)
+    twin.num_skipped.add_(1)
+    assert int(twin._skips.sum()) == 1 and int(amp.num_skipped) == 0
+
+
+@every_copy
+def test_an_amp_of_16_bit_weights_is_not_copied(copied: Callable[[Any], Any]) -> None:
+    amp, net = amp_of("bf16_pure"), nn.Linear(2, 2)
+    amp.prepare(net)
+    copied(net)
+    with pytest.raises(TypeError, match="neither copied nor pickled"):
+        copied(amp)
 
 
 @pytest.mark.parametrize("fused", [True, False])
