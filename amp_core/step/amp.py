@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import AmpConfig
-from amp_core.lowp.weights import LowPrecisionWeights
+from amp_core.lowp.weights import LowPrecisionWeights, is_low
 from amp_core.step import settings
 from amp_core.step.buffers import BufferGuard
 from amp_core.step.clip import Clip
@@ -385,7 +385,8 @@ class Amp:
             optimizer: any without a closure; not fused, if gradients are sparse. Several in a list step together or not
                 at all, each clipped by its own norm; stepped in separate calls, each skips by its gradients alone.
             clip: a `Clip`, or any function of (parameters, unscaled gradients) that changes the gradients in place.
-            unscaled: the optimizers whose gradients are not scaled, because they do not come from `backward`.
+            unscaled: the optimizers whose gradients are not scaled, because they do not come from `backward`; their
+                weights may be 16-bit.
             sharded: the optimizers whose gradients are this rank's shard; they are clipped by the global norm.
             unclipped: the optimizers to which `clip` does not apply, such as that of a head.
 
@@ -461,12 +462,13 @@ class Amp:
         if self.weights:
             self._reduce(state)
         params, grads = state.params, state.grads = with_grads(state.optimizer)
-        state.in_parts = check_gradients(grads, scaled=self.scaler.policy is not None, optimizer=state.optimizer)
+        scaled = scaled and self.scaler.policy is not None
+        state.in_parts = check_gradients(grads, scaled=scaled, optimizer=state.optimizer)
         for weights in self.weights:
             weights.begin_step(params)
         if not state.in_parts:
             lay_out_gradients(params, grads)
-        scale = None if state.unscaled or not scaled or self.scaler.policy is None else self.scaler.scale
+        scale = self.scaler.scale if scaled and not state.unscaled else None
         norm = norm_of(grads, self._zero, sharded=state.in_parts)
         if joined:
             norm = norm_over_ranks(norm)
@@ -679,7 +681,7 @@ class Amp:
                 f"amp={self.config.name}: no network has {self.config.weights} weights, so this would train in fp32; "
                 f"call amp.prepare(net) before the optimizer is built"
             )
-        if self.weights and any(p.dtype in (torch.float16, torch.bfloat16) for p in weights_of(optimizer)):
+        if self.weights and any(map(is_low, weights_of(optimizer))):
             raise TypeError(
                 "the optimizer holds 16-bit weights, which get no gradients; build it on master_params(net)"
             )
