@@ -32,6 +32,7 @@ from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from amp_core.tensors import unwrap
 
@@ -123,17 +124,19 @@ def islands_of(nets: Iterable[tuple[str, nn.Module]]) -> list[str]:
 @contextlib.contextmanager
 def as_islands(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
     """Make modules islands inside the context. Yields those that became islands."""
-    made = []
+    made: list[nn.Module] = []
+    before: list[type[nn.Module]] = []
     try:
         for module in modules:
             if _has_forward(module) and not _is_island(type(module)):
                 _require_plain_forward("", module)
+                before.append(type(module))
                 made.append(_to_island(module))
         _forget_compiled(methods_changed=False)
         yield made
     finally:
-        for module in made:
-            module.__class__ = type(module)._of  # type: ignore[attr-defined]
+        for module, cls in zip(made, before, strict=True):
+            module.__class__ = cls
         _forget_compiled(methods_changed=False)
 
 
@@ -309,8 +312,15 @@ def _is_island(cls: type[nn.Module]) -> bool:
 
 
 def _to_island(module: nn.Module) -> nn.Module:
-    if not _is_island(type(module)):
-        module.__class__ = _island_class(type(module))
+    cls: Any = type(module)
+    if _is_island(cls):
+        return module
+    if parametrize.is_parametrized(module):
+        # torch takes the properties from the outermost class again, and returns to its base: the island lies below.
+        body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+        module.__class__ = type(cls)(cls.__name__, (_island_class(cls.__bases__[0]), *cls.__bases__[1:]), body)
+    else:
+        module.__class__ = _island_class(cls)
     return module
 
 

@@ -815,3 +815,30 @@ def test_carry_autocast_keeps_the_name_of_the_function():
         """Documented."""
 
     assert (carry_autocast(named).__name__, carry_autocast(named).__doc__) == ("named", "Documented.")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("add", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_an_island_may_be_reparametrised_before_and_after(add: Any, is_first: bool) -> None:
+    """Its keys and values are those of a module that is no island, as are those of copies, until all is removed."""
+    torch.manual_seed(0)
+    module, x = nn.Linear(3, 3).eval(), torch.randn(2, 3)
+    plain = copy.deepcopy(module)
+    if is_first:
+        keep_fp32(module)
+    for each in (module, plain):
+        torch.manual_seed(1)
+        add(each)
+    keep_fp32(module)
+    for step in range(2):
+        for each in (module, copy.deepcopy(module)):
+            assert island_names(each) == [""] and isinstance(each, nn.Linear)
+            assert each.state_dict().keys() == plain.state_dict().keys()
+            with torch.autocast("cpu", torch.bfloat16):
+                found = each(x.bfloat16())
+            assert found.dtype is torch.float32 and torch.equal(found, plain(x.bfloat16().float()))
+            each.load_state_dict(plain.state_dict())
+        if step == 0:
+            for each in (module, plain):
+                torch.nn.utils.parametrize.remove_parametrizations(each, "weight")
+    assert type(module).__name__ == "Fp32Linear" and type(plain) is nn.Linear
