@@ -16,7 +16,7 @@ from amp_core.lowp.islands import carry_autocast
 from amp_core.tensors import all_gather
 from amp_core.torch_private import find, is_missing, version_of
 
-_engine = None if is_missing("torch.Tensor._version") else find("torch.autograd.Variable._execution_engine")
+_engine: Any = None if is_missing("torch.Tensor._version") else find("torch.autograd.Variable._execution_engine")
 Reduction = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 

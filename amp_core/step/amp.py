@@ -536,15 +536,16 @@ class Amp:
         outcomes = self._outcomes
         if len(self._states) > self._num_stepped:
             outcomes.append(self._outcome_of_unstepped())
-        overflow, skipped = outcomes[0] if outcomes else (None, None)
-        for others in outcomes[1:]:
-            overflow, skipped = map(torch.maximum, (overflow, skipped), others)
+        if len(outcomes) > 1:
+            overflow, skipped = (functools.reduce(torch.maximum, column) for column in zip(*outcomes, strict=True))
+            outcomes = [(overflow, skipped)]
         self._end_window()
         # Networks that ran without a step of their own in this window, such as a generator in its critic's.
         for guard in self._guards:
-            guard.settle(None if skipped is None else skipped == 0)
+            guard.settle(outcomes[0][1] == 0 if outcomes else None)
             guard.was_called = False
-        if overflow is not None and self._rehearsal is None:
+        if outcomes and self._rehearsal is None:
+            overflow, skipped = outcomes[0]
             self.scaler.update(overflow)
             self._skips.add_(skipped)
             self.num_consecutive_skips.mul_(skipped)
