@@ -55,13 +55,21 @@ from amp_core.cli.command import program, tool
 from amp_core.cli.help import help_text
 from amp_core.cli.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
 from amp_core.cli.overrides import check_overrides, groups, quoted
-from amp_core.cli.run_folders import check_place, check_run_dir, choose_run_dir, is_finished, summary_of, sweep_subdir
+from amp_core.cli.run_folders import (
+    check_place,
+    check_run_dir,
+    choose_run_dir,
+    is_finished,
+    summary_of,
+    sweep_subdir,
+    varied,
+)
 from amp_core.config.errors import STATUS, ConfigError, RunError
-from amp_core.config.redact import mask_what_python_prints, redact_typed, shown
+from amp_core.config.redact import mask_what_python_prints, redact_typed
 from amp_core.config.rules import build, validate, warnings_of
 from amp_core.config.schema import Config, conf_dir, suggest
 from amp_core.config.threads import limit_spinning
-from amp_core.run.log import say
+from amp_core.run.log import complain, say
 
 ROOT = str(Path(__file__).resolve().parent)
 
@@ -135,8 +143,7 @@ def _without_dashes(key: str, value: str | None, arguments: list[str]) -> str:
 
 def _say_error(refused: RunError) -> None:
     if problems := getattr(refused, "problems", [str(refused)]):
-        lines = "\n       ".join(shown(redact_typed(problem)) for problem in problems)
-        print(f"error: {lines}", file=sys.stderr)
+        complain("\n       ".join(map(redact_typed, problems)))
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -217,7 +224,7 @@ def _prepare(overrides: list[str]) -> Any:
 def _run(job: Any) -> int:
     outcome = _launch(job)
     if outcome.error:
-        print(shown(f"error: {outcome.error}"), file=sys.stderr)
+        complain(outcome.error)
     return outcome.exit_code
 
 
@@ -268,7 +275,7 @@ def _under_torchrun(overrides: list[str]) -> int:
     if outcome.exit_code == 1:
         report_failure(outcome.error or "")
     elif outcome.error and os.environ["RANK"] == "0":
-        print(shown(f"error: {outcome.error}"), file=sys.stderr)
+        complain(outcome.error)
     sys.stdout.flush()
     sys.stderr.flush()
     # Teardown of the process group's threads aborts now and then; all work is done and written.
@@ -298,7 +305,7 @@ def _sweep(overrides: list[str]) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # or every job would use all cores
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions on instead of printing them
     Sweeper.validate_batch_is_legal = lambda self, batch: None  # every job was checked: a minute for 400 of them
-    sweep.begin(sweep_dir)
+    sweep.begin(sweep_dir, planned.jobs)
     before = {number: signal.getsignal(number) for number in sweep.SIGNALS}
     code, failed = 0, False
     try:
@@ -313,18 +320,17 @@ def _sweep(overrides: list[str]) -> int:
     except ConfigError:
         raise
     except RunError as problem:
-        print(shown(f"error: {problem}"), file=sys.stderr)
+        complain(str(problem))
         failed = True
     except Exception as problem:  # of a launcher or a sweeper: what its jobs have done is told all the same
-        said = f"error: the sweep ended early: {type(problem).__name__}: {compose.one_line(problem)}"
-        print(shown(said), file=sys.stderr)
+        complain(f"the sweep ended early: {type(problem).__name__}: {compose.one_line(problem)}")
         failed = True
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     code = sweep.asked_to_stop(sweep_dir) or code
     jobs = planned.jobs if planned.sweeper == "basic" else []
-    records = sweep.records_of(sweep_dir, [(sweep_subdir(job), job) for job in jobs])
+    records = sweep.records_of(sweep_dir, [(sweep_subdir(sweep_dir, job), job) for job in jobs])
     if records:
         say(sweep.table(records, sweep_dir, f"{tool('report')} {shlex.quote(str(sweep_dir))}"))
     if code in sweep.SIGNALS.values():
@@ -377,7 +383,8 @@ def sweep_job(config: DictConfig) -> float | None:
     """
     hydra_config = HydraConfig.get()
     overrides = [str(text) for text in hydra_config.overrides.task]
-    sweep_dir, folder = Path(hydra_config.sweep.dir), sweep_subdir(overrides)
+    sweep_dir = Path(hydra_config.sweep.dir)
+    folder = sweep_subdir(sweep_dir, overrides)
     launcher = hydra_config.runtime.choices["hydra/launcher"]
     values = compose.compose(overrides)
     if code := sweep.asked_to_stop(sweep_dir):
@@ -438,8 +445,9 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
             ) as taken:
                 record.devices = taken.devices
                 environ = {"CUDA_VISIBLE_DEVICES": ",".join(taken.devices)} if taken.devices else {}
+                name = " ".join(varied(sweep_dir, record.overrides)) if apart else ""
                 record.exit_code, record.error = sweep.run_apart(
-                    command, sweep_dir, environ=environ, files=taken.files, in_worker=apart
+                    command, sweep_dir, environ=environ, files=taken.files, in_worker=apart, name=name
                 )
             return 0
         cfg, warnings = _checked_values(values, record.overrides, [])
@@ -458,7 +466,7 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
     record.exit_code, record.error = outcome.exit_code, sweep.first_line(outcome.error)
     record.value = outcome.eval.get(str(record.metric))
     if outcome.error:
-        print(shown(f"error: {' '.join(record.overrides)}: {outcome.error}"), file=sys.stderr)
+        complain(f"{' '.join(record.overrides)}: {outcome.error}")
     return outcome.signalled
 
 

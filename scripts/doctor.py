@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.redact import shown
+from amp_core.run.log import complain
 from train import checked
 
 _OF_MANY_RANKS = ("layout=ddp", "layout=data", "layout=fsdp", "layout=hsdp", "layout.shard_size", "layout.nproc")
@@ -45,7 +45,7 @@ def visit(overrides: list[str], driver: Any) -> int:
 
     outcome = in_process(Job(values, None, overrides, sys.argv, notes), visited)
     if outcome.error:
-        print(shown(f"error: {outcome.error}"), file=sys.stderr)
+        complain(outcome.error)
     return outcome.exit_code
 
 
@@ -199,7 +199,7 @@ def main(arguments: list[str]) -> int:
     try:
         return args.do(args)
     except ConfigError as refused:
-        print("error: " + shown("\n       ".join(refused.problems)), file=sys.stderr)
+        complain("\n       ".join(refused.problems))
         return refused.exit_code
 
 

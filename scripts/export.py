@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.checkpoints.export import PARTS, export
 from amp_core.config.errors import RunError
-from amp_core.config.redact import shown
+from amp_core.run.log import complain
 
 
 def main(arguments: list[str]) -> int:
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     try:
         print("\n".join(export(flags.source, flags.target, flags.part)))
     except RunError as problem:
-        print("error: " + shown(str(problem)).replace("\n", "\n       "), file=sys.stderr)
+        complain(str(problem).replace("\n", "\n       "))
         return problem.exit_code
     return 0
 

@@ -25,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.errors import ConfigError, RunError, SaveError
+from amp_core.run.log import complain
 from amp_core.run.pretrained import why_unreadable
 
 
@@ -90,7 +91,7 @@ def main(arguments: list[str]) -> int:
         except (OSError, RuntimeError) as problem:
             raise SaveError(f"{flags.target}: cannot be written: {problem}") from problem
     except RunError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        complain(str(problem))
         return problem.exit_code
     print("\n".join([f"{flags.target}: {', '.join(result)}", *lines]))
     return 0

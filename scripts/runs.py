@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.errors import ConfigError
 from amp_core.config.redact import shown
-from amp_core.run.log import say
+from amp_core.run.log import complain, say
 from amp_tools.report.folders import Run, find, plain, read_run
 from amp_tools.report.groups import differing_settings
 from amp_tools.report.prune import Plan, carry_out, plan_checkpoints, plan_runs
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return args.do(args)
     except ConfigError as refused:
-        print("error: " + shown("\n       ".join(refused.problems)), file=sys.stderr)
+        complain("\n       ".join(refused.problems))
         return refused.exit_code
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.errors import RunError
+from amp_core.run.log import complain
 from amp_tools.faces import verify_run
 
 
@@ -27,7 +28,7 @@ def main(arguments: list[str]) -> int:
         for name, found in verify_run(flags.run, flags.bins, flags.device).items():
             print(f"{name}: accuracy {found['accuracy']:.4f} ± {found['std']:.4f}, TAR {found['tar']:.4f} at FAR 1e-3")
     except RunError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        complain(str(problem))
         return problem.exit_code
     return 0
 

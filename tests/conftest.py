@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from amp_core.run.teardown import end_process_group
 
 _stderr = 2
+os.environ.pop("FORCE_COLOR", None)  # tests compare what is printed
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -18,6 +18,9 @@ from amp_core.config.redact import holds_secret
 from amp_core.config.rules import differences, node_range
 from amp_core.config.schema import Config
 
+CONSTANT = ".jobs/constant"
+"""In a sweep's folder: the overrides that all its jobs have."""
+
 
 def choose_run_dir(values: dict[str, Any], cfg: Config) -> str | None:
     """The run folder of a single run; None for what writes nothing. Creates nothing. ConfigError: it cannot be."""
@@ -145,12 +148,25 @@ def fresh_run_dir(recipe: str) -> str:
     return str(path)
 
 
-def sweep_subdir(overrides: list[str]) -> str:
-    """A folder name for a job: its overrides in safe characters, at most 120 of them, and a hash of the whole."""
-    text = ",".join(overrides)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    safe = re.sub(r"[^A-Za-z0-9=,._+-]", "_", text).lstrip(".")[:120]
+def sweep_subdir(sweep_dir: str | os.PathLike[str], overrides: list[str]) -> str:
+    """The folder name of a job: what is varied, in safe characters, at most 120, and a hash of all its overrides.
+
+    A folder with this hash is the job's, also when what varied was another at an earlier start of the sweep.
+    """
+    digest = hashlib.sha256(",".join(overrides).encode()).hexdigest()[:8]
+    with contextlib.suppress(OSError):
+        if found := [name for name in os.listdir(sweep_dir) if name == digest or name.endswith(f"-{digest}")]:
+            return min(found)
+    safe = re.sub(r"[^A-Za-z0-9=,._+-]", "_", ",".join(varied(sweep_dir, overrides))).lstrip(".")[:120]
     return f"{safe}-{digest}" if safe else digest
+
+
+def varied(sweep_dir: str | os.PathLike[str], overrides: list[str]) -> list[str]:
+    """The overrides of a job that not all jobs of the sweep have; all of them where nothing is varied."""
+    constant: Any = []
+    with contextlib.suppress(OSError, ValueError):
+        constant = read_json(Path(sweep_dir, CONSTANT)).get("overrides")
+    return [text for text in overrides if not isinstance(constant, list) or text not in constant] or overrides
 
 
 def overrides_of(run_dir: str | os.PathLike[str]) -> list[str]:

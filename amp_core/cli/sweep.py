@@ -18,12 +18,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from amp_core.cli.run_folders import status_of
+from amp_core.cli.run_folders import CONSTANT, status_of
 from amp_core.config.errors import ConfigError
 from amp_core.config.files import kind_of, read_json, read_text
-from amp_core.run.lines import write_json, write_text
+from amp_core.run.lines import tinted, write_json, write_text
 
 PARENT = "AMP_RECIPES_PARENT"
 """Environment variable of a job in a process of its own: the process id of who started it."""
@@ -55,14 +55,17 @@ SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 75}
 """What ends a sweep, and its exit code then."""
 
 
-def begin(sweep_dir: Path) -> None:
-    """Forget the records of an earlier start of the sweep: run folders tell what is finished."""
+def begin(sweep_dir: Path, jobs: Sequence[Sequence[str]]) -> None:
+    """Forget the records of an earlier start: run folders tell what is finished. Note what all jobs have in common."""
     for name, expected in ((".jobs", "a folder"), ("optuna.journal", "a file")):
         if (found := kind_of(sweep_dir / name)) not in ("", expected):
             raise ConfigError(
                 f"{sweep_dir / name} is {found}, expected {expected}; remove it, or choose another folder"
             )
     shutil.rmtree(sweep_dir / ".jobs", ignore_errors=True)
+    if len(jobs) > 1 and (constant := set.intersection(*map(set, jobs))):
+        (sweep_dir / CONSTANT).parent.mkdir(parents=True, exist_ok=True)
+        write_json(sweep_dir / CONSTANT, {"overrides": sorted(constant)})
 
 
 def write_record(sweep_dir: Path, record: Record) -> None:
@@ -139,27 +142,32 @@ def run_apart(
     environ: Mapping[str, str],
     files: Sequence[int] = (),
     in_worker: bool = False,
+    name: str = "",
 ) -> tuple[int, str | None]:
     """Run a job as a process, which a crash, a kill or a broken GPU ends without touching the sweep.
 
-    What it prints passes through. When the sweep is asked to stop, the job gets the signal and is waited for: it writes
-    a checkpoint first. It gets `environ` besides the variables of this process, and inherits the descriptors `files`.
-    With `in_worker` a launcher started this process: when that one is gone, the job gets a signal, too. Who started a
-    sweep, such as a shell, may go before it.
+    What it prints passes through, each line behind `name |` if there is a name. When the sweep is asked to stop, the
+    job gets the signal and is waited for: it writes a checkpoint first. It gets `environ` besides the variables of this
+    process, and inherits the descriptors `files`. With `in_worker` a launcher started this process: when that one is
+    gone, the job gets a signal, too. Who started a sweep, such as a shell, may go before it.
 
     Returns its exit code (1 when it was killed), and its error in one line.
     """
     parent = os.getppid() if in_worker else None
     process = subprocess.Popen(
         list(command),
-        env={**os.environ, **environ, PARENT: str(os.getpid())},
+        env={**os.environ, **environ, PARENT: str(os.getpid()), "NO_COLOR": "1"},  # what is read here has no colours
+        stdout=subprocess.PIPE if name else None,
         stderr=subprocess.PIPE,
         pass_fds=files,
         start_new_session=True,  # Ctrl-C in a terminal reaches the sweep alone, which passes it on once
     )
     said: list[bytes] = []
-    reader = threading.Thread(target=_pass_on, args=(process.stderr, said), daemon=True)
-    reader.start()
+    prefix = f"{name} | " if name else ""
+    streams = [(process.stderr, sys.stderr, said), *([(process.stdout, sys.stdout, [])] if name else [])]
+    readers = [threading.Thread(target=_pass_on, args=(*stream, prefix), daemon=True) for stream in streams]
+    for reader in readers:
+        reader.start()
     told = False
     try:
         while process.poll() is None:
@@ -172,7 +180,8 @@ def run_apart(
         process.kill()
         raise
     finally:
-        reader.join(timeout=5.0)
+        for reader in readers:
+            reader.join(timeout=5.0)
     if process.returncode < 0:
         return 1, f"killed by {signal.Signals(-process.returncode).name}"
     if process.returncode == 0:
@@ -182,12 +191,15 @@ def run_apart(
     return process.returncode, first_line(text[start:] if start >= 0 else text.rstrip().rpartition("\n")[2])
 
 
-def _pass_on(stream: Any, said: list[bytes]) -> None:
-    for line in stream:
-        said.append(line)
-        del said[:-200]
-        sys.stderr.write(line.decode(errors="replace"))
-        sys.stderr.flush()
+def _pass_on(stream: Any, to: TextIO, said: list[bytes], prefix: str) -> None:
+    with stream:
+        for line in stream:
+            said.append(line)
+            del said[:-200]
+            with contextlib.suppress(OSError, ValueError):  # a closed pipe (`| head`) does not end the job
+                # In one piece: other jobs write here, too.
+                to.write(prefix + tinted(line.decode(errors="replace"), to))
+                to.flush()
 
 
 def end_with_parent() -> None:

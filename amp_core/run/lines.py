@@ -10,7 +10,9 @@ import logging
 import math
 import os
 import re
+import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +30,13 @@ LINE_SECONDS = 5.0
 """Least time between progress lines when stderr is not a terminal."""
 _STEPS = re.compile(rb'\n\{"step": ?(\d{1,15}), *"split"')
 _BLOCK, _MOST_BLANK = 1 << 20, 64
+_LEVEL = re.compile(r"^(\[rank \d+\] )?(error|warning|critical):")
+_WHOLE = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {remaining} left {desc}"
+_BAR_LINES = (_WHOLE, "{n_fmt}/{total_fmt} {remaining} left", "{n_fmt}/{total_fmt}", "{percentage:.0f}%")
+"""What a terminal shows of the progress: the first that fits."""
+_LEAST_BAR = 6
+_FIRST_TO_GO = ("lr", "none skipped", "loss_scale", "data_wait", "samples_per_second", "skipped", "loss")
+"""Facts that a narrow terminal does without, in this order."""
 LARGE_WAIT = 0.1
 """A share of the time spent waiting for data that the progress line mentions."""
 
@@ -204,6 +213,24 @@ class FileHandler(logging.Handler):
         super().close()
 
 
+def tinted(text: str, stream: Any) -> str:
+    """`text` with its leading `error:` in red, or `warning:` in yellow, if the stream is one that shows colours.
+
+    As in Python itself: NO_COLOR forbids them, else FORCE_COLOR demands them, else terminals have them but dumb ones.
+    """
+    forced = os.environ.get("FORCE_COLOR", "0") not in ("", "0")
+    if os.environ.get("NO_COLOR") or not (forced or is_screen(stream)):
+        return text
+    return _LEVEL.sub(
+        lambda found: f"{found[1] or ''}\x1b[1;{31 if found[2] == 'error' else 33}m{found[2]}:\x1b[0m", text
+    )
+
+
+def is_screen(stream: Any) -> bool:
+    """Whether this is a terminal that can move its cursor and show colours."""
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
 class TerminalHandler(logging.Handler):
     """Messages to stdout, warnings to stderr, above the bar."""
 
@@ -217,11 +244,27 @@ class TerminalHandler(logging.Handler):
         stream = sys.stderr if is_warning else sys.stdout
         level = f"{record.levelname.lower()}: " if is_warning else ""
         try:
-            _Bar.write(f"{self._prefix}{level}{self.format(record)}", file=stream)
+            text = f"{self._prefix}{level}{self.format(record)}"
+            if getattr(record, "is_plan", False):
+                text = wrapped(text, stream)
+            _Bar.write(tinted(text, stream), file=stream)
             if stream is not None:
                 stream.flush()
         except (OSError, ValueError):  # a closed pipe (`| head`); train.log has the message
             pass
+
+
+def wrapped(text: str, stream: Any) -> str:
+    """`text` with lines that end between words on a terminal; what continues a line stands further in."""
+    if not is_screen(stream):
+        return text
+    columns = max(40, shutil.get_terminal_size().columns - 1)
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        whole = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": indent}
+        lines += textwrap.wrap(line, columns, **whole) or [""]
+    return "\n".join(lines)
 
 
 class _Bar(tqdm):
@@ -237,8 +280,9 @@ class Progress:
     def __init__(self, total_steps: int, *, shows_scale: bool) -> None:
         self._total = total_steps
         self._shows_scale = shows_scale
-        self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._is_terminal = is_screen(sys.stderr)
         self._bar: _Bar | None = None
+        self._facts: dict[str, str] = {}
         self._start: tuple[float, int] | None = None
         self._last_line = -math.inf
         self._waiting: str | None = None
@@ -246,18 +290,19 @@ class Progress:
     def advance(self, step: int) -> None:
         self._begin(step)
         if self._bar is not None:
+            self._fit()
             self._bar.update(step - self._bar.n)
 
     def show(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._begin(step)
         if self._bar is not None:
-            facts = " ".join(self._facts(metrics)).replace(" samples/s", "/s")  # fits 80 columns
-            self._bar.set_description_str(facts, refresh=False)
+            self._facts = self._facts_of(metrics)
             self._bar.n = step
+            self._fit()
             self._bar.refresh()
         elif not self._is_terminal:
             left = self._seconds_left(step)
-            facts = [f"step {step}/{self._total}", *self._facts(metrics)]
+            facts = [f"step {step}/{self._total}", *self._facts_of(metrics).values()]
             self._waiting = "  ".join(facts + ([f"{tqdm.format_interval(left)} left"] if left is not None else []))
             if step >= self._total or time.monotonic() - self._last_line >= LINE_SECONDS:
                 self._print()
@@ -303,8 +348,26 @@ class Progress:
                     dynamic_ncols=True,
                     mininterval=0,
                     miniters=1,
-                    bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {remaining} left {desc}",
+                    bar_format=_WHOLE,
                 )
+                if (self._bar.format_dict["ncols"] or 0) <= 0:  # a terminal that does not know its size
+                    self._bar.dynamic_ncols, self._bar.ncols = None, 79
+
+    def _fit(self) -> None:
+        """Leave out whole facts, the least important first, until a line fits: a number cut short is another one."""
+        assert self._bar is not None
+        state = dict(self._bar.format_dict)
+        columns, facts = state["ncols"], dict(self._facts)
+        gone = [name for name in _FIRST_TO_GO if name in facts]
+        for line in [_WHOLE] * (len(gone) + 1) + list(_BAR_LINES[1:]):
+            text = " ".join(facts.values()).replace(" samples/s", "/s")
+            plain = state | {"bar_format": line.replace("{bar}", " " * _LEAST_BAR), "prefix": text, "ncols": None}
+            self._bar.bar_format = line
+            self._bar.set_description_str(text, refresh=False)
+            if len(tqdm.format_meter(**plain)) <= columns:
+                break
+            if gone:
+                del facts[gone.pop(0)]
 
     def _seconds_left(self, step: int) -> float | None:
         if self._start is None or step <= self._start[1]:
@@ -317,7 +380,7 @@ class Progress:
             self._last_line = time.monotonic()
             self._waiting = None
 
-    def _facts(self, metrics: Mapping[str, Any]) -> list[str]:
+    def _facts_of(self, metrics: Mapping[str, Any]) -> dict[str, str]:
         """Such as "loss 0.4312", for those that are there."""
         formats = {
             "loss": "loss {:.4g}",
@@ -326,7 +389,7 @@ class Progress:
             "skipped": "skipped {:.0f}",
             "samples_per_second": "{:.0f} samples/s",
         }
-        facts = [text.format(float(metrics[key])) for key, text in formats.items() if metrics.get(key) is not None]
+        found = {key: text.format(float(metrics[key])) for key, text in formats.items() if metrics.get(key) is not None}
         if (waited := metrics.get("data_wait") or 0.0) >= LARGE_WAIT:
-            facts.append(f"{100 * waited:.0f} % waiting for data")
-        return facts
+            found["data_wait"] = f"{100 * waited:.0f} % waiting for data"
+        return {"none skipped" if text == "skipped 0" else key: text for key, text in found.items()}

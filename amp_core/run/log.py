@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from amp_core.config.redact import redact
+from amp_core.config.redact import redact, shown
 from amp_core.config.schema import LogConfig
 from amp_core.run.lines import (
     TICK_SECONDS,
@@ -36,6 +36,7 @@ from amp_core.run.lines import (
     cut_lines,
     dumps,
     numbers_of,
+    tinted,
 )
 from amp_core.run.trackers import TensorBoard, Wandb
 
@@ -214,6 +215,11 @@ def say(message: str) -> None:
     except OSError:
         # What is still buffered would raise again at exit.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def complain(message: str) -> None:
+    """Print an error to stderr, without keys and passwords."""
+    print(tinted(shown(f"error: {message}"), sys.stderr), file=sys.stderr)
 
 
 def check_log(cfg: LogConfig) -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from amp_core.memory.recast import Recast
 from amp_core.run.environment import CapturedStep
 from amp_core.run.inject import fault as inject_fault
 from amp_core.run.layers import show_layers
+from amp_core.run.lines import wrapped
 from amp_core.run.log import Log, say
 from amp_core.run.loop import Loop
 from amp_core.run.resume import open_checkpoint, progress_of, resume
@@ -51,7 +53,7 @@ def open_log(loop: Loop, notes: list[str], warnings: list[str]) -> Log:
             logger.info("%s", note)
         for warning in warnings:
             logger.warning("%s", warning)
-        logger.info("%s", plan(loop))
+        logger.info("%s", plan(loop), extra={"is_plan": True})
         logger.info("run folder: %s", env.run_dir)
     return log
 
@@ -66,7 +68,7 @@ def predict(loop: Loop, notes: list[str]) -> None:
 def dry_run(loop: Loop, count: Callable[[Any], Tensor] | None) -> Iterator[list[MicroBatch]]:
     """Print the plan, and have the recipe compute a small window for the table of layers."""
     if loop.env.is_main:
-        say("\n".join([*loop.env.job.notes, plan(loop), plan_in_detail(loop)]))
+        say(wrapped("\n".join([*loop.env.job.notes, plan(loop), plan_in_detail(loop)]), sys.stdout))
     yield from show_layers(loop, count)
 
 
@@ -109,7 +111,7 @@ def plan(loop: Loop) -> str:
     if cfg.amp.scaling:
         smallest, largest = loop.amp.limits
         cap = scale_cap(cfg.amp, cfg.batch_size)
-        amp += f" (numbers from {smallest:.1e} to {largest:.1e}, scale at most {cap:g})"
+        amp += f" (numbers from {smallest:.1e} to {largest:.1e}, scale at most {cap:.10g})"
     smoothing = cfg.recipe.get("label_smoothing", 0)
     remark = [f"  the training loss includes label smoothing of {smoothing:g}, the evaluation loss does not"]
     passes = loop.num_steps * loop.feed.samples_per_step / len(data.train)

@@ -199,7 +199,7 @@ class OptunaSweeper(Sweeper):
                 f"{key}={trial.params[key]}" if key in space else f"{key}={override.get_value_element_as_str()}"
                 for key, override in overrides.items()
             ]
-            folder_of[trial.number] = sweep_subdir(settings)
+            folder_of[trial.number] = sweep_subdir(folder, settings)
             jobs[folder_of[trial.number]] = settings  # two trials with the same values are one run
             trial.set_user_attr("folder", folder_of[trial.number])
         self.launcher.launch(list(jobs.values()), initial_job_idx=batch[0].number)

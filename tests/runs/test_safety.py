@@ -180,7 +180,7 @@ def test_names_from_a_command_line_stay_in_the_sweep_folder():
     from amp_core.cli.run_folders import sweep_subdir
 
     for text in ("../../x", "/etc/passwd", "..", "a/../../b", "\0", "." * 300):
-        assert Path("s", sweep_subdir([text])).resolve().parent == Path("s").resolve()
+        assert Path("s", sweep_subdir("s", [text])).resolve().parent == Path("s").resolve()
 
 
 # --- keys and passwords -------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from shared import script
 import train
 from amp_core.cli import compose, sweep
 from amp_core.cli.lease import lease, visible_devices
+from amp_core.cli.run_folders import sweep_subdir
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
@@ -120,6 +121,21 @@ def test_a_present_choice_of_gpus_is_respected(monkeypatch):
     assert visible_devices(2) == ["0", "1"]
 
 
+def test_folders_are_named_after_what_is_varied_and_stay_those_of_their_jobs():
+    def folders(*jobs):
+        sweep.begin(Path("s"), [job.split() for job in jobs])
+        found = [sweep_subdir("s", job.split()) for job in jobs]
+        for folder in found:
+            Path("s", folder).mkdir(parents=True, exist_ok=True)
+        return [folder.rpartition("-")[0] for folder in found]
+
+    assert folders("amp=bf16 steps=3") == ["amp=bf16,steps=3"]  # of a single job nothing is varied
+    assert folders("amp=bf16 steps=4", "amp=fp16 steps=4") == ["amp=bf16", "amp=fp16"]
+    later = ["amp=bf16 steps=4", "amp=bf16 seed=1 steps=4", "amp=bf16 steps=3"]
+    assert folders(*later) == ["amp=bf16", "seed=1,steps=4", "amp=bf16,steps=3"]
+    assert len(list(Path("s").iterdir())) == 5  # and .jobs
+
+
 # --- jobs side by side ------------------------------------------------------------------------------------------------
 
 
@@ -151,6 +167,13 @@ def test_a_killed_job_fails_alone_and_a_signal_saves_the_others():
         ("preempted", 143, None),
     ]
     assert "0 of 2 jobs finished; the report: python scripts/report.py s" in said and "killed by SIGKILL" in said
+
+
+def test_lines_of_jobs_side_by_side_say_whose_they_are(capfd):
+    code = "import os, sys; print(os.environ['NO_COLOR']); print('two', flush=True); print('warning: three\\nerror: four', file=sys.stderr); sys.exit(1)"
+    assert sweep.run_apart([sys.executable, "-c", code], Path("s"), environ={}, name="seed=1") == (1, "four")
+    out, err = capfd.readouterr()
+    assert out == "seed=1 | 1\nseed=1 | two\n" and err == "seed=1 | warning: three\nseed=1 | error: four\n"
 
 
 @pytest.mark.slow

@@ -27,8 +27,8 @@ from tiers import rows
 from amp_core.config.schema import LogConfig
 from amp_core.run import lines as lines_module
 from amp_core.run import trackers
-from amp_core.run.lines import write_json
-from amp_core.run.log import Log, check_log
+from amp_core.run.lines import TerminalHandler, write_json
+from amp_core.run.log import Log, check_log, complain
 
 logger = logging.getLogger("amp_recipes")
 ROOT = Path(__file__).resolve().parents[2]
@@ -350,12 +350,15 @@ def test_advance_costs_next_to_nothing(tmp_path):
     log.close({})
 
 
-def on_terminal(code: str, run_dir: Path, columns: int) -> str:
+def on_terminal(code: str, run_dir: Path, columns: int, **environ: str) -> str:
     """The output of a script on a terminal of so many columns."""
     main, sub = pty.openpty()
     termios.tcsetwinsize(sub, (24, columns))
     process = subprocess.Popen(
-        [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), str(run_dir)], stdout=sub, stderr=sub
+        [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), str(run_dir)],
+        stdout=sub,
+        stderr=sub,
+        env=os.environ | {"TERM": "xterm", "NO_COLOR": "1"} | environ,
     )
     os.close(sub)
     output = b""
@@ -399,14 +402,78 @@ TERMINAL_RUN = """
 """
 
 
-@pytest.mark.parametrize("columns", rows([0, 80, 120], 80))  # 0: as terminals without a size say
+BARS = {
+    0: "00:00 left loss 0.4312 scale 65536 skipped 2 912/s",  # as terminals without a size say
+    200: "00:00 left loss 0.4312 lr 9.8e-04 scale 65536 skipped 2 912/s",
+    80: "00:00 left loss 0.4312 scale 65536 skipped 2 912/s",
+    60: "00:00 left loss 0.4312 skipped 2 912/s",
+    50: "00:00 left loss 0.4312",
+    30: "100/100 00:00 left",
+    12: "100/100",
+    5: "100%",
+}
+"""What a terminal of so many columns shows at the end, behind the bar: whole facts."""
+
+
+@pytest.mark.parametrize("columns", rows(list(BARS), 80))
 def test_a_bar_on_a_terminal_is_whole_and_messages_do_not_tear_it(tmp_path, columns):
     output = on_terminal(TERMINAL_RUN, tmp_path, columns)
-    assert "50/100" in output
     before, half, beware, bar, after, *_ = screen(output)
     assert (before, half, beware, after) == ("before the bar", "half way", "warning: beware", "after")
-    assert re.fullmatch(r"100%\|\S+\| 100/100 00:00 left loss 0.4312 lr 9.8e-04 scale 65536 skipped 2 ?(912/s?)?", bar)
-    assert len(bar) <= (columns or 80)
+    head = r"100%\|█{6,}\| 100/100 " if columns == 0 or columns > 40 else ""
+    assert re.fullmatch(head + re.escape(BARS[columns]), bar) and len(bar) <= (columns or 80)
+
+
+def test_a_dumb_terminal_gets_lines_and_no_codes(tmp_path):
+    output = on_terminal(TERMINAL_RUN, tmp_path, 80, TERM="dumb", NO_COLOR="")
+    assert "\r" not in output.replace("\r\n", "") and "\x1b" not in output and "step 100/100  loss 0.4312" in output
+
+
+COLOURS = [  # environment, on a terminal, in colour
+    ({}, True, True),
+    ({}, False, False),
+    ({"NO_COLOR": "1"}, True, False),
+    ({"NO_COLOR": ""}, True, True),
+    ({"TERM": "dumb"}, True, False),
+    ({"FORCE_COLOR": "1"}, False, True),
+    ({"FORCE_COLOR": "0"}, False, False),
+    ({"FORCE_COLOR": "1", "TERM": "dumb"}, True, True),
+    ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
+]
+
+
+@pytest.mark.parametrize("environ, is_terminal, in_colour", COLOURS)
+def test_errors_and_warnings_are_in_colour_where_colours_show(environ, is_terminal, in_colour, monkeypatch, capsys):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    complain("steps=x: expected a number\n       error: of a line below")
+    for rank in (0, 3):
+        TerminalHandler(rank).emit(logging.LogRecord("", logging.WARNING, "", 0, "the error: stays", None, None))
+    red, yellow, end = ("\x1b[1;31m", "\x1b[1;33m", "\x1b[0m") if in_colour else ("", "", "")
+    assert capsys.readouterr().err.splitlines() == [
+        f"{red}error:{end} steps=x: expected a number",
+        "       error: of a line below",
+        f"{yellow}warning:{end} the error: stays",
+        f"[rank 3] {yellow}warning:{end} the error: stays",
+    ]
+
+
+PLAN = "classification: cnn on mnist_subset\n  amp=bf16 on 1 x cpu, AdamW fused, schedule warmup_cosine over 750 steps"
+
+
+@pytest.mark.parametrize("columns, extra, expected", [
+    (50, {"is_plan": True}, ["classification: cnn on mnist_subset", "  amp=bf16 on 1 x cpu, AdamW fused, schedule",
+                             "      warmup_cosine over 750 steps"]),
+    (200, {"is_plan": True}, PLAN.split("\n")),
+    (50, {}, PLAN.split("\n")),  # what is to be copied, such as a command, stays in a piece
+])  # fmt: skip
+def test_a_plan_ends_its_lines_between_words(columns, extra, expected, tmp_path):
+    code = f"log = make(sys.argv[1])\nlogger.info({PLAN!r}, extra={extra!r})\nlog.close({{}})"
+    assert [line for line in screen(on_terminal(code, tmp_path, columns)) if line] == expected
+    assert PLAN.split("\n")[1] in (tmp_path / "train.log").read_text()
 
 
 CLOCK_RUN = """
