@@ -20,9 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.redact import shown
 from amp_core.run.lines import write_text
-from amp_core.run.log import say
+from amp_core.run.log import complain, say
 from amp_tools.report.charts import Panel, save_png
 from amp_tools.report.folders import find, read_run
 from amp_tools.report.groups import make_study
@@ -56,13 +55,14 @@ def main(arguments: list[str]) -> int:
         study.notes += notes
         if flags.out or flags.png:
             pictures: list[Panel] = []
-            page = html_page(study, flags.folders, pictures=pictures)
+            place = flags.out.parent if flags.out else Path()
+            page = html_page(study, flags.folders, pictures=pictures, place=place)
             if flags.out:
                 _write(flags.out, page)
             if flags.png:
                 save_png(pictures, flags.png)
     except ConfigError as refused:
-        print("error: " + shown("\n       ".join(refused.problems)), file=sys.stderr)
+        complain("\n       ".join(refused.problems))
         return refused.exit_code
     say(json.dumps(as_dict(study), indent=2) if flags.json else markdown(study))
     for line in left_out(study):

@@ -114,7 +114,7 @@ def run(name: str, num_jobs: int) -> int:
 def add_seeds(name: str, entry: dict[str, Any]) -> bool:
     """Write more seeds into the file of an experiment that is not settled. Returns whether there are more."""
     num = len({run["seed"] for run in entry["runs"]})
-    needed = [c.seeds_needed or 0 for c in verdicts(name, entry).values() if c.kind in ("unclear", "too few seeds")]
+    needed = [c.seeds_needed or 0 for c in verdicts(name, entry).values() if c.kind in ("not settled", "too few seeds")]
     if not needed or num >= MOST:
         return False
     path = conf_dir() / "experiment" / f"{name}.yaml"
@@ -133,7 +133,7 @@ def collect(name: str) -> dict[str, Any]:
     runs, metric, config = [], "", {}
     environment: dict[str, Any] = {}
     for job in planned.jobs:
-        folder = ROOT / planned.dir / sweep_subdir(job)
+        folder = ROOT / planned.dir / sweep_subdir(ROOT / planned.dir, job)
         config = stored_config(folder) or {}
         summary = summary_of(folder)
         metric = config["recipe"]["best"]
@@ -184,7 +184,7 @@ def verdict(c: Comparison) -> str:
         return f"{signed(c.difference, 4)} **{c.kind}**"
     digits = digits_for((c.high - c.low) / 2)
     interval = f"[{signed(c.low, digits)}, {signed(c.high, digits)}]"
-    return f"{signed(c.difference, digits)} {interval} **{'not settled' if c.kind == 'unclear' else c.kind}**"
+    return f"{signed(c.difference, digits)} {interval} **{c.kind}**"
 
 
 def spread(entry: dict[str, Any], group: str) -> str:
@@ -263,7 +263,7 @@ def agreement(record: dict[str, Any]) -> str:
         found: dict[str, list[str]] = {"equal": [], "identical": []}
         for name in names:
             kind = verdicts(name, record[name])[mode].kind if name in record else "not measured"
-            found.setdefault("not settled" if kind == "unclear" else kind, []).append(name.removeprefix("parity_"))
+            found.setdefault(kind, []).append(name.removeprefix("parity_"))
         alike = len(found.pop("equal") + found.pop("identical"))
         rest = "; ".join(f"{kind}: {', '.join(recipes)}" for kind, recipes in found.items())
         parts.append(f"`{mode}` in {alike} of {len(names)} recipes" + (f" ({rest})" if rest else ""))

@@ -1,12 +1,14 @@
 """The pictures of a report: lines over steps, and rows of numbers; as SVG in the page's colours, and as PNG.
 
-A panel says what is to be seen, and matplotlib draws it once for both. In the SVG text stays text, and each colour
-becomes a variable of the page, which has its own for a dark background.
+A panel says what is to be seen, and matplotlib draws it once for both. In the SVG text stays text, each colour becomes
+a variable of the page, which has its own for a dark background, and a pointer finds the numbers of a step or a row.
 """
 
 from __future__ import annotations
 
+import bisect
 import io
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -20,8 +22,11 @@ from amp_core.config.errors import ConfigError
 from amp_tools.report.folders import Points
 
 WIDTH = 400
-_ROW = 34
-_LEFT = 48
+_ROW, _MARK, _REACH = 42, 28, 8
+"""Height of a row, and where in it lie its marks: from _MARK - _REACH to _MARK + _REACH, below the label."""
+_LEFT, _TOP, _BELOW = 48.0, 10.0, 24.0
+_MOST_STRIPS = 60
+"""Places of a picture of lines that have a text for the pointer."""
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 COLOURS = ("#3d4451", "#0072b2", "#d55e00", "#009e73", "#a0408f", "#8a6d00", "#2f7fc1", "#a33b3b")
 """The groups' colours on white, the reference first; told apart with every kind of colour vision."""
@@ -76,6 +81,8 @@ class Row:
     high: float | None = None
     points: list[float] = field(default_factory=list)
     """Single runs."""
+    more: str = ""
+    """Shown with the pointer upon the row, besides `text`."""
 
 
 @dataclass
@@ -124,12 +131,23 @@ def band_of(series: Sequence[Points], bins: int = 120) -> tuple[list[tuple[float
     return means, [(min(column), max(column)) for column in columns] if len(series) > 1 else []
 
 
-def short(value: float) -> str:
+def short(value: float, digits: int = 4) -> str:
     """Such as 12k, 0.25, 3M."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}".replace("-", "−")
-    return f"{value:,.4g}".replace("-", "−") if abs(value) < 1000 else f"{value:,.0f}".replace("-", "−")
+            return f"{value / (1e3 if unit == 'k' else limit):.{digits}g}{unit}".replace("-", "−")
+    is_whole = abs(value) >= 1000 and digits == 4
+    return (f"{value:,.0f}" if is_whole else f"{value:,.{digits}g}").replace("-", "−")
+
+
+def tick_labels(ticks: Sequence[float], kind: str) -> list[str]:
+    """A label for each tick, no two alike: with as many digits as that takes."""
+    if kind == "log2":
+        return [f"2{str(round(math.log2(tick))).translate(_SUPERSCRIPT)}" for tick in ticks]
+    step = max(map(abs, ticks), default=0.0) * 1e-9  # a locator's 0 may be 1e-17
+    ticks = [0.0 if abs(tick) < step else tick for tick in ticks]
+    labels = ([short(tick, digits) for tick in ticks] for digits in range(4, 18))
+    return next(found for found in labels if len(set(found)) == len(set(ticks)))
 
 
 def _limits(panel: LinePanel) -> tuple[float, float, str]:
@@ -187,11 +205,11 @@ def _figure(panel: Panel, room: float = 0) -> tuple[Any, float]:
     from matplotlib.figure import Figure
 
     is_lines = isinstance(panel, LinePanel)
-    below = 24.0 if is_lines or not panel.bars else 8.0
+    below = _BELOW if is_lines or not panel.bars else 8.0
     height = 236.0 if is_lines else _ROW * len(panel.rows) + below
     left, right = (_LEFT, _right(panel)) if is_lines else (8.0, 8.0)
     figure = Figure(figsize=(WIDTH / 72, (height + room) / 72), dpi=72)
-    top = 10.0 if is_lines else 0.0
+    top = _TOP if is_lines else 0.0
     box = left, below, WIDTH - left - right, height - below - top
     axes = figure.add_axes(tuple(n / (height + room if i % 2 else WIDTH) for i, n in enumerate(box)))  # type: ignore[arg-type]
     if isinstance(panel, LinePanel):
@@ -212,26 +230,21 @@ def _right(panel: LinePanel) -> float:
 
 
 def _draw_lines(panel: LinePanel, axes: Any) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     low, high, kind = _limits(panel)
-    steps = [x for line in panel.lines for x, _ in line.points] or [0.0, 1.0]
     if kind != "linear":
         axes.set_yscale("log", base=2 if kind == "log2" else 10)
-        several = math.log10(high / low) > 3
-        axes.yaxis.set_major_locator(
-            LogLocator(2 if kind == "log2" else 10, (1.0,) if several else (1, 2, 5), numticks=6)
-        )
+        only_powers = kind == "log2" or math.log10(high / low) > 3
+        locator: Any = LogLocator(2 if kind == "log2" else 10, (1.0,) if only_powers else (1, 2, 5), numticks=6)
     else:
-        axes.yaxis.set_major_locator(MaxNLocator(5, integer=panel.is_count))
-    powers = lambda value, _: f"2{str(round(math.log2(value))).translate(_SUPERSCRIPT)}"  # noqa: E731
-    axes.yaxis.set_major_formatter(FuncFormatter(powers if kind == "log2" else lambda value, _: short(value)))
+        locator = MaxNLocator(5, integer=panel.is_count)
+    _set_ticks(axes.yaxis, locator, low, high, kind)
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    _set_ticks(axes.xaxis, MaxNLocator(4), *_steps_of(panel))
     axes.grid(axis="x", visible=False)
     axes.set_ylim(low, high)
-    axes.set_xlim(min(0.0, *steps), max(steps) if max(steps) > min(0.0, *steps) else 1.0)
+    axes.set_xlim(*_steps_of(panel))
     axes.annotate("step", (1, 0), (14, -18), "axes fraction", "offset points", color=QUIET, fontsize=11)
     if panel.floor is not None:
         axes.axhspan(low, panel.floor[0], color=DANGER, zorder=0, linewidth=0)
@@ -248,8 +261,7 @@ def _draw_lines(panel: LinePanel, axes: Any) -> None:
         if line.band:
             axes.fill_between(xs, *zip(*line.band, strict=True), color=colour, alpha=0.16, linewidth=0)
         width, alpha = (1.3, 1.0) if line.end else (4.5, 0.45) if line.colour == 0 else (2.0, 1.0)
-        [drawn] = axes.plot(xs, ys, color=colour, linewidth=width, alpha=alpha, linestyle="--" if line.end else "-")
-        drawn.set_gid(f"label {line.label}")
+        axes.plot(xs, ys, color=colour, linewidth=width, alpha=alpha, linestyle="--" if line.end else "-")
         if line.end == "cross":
             axes.plot(xs[-1], min(max(ys[-1], low), high), "x", color=colour, markersize=8, clip_on=False)
         elif line.end == "open" or len(xs) == 1:
@@ -266,6 +278,18 @@ def _draw_lines(panel: LinePanel, axes: Any) -> None:
         axes.annotate(_cut(line.label, 17), (1, want), text, fontweight="bold", annotation_clip=False, **place)
 
 
+def _steps_of(panel: LinePanel) -> tuple[float, float]:
+    """The first and the last step of the picture."""
+    steps = [x for line in panel.lines for x, _ in line.points] or [0.0, 1.0]
+    first = min(0.0, *steps)
+    return first, max(steps) if max(steps) > first else 1.0
+
+
+def _set_ticks(axis: Any, locator: Any, low: float, high: float, kind: str = "linear") -> None:
+    ticks = [float(tick) for tick in locator.tick_values(low, high) if low <= tick <= high]
+    axis.set_ticks(ticks, tick_labels(ticks, kind))
+
+
 def _apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Places near those wanted, and `gap` apart, in the same order."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
@@ -280,35 +304,63 @@ def _apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def _draw_rows(panel: RowPanel, axes: Any) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     low, high = _range_of(panel)
+    _set_ticks(axes.xaxis, MaxNLocator(4), low, high)
     axes.set_xlim(low, high)
     axes.set_ylim(_ROW * len(panel.rows), 0)
     axes.yaxis.set_visible(False)
     axes.xaxis.set_visible(not panel.bars)
-    axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: short(0.0 if abs(v) < (high - low) * 1e-9 else v)))
     if panel.margin is not None and panel.origin is not None:
         axes.axvspan(panel.origin - panel.margin, panel.origin + panel.margin, color=EQUAL, zorder=0, linewidth=0)
-    if panel.origin is not None:
-        axes.axvline(panel.origin, color=INK, linewidth=1)
     for i, row in enumerate(panel.rows):
-        colour, y = COLOURS[row.colour], _ROW * i + 24
-        about: dict[str, Any] = {"xycoords": ("axes fraction", "data")}
-        axes.annotate(_cut(row.label, 34), (0, y - 10), color=colour, fontweight="bold", **about)
-        axes.annotate(row.text, (1, y - 10), ha="right", **about)
+        colour, y = COLOURS[row.colour], _ROW * i + _MARK
+        about: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "baseline"}
+        room = int((WIDTH - 32 - 7 * len(row.text)) / 7.5)  # a letter is at most so many points wide, a bold one more
+        axes.annotate(_cut(row.label, min(34, room)), (0, y - 14), color=colour, fontweight="bold", **about)
+        axes.annotate(row.text, (1, y - 14), ha="right", **about)
         if panel.bars:
-            [drawn] = axes.barh(y, row.value, height=9, color=colour)
-        else:
-            axes.plot(row.points, [y] * len(row.points), "o", color=colour, alpha=0.45, markersize=8, markeredgewidth=0)
-            if row.low is not None and row.high is not None:
-                axes.plot([row.low, row.high], [y, y], color=colour, linewidth=2.4, solid_capstyle="round")
-            mark = {"marker": "|", "markersize": 14, "markeredgewidth": 2.4} if row.points else {"marker": "o"}
-            [drawn] = axes.plot(row.value, y, color=colour, **{"markersize": 9, "markeredgecolor": PAPER, **mark})
-            if row.points:
-                drawn.set_markeredgecolor(colour)
-        drawn.set_gid(f"label {row.label}: {row.text}")
+            axes.barh(y, row.value, height=9, color=colour)
+            continue
+        if panel.origin is not None:  # beside the marks alone, or it would run through the labels
+            axes.plot([panel.origin] * 2, [y - _REACH, y + _REACH], color=INK, linewidth=1, solid_capstyle="butt")
+        axes.plot(row.points, [y] * len(row.points), "o", color=colour, alpha=0.45, markersize=8, markeredgewidth=0)
+        if row.low is not None and row.high is not None:
+            axes.plot([row.low, row.high], [y, y], color=colour, linewidth=2.4, solid_capstyle="round")
+        mark = {"marker": "|", "markersize": 2 * _REACH - 2, "markeredgewidth": 2.4} if row.points else {"marker": "o"}
+        edge = colour if row.points else PAPER
+        axes.plot(row.value, y, color=colour, **{"markersize": 9, "markeredgecolor": edge, **mark})
+
+
+# --- what a pointer finds ---------------------------------------------------------------------------------------------
+
+
+def _strips(panel: Panel, height: float) -> Iterator[tuple[float, float, float, float, str]]:
+    """Places of a picture as x, y, width, height, and the numbers that are drawn there."""
+    if isinstance(panel, RowPanel):
+        for i, row in enumerate(panel.rows):
+            yield 0.0, _ROW * i, WIDTH, _ROW, "\n".join(filter(None, [f"{row.label}: {row.text}", row.more]))
+        return
+    steps = sorted({x for line in panel.lines for x, _ in line.points})
+    if not steps:
+        return
+    count = min(len(steps), _MOST_STRIPS)
+    steps = [steps[(i + 1) * len(steps) // count - 1] for i in range(count)]
+    first, last = _steps_of(panel)
+    wide = (WIDTH - _LEFT - _right(panel)) / (last - first)
+    edges = [first, *((a + b) / 2 for a, b in itertools.pairwise(steps)), last]
+    before = -math.inf
+    for step, (left, right) in zip(steps, itertools.pairwise(edges), strict=True):
+        texts = [f"step {step:,.0f}"]
+        for line in panel.lines:
+            i = bisect.bisect_right(line.points, (step, math.inf)) - 1
+            if i >= 0 and line.points[i][0] > before:  # the last one since the strip before
+                value = f"{line.points[i][1]:.5g}"
+                band = [f"{y:.5g}" for y in line.band[i]] if line.band else []
+                texts.append(f"{line.label}  {value}" + (f"  [{band[0]}, {band[1]}]" if band else ""))
+        before = step
+        yield _LEFT + (left - first) * wide, _TOP, (right - left) * wide, height - _TOP - _BELOW, "\n".join(texts)
 
 
 def svg(panel: Panel) -> str:
@@ -323,12 +375,18 @@ def svg(panel: Panel) -> str:
         figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = re.sub(r"\s+", " ", drawn.getvalue())
     text = text[text.index('<g id="figure_1">') : text.rindex("</svg>")]
-    text = re.sub(r'<g id="label ([^"]*)">', r"<g><title>\1</title>", text)
     text = re.sub(r'<g id="[^"]*"(/?)>', r"<g\1>", text).replace("xlink:href", "href").replace("> <", "><")
     text = re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0]), text)
     text = re.sub(r' style="[^"]*"', lambda found: _in_page_colours(found[0]), text)
     label = escape(f"{panel.title}. {panel.note}", quote=True)
-    return f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{label}">{text}</svg>'
+    hover = "".join(
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"><title>{escape(words)}</title></rect>'
+        for x, y, w, h, words in _strips(panel, height)
+    )
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{label}">{text}'
+        f'<g class="numbers">{hover}</g></svg>'
+    )
 
 
 def _in_page_colours(style: str) -> str:

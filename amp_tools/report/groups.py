@@ -60,6 +60,11 @@ class Group:
         return [run for run in self.runs if run.status == "finished"]
 
     @property
+    def speed(self) -> float | None:
+        """Samples per second: the geometric mean of the seeds, so that two of these have the ratio that is claimed."""
+        return statistics.geometric_mean(self.speeds.values()) if self.speeds else None
+
+    @property
     def memory(self) -> float | None:
         """Bytes: the largest peak."""
         return max((peak for run in self.finished if (peak := run.count("peak_memory_bytes"))), default=None)
@@ -146,7 +151,7 @@ class Section:
             )
         if kinds == {"too few seeds"}:
             return "Too few seeds to tell: run at least three of each."
-        if kinds <= {"unclear", "too few seeds"}:
+        if kinds <= {"not settled", "too few seeds"}:
             return f"Not settled: {self.metric} varies too much between seeds to tell the groups from {base.label}."
         if good:
             named = _listed(good)

@@ -7,11 +7,13 @@ scripts. The page itself is `page.html`.
 from __future__ import annotations
 
 import datetime
-import statistics
+import functools
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from jinja2 import Environment
 from markupsafe import Markup
@@ -29,13 +31,16 @@ _LONG = 2000
 """Rows of a table."""
 
 
-def html_page(study: Study, folders: Sequence[Path], *, pictures: list[Panel] | None = None) -> str:
+def html_page(
+    study: Study, folders: Sequence[Path], *, pictures: list[Panel] | None = None, place: Path = Path()
+) -> str:
     """The whole page.
 
     Args:
         study: what it is about.
         folders: where the runs were looked for.
         pictures: filled with the panels, in their order.
+        place: the folder that the page is for; its links to the runs begin there.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -50,6 +55,9 @@ def html_page(study: Study, folders: Sequence[Path], *, pictures: list[Panel] | 
             pictures += [panel for _, panels in parts for panel in panels]
         drawn = [(name, [(panel, Markup(redact(svg(panel)))) for panel in panels]) for name, panels in parts]
         sections.append((section, _listed_groups(section), drawn))
+    paths = [str(run.path.absolute()) for run in study.runs]
+    base = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
+    linked = functools.partial(_linked, base=base, place=place)
     statuses = Counter(run.status for run in study.runs)
     counts = ", ".join(f"{count:,} {status}" for status, count in statuses.most_common())
     template = Environment(autoescape=True, finalize=_redacted).from_string(
@@ -71,12 +79,12 @@ def html_page(study: Study, folders: Sequence[Path], *, pictures: list[Panel] | 
             made_on=made_on(study.runs),
             overview=_overview(study),
             differences=_differences(study),
-            unfinished=_unfinished(study),
-            damaged=[["; ".join(run.problems), _path(run)] for run in study.runs if run.problems],
-            all_runs=_all_runs(study),
+            unfinished=_unfinished(study, linked),
+            damaged=[["; ".join(run.problems), linked(run)] for run in study.runs if run.problems],
+            all_runs=_all_runs(study, linked),
+            base=base,
             capitalised=capitalised,
             counted=counted,
-            mean=statistics.fmean,
             spread=lambda values: spread(list(values)),
         )
     )
@@ -87,11 +95,9 @@ def _redacted(value: Any) -> Any:
 
 
 def _colours(study: Study) -> dict[str, int]:
-    """One colour for a group in the whole page; the reference has the neutral one."""
-    found: dict[str, int] = {}
-    for section in study.sections:
-        if section.reference is not None:
-            found.setdefault(section.reference.label, 0)
+    """One colour for a group in the whole page; the reference, of several the most common, has the neutral one."""
+    references = Counter(section.reference.label for section in study.sections if section.reference is not None)
+    found = dict.fromkeys((label for label, _ in references.most_common(1)), 0)
     free = 0 if not found else 1
     for section in study.sections:
         for group in drawn_groups(section):
@@ -140,7 +146,7 @@ def _differences(study: Study) -> tuple[list[str], list[list[str]]] | None:
     return ["setting", "values"], rows
 
 
-def _unfinished(study: Study) -> list[list[Any]]:
+def _unfinished(study: Study, linked: Callable[[Run], dict[str, str]]) -> list[list[Any]]:
     rows: list[list[Any]] = []
     for run in study.runs:
         if run.status != "finished":
@@ -148,7 +154,7 @@ def _unfinished(study: Study) -> list[list[Any]]:
             why = [line for line in [reason(run), *map(_report_line, reports)] if line]
             code = run.summary.get("exit_code")
             code = "" if run.status in ("running", "stopped") or code is None else str(code)
-            rows.append([{"kind": "bad", "text": run.status}, _count(run, "step"), code, why, _path(run)])
+            rows.append([{"kind": "bad", "text": run.status}, _count(run, "step"), code, why, linked(run)])
     return rows
 
 
@@ -166,15 +172,18 @@ def _count(run: Run, key: str) -> str:
     return "" if value is None else f"{value:,.0f}"
 
 
-def _path(run: Run) -> dict[str, str]:
-    return {"kind": "path", "text": str(run.path)}
+def _linked(run: Run, *, base: str, place: Path) -> dict[str, str]:
+    """The folder of a run below that of all runs, as a link."""
+    path = str(run.path.absolute())
+    target = os.path.relpath(path, place.absolute())
+    return {"kind": "path", "text": os.path.relpath(path, base), "link": quote(os.fsencode(target)), "title": path}
 
 
-def _all_runs(study: Study) -> list[list[Any]]:
+def _all_runs(study: Study, linked: Callable[[Run], dict[str, str]]) -> list[list[Any]]:
     rows = []
     for run in study.runs[:_LONG]:
         value = run.result()
         result = "" if value is None else f"{value:.4f}"
         numbers = [_count(run, "step"), result, _count(run, "samples_per_second")]
-        rows.append([run.amp, run.config.get("seed", ""), run.status, *numbers, _path(run)])
+        rows.append([run.amp, run.config.get("seed", ""), run.status, *numbers, linked(run)])
     return rows + [[]] * max(0, len(study.runs) - _LONG)

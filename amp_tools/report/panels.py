@@ -10,7 +10,7 @@ from typing import Any, Literal
 from amp_tools.report.charts import COLOURS, Line, LinePanel, Panel, Row, RowPanel, band_of
 from amp_tools.report.folders import Curves, Headroom, read_curves, read_headroom
 from amp_tools.report.groups import Group, Section
-from amp_tools.report.words import digits_for, signed, spread
+from amp_tools.report.words import digits_for, metric_words, signed, speed_words, spread
 
 MOST_GROUPS = len(COLOURS)
 """In a picture."""
@@ -155,7 +155,8 @@ def _result_panels(section: Section, groups: Sequence[Group], colours: dict[str,
             if c is not None:
                 half = abs(c.high - c.low) / 2 if c.low is not None and c.high is not None else abs(c.difference)
                 text = f"{signed(c.difference, digits_for(half))}  {c.kind}"
-                rows.append(Row(group.label, colours[group.label], c.difference, text, c.low, c.high))
+                facts = metric_words(c, metric)[1]
+                rows.append(Row(group.label, colours[group.label], c.difference, text, c.low, c.high, more=facts))
         margin = next(iter(section.differences.values())).margin
         note = f"mean difference and 95 % interval; {side}" if side else "mean difference and 95 % interval"
         if margin:
@@ -168,7 +169,8 @@ def _result_panels(section: Section, groups: Sequence[Group], colours: dict[str,
             if c is not None:
                 low, high = (None if v is None else math.exp(v) for v in (c.low, c.high))
                 ratio = math.exp(c.difference)
-                rows.append(Row(group.label, colours[group.label], ratio, f"{ratio:.2f}×", low, high))
+                about = ratio, f"{ratio:.2f}×", low, high
+                rows.append(Row(group.label, colours[group.label], *about, more=": ".join(speed_words(c))))
         note = "samples per second, as a ratio with its 95 % interval; right is faster"
         found.append(RowPanel(f"Speed, in times of {base.label}", note, rows, 1.0, name="speed_ratio"))
     rows = []
@@ -176,7 +178,9 @@ def _result_panels(section: Section, groups: Sequence[Group], colours: dict[str,
         if group.values:
             values = list(group.values.values())
             text = f"{spread(values)}  n = {len(values)}"
-            rows.append(Row(group.label, colours[group.label], statistics.fmean(values), text, points=values))
+            each = ", ".join(f"seed {seed}: {value:.4f}" for seed, value in list(group.values.items())[:40])
+            about = statistics.fmean(values), text
+            rows.append(Row(group.label, colours[group.label], *about, points=values, more=each))
     found.append(
         RowPanel(
             f"{capitalised(metric)} of every seed",

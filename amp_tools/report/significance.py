@@ -2,7 +2,7 @@
 
 Three questions, three answers. "Better" or "worse" needs a t-test that rejects equal means. "Equal" needs more than a
 test that does not reject: the interval of the difference must lie within a margin (two one-sided t-tests). Everything
-else is "unclear", and says how many seeds would tell.
+else is "not settled", and says how many seeds would tell.
 
 Groups with the same seeds are compared pairwise (the same initial weights and order of the data), others by Welch's
 test. Of several comparisons the p-values are Holm's: all claims of a report together are false with at most 5 %.
@@ -24,7 +24,7 @@ LEVEL = 0.05
 LEAST_SEEDS = 3
 MOST_SEEDS = 1000
 
-Kind = Literal["better", "worse", "higher", "lower", "equal", "identical", "unclear", "too few seeds"]
+Kind = Literal["better", "worse", "higher", "lower", "equal", "identical", "not settled", "too few seeds"]
 
 
 def t_two_sided(t: float, df: float) -> float:
@@ -73,7 +73,7 @@ class Comparison:
     """What counts as equal; None when nobody asks."""
     better: Literal["max", "min"] | None
     """Whether more is better; None: neither is."""
-    kind: Kind = "unclear"
+    kind: Kind = "not settled"
     test: Literal["paired t-test", "Welch's t-test", "sign test", "none"] = "none"
     low: float | None = None
     """The 95 % interval of the difference, of this comparison alone; None when there is no spread to make one of."""
@@ -82,8 +82,10 @@ class Comparison:
     """The probability of a difference this large if there were none."""
     p_equal: float | None = None
     """The probability of a difference this small if it were as large as the margin."""
+    spread: float | None = None
+    """Standard deviation of a seed's difference; of unpaired seeds that of the difference of two."""
     seeds_needed: int | None = None
-    """About how many would bring the half interval to the margin."""
+    """About how many of each would settle what is not, if mean and spread stay; None where no number of them would."""
     p_adjusted: float | None = None
     p_equal_adjusted: float | None = None
     num_comparisons: int = 1
@@ -149,15 +151,26 @@ def compare(
         high=difference + reach,
         p=t_two_sided(difference / error, df),
         p_equal=p_equal,
-        seeds_needed=_seeds_needed(spread, margin, 1 if paired else 2) if margin else None,
+        spread=spread,
     )
 
 
-def _seeds_needed(spread: float, margin: float, groups: int) -> int:
-    def is_enough(seeds: int) -> bool:
-        return t_quantile(LEVEL, float(groups * (seeds - 1))) * spread / math.sqrt(seeds) <= margin
+def _seeds_needed(c: Comparison, count: int) -> int | None:
+    """How many seeds of each would settle one of `count` comparisons; MOST_SEEDS: that many, or more."""
+    level = LEVEL / max(count, 1)  # the strictest of Holm's levels
+    if c.test == "sign test":  # p = 2^(1 - n)
+        return math.floor(1 - math.log2(level)) + 1
+    if c.spread is None:
+        return None
+    groups = 1 if c.test == "paired t-test" else 2
+    size = abs(c.difference)
 
-    return bisect.bisect_left(range(MOST_SEEDS), True, lo=LEAST_SEEDS, key=is_enough)
+    def is_enough(seeds: int) -> bool:  # the interval shrinks around the difference: until it leaves out 0, or
+        error, df = c.spread / math.sqrt(seeds), float(groups * (seeds - 1))  # type: ignore[operator]
+        within = t_quantile(min(LEVEL, 2 * level), df) * error  # lies within the margin, with one-sided tests
+        return t_quantile(level, df) * error < size or size + within <= (c.margin or 0.0)
+
+    return bisect.bisect_left(range(MOST_SEEDS), True, lo=min(c.counts) + 1, key=is_enough)
 
 
 def judge(comparisons: Sequence[Comparison]) -> list[Comparison]:
@@ -171,7 +184,7 @@ def judge(comparisons: Sequence[Comparison]) -> list[Comparison]:
     judged = []
     for c, adjusted, equal in zip(comparisons, p, p_equal, strict=True):
         kind = c.kind
-        if kind == "unclear":
+        if kind == "not settled":
             is_within = None not in (c.margin, c.low, c.high) and max(-c.low, c.high) <= c.margin  # type: ignore[operator]
             if is_within and equal is not None and equal < LEVEL:
                 kind = "equal"
@@ -180,7 +193,7 @@ def judge(comparisons: Sequence[Comparison]) -> list[Comparison]:
                 if c.better is not None:
                     names = ("better", "worse") if c.better == "max" else ("worse", "better")
                 kind = names[0] if c.difference > 0 else names[1]
-        judged.append(
-            dataclasses.replace(c, p_adjusted=adjusted, p_equal_adjusted=equal, num_comparisons=count, kind=kind)
-        )
+        needed = _seeds_needed(c, count) if kind == "not settled" else None
+        facts = {"p_adjusted": adjusted, "p_equal_adjusted": equal, "num_comparisons": count, "seeds_needed": needed}
+        judged.append(dataclasses.replace(c, kind=kind, **facts))
     return judged

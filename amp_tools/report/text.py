@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +34,15 @@ def markdown(study: Study) -> str:
         lines += _rows(rows)
     for section in study.sections[:MOST_SECTIONS]:
         if not several:
-            head = [by, "runs", section.metric, "lowest, highest", "samples/s, median", "peak MiB", "skipped steps"]
+            head = [
+                by,
+                "runs",
+                section.metric,
+                "lowest, highest",
+                "samples/s, geometric mean",
+                "peak MiB",
+                "skipped steps",
+            ]
             lines += _rows([head, *([f"`{group.label}`", *_facts(group)] for group in section.groups)])
         if (
             section is study.sections[min(MOST_SECTIONS, len(study.sections) - 1)]
@@ -57,7 +64,7 @@ def markdown(study: Study) -> str:
 def _facts(group: Group) -> list[str]:
     values = list(group.values.values())
     bounds = f"{min(values):.4f}, {max(values):.4f}" if values else ""
-    speed = f"{statistics.median(group.speeds.values()):,.0f}" if group.speeds else ""
+    speed = f"{group.speed:,.0f}" if group.speed else ""
     memory = f"{group.memory / 2**20:,.0f}" if group.memory else ""
     return [str(len(group.finished)), spread(values), bounds, speed, memory, str(group.skipped)]
 

@@ -13,7 +13,9 @@ from amp_tools.report.significance import LEAST_SEEDS, MOST_SEEDS, Comparison
 
 def shown(value: Any) -> str:
     """A setting's value, short."""
-    return f"{value:g}" if isinstance(value, float) else "null" if value is None else str(value)
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
 def signed(value: float, digits: int) -> str:
@@ -52,14 +54,14 @@ def metric_words(c: Comparison, metric: str) -> tuple[str, str]:
     margin = "" if c.margin is None else f"±{c.margin:.{digits_for(c.margin)}f}"
     if c.kind == "equal":
         claim = f"{metric} equal within {margin}"
-    elif c.kind != "unclear":
+    elif c.kind != "not settled":
         claim = f"{metric} {c.kind} by {abs(c.difference):.{digits}f}"
-    elif c.low is None:
-        claim = f"{metric} cannot be judged, the seeds give no spread to test with"
     else:
-        claim = f"{metric} not settled, the interval reaches beyond {margin}"
-        if c.seeds_needed is not None and c.seeds_needed > min(c.counts):
-            claim += f"; about {c.seeds_needed:,} seeds each would tell" if c.seeds_needed < MOST_SEEDS else ""
+        claim = f"{metric} not settled, "
+        claim += "the seeds give no spread to test with" if c.low is None else f"the interval reaches beyond {margin}"
+        if c.seeds_needed is not None:
+            about = "about" if c.seeds_needed < MOST_SEEDS else "more than"
+            claim += f"; {about} {c.seeds_needed:,} seeds each would tell"
     return claim, ", ".join(facts)
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import fcntl
+import html
 import json
 import math
 import os
 import random
 import re
 import shutil
+import statistics
 import time
+from pathlib import Path
+from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from omegaconf import OmegaConf
 from shared import flip, script
 
@@ -21,13 +26,14 @@ from amp_core.checkpoints import folders as steps
 from amp_core.cli.compose import compose
 from amp_core.cli.run_folders import stored_config
 from amp_core.config.rules import flatten
-from amp_tools.report import folders, prune
+from amp_tools.report import charts, folders, prune
 from amp_tools.report.folders import find, read_curves, read_run
 from amp_tools.report.groups import make_study
 from amp_tools.report.page import html_page
 from amp_tools.report.significance import compare, holm, judge, t_quantile, t_two_sided
 from amp_tools.report.table import table
 from amp_tools.report.text import as_dict, left_out, markdown
+from amp_tools.report.words import metric_words
 
 SEED = 918273
 CONFIGS: dict[tuple[str, ...], str] = {}
@@ -132,7 +138,36 @@ def test_what_is_there_is_found():
     assert sum(all(c.kind == "better" for c in sweep) for sweep in claims(0.02, rate=100)) > 95
     assert sum(all(c.kind == "equal" for c in sweep) for sweep in claims(0.0, seeds=20, rate=100)) > 95
     for c in next(iter(claims(0.0, seeds=3, noise=0.1))):
-        assert c.kind == "unclear" and c.seeds_needed is not None and c.seeds_needed > 100
+        assert c.kind == "not settled" and c.seeds_needed is not None and c.seeds_needed > 100
+
+
+def values_with(mean, spread, count):
+    """Numbers by seed with exactly this mean and standard deviation."""
+    raw = [(-1.0) ** i * (1 + i // 2) for i in range(count)]
+    centre, size = statistics.fmean(raw), statistics.stdev(raw)
+    return {seed: mean + spread * (value - centre) / size for seed, value in enumerate(raw)}
+
+
+@pytest.mark.parametrize(
+    "difference", [0.0, 0.001, 0.002, 0.0035, 0.006]
+)  # within the margin, near its middle, beyond it
+@pytest.mark.parametrize("spread, comparisons, paired", [(0.003, 1, True), (0.004, 3, True), (0.004, 1, False)])
+def test_the_seeds_that_a_verdict_asks_for_settle_it(difference, spread, comparisons, paired):
+    def judged(count):
+        found = values_with(difference, spread, count)
+        others = values_with(0.0, spread, count)
+        others = dict.fromkeys(found, 0.0) if paired else {seed + 100: value for seed, value in others.items()}
+        about = {"margin": 0.004, "better": "max"}
+        return judge([compare("g", found, "r", others, **about) for _ in range(comparisons)])[0]  # type: ignore[arg-type]
+
+    first = judged(3)
+    assert (
+        first.kind == "not settled"
+        and f"about {first.seeds_needed} seeds each would tell" in metric_words(first, "x")[0]
+    )
+    assert first.seeds_needed is not None and 3 < first.seeds_needed < 1000
+    assert judged(first.seeds_needed).kind in ("equal", "better")
+    assert first.seeds_needed == 4 or judged(first.seeds_needed - 1).kind == "not settled"
 
 
 def test_what_is_left_of_rounding_is_no_evidence():
@@ -140,9 +175,12 @@ def test_what_is_left_of_rounding_is_no_evidence():
     shifted = {seed: value + 0.001 for seed, value in three.items()}
     assert len({shifted[seed] - three[seed] for seed in three}) > 1  # a t-test would find a t of some 10^13
     [c] = judge([compare("a", shifted, "b", three, margin=0.01, better="max")])
-    assert (c.kind, c.test, c.p) == ("unclear", "sign test", 0.25)
+    assert (c.kind, c.test, c.p, c.seeds_needed) == ("not settled", "sign test", 0.25, 6)
     [c] = judge([compare("a", dict(three), "b", three, margin=0.01, better="max")])
     assert c.kind == "identical"
+    flat = [dict.fromkeys(seeds, value) for seeds, value in (((1, 2, 3), 0.9), ((4, 5, 6), 0.8))]
+    [c] = judge([compare("a", flat[0], "b", flat[1], margin=0.01, better="max")])
+    assert (c.kind, c.p, c.seeds_needed) == ("not settled", None, None)
     [c] = judge([compare("a", {1: 0.9, 2: 0.9}, "b", three, margin=0.01, better="max")])
     assert c.kind == "too few seeds" and c.p is None
 
@@ -279,7 +317,7 @@ def test_a_damaged_folder_is_named_and_harms_nothing(name, tmp_path, own_folder)
     page, text, lines = html_page(study, [tmp_path]), markdown(study), left_out(study)
     assert time.process_time() - started < 5
     assert len(study.runs) == 3 and "too few seeds" in text and not (tmp_path / "pwned").exists()
-    assert any(f"runs/{name}:" in line for line in lines) and f"runs/{name}<" in page
+    assert any(f"runs/{name}:" in line for line in lines) and f">{name}</a>" in page
 
 
 def test_links_files_and_what_is_no_run_are_passed_over(tmp_path):
@@ -358,6 +396,97 @@ def test_many_runs(tmp_path, capsys):
     assert "amp.name" in capsys.readouterr().err
     assert report.main([str(tmp_path), "--metric", "acuracy"]) == 2 and "accuracy" in capsys.readouterr().err
     assert report.main([str(tmp_path / "none")]) == 2 == report.main([str(tmp_path), "--margin", "nan"])
+
+
+def drawn(panel):
+    with charts._style("--out"):
+        figure, _ = charts._figure(panel)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        axes = figure.axes[0]
+        texts = [(text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in axes.texts]
+    return axes, texts
+
+
+def panels():
+    """Pictures of numbers large and small, close together and far apart."""
+    draw = random.Random(11)
+    for scale in ("linear", "log", "log2"):
+        for _ in range(15):
+            start, width = 10 ** draw.uniform(-3, 7), 10 ** draw.uniform(-6, 4 if scale == "linear" else 6)
+            points = [(draw.randint(1, 10**6), start * (1 + width * draw.random())) for _ in range(5)]
+            yield charts.LinePanel("t", "n", [charts.Line("fp16", 1, sorted(points))], scale)
+    for exponent in (-20, 0, 16, 24):
+        points = [(step, 2.0 ** (exponent + step % 2)) for step in range(10)]
+        yield charts.LinePanel("t", "n", [charts.Line("fp16", 1, points)], "log2")
+        yield charts.LinePanel("t", "n", [charts.Line("fp16", 1, points[::2])], "log2")
+    for _ in range(15):
+        start, width = draw.choice([0.97, 2.57, 1200.0, 1.0]), 10 ** draw.uniform(-7, 0)
+        values = [start * (1 + width * draw.random()) for _ in range(6)]
+        rows = [
+            charts.Row(f"fp16, init_scale={n}", i, v, f"{v:.4f} ± 0.0011  n = 5", v * 0.99, v)
+            for i, (n, v) in enumerate(zip((1, 65536), values, strict=False))
+        ]
+        rows.append(
+            charts.Row(
+                "bf16_pure, update=stochastic, keep_fp32=[]", 2, values[-1], "0.9700 ± 0.0026  n = 10", points=values
+            )
+        )
+        yield charts.RowPanel("t", "n", rows, draw.choice([None, values[0]]), draw.choice([None, start * width]))
+
+
+def test_ticks_at_different_places_have_different_labels():
+    for panel in panels():
+        axes, _ = drawn(panel)
+        for axis in (axes.xaxis, axes.yaxis):
+            labels = [label.get_text() for label in axis.get_ticklabels()]
+            assert not axis.get_visible() or (labels and len(set(labels)) == len(labels)), (labels, panel)
+
+
+def test_no_mark_lies_upon_a_label_of_its_row_and_no_label_upon_another():
+    for panel in panels():
+        axes, texts = drawn(panel)
+        for i, (text, box) in enumerate(texts):
+            assert not [other for other, place in texts[:i] if box.overlaps(place)], text
+            if isinstance(panel, charts.RowPanel):
+                assert not [line for line in axes.lines if box.overlaps(line.get_window_extent())], text
+
+
+def test_a_pointer_finds_numbers_and_links_lead_to_the_runs(tmp_path):
+    sweep(tmp_path / "runs" / "50% #1?", {"fp32": [0.97, 0.98, 0.96], "bf16": [0.98, 0.97, 0.96]})
+    make_run(tmp_path / "runs" / "lost", "amp=bf16", seed=4, status="failed")
+    (tmp_path / "pages").mkdir()
+    page = html_page(study_of(tmp_path / "runs"), [tmp_path], place=tmp_path / "pages")
+    links = re.findall(r'<a class="path" href="([^"]*)" title="([^"]*)">', page)
+    assert {html.unescape(title) for _, title in links} == {str(path.parent) for path in tmp_path.rglob("summary.json")}
+    for link, title in links:
+        assert (tmp_path / "pages" / unquote(link)).resolve() == Path(html.unescape(title))
+    titles = re.findall(r"<title>([^<]*)</title>", page)
+    assert "step 60\nfp32  0.97  [0.96, 0.98]\nbf16  0.97  [0.96, 0.98]\nbf16, seed 4: failed  0.97" in titles
+    assert "fp32: 0.9700 ± 0.0100  n = 3\nseed 1: 0.9700, seed 2: 0.9800, seed 3: 0.9600" in titles
+    assert any(text.startswith("bf16: 2.00×\n2.00× as fast as fp32: 95 % interval [") for text in titles)
+
+
+def test_one_speed_of_a_group_is_told_everywhere_and_two_have_the_ratio_that_is_claimed(tmp_path):
+    for mode, speeds in (("fp32", (400.0, 1000.0, 2500.0)), ("bf16", (800.0, 2000.0, 5000.0))):
+        for seed, speed in enumerate(speeds, 1):
+            make_run(tmp_path / f"{mode}_{seed}", f"amp={mode}", seed=seed, speed=speed)
+    study = study_of(tmp_path)
+    assert [group.speed for group in study.sections[0].groups] == pytest.approx([1000.0, 2000.0])
+    assert study.sections[0].ratios["bf16"].difference == pytest.approx(math.log(2))
+    assert "1,000 samples/s, geometric mean" in html_page(study, [tmp_path])
+    assert re.search(r"samples/s, geometric mean(.*\n)+\| `fp32` .* 1,000 \|.*\n\| `bf16` .* 2,000 \|", markdown(study))
+
+
+def test_groups_of_a_picture_have_colours_of_their_own_also_where_references_differ(tmp_path):
+    for rate, modes in (("0.1", ("bf16", "fp16")), ("0.01", ("fp32", "bf16", "fp16"))):
+        for mode in modes:
+            make_run(tmp_path / f"{rate}_{mode}", f"amp={mode}", f"optimizer.lr={rate}")
+    pictures = []
+    html_page(study_of(tmp_path), [tmp_path], pictures=pictures)
+    for panel in pictures:
+        about = panel.rows if isinstance(panel, charts.RowPanel) else panel.lines
+        assert len({one.colour for one in about}) == len(about)
 
 
 def test_pictures_as_png(tmp_path):
