@@ -13,12 +13,15 @@ STAMP := $(VENV)/.installed
 # There while an installation runs, and holds make's process id, so a leftover tells of one that was killed.
 BUSY := $(VENV)/.installing
 EXTRAS := vision,wandb,tensorboard,data,dev
+# Written when what `make check` needs besides is installed.
+CHECKERS := $(VENV)/.installed-check
+PIP := $(PY) -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-all matrix check format bench docs faults isa sweep results report clean distclean
 
 # An environment cannot be moved or copied, and does not survive the removal of its Python: then set it up again.
-ifneq ($(shell test -x $(PY) && cat $(STAMP) 2>/dev/null),$(CURDIR))
+ifneq ($(shell test -x $(PY) && test ! -e $(BUSY) && cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
@@ -26,7 +29,7 @@ help: ## show this list
 	@echo 'usage: make TARGET [ARGS="overrides or options"] [PYTHON=python3.12] [PYTEST_ARGS="-n 4 -k clip"]'
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP) ## make .venv with everything installed; at once when nothing changed
+setup: $(STAMP) ## make .venv with all that training and tests need; at once when nothing changed
 
 train: setup ## run the default recipe: python train.py $(ARGS)
 	$(PY) train.py $(ARGS)
@@ -40,12 +43,12 @@ test-all: setup ## all tests, under half an hour: pytest $(PYTEST_ARGS)
 matrix: ## run the tests in other versions of torch and Python, long: python scripts/matrix.py $(ARGS)
 	$(PYTHON) scripts/matrix.py $(ARGS)
 
-check: setup ## lint, formatting and types, the same as CI
+check: $(CHECKERS) ## lint, formatting and types, the same as CI; installs the tools when they are missing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(PY) -m pyright
 
-format: setup ## apply what the linter can mend, and the formatting
+format: $(CHECKERS) ## apply what the linter can mend, and the formatting
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
@@ -69,7 +72,7 @@ report: setup ## compare runs with pictures: make report ARGS="multirun/modes --
 
 docs: setup ## build the documentation into site/; installs mkdocs when it is missing
 	@$(PY) -c 'import material, mkdocstrings' 2>/dev/null || \
-		$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[docs]'
+		$(PIP) -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean: ## remove build products and caches; runs stay
@@ -81,7 +84,8 @@ distclean: clean ## remove .venv too, and the environments of make matrix
 	rm -rf $(VENV) .matrix
 
 # A killed installation, or one made in another folder, is thrown away. One that failed in an orderly way goes on where
-# it stopped, and an environment that somebody made by hand is completed.
+# it stopped, and an environment that somebody made by hand is completed. Since 25.1 pip shows how far it is while it
+# unpacks, which takes longest, and knows groups of dependencies.
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@if [ -e $(BUSY) ] && kill -0 "$$(cat $(BUSY))" 2>/dev/null; then \
 		echo "error: process $$(cat $(BUSY)) is installing into $(VENV); wait for it (or remove $(BUSY))." >&2; exit 1; fi
@@ -95,6 +99,12 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	@mkdir -p $(VENV) && echo $$PPID > $(BUSY) && rm -f $(STAMP)
 	@[ -x $(PY) ] || { rm -f $(PY); $(PYTHON) -m venv $(VENV); }
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
-	@echo 'installing into $(VENV): a few minutes, once'
-	@$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' || { rm -f $(BUSY); exit 1; }
+	@echo 'installing into $(VENV): a minute or a few, once'
+	@$(PIP) -q 'pip>=25.1' && $(PIP) -c constraints.txt -e '.[$(EXTRAS)]' || { rm -f $(BUSY); exit 1; }
 	@rm -f $(BUSY) && echo "$(CURDIR)" > $(STAMP)
+
+$(CHECKERS): $(STAMP)
+	@echo 'installing linters and type checkers into $(VENV), once'
+	@echo $$PPID > $(BUSY)
+	@$(PIP) -c constraints.txt --group check || { rm -f $(BUSY); exit 1; }
+	@rm -f $(BUSY) && touch $@

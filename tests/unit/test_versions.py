@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -36,6 +37,34 @@ def test_the_image_takes_the_pinned_torch_and_extras_that_there_are():
     extras = re.search(r"'\.\[([\w,]+)\]'", text)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert extras and set(extras[1].split(",")) <= set(project["optional-dependencies"])
+
+
+def test_linters_and_type_checkers_come_with_make_check_alone(tmp_path):
+    content = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = re.search(r"^EXTRAS := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert extras
+    asked = [text for extra in extras[1].split(",") for text in content["project"]["optional-dependencies"][extra]]
+    checkers, others = (
+        {re.split(r"\W*[\[>=]", text)[0] for text in texts} for texts in (content["dependency-groups"]["check"], asked)
+    )
+    assert checkers == {"pre-commit", "pyright", "ruff"} and not checkers & others and {"pytest", "wandb"} <= others
+
+    for name in ("Makefile", "pyproject.toml", "setup.py", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
+
+    def steps(target):
+        return subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    assert "pip install" in steps("train")
+    (tmp_path / ".venv/.installed").write_text(f"{tmp_path.resolve()}\n")
+    assert "pip install" not in steps("train") + steps("test")
+    assert steps("check").count("pip install") == 1 and "--group check" in steps("check")
+    (tmp_path / ".venv/.installed-check").touch()
+    assert "pip install" not in steps("check") + steps("format")
+    (tmp_path / ".venv/.installing").write_text("1")  # of an installation that was killed
+    assert "rm -rf .venv" in steps("train") and "pip install" in steps("train")
 
 
 def test_every_promise_of_versions_is_the_range_that_is_tested():
