@@ -1,4 +1,4 @@
-"""docs/YOUR_OWN_MODEL.md, followed to the letter: its files and edits are made in a copy, its commands are run there."""
+"""docs/YOUR_OWN_MODEL.md and docs/I_WANT_TO.md, followed to the letter: files and edits in a copy, and all commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 from running import lines
 from test_recipes import run
 
@@ -62,15 +64,29 @@ def parts(page: str) -> tuple[list[tuple[str, str | None, str]], list[str], list
     return edits, commands + re.findall(r"^    (\S.*)$", last[3], re.MULTILINE), outputs
 
 
+def copy_to(place: Path) -> None:
+    for folder in ("amp_core", "amp_tools", "conf", "recipes", "scripts", "tests"):
+        shutil.copytree(ROOT / folder, place / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("train.py", "pyproject.toml"):
+        shutil.copy(ROOT / file, place)
+
+
+def typed(commands: list[str], place: Path) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """What commands print that are typed in a folder, altogether and each to stdout; all of them succeed."""
+    environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, "-c", DRIVER, json.dumps(commands)]
+    done = subprocess.run(argv, cwd=place, env=environment, text=True, capture_output=True, timeout=280)
+    said = re.split(r"^\$ .*\n", done.stdout, flags=re.MULTILINE)[1:]
+    assert done.returncode == 0 and len(said) == len(commands), f"{done.stdout}\n{done.stderr}"
+    return done, said
+
+
 @pytest.mark.slow
 def test_whoever_follows_the_page_has_a_recipe_that_keeps_all_promises(tmp_path):
     edits, commands, (report,) = parts(PAGE.read_text())
     commands = [command for command in commands if not OF_LIBRARIES.search(command)]
     assert len(edits) == 6 and commands[:2] == NOT_RUN and len(commands) == 12
-    for folder in ("amp_core", "amp_tools", "conf", "recipes", "scripts", "tests"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("train.py", "pyproject.toml"):
-        shutil.copy(ROOT / file, tmp_path)
+    copy_to(tmp_path)
     for name, anchor, content in edits:
         file = tmp_path / name
         if anchor is None:
@@ -85,11 +101,7 @@ def test_whoever_follows_the_page_has_a_recipe_that_keeps_all_promises(tmp_path)
         for long, shorter in SHORTER.items():
             command = command.replace(long, shorter)
         short.append(command + " steps=3" * (command.startswith("python train.py") and "steps=" not in command))
-    environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, "-c", DRIVER, json.dumps(short)]
-    done = subprocess.run(argv, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=200)
-    said = re.split(r"^\$ .*\n", done.stdout, flags=re.MULTILINE)[1:]
-    assert done.returncode == 0 and len(said) == len(short), f"{done.stdout}\n{done.stderr}"
+    done, said = typed(short, tmp_path)
     first, fp16, contract, _, tuned, lost, forecast, _, table, loop = said
     assert "initial: 5.bias, 5.weight" in tuned
     assert "amp=bf16" in first and "amp=fp16" in fp16 and all("finished 3 steps" in text for text in (first, fp16))
@@ -100,6 +112,38 @@ def test_whoever_follows_the_page_has_a_recipe_that_keeps_all_promises(tmp_path)
         assert line in lost + done.stderr, f"{line}\n{lost}\n{done.stderr}"
     assert all(f"| `{mode}` |" in table for mode in ("bf16", "fp16")) and "rmse_metres" in table
     assert "held out" in loop and list(tmp_path.glob("runs/mine/step_*/state.pt"))
+
+
+WISHES = ROOT / "docs" / "I_WANT_TO.md"
+
+
+@pytest.mark.slow
+def test_every_command_of_the_page_of_wishes_runs(tmp_path):
+    copy_to(tmp_path)
+    shutil.copytree(ROOT / "hydra_plugins", tmp_path / "hydra_plugins")
+    noise = np.random.default_rng(0)
+    for name in (*(f"pets/{part}/{kind}" for part in ("train", "val") for kind in ("cat", "dog")), "photos"):
+        (tmp_path / name).mkdir(parents=True)
+        for i in range(4):
+            Image.fromarray(noise.integers(0, 255, (28, 28), dtype=np.uint8)).save(tmp_path / name / f"{i}.png")
+    for part in ("cracks/train", "cracks/val"):
+        for kind in ("images", "masks"):
+            shutil.copytree(tmp_path / "photos", tmp_path / part / kind)
+        for mask in (tmp_path / part / "masks").iterdir():
+            Image.fromarray(np.eye(28, dtype=np.uint8) * 255).save(mask)
+    (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 400)
+    commands = re.findall(r"^\| [^|]* \| `(python [^`]*)`", WISHES.read_text(), re.MULTILINE)
+    assert len(commands) > 30 and commands[0] == "python train.py run_dir=runs/first"
+    short = []
+    for command in commands:
+        if " -m " in command or re.search(r"run_dir=\S+$", command):
+            command += " steps=3"
+        elif "train.py" in command and not re.search(r"--help|task=|dry_run", command):
+            command += " dry_run=true"
+        short.append(command.replace("amp=fp32,bf16,fp16 seed=1,2,3", "amp=bf16,fp16 seed=1,2"))
+    typed(short, tmp_path)
+    assert len((tmp_path / "runs/pets/predictions.jsonl").read_text().splitlines()) == 4
+    assert (tmp_path / "report.html").exists() and (tmp_path / "model.safetensors").exists()
 
 
 @pytest.mark.usefixtures("own_folder")
