@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.checks import KINDS
 from amp_core.config.errors import RunError
-from amp_core.config.redact import shown
 from amp_core.config.schema import DataConfig, read_option
 from amp_core.run.check import check_samples
+from amp_core.run.log import complain
 
 
 def main(arguments: list[str]) -> int:
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     try:
         check_samples(DataConfig(**values | {key: value for key, value in given.items() if value is not None}))
     except RunError as problem:
-        print("error: " + shown(str(problem)).replace("\n", "\n       "), file=sys.stderr)
+        complain(str(problem).replace("\n", "\n       "))
         return problem.exit_code
     return 0
 
