@@ -211,7 +211,7 @@ def _prepare(overrides: list[str]) -> Any:
     if run_dir is not None and is_finished(run_dir, values):
         say(f"already finished: {run_dir}")
         return None
-    return Job(values, run_dir, overrides, [sys.executable, *sys.argv], warnings)
+    return Job(values, run_dir, overrides, [sys.executable, *sys.argv], compose.note_on_run(values) + warnings)
 
 
 def _run(job: Any) -> int:
@@ -453,7 +453,8 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
         return 0
     from amp_core.run.environment import Job
 
-    job = Job(values, run_dir if writes else None, record.overrides, [sys.executable, *sys.argv], warnings)
+    notes = compose.note_on_run(values) + warnings
+    job = Job(values, run_dir if writes else None, record.overrides, [sys.executable, *sys.argv], notes)
     outcome = _launch(job)
     record.exit_code, record.error = outcome.exit_code, sweep.first_line(outcome.error)
     record.value = outcome.eval.get(str(record.metric))

@@ -119,7 +119,7 @@ def check_overrides(
             override = parse_override(text)
         except Exception:  # the parser raises several kinds
             override = None
-        if (path := PATH.match(text)) and (override is None or path[3].startswith("~")):
+        if (path := PATH.match(text)) and (override is None or path[3].startswith("~") or _is_there(path[3], override)):
             # Hydra reads neither umlauts nor ~ without quotes, and a shell leaves a ~ behind = as it is.
             override = parse_override(quoted(path[1], os.path.expanduser(path[3])))
         if override is None or not override.key_or_group:
@@ -133,6 +133,11 @@ def check_overrides(
         except ConfigError as refused:
             problems += refused.problems
     return sound, problems + [_say_unknown(override, sound, problems_of) for override in unknown]
+
+
+def _is_there(path: str, override: Override) -> bool:
+    """Whether what Hydra takes for several values is one folder, such as that of a job, amp=fp16,seed=1."""
+    return override.is_sweep_override() and len(path) < 4096 and "\0" not in path and os.path.exists(path)
 
 
 def _sound_form(override: Override, multirun: bool) -> list[str]:

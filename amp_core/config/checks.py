@@ -87,6 +87,11 @@ def class_names(folder: Path) -> list[str]:
         return sorted(entry.name for entry in entries if entry.is_dir())
 
 
+def names_of_classes(cfg: DataConfig) -> list[str]:
+    """Names of the classes of a data set, by number; none where a data set has numbers alone."""
+    return class_names(Path(cfg.path or "", "train").expanduser()) if cfg.name in DECODED else []
+
+
 Skipped = dict[str, tuple[int, str]]
 """By ending how many files are no images by their names, and one of them; hidden ones do not count."""
 
