@@ -58,18 +58,27 @@ from amp_core.cli.overrides import check_overrides, groups, quoted
 from amp_core.cli.run_folders import check_place, check_run_dir, choose_run_dir, is_finished, summary_of, sweep_subdir
 from amp_core.config.errors import STATUS, ConfigError, RunError
 from amp_core.config.redact import mask_what_python_prints, redact_typed, shown
-from amp_core.config.rules import build, validate, warnings_of
+from amp_core.config.rules import build, key_of, validate, warnings_of
 from amp_core.config.schema import Config, conf_dir, suggest
 from amp_core.config.threads import limit_spinning
 from amp_core.run.log import say
 
 ROOT = str(Path(__file__).resolve().parent)
+MOST_LINES = 40
+"""Problems that a message lists."""
+LONGEST = 8192
+"""Characters of an argument: Hydra's parser takes seconds for lists of that length, and minutes for longer ones."""
 
 
 def main(arguments: list[str]) -> int:
     """Run a command line. Returns the exit code."""
     limit_spinning()
     try:
+        if endless := [text for text in arguments if len(text) > LONGEST]:
+            raise ConfigError(
+                f"{endless[0][:40]}...: has {len(endless[0]):,} characters, expected at most {LONGEST:,}; put long "
+                f"values into an experiment file"
+            )
         if "--version" in arguments:
             say(f"amp-recipes {__version__}, torch {version('torch')}, hydra {version('hydra-core')}")
             return 0
@@ -135,8 +144,12 @@ def _without_dashes(key: str, value: str | None, arguments: list[str]) -> str:
 
 def _say_error(refused: RunError) -> None:
     if problems := getattr(refused, "problems", [str(refused)]):
-        lines = "\n       ".join(shown(redact_typed(problem)) for problem in problems)
-        print(f"error: {lines}", file=sys.stderr)
+        lines = [shown(redact_typed(problem)) for problem in problems[:MOST_LINES]]
+        lines = [line if len(line) < LONGEST else f"{line[:LONGEST]}..." for line in lines]
+        if more := problems[MOST_LINES:]:
+            lines.append(f"and {len(more)} more")
+        print("error:", "
+       ".join(lines), file=sys.stderr)
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -178,7 +191,8 @@ def _checked_values(values: dict[str, Any], overrides: list[str], problems: list
         problems.append(f"recipe.name={name}: there is no such recipe. {suggest(name, names())}")
     elif name is not None:
         found, warnings = preflight(cfg, find(name), broken)
-        problems += found
+        told = {key_of(problem) for problem in problems}
+        problems += [problem for problem in found if key_of(problem) not in told]
     if problems:
         raise ConfigError(problems)
     return cfg, warnings + warnings_of(cfg, {text.split("=")[0].lstrip("+") for text in overrides})

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ from amp_core.cli.overrides import (
     at_end,
     check_overrides,
     groups,
+    is_whole_range,
+    num_values,
     parse_override,
     quoted_value,
     read_once,
@@ -39,7 +42,7 @@ from amp_core.cli.overrides import (
 )
 from amp_core.cli.run_folders import check_length, environment_of, source_of, stored_config
 from amp_core.config.errors import ConfigError
-from amp_core.config.files import kind_of
+from amp_core.config.files import kind_of, why_not_yaml
 from amp_core.config.redact import items_of, secrets_in
 from amp_core.config.rules import differences, flatten
 from amp_core.config.schema import CONFIG_DIR, choices, conf_dir, config_dirs, suggest
@@ -47,6 +50,8 @@ from amp_core.config.schema import CONFIG_DIR, choices, conf_dir, config_dirs, s
 PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
 """What Hydra may make: its own and installed launchers and sweepers."""
 RECORDED = "holds a key or a password, and settings are recorded; leave it out"
+MOST_JOBS = 10_000
+"""Of a sweep: each one is checked before the first begins."""
 LENGTHS = {"steps", "epochs", "samples"}
 HERE = {
     "task", "predict_on", "run_dir", "resume", "allow_changes", "dry_run", "device", "layout", "log", "perf",
@@ -74,6 +79,8 @@ def check_config_dirs() -> None:
         for file in (*folder.glob("*/*.yaml"), *folder.glob("recipe/*.py")):
             if not file.is_file():
                 raise ConfigError(f"{file}: is {kind_of(file)}, expected a file")
+            if file.suffix == ".yaml" and folder != conf_dir() and (problem := why_not_yaml(file)):
+                raise ConfigError(f"{file}: {problem}")
             other = first.setdefault(f"{file.parent.name}/{file.name}", file)
             if other != file:
                 raise ConfigError(f"{file}: has the name of {other}; rename yours")
@@ -261,6 +268,8 @@ def _find_target(values: Any) -> str | None:
 def one_line(problem: BaseException) -> str:
     """What Hydra or OmegaConf said: what to type instead, or their words without what is only about their insides."""
     text = str(problem)
+    if isinstance(problem, RecursionError):
+        return "the settings are nested too deeply; expected a few levels"
     if "HydraConfig was not set" in text:
         return "${hydra:...} has no value in a configuration; write the path itself"
     if twice := re.search(r"Multiple values for (\w+)\..*: (\S+)'", text):
@@ -319,6 +328,12 @@ def sweep_of(overrides: list[str]) -> Sweep:
     if problems:
         raise ConfigError(problems)
     own = [o for o in (*map(parse_override, named), *parsed) if not o.key_or_group.startswith("hydra")]
+    # A search draws from whole ranges; those of fractions are written out.
+    counts = [num_values(o) for o in own if sweeper == "basic" or not is_whole_range(o)]
+    num_jobs = math.prod(counts) if sweeper == "basic" else max(counts, default=0)
+    if num_jobs > MOST_JOBS:
+        swept = ", ".join(o.input_line or "" for o in own if o.is_sweep_override())
+        raise ConfigError(f"{swept}: are {num_jobs:.4g} jobs; expected at most {MOST_JOBS:,}")
     if sweeper == "basic":
         if drawn := [o.input_line for o in own if isinstance(o.value(), IntervalSweep)]:
             raise ConfigError(f"{', '.join(map(str, drawn))}: an interval is for a search; use hydra/sweeper=optuna")

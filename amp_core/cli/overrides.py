@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any, get_args
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override, QuotedString
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, QuotedString, RangeSweep
 from hydra.core.plugins import Plugins
 
 from amp_core.cli.command import program
@@ -306,6 +307,24 @@ def _check_plugin(key: str, option: str) -> str | None:
     return f"{key}={option}: there is no such option. {suggest(option, [v for v in valid if v != 'optuna_types'])}"
 
 
+def num_values(override: Override) -> float:
+    """How many values an override gives a key."""
+    value: Any = override.value()
+    if not override.is_sweep_override() or isinstance(value, IntervalSweep | Glob):
+        return 1
+    if isinstance(value, RangeSweep):
+        return (
+            max(0, math.ceil((float(value.stop) - float(value.start)) / float(value.step))) if value.step else math.inf
+        )
+    return len(value.list)
+
+
+def is_whole_range(override: Override) -> bool:
+    """Whether this is a range of integers."""
+    value: Any = override.value()
+    return isinstance(value, RangeSweep) and isinstance(value.range(), range)
+
+
 def at_end(override: Override, end: int) -> str:
     """One end of the values of a search space, as an override: 0 the first, -1 the last."""
     if not override.is_sweep_override():
@@ -314,6 +333,8 @@ def at_end(override: Override, end: int) -> str:
     if isinstance(value, IntervalSweep):
         ends = (value.start, value.end)
         return f"{override.get_key_element()}={ends[end]}"
+    if is_whole_range(override):
+        return f"{override.get_key_element()}={override.value().range()[end]}"  # type: ignore[union-attr]
     return f"{override.get_key_element()}={list(override.sweep_string_iterator())[end]}"
 
 

@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import types
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -423,8 +424,9 @@ def _loader() -> Any:
 
     class Loader(SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [key.value for key, _ in node.value]
-            if twice := next((key for key in keys if keys.count(key) > 1), None):
+            keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+            if len(set(keys)) < len(keys):
+                twice = Counter(keys).most_common(1)[0][0]
                 raise ValueError(f"found duplicate key {twice}, line {node.start_mark.line + 1}")
             return super().construct_mapping(node, deep)
 

@@ -284,8 +284,9 @@ def distribution(override: Override) -> Any:
             kind = IntDistribution if isinstance(value.start, int) else FloatDistribution
             return kind(value.start, value.end, log="log" in value.tags)  # type: ignore[arg-type]
         if isinstance(value, RangeSweep):
-            numbers = list(value.range())
-            kind = IntDistribution if all(isinstance(number, int) for number in numbers) else FloatDistribution
+            numbers: Any = value.range()
+            kind = IntDistribution if isinstance(numbers, range) else FloatDistribution
+            numbers = numbers if isinstance(numbers, range) else list(numbers)
             return kind(numbers[0], numbers[-1], step=value.step)  # type: ignore[arg-type]
     except (ValueError, IndexError) as problem:
         raise ConfigError(f"{override.input_line}: {problem}") from problem
