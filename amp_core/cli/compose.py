@@ -29,6 +29,7 @@ from amp_core.cli.command import program
 from amp_core.cli.lease import num_cores
 from amp_core.cli.overrides import (
     FREE,
+    HYDRA,
     PATHS,
     at_end,
     check_overrides,
@@ -151,12 +152,33 @@ def compose(overrides: Sequence[str], *, to_show: bool = False) -> dict[str, Any
 def _composed(overrides: Sequence[str], to_show: bool = False) -> dict[str, Any]:
     with _as_config_error():
         cfg, hydra = _compose(overrides)
+        _check_hydra(hydra)
         chosen, typed = hydra.runtime.choices, set(_typed(overrides))
         swept = [str(key) for key in hydra.sweeper.get("params") or () if key not in typed]
         if swept and not to_show:
             name = chosen.get("experiment")
             raise ConfigError(f"experiment={name}: gives {', '.join(swept)} several values, which is a sweep; add -m")
         return _plain(cfg, chosen, typed)
+
+
+_LOGS_NOTHING = {"version": 1, "root": None, "disable_existing_loggers": False}
+_OF_HYDRA = {
+    "hydra_logging": _LOGS_NOTHING, "job_logging": _LOGS_NOTHING, "callbacks": {}, "output_subdir": None, "verbose": False,
+    "run.dir": ".", "sweep.subdir": ".", "job.chdir": False, "job.env_set": {}, "job.env_copy": [],
+}  # fmt: skip
+"""What a file may not change of Hydra: a class that its logging or a callback names is called, and opens files."""
+
+
+def _check_hydra(hydra: Any) -> None:
+    """Raises ConfigError where a file has changed what is not used of Hydra."""
+    values: Any = OmegaConf.to_container(hydra, resolve=False)
+    for key, ours in _OF_HYDRA.items():
+        node, _, leaf = key.rpartition(".")
+        if (values[node] if node else values).get(leaf) != ours:
+            reason = next(
+                (said for name, said in HYDRA.items() if name.replace("/", ".") == f"hydra.{key}"), "leave it out"
+            )
+            raise ConfigError(f"hydra.{key}: {reason}")
 
 
 def _of_run(folder: Path, values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -306,13 +328,14 @@ def sweep_of(overrides: list[str]) -> Sweep:
     parsed = [parse_override(text) for text in overrides]
     with _as_config_error():
         _, hydra = _compose([o.input_line or "" for o in parsed if not o.is_sweep_override()], with_hydra=True)
+        _check_hydra(hydra)
         config: dict[str, Any] = {
             part: OmegaConf.to_container(hydra[part], resolve=True) for part in ("launcher", "sweeper")
         }
         sweep_dir = str(hydra.sweep.dir)
     for part, settings in config.items():
         # Hydra makes these, so an interpolation or a file of the user's must not have brought another class.
-        if not settings.pop("_target_").startswith(PLUGINS) or _find_target(settings) or hydra.callbacks:
+        if not settings.pop("_target_").startswith(PLUGINS) or _find_target(settings):
             raise ConfigError(f"hydra.{part}: _target_ is refused: a config never runs code")
     if secret := list(secrets_in(config, "hydra")):
         raise ConfigError(f"{', '.join(secret)}: {RECORDED}")

@@ -30,20 +30,22 @@ HYDRA = {
     "hydra.job.name": "a run is named by its folder; use run_dir=runs/mine",
     "hydra.job.env_set": "set variables in the shell, before the command; leave it out",
     "hydra/sweeper/sampler": "is a key of the sweeper; use hydra.sweeper.sampler=tpe",
-    "hydra.callbacks": "a callback names a class, and a config never runs code; leave it out",
+    "hydra.callbacks": "a callback names a class (_target_), and a config never runs code; leave it out",
     "hydra.searchpath": "your own YAML files are found with the flag --config-dir <folder>; leave it out",
     "hydra.verbose": "Hydra's own log is off, and train.log holds all of the run's; leave it out",
     **dict.fromkeys(("hydra/job_logging", "hydra/hydra_logging"), "log= sets what is logged; use log=none to be quiet"),
-    "hydra/callbacks": "a callback names a class, and a config never runs code; leave it out",
+    "hydra/callbacks": "a callback names a class (_target_), and a config never runs code; leave it out",
 }
 """What people set of Hydra, why it is not used here, and what to type instead."""
 IN_SWEEPS = ("hydra/launcher", "hydra.launcher.", "hydra/sweeper", "hydra.sweeper.", "hydra.sweep.dir")
 MEANT = {
     "amp": {
-        **dict.fromkeys(("16", "16-mixed", "float16", "half", "true"), "fp16"),
-        **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
-        **dict.fromkeys(("32", "32-true", "float32", "no", "false"), "fp32"),
-        "bf16-true": "bf16_pure",
+        **dict.fromkeys(("16", "16-mixed", "fp16-mixed", "float16", "half", "true"), "fp16"),
+        **dict.fromkeys(("bf16-mixed", "bfloat16", "bfloat16-mixed"), "bf16"),
+        **dict.fromkeys(("32", "32-true", "float32", "float", "full", "no", "false"), "fp32"),
+        **dict.fromkeys(("bf16-true", "bfloat16-true"), "bf16_pure"),
+        **dict.fromkeys(("float8", "fp8-mixed", "e4m3", "transformer-engine"), "fp8"),
+        **dict.fromkeys(("16-true", "fp16-true"), "o3"),
     },
     "perf": {"true": "compile"},
     "layout": {"dp": "data_parallel"},
@@ -313,9 +315,8 @@ def num_values(override: Override) -> float:
     if not override.is_sweep_override() or isinstance(value, IntervalSweep | Glob):
         return 1
     if isinstance(value, RangeSweep):
-        return (
-            max(0, math.ceil((float(value.stop) - float(value.start)) / float(value.step))) if value.step else math.inf
-        )
+        start, stop, step = (float(each or 0) for each in (value.start, value.stop, value.step))
+        return max(0, math.ceil((stop - start) / step)) if step else math.inf
     return len(value.list)
 
 

@@ -98,7 +98,7 @@ def why_not_yaml(path: Path) -> str | None:
         return sizes[id(node)]
 
     try:
-        text = read_text(path, OWN_YAML_FILE)
+        text = read_bytes(path, OWN_YAML_FILE).decode(errors="replace")
         if "*" in text and (node := compose(text, SafeLoader)) is not None and size(node) > OWN_YAML_FILE:
             return "its anchors unfold to more than any configuration holds; write the values themselves"
     except (OSError, ValueError) as problem:
