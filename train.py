@@ -54,13 +54,14 @@ from amp_core.cli import compose, sweep
 from amp_core.cli.command import program, tool
 from amp_core.cli.help import help_text
 from amp_core.cli.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
-from amp_core.cli.overrides import check_overrides, groups, quoted
+from amp_core.cli.overrides import MEANT, check_overrides, groups, quoted
 from amp_core.cli.run_folders import check_place, check_run_dir, choose_run_dir, is_finished, summary_of, sweep_subdir
 from amp_core.config.errors import STATUS, ConfigError, RunError
 from amp_core.config.redact import mask_what_python_prints, redact_typed, shown
 from amp_core.config.rules import build, key_of, validate, warnings_of
 from amp_core.config.schema import Config, conf_dir, suggest
 from amp_core.config.threads import limit_spinning
+from amp_core.run import locks
 from amp_core.run.log import say
 
 ROOT = str(Path(__file__).resolve().parent)
@@ -106,18 +107,21 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
-        if dashed := re.match(r"unrecognized arguments: --?([\w.-]+)(?:=(\S+))?", message):
-            hint = _without_dashes(dashed[1].replace("-", "_"), dashed[2], arguments)
-            message = f"{message}. {hint}" if hint else message
-        raise ConfigError(f"{message}; settings are written key=value, see {program()} --help")
+        message = message.partition(" could match ")[0]
+        if message.startswith("ambiguous option: --config"):
+            raise ConfigError(f"--config: is not used here: {instead['config_name']}")
+        dashed = re.findall(r"(?<=\s)--?([A-Za-z][\w.-]*)(?:=(\S+))?", message) if "unrecognized" in message else []
+        hints = [_without_dashes(key.replace("-", "_"), value or None, arguments) for key, value in dashed]
+        hint = f" Did you mean {' '.join(hints)}?" if hints and all(hints) else ""
+        raise ConfigError(f"{message}.{hint} Settings are written key=value, see {program()} --help")
 
-    parser.error = refuse
-    flags = parser.parse_intermixed_args(arguments)
     instead = {
         "config_path": "--config-dir <folder> adds your YAML files to ours",
         "config_name": "put it into <folder>/experiment/mine.yaml; use --config-dir <folder> experiment=mine",
         "experimental_rerun": "use run_dir=<folder of the run>, which continues it",
     }
+    parser.error = refuse
+    flags = parser.parse_intermixed_args(arguments)
     for name, how in instead.items():
         if getattr(flags, name, None):
             raise ConfigError(f"--{name.replace('_', '-')}: is not used here: {how}")
@@ -130,16 +134,18 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _without_dashes(key: str, value: str | None, arguments: list[str]) -> str:
-    """What a flag of another program is called here."""
+    """What a flag of another program is called here; empty: nothing."""
     if value is None:
         flags = [text.lstrip("-").replace("-", "_") for text in arguments]
         after = arguments[flags.index(key) + 1 :][:1] if key in flags else []
         value = after[0] if after and not re.match(r"-|[\w.+~/@]+=", after[0]) else "true"
+    value = MEANT.get(key, {}).get(value, value)
     _, problems = check_overrides([f"{key}={value}"], multirun=True, problems_of=_problems_of)
     said = re.search(r"Did you mean (.*?)\?", problems[0]) if problems else None
     if problems and said is None:
         return ""
-    return f"Did you mean {said[1] if said else f'{key}={value}'}?"
+    meant = said[1] if said else f"{key}={value}"
+    return meant if "=" in meant else f"{key}={meant}"
 
 
 def _say_error(refused: RunError) -> None:
@@ -148,8 +154,7 @@ def _say_error(refused: RunError) -> None:
         lines = [line if len(line) < LONGEST else f"{line[:LONGEST]}..." for line in lines]
         if more := problems[MOST_LINES:]:
             lines.append(f"and {len(more)} more")
-        print("error:", "
-       ".join(lines), file=sys.stderr)
+        print("error:", "\n       ".join(lines), file=sys.stderr)
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -179,8 +184,12 @@ def _problems_of(sound: list[str]) -> list[str]:
 
 
 def _checked_values(values: dict[str, Any], overrides: list[str], problems: list[str]) -> tuple[Config, list[str]]:
+    told = {key_of(problem) for problem in problems}
+    if told & {"recipe", "experiment"}:  # they bring most settings
+        raise ConfigError(problems)
     cfg, found, broken = validate(values)
-    problems += found
+    # Where an option is unknown, the default one has its place, which none of the other settings was meant for.
+    problems += [problem for problem in found if key_of(problem).split(".")[0] not in told]
     # torch is imported from here on: `--help` and `--cfg job` do not need it.
     from amp_core.run.preflight import preflight
     from recipes import find, names
@@ -191,8 +200,10 @@ def _checked_values(values: dict[str, Any], overrides: list[str], problems: list
         problems.append(f"recipe.name={name}: there is no such recipe. {suggest(name, names())}")
     elif name is not None:
         found, warnings = preflight(cfg, find(name), broken)
-        told = {key_of(problem) for problem in problems}
-        problems += [problem for problem in found if key_of(problem) not in told]
+        told |= {key_of(problem) for problem in problems}
+        if any(key.startswith("optimizer.") for key in told):
+            found = [problem for problem in found if "refuses its settings" not in problem]  # which were told
+        problems += [problem for problem in found if told.isdisjoint((key_of(problem), key_of(problem).split(".")[0]))]
     if problems:
         raise ConfigError(problems)
     return cfg, warnings + warnings_of(cfg, {text.split("=")[0].lstrip("+") for text in overrides})
@@ -203,6 +214,9 @@ def _single(overrides: list[str]) -> int:
 
     sweep.end_with_parent()
     if launched():
+        from amp_core.run.process import check_variables
+
+        check_variables()
         return _under_torchrun(overrides)
     job = _prepare(overrides)
     return _run(job) if job is not None else 0
@@ -303,6 +317,8 @@ def _sweep(overrides: list[str]) -> int:
     planned, sound, cfg = _plan_sweep(overrides)
     if cfg.data.check:
         raise ConfigError("data.check=true: checks one data set; leave out -m")
+    if planned.sweeper == "basic" and len(planned.jobs) == 1:
+        say("-m: one job, since no setting has several values; write them as seed=1,2,3")
     sweep_dir = Path(planned.dir)
     _add_to_path()
     if planned.num_parallel and planned.num_parallel > 1:
@@ -312,6 +328,17 @@ def _sweep(overrides: list[str]) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # or every job would use all cores
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions on instead of printing them
     Sweeper.validate_batch_is_legal = lambda self, batch: None  # every job was checked: a minute for 400 of them
+    try:
+        sweep_dir.mkdir(parents=True, exist_ok=True)
+        lock = locks.lock_folder(sweep_dir)
+    except (ConfigError, OSError) as problem:
+        said = str(problem).removeprefix(f"run_dir={sweep_dir}: ").replace("another run_dir", "another folder")
+        raise ConfigError(f"hydra.sweep.dir={sweep_dir}: {said}") from problem
+    with lock:  # for as long as it is open
+        return _run_sweep(planned, sound, sweep_dir)
+
+
+def _run_sweep(planned: compose.Sweep, sound: list[str], sweep_dir: Path) -> int:
     sweep.begin(sweep_dir)
     before = {number: signal.getsignal(number) for number in sweep.SIGNALS}
     code, failed = 0, False

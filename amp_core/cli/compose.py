@@ -163,8 +163,8 @@ def _composed(overrides: Sequence[str], to_show: bool = False) -> dict[str, Any]
 
 _LOGS_NOTHING = {"version": 1, "root": None, "disable_existing_loggers": False}
 _OF_HYDRA = {
-    "hydra_logging": _LOGS_NOTHING, "job_logging": _LOGS_NOTHING, "callbacks": {}, "output_subdir": None, "verbose": False,
-    "run.dir": ".", "sweep.subdir": ".", "job.chdir": False, "job.env_set": {}, "job.env_copy": [],
+    "hydra_logging": _LOGS_NOTHING, "job_logging": _LOGS_NOTHING, "callbacks": {}, "output_subdir": None,
+    "verbose": False, "run.dir": ".", "sweep.subdir": ".", "job.chdir": False, "job.env_set": {}, "job.env_copy": [],
 }  # fmt: skip
 """What a file may not change of Hydra: a class that its logging or a callback names is called, and opens files."""
 

@@ -249,8 +249,8 @@ def _check_run(cfg: Config) -> Iterator[str]:
         yield f"debug.inject.rank={inject.rank}: layout={cfg.layout.name} has only rank 0"
     if cfg.resume not in ("auto", "last", "never", None) and not Path(cfg.resume).exists():
         yield (
-            f"resume={cfg.resume}: there is no such file or folder; expected auto, last, never, "
-            f"or the folder of a run or of a checkpoint"
+            f"resume={cfg.resume}: there is no such file or folder. {suggest(cfg.resume, ('auto', 'last', 'never'))} "
+            f"Or the folder of a run or of a checkpoint"
         )
     if cfg.resume == "last" and cfg.run_dir is not None:
         yield f"resume=last: finds the run folder itself; leave out run_dir={cfg.run_dir}, or use resume=auto"

@@ -9,7 +9,8 @@ import torch
 
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
 from amp_core.config.checks import names_of_classes
-from amp_core.config.errors import ConfigError
+from amp_core.config.errors import CheckpointError, ConfigError
+from amp_core.config.lengths import MOST_STEPS
 from amp_core.config.rules import MAY_CHANGE, SHARDED, differences, is_elastic
 from amp_core.config.schema import Config, choices, read_option, show_value
 from amp_core.lowp.islands import islands_of, keep_fp32, named_modules
@@ -34,6 +35,24 @@ def progress_of(loop: Loop) -> dict[str, Any]:
         "is_evaluated": loop.evaluation.step == loop.step,
         "excluded": loop.data.excluded,
     }
+
+
+def _check_progress(loaded: Loaded) -> None:
+    """Raises CheckpointError for counts that no run has written."""
+    exact = 2**53  # of floats, in which lengths are computed
+    ranges = {
+        "step": (0, MOST_STEPS),
+        "samples": (0, exact),
+        "samples_per_step": (1, exact),
+        "planned_samples": (1, exact),
+    }
+    for key, (least, most) in ranges.items():
+        value = loaded.progress.get(key, least if key == "planned_samples" else None)
+        if type(value) is not int or not least <= value <= most:
+            raise CheckpointError(
+                f"{loaded.path}: progress.{key} is {value!r}, expected a whole number from {least} to {most:,}; use "
+                f"resume=<another checkpoint>"
+            )
 
 
 def set_progress(loop: Loop, progress: dict[str, Any]) -> None:
@@ -108,11 +127,12 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
     ):
         loaded = loop.checkpoint.load(cfg.run_dir)
     if loaded is None:
-        warnings = _spread(loop, notes)
+        warnings = _spread(loop, notes) + repeats(loop)
         if env.run_dir is not None and (env.run_dir / "metrics.jsonl").exists():
             notes.append("the run folder has no checkpoint yet: starting from step 0")
         return notes, warnings
     notes += loaded.notes
+    _check_progress(loaded)
     now, loop.classes = loop.classes, list(loaded.progress.get("classes", loop.classes))
     if now != loop.classes:
         others = ", ".join(sorted({*now} ^ {*loop.classes})[:3])
@@ -120,7 +140,7 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
     if cfg.task == "train":
         _check_changes(loop, loaded, notes)
         _keep_samples_per_step(loop, loaded, notes)
-    warnings = _spread(loop, notes)
+    warnings = _spread(loop, notes) + repeats(loop)
     set_progress(loop, loaded.progress)
     progress = loaded.progress
     loop.metrics.load_states(progress.get("meters", []), env.rank, progress.get("skipped_of", {}))
@@ -199,6 +219,17 @@ def _keep_samples_per_step(loop: Loop, loaded: Loaded, notes: list[str]) -> None
     if not cfg.allow_changes:
         raise ConfigError(problem)
     notes.append(problem)
+
+
+def repeats(loop: Loop) -> list[str]:
+    """A warning where a step takes more samples than there are."""
+    samples, there = loop.feed.samples_per_step, len(loop.data.train)
+    if samples <= there:
+        return []
+    return [
+        f"batch_size={loop.cfg.batch_size}: a step takes {samples:,} samples of a data set of {there:,}, so each one "
+        f"{samples / there:.3g} times; use a smaller batch_size or accumulation"
+    ]
 
 
 def _spread(loop: Loop, notes: list[str]) -> list[str]:

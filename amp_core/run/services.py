@@ -21,7 +21,7 @@ from amp_core.run.inject import fault as inject_fault
 from amp_core.run.layers import show_layers
 from amp_core.run.log import Log, say
 from amp_core.run.loop import Loop
-from amp_core.run.resume import open_checkpoint, progress_of, resume
+from amp_core.run.resume import open_checkpoint, progress_of, repeats, resume
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import unwrap
 
@@ -66,7 +66,7 @@ def predict(loop: Loop, notes: list[str]) -> None:
 def dry_run(loop: Loop, count: Callable[[Any], Tensor] | None) -> Iterator[list[MicroBatch]]:
     """Print the plan, and have the recipe compute a small window for the table of layers."""
     if loop.env.is_main:
-        say("\n".join([*loop.env.job.notes, plan(loop), plan_in_detail(loop)]))
+        say("\n".join([*loop.env.job.notes, *repeats(loop), plan(loop), plan_in_detail(loop)]))
     yield from show_layers(loop, count)
 
 

@@ -66,7 +66,6 @@ class OptunaSweeper(Sweeper):
         """
         from amp_core.cli.sweep import asked_to_stop
         from amp_core.config.errors import ConfigError, RunError
-        from amp_core.run.locks import lock_folder
         from amp_core.run.log import say
 
         if importlib.util.find_spec("optuna") is None:
@@ -83,19 +82,15 @@ class OptunaSweeper(Sweeper):
             )
         folder = Path(self._config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(folder)  # one search at a time writes to the study
-        try:
-            study = self._open(folder, overrides, space)
-            OmegaConf.save(self._config, folder / "multirun.yaml")
-            while batch := self._next_trials(study, space):
-                if asked_to_stop(folder):
-                    break
-                self._run(study, batch, overrides, space, folder)
-            self._tell_all(study, folder)
-            if not asked_to_stop(folder) and not any(trial.state.name == "COMPLETE" for trial in study.trials):
-                raise RunError(f"{folder}: no trial finished; the error of each is above")
-        finally:
-            lock.close()
+        study = self._open(folder, overrides, space)
+        OmegaConf.save(self._config, folder / "multirun.yaml")
+        while batch := self._next_trials(study, space):
+            if asked_to_stop(folder):
+                break
+            self._run(study, batch, overrides, space, folder)
+        self._tell_all(study, folder)
+        if not asked_to_stop(folder) and not any(trial.state.name == "COMPLETE" for trial in study.trials):
+            raise RunError(f"{folder}: no trial finished; the error of each is above")
         say(f"results: {folder / 'optimization_results.yaml'}")
 
     def _open(self, folder: Path, overrides: dict[str, Override], space: dict[str, Any]) -> Any:
