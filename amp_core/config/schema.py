@@ -453,21 +453,29 @@ SAME = {
 
 
 def is_misspelt(word: str, name: str) -> bool:
-    """Whether `word` is `name` with a slip of the hand: a letter in four added, left out, changed or swapped.
+    """Whether `word` is `name` with a slip of the hand: a letter in four of a part added, left out, changed or swapped.
 
-    Numbers have to be the same: resnet34 is not resnet18.
+    Numbers have to have the same digits, and each word by itself: resnet34 is not resnet18, max_scale is not min_scale.
     """
-    a, b = (re.sub(r"[-_.]", "", text.lower()) for text in (word, name))
-    if re.findall(r"\d+", a) != re.findall(r"\d+", b) or abs(len(a) - len(b)) > max(len(a), len(b)) // 4:
+    a, b = (re.split("[-_.]", text.lower()) for text in (word, name))
+    digits_a, digits_b = (sorted(re.sub(r"\D", "", "".join(parts))) for parts in (a, b))
+    if digits_a != digits_b:
         return False
-    last, row = [], list(range(len(b) + 1))  # optimal string alignment
-    for i, x in enumerate(a, 1):
+    if len(a) != len(b):  # a sign was left out
+        return _is_near("".join(a), "".join(b))
+    return all(x == y or (x and len(a) > 1 and y.startswith(x)) or _is_near(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _is_near(a: str, b: str) -> bool:
+    """Whether the optimal string alignment of two words has at most an edit for every four letters."""
+    last, row = [], list(range(len(b) + 1))
+    for i, x in enumerate(a[:100], 1):
         before, last, row = last, row, [i]
         for j, y in enumerate(b, 1):
             row.append(min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (x != y)))
             if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
                 row[j] = min(row[j], before[j - 2] + 1)
-    return row[-1] <= max(1, min(len(a), len(b)) // 4)
+    return len(a) <= 100 and row[-1] <= max(1, min(len(a), len(b)) // 4)
 
 
 def suggest(word: str, valid: Iterable[str]) -> str:
@@ -552,7 +560,7 @@ def parse(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
     dot = f"{key}." if key else ""
     for name in values:
         if name not in fields:
-            problems.append(f"{dot}{name}: there is no such key. {suggest(name, [dot + f for f in fields])}")
+            problems.append(f"{dot}{name}: there is no such key. {suggest(dot + name, [dot + f for f in fields])}")
     taken = {}
     for name, expected in fields.items():
         if name not in values:
@@ -589,7 +597,7 @@ def _plain(value: Any) -> Any:  # what 1000.0, '5', None and 'yes' were meant fo
             return int(base) ** int(power) if power else int(base) * {"k": 1000, "m": 1_000_000}[unit]
     if isinstance(value, str) and re.fullmatch(r"[\w.+-]+", value):
         return None if value.lower() == "none" else parse_yaml(value)
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
 def show_value(value: Any) -> str:

@@ -334,6 +334,28 @@ def test_a_checkpoint_alone_names_settings_that_it_takes(runs_of, capsys, monkey
     assert train.main(typed) == 0, capsys.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["step", "samples", "samples_per_step", "planned_samples"])
+@pytest.mark.parametrize("value", [-5, math.nan, math.inf, 2**62, 2**200, 1.5, "1", None, True, [1]], ids=str)
+def test_counts_that_no_run_has_written_are_refused(key, value, trained, capsys):
+    state = torch.load(trained, weights_only=True)
+    state["progress"][key] = value
+    torch.save(state, "changed.pt")
+    for task in ("train", "evaluate"):
+        arguments_ = [each for each in arguments("classification", f"task={task}") if "run_dir" not in each]
+        assert train.main([*arguments_, "resume=changed.pt", "run_dir=b", "steps=3"]) == 3
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and f"changed.pt: progress.{key} is {value!r}, expected a whole number" in said
+    assert not Path("b").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The file of a checkpoint."""
+    folder = tmp_path_factory.mktemp("trained")
+    run("classification", folder / "a", "steps=2")
+    return checkpoints(folder / "a")[-1] / "state.pt"
+
+
 @pytest.mark.slow
 def test_two_ranks_write_the_file_of_one():
     run("segmentation", "a", "steps=2", "amp=fp32")
