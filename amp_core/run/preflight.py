@@ -63,8 +63,10 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
         if found and (meant := tag_of_timm(cfg.model.name)):
             found = [f"model.name={cfg.model.name}: there is no such network. {meant}"]
         problems += found + check_weights(cfg)
-        is_ours = recipe.__name__.startswith("recipes.")  # others may load weights themselves
-        if is_ours and cfg.model.weights is None and [*Path(cfg.model.name.removeprefix("hf:")).glob("*.safetensors")]:
+        folder = Path(cfg.model.name.removeprefix("hf:")) if cfg.model.name.startswith("hf:") else None
+        # A recipe of somebody else may load weights itself.
+        is_ours = recipe.__name__.startswith("recipes.")
+        if is_ours and cfg.model.weights is None and folder is not None and [*folder.glob("*.safetensors")]:
             warnings.append(f"model.name={cfg.model.name}: its weights are not used; model.weights=default loads them")
         if not found and sound("amp", "perf"):
             _check_parts(cfg, recipe.MODELS, problems)

@@ -135,7 +135,7 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
         problems.append(f"model.fresh={list(fresh)}: nothing of model.weights={path} is left to load; leave out both")
     if wrong := [*missing, *unlike, *unknown]:
         places = sorted({_outermost(name, taken.keys() - unlike) for name in wrong})
-        if any(found[name].shape[1:] == own[name].shape[1:] and re.search("emb|wte", name) for name in unlike):
+        if any(found[name].shape[1:] == own[name].shape[1:] and _holds_tokens(net, name) for name in unlike):
             problems[-1] += ". The vocabularies differ, so no token means the same: leave out model.weights"
         elif len(wrong) < len(own) and len(places) <= 4:
             listed = ",".join(f'"{name}"' for name in places)
@@ -155,6 +155,12 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
     dtypes = sorted({str(found[name].dtype).removeprefix("torch.") for name in taken})
     left = sorted(name for name in own if name in kept)
     return f"{len(taken)} tensors ({', '.join(dtypes)}) from {path}" + (f"; initial: {first_few(left)}" if left else "")
+
+
+def _holds_tokens(net: nn.Module, name: str) -> bool:
+    """Whether a tensor has a row for each token of a vocabulary."""
+    module = net.get_submodule(name.rpartition(".")[0])
+    return isinstance(module, nn.Embedding) and re.search("pos|wpe", name) is None
 
 
 _EXPECTED = f"a file ({', '.join(SUFFIXES)}), the folder of a run, or one with model.safetensors"

@@ -12,9 +12,13 @@ from tiers import rows
 from yaml import MappingNode, Mark, ScalarNode
 
 import train
+from amp_core.cli import compose
 from amp_core.cli.overrides import WORDS, groups, typed_keys
 from amp_core.config.errors import ConfigError
-from amp_core.config.schema import CONFIG_DIR, _loader, choices, is_misspelt
+from amp_core.config.rules import validate
+from amp_core.config.schema import CONFIG_DIR, _loader, choices, conf_dir, is_misspelt
+from amp_core.run.preflight import preflight
+from recipes import find
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -504,3 +508,22 @@ def test_reading_a_mapping_compares_no_key_with_all_others():
     pairs.append(pairs[0])
     with pytest.raises(ValueError, match="duplicate key k0"):
         loader.construct_mapping(MappingNode("tag:yaml.org,2002:map", pairs, start))
+
+
+@pytest.mark.parametrize("recipe, is_warned", [("classification", True), ("mine", False)])
+@pytest.mark.parametrize("name", ["hf:theirs", "cnn"])
+def test_weights_beside_a_network_are_mentioned_where_a_recipe_of_ours_would_not_load_them(
+    recipe, is_warned, name, own_folder
+):
+    """Not of a recipe of one's own, which may load them itself, and not of a folder with the name of a network."""
+    for folder in ("theirs", "cnn"):
+        (own_folder / folder).mkdir()
+        (own_folder / folder / "model.safetensors").touch()
+    (own_folder / "recipe").mkdir()
+    (own_folder / "recipe" / "mine.py").write_text("from recipes.classification import DATA, MODELS, Knobs, run\n")
+    text = (conf_dir() / "recipe" / "classification.yaml").read_text()
+    (own_folder / "recipe" / "mine.yaml").write_text(text.replace("name: classification", "name: mine"))
+    compose.use_config_dir(".")
+    cfg, _, broken = validate(compose.compose([f"recipe={recipe}", f"model.name={name}"]))
+    said = " ".join(preflight(cfg, find(recipe), broken)[1])
+    assert ("its weights are not used" in said) == (is_warned and name != "cnn")
