@@ -83,7 +83,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def why_not_yaml(path: Path) -> str | None:
     """Why a user's YAML file is not read by Hydra; None: it is small, also when its anchors are unfolded."""
-    from yaml import SafeLoader, compose
+    from amp_core.config.schema import node_of_yaml
 
     sizes: dict[int, int] = {}
 
@@ -99,7 +99,7 @@ def why_not_yaml(path: Path) -> str | None:
 
     try:
         text = read_bytes(path, OWN_YAML_FILE).decode(errors="replace")
-        if "*" in text and (node := compose(text, SafeLoader)) is not None and size(node) > OWN_YAML_FILE:
+        if "*" in text and (node := node_of_yaml(text)) is not None and size(node) > OWN_YAML_FILE:
             return "its anchors unfold to more than any configuration holds; write the values themselves"
     except (OSError, ValueError) as problem:
         return f"cannot be read: {getattr(problem, 'strerror', None) or problem}"

@@ -417,6 +417,11 @@ def parse_yaml(text: str) -> Any:
     return _loader()(text).get_single_data()
 
 
+def node_of_yaml(text: str) -> Any:
+    """The tree of YAML text, in which an alias is the node that it stands for; None for an empty text."""
+    return _loader()(text).get_single_node()
+
+
 @functools.cache
 def _loader() -> Any:
     """PyYAML's safe loader, which reads numbers as OmegaConf does, such as 1e-3, and leaves dates as text."""
