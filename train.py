@@ -54,7 +54,7 @@ from amp_core.cli import compose, sweep
 from amp_core.cli.command import program, tool
 from amp_core.cli.help import help_text
 from amp_core.cli.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
-from amp_core.cli.overrides import check_overrides, groups, quoted
+from amp_core.cli.overrides import MEANT, check_overrides, groups, quoted
 from amp_core.cli.run_folders import (
     check_place,
     check_run_dir,
@@ -65,19 +65,29 @@ from amp_core.cli.run_folders import (
     varied,
 )
 from amp_core.config.errors import STATUS, ConfigError, RunError
-from amp_core.config.redact import mask_what_python_prints, redact_typed
-from amp_core.config.rules import build, validate, warnings_of
+from amp_core.config.redact import mask_what_python_prints, redact_typed, shown
+from amp_core.config.rules import build, key_of, validate, warnings_of
 from amp_core.config.schema import Config, conf_dir, suggest
 from amp_core.config.threads import limit_spinning
+from amp_core.run import locks
 from amp_core.run.log import complain, say
 
 ROOT = str(Path(__file__).resolve().parent)
+MOST_LINES = 40
+"""Problems that a message lists."""
+LONGEST = 8192
+"""Characters of an argument: Hydra's parser takes seconds for lists of that length, and minutes for longer ones."""
 
 
 def main(arguments: list[str]) -> int:
     """Run a command line. Returns the exit code."""
     limit_spinning()
     try:
+        if endless := [text for text in arguments if len(text) > LONGEST]:
+            raise ConfigError(
+                f"{endless[0][:40]}...: has {len(endless[0]):,} characters, expected at most {LONGEST:,}; put long "
+                f"values into an experiment file"
+            )
         if "--version" in arguments:
             say(f"amp-recipes {__version__}, torch {version('torch')}, hydra {version('hydra-core')}")
             return 0
@@ -105,18 +115,21 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
-        if dashed := re.match(r"unrecognized arguments: --?([\w.-]+)(?:=(\S+))?", message):
-            hint = _without_dashes(dashed[1].replace("-", "_"), dashed[2], arguments)
-            message = f"{message}. {hint}" if hint else message
-        raise ConfigError(f"{message}; settings are written key=value, see {program()} --help")
+        message = message.partition(" could match ")[0]
+        if message.startswith("ambiguous option: --config"):
+            raise ConfigError(f"--config: is not used here: {instead['config_name']}")
+        dashed = re.findall(r"(?<=\s)--?([A-Za-z][\w.-]*)(?:=(\S+))?", message) if "unrecognized" in message else []
+        hints = [_without_dashes(key.replace("-", "_"), value or None, arguments) for key, value in dashed]
+        hint = f" Did you mean {' '.join(hints)}?" if hints and all(hints) else ""
+        raise ConfigError(f"{message}.{hint} Settings are written key=value, see {program()} --help")
 
-    parser.error = refuse
-    flags = parser.parse_intermixed_args(arguments)
     instead = {
         "config_path": "--config-dir <folder> adds your YAML files to ours",
         "config_name": "put it into <folder>/experiment/mine.yaml; use --config-dir <folder> experiment=mine",
         "experimental_rerun": "use run_dir=<folder of the run>, which continues it",
     }
+    parser.error = refuse
+    flags = parser.parse_intermixed_args(arguments)
     for name, how in instead.items():
         if getattr(flags, name, None):
             raise ConfigError(f"--{name.replace('_', '-')}: is not used here: {how}")
@@ -129,21 +142,27 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _without_dashes(key: str, value: str | None, arguments: list[str]) -> str:
-    """What a flag of another program is called here."""
+    """What a flag of another program is called here; empty: nothing."""
     if value is None:
         flags = [text.lstrip("-").replace("-", "_") for text in arguments]
         after = arguments[flags.index(key) + 1 :][:1] if key in flags else []
         value = after[0] if after and not re.match(r"-|[\w.+~/@]+=", after[0]) else "true"
+    value = MEANT.get(key, {}).get(value, value)
     _, problems = check_overrides([f"{key}={value}"], multirun=True, problems_of=_problems_of)
     said = re.search(r"Did you mean (.*?)\?", problems[0]) if problems else None
     if problems and said is None:
         return ""
-    return f"Did you mean {said[1] if said else f'{key}={value}'}?"
+    meant = said[1] if said else f"{key}={value}"
+    return meant if "=" in meant else f"{key}={meant}"
 
 
 def _say_error(refused: RunError) -> None:
     if problems := getattr(refused, "problems", [str(refused)]):
-        complain("\n       ".join(map(redact_typed, problems)))
+        lines = [shown(redact_typed(problem)) for problem in problems[:MOST_LINES]]
+        lines = [line if len(line) < LONGEST else f"{line[:LONGEST]}..." for line in lines]
+        if more := problems[MOST_LINES:]:
+            lines.append(f"and {len(more)} more")
+        complain("\n       ".join(lines))
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -173,8 +192,12 @@ def _problems_of(sound: list[str]) -> list[str]:
 
 
 def _checked_values(values: dict[str, Any], overrides: list[str], problems: list[str]) -> tuple[Config, list[str]]:
+    told = {key_of(problem) for problem in problems}
+    if told & {"recipe", "experiment"}:  # they bring most settings
+        raise ConfigError(problems)
     cfg, found, broken = validate(values)
-    problems += found
+    # Where an option is unknown, the default one has its place, which none of the other settings was meant for.
+    problems += [problem for problem in found if key_of(problem).split(".")[0] not in told]
     # torch is imported from here on: `--help` and `--cfg job` do not need it.
     from amp_core.run.preflight import preflight
     from recipes import find, names
@@ -185,7 +208,10 @@ def _checked_values(values: dict[str, Any], overrides: list[str], problems: list
         problems.append(f"recipe.name={name}: there is no such recipe. {suggest(name, names())}")
     elif name is not None:
         found, warnings = preflight(cfg, find(name), broken)
-        problems += found
+        told |= {key_of(problem) for problem in problems}
+        if any(key.startswith("optimizer.") for key in told):
+            found = [problem for problem in found if "refuses its settings" not in problem]  # which were told
+        problems += [problem for problem in found if told.isdisjoint((key_of(problem), key_of(problem).split(".")[0]))]
     if problems:
         raise ConfigError(problems)
     return cfg, warnings + warnings_of(cfg, {text.split("=")[0].lstrip("+") for text in overrides})
@@ -196,6 +222,9 @@ def _single(overrides: list[str]) -> int:
 
     sweep.end_with_parent()
     if launched():
+        from amp_core.run.process import check_variables
+
+        check_variables()
         return _under_torchrun(overrides)
     job = _prepare(overrides)
     return _run(job) if job is not None else 0
@@ -218,7 +247,7 @@ def _prepare(overrides: list[str]) -> Any:
     if run_dir is not None and is_finished(run_dir, values):
         say(f"already finished: {run_dir}")
         return None
-    return Job(values, run_dir, overrides, [sys.executable, *sys.argv], warnings)
+    return Job(values, run_dir, overrides, [sys.executable, *sys.argv], compose.note_on_run(values) + warnings)
 
 
 def _run(job: Any) -> int:
@@ -296,6 +325,8 @@ def _sweep(overrides: list[str]) -> int:
     planned, sound, cfg = _plan_sweep(overrides)
     if cfg.data.check:
         raise ConfigError("data.check=true: checks one data set; leave out -m")
+    if planned.sweeper == "basic" and len(planned.jobs) == 1:
+        say("-m: one job, since no setting has several values; write them as seed=1,2,3")
     sweep_dir = Path(planned.dir)
     _add_to_path()
     if planned.num_parallel and planned.num_parallel > 1:
@@ -305,6 +336,17 @@ def _sweep(overrides: list[str]) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # or every job would use all cores
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions on instead of printing them
     Sweeper.validate_batch_is_legal = lambda self, batch: None  # every job was checked: a minute for 400 of them
+    try:
+        sweep_dir.mkdir(parents=True, exist_ok=True)
+        lock = locks.lock_folder(sweep_dir)
+    except (ConfigError, OSError) as problem:
+        said = str(problem).removeprefix(f"run_dir={sweep_dir}: ").replace("another run_dir", "another folder")
+        raise ConfigError(f"hydra.sweep.dir={sweep_dir}: {said}") from problem
+    with lock:  # for as long as it is open
+        return _run_sweep(planned, sound, sweep_dir)
+
+
+def _run_sweep(planned: compose.Sweep, sound: list[str], sweep_dir: Path) -> int:
     sweep.begin(sweep_dir, planned.jobs)
     before = {number: signal.getsignal(number) for number in sweep.SIGNALS}
     code, failed = 0, False
@@ -461,7 +503,8 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
         return 0
     from amp_core.run.environment import Job
 
-    job = Job(values, run_dir if writes else None, record.overrides, [sys.executable, *sys.argv], warnings)
+    notes = compose.note_on_run(values) + warnings
+    job = Job(values, run_dir if writes else None, record.overrides, [sys.executable, *sys.argv], notes)
     outcome = _launch(job)
     record.exit_code, record.error = outcome.exit_code, sweep.first_line(outcome.error)
     record.value = outcome.eval.get(str(record.metric))

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,25 +29,37 @@ from amp_core.cli.command import program
 from amp_core.cli.lease import num_cores
 from amp_core.cli.overrides import (
     FREE,
+    HYDRA,
     PATHS,
     at_end,
     check_overrides,
     groups,
+    is_whole_range,
+    num_values,
     parse_override,
     quoted_value,
     read_once,
     typed_keys,
 )
-from amp_core.cli.run_folders import check_length
+from amp_core.cli.run_folders import check_length, environment_of, source_of, stored_config
 from amp_core.config.errors import ConfigError
-from amp_core.config.files import kind_of
+from amp_core.config.files import kind_of, why_not_yaml
 from amp_core.config.redact import items_of, secrets_in
-from amp_core.config.rules import flatten
+from amp_core.config.rules import differences, flatten
 from amp_core.config.schema import CONFIG_DIR, choices, conf_dir, config_dirs, suggest
 
 PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
 """What Hydra may make: its own and installed launchers and sweepers."""
 RECORDED = "holds a key or a password, and settings are recorded; leave it out"
+MOST_JOBS = 10_000
+"""Of a sweep: each one is checked before the first begins."""
+LENGTHS = {"steps", "epochs", "samples"}
+HERE = {
+    "task", "predict_on", "run_dir", "resume", "allow_changes", "dry_run", "device", "layout", "log", "perf",
+    "checkpoint", "doctor", "debug", "save_every", "eval_every", "log_every", "max_minutes", "data.num_workers",
+    "data.timeout_minutes", "data.prepare_on", "data.check",
+}  # fmt: skip
+"""Settings that belong to a command and its machine. An evaluation or a prediction takes all others from its run."""
 
 
 def use_config_dir(folder: str) -> None:
@@ -67,6 +80,8 @@ def check_config_dirs() -> None:
         for file in (*folder.glob("*/*.yaml"), *folder.glob("recipe/*.py")):
             if not file.is_file():
                 raise ConfigError(f"{file}: is {kind_of(file)}, expected a file")
+            if file.suffix == ".yaml" and folder != conf_dir() and (problem := why_not_yaml(file)):
+                raise ConfigError(f"{file}: {problem}")
             other = first.setdefault(f"{file.parent.name}/{file.name}", file)
             if other != file:
                 raise ConfigError(f"{file}: has the name of {other}; rename yours")
@@ -127,14 +142,90 @@ def compose(overrides: Sequence[str], *, to_show: bool = False) -> dict[str, Any
 
     With `to_show` an experiment that is a sweep is as good as any. ConfigError: the first problem that Hydra finds.
     """
+    values = _composed(overrides, to_show)
+    if (folder := source_of(values)) is not None:
+        values = _of_run(folder, values, overrides)
+        _check_values(values)
+    return values
+
+
+def _composed(overrides: Sequence[str], to_show: bool = False) -> dict[str, Any]:
     with _as_config_error():
         cfg, hydra = _compose(overrides)
+        _check_hydra(hydra)
         chosen, typed = hydra.runtime.choices, set(_typed(overrides))
         swept = [str(key) for key in hydra.sweeper.get("params") or () if key not in typed]
         if swept and not to_show:
             name = chosen.get("experiment")
             raise ConfigError(f"experiment={name}: gives {', '.join(swept)} several values, which is a sweep; add -m")
         return _plain(cfg, chosen, typed)
+
+
+_LOGS_NOTHING = {"version": 1, "root": None, "disable_existing_loggers": False}
+_OF_HYDRA = {
+    "hydra_logging": _LOGS_NOTHING, "job_logging": _LOGS_NOTHING, "callbacks": {}, "output_subdir": None,
+    "verbose": False, "run.dir": ".", "sweep.subdir": ".", "job.chdir": False, "job.env_set": {}, "job.env_copy": [],
+}  # fmt: skip
+"""What a file may not change of Hydra: a class that its logging or a callback names is called, and opens files."""
+
+
+def _check_hydra(hydra: Any) -> None:
+    """Raises ConfigError where a file has changed what is not used of Hydra."""
+    values: Any = OmegaConf.to_container(hydra, resolve=False)
+    for key, ours in _OF_HYDRA.items():
+        node, _, leaf = key.rpartition(".")
+        if (values[node] if node else values).get(leaf) != ours:
+            reason = next(
+                (said for name, said in HYDRA.items() if name.replace("/", ".") == f"hydra.{key}"), "leave it out"
+            )
+            raise ConfigError(f"hydra.{key}: {reason}")
+
+
+def _of_run(folder: Path, values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The settings of a run, but for those that overrides name and those of `HERE`."""
+    stored, typed = stored_config(folder) or {}, set(_typed(overrides))
+    name = str(stored["recipe"].get("name"))
+    if name != values["recipe"]["name"]:
+        if "recipe" in typed:  # of another recipe nothing fits but by chance
+            return values
+        if name not in choices("recipe"):
+            where = environment_of(folder).get("config_dir") or "<folder>"
+            raise ConfigError(f"{folder}: is a run of recipe={name}, which is not known here; add --config-dir {where}")
+        return compose([f"recipe={name}", *overrides])
+    if experiment := [text for text in overrides if parse_override(text).key_or_group == "experiment"]:
+        others = flatten(_composed([text for text in overrides if text not in experiment]))
+        typed |= {key for key, value in flatten(values).items() if key not in others or others[key] != value}
+    if typed & LENGTHS:
+        typed |= LENGTHS
+
+    def taken(key: str, new: Any, old: Any) -> Any:
+        both = isinstance(new, dict) and isinstance(old, dict)
+        another = both and new.get("name") != old.get("name") and typed & {key, f"{key}.name"}
+        if key in HERE or another or (key in typed and not both):
+            return new
+        if not both:
+            return old
+        dot = f"{key}." if key else ""
+        # Our groups have the keys of today; what is in `options` is free.
+        names = [*new] if "." not in key else [*old, *(k for k in new if f"{dot}{k}" in typed and k not in old)]
+        return {name: taken(f"{dot}{name}", new.get(name), old.get(name, new.get(name))) for name in names}
+
+    found = taken("", values, stored)
+    began = str(environment_of(folder).get("folder") or "")
+    for group, key in (path.split(".") for path in PATHS if path.count(".") == 1 and not path.startswith("hydra")):
+        prefix, path = re.fullmatch(r"(hf:)?(.*)", str(found[group].get(key) or ""), re.DOTALL).groups()  # type: ignore[union-attr]
+        there = os.path.join(began, os.path.expanduser(path))
+        if path and f"{group}.{key}" not in typed and there != os.path.abspath(path) and os.path.exists(there):
+            found[group][key] = (prefix or "") + there
+    return found
+
+
+def note_on_run(values: dict[str, Any]) -> list[str]:
+    """What to say of an evaluation or a prediction whose settings are those of a run: which run, and what differs."""
+    if (folder := source_of(values)) is None:
+        return []
+    changed = differences(stored_config(folder) or {}, values, but=HERE)
+    return [f"settings: those of {folder}" + (f", but {'; '.join(changed)}" if changed else "")]
 
 
 @contextlib.contextmanager
@@ -159,13 +250,7 @@ def _plain(cfg: Any, chosen: Mapping[str, str], typed: set[str]) -> dict[str, An
     values: Any = OmegaConf.to_container(cfg, throw_on_missing=True)
     if "experiment" in values:
         raise ConfigError(f"experiment={chosen['experiment']}: the file has to begin with the line # @package _global_")
-    if found := _find_target(values):
-        raise ConfigError(f"{found}: _target_ is refused: a config never runs code")
-    if secret := list(secrets_in(values)):
-        raise ConfigError(f"{', '.join(secret)}: {RECORDED}")
-    flat = flatten(values)
-    if problems := [p for key in PATHS if (p := check_length(key, flat.get(key)))]:
-        raise ConfigError(problems)
+    flat = _check_values(values)
     for group in FREE:
         _drop_options_of_another(group, read_once(group, chosen[group], tuple(config_dirs())), values, typed)
     library, colon, _ = read_once("model", chosen["model"], tuple(config_dirs())).get("name", "").partition(":")
@@ -174,6 +259,18 @@ def _plain(cfg: Any, chosen: Mapping[str, str], typed: set[str]) -> dict[str, An
     if "data.num_workers" not in typed and isinstance(flat.get("data.num_workers"), int):
         values["data"]["num_workers"] = min(flat["data.num_workers"], num_cores())
     return values
+
+
+def _check_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The values under their full keys. Raises ConfigError for classes, secrets, and paths no file system takes."""
+    if found := _find_target(values):
+        raise ConfigError(f"{found}: _target_ is refused: a config never runs code")
+    if secret := list(secrets_in(values)):
+        raise ConfigError(f"{', '.join(secret)}: {RECORDED}")
+    flat = flatten(values)
+    if problems := [p for key in PATHS if (p := check_length(key, flat.get(key)))]:
+        raise ConfigError(problems)
+    return flat
 
 
 def _drop_options_of_another(group: str, file: dict[str, Any], values: dict[str, Any], typed: set[str]) -> None:
@@ -193,6 +290,8 @@ def _find_target(values: Any) -> str | None:
 def one_line(problem: BaseException) -> str:
     """What Hydra or OmegaConf said: what to type instead, or their words without what is only about their insides."""
     text = str(problem)
+    if isinstance(problem, RecursionError):
+        return "the settings are nested too deeply; expected a few levels"
     if "HydraConfig was not set" in text:
         return "${hydra:...} has no value in a configuration; write the path itself"
     if twice := re.search(r"Multiple values for (\w+)\..*: (\S+)'", text):
@@ -229,13 +328,14 @@ def sweep_of(overrides: list[str]) -> Sweep:
     parsed = [parse_override(text) for text in overrides]
     with _as_config_error():
         _, hydra = _compose([o.input_line or "" for o in parsed if not o.is_sweep_override()], with_hydra=True)
+        _check_hydra(hydra)
         config: dict[str, Any] = {
             part: OmegaConf.to_container(hydra[part], resolve=True) for part in ("launcher", "sweeper")
         }
         sweep_dir = str(hydra.sweep.dir)
     for part, settings in config.items():
         # Hydra makes these, so an interpolation or a file of the user's must not have brought another class.
-        if not settings.pop("_target_").startswith(PLUGINS) or _find_target(settings) or hydra.callbacks:
+        if not settings.pop("_target_").startswith(PLUGINS) or _find_target(settings):
             raise ConfigError(f"hydra.{part}: _target_ is refused: a config never runs code")
     if secret := list(secrets_in(config, "hydra")):
         raise ConfigError(f"{', '.join(secret)}: {RECORDED}")
@@ -251,6 +351,12 @@ def sweep_of(overrides: list[str]) -> Sweep:
     if problems:
         raise ConfigError(problems)
     own = [o for o in (*map(parse_override, named), *parsed) if not o.key_or_group.startswith("hydra")]
+    # A search draws from whole ranges; those of fractions are written out.
+    counts = [num_values(o) for o in own if sweeper == "basic" or not is_whole_range(o)]
+    num_jobs = math.prod(counts) if sweeper == "basic" else max(counts, default=0)
+    if num_jobs > MOST_JOBS:
+        swept = ", ".join(o.input_line or "" for o in own if o.is_sweep_override())
+        raise ConfigError(f"{swept}: are {num_jobs:.4g} jobs; expected at most {MOST_JOBS:,}")
     if sweeper == "basic":
         if drawn := [o.input_line for o in own if isinstance(o.value(), IntervalSweep)]:
             raise ConfigError(f"{', '.join(map(str, drawn))}: an interval is for a search; use hydra/sweeper=optuna")

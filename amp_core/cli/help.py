@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from amp_core.cli.command import program, tool
+from amp_core.cli.overrides import WORDS
 from amp_core.config import schema
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import Config, choices, conf_dir, option_file, suggest
@@ -100,6 +101,10 @@ def _topic(topic: str) -> str:
     inside = [key for key in keys if key.startswith(f"{topic}.")]
     if inside:
         return "\n".join(map(_topic, inside))
+    other = [key for key in keys if key.rpartition(".")[2] == topic] or WORDS.get(topic, "").split()
+    other += [f"{group}={topic}" for group in groups if topic in choices(group)]
+    if other and topic not in other:
+        return "\n\n".join(map(_topic, other))
     raise ConfigError(f"--help {topic}: there is no such topic. {suggest(topic, [*groups, 'sweep', *keys])}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +13,15 @@ from typing import Any, get_args
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override, QuotedString
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, QuotedString, RangeSweep
 from hydra.core.plugins import Plugins
 
 from amp_core.cli.command import program
 from amp_core.cli.run_folders import check_place
+from amp_core.config.checks import tag_of_timm
 from amp_core.config.errors import ConfigError
 from amp_core.config.redact import refuse_secret
-from amp_core.config.schema import choices, conf_dir, config_dirs, keys_of, read_option, suggest
+from amp_core.config.schema import choices, conf_dir, config_dirs, is_misspelt, keys_of, read_option, suggest
 
 HYDRA = {
     "hydra.run.dir": "a sweep has a folder of its own; use hydra.sweep.dir=multirun/mine",
@@ -29,35 +31,38 @@ HYDRA = {
     "hydra.job.name": "a run is named by its folder; use run_dir=runs/mine",
     "hydra.job.env_set": "set variables in the shell, before the command; leave it out",
     "hydra/sweeper/sampler": "is a key of the sweeper; use hydra.sweeper.sampler=tpe",
-    "hydra.callbacks": "a callback names a class, and a config never runs code; leave it out",
+    "hydra.callbacks": "a callback names a class (_target_), and a config never runs code; leave it out",
     "hydra.searchpath": "your own YAML files are found with the flag --config-dir <folder>; leave it out",
     "hydra.verbose": "Hydra's own log is off, and train.log holds all of the run's; leave it out",
     **dict.fromkeys(("hydra/job_logging", "hydra/hydra_logging"), "log= sets what is logged; use log=none to be quiet"),
-    "hydra/callbacks": "a callback names a class, and a config never runs code; leave it out",
+    "hydra/callbacks": "a callback names a class (_target_), and a config never runs code; leave it out",
 }
 """What people set of Hydra, why it is not used here, and what to type instead."""
 IN_SWEEPS = ("hydra/launcher", "hydra.launcher.", "hydra/sweeper", "hydra.sweeper.", "hydra.sweep.dir")
 MEANT = {
     "amp": {
-        **dict.fromkeys(("16", "16-mixed", "float16", "half", "true"), "fp16"),
-        **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
-        **dict.fromkeys(("32", "32-true", "float32", "no", "false"), "fp32"),
-        "bf16-true": "bf16_pure",
+        **dict.fromkeys(("16", "16-mixed", "fp16-mixed", "float16", "half", "true"), "fp16"),
+        **dict.fromkeys(("bf16-mixed", "bfloat16", "bfloat16-mixed"), "bf16"),
+        **dict.fromkeys(("32", "32-true", "float32", "float", "full", "no", "false"), "fp32"),
+        **dict.fromkeys(("bf16-true", "bfloat16-true"), "bf16_pure"),
+        **dict.fromkeys(("float8", "fp8-mixed", "e4m3", "transformer-engine"), "fp8"),
+        **dict.fromkeys(("16-true", "fp16-true"), "o3"),
     },
     "perf": {"true": "compile"},
-    "layout": {"dp": "data_parallel"},
-    "device": {"gpu": "cuda"},
+    "doctor": dict.fromkeys(("true", "on"), "watch"),
+    "resume": dict.fromkeys(("true", "latest", "newest"), "last"),
 }
 """Values of other projects, in small letters, and ours."""
 WORDS = {word: ours for ours, words in {
     "optimizer.lr": "learning_rate base_lr max_lr", "optimizer.weight_decay": "wd", "dry_run": "fast_dev_run",
     "amp": "precision mixed_precision dtype use_amp opt_level", "data.num_workers": "workers", "model": "arch net",
     "accumulation": "gradient_accumulation_steps accumulate_grad_batches grad_accum",
-    "batch_size": "batch per_device_train_batch_size train_batch_size", "log": "logger report_to",
+    "batch_size": "batch per_device_train_batch_size train_batch_size", "log": "logger report_to wandb tensorboard",
     "layout.nproc_per_node": "gpus num_gpus nproc devices world_size num_processes",
     "layout.nnodes": "nodes num_nodes num_machines", "layout device": "accelerator trainer strategy parallel",
     "steps": "max_steps num_steps iterations max_iters", "epochs": "max_epochs num_epochs num_train_epochs",
-    "clip.max_norm": "grad_clip max_grad_norm gradient_clip_val clip_grad clip_grad_norm", "max_minutes": "max_time",
+    "clip.max_norm": "grad_clip max_grad_norm gradient_clip_val clip_grad clip_grad_norm norm",
+    "max_minutes": "max_time",
     "run_dir": "output_dir out_dir save_dir log_dir", "save_every": "every save_steps checkpoint_every",
     "eval_every": "eval_steps val_check_interval eval_interval",
     "log_every": "logging_steps log_every_n_steps log_interval", "checkpoint.keep": "save_total_limit save_top_k",
@@ -65,9 +70,23 @@ WORDS = {word: ours for ours, words in {
     "resume": "ckpt_path resume_from_checkpoint", "data": "dataset datamodule", "data.path": "root data_dir",
     "model.weights": "pretrained init_from initial_checkpoint checkpoint_path finetune", "log.wandb_tags": "tags",
     "log.progress": "enable_progress_bar progress_bar", "experiment": "hparams_search",
-    "schedule": "lr_scheduler scheduler lr_scheduler_type",
+    "schedule": "lr_scheduler scheduler lr_scheduler_type", "amp.init_scale": "scale loss_scale static_loss_scale",
+    "data.image_size": "size resolution input_size crop_size img_size", "optimizer.options": "momentum nesterov betas",
+    "schedule.options": "warmup_steps warmup_epochs warmup_ratio milestones gamma step_size",
+    "data.path data.eval_path": "train_path val_path train_dir val_dir data_path", "layout": "ddp fsdp distributed",
+    "log.wandb_project": "project wandb_project", "save_every eval_every log_every": "save",
+    "ema.decay": "beta model_ema ema_decay",
 }.items() for word in words.split()}  # fmt: skip
 """What other projects call our keys and groups."""
+REASONS = {
+    **dict.fromkeys(("num_classes", "in_channels", "vocab_size"), "the data set knows it; leave it out"),
+    "shuffle": "training data is shuffled by the seed, evaluation data never; leave it out",
+    **dict.fromkeys(("transforms", "transform", "augmentation"), "use data.augment=true or false"),
+    "verbose": "train.log has everything; log=none is quiet",
+    "enabled": "a mode is chosen: use amp=fp32 for none",
+    "layer_decay": "weights of all layers have one rate; an own recipe can make groups (docs/YOUR_OWN_MODEL.md)",
+}
+"""Last parts of keys that are no settings here, and why."""
 FREE = ("model", "optimizer", "schedule")
 """Groups whose `options` are arguments of what they build; `name` takes more than there are files."""
 PATHS = ("data.path", "data.eval_path", "data.exclude", "model.name", "model.weights", "run_dir", "resume")
@@ -119,9 +138,16 @@ def check_overrides(
             override = parse_override(text)
         except Exception:  # the parser raises several kinds
             override = None
-        if (path := PATH.match(text)) and (override is None or path[3].startswith("~")):
+        if (path := PATH.match(text)) and (override is None or path[3].startswith("~") or _is_there(path[3], override)):
             # Hydra reads neither umlauts nor ~ without quotes, and a shell leaves a ~ behind = as it is.
             override = parse_override(quoted(path[1], os.path.expanduser(path[3])))
+        if "=" in overrides and text in _around_equals(overrides):
+            if text == "=":
+                problems.append(f"{' '.join(_around_equals(overrides))}: has spaces; write key=value without them")
+            continue
+        if (override is None or not override.key_or_group) and (meant := _meant_by(text, multirun, problems_of)):
+            problems.append(f"{text}: expected key=value. {meant}")
+            continue
         if override is None or not override.key_or_group:
             how = ", without spaces" if " =" in f" {text}" or "= " in text else ", lists in quotes: 'key=[a,b]'"
             problems.append(f"{text!r}: cannot be read; expected key=value{how}")
@@ -133,6 +159,32 @@ def check_overrides(
         except ConfigError as refused:
             problems += refused.problems
     return sound, problems + [_say_unknown(override, sound, problems_of) for override in unknown]
+
+
+def _around_equals(overrides: Sequence[str]) -> Sequence[str]:
+    """The key, the sign and the value of `key = value`."""
+    sign = list(overrides).index("=")
+    return overrides[max(0, sign - 1) : sign + 2]
+
+
+def _meant_by(text: str, multirun: bool, problems_of: Problems | None) -> str:
+    """What a word without a value was meant for."""
+    if text in groups():
+        return f"Valid: {', '.join(f'{text}={option}' for option in choices(text)[:3])}, ...; see --help {text}"
+    if (pair := re.fullmatch(r"([\w.]+):(\S+)", text)) and (pair[1] in typed_keys() or pair[1] in groups()):
+        return f"Did you mean {pair[1]}={pair[2]}?"
+    if typed_keys().get(text) is bool:
+        return f"Did you mean {text}=true?"
+    if text in ("help", "h"):
+        return "Did you mean --help?"
+    if (group := next((group for group in groups() if text in choices(group)), None)) is not None:
+        return f"Did you mean {group}={text}?"
+    return ""
+
+
+def _is_there(path: str, override: Override) -> bool:
+    """Whether what Hydra takes for several values is one folder, such as that of a job, amp=fp16,seed=1."""
+    return override.is_sweep_override() and len(path) < 4096 and "\0" not in path and os.path.exists(path)
 
 
 def _sound_form(override: Override, multirun: bool) -> list[str]:
@@ -154,6 +206,7 @@ def _sound_form(override: Override, multirun: bool) -> list[str]:
         if not multirun:
             takes_list = "options" in key or "list" in str(typed_keys().get(key))
             how = f", or put a list in brackets: '{key}=[...]'" if takes_list else ""
+            how = "; use log=all for both" if key == "log" else how
             raise ConfigError(f"{text}: several values are a sweep; add -m{how}")
         if key in (*groups(), "experiment") and override.is_choice_sweep():
             options = value.filter(choices(key)) if isinstance(value, Glob) else [str(v) for v in value.list]  # type: ignore[union-attr]
@@ -179,12 +232,38 @@ def _sound_form(override: Override, multirun: bool) -> list[str]:
 
 
 def _check_option(group: str, option: Any) -> None:
-    if not isinstance(option, str) or option not in choices(group):
-        more = f" {group}.name= takes further names, see --help {group}." if group in FREE else ""
-        word = "none" if option is None else str(option).lower()
-        meant = MEANT.get(group, {}).get(word) or (_without(group) if word in ("none", "false", "off") else None)
-        hint = suggest(meant or str(option), choices(group))
-        raise ConfigError(f"{group}={option}: there is no such option. {hint}{more}")
+    if isinstance(option, str) and option in choices(group):
+        return
+    word = "none" if option is None else str(option).lower()
+    found = f"{group}={option}: there is no such option."
+    if group == "clip" and isinstance(option, int | float) and not isinstance(option, bool):
+        raise ConfigError(f"{found} Did you mean clip=norm clip.max_norm={option}?")
+    if group == "model" and (meant := tag_of_timm(word)):
+        raise ConfigError(f"{found} {meant}")
+    if group == "layout" and word in ("zero", "zero1"):
+        raise ConfigError(f"{found} Did you mean layout=ddp layout.shard_optimizer=true?")
+    if group in FREE and (name := _name_in_torch(group, word)):
+        raise ConfigError(f"{found} Did you mean {group}.name={name}?")
+    more = f" {group}.name= takes further names, see --help {group}." if group in FREE else ""
+    more = " Data of other kinds come with a recipe of your own (docs/YOUR_OWN_MODEL.md)." if group == "data" else more
+    more = f" {option} is no class of torch.optim, which optimizer.name= takes." if group == "optimizer" else more
+    meant = MEANT.get(group, {}).get(word) or (_without(group) if word in ("none", "false", "off") else None)
+    raise ConfigError(f"{found} {suggest(meant or str(option), choices(group))}{more}")
+
+
+def _name_in_torch(group: str, word: str) -> str | None:
+    """The name in torch or torchvision that an option was mistaken for."""
+    if any(word == option.lower() for option in choices(group)):
+        return None
+    if group == "model":
+        from amp_core.models.images import CLASSIFIERS
+
+        known = CLASSIFIERS.names()
+    else:
+        import torch  # to refuse something may take a while
+
+        known = dir(torch.optim if group == "optimizer" else torch.optim.lr_scheduler)
+    return next((name for name in known if name.lower() == word and name[0] != "_"), None)
 
 
 @functools.lru_cache(256)
@@ -240,6 +319,7 @@ def _hydra_form(override: Override, typed: str, multirun: bool) -> list[str]:
 
 def _say_unknown(override: Override, sound: list[str], problems_of: Problems | None) -> str:
     key, typed = override.key_or_group, (override.input_line or "").partition("=")[2]
+    head, _, tail = key.rpartition(".")
     before = problems_of(sound) if problems_of else []
     for candidates in _candidates(key, typed):
         found = [fixed for text in candidates if (fixed := _tried(text, sound, before, problems_of))]
@@ -247,9 +327,13 @@ def _say_unknown(override: Override, sound: list[str], problems_of: Problems | N
             shown = (" ".join(texts) for texts in found[:3])
             meant = " or ".join(shown)
             return f"{key}: there is no such key. Did you mean {meant}? All keys: {program()} --cfg job"
-    if targets := WORDS.get(key.rpartition(".")[2]):
+    if reason := REASONS.get(tail):
+        return f"{key}: there is no such key: {reason}"
+    if targets := WORDS.get(tail):
         called = " or ".join(targets.split())
         return f"{key}: there is no such key. It is called {called} here: {program()} --help {targets}"
+    if head in FREE:
+        return f"{key}: there is no such key. Arguments of its constructor: {head}.options.<name>; see --help {head}"
     return f"{key}: there is no such key. All keys: {program()} --cfg job"
 
 
@@ -264,11 +348,16 @@ def _candidates(key: str, typed: str) -> Iterator[list[str]]:
         yield [f"{target}={option}" for option in ([meant] if meant in valid or not valid else valid[:1])]
     if tail in choices("amp"):
         yield [f"amp={'fp32' if typed.lower() in ('false', 'no', '0') else tail}"]
-    near = difflib.get_close_matches(key.lower(), known, n=3, cutoff=0.75)
-    tails = difflib.get_close_matches(tail.lower(), [other.rpartition(".")[2] for other in near], cutoff=0.5)
-    yield from ([f"{other}={typed}"] for other in near if other.rpartition(".")[2] in tails)
+    # Each part by itself: of two long names that share a word, one is not the other.
+    near = [other for other in known if is_misspelt(tail, other.rpartition(".")[2])]
+    near = [other for other in near if other.rpartition(".")[0] == head or is_misspelt(head, other.rpartition(".")[0])]
+    yield from ([f"{other}={typed}"] for other in sorted(near, key=lambda other: -_likeness(key, other)))
     if head in FREE:
         yield [f"{head}.options.{tail}={typed}"]
+
+
+def _likeness(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio()
 
 
 def _tried(text: str, sound: list[str], before: list[str], problems_of: Problems | None) -> list[str] | None:
@@ -301,6 +390,23 @@ def _check_plugin(key: str, option: str) -> str | None:
     return f"{key}={option}: there is no such option. {suggest(option, [v for v in valid if v != 'optuna_types'])}"
 
 
+def num_values(override: Override) -> float:
+    """How many values an override gives a key."""
+    value: Any = override.value()
+    if not override.is_sweep_override() or isinstance(value, IntervalSweep | Glob):
+        return 1
+    if isinstance(value, RangeSweep):
+        start, stop, step = (float(each or 0) for each in (value.start, value.stop, value.step))
+        return max(0, math.ceil((stop - start) / step)) if step else math.inf
+    return len(value.list)
+
+
+def is_whole_range(override: Override) -> bool:
+    """Whether this is a range of integers."""
+    value: Any = override.value()
+    return isinstance(value, RangeSweep) and isinstance(value.range(), range)
+
+
 def at_end(override: Override, end: int) -> str:
     """One end of the values of a search space, as an override: 0 the first, -1 the last."""
     if not override.is_sweep_override():
@@ -309,6 +415,8 @@ def at_end(override: Override, end: int) -> str:
     if isinstance(value, IntervalSweep):
         ends = (value.start, value.end)
         return f"{override.get_key_element()}={ends[end]}"
+    if is_whole_range(override):
+        return f"{override.get_key_element()}={override.value().range()[end]}"  # type: ignore[union-attr]
     return f"{override.get_key_element()}={list(override.sweep_string_iterator())[end]}"
 
 

@@ -8,10 +8,12 @@ import fcntl
 import hashlib
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from amp_core.cli.command import program
 from amp_core.config.errors import ConfigError
 from amp_core.config.files import kind_of, open_file, read_bytes, read_json, read_yaml, why_no_folder
 from amp_core.config.redact import holds_secret
@@ -54,8 +56,31 @@ def check_run_dir(run_dir: str, values: dict[str, Any], cfg: Config) -> None:
     if changed and not cfg.allow_changes:
         raise ConfigError(
             [f"{change} (run_dir={run_dir} was begun with the first)" for change in changed]
-            + ["allow_changes=false: expected the settings of the run; use allow_changes=true to go on with these"]
+            + [
+                f"allow_changes=false: expected the settings of the run; use allow_changes=true to go on with these"
+                f"{_resuming(folder)}"
+            ]
         )
+
+
+def environment_of(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """environment.json; empty when it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(Path(run_dir, "environment.json"))
+    return {}
+
+
+def _resuming(folder: Path) -> str:
+    """How to say which command resumes a run as it is."""
+    began = environment_of(folder)
+    try:
+        typed = [*([f"--config-dir={began['config_dir']}"] if began.get("config_dir") else []), *overrides_of(folder)]
+    except ConfigError:
+        return ""
+    place = str(began.get("folder") or os.getcwd())
+    there = "" if place == os.getcwd() else f"cd {shlex.quote(place)} && "
+    typed.append(f"run_dir={folder.absolute() if there else folder}")
+    return f", or resume with those: {there}{program()} {shlex.join(typed)}"
 
 
 def check_length(key: str, path: Any) -> str | None:
@@ -188,6 +213,20 @@ def stored_config(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return values if isinstance(values, dict) else None
+
+
+def source_of(values: dict[str, Any]) -> Path | None:
+    """The folder of the run that an evaluation or a prediction is made of; None: it holds no settings to take."""
+    place = values["run_dir"] if values["resume"] in ("auto", "last", "never") else values["resume"]
+    if values["task"] == "train" or not isinstance(place, str) or not place.strip():
+        return None
+    inside = Path(place).absolute()
+    for folder in (inside, *inside.parents[:3]):  # a run, its checkpoints, one of them, or its file
+        if folder == inside or folder / "checkpoints" in (inside, *inside.parents):
+            stored = stored_config(folder)
+            if stored is not None and isinstance(stored.get("recipe"), dict) and any(folder.glob("checkpoints/step_*")):
+                return folder
+    return None
 
 
 def last_unfinished(values: dict[str, Any]) -> str:

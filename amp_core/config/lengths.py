@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 import re
 
+from amp_core.config.errors import ConfigError
 from amp_core.config.schema import Config
+
+MOST_STEPS = 10**8
+"""Of a run: its schedule is a table with a row for each step."""
 
 
 def is_length(value: object) -> bool:
@@ -23,12 +27,21 @@ def num_steps(
     """The step at which the run ends, from steps, epochs, samples or the recipe's own length.
 
     Earlier steps, `steps_done` of `samples_done`, may have had another number of samples than `samples_per_step`.
+
+    Raises:
+        ConfigError: there are more than `MOST_STEPS`.
     """
     number, unit = str(cfg.recipe["length"]).split()
+    given = f"recipe.length={number} {unit}"
     for key in ("steps", "epochs", "samples"):
         if getattr(cfg, key) is not None:
             number, unit = getattr(cfg, key), key
+            given = f"{key}={number:g}"
     if unit.startswith("step"):
-        return int(number)
-    samples = float(number) if unit.startswith("sample") else float(number) * num_samples
-    return steps_done + math.ceil((samples - samples_done) / samples_per_step)
+        found = float(number)
+    else:
+        samples = float(number) if unit.startswith("sample") else float(number) * num_samples
+        found = (samples - samples_done) / samples_per_step
+    if steps_done + found > MOST_STEPS:
+        raise ConfigError(f"{given}: are {steps_done + found:.4g} steps; expected at most {MOST_STEPS:,}")
+    return math.ceil(found) if unit.startswith("step") else steps_done + math.ceil(found)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.lengths import is_length
+from amp_core.config.lengths import MOST_STEPS, is_length
 from amp_core.config.schema import (
     WHOLE_MATRICES,
     AmpConfig,
@@ -38,16 +38,31 @@ LEAST: dict[int | None, str] = {
     2: "data.num_classes layout.num_stages layout.shard_size",
 }
 """The least value of numbers; None: above 0. All are finite."""
+MOST: dict[float, str] = {
+    3.4e38: "optimizer.lr optimizer.weight_decay amp.init_scale amp.growth_factor amp.max_scale amp.min_scale "
+    "amp.max_scale_per_sample clip.max_norm clip.max_value clip.factor",  # fp32 has no more
+    MOST_STEPS: "steps schedule.horizon debug.inject.step data.num_classes",
+    2**24: "batch_size accumulation data.length",
+    2**15: "data.image_size",  # one of 3 channels in fp32 has 12 GiB
+    2**10: "data.num_workers layout.num_stages",
+    10**6: "max_minutes data.timeout_minutes layout.timeout_minutes layout.bucket_mb layout.shard_size",
+}
+"""The largest value of numbers: more is a slip of the hand, and would take memory or time without an end."""
 
 
 def _check_ranges(values: Mapping[str, Any]) -> Iterator[str]:
-    """Whether numbers, under their full keys, are large enough; null is left to other rules."""
+    """Whether numbers, under their full keys, are in their range; null is left to other rules."""
     for least, keys in LEAST.items():
         for key in keys.split():
             value = values.get(key)
             if value is not None and not ((value > 0 if least is None else value >= least) and math.isfinite(value)):
                 expected = "a finite number above 0" if least is None else f"at least {least:g}"
                 yield f"{key}={value:g}: expected {expected}"
+    most_of = {key: most for most, keys in MOST.items() for key in keys.split()}
+    for key, value in values.items():
+        most = most_of.get(key, 2**63 - 1 if isinstance(value, int) else math.inf)
+        if isinstance(value, int | float) and value > most and not math.isinf(value):
+            yield f"{key}={value:.4g}: expected at most {'2^63 - 1' if most == 2**63 - 1 else f'{most:,.10g}'}"
 
 
 def _check_amp(amp: AmpConfig) -> Iterator[str]:
@@ -209,8 +224,6 @@ def _check_run(cfg: Config) -> Iterator[str]:
     given = [f"{key}={getattr(cfg, key):g}" for key in ("steps", "epochs", "samples") if getattr(cfg, key) is not None]
     if len(given) > 1:
         yield f"{' and '.join(given)}: expected at most one of steps, epochs, samples; leave one"
-    if cfg.seed is not None and cfg.seed >= 2**63:
-        yield f"seed={cfg.seed}: expected less than 2^63"
     if cfg.perf.recast_weights and (cfg.perf.compile is not None or cfg.perf.graph):
         other = "graph=true" if cfg.perf.graph else f"compile={cfg.perf.compile}"
         yield f"perf.recast_weights=true: needs eager code and cannot be combined with perf.{other}"
@@ -236,8 +249,8 @@ def _check_run(cfg: Config) -> Iterator[str]:
         yield f"debug.inject.rank={inject.rank}: layout={cfg.layout.name} has only rank 0"
     if cfg.resume not in ("auto", "last", "never", None) and not Path(cfg.resume).exists():
         yield (
-            f"resume={cfg.resume}: there is no such file or folder; expected auto, last, never, "
-            f"or the folder of a run or of a checkpoint"
+            f"resume={cfg.resume}: there is no such file or folder. {suggest(cfg.resume, ('auto', 'last', 'never'))} "
+            f"Or the folder of a run or of a checkpoint"
         )
     if cfg.resume == "last" and cfg.run_dir is not None:
         yield f"resume=last: finds the run folder itself; leave out run_dir={cfg.run_dir}, or use resume=auto"
@@ -281,7 +294,8 @@ def _check_inject_value(values: Any) -> Any:
     return values
 
 
-def _key(problem: str) -> str:
+def key_of(problem: str) -> str:
+    """The full key that a problem is about."""
     return re.split(r"[=:]", problem, maxsplit=1)[0]
 
 
@@ -300,15 +314,15 @@ def validate(values: Mapping[str, Any]) -> tuple[Config, list[str], set[str]]:
             f"samples, such as '12 epochs'; use steps=, epochs= or samples= for one run"
         )
     # A value of the wrong type is null by now: it was reported, and a rule must not report it again.
-    reported = {_key(problem) for problem in problems}
+    reported = {key_of(problem) for problem in problems}
     broken = {key.split(".")[0] for key in reported}
     found: list[str] = []
     groups = (cfg.amp, cfg.clip, cfg.layout, cfg.model, cfg.data, cfg.optimizer, cfg.schedule, cfg.ema, cfg.log)
     if None not in (*groups, cfg.perf, cfg.checkpoint, cfg.doctor, cfg.debug):
         found += [*_check_amp(cfg.amp), *_check_clip(cfg.clip), *_check_layout(cfg), *_check_run(cfg)]
-    told = {_key(problem) for problem in found}
-    found += [problem for problem in _check_ranges(flatten(cfg.to_dict())) if _key(problem) not in told]
-    return cfg, problems + [problem for problem in found if _key(problem) not in reported], broken
+    told = {key_of(problem) for problem in found}
+    found += [problem for problem in _check_ranges(flatten(cfg.to_dict())) if key_of(problem) not in told]
+    return cfg, problems + [problem for problem in found if key_of(problem) not in reported], broken
 
 
 def build(values: Mapping[str, Any]) -> Config:

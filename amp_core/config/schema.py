@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import types
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -416,6 +417,11 @@ def parse_yaml(text: str) -> Any:
     return _loader()(text).get_single_data()
 
 
+def node_of_yaml(text: str) -> Any:
+    """The tree of YAML text, in which an alias is the node that it stands for; None for an empty text."""
+    return _loader()(text).get_single_node()
+
+
 @functools.cache
 def _loader() -> Any:
     """PyYAML's safe loader, which reads numbers as OmegaConf does, such as 1e-3, and leaves dates as text."""
@@ -423,8 +429,9 @@ def _loader() -> Any:
 
     class Loader(SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [key.value for key, _ in node.value]
-            if twice := next((key for key in keys if keys.count(key) > 1), None):
+            keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+            if len(set(keys)) < len(keys):
+                twice = Counter(keys).most_common(1)[0][0]
                 raise ValueError(f"found duplicate key {twice}, line {node.start_mark.line + 1}")
             return super().construct_mapping(node, deep)
 
@@ -437,14 +444,62 @@ def _loader() -> Any:
     return Loader
 
 
+SAME = {
+    **dict.fromkeys(("gpu", "nvidia"), "cuda"), **dict.fromkeys(("test", "eval", "val", "validate"), "evaluate"),
+    **dict.fromkeys(("inference", "infer", "generate"), "predict"), "fit": "train", "tb": "tensorboard",
+    **dict.fromkeys(("latest", "newest", "continue", "true", "yes", "on"), "last"), "dp": "data_parallel",
+    **dict.fromkeys(("fp16", "half", "16"), "float16"), "bf16": "bfloat16", **dict.fromkeys(("fp32", "32"), "float32"),
+    **dict.fromkeys(("lm", "llm", "gpt"), "language_model"), **dict.fromkeys(("lora", "sft"), "finetuning"),
+    **dict.fromkeys(("classifier", "classify", "imagenet"), "classification"), "adam8bit": "adamw_8bit",
+    **dict.fromkeys(("step_lr", "steplr"), "step"), "cosine_annealing": "warmup_cosine",
+    **dict.fromkeys(("fsdp2", "deepspeed", "zero3"), "fsdp"), "mnist": "mnist_subset",
+}  # fmt: skip
+"""Names of other programs for what is called otherwise here."""
+
+
+def is_misspelt(word: str, name: str) -> bool:
+    """Whether `word` is `name` with a slip of the hand: a letter in four of a part added, left out, changed or swapped.
+
+    Numbers have to have the same digits, and each word by itself: resnet34 is not resnet18, max_scale is not min_scale.
+    """
+    a, b = (re.split("[-_.]", text.lower()) for text in (word, name))
+    digits_a, digits_b = (sorted(re.sub(r"\D", "", "".join(parts))) for parts in (a, b))
+    if digits_a != digits_b:
+        return False
+    if len(a) != len(b):  # a sign was left out
+        return _is_near("".join(a), "".join(b))
+    return all(x == y or (x and len(a) > 1 and y.startswith(x)) or _is_near(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _is_near(a: str, b: str) -> bool:
+    """Whether the optimal string alignment of two words has at most an edit for every four letters."""
+    last, row = [], list(range(len(b) + 1))
+    for i, x in enumerate(a[:100], 1):
+        before, last, row = last, row, [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (x != y)))
+            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                row[j] = min(row[j], before[j - 2] + 1)
+    return len(a) <= 100 and row[-1] <= max(1, min(len(a), len(b)) // 4)
+
+
 def suggest(word: str, valid: Iterable[str]) -> str:
-    """A sentence with the nearest valid choice, then the first 12 of all."""
-    valid = list(valid)
-    word = {"gpu": "cuda", "on": "", "true": "", "yes": ""}.get(str(word).lower(), word)  # the nearest would be far off
-    close = difflib.get_close_matches(str(word).lower(), [v.lower() for v in valid], n=1)
-    hint = f"Did you mean {next(v for v in valid if v.lower() == close[0])}? " if close else ""
-    shown = ", ".join(valid[:12]) + (", ..." if len(valid) > 12 else "")
-    return f"{hint}Valid: {shown}." if valid else hint
+    """A sentence with the valid choice that was meant, if that is clear; then all of them, or the nearest of many."""
+    low, names = str(word).lower(), {name.lower(): name for name in valid}
+    same = low if low in names else SAME.get(low)
+    meant = [same] if same in names else [name for name in names if is_misspelt(low, name)]
+    meant = difflib.get_close_matches(low, meant, n=1, cutoff=0.0)
+    if not meant and len(low) > 2:  # a part of a name
+        meant = [name for name in names if low in re.split("[_.]", name) or name.startswith(low)]
+    hint = f"Did you mean {' or '.join(names[name] for name in meant)}? " if 0 < len(meant) <= 3 else ""
+    if len(names) <= MOST_NAMES:
+        return f"{hint}Valid: {', '.join(names.values())}." if names else hint
+    nearest = sorted(names[name] for name in difflib.get_close_matches(low, names, n=12, cutoff=0.0))
+    return f"{hint}Valid, of {len(names)} in all: {', '.join(nearest)}, ...."
+
+
+MOST_NAMES = 40
+"""Names that a message lists."""
 
 
 def describe(kind: Any) -> str:
@@ -510,7 +565,7 @@ def parse(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
     dot = f"{key}." if key else ""
     for name in values:
         if name not in fields:
-            problems.append(f"{dot}{name}: there is no such key. {suggest(name, [dot + f for f in fields])}")
+            problems.append(f"{dot}{name}: there is no such key. {suggest(dot + name, [dot + f for f in fields])}")
     taken = {}
     for name, expected in fields.items():
         if name not in values:
@@ -531,17 +586,23 @@ def parse(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
             hint = " " + suggest(show_value(value), literal) if literal else ""
             if _fits(meant := _plain(value), expected):
                 hint = f" Write {dot}{name}={show_value(meant)}{', without quotes' * isinstance(value, str)}."
-            if name == "device" and str(value).startswith("cuda:"):
-                hint = f" Choose the GPU with CUDA_VISIBLE_DEVICES={str(value)[5:]}."
+            if name == "device" and (number := re.fullmatch(r"(?:(?:cuda|gpu):)?(\d+)", str(value))):
+                hint = f" Choose the GPU with CUDA_VISIBLE_DEVICES={number[1]}."
+            if dot + name == "perf.compile":
+                hint += " Use perf=compile."
             problems.append(f"{dot}{name}={show_value(value)}: expected {describe(expected)}.{hint}")
             taken[name] = None
     return kind(**taken)
 
 
 def _plain(value: Any) -> Any:  # what 1000.0, '5', None and 'yes' were meant for
+    if isinstance(value, str) and (number := re.fullmatch(r"(\d{1,9})(k|m|\*\*)(\d{1,2})?", value.lower())):
+        base, unit, power = number.groups()
+        if bool(power) == (unit == "**"):
+            return int(base) ** int(power) if power else int(base) * {"k": 1000, "m": 1_000_000}[unit]
     if isinstance(value, str) and re.fullmatch(r"[\w.+-]+", value):
         return None if value.lower() == "none" else parse_yaml(value)
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
 def show_value(value: Any) -> str:

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from amp_core.models.family import Family, ImageShape, check_count, check_probability
@@ -17,9 +18,12 @@ from amp_core.vision import import_torchvision
 
 
 def top_class(logits: Tensor) -> dict[str, Tensor]:
-    """The most probable class of each row of logits [B, K], and its probability, computed in fp32."""
-    probability, number = logits.float().softmax(1).max(1)
-    return {"class": number, "probability": probability}
+    """The most probable class of each row of logits [B, K] and its probability, and the first five of both, in fp32."""
+    # Stable: of equal ones the first, as argmax has it.
+    found = torch.sort(logits.float().softmax(1), dim=1, descending=True, stable=True)
+    numbers, probabilities = found.indices[:, :5], found.values[:, :5]
+    first = {"class": numbers[:, 0], "probability": probabilities[:, 0]}
+    return first | {"top_classes": numbers, "top_probabilities": probabilities}
 
 
 def cnn(*, num_classes: int, image_shape: ImageShape, width: int = 24, dropout: float = 0.1) -> nn.Module:

@@ -89,6 +89,8 @@ class Loop:
         self.samples = 0
         """Samples drawn so far, over all ranks."""
         self.evaluation = Evaluation(env, evaluate, self.model, self.ema, self.clock)
+        self.classes: list[str] = []
+        """Names of the classes, by number, as they were when the run began; empty where data has none."""
         self.islands: list[str] = []
         """What the doctor keeps in fp32, besides what amp.keep_fp32 names."""
         self.owes_evaluation = False

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from amp_core.config.files import read_json
+from amp_core.config.schema import CONFIG_DIR
 from amp_core.lowp.fp16_convolutions import in_use
 from amp_core.run.environment import Environment
 
@@ -40,6 +41,8 @@ def describe(env: Environment) -> dict[str, Any]:
 
     return {
         "command": env.job.command,
+        "folder": os.getcwd(),  # relative paths among the settings begin here
+        "config_dir": os.environ.get(CONFIG_DIR) or None,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": describe_versions(),

@@ -1,6 +1,8 @@
 """Predictions of a run's network: a line per sample in predictions.jsonl of the run folder.
 
-What has more than one number per sample, such as masks, goes to predictions/<index>.npz, which the line names.
+A class has its name beside it, where the data set names classes, and the five most probable ones are in lists
+`top_...`. What else has more than one number per sample, such as masks, goes to predictions/<index>.npz, which the line
+names.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def predict(loop: Any, notes: list[str]) -> None:
     if env.any_rank(env.is_main and not (env.run_dir / ".hydra").exists()):  # the folder of a run stays as it is
         env.folder.begin()
     try:
-        lines = list(_lines(env, samples, loop.amp, net.eval(), loop.predict))
+        lines = list(_lines(env, samples, loop.amp, net.eval(), loop.predict, loop.classes))
         if env.world_size > 1:
             parts: list[Any] = [None] * env.world_size
             dist.all_gather_object(parts, lines, group=env.host_group)
@@ -69,7 +71,7 @@ def predict(loop: Any, notes: list[str]) -> None:
 
 @torch.no_grad()
 def _lines(
-    env: Environment, samples: Dataset, amp: Amp, net: nn.Module, predict: Callable[..., Any]
+    env: Environment, samples: Dataset, amp: Amp, net: nn.Module, predict: Callable[..., Any], classes: list[str]
 ) -> Iterator[tuple[int, str, bool]]:
     """(index, line, whether it is finite) of this rank's samples. Writes their arrays."""
     assert env.run_dir is not None
@@ -82,7 +84,7 @@ def _lines(
         pin_memory=env.device.type == "cuda",
     )
     on_device = to_device(batches, env.device, channels_last=env.cfg.perf.channels_last)
-    paths = getattr(samples, "paths", None)
+    paths, names_of = getattr(samples, "paths", None), np.array(classes)
     for rows, batch in zip(batches.rows, on_device, strict=True):
         with amp.autocast():
             found = {name: value.cpu().numpy() for name, value in predict(net, batch).items()}
@@ -92,8 +94,11 @@ def _lines(
             if isinstance(samples, _Files) and batch[-1][row]:
                 yield index, dumps(line | {"error": batch[-1][row]}), True
                 continue
-            arrays = {name: value for name, value in values.items() if value.ndim}
-            line |= {name: value for name, value in values.items() if name not in arrays}
+            arrays = {name: value for name, value in values.items() if value.ndim and not name.startswith("top_")}
+            line |= {name: value.tolist() for name, value in values.items() if name not in arrays}
+            for key, name in (("class", "name"), ("top_classes", "top_names")):
+                if classes and key in values:
+                    line[name] = names_of[values[key]].tolist()
             if arrays:
                 line["file"] = f"predictions/{index:08d}.npz"
                 (env.run_dir / "predictions").mkdir(exist_ok=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from amp_core.config.checks import DECODED, check_data
+from amp_core.config.checks import DECODED, check_data, tag_of_timm
 from amp_core.config.errors import ConfigError
 from amp_core.config.files import why_no_folder
 from amp_core.config.rules import ONE_PROCESS, node_range
@@ -60,8 +60,13 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
         problems += check_schedule(cfg.schedule)
     if sound("model"):
         found = check_model(cfg.model.name, cfg.model.options, recipe.MODELS)
+        if found and (meant := tag_of_timm(cfg.model.name)):
+            found = [f"model.name={cfg.model.name}: there is no such network. {meant}"]
         problems += found + check_weights(cfg)
-        if cfg.model.weights is None and [*Path(cfg.model.name.removeprefix("hf:")).glob("*.safetensors")]:
+        folder = Path(cfg.model.name.removeprefix("hf:")) if cfg.model.name.startswith("hf:") else None
+        # A recipe of somebody else may load weights itself.
+        is_ours = recipe.__name__.startswith("recipes.")
+        if is_ours and cfg.model.weights is None and folder is not None and [*folder.glob("*.safetensors")]:
             warnings.append(f"model.name={cfg.model.name}: its weights are not used; model.weights=default loads them")
         if not found and sound("amp", "perf"):
             _check_parts(cfg, recipe.MODELS, problems)

@@ -45,6 +45,8 @@ def check_weights(cfg: Config) -> list[str]:
         how = "networks of torchvision and folders of transformers do; use model.weights=<file>"
         return [f"model.weights={DEFAULT}: model.name={cfg.model.name} has no weights of its own, {how}"]
     if path != DEFAULT and not _resumes(cfg, cfg.run_dir) and not Path(path).exists():
+        if re.fullmatch(r"(?i)imagenet\w*|pretrained|true|yes", path) and _default(cfg.model.name) is not None:
+            return [f"model.weights={path}: there is no such file or folder. Did you mean model.weights={DEFAULT}?"]
         return [f"model.weights={path}: there is no such file or folder; expected {_EXPECTED}"]
     return []
 
@@ -133,7 +135,9 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
         problems.append(f"model.fresh={list(fresh)}: nothing of model.weights={path} is left to load; leave out both")
     if wrong := [*missing, *unlike, *unknown]:
         places = sorted({_outermost(name, taken.keys() - unlike) for name in wrong})
-        if len(wrong) < len(own) and len(places) <= 4:
+        if any(found[name].shape[1:] == own[name].shape[1:] and _holds_tokens(net, name) for name in unlike):
+            problems[-1] += ". The vocabularies differ, so no token means the same: leave out model.weights"
+        elif len(wrong) < len(own) and len(places) <= 4:
             listed = ",".join(f'"{name}"' for name in places)
             problems[-1] += f". To keep the initial weights there: 'model.fresh=[{listed}]'"
         else:
@@ -151,6 +155,12 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
     dtypes = sorted({str(found[name].dtype).removeprefix("torch.") for name in taken})
     left = sorted(name for name in own if name in kept)
     return f"{len(taken)} tensors ({', '.join(dtypes)}) from {path}" + (f"; initial: {first_few(left)}" if left else "")
+
+
+def _holds_tokens(net: nn.Module, name: str) -> bool:
+    """Whether a tensor has a row for each token of a vocabulary."""
+    module = net.get_submodule(name.rpartition(".")[0])
+    return isinstance(module, nn.Embedding) and re.search("pos|wpe", name) is None
 
 
 _EXPECTED = f"a file ({', '.join(SUFFIXES)}), the folder of a run, or one with model.safetensors"

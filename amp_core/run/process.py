@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from amp_core.config.errors import ConfigError
 from amp_core.config.rules import ONE_PROCESS, build, is_elastic, node_range
 from amp_core.config.schema import Config
 from amp_core.data.loading import bounded_waits
@@ -25,6 +26,44 @@ from amp_core.run.teardown import end_process_group
 from amp_core.tensors import UNTESTED_DEVICES
 
 
+def check_variables() -> None:
+    """Raises ConfigError for variables of torchrun that are missing or contradict each other; on each rank of its own.
+
+    Without LOCAL_WORLD_SIZE all machines are taken to have equally many ranks.
+    """
+    found: dict[str, int] = {}
+    least = {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_PORT": 1,
+        "GROUP_WORLD_SIZE": 1,
+    }
+    problems = [] if os.environ.get("MASTER_ADDR") else ["MASTER_ADDR: is not set; expected the address of rank 0"]
+    for name, smallest in least.items():
+        text = os.environ.get(name)
+        if text is None and name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+            continue
+        if text is None or not (text.isascii() and text.isdigit() and smallest <= int(text[:20]) < 2**16):
+            problems.append(f"{name}={text}: expected a whole number from {smallest} to 65,535, as torchrun sets it")
+        else:
+            found[name] = int(text)
+    if not problems:
+        ranks, machines = found["WORLD_SIZE"], found.get("GROUP_WORLD_SIZE", 1)
+        here = found.get("LOCAL_WORLD_SIZE", ranks // machines)
+        if "LOCAL_WORLD_SIZE" not in found and ranks % machines:
+            problems.append(f"LOCAL_WORLD_SIZE: is not set, and {machines} machines do not share {ranks} ranks equally")
+        for name, most in (("RANK", ranks), ("LOCAL_RANK", here), ("LOCAL_WORLD_SIZE", ranks + 1)):
+            if found.get(name, 0) >= most:
+                problems.append(
+                    f"{name}={found[name]}: expected less than {most}; there are {ranks} ranks, {here} here"
+                )
+        os.environ["LOCAL_WORLD_SIZE"] = str(here)
+    if problems:
+        raise ConfigError(problems)
+
+
 @contextlib.contextmanager
 def environment(job: Job) -> Iterator[Environment]:
     """Set the process up for one run and put everything back afterwards.
@@ -33,10 +72,9 @@ def environment(job: Job) -> Iterator[Environment]:
     last three, the matmul precision and autocast's policy are process-wide and outlive a run; they are restored.
     """
     cfg = build(job.config)
-    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if cfg.layout.name in ONE_PROCESS:
-        rank, local_rank, world_size = 0, 0, 1
+    rank, local_rank, world_size = 0, 0, 1
+    if cfg.layout.name not in ONE_PROCESS and launched():
+        rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     device = resolve_device(cfg.device, local_rank * (cfg.layout.num_stages or 1))
     env = Environment(job, cfg, device, rank, local_rank, world_size)
     env.folder = folder = RunFolder(env)

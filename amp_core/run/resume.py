@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
-from amp_core.config.errors import ConfigError
-from amp_core.config.rules import SHARDED, differences, is_elastic
-from amp_core.config.schema import Config, show_value
+from amp_core.config.checks import names_of_classes
+from amp_core.config.errors import CheckpointError, ConfigError
+from amp_core.config.lengths import MOST_STEPS
+from amp_core.config.rules import MAY_CHANGE, SHARDED, differences, is_elastic
+from amp_core.config.schema import Config, choices, read_option, show_value
 from amp_core.lowp.islands import islands_of, keep_fp32, named_modules
 from amp_core.run.loop import Loop
 from amp_core.run.machine import moved
@@ -28,10 +30,29 @@ def progress_of(loop: Loop) -> dict[str, Any]:
         "skipped_of": {of: int(meter.num_skipped) for of, meter in loop.metrics.meters.items() if of},
         "averaged": 0,  # version 0.1 expects it, also where there is no average that counts
         "islands": loop.islands,
+        "classes": loop.classes,
         "meters": loop.metrics.states(loop.env.host_group),
         "is_evaluated": loop.evaluation.step == loop.step,
         "excluded": loop.data.excluded,
     }
+
+
+def _check_progress(loaded: Loaded) -> None:
+    """Raises CheckpointError for counts that no run has written."""
+    exact = 2**53  # of floats, in which lengths are computed
+    ranges = {
+        "step": (0, MOST_STEPS),
+        "samples": (0, exact),
+        "samples_per_step": (1, exact),
+        "planned_samples": (1, exact),
+    }
+    for key, (least, most) in ranges.items():
+        value = loaded.progress.get(key, least if key == "planned_samples" else None)
+        if type(value) is not int or not least <= value <= most:
+            raise CheckpointError(
+                f"{loaded.path}: progress.{key} is {value!r}, expected a whole number from {least} to {most:,}; use "
+                f"resume=<another checkpoint>"
+            )
 
 
 def set_progress(loop: Loop, progress: dict[str, Any]) -> None:
@@ -61,12 +82,27 @@ def open_checkpoint(loop: Loop) -> Checkpoint:
 
 def _settings_of(old: Mapping[str, Any], cfg: Config) -> str:
     """The settings that the parts of a checkpoint were made with, to type where they differ."""
-    changes = (change.partition(" -> ")[0].partition(": ") for change in differences(old, cfg.to_dict()))
-    typed = [f"{key}={was}" for key, _, was in changes if key.startswith(_MAKE_PARTS) and was not in ("null", "{}")]
-    typed = [each.replace("data.name=", "data=") for each in typed]
-    if any(each.startswith("recipe.name=") for each in typed):
-        typed = [f"recipe={old['recipe']['name']}"]
-    return f" It was made with other settings; use {' '.join(typed)}" if typed else ""
+    now, may_change = cfg.to_dict(), set(MAY_CHANGE)
+    if not any(change.startswith(_MAKE_PARTS) for change in differences(old, now)):
+        return ""
+    use, leave_out = [], []
+    for group in ("model", "data", "optimizer"):
+        name = old[group]["name"]
+        if name == now[group]["name"]:
+            continue
+        use.append(f"{group}={name}" if name in choices(group) else f"{group}.name={name}")
+        now[group] |= read_option(group, name) if name in choices(group) else {"name": name, "options": {}}
+        may_change.discard(f"{group}.path")
+    for change in differences(old, now, but=may_change):
+        key, was = change.partition(" -> ")[0].split(": ", 1)
+        if "options." in key and was == "null":
+            leave_out.append(key)
+        elif key.startswith(_MAKE_PARTS) and not key.endswith("options"):
+            use.append(f"{key}={was}")
+    if old["recipe"]["name"] != now["recipe"]["name"]:
+        use, leave_out = [f"recipe={old['recipe']['name']}"], []
+    how = ([f"use {' '.join(use)}"] if use else []) + ([f"leave out {' '.join(leave_out)}"] if leave_out else [])
+    return f" It was made with other settings; {' and '.join(how)}" if how else ""
 
 
 def resume(loop: Loop) -> tuple[list[str], list[str]]:
@@ -77,6 +113,7 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
     """
     env, cfg = loop.env, loop.cfg
     notes = list(env.job.notes)
+    loop.classes = names_of_classes(cfg.data)
     planned = {name: schedule.num_steps for name, schedule in loop.schedules.items()}
     is_named = cfg.resume not in ("auto", "last", "never")
     own = env.run_dir is not None and not (is_named and cfg.task == "predict")
@@ -90,15 +127,20 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
     ):
         loaded = loop.checkpoint.load(cfg.run_dir)
     if loaded is None:
-        warnings = _spread(loop, notes)
+        warnings = _spread(loop, notes) + repeats(loop)
         if env.run_dir is not None and (env.run_dir / "metrics.jsonl").exists():
             notes.append("the run folder has no checkpoint yet: starting from step 0")
         return notes, warnings
     notes += loaded.notes
+    _check_progress(loaded)
+    now, loop.classes = loop.classes, list(loaded.progress.get("classes", loop.classes))
+    if now != loop.classes:
+        others = ", ".join(sorted({*now} ^ {*loop.classes})[:3])
+        notes.append(f"data.path={cfg.data.path}: has other classes than the run was trained with, such as {others}")
     if cfg.task == "train":
         _check_changes(loop, loaded, notes)
         _keep_samples_per_step(loop, loaded, notes)
-    warnings = _spread(loop, notes)
+    warnings = _spread(loop, notes) + repeats(loop)
     set_progress(loop, loaded.progress)
     progress = loaded.progress
     loop.metrics.load_states(progress.get("meters", []), env.rank, progress.get("skipped_of", {}))
@@ -177,6 +219,17 @@ def _keep_samples_per_step(loop: Loop, loaded: Loaded, notes: list[str]) -> None
     if not cfg.allow_changes:
         raise ConfigError(problem)
     notes.append(problem)
+
+
+def repeats(loop: Loop) -> list[str]:
+    """A warning where a step takes more samples than there are."""
+    samples, there = loop.feed.samples_per_step, len(loop.data.train)
+    if samples <= there:
+        return []
+    return [
+        f"batch_size={loop.cfg.batch_size}: a step takes {samples:,} samples of a data set of {there:,}, so each one "
+        f"{samples / there:.3g} times; use a smaller batch_size or accumulation"
+    ]
 
 
 def _spread(loop: Loop, notes: list[str]) -> list[str]:

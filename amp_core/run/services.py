@@ -23,7 +23,7 @@ from amp_core.run.layers import show_layers
 from amp_core.run.lines import wrapped
 from amp_core.run.log import Log, say
 from amp_core.run.loop import Loop
-from amp_core.run.resume import open_checkpoint, progress_of, resume
+from amp_core.run.resume import open_checkpoint, progress_of, repeats, resume
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import unwrap
 
@@ -68,7 +68,8 @@ def predict(loop: Loop, notes: list[str]) -> None:
 def dry_run(loop: Loop, count: Callable[[Any], Tensor] | None) -> Iterator[list[MicroBatch]]:
     """Print the plan, and have the recipe compute a small window for the table of layers."""
     if loop.env.is_main:
-        say(wrapped("\n".join([*loop.env.job.notes, plan(loop), plan_in_detail(loop)]), sys.stdout))
+        lines = [*loop.env.job.notes, *repeats(loop), plan(loop), plan_in_detail(loop)]
+        say(wrapped("\n".join(lines), sys.stdout))
     yield from show_layers(loop, count)
 
 

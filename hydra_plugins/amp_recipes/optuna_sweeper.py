@@ -66,7 +66,6 @@ class OptunaSweeper(Sweeper):
         """
         from amp_core.cli.sweep import asked_to_stop
         from amp_core.config.errors import ConfigError, RunError
-        from amp_core.run.locks import lock_folder
         from amp_core.run.log import say
 
         if importlib.util.find_spec("optuna") is None:
@@ -83,19 +82,15 @@ class OptunaSweeper(Sweeper):
             )
         folder = Path(self._config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(folder)  # one search at a time writes to the study
-        try:
-            study = self._open(folder, overrides, space)
-            OmegaConf.save(self._config, folder / "multirun.yaml")
-            while batch := self._next_trials(study, space):
-                if asked_to_stop(folder):
-                    break
-                self._run(study, batch, overrides, space, folder)
-            self._tell_all(study, folder)
-            if not asked_to_stop(folder) and not any(trial.state.name == "COMPLETE" for trial in study.trials):
-                raise RunError(f"{folder}: no trial finished; the error of each is above")
-        finally:
-            lock.close()
+        study = self._open(folder, overrides, space)
+        OmegaConf.save(self._config, folder / "multirun.yaml")
+        while batch := self._next_trials(study, space):
+            if asked_to_stop(folder):
+                break
+            self._run(study, batch, overrides, space, folder)
+        self._tell_all(study, folder)
+        if not asked_to_stop(folder) and not any(trial.state.name == "COMPLETE" for trial in study.trials):
+            raise RunError(f"{folder}: no trial finished; the error of each is above")
         say(f"results: {folder / 'optimization_results.yaml'}")
 
     def _open(self, folder: Path, overrides: dict[str, Override], space: dict[str, Any]) -> Any:
@@ -284,8 +279,9 @@ def distribution(override: Override) -> Any:
             kind = IntDistribution if isinstance(value.start, int) else FloatDistribution
             return kind(value.start, value.end, log="log" in value.tags)  # type: ignore[arg-type]
         if isinstance(value, RangeSweep):
-            numbers = list(value.range())
-            kind = IntDistribution if all(isinstance(number, int) for number in numbers) else FloatDistribution
+            numbers: Any = value.range()
+            kind = IntDistribution if isinstance(numbers, range) else FloatDistribution
+            numbers = numbers if isinstance(numbers, range) else list(numbers)
             return kind(numbers[0], numbers[-1], step=value.step)  # type: ignore[arg-type]
     except (ValueError, IndexError) as problem:
         raise ConfigError(f"{override.input_line}: {problem}") from problem

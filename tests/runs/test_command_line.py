@@ -20,6 +20,7 @@ from amp_core.cli import compose
 from amp_core.cli.overrides import check_overrides, groups, typed_keys
 from amp_core.config.rules import build
 from amp_core.config.schema import choices
+from amp_core.run.process import check_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -470,3 +471,58 @@ def test_bash_completes_options_and_keys():
     environ = os.environ | {"PYTHON": sys.executable, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", ask], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["amp=fp16", "amp=fp16_capped", "optimizer.weight_decay="], done.stderr
+
+
+RANKS = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+RANKS |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "GROUP_WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"RANK": "x"}, "RANK=x: expected a whole number from 0"),
+        ({"RANK": "-1"}, "RANK=-1: expected a whole number from 0"),
+        ({"RANK": "2"}, "RANK=2: expected less than 2"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: expected a whole number from 1"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE=: expected a whole number from 1"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE=None: expected a whole number from 1"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2: expected less than 2"),
+        ({"LOCAL_RANK": None}, "LOCAL_RANK=None: expected a whole number from 0"),
+        ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3: expected less than 3"),
+        ({"LOCAL_WORLD_SIZE": None, "GROUP_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE: is not set, and 3 machines do not"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT=x: expected a whole number from 1 to 65,535"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536: expected a whole number from 1 to 65,535"),
+        ({"MASTER_PORT": "9" * 5000}, "MASTER_PORT=999"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR: is not set"),
+    ],
+)
+def test_variables_of_torchrun_that_are_wrong_are_named_before_anything_starts(
+    changed, said, own_folder, monkeypatch, capsys
+):
+    for name, value in (RANKS | changed).items():
+        monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
+    assert said in refuse(["layout=ddp", "device=cpu"], capsys, own_folder)
+
+
+@pytest.mark.parametrize("machines, here", [(None, "4"), ("1", "4"), ("2", "2"), ("4", "1")])
+def test_without_the_number_of_ranks_of_a_machine_all_have_equally_many(machines, here, monkeypatch):
+    for name, value in (RANKS | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": None, "GROUP_WORLD_SIZE": machines}).items():
+        monkeypatch.setenv(name, "") if value is None else monkeypatch.setenv(name, value)
+        if value is None:
+            monkeypatch.delenv(name)
+    check_variables()
+    assert os.environ["LOCAL_WORLD_SIZE"] == here
+
+
+def test_a_variable_left_by_another_program_does_not_stop_a_run_of_one_process(own_folder, monkeypatch, capsys):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "x")
+    small = [
+        "data=synthetic",
+        "data.image_size=8",
+        "data.num_samples=32",
+        "device=cpu",
+        "steps=1",
+        "log.progress=false",
+    ]
+    assert train.main(small) == 0, capsys.readouterr().err

@@ -9,11 +9,16 @@ import re
 
 import pytest
 from tiers import rows
+from yaml import MappingNode, Mark, ScalarNode
 
 import train
-from amp_core.cli.overrides import WORDS
+from amp_core.cli import compose
+from amp_core.cli.overrides import WORDS, groups, typed_keys
 from amp_core.config.errors import ConfigError
-from amp_core.config.schema import CONFIG_DIR
+from amp_core.config.rules import validate
+from amp_core.config.schema import CONFIG_DIR, _loader, choices, conf_dir, is_misspelt
+from amp_core.run.preflight import preflight
+from recipes import find
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -226,3 +231,299 @@ def test_an_experiment_file_that_hydra_refuses_is_told_what_to_write(text, said,
     assert train.main(["--config-dir=.", *multirun, "experiment=mine", "dry_run=true"]) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
+
+
+# What a new user types, and a part of the answer: what to type, or why not. `NO` before a text: it may not be said.
+IMAGES = "data=synthetic data.image_size=8 data.num_samples=32 data.num_classes=4 model.options.width=8 device=cpu"
+MISTAKES = {
+    "optimizer.layer_decay=0.7": "own recipe can make groups NO weight_decay",
+    "optimizer.weight_decay_rate=0.1": "optimizer.options.<name> NO Did you mean",
+    "optimizer.momentum=0.9": "optimizer.options",
+    "optimizer.nesterov=true": "optimizer.options",
+    "optimizer.eps=1e-6": "Did you mean optimizer.options.eps=1e-6?",
+    "optimizer=Lion": "Lion is no class of torch.optim NO Did you mean",
+    "optimizer=RMSprop": "Did you mean optimizer.name=RMSprop?",
+    "optimizer=AdamW": "Did you mean adamw?",
+    "optimizer=adam8bit": "Did you mean adamw_8bit?",
+    "optimizer.name=adamw": "Did you mean AdamW?",
+    "optimizer.name=LARS": "there is no such optimizer NO Did you mean",
+    "optimizer.lr=-1": "optimizer.lr=-1: expected a finite number above 0 NO refuses",
+    "amp=fp16-mixed": "Did you mean fp16?",
+    "amp=bf16-mixed": "Did you mean bf16?",
+    "amp=16-true": "Did you mean o3?",
+    "amp=int8": "Valid: bf16, NO Did you mean",
+    "amp=fp64": "Valid: bf16, NO Did you mean",
+    "amp.scale=1024": "Did you mean amp=fp16 amp.init_scale=1024? NO min_scale",
+    "amp.loss_scale=dynamic": "amp.init_scale",
+    "amp.init_scale=2**16": "Write amp.init_scale=65536",
+    "amp.enabled=false": "amp=fp32",
+    "amp.dtype=fp16": "Did you mean float16?",
+    "resume=latest": "Did you mean last?",
+    "resume=best": "Valid: auto, last, never. NO Did you mean",
+    "--resume": "Did you mean resume=last?",
+    "--amp bf16": "Did you mean amp=bf16? Settings NO ?;",
+    "--batch-size 32 --lr 0.1": "Did you mean batch_size=32 optimizer.lr=0.1?",
+    "--config x.yaml": "--config-dir <folder> experiment=mine NO ambiguous",
+    "--gpus 2": "Did you mean layout=ddp layout.nproc_per_node=2?",
+    "--help nothing_like_it": "there is no such topic",
+    "help": "Did you mean --help?",
+    "fp16": "Did you mean amp=fp16?",
+    "amp": "see --help amp",
+    "dry_run": "Did you mean dry_run=true?",
+    "steps:5": "Did you mean steps=5?",
+    "steps = 5": "steps = 5: has spaces",
+    "steps=10k": "Write steps=10000",
+    "steps=1e30": "expected a whole number NO Write",
+    "model=resnet18.a1_in1k": "Did you mean model=timm model.name=resnet18.a1_in1k? Its pretrained weights",
+    "model.name=resnet18.a1_in1k": "Did you mean model=timm model.name=resnet18.a1_in1k? Its pretrained weights",
+    "model=resnet34": "Did you mean model.name=resnet34? NO iresnet34",
+    "model=resnet19": "there is no such option NO Did you mean",
+    "model=resnet18 model.weights=IMAGENET1K_V1": "Did you mean model.weights=default?",
+    "model.pretrained=true": "model.weights",
+    "model.num_classes=10": "the data set knows it",
+    "model.depth=3": "model.options.<name>",
+    "model.dropout=0.2": "Did you mean model.options.dropout=0.2?",
+    "data=csv data.path=x": "a recipe of your own NO data.path",
+    "data=imagefolder data.path=x": "Did you mean image_folder? NO has no effect",
+    "data=folder": "Did you mean identity_folder or image_folder or mask_folder?",
+    "data=mnist": "Did you mean mnist_subset?",
+    "data=cifar100": "cifar10, NO Did you mean",
+    "data.size=32": "data.image_size",
+    "data.batch_size=4": "Did you mean batch_size=4?",
+    "data.train_path=x": "data.path or data.eval_path",
+    "data.shuffle=true": "shuffled by the seed",
+    "data.transforms=x": "data.augment",
+    "recipe=language_model data=text data.path=train.bin": "train.bin is a .bin file",
+    "recipe=language_model data=text data.path=train.jsonl": "train.jsonl is a .jsonl file",
+    "recipe=language_model data=text data.path=train.parquet": "train.parquet is a .parquet file",
+    "recipe=language_model data=text data.path=texts": "b.txt is no text: it has zero bytes",
+    "recipe=classifier": "Did you mean classification?",
+    "recipe=llm": "Did you mean language_model?",
+    "recipe=lora": "Did you mean finetuning?",
+    "recipe=language_modle optimizer.lr=-1 data=text": "Did you mean language_model? NO optimizer.lr",
+    "schedule=cosine": "Did you mean warmup_cosine?",
+    "schedule=CosineAnnealingLR": "Did you mean schedule.name=CosineAnnealingLR?",
+    "schedule.warmup=0.1": "Did you mean schedule.options.warmup=0.1?",
+    "schedule.options.warmup_steps=100": "Valid: warmup, final NO Did you mean",
+    "clip=1.0": "Did you mean clip=norm clip.max_norm=1.0?",
+    "clip.norm=1.0": "Did you mean clip=norm clip.max_norm=1.0?",
+    "ema=0.99": "ema.decay=",
+    "ema.beta=0.99": "Did you mean ema.decay=0.99?",
+    "layout=zero": "Did you mean layout=ddp layout.shard_optimizer=true?",
+    "layout=deepspeed": "Did you mean fsdp?",
+    "layout=ddp layout.nproc=2": "Did you mean layout.nproc_per_node=2?",
+    "layout=ddp layout.nproc_per_node=99999999999999999999": "2^63 NO too many",
+    "device=0": "CUDA_VISIBLE_DEVICES=0",
+    "device=cuda:1": "CUDA_VISIBLE_DEVICES=1",
+    "log=tb": "Did you mean tensorboard?",
+    "log=tensorboard,wandb": "use log=all",
+    "log.project=x": "log.wandb_project",
+    "task=test": "Did you mean evaluate?",
+    "task=inference": "Did you mean predict?",
+    "doctor=on": "Did you mean watch?",
+    "perf.compile=true": "Use perf=compile",
+    "experiment=mnist": "default_gan",
+    "verbose=true": "train.log has everything",
+    "ddp=true": "layout",
+    "momentum=0.9": "optimizer.options",
+    "steps=5 epochs=2": "expected at most one of steps, epochs, samples",
+    "steps=1000000000000": "expected at most 100,000,000",
+    f"{IMAGES} epochs=1e12 dry_run=true": "expected at most 100,000,000",
+    "batch_size=1000000000000000000": "expected at most 16,777,216",
+    "accumulation=1000000000000000000": "expected at most 16,777,216",
+    "data.num_workers=100000000000": "expected at most 1,024",
+    "seed=9999999999999999999999": "expected at most 2^63 - 1",
+    "max_minutes=1e300": "expected at most 1,000,000",
+    "-m seed=range(1,100000000000)": "are 1e+11 jobs; expected at most 10,000",
+    "-m optimizer.lr=range(0.0,1.0,1e-12)": "are 1e+12 jobs; expected at most 10,000",
+    "-m hydra/sweeper=optuna optimizer.lr=range(0.0,1.0,1e-12)": "are 1e+12 jobs; expected at most 10,000",
+    f"run_dir={'a' * 5_000_000}": "has 5,000,008 characters, expected at most 8,192",
+    f"amp.keep_fp32=[{'a,' * 100_000}a]": "has 200,017 characters, expected at most 8,192",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES, ids=lambda line: line[:60])
+def test_a_mistake_is_answered_once_with_what_was_meant_and_with_nothing_else(line, own_folder, capsys):
+    for name in ("train.bin", "train.jsonl", "train.parquet"):
+        (own_folder / name).write_text("some text\n")
+    (own_folder / "texts").mkdir()
+    (own_folder / "texts" / "a.txt").write_text("some text\n")
+    (own_folder / "texts" / "b.txt").write_bytes(b"a\0b")
+    before = sorted(own_folder.rglob("*"))
+    code = train.main(line.split())
+    said = capsys.readouterr().err
+    expected, _, unwanted = MISTAKES[line].partition(" NO ")
+    assert code == 2 and expected in said, said
+    assert said.count("\n") == 1 and len(said) < 1500 and not (unwanted and unwanted in said), said
+    assert sorted(own_folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "word, name, is_one",
+    [
+        ("acumulation", "accumulation", True),
+        ("lerning_rate", "learning_rate", True),
+        ("stpes", "steps", True),
+        ("fp_16", "fp16", True),
+        ("n_trials", "num_trials", True),
+        ("layer_decay", "weight_decay", False),
+        ("max_scale", "min_scale", False),
+        ("resnet34", "resnet18", False),
+        ("fp8", "fp16", False),
+        ("save_every", "eval_every", False),
+        ("eval_path", "path", False),
+        ("warmup_steps", "warmup", False),
+        ("train", "val", False),
+        ("max_norm", "max_value", False),
+        ("ddp", "fsdp", False),
+    ],
+)
+def test_a_slip_of_the_hand_is_told_from_another_meaning(word, name, is_one):
+    assert is_misspelt(word, name) == is_one
+
+
+def test_no_setting_or_option_is_a_slip_for_another_whose_meaning_differs():
+    """Else a hint for one could name the other: what is that near is listed here."""
+    names = [key.rpartition(".")[2] for key in typed_keys()]
+    near = {tuple(sorted((a, b))) for a in names for b in names if a < b and is_misspelt(a, b)}
+    assert near <= {("step", "steps")}
+    for group in groups():
+        near = {(a, b) for a in choices(group) for b in choices(group) if a < b and is_misspelt(a, b)}
+        assert near <= {
+            ("adam", "adamw"),
+            ("ddp", "fsdp"),
+            ("fsdp", "hsdp"),
+            ("iresnet18", "resnet18"),
+            ("iresnet50", "resnet50"),
+        }
+
+
+@pytest.mark.parametrize(
+    "topic, expected",
+    [
+        ("lr", "optimizer.lr: a number"),
+        ("nproc", "layout.nproc_per_node: a whole number"),
+        ("batch", "batch_size: a whole number"),
+        ("fp16", "amp=fp16 sets"),
+        ("wandb", "log=wandb sets"),
+        ("momentum", "optimizer.options: a group of keys"),
+        ("weight_decay", "optimizer.weight_decay: a number"),
+    ],
+)
+def test_help_finds_what_other_programs_call_by_that_name(topic, expected, capsys):
+    assert train.main(["--help", topic]) == 0 and expected in capsys.readouterr().out
+
+
+def test_samples_that_a_step_takes_twice_are_said(capsys):
+    assert train.main([*IMAGES.split(), "batch_size=800", "dry_run=true"]) == 0
+    assert "a step takes 800 samples of a data set of 32, so each one 25 times" in capsys.readouterr().out
+    assert train.main([*IMAGES.split(), "batch_size=32", "dry_run=true"]) == 0
+    assert "samples of a data set" not in capsys.readouterr().out
+
+
+def test_a_sweep_over_nothing_is_said(capsys):
+    small = [*IMAGES.split(), "steps=1", "log.progress=false", "hydra.sweep.dir=s", "-m"]
+    assert train.main(small) == 0 and "-m: one job, since no setting has several values" in capsys.readouterr().out
+    assert train.main([*small, "seed=1,2"]) == 0 and "one job" not in capsys.readouterr().out
+
+
+LOG = "{version: 1, handlers: {h: {class: logging.FileHandler, filename: precious, mode: w}}, root: {handlers: [h]}}"
+
+
+@pytest.mark.parametrize("flags", [[], ["-m", "seed=1,2"]], ids=["one", "sweep"])
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("hydra_logging", LOG),
+        ("job_logging", LOG),
+        ("job_logging", "{version: 1, handlers: {h: {(): ext://os.getcwd}}, root: {handlers: [h]}}"),
+        ("job_logging", "{formatters: {f: {(): os.getcwd}}}"),
+        ("callbacks", "{a: {_target_: os.getcwd}}"),
+        ("output_subdir", "x"),
+        ("run", "{dir: x}"),
+        ("sweep", "{subdir: ../../x}"),
+        ("job", "{chdir: true}"),
+        ("job", "{env_set: {LD_PRELOAD: x}}"),
+        ("verbose", "true"),
+    ],
+)
+def test_what_a_file_sets_of_hydra_that_is_not_used_is_refused_and_opens_nothing(key, value, flags, own_folder, capsys):
+    (own_folder / "experiment").mkdir()
+    (own_folder / "experiment" / "mine.yaml").write_text(f"# @package _global_\nhydra: {{{key}: {value}}}\n")
+    (own_folder / "precious").write_text("kept")
+    small = [*IMAGES.split(), "steps=1", "log.progress=false"]
+    assert train.main(["--config-dir=.", *flags, "experiment=mine", *small]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: hydra.{key}") and said.count("\n") == 1
+    assert (own_folder / "precious").read_text() == "kept"
+    assert sorted(path.name for path in own_folder.iterdir()) == ["experiment", "precious"]
+
+
+def bomb(join):
+    levels = "".join(f"    a{i}: &a{i} {join(','.join([f'*a{i - 1}'] * 9))}\n" for i in range(1, 12))
+    return f"model:\n  options:\n    a0: &a0 {{x: 1}}\n{levels}"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (bomb("[{}]".format), "its anchors unfold to more than any configuration holds"),
+        (bomb("{{<<: [{}]}}".format), "its anchors unfold to more than any configuration holds"),
+        ("model: {options: &a {b: *a}}", "its anchors unfold to more than any configuration holds"),
+        (f"run_dir: {'a' * 5_000_000}", "expected at most 65,536"),
+        (f"model: {{options: {'{a: ' * 5000}1{'}' * 5000}}}", "nested too deeply"),
+        ("model:\n  options:\n" + "".join(f"    k{i:05d}: 1\n" for i in range(3500)), "and 3460 more"),
+    ],
+    ids=["aliases", "merges", "loop", "long", "deep", "wide"],
+)
+def test_a_file_that_would_unfold_is_refused_at_once(text, said, own_folder, capsys):
+    (own_folder / "experiment").mkdir()
+    (own_folder / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
+    assert train.main(["--config-dir=.", "experiment=mine", "dry_run=true"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_reading_a_mapping_compares_no_key_with_all_others():
+    """Comparisons are counted: each key is looked up once, not compared with each other one."""
+
+    class Key(str):
+        compared = 0
+
+        def __eq__(self, other):
+            Key.compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    num = 300
+    loader = _loader()("")
+    pairs = [
+        (ScalarNode("tag:yaml.org,2002:str", Key(f"k{i}")), ScalarNode("tag:yaml.org,2002:int", "1"))
+        for i in range(num)
+    ]
+    start = Mark("", 0, 0, 0, None, 0)
+    assert len(loader.construct_mapping(MappingNode("tag:yaml.org,2002:map", pairs, start))) == num
+    assert Key.compared <= 4 * num
+    pairs.append(pairs[0])
+    with pytest.raises(ValueError, match="duplicate key k0"):
+        loader.construct_mapping(MappingNode("tag:yaml.org,2002:map", pairs, start))
+
+
+@pytest.mark.parametrize("recipe, is_warned", [("classification", True), ("mine", False)])
+@pytest.mark.parametrize("name", ["hf:theirs", "cnn"])
+def test_weights_beside_a_network_are_mentioned_where_a_recipe_of_ours_would_not_load_them(
+    recipe, is_warned, name, own_folder
+):
+    """Not of a recipe of one's own, which may load them itself, and not of a folder with the name of a network."""
+    for folder in ("theirs", "cnn"):
+        (own_folder / folder).mkdir()
+        (own_folder / folder / "model.safetensors").touch()
+    (own_folder / "recipe").mkdir()
+    (own_folder / "recipe" / "mine.py").write_text("from recipes.classification import DATA, MODELS, Knobs, run\n")
+    text = (conf_dir() / "recipe" / "classification.yaml").read_text()
+    (own_folder / "recipe" / "mine.yaml").write_text(text.replace("name: classification", "name: mine"))
+    compose.use_config_dir(".")
+    cfg, _, broken = validate(compose.compose([f"recipe={recipe}", f"model.name={name}"]))
+    said = " ".join(preflight(cfg, find(recipe), broken)[1])
+    assert ("its weights are not used" in said) == (is_warned and name != "cnn")

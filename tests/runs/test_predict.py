@@ -5,18 +5,23 @@ from __future__ import annotations
 import io
 import json
 import math
+import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from running import checkpoints, refused_before_the_start, summary
 from small import SMALL
 from test_recipes import arguments, run
+from tiers import rows
 
 import train
 from amp_core.config.rules import build
+from amp_core.config.schema import CONFIG_DIR, conf_dir
 from amp_core.data import build_data
 from amp_core.data.masks import VOID
 
@@ -27,7 +32,7 @@ PREDICTS = ["classification", "contrastive", "custom_function", "distillation", 
 PREDICTS += ["language_model", "model_parallel", "segmentation"]
 
 
-def predictions(folder="a"):
+def predictions(folder: str | Path = "a"):
     return [json.loads(line) for line in Path(folder, "predictions.jsonl").read_text().splitlines()]
 
 
@@ -50,14 +55,18 @@ def test_every_sample_is_predicted_twice_alike_and_the_run_stays_as_it_is(recipe
     run(recipe, "a", "steps=2", "amp=bf16")
     before, found = contents(), []
     for _ in range(2):
-        run(recipe, "a", "amp=bf16", "task=predict")
+        assert train.main(["task=predict", "run_dir=a", "device=cpu"]) == 0
         arrays = {path: dict(np.load(path)) for path in sorted(Path("a").glob("predictions/*.npz"))}
         found.append((predictions(), {path: {k: v.tobytes() for k, v in a.items()} for path, a in arrays.items()}))
     assert found[0] == found[1] and contents() == before
     lines, arrays = found[0]
     assert [line["index"] for line in lines] == list(range(len(lines))) and len(lines) > 1
     assert len(arrays) == len([line for line in lines if "file" in line])
-    assert all(isinstance(v, (int, float)) for line in lines for k, v in line.items() if k != "file")
+    for line in lines:
+        assert all(isinstance(v, (int, float)) for k, v in line.items() if k != "file" and not k.startswith("top_"))
+        if "class" in line:
+            assert (line["class"], line["probability"]) == (line["top_classes"][0], line["top_probabilities"][0])
+            assert line["top_probabilities"] == sorted(line["top_probabilities"], reverse=True)
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
@@ -170,6 +179,181 @@ def test_predictions_that_overflow_end_with_5_and_leave_the_summary_of_the_run()
     assert None in {line["probability"] for line in predictions()}
     run("classification", "a", "task=predict", "amp=bf16")
     assert None not in {line["probability"] for line in predictions()}
+
+
+# --- a run knows itself -----------------------------------------------------------------------------------------------
+
+OWN = """
+from recipes.classification import DATA, MODELS, Knobs, run  # noqa: F401
+"""
+PLACES = {
+    "image_folder": ("train/{}/{}.png", "val/{}/{}.png"),
+    "text": ("{}{}.txt",),
+    "identity_folder": ("{}/{}.png",),
+}
+PLACES["mask_folder"] = tuple(
+    f"{part}/{kind}/{{}}{{}}.png" for part in ("train", "val") for kind in ("images", "masks")
+)
+CLASSES = ["cat", "dog", "eel", "fox", "gnu", "hen"]
+RUNS = {
+    "classification": ["data=image_folder", "model.options.dropout=0.0", "ema.decay=0.5", "data.num_workers=1"],
+    "mine": ["data=image_folder", "recipe.label_smoothing=0.3", "model=mlp", "model.options.width=16", "amp=fp16"],
+    "distillation": ["data=image_folder", "recipe.teacher_options.width=8", "recipe.teacher_steps=1", "epochs=0.2"],
+    "language_model": ["data=text", "data.length=16", "model=gpt_tiny", "model.options.depth=1", "schedule=constant"],
+    "segmentation": ["data=mask_folder", "model.options.width=4", "model.options.depth=2", "amp=fp16_capped"],
+    "finetuning": ["data=text", "data.length=16", "recipe.base_steps=1", "recipe.rank=2", "model.options.depth=1"],
+    "face_recognition": ["data=identity_folder", "recipe.embedding=16", "clip=norm", "accumulation=2"],
+}
+"""Runs of data that they name by a relative path, and of settings that are no defaults."""
+
+
+def make_data(folder, kind):
+    rng = np.random.default_rng(0)
+    for place in PLACES[kind]:
+        for number in range(36):
+            path = Path(folder, place.format(CLASSES[number % 6], number))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if kind == "text":
+                path.write_bytes(rng.integers(97, 123, 200, dtype=np.uint8).tobytes())
+            else:
+                pixels = rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)
+                Image.fromarray(pixels if "masks" not in place else (pixels[..., 0] > 99).astype(np.uint8)).save(path)
+
+
+@pytest.fixture
+def runs_of(own_folder, monkeypatch):
+    """`runs_of(recipe)` trains in a folder `home`, moves the run to `away/it`, and goes there. The flags it needs."""
+
+    def train_and_move(recipe):
+        monkeypatch.setenv(CONFIG_DIR, "")
+        settings = RUNS[recipe]
+        kind = settings[0].partition("=")[2]
+        make_data("home/data", kind)
+        flags = [f"--config-dir={own_folder / 'home' / 'conf'}"] if recipe == "mine" else []
+        if flags:
+            Path("home/conf/recipe").mkdir(parents=True)
+            Path("home/conf/recipe/mine.py").write_text(OWN)
+            text = (conf_dir() / "recipe" / "classification.yaml").read_text()
+            Path("home/conf/recipe/mine.yaml").write_text(text.replace("name: classification", "name: mine"))
+        monkeypatch.chdir(own_folder / "home")
+        small = ["device=cpu", "log.progress=false", "batch_size=4", "data.path=data", f"run_dir={Path('runs', 'x')}"]
+        small += ["data.image_size=32"] * (kind != "text") + ["steps=2"] * ("epochs" not in settings[-1])
+        assert train.main([*flags, f"recipe={recipe}", *settings, *small]) == 0
+        Path(own_folder, "away").mkdir()
+        Path("runs/x").rename(own_folder / "away" / "it")
+        monkeypatch.chdir(own_folder / "away")
+        return flags
+
+    return train_and_move
+
+
+@pytest.mark.parametrize("recipe", rows(RUNS, "classification", "mine", "language_model"))
+def test_a_run_that_was_moved_is_evaluated_and_predicts_from_another_folder_by_its_own_settings(
+    recipe, runs_of, capsys
+):
+    flags = runs_of(recipe)
+    before = contents("it")
+    capsys.readouterr()
+    for task in ("evaluate", "predict"):
+        assert train.main([*flags, f"task={task}", "run_dir=it", "device=cpu"]) == 0, capsys.readouterr().err
+        said = capsys.readouterr().out
+        assert "settings: those of" in said and "but data.path: data -> " in said and "amp" not in said.splitlines()[0]
+        if task == "evaluate":
+            result = {name: f"{value:.4f}" for name, value in summary("it")["eval"].items()}
+            assert all(f"{name} {value}" in said for name, value in result.items()), (said, result)
+    assert contents("it") == before
+    if "ema.decay=0.5" in RUNS[recipe]:
+        assert "predictions of the average" in said
+    if "data=image_folder" in RUNS[recipe]:
+        assert [line["name"] for line in predictions("it")] == [CLASSES[line["class"]] for line in predictions("it")]
+        assert all(len(line["top_names"]) == 5 and line["top_names"][0] == line["name"] for line in predictions("it"))
+
+
+def test_what_is_typed_takes_the_place_of_the_setting_of_a_run_and_is_said(runs_of, capsys):
+    runs_of("classification")
+    before = contents("it")
+    make_data("other", "image_folder")
+    Path("other/train/gnu").rename("other/train/yak")
+    Path("other/val/gnu").rename("other/val/yak")
+    capsys.readouterr()
+    assert train.main(["task=evaluate", "resume=it/checkpoints/step_00000002", "amp=fp32", "data.path=other"]) == 0
+    said = capsys.readouterr().out
+    assert "amp.name: bf16 -> fp32; data.path: data -> other" in said and "other classes" in said and "yak" in said
+    assert (
+        train.main(["task=predict", "resume=it", "run_dir=new", "predict_on=other/val/yak", "data=image_folder"]) == 0
+    )
+    assert {name for line in predictions("new") for name in line["top_names"]} <= set(CLASSES)
+    assert build(yaml.safe_load(Path("new/.hydra/config.yaml").read_text())).data.image_size == 32
+    assert contents("it") == before
+    assert train.main(["task=evaluate", "run_dir=it", "model.options.width=8"]) == 3
+    assert capsys.readouterr().err.endswith("It was made with other settings; leave out model.options.width\n")
+
+
+def test_a_job_of_a_sweep_is_evaluated_by_the_name_of_its_folder(capsys):
+    small = [each for each in arguments("classification", "steps=1") if "run_dir" not in each]
+    assert train.main(["-m", *small, "hydra.sweep.dir=s", "amp=fp32,fp16", "seed=1"]) == 0
+    folders = sorted(path for path in Path("s").iterdir() if path.is_dir() and path.name != ".jobs")
+    assert len(folders) == 2
+    for folder in folders:
+        assert "," in folder.name
+        assert train.main(["task=evaluate", f"run_dir={folder}"]) == 0, capsys.readouterr().err
+    assert train.main(["-m", "task=evaluate", f"resume='{folders[0]}'", "seed=1,2"]) == 0
+
+
+def test_a_run_whose_recipe_is_not_known_names_the_folder_of_it(runs_of, capsys, monkeypatch):
+    (flag,) = runs_of("mine")
+    monkeypatch.setenv(CONFIG_DIR, "")
+    capsys.readouterr()
+    assert train.main(["task=evaluate", "run_dir=it"]) == 2
+    assert f"recipe=mine, which is not known here; add --config-dir {flag.partition('=')[2]}" in capsys.readouterr().err
+
+
+def test_a_run_without_its_settings_names_the_command_that_resumes_it(runs_of, capsys, monkeypatch):
+    runs_of("classification")
+    capsys.readouterr()
+    assert train.main(["run_dir=it"]) == 2
+    said = capsys.readouterr().err
+    assert "data.image_size: 32 -> null" in said and "or resume with those: cd " in said
+    command = shlex.split(said.partition("resume with those: ")[2])
+    monkeypatch.chdir(command[1])
+    typed = [each for each in command[command.index("train.py") + 1 :] if each != "steps=2"]
+    assert train.main([*typed, "steps=3"]) == 0 and summary(command[-1].partition("=")[2])["step"] == 3
+
+
+def test_a_checkpoint_alone_names_settings_that_it_takes(runs_of, capsys, monkeypatch):
+    """Another group and other options, without the settings of its run beside it."""
+    runs_of("mine")
+    shutil.copytree("it/checkpoints/step_00000002", "alone")
+    monkeypatch.chdir("../home")
+    typed = ["task=evaluate", "resume=../away/alone", "device=cpu"]
+    capsys.readouterr()
+    for _ in range(2):
+        assert train.main(typed) == 3
+        typed += capsys.readouterr().err.strip().partition("; use ")[2].split()
+    assert {"recipe=mine", "model=mlp", "data=image_folder", "data.image_size=32", "data.path=data"} <= {*typed}
+    assert train.main(typed) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["step", "samples", "samples_per_step", "planned_samples"])
+@pytest.mark.parametrize("value", [-5, math.nan, math.inf, 2**62, 2**200, 1.5, "1", None, True, [1]], ids=str)
+def test_counts_that_no_run_has_written_are_refused(key, value, trained, capsys):
+    state = torch.load(trained, weights_only=True)
+    state["progress"][key] = value
+    torch.save(state, "changed.pt")
+    for task in ("train", "evaluate"):
+        arguments_ = [each for each in arguments("classification", f"task={task}") if "run_dir" not in each]
+        assert train.main([*arguments_, "resume=changed.pt", "run_dir=b", "steps=3"]) == 3
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and f"changed.pt: progress.{key} is {value!r}, expected a whole number" in said
+    assert not Path("b").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The file of a checkpoint."""
+    folder = tmp_path_factory.mktemp("trained")
+    run("classification", folder / "a", "steps=2")
+    return checkpoints(folder / "a")[-1] / "state.pt"
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import train
 from amp_core.cli import compose, sweep
 from amp_core.cli.lease import lease, visible_devices
 from amp_core.cli.run_folders import sweep_subdir
+from amp_core.run.locks import lock_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
@@ -204,6 +205,24 @@ def test_jobs_side_by_side_have_a_gpu_each_or_take_turns():
     assert [record["status"] for record in records] == ["finished"] * 3
     assert all(len(record["devices"]) == 1 for record in records)
     assert {summary(Path("s", record["folder"]))["device"] for record in records} == {"cuda"}
+
+
+@pytest.mark.parametrize("search", [[], ["hydra/sweeper=optuna", "hydra.sweeper.num_trials=2"]], ids=["all", "search"])
+def test_a_second_sweep_in_a_folder_is_refused_before_it_changes_what_the_first_one_wrote(search, capsys):
+    if search:
+        pytest.importorskip("optuna")
+    command = [*SMALL, "-m", "hydra.sweep.dir=s", "steps=1", "seed=1,2", *search]
+    assert train.main(command) == 0
+    before = {path: path.read_bytes() for path in Path("s").rglob("*") if path.is_file()}
+    with lock_folder(Path("s")):  # as the first one has it while it runs
+        capsys.readouterr()
+        assert train.main(command) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: hydra.sweep.dir=s: is being written by process ") and said.count("\n") == 1
+        assert "wait for it, or choose another folder" in said
+        after = {path: path.read_bytes() for path in Path("s").rglob("*") if path.is_file()}
+        assert {path for path in after if after[path] != before.get(path)} <= {Path("s/.lock")}
+    assert train.main(command) == 0
 
 
 # --- searches ---------------------------------------------------------------------------------------------------------

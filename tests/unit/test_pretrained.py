@@ -119,6 +119,18 @@ def test_a_new_head_is_refused_with_the_setting_that_is_then_accepted() -> None:
     assert sorted(unlike(copy(net), before | {n: t for n, t in copy(pretrained).items() if n not in head})) == []
 
 
+@pytest.mark.parametrize("name, hint", [("tokens", "vocabularies differ"), ("positions", "model.fresh=")])
+@pytest.mark.usefixtures("own_folder")
+def test_weights_of_another_vocabulary_are_not_said_to_need_a_new_embedding(name: str, hint: str) -> None:
+    def net(rows: int) -> nn.Module:
+        return nn.ModuleDict({name: nn.Embedding(rows, 4), "body": nn.Linear(4, 4), "head": nn.Linear(4, rows)})
+
+    torch.save(net(12).state_dict(), "w.pt")
+    with pytest.raises(ConfigError) as refused:
+        load_pretrained(net(8), "w.pt")
+    assert hint in str(refused.value) and ("model.fresh" in str(refused.value)) == (name == "positions")
+
+
 def broken(change: Any) -> Any:
     def write() -> None:
         state = network(seed=1).state_dict()
