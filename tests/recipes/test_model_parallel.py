@@ -6,6 +6,7 @@ import copy
 import itertools
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from amp_core.checkpoints.checkpoint import Checkpoint
 from amp_core.checkpoints.reading import read
 from amp_core.cli.compose import compose
 from amp_core.config.rules import build
-from amp_core.layouts.ddp import ReplicaParallel, wrap_ddp
+from amp_core.layouts.ddp import ReplicaParallel, wrap_data_parallel, wrap_ddp
 from amp_core.layouts.placement import Placement
 from amp_core.layouts.stages import Stages, cuts
 from amp_core.models import build_model
@@ -125,6 +126,35 @@ def test_replicas_of_data_parallel_get_the_dtype_of_the_caller() -> None:
         carried = parallel_apply([carry_autocast(net)] * 2, [(x,), (x,)], devices=[0, 0])  # type: ignore[list-item]
         assert [y.dtype for y in plain] == [torch.float16] * 2  # CUDA's default
         assert [y.dtype for y in carried] == [torch.bfloat16] * 2
+
+
+class InThreads(nn.DataParallel):
+    """Runs replicas as torch does on GPUs, on a CPU: each in a thread that gets `enabled` and not the dtype."""
+
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
+        enabled = torch.is_autocast_enabled("cpu")
+
+        def run(replica: Any, args: Any, options: Any) -> Tensor:
+            with torch.autocast("cpu", enabled=enabled):
+                return replica(*args, **options)
+
+        return [in_a_thread(partial(run, *each)) for each in zip(replicas, inputs, kwargs, strict=True)]
+
+
+class ReplicasInThreads(ReplicaParallel, InThreads): ...
+
+
+def test_replicas_in_threads_compute_in_the_dtype_of_the_caller_by_our_class_alone() -> None:
+    net, parts = nn.Linear(4, 2), torch.randn(2, 3, 4).unbind()
+    for dtype, by_torch in ((torch.float16, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (None, torch.float32)):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            found, theirs = (
+                kind(net).parallel_apply([net, copy.deepcopy(net)], [(x,) for x in parts], [{}, {}])
+                for kind in (ReplicasInThreads, InThreads)
+            )
+            assert all(torch.equal(y, net(x)) and y.dtype is net(x).dtype for y, x in zip(found, parts, strict=True))
+            assert {y.dtype for y in theirs} == {by_torch}
+    assert type(wrap_data_parallel(net, [torch.device("cuda", number) for number in range(2)])) is ReplicaParallel
 
 
 def test_a_second_stage_in_a_thread_fails_where_16_bit_features_meet_fp32_weights() -> None:

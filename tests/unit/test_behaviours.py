@@ -343,6 +343,7 @@ def test_a_recipe_keeps_the_order_of_a_step_and_evaluates_in_the_dtypes_of_train
     recipe: str, own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
+    kept: list[Tensor | None] = []  # by zero_grad
     # By module and whether it trains: the dtypes that came out, and whether autocast was on.
     seen: dict[nn.Module, dict[bool, set[tuple[torch.dtype, bool]]]] = defaultdict(lambda: {True: set(), False: set()})
 
@@ -352,6 +353,8 @@ def test_a_recipe_keeps_the_order_of_a_step_and_evaluates_in_the_dtypes_of_train
         def called(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(self, *args, **kwargs)
             events.append(letter)
+            if letter == "z":
+                kept.extend(p.grad for o in args for group in o.param_groups for p in group["params"])
             return result
 
         monkeypatch.setattr(owner, method, called)
@@ -375,6 +378,7 @@ def test_a_recipe_keeps_the_order_of_a_step_and_evaluates_in_the_dtypes_of_train
         handle.remove()
     # Gradients are dropped after a step or before the next window, never between its micro-batches.
     assert re.fullmatch(r"(z*(b+z*s)+u)+z+", "".join(events)), "".join(events)
+    assert kept and all(gradient is None for gradient in kept)
     assert events.count("u") == 3 + 2 * (recipe == "finetuning")  # the steps of its base
     both = [found for found in seen.values() if found[True] and found[False]]
     assert both and all(found[True] == found[False] for found in both)
