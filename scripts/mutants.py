@@ -6,20 +6,23 @@
     python scripts/mutants.py --report                    # the table of docs/RELIABILITY.md
 
 A mutant is one change of one expression or statement, never in annotations, docstrings, decorators, messages or what is
-logged. In a copy of this tree the fast tests are first run once, to see which of them reach which line; then each mutant
-meets the tests that reach its line, quickest first, and those of the table below whose lines run in other processes.
-One process at a time. Each mutant is a line of a JSON file; a later line about the same mutant replaces the former.
+logged. In a copy of this tree the fast tests are first run once, to see which of them reach which line (a table beside
+the JSON file); then each mutant meets the tests that reach its line, and those whose lines run in other processes. One
+at a time. Each mutant is a line of the JSON file; a later line about the same mutant replaces the former.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
+import importlib
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,11 +33,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 GLOBS = ("amp_core/step/*.py", "amp_core/lowp/*.py", "amp_core/layouts/*.py", "amp_core/checkpoints/parts.py")
 TESTS = """
-    recipes/gan recipes/model_parallel recipes/segmentation runs/fsdp runs/scaling unit/adam8 unit/behaviours unit/checkpoint
-    unit/clip unit/compiled unit/ddp unit/float8 unit/fp16_convolutions unit/fused unit/graph unit/idioms unit/islands
+    recipes/gan recipes/model_parallel recipes/segmentation runs/fsdp runs/scaling unit/adam8 unit/behaviours
+    unit/checkpoint unit/clip unit/compiled unit/ddp unit/float8 unit/fp16_convolutions unit/fused unit/graph
+    unit/idioms unit/islands
     unit/losses unit/meters unit/misuse unit/moments unit/muon unit/op_policy unit/precision unit/ranks unit/recast
     unit/recompute unit/right_and_wrong unit/scaler unit/schedule_ema unit/sparse_gradients unit/step_cost unit/waits
     unit/weights unit/windows unit/zero"""
@@ -48,12 +54,17 @@ IN_RANKS = {
     "step": "test_ranks test_windows test_fsdp test_zero",
 }
 FLIPPED = {
-    **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In},
-    **{ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt},
+    ast.Eq: ast.NotEq,
+    ast.Is: ast.IsNot,
+    ast.In: ast.NotIn,
+    ast.Lt: ast.GtE,
+    ast.Gt: ast.LtE,
 }
+FLIPPED |= {new: old for old, new in FLIPPED.items()}
 BOUNDARY = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
-SECONDS = 300
+SECONDS = 400
+"""A mutant's tests have as long."""
 
 
 # --- mutants ----------------------------------------------------------------------------------------------------------
@@ -141,8 +152,6 @@ def mutants() -> list[dict[str, Any]]:
 # --- which tests reach which line: a plugin of pytest, and the table that it writes -----------------------------------
 
 if "AMP_MUTANTS_MAP" in os.environ:
-    import pytest
-
     _failed: set[str] = set()
 
     def pytest_runtest_logreport(report: Any) -> None:
@@ -177,46 +186,73 @@ if "AMP_MUTANTS_MAP" in os.environ:
                     file.write(json.dumps([item.nodeid, [time.perf_counter() - begin, sorted(lines), in_ranks]]) + "\n")
 
 
-def run_tests(tree: Path, arguments: list[str], **variables: str) -> tuple[int, str]:
-    """Exit code (-1: out of time) and output of the fast tests named."""
-    variables = {"PYTHONPATH": f"{tree}:{tree}/scripts", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **variables}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *arguments]
-    try:
-        done = subprocess.run(
-            command, cwd=tree, env=os.environ | variables, capture_output=True, text=True, timeout=SECONDS * (1 + 9 * ("-p" in arguments))
-        )
-    except subprocess.TimeoutExpired:
-        return -1, ""
-    return done.returncode, done.stdout
+def run_tests(tree: Path, arguments: list[str], seconds: float = SECONDS, **variables: str) -> tuple[int, str]:
+    """Exit code (-1: out of time) and output of the fast tests named, in a fork that has imported torch already."""
+    with tempfile.TemporaryFile("w+") as output:
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            os.chdir(tree)
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            os.environ |= {"PYTHONPATH": f"{tree}:{tree}/scripts", "OMP_NUM_THREADS": "1", **variables}
+            sys.path[:0] = [str(tree), f"{tree}/scripts"]
+            os._exit(pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", *arguments]))
+        end, done, status = time.monotonic() + seconds, 0, 0
+        while not done and time.monotonic() < end:
+            time.sleep(0.1)
+            done, status = os.waitpid(child, os.WNOHANG)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # its ranks too
+        if not done:
+            os.waitpid(child, 0)
+        output.seek(0)
+        return os.waitstatus_to_exitcode(status) if done else -1, output.read()
 
 
-def tests_of(mutant: dict[str, Any], reached: dict[str, Any]) -> list[str]:
-    """The tests that reach the line of a mutant, quickest first; of module level, those that reach the file."""
+def tests_of(mutant: dict[str, Any], reached: dict[str, Any], budget: float) -> list[list[str]]:
+    """The tests that reach the line of a mutant: quick ones of the file that reaches it most, then all others.
+
+    At module level: those that reach the file. Those after the first have `budget` seconds, but for layouts, whose
+    lines run in ranks: such tests come last, of the files that the table names.
+    """
     file, line = mutant["file"], f"{mutant['file']}:{mutant['line']}"
     found = [test for test, (_, lines, _) in reached.items() if line in lines]
     found = found or [test for test, (_, lines, _) in reached.items() if any(at.startswith(file + ":") for at in lines)]
     found.sort(key=lambda test: reached[test][0])
+    files = Counter(test.split("::")[0] for test in found)
+    first = [test for test in found if test.startswith(max(files, key=files.__getitem__))][:30]
+    rest, seconds = [], 0.0
+    for test in [test for test in found if test not in first]:
+        seconds += reached[test][0]
+        rest += [test] if seconds < budget else []
     names = next((names.split() for part, names in IN_RANKS.items() if f"/{part}" in file), [])
     ranked = [t for t, (_, _, in_ranks) in reached.items() if in_ranks and Path(t.split("::")[0]).stem in names]
-    return list(dict.fromkeys([*found, *ranked]))
+    in_time = "/layouts/" in file or seconds + sum(reached[test][0] for test in ranked) < budget
+    return [first, [*rest, *(test for test in ranked if in_time and test not in found)]]
 
 
-def meet(mutant: dict[str, Any], tree: Path, tests: list[str]) -> dict[str, Any]:
+def meet(mutant: dict[str, Any], tree: Path, parts: list[list[str]]) -> dict[str, Any]:
     """What the tests say: killed (by which), timeout or survived."""
     begin, path = time.monotonic(), tree / mutant["file"]
     source = (ROOT / mutant["file"]).read_bytes()
-    path.write_bytes(source[: mutant["begin"]] + mutant["new"].encode() + source[mutant["end"] :])
     result, killer = "survived", None
     try:
-        for some in (tests[:20], tests[20:]):  # few files are imported quickly, and most mutants die there
-            code, output = run_tests(tree, ["-x", *some]) if some else (0, "")
+        path.write_bytes(source[: mutant["begin"]] + mutant["new"].encode() + source[mutant["end"] :])
+        for tests in filter(None, parts):
+            for old in path.parent.glob(f"__pycache__/{path.stem}.*"):
+                old.unlink()
+            code, output = run_tests(tree, ["-x", *tests])
             if code:
-                failed = [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-                result, killer = ("timeout", None) if code < 0 else ("killed", *failed[:1]) if failed else ("killed", None)
+                killer = next((x.split()[1] for x in output.splitlines() if x.startswith(("FAILED", "ERROR"))), None)
+                result = "timeout" if code == -1 else "killed"
+                if code > 0 and killer is None:
+                    raise RuntimeError(f"pytest itself failed, no test:\n{output[-2000:]}")
                 break
     finally:
         path.write_bytes(source)
-    return {**mutant, "result": result, "by": killer, "tests": len(tests), "seconds": round(time.monotonic() - begin)}
+    num_tests, seconds = sum(map(len, parts)), round(time.monotonic() - begin)
+    return {**mutant, "result": result, "by": killer, "tests": num_tests, "seconds": seconds}
 
 
 def report(rows: list[dict[str, Any]]) -> None:
@@ -238,8 +274,11 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=0, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--file", type=Path, default=ROOT / "mutants.jsonl")
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds of the tests that a mutant meets")
     parser.add_argument("--again", type=int, nargs="*", default=[], help="numbers of mutants")
-    parser.add_argument("--tests", nargs="*", default=[], help="that these meet, in place of those that reach their line")
+    parser.add_argument(
+        "--tests", nargs="*", default=[], help="that these meet, in place of those that reach their line"
+    )
     parser.add_argument("--equivalent", nargs=2, action="append", default=[], metavar=("NUMBER", "WHY"))
     parser.add_argument("--report", action="store_true")
     given = parser.parse_args()
@@ -250,7 +289,9 @@ def main() -> None:
         rows[row["number"]] = row
         with given.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        print(f"{row['number']}: {row['result']} {row['file']}:{row['line']} {row['old']!r} -> {row['new']!r}", flush=True)
+        print(
+            f"{row['number']}: {row['result']} {row['file']}:{row['line']} {row['old']!r} -> {row['new']!r}", flush=True
+        )
 
     for number, why in given.equivalent:
         write({**rows[int(number)], "result": "equivalent", "why": why})
@@ -259,21 +300,27 @@ def main() -> None:
     todo = [{"number": i, **row} for i, row in enumerate(drawn[: given.count]) if i not in rows]
     todo += [rows[number] for number in given.again]
     if todo:
+        for name in ("torch._dynamo", "torch.distributed.fsdp"):
+            importlib.import_module(name)  # once, for all forks
         tree = Path(tempfile.gettempdir()) / "amp_mutants"
         shutil.rmtree(tree, ignore_errors=True)
-        names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+        names = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+        )
         for name in names.stdout.splitlines():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tree / name)
         table = given.file.with_suffix(".map")
         if not table.is_file():
             files = ["tests/{}/test_{}.py".format(*name.split("/")) for name in TESTS.split()]
-            run_tests(tree, ["-p", "mutants", *files], AMP_MUTANTS_MAP=str(table.absolute()))
+            run_tests(tree, ["-p", "mutants", *files], 3600, AMP_MUTANTS_MAP=str(table.absolute()))
         reached = dict(map(json.loads, table.read_text().splitlines()))
         for mutant in todo:
             again = mutant.get("result")
-            row = meet(mutant, tree, given.tests or tests_of(mutant, reached))
-            write({**row, "result": "killed by a new test"} if again and row["result"] in ("killed", "timeout") else row)
+            row = meet(mutant, tree, [given.tests] if given.tests else tests_of(mutant, reached, given.budget))
+            write(
+                {**row, "result": "killed by a new test"} if again and row["result"] in ("killed", "timeout") else row
+            )
     if given.report or todo:
         report([rows[number] for number in sorted(rows)])
 

@@ -293,10 +293,9 @@ def test_progress_in_a_file_is_a_few_plain_lines(tmp_path, capsys):
 
 def test_the_time_left_is_that_of_the_steps_so_far_for_those_to_come(tmp_path, capsys, monkeypatch):
     """Step 1 ends at 7 s and starts the clock, 10 steps take 50 s, and 89 are left."""
-    now = 7.0
-    monkeypatch.setattr(lines_module, "time", SimpleNamespace(monotonic=lambda: now))
     progress = lines_module.Progress(100, shows_scale=True)
     for step, now in ((1, 7.0), (11, 57.0), (51, 337.0)):
+        monkeypatch.setattr(lines_module, "time", SimpleNamespace(monotonic=lambda now=now: now))
         progress.show(step, train_line(step))
         progress.close(step)
     left = [line.partition("samples/s")[2] for line in capsys.readouterr().err.splitlines()]
