@@ -302,7 +302,7 @@ def main() -> None:
     if todo:
         for name in ("torch._dynamo", "torch.distributed.fsdp"):
             importlib.import_module(name)  # once, for all forks
-        tree = Path(tempfile.gettempdir()) / "amp_mutants"
+        tree = Path(tempfile.gettempdir()) / f"amp_{given.file.stem}"
         shutil.rmtree(tree, ignore_errors=True)
         names = subprocess.run(
             ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -542,6 +543,16 @@ def test_grad_scaler_allows_to_unscale_or_rescale_within_a_window(mistake: str |
     scaler.scale(weight.sum() / 2).backward()
     scaler.step(optimizer)
     assert weight.item() == expected
+
+
+def test_prepare_names_trained_16_bit_weights_and_draws_no_random_number() -> None:
+    net = nn.Sequential(nn.Conv2d(16, 32, 4, 4), nn.Linear(2, 2).half())
+    state = torch.get_rng_state()
+    with pytest.raises(ConfigError, match=r"1\.weight, 1\.bias are trained and stored in 16 bits"):
+        Amp.named("fp16").prepare(net)
+    with contextlib.suppress(ConfigError):  # with AMX units the convolution, which is tried on noise, is wrong
+        Amp.named("bf16").prepare(net[:1])
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

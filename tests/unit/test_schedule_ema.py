@@ -106,7 +106,9 @@ def test_a_loaded_schedule_tells_the_rate_of_the_last_step(fused: bool) -> None:
     optimizer = SGD(net.parameters(), lr=1.0, fused=fused)
     schedule = Schedule(optimizer, SCHEDULERS["OneCycleLR"], 8)
     for bad in (False, False, True, False):
+        used = float(schedule.rate)
         schedule.advance(one_step(amp, net, optimizer, bad))
+        assert float(schedule.last_rate()) == pytest.approx(used, rel=2**-24)
         other = Schedule(SGD(nn.Linear(1, 1).parameters(), lr=1.0, fused=fused), SCHEDULERS["OneCycleLR"], 8)
         other.load_state_dict(schedule.state_dict())
         other.load_counters(schedule.counters())

@@ -308,6 +308,17 @@ def test_stochastic_rounding_leaves_alone_what_bfloat16_can_hold() -> None:
     assert rounded.float().nan_to_num(7.0).equal(values.nan_to_num(7.0))
 
 
+def test_steps_are_counted_beyond_what_fp32_counts() -> None:
+    """The count chooses the noise: one that stands still would repeat it."""
+    net, amp = Scalar(1.0), Amp.named("bf16_pure")
+    amp.prepare(net)
+    optimizer = SGD(master_params(net), lr=1e-3, fused=True)
+    amp.load_counters({"rounded": [2**24]})
+    amp.backward(net().sum())
+    amp.step(optimizer)
+    assert amp.counters()["rounded"] == [2**24 + 1]
+
+
 def test_the_noise_is_even_and_differs_between_steps_and_places() -> None:
     noise = torch.stack([noise_16bit(1 << 14, torch.tensor(step)) for step in range(64)])
     assert noise.min() == 0 and noise.max() == 0xFFFF

@@ -20,7 +20,7 @@ from waits import Waits
 
 from amp_core import Amp, Checkpoint, Clip
 from amp_core.layouts.ddp import wrap_ddp
-from amp_core.layouts.zero import share_state, whole_state
+from amp_core.layouts.zero import _ALIGN, _Cut, share_state, whole_state
 from amp_core.lowp.weights import master_params
 
 OnRanks = Callable[..., list[Any]]
@@ -50,6 +50,21 @@ def held(optimizer: Optimizer) -> int:
 def values(t: Training) -> list[Any]:
     model = {name.removeprefix("module."): value.clone() for name, value in t.net.state_dict().items()}
     return [model, dict(t.ema.state_dict()), whole_state(t.optimizer)["state"]]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("sizes", [[1000], [64, 64, 64], [5, 3000, 1, 700], [1, 2, 3]])
+def test_slices_cover_all_weights_and_a_rank_ends_at_its_share(sizes: list[int], num_ranks: int) -> None:
+    """Up to the alignment, by which the last slice of a rank may exceed its share."""
+    cut, done = _Cut([torch.zeros(size) for size in sizes], num_ranks, between=False), 0
+    covered = {number: 0 for number in range(len(sizes))}
+    for rank, slices in enumerate(cut.slices):
+        for piece in slices:
+            assert covered[piece.number] == piece.start < piece.end
+            covered[piece.number] = piece.end
+            done += piece.end - piece.start
+        assert 0 <= done - sum(sizes) * (rank + 1) // num_ranks < _ALIGN
+    assert list(covered.values()) == sizes
 
 
 def trained(rank: int) -> list[list[Any]]:
