@@ -1,7 +1,7 @@
 """Mutants of the core: which changes of its code do the tests notice?
 
     python scripts/mutants.py --count 200                 # draws with --seed 0, resumes from mutants.jsonl
-    python scripts/mutants.py --again 17 42               # tries these once more, after a test was written
+    python scripts/mutants.py --again 17 --tests tests/unit/test_clip.py    # once more, after a test was written
     python scripts/mutants.py --equivalent 17 "a cache: only the time changes"
     python scripts/mutants.py --report                    # the table of docs/RELIABILITY.md
 
@@ -316,11 +316,8 @@ def main() -> None:
             run_tests(tree, ["-p", "mutants", *files], 3600, AMP_MUTANTS_MAP=str(table.absolute()))
         reached = dict(map(json.loads, table.read_text().splitlines()))
         for mutant in todo:
-            again = mutant.get("result")
             row = meet(mutant, tree, [given.tests] if given.tests else tests_of(mutant, reached, given.budget))
-            write(
-                {**row, "result": "killed by a new test"} if again and row["result"] in ("killed", "timeout") else row
-            )
+            write({**row, "result": "killed by a new test"} if given.tests and row["result"] == "killed" else row)
     if given.report or todo:
         report([rows[number] for number in sorted(rows)])
 

@@ -29,10 +29,13 @@ from running import Forked
 from safetensors.torch import load_file
 from shared import flip, names, seal
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from amp_core import Amp, Ema, master_params
 from amp_core.checkpoints import folders, plain_state
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
+from amp_core.checkpoints.parts import gather_full_state
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import CheckpointError, SaveError
 from amp_core.config.schema import OptimizerConfig
@@ -1317,3 +1320,18 @@ def test_checkpoints_of_version_0_1_load_and_are_written_in_the_same_way(tmp_pat
         found = {str(row["places"]): row for row in new["tensors"]}
         assert [found[str(row["places"])] for row in old["tensors"]] == old["tensors"]
         assert names(again) == ["manifest.json", "state.pt", "whole_00000.safetensors"]
+
+
+# --- sharded tensors
+
+
+def gathered(rank: int, keep: bool) -> Any:
+    shards = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+    return gather_full_state({"moments": {"mean": shards, "step": 3}, "list": [shards], "pair": (1, shards)}, keep=keep)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_rank_that_keeps_nothing_holds_no_full_tensor(keep: bool, on_ranks: Callable[..., list[Any]]) -> None:
+    for found in on_ranks(gathered, keep):
+        found = [found["moments"]["mean"], *found["list"], found["pair"][1]]
+        assert all(torch.equal(x, torch.arange(4.0)) if keep else x is None for x in found)

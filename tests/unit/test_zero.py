@@ -57,7 +57,7 @@ def values(t: Training) -> list[Any]:
 def test_slices_cover_all_weights_and_a_rank_ends_at_its_share(sizes: list[int], num_ranks: int) -> None:
     """Up to the alignment, by which the last slice of a rank may exceed its share."""
     cut, done = _Cut([torch.zeros(size) for size in sizes], num_ranks, between=False), 0
-    covered = {number: 0 for number in range(len(sizes))}
+    covered = dict.fromkeys(range(len(sizes)), 0)
     for rank, slices in enumerate(cut.slices):
         for piece in slices:
             assert covered[piece.number] == piece.start < piece.end
