@@ -3,7 +3,7 @@
     python scripts/mutants.py --count 200                 # draws with --seed 0, resumes from mutants.jsonl
     python scripts/mutants.py --again 17 --tests tests/unit/test_clip.py    # once more, after a test was written
     python scripts/mutants.py --equivalent 17 "a cache: only the time changes"
-    python scripts/mutants.py --report                    # the table of docs/RELIABILITY.md
+    python scripts/mutants.py                             # the table of docs/RELIABILITY.md
 
 A mutant is one change of one expression or statement, never in annotations, docstrings, decorators, messages or what is
 logged. In a copy of this tree the fast tests are first run once, to see which of them reach which line (a table beside
@@ -30,6 +30,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,6 @@ TESTS = """
     unit/losses unit/meters unit/misuse unit/moments unit/muon unit/op_policy unit/precision unit/ranks unit/recast
     unit/recompute unit/right_and_wrong unit/scaler unit/schedule_ema unit/sparse_gradients unit/step_cost unit/waits
     unit/weights unit/windows unit/zero"""
-IN_RANKS = {
-    "layouts/ddp": "test_ddp test_ranks test_windows",
-    "layouts/fsdp": "test_fsdp",
-    "layouts/zero": "test_zero",
-    "layouts": "test_ddp test_fsdp test_zero",
-    "lowp/weights": "test_weights",
-    "checkpoints": "test_zero test_fsdp",
-    "step": "test_ranks test_windows test_fsdp test_zero",
-}
 FLIPPED = {
     ast.Eq: ast.NotEq,
     ast.Is: ast.IsNot,
@@ -84,7 +76,8 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
                 if type(op) in table:
                     yield kind, node, like(ops=[*node.ops[:i], table[type(op)](), *node.ops[i + 1 :]])
     elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
-        if not any(isinstance(side, ast.JoinedStr) or is_text(side) for side in (node.left, node.right)):
+        sides = node.left, node.right
+        if not any(isinstance(x, ast.JoinedStr) or isinstance(getattr(x, "value", 0), str) for x in sides):
             yield "arithmetic", node, like(op=ARITHMETIC[type(node.op)]())
     elif isinstance(node, ast.BoolOp):
         yield "and, or", node, like(op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
@@ -94,7 +87,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
         values = [not node.value] if isinstance(node.value, bool) else [node.value + 1, 0 if node.value else -1]
         for value in values:
             yield "constant", node, repr(value)
-    elif isinstance(node, ast.Return) and node.value is not None and not is_none(node.value):
+    elif isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) != "None":
         yield "return value", node.value, "None"
         if isinstance(node.value, ast.Call) and node.value.args and not isinstance(node.value.args[0], ast.Starred):
             yield "return value", node.value, f"({ast.unparse(node.value.args[0])})"
@@ -108,14 +101,6 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
     for test in tests:
         yield "condition", test, "True"
         yield "condition", test, "False"
-
-
-def is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
-
-
-def is_none(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
@@ -211,10 +196,10 @@ def run_tests(tree: Path, arguments: list[str], seconds: float = SECONDS, **vari
 
 
 def tests_of(mutant: dict[str, Any], reached: dict[str, Any], budget: float) -> list[list[str]]:
-    """The tests that reach the line of a mutant: quick ones of the file that reaches it most, then all others.
+    """The tests that reach the line of a mutant: 30 of the file that reaches it most, then others, quickest first.
 
-    At module level: those that reach the file. Those after the first have `budget` seconds, but for layouts, whose
-    lines run in ranks: such tests come last, of the files that the table names.
+    At module level: those that reach the file. Those after the first have `budget` seconds. Of layouts, whose lines run
+    in ranks, the tests in ranks come last, of the files that name the module.
     """
     file, line = mutant["file"], f"{mutant['file']}:{mutant['line']}"
     found = [test for test, (_, lines, _) in reached.items() if line in lines]
@@ -222,14 +207,13 @@ def tests_of(mutant: dict[str, Any], reached: dict[str, Any], budget: float) -> 
     found.sort(key=lambda test: reached[test][0])
     files = Counter(test.split("::")[0] for test in found)
     first = [test for test in found if test.startswith(max(files, key=files.__getitem__))][:30]
-    rest, seconds = [], 0.0
-    for test in [test for test in found if test not in first]:
-        seconds += reached[test][0]
-        rest += [test] if seconds < budget else []
-    names = next((names.split() for part, names in IN_RANKS.items() if f"/{part}" in file), [])
-    ranked = [t for t, (_, _, in_ranks) in reached.items() if in_ranks and Path(t.split("::")[0]).stem in names]
-    in_time = "/layouts/" in file or seconds + sum(reached[test][0] for test in ranked) < budget
-    return [first, [*rest, *(test for test in ranked if in_time and test not in found)]]
+    ends = accumulate(reached[test][0] for test in found if test not in first)
+    rest = [test for test, end in zip((t for t in found if t not in first), ends, strict=True) if end < budget]
+    name = ".".join(Path(file).with_suffix("").parts[1:])
+    ranked = [
+        t for t, (_, _, in_ranks) in reached.items() if in_ranks and t not in found and name.startswith("layouts")
+    ]
+    return [first, [*rest, *(t for t in ranked if name in (ROOT / t.split("::")[0]).read_text())]]
 
 
 def meet(mutant: dict[str, Any], tree: Path, parts: list[list[str]]) -> dict[str, Any]:
@@ -276,11 +260,8 @@ def main() -> None:
     parser.add_argument("--file", type=Path, default=ROOT / "mutants.jsonl")
     parser.add_argument("--budget", type=float, default=120.0, help="seconds of the tests that a mutant meets")
     parser.add_argument("--again", type=int, nargs="*", default=[], help="numbers of mutants")
-    parser.add_argument(
-        "--tests", nargs="*", default=[], help="that these meet, in place of those that reach their line"
-    )
+    parser.add_argument("--tests", nargs="*", default=[], help="in place of those that reach their line")
     parser.add_argument("--equivalent", nargs=2, action="append", default=[], metavar=("NUMBER", "WHY"))
-    parser.add_argument("--report", action="store_true")
     given = parser.parse_args()
     lines = [json.loads(line) for line in given.file.read_text().splitlines()] if given.file.is_file() else []
     rows = {row["number"]: row for row in lines}
@@ -290,7 +271,7 @@ def main() -> None:
         with given.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(
-            f"{row['number']}: {row['result']} {row['file']}:{row['line']} {row['old']!r} -> {row['new']!r}", flush=True
+            row["number"], row["result"], f"{row['file']}:{row['line']}", repr(row["old"]), "->", row["new"], flush=True
         )
 
     for number, why in given.equivalent:
@@ -304,10 +285,8 @@ def main() -> None:
             importlib.import_module(name)  # once, for all forks
         tree = Path(tempfile.gettempdir()) / f"amp_{given.file.stem}"
         shutil.rmtree(tree, ignore_errors=True)
-        names = subprocess.run(
-            ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
-        )
-        for name in names.stdout.splitlines():
+        names = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
+        for name in names.splitlines():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tree / name)
         table = given.file.with_suffix(".map")
@@ -318,8 +297,7 @@ def main() -> None:
         for mutant in todo:
             row = meet(mutant, tree, [given.tests] if given.tests else tests_of(mutant, reached, given.budget))
             write({**row, "result": "killed by a new test"} if given.tests and row["result"] == "killed" else row)
-    if given.report or todo:
-        report([rows[number] for number in sorted(rows)])
+    report([rows[number] for number in sorted(rows)])
 
 
 if __name__ == "__main__":
