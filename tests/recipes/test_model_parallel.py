@@ -425,6 +425,14 @@ def test_a_process_of_model_parallel_has_consecutive_gpus_of_its_own() -> None:
     assert Placement(Environment(job, cfg, CPU, 0, 0, 1)).devices == [CPU] * 3
 
 
+@pytest.mark.parametrize("layout", ["single", "fsdp"])
+def test_a_network_of_one_process_goes_to_its_device_in_every_layout(layout: str) -> None:
+    cfg = build(compose([f"layout={layout}"]))
+    net, device = nn.Linear(2, 2), torch.device("meta")
+    Placement(Environment(Job(config={}, run_dir=None), cfg, device, 0, 0, 1)).wrap(net, Amp.named("bf16"), [])
+    assert net.weight.device == device
+
+
 REFUSED = {
     "layout=single: recipe=model_parallel does not run in it. Valid: model_parallel": ["layout=single"],
     "layout=ddp: recipe=model_parallel": ["layout=ddp"],

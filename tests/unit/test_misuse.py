@@ -257,6 +257,18 @@ def test_shared_casts_of_a_weight_that_is_also_used_in_fp32_differ_by_the_order_
     assert not torch.equal(shared, plain)  # why the documentation makes this exception
 
 
+def test_a_pass_without_gradients_leaves_no_cast_to_those_that_share_theirs():
+    """autocast would cache it, and the later pass would find no way back to the weight."""
+    amp, net, x = Amp.named("bf16"), nn.Linear(6, 4), torch.ones(3, 6)
+    with amp.cache_weight_casts(net):
+        with torch.no_grad(), amp.autocast():
+            net(x)
+        with amp.autocast():
+            loss = net(x).float().sum()
+        amp.backward(loss)
+    assert net.weight.grad is not None and net.weight.grad.eq(3).all()
+
+
 class Bypassed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -687,6 +687,12 @@ def test_frozen_weights_are_cast_and_stay_frozen() -> None:
     assert [p.grad is None for p in master_params(net)] == [True, True, False, False, False, False]
 
 
+def test_the_count_of_steps_lies_with_the_weights() -> None:
+    amp, net = Amp.named("bf16_pure"), network().to("meta")
+    amp.prepare(net)
+    assert amp.weights[0].num_taken.device.type == "meta"
+
+
 def test_two_optimizers_own_two_parts() -> None:
     net = network()
     weights = LowPrecisionWeights(net, BF16, "stochastic")
