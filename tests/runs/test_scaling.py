@@ -30,6 +30,12 @@ def test_rows_are_not_cut() -> None:
     assert (gathered.payload, gathered.sent) == (2 * 4 * 60, 4 * 60)
 
 
+def test_two_neighbouring_groups_are_whole_at_a_time() -> None:
+    """The next is gathered while one is used: of 8, 8, 16 and 4 numbers the last two."""
+    weights = [Weight((rows, 4), group=group, parts=2) for group, rows in enumerate((2, 2, 4, 1))]
+    assert memory(weights, amp_config("fp32")).gathered == 4 * (16 + 4)
+
+
 def test_a_frozen_base_in_8_bits_counts_as_it_is_stored() -> None:
     net = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 4, bias=False)).requires_grad_(False)
     net[0].weight = nn.Parameter(torch.zeros(32, 64, dtype=torch.int8), requires_grad=False)

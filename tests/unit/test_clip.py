@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, AdamW, Optimizer
 
 from amp_core import Amp, Clip
+from amp_core.tensors import full_tensor
 
 INF, NAN = float("inf"), float("nan")
 fused_or_not = pytest.mark.parametrize("fused", [True, False])
@@ -220,3 +223,27 @@ def test_gradients_are_read_unscaled_and_clipped_after_the_step(fused: bool) -> 
 def test_thresholds_that_are_not_positive_are_refused(make: Callable[[float], Clip], threshold: float) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         make(threshold)
+
+
+# --- shards
+
+
+def adaptive(sharded: bool) -> list[Tensor]:
+    tensors = [torch.linspace(-1, 2, 12).view(4, 3), torch.linspace(1, 9, 4), torch.ones(4, 3), torch.linspace(3, 1, 4)]
+    if sharded:
+        mesh = init_device_mesh("cpu", (2,))
+        tensors = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in tensors]
+    Clip.adaptive(0.5)(tensors[:2], tensors[2:])
+    return [full_tensor(tensor) for tensor in tensors[2:]]
+
+
+def adaptive_on_a_rank(rank: int) -> list[Tensor]:
+    return adaptive(sharded=True)
+
+
+def test_adaptive_clipping_of_shards_is_that_of_the_whole(on_ranks: Callable[..., Any]) -> None:
+    for found in on_ranks(adaptive_on_a_rank):
+        for ours, whole in zip(found, adaptive(sharded=False), strict=True):
+            assert not torch.equal(whole, torch.ones_like(whole))
+            # Squares of 4 numbers, their sum, a root, for weight and gradient; a quotient and a product.
+            torch.testing.assert_close(ours, whole, rtol=16 * 2**-24, atol=0)

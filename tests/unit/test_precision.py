@@ -545,6 +545,13 @@ def test_grad_scaler_allows_to_unscale_or_rescale_within_a_window(mistake: str |
     assert weight.item() == expected
 
 
+@pytest.mark.parametrize("mode", ["fp32", "fp16"])
+def test_grad_is_unscaled_and_none_for_an_unused_input(mode: str) -> None:
+    used, unused = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+    found, nothing = Amp.named(mode).grad(2 * used, [used, unused], allow_unused=True)
+    assert found.eq(2).all() and nothing is None
+
+
 def test_prepare_names_trained_16_bit_weights_and_draws_no_random_number() -> None:
     net = nn.Sequential(nn.Conv2d(16, 32, 4, 4), nn.Linear(2, 2).half())
     state = torch.get_rng_state()
