@@ -220,6 +220,23 @@ class StateLayout(NamedTuple):
     """(optimizer, full states by number of the weight, numbers of its weights) -> this rank's slices."""
 
 
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that a wrapper, such as Lookahead, has as attributes; the outermost first."""
+    found = [optimizer]
+    for each in found:
+        found += [v for v in vars(each).values() if isinstance(v, torch.optim.Optimizer) and v not in found]
+    return found[1:]
+
+
+def owner_of_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The innermost optimizer with the very groups of `optimizer`: the one that steps them, of a wrapper and its inner.
+
+    It may get others by `load_state_dict`, which a wrapper does not notice.
+    """
+    found = [each for each in inner_optimizers(optimizer) if each.param_groups is optimizer.param_groups]
+    return found[-1] if found else optimizer
+
+
 state_layouts: list[StateLayout] = []
 """A layout adds its own."""
 

@@ -38,8 +38,10 @@ class Adam16(torch.optim.Optimizer):
         lr: a number or a 0-d tensor.
         betas, eps, weight_decay: as in `torch.optim.Adam`.
         decoupled_weight_decay: AdamW's weight decay, which bypasses the moments.
-        fused: must be True, which tells `amp_core` that steps are decided on the device.
+        fused: must be True.
     """
+
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from amp_core.step.gradients import (
     weights_of,
     with_grads,
 )
-from amp_core.step.report import Observer, OptimizerState, Rehearsal, StepReport, can_skip_on_device, require_no_closure
+from amp_core.step.report import Observer, OptimizerState, Rehearsal, StepReport, can_skip_on_device, require_steppable
 from amp_core.step.scaler import LossScale, Numbers, policy_of
 from amp_core.tensors import (
     UNTESTED_DEVICES,
@@ -395,7 +395,8 @@ class Amp:
             TypeError: 16-bit weights under a loss scale, sparse gradients and a fused step, or a step with a closure.
             ValueError: no optimizer, one twice, or a weight that several optimizers of the window own.
         """
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        is_one = isinstance(optimizer, torch.optim.Optimizer) or not isinstance(optimizer, Iterable)
+        optimizers = [optimizer] if is_one else list(optimizer)
         if not optimizers or len(optimizers) > len(set(optimizers)):
             raise ValueError(f"amp.step: got {len(optimizers)} optimizers, expected at least one, none of them twice")
         with torch.set_grad_enabled(False):  # once, and not `no_grad`: each such region takes as long as an operator
@@ -677,6 +678,7 @@ class Amp:
 
     def _require_usable(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that cannot step in this mode, or beside the others of the window."""
+        require_steppable(optimizer)
         if self.config.update is not None and not self.weights:
             raise RuntimeError(
                 f"amp={self.config.name}: no network has {self.config.weights} weights, so this would train in fp32; "
@@ -686,7 +688,6 @@ class Amp:
             raise TypeError(
                 "the optimizer holds 16-bit weights, which get no gradients; build it on master_params(net)"
             )
-        require_no_closure(optimizer)
         if self._states:
             self._require_own_weights(optimizer)
         optimizer.__dict__[_USABLE] = self, len(optimizer.param_groups)

@@ -165,9 +165,11 @@ def bare_step(optimizer: torch.optim.Optimizer) -> None:
 
     torch wraps a step in a profiler scope and in a function that sets the grad mode and informs the compiler.
     """
-    step: Any = None if is_watched(optimizer) else type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    hooked: Any = type(optimizer).step
+    step = None if is_watched(optimizer) else hooked.__wrapped__
     if (
         step is None
+        or getattr(hooked, "__globals__", None) is not _TORCHS  # another decorator has copied `hooked`
         or getattr(step, "__globals__", None) is not _TORCHS
         or not hasattr(step, "__wrapped__")
         or optimizer.defaults.get("differentiable")

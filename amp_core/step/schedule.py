@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from amp_core.config.schema import ScheduleConfig, suggest
-from amp_core.step.report import StepReport, can_skip_on_device
+from amp_core.step.report import StepReport, arguments_without_default, can_skip_on_device, require_optimizer
+from amp_core.tensors import owner_of_groups
 
 Make = Callable[[torch.optim.Optimizer, int], LRScheduler]
 
@@ -26,7 +28,8 @@ class Schedule:
     """Sets the learning rate of every group of `optimizer` by its number of taken steps.
 
     Construct it right after the optimizer: it reads the groups' learning rates as the peaks, and replaces them by 0-d
-    device tensors (shared by groups of equal rates) where the optimizer is fused.
+    device tensors (shared by groups of equal rates) where the optimizer is fused. A group that is added later gets its
+    rate at the present position, with its own `lr` as the peak.
 
     Args:
         optimizer: its groups' `lr` are set here from now on.
@@ -35,26 +38,55 @@ class Schedule:
         fixed: a loaded state does not replace `num_steps`.
 
     Raises:
-        ValueError: the scheduler also moves the momentum.
+        TypeError: no optimizer; or `make` makes no scheduler, or one that needs a metric.
+        ValueError: the scheduler also moves the momentum, or a group has no learning rate.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, make: Make, num_steps: int, *, fixed: bool = False) -> None:
+        require_optimizer(optimizer)
         self.optimizer = optimizer
+        self._groups_of = owner_of_groups(optimizer)
         self._make = make
         self._fixed = fixed
-        self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        self._peaks = [_peak(group) for group in self._groups]
         self._on_device = can_skip_on_device(optimizer)
-        device = optimizer.param_groups[0]["params"][0].device if self._on_device else torch.device("cpu")
+        device = self._groups[0]["params"][0].device if self._on_device else torch.device("cpu")
         self.num_taken = torch.zeros(1, dtype=torch.int64, device=device)
         """Taken steps, an int64 tensor of shape [1]."""
         self._rates: dict[int, Tensor] = {}
-        self._set_table(num_steps)
+        self._set_table(rate_table(make, self._peaks, num_steps))
         # load_state_dict of an optimizer replaces the tensors that hold its rates.
-        optimizer.register_load_state_dict_post_hook(lambda _: self._link())
+        self._groups_of.register_load_state_dict_post_hook(lambda _: self._link())
+        self._add_group = self._groups_of.add_param_group
+        self._groups_of.add_param_group = self._add_param_group  # type: ignore[method-assign]
+        _scheduled.add(self._groups_of)
 
-    def _set_table(self, num_steps: int) -> None:
-        self.num_steps = num_steps
-        self._columns = columns = rate_table(self._make, self._peaks, num_steps)
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._groups_of.param_groups
+
+    def _add_param_group(self, group: dict[str, Any]) -> None:
+        self._add_group(group)
+        self._take_in_groups()
+
+    def _take_in_groups(self) -> None:
+        """Schedule the groups that were added. ValueError: the scheduler is not made for as many; they are gone."""
+        num = len(self._peaks)
+        peaks = [*self._peaks, *map(_peak, self._groups[num:])]
+        try:
+            columns = rate_table(self._make, peaks, self.num_steps)
+        except ValueError as problem:
+            del self._groups[num:]
+            raise ValueError(
+                f"the schedule was made for {num} groups, and another was added to the optimizer: {problem}; build the "
+                f"Schedule when all groups are there"
+            ) from problem
+        self._peaks = peaks
+        self._set_table(columns)
+
+    def _set_table(self, columns: list[list[float]]) -> None:
+        self.num_steps = num_steps = len(columns[0])
+        self._columns = columns
         device = self.num_taken.device
         # Groups with equal columns share one tensor: one copy per step instead of one per group.
         self._owner = [columns.index(column) for column in columns]
@@ -70,16 +102,18 @@ class Schedule:
     def _link(self) -> None:
         """Use this schedule's tensors as the rates of the optimizer's groups."""
         if self._on_device:
-            for group, i in zip(self.optimizer.param_groups, self._owner, strict=True):
+            for group, i in zip(self._groups, self._owner, strict=True):
                 group["lr"] = self._rates[i][0]
         self._apply(int(self.num_taken.item()))
 
     def advance(self, report: StepReport) -> None:
-        """Advance if the step was taken. No host-device sync."""
+        """Advance if the step was taken. No host-device sync, but for the report of an optimizer other than its own."""
         if not report.is_rehearsal:
             self.moved = report.taken
+        if len(self._groups) != len(self._owner):  # one that `add_param_group` did not add
+            self._take_in_groups()
         if not self._on_device:
-            if report.taken_on_host:
+            if report.taken if report.taken_on_host is None else report.taken_on_host:
                 self.num_taken += 1
                 self._apply(int(self.num_taken.numpy()[0]))  # in host memory: reading it does not sync
             return
@@ -94,13 +128,13 @@ class Schedule:
             for i, table in self._tables.items():
                 self._rates[i].copy_(table[index])
         else:
-            for group, i in zip(self.optimizer.param_groups, self._owner, strict=True):
+            for group, i in zip(self._groups, self._owner, strict=True):
                 group["lr"] = self._columns[i][index]
 
     @property
     def rate(self) -> Tensor | float:
         """The first group's learning rate: a 0-d device tensor, or a float if the host decides about steps."""
-        return self.optimizer.param_groups[0]["lr"]
+        return self._groups[0]["lr"]
 
     def last_rate(self) -> Tensor:
         """The first group's learning rate in the last step, taken or skipped: 0-d. No host-device sync."""
@@ -116,7 +150,7 @@ class Schedule:
         """Resume from `state`, with its length unless a length was fixed."""
         self.num_taken.fill_(int(state["num_taken"]))
         if not self._fixed and int(state["num_steps"]) != self.num_steps:
-            self._set_table(int(state["num_steps"]))
+            self._set_table(rate_table(self._make, self._peaks, int(state["num_steps"])))
         self._apply(int(state["num_taken"]))
 
     def counters(self) -> dict[str, int]:
@@ -128,6 +162,21 @@ class Schedule:
         self.moved = torch.full((), int(progress.get("moved", 0)), device=self.num_taken.device)
 
 
+_scheduled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a `Schedule` sets the learning rates of an optimizer."""
+    return owner_of_groups(optimizer) in _scheduled
+
+
+def _peak(group: dict[str, Any]) -> float:
+    rate = group.get("lr")
+    if rate is None:
+        raise ValueError("a group of the optimizer has no learning rate (lr) that a schedule could move; use none")
+    return float(rate)
+
+
 class _StandIn(torch.optim.SGD):
     """The optimizer that schedulers step. Its own steps do nothing; torch warns if they are missing."""
 
@@ -135,10 +184,28 @@ class _StandIn(torch.optim.SGD):
         pass
 
 
+def _require_no_metric(kind: Any) -> None:
+    """Raises TypeError for a class whose steps take more than their number, or that has none."""
+    if isinstance(kind, type) and not hasattr(kind, "step"):
+        raise TypeError(f"Schedule: make returns a {kind.__name__}, expected a torch.optim.lr_scheduler.LRScheduler")
+    if isinstance(kind, type) and (needs := arguments_without_default(kind.step)):
+        raise TypeError(
+            f"Schedule: {kind.__name__}.step() needs {needs[0]}, which a table made ahead of time cannot have; use a "
+            f"scheduler that needs none, or leave out Schedule and call {kind.__name__}.step({needs[0]}) yourself"
+        )
+
+
 def rate_table(make: Make, peaks: list[float], num_steps: int) -> list[list[float]]:
-    """The learning rate of every step: one list of `num_steps` floats per group. ValueError: it moves momentum, too."""
+    """The learning rate of every step: one list of `num_steps` floats per group. Raises as `Schedule` does."""
     stand_in = _StandIn([{"params": [torch.zeros(1)], "lr": lr} for lr in peaks], lr=peaks[0], momentum=0.5)
+    if not callable(make):
+        raise TypeError(
+            f"Schedule: make is a {type(make).__name__}, expected a function of (optimizer, number of steps) that "
+            f"returns one: lambda o, n: {type(make).__name__}(o, ...)"
+        )
+    _require_no_metric(make)
     scheduler = make(stand_in, num_steps)
+    _require_no_metric(type(scheduler))
     if type(scheduler) is LambdaLR:
         # Closed form of its steps: a million of them take half a minute.
         pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)

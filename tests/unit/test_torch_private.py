@@ -156,7 +156,7 @@ def test_the_table_names_nothing_that_is_not_used() -> None:
         ("optimizer._cuda_graph_capture_health_check()", "._cuda_graph_capture_health_check"),
         ("module._modules['a']", "._modules"),
         ("net.reducer._set_static_graph()", "._set_static_graph"),
-        ("getattr(optimizer, '_step_supports_amp_scaling')", "._step_supports_amp_scaling"),
+        ("getattr(optimizer, '_zero_grad_profile_name')", "._zero_grad_profile_name"),
         ("'torch._export' in sys.modules", "torch._export"),
     ],
 )
