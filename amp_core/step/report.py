@@ -103,8 +103,8 @@ def require_optimizer(optimizer: object) -> None:
     """Raises TypeError for what only looks like an optimizer of torch."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"got a {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the optimizer inside it, or derive "
-            f"its class from torch.optim.Optimizer"
+            f"got a {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the optimizer inside it, or "
+            f"derive its class from torch.optim.Optimizer"
         )
 
 
@@ -185,7 +185,7 @@ def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
         or _after(optimizer)
     ):
         return False
-    for group in optimizer.param_groups:  # a generator would resume for each
+    for group in optimizer.param_groups:  # noqa: SIM110  # a generator resumes for each, in every step
         if not group.get("fused", by_itself) or group.get("dampening"):
             return False
     return True
