@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from amp_core.checkpoints import folders, parts, plain_state, reading
 from amp_core.checkpoints.folders import DEFAULTS, FORMAT, MANIFEST, RESERVED, STATE
-from amp_core.checkpoints.parts import AveragedPart, Part
+from amp_core.checkpoints.parts import AveragedPart, Part, is_zero, settings_of
 from amp_core.checkpoints.reading import Ranks
 from amp_core.config.errors import CheckpointError
 from amp_core.tensors import is_dtensor, several_ranks
@@ -115,6 +115,11 @@ class Checkpoint:
                 raise ValueError(f"a part cannot be named {name!r}: the checkpoint has an entry of its own for it")
             if not isinstance(part, Part):
                 raise ValueError(f"{name} is a {type(part).__name__}: it has no state_dict() and load_state_dict()")
+            if format == "sharded" and is_zero(part):
+                raise ValueError(
+                    f"{name} is a {type(part).__name__}, whose state lies on one rank; use format='single'"
+                )
+        self._begun = {name: settings_of(part) for name, part in self.parts.items()}
         if group is None and format == "sharded" and several_ranks():
             group = dist.new_group(backend="gloo")  # type: ignore[assignment] - this rank is in it
         self._ranks = Ranks(group)
@@ -171,7 +176,7 @@ class Checkpoint:
             write = self._prepare_sharded(target, facts, about)
         else:
             # First of all, since every rank must take part: only the writer may return early or fail.
-            states = {name: parts.full_state(part, keep=self.writer) for name, part in self.parts.items()}
+            states = self._with_moved(parts.full_state(part, keep=self.writer) for part in self.parts.values())
             if not self.writer:
                 return target
             self.wait()
@@ -226,6 +231,10 @@ class Checkpoint:
         if task is not None:
             task.result()
 
+    def _with_moved(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+        pairs = zip(self.parts.items(), states, strict=True)
+        return {name: parts.with_moved(part, state, self._begun[name]) for (name, part), state in pairs}
+
     def _join(self) -> None:
         """Waits, and leaves a problem to the next `save` or `wait`."""
         if self._task is not None:
@@ -252,7 +261,7 @@ class Checkpoint:
         problem: Exception | None = None
         entries, mine, contents = [], [], {}
         try:
-            states = {name: parts.local_state(part) for name, part in self.parts.items()}
+            states = self._with_moved(map(parts.local_state, self.parts.values()))
             entries, mine, rest = sharded.assign_shards(self.parts, states, ranks.rank, ranks.num)
             if self.writer:
                 contents = {**DEFAULTS, **rest, **facts, "sharded": len(entries)}
@@ -306,8 +315,11 @@ class Checkpoint:
     def load(self, path: str | os.PathLike[str] | None = None) -> Loaded | None:
         """Loads all parts from the newest sound checkpoint, or from the one that is named.
 
-        Everything is checked before the first part is changed. Of an optimizer only the state comes from the file: the
-        hyperparameters of its groups, and the very tensors that hold learning rates, stay. Copies to the device.
+        Everything is checked before the first part is changed. Of an optimizer the state comes from the file, also what
+        of its groups is no argument of its constructor. The settings of its groups stay, with a note for each that
+        differs, but for those that the saved run moved: what changed after its `Checkpoint` was made, and with a torch
+        scheduler among the parts `lr`, `momentum` and `betas`. A `Schedule` sets its rates itself. The very tensors
+        that hold learning rates stay. Copies to the device.
 
         A part that the file lacks is an error, but an `AveragedPart` starts from the weights that were loaded, and a
         scaler gets `{}` (a fresh scale). A part of the file that is not here is ignored with a note. Waits for a save
@@ -346,9 +358,11 @@ class Checkpoint:
         hint = self.explain(contents["config"])
         for name, part in self.parts.items():
             if name in contents:
-                wanted[name] = contents[name]
                 misfits, converted = parts.compare(part, contents[name])
                 problems += [f"{name} {misfit}" for misfit in misfits]
+                if not misfits:
+                    wanted[name] = parts.taken_settings(part, contents[name], self.parts.values())
+                    notes += [f"{name}: {line}" for line in parts.settings_that_differ(part, wanted[name])]
                 conversions += [f"dtypes of {name} were converted: {parts.first_few(converted)}"] if converted else []
             elif isinstance(part, AveragedPart):
                 fresh.append(part)
@@ -378,5 +392,5 @@ class Checkpoint:
         """Puts all parts back to a snapshot of this rank, bit by bit. The snapshot may be used again."""
         for name, part in self.parts.items():
             # Optimizers keep the very tensors that they are given.
-            parts.load_part(part, plain_state.copied(snapshot[name]), exact=True)
+            parts.load_part(part, parts.all_settings(plain_state.copied(snapshot[name])), exact=True)
             parts.load_counters(name, part, snapshot["progress"])

@@ -7,6 +7,9 @@ without wrappers, DTensors, sharded optimizer states, and comparison before anyt
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -17,7 +20,17 @@ from torch.optim import Optimizer
 
 from amp_core.checkpoints.shards import Entry, Span, StatePath, Want, slice_of, want_all
 from amp_core.lowp.weights import weights_by_side
-from amp_core.tensors import dtensor_like, full_tensor, is_dtensor, is_state_sharded, load_state, state_layout
+from amp_core.step.schedule import Schedule, is_scheduled
+from amp_core.tensors import (
+    dtensor_like,
+    full_tensor,
+    inner_optimizers,
+    is_dtensor,
+    is_state_sharded,
+    load_state,
+    owner_of_groups,
+    state_layout,
+)
 
 # Optimizer states that have the shape of their parameter, in the classes of torch.optim.
 LIKE_PARAMETER = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg"}
@@ -140,6 +153,9 @@ def full_state(part: Part, *, keep: bool = True) -> Mapping[str, Any]:
     """The state to save, with full tensors; collective where tensors are sharded. `keep`: false if nobody needs it."""
     if isinstance(part, Optimizer) and (layout := state_layout(part)) is not None:
         state = layout.full_state(part, keep=keep)
+    elif is_zero(part):
+        part.consolidate_state_dict()  # type: ignore[attr-defined]  # to rank 0, the only one that has a state dict
+        state = part.state_dict() if keep else {}
     else:
         state = gather_full_state(part.state_dict(), keep=keep)
     return _portable(part, state) if keep else state
@@ -169,7 +185,14 @@ def local_state(part: Part) -> Mapping[str, Any]:
 
 def is_collective(part: Part, *, full: bool) -> bool:
     """Whether the ranks must meet for the state of a part, other than for DTensors."""
-    return is_state_sharded(part) if isinstance(part, Optimizer) else full and isinstance(part, ShardedPart)
+    if isinstance(part, Optimizer):
+        return is_state_sharded(part) or is_zero(part)
+    return full and isinstance(part, ShardedPart)
+
+
+def is_zero(part: Part) -> bool:
+    """Whether it is torch's ZeroRedundancyOptimizer. The class is not imported, which may be missing."""
+    return hasattr(part, "consolidate_state_dict")
 
 
 def _portable(part: Part, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -177,12 +200,17 @@ def _portable(part: Part, state: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(part, nn.Module):
         return {plain: state[name] for plain, name in plain_names(part, state).items()}
     if isinstance(part, Optimizer):
-        groups = [
-            {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
-            for group in state["param_groups"]
-        ]
-        return {**state, "param_groups": groups, "class": type(part).__name__}
+        groups = {"param_groups": _plain_groups(part, state["param_groups"])} if "param_groups" in state else {}
+        return {**state, **groups, "class": type(part).__name__}
     return state
+
+
+def _plain_groups(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    settings = _settings(optimizer)
+    return [
+        {key: value.item() if isinstance(value, Tensor) and key in settings else value for key, value in group.items()}
+        for group in groups
+    ]
 
 
 def compare(part: Part, state: Any) -> tuple[list[str], list[str]]:
@@ -216,7 +244,11 @@ def _compare_net(net: nn.Module, state: dict[str, Any]) -> tuple[list[str], list
 
 
 def _compare_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[str]:
-    groups, states = state.get("param_groups"), state.get("state")
+    here, there = type(optimizer).__name__, state.get("class")
+    is_wrapper = bool(inner_optimizers(optimizer))
+    if is_wrapper and there == here and "param_groups" not in state:
+        return  # in a layout of its own, which it checks itself
+    groups, states = state.get("param_groups"), state.get("state", {} if is_wrapper else None)
     if not (
         isinstance(states, dict)
         and isinstance(groups, list)
@@ -225,7 +257,6 @@ def _compare_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[
     ):
         yield "is not the state of an optimizer"
         return
-    here, there = type(optimizer).__name__, state.get("class")
     if there not in (None, here):
         yield f"is the state of {there}, not of {here}"
     sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -276,8 +307,8 @@ def want_of(parts: Mapping[str, Part], states: Mapping[str, Any]) -> Want:
 def _lookup(part: Part, state: Any) -> Callable[[StatePath], Tensor | None]:
     """The tensor that has the shape and the layout of the one at a path in the state of a part."""
     if isinstance(part, Optimizer):
-        live: dict[Any, Tensor] = dict(parameters_of(part, state["param_groups"]))
-        return lambda path: live.get(path[1]) if len(path) == 3 and path[0] == "state" else None
+        live: dict[Any, Tensor] = dict(parameters_of(part, state.get("param_groups", [])))
+        return lambda path: live.get(path[1]) if len(path) == 3 and path[0] != "param_groups" else None
     net = net_of(part)
     tensors: Mapping[Any, Tensor] = {} if net is None else _portable(net, net.state_dict())
     return lambda path: tensors.get(path[0]) if len(path) == 1 else None
@@ -294,30 +325,162 @@ def load_part(part: Part, state: dict[str, Any], exact: bool) -> None:
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) -> None:
-    """Takes the state only: a group's `fused` of the file would switch it on or off here, and its `lr` be a new tensor.
+    """Takes the state: a group's `fused` of the file would switch it on or off here, and its `lr` be a new tensor.
 
     `exact`: the parameters have the dtypes of the file, and so must their states.
     """
+    everyone = [optimizer, *inner_optimizers(optimizer)]
     groups = optimizer.param_groups
-    saved = [{**group, "params": old["params"]} for group, old in zip(groups, state["param_groups"], strict=True)]
+    holders = [each for each in reversed(everyone) if each.param_groups is groups]  # some only show those inside
+    given = {key: value for key, value in state.items() if key not in ("class", "moved")}
+    if "param_groups" not in state:
+        optimizer.load_state_dict(given)
+        return
+    taken = _state_of_groups(optimizer, state)
+    saved = [
+        {**group, **new, "params": old["params"]}
+        for group, new, old in zip(groups, taken, state["param_groups"], strict=True)
+    ]
     numbers = [number for number, _ in parameters_of(optimizer, saved)]
-    states, layout, weights = dict(state["state"]), state_layout(optimizer), weights_by_side()
-    if layout is not None:
-        states = layout.local_states(optimizer, states, numbers)
-    for number, parameter in parameters_of(optimizer, saved):
-        if number in states:
-            own = states[number].items()
-            like = weights.get(parameter, parameter)
-            states[number] = {key: dtensor_like(_laid_out(value, like), parameter) for key, value in own}
-    optimizer.load_state_dict({"state": states, "param_groups": saved})
-    optimizer.param_groups = groups
+    layout, weights = state_layout(optimizer), weights_by_side()
+    per_weight = [key for key, value in given.items() if isinstance(value, dict) and numbers and key != "param_groups"]
+    for each in per_weight:  # `state`; wrappers have several
+        states = dict(given[each])
+        if layout is not None:
+            states = layout.local_states(optimizer, states, numbers)
+        for number, parameter in parameters_of(optimizer, saved):
+            if isinstance(states.get(number), dict):
+                own, like = states[number].items(), weights.get(parameter, parameter)
+                states[number] = {key: dtensor_like(_laid_out(value, like), parameter) for key, value in own}
+        given[each] = states
+    before = {each: dict(given[each]) for each in per_weight}  # ZeroRedundancyOptimizer empties what it is given
+    optimizer.load_state_dict({**given, "param_groups": saved})
+    for holder in holders:
+        if holder.param_groups is not groups:
+            holder.param_groups = groups
+    for group, new in zip(groups, taken, strict=True):
+        for key, value in new.items():
+            live = group.get(key)
+            if isinstance(live, Tensor):
+                live.detach().copy_(torch.as_tensor(value))
+            else:
+                group[key] = copy.deepcopy(value)
     # torch casts all but `step` to the parameter's dtype: NAdam's fp32 product of momenta to bf16, for example.
     for number, parameter in parameters_of(optimizer, saved):
-        live = optimizer.state.get(parameter, {})  # to index it would give SGD without momentum a state
-        for key, value in states.get(number, {}).items():
-            was_cast = key != "step" and isinstance(value, Tensor) and live[key].dtype != value.dtype
-            if was_cast and (exact or value.dim() == 0):
-                live[key] = value.to(live[key].device)
+        for holder, states in itertools.product(everyone, before.values()):
+            live = holder.state.get(parameter) or {}  # to index it would give SGD without momentum a state
+            for key, value in (states.get(number) or {}).items():
+                found = live.get(key)
+                was_cast = key != "step" and isinstance(value, Tensor) and isinstance(found, Tensor)
+                if was_cast and found.dtype != value.dtype and (exact or value.dim() == 0):
+                    live[key] = value.to(found.device)
+
+
+# --- settings and state in the groups of an optimizer -----------------------------------------------------------------
+
+
+_BY_SCHEDULERS = {"lr", "momentum", "betas"}
+_QUIET = {"foreach", "fused", "capturable", "differentiable"}  # they change no result
+
+
+@functools.cache
+def _arguments(*kinds: type) -> frozenset[str]:
+    inits = [vars(each)["__init__"] for kind in kinds for each in kind.__mro__[:-1] if "__init__" in vars(each)]
+    return frozenset(itertools.chain.from_iterable(inspect.signature(init).parameters for init in inits))
+
+
+def _settings(optimizer: Optimizer) -> frozenset[str]:
+    """The keys of its groups that are settings: arguments of its constructor, or usual ones. All others are state.
+
+    Such as `k` and `weight_sum` of schedulefree, which are among its defaults, and `step` of timm's Lamb, which is not.
+    """
+    everyone = (optimizer, *inner_optimizers(optimizer))
+    own = [type(each) for each in everyone if owner_of_groups(each) is each]  # k of Lookahead is not in the groups
+    return _arguments(*own, torch.optim.AdamW, torch.optim.SGD, torch.optim.Muon) | {"param_names"}
+
+
+def settings_of(part: Part) -> list[dict[str, Any]]:
+    """A copy of the groups of an optimizer without its weights; [] of other parts. Waits for rates on a device."""
+    groups = _plain_groups(part, part.param_groups) if isinstance(part, Optimizer) else []
+    return [copy.deepcopy({key: value for key, value in group.items() if key != "params"}) for group in groups]
+
+
+def with_moved(part: Part, state: Mapping[str, Any], begun: list[dict[str, Any]]) -> Mapping[str, Any]:
+    """The state of an optimizer with `moved`: the settings of each group that its run changed since `begun`.
+
+    A load takes these from the file, like state. Rates of a `Schedule` are not among them: it sets them itself.
+    """
+    if not begun or not isinstance(part, Optimizer):
+        return state
+    keys = _settings(part) - ({"params", "lr"} if is_scheduled(part) else {"params"})
+    pairs = list(itertools.zip_longest(state.get("param_groups", ()), begun, fillvalue={}))
+    moved = [
+        sorted(key for key in keys if key in then and key in now and not _equal(now[key], then[key]))
+        for now, then in pairs
+    ]
+    return {**state, "moved": moved} if any(moved) else state
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two settings are the same, up to what a rate on a device rounds to fp32."""
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, Tensor | float) and isinstance(b, Tensor | float | int):
+        return torch.equal(torch.as_tensor(a).float().cpu(), torch.as_tensor(b).float().cpu())
+    return type(a) is type(b) and a == b
+
+
+def is_followed(optimizer: Optimizer, part: Part) -> bool:
+    """Whether a part is a scheduler of an optimizer, of any class but `Schedule`."""
+    other = getattr(part, "optimizer", None)
+    is_scheduler = isinstance(other, Optimizer) and not isinstance(part, Schedule | Optimizer)
+    return is_scheduler and owner_of_groups(other) is owner_of_groups(optimizer)
+
+
+def taken_settings(part: Part, state: Mapping[str, Any], others: Iterable[Part]) -> Mapping[str, Any]:
+    """The state of an optimizer to load: `moved` also names what a scheduler among the other parts continues from."""
+    if not isinstance(part, Optimizer) or not any(is_followed(part, other) for other in others):
+        return state
+    moved = itertools.chain(state.get("moved", ()), itertools.repeat([]))
+    return {
+        **state,
+        "moved": [[*keys, *_BY_SCHEDULERS] for _, keys in zip(state.get("param_groups", ()), moved, strict=False)],
+    }
+
+
+def all_settings(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of a part, to load with all settings of an optimizer, but for rates of a `Schedule`."""
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    return {**state, "moved": list(map(list, groups))} if isinstance(groups, list) else state
+
+
+def _state_of_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What of each group in a file is state."""
+    moved = itertools.chain(state.get("moved", ()), itertools.repeat(()))
+    settings, set_here = _settings(optimizer), {"params", "lr"} if is_scheduled(optimizer) else {"params"}
+    return [
+        {k: v for k, v in group.items() if k not in set_here and (k not in settings or k in keys)}
+        for group, keys in zip(state["param_groups"], moved, strict=False)
+    ]
+
+
+def settings_that_differ(part: Part, state: Mapping[str, Any]) -> list[str]:
+    """Settings of an optimizer that are others here than in the file, and which of both is used: a line each."""
+    if not isinstance(part, Optimizer) or "param_groups" not in state:
+        return []
+    found, silent = {}, {"params", "param_names", *_QUIET, *(("lr",) if is_scheduled(part) else ())}
+    taken, settings, made = _state_of_groups(part, state), _settings(part), owner_of_groups(part).defaults
+    live = _plain_groups(part, part.param_groups)
+    for number, (group, old, new) in enumerate(zip(live, state["param_groups"], taken, strict=True)):
+        for key in (old.keys() & group.keys()) - silent:
+            is_label = key in new and key not in settings and key not in made
+            if (key not in new or is_label) and not _equal(old[key], group[key]):
+                here, there = f"{key}={group[key]}", f"{key}={old[key]}"
+                used = (
+                    f"takes {there} of the checkpoint in place of {here}" if is_label else f"keeps {here}, not {there}"
+                )
+                found.setdefault(key, f"group {number} {used}" + ("" if is_label else " of the checkpoint"))
+    return [found[key] for key in sorted(found)]
 
 
 def _laid_out(value: Any, parameter: Tensor) -> Any:

@@ -90,12 +90,13 @@ def assign_shards(
         tied = {} if net is None else {plain: id(weights[name]) for plain, name in plain_names(net, weights).items()}
         sizes = {}
         if isinstance(part, Optimizer):
-            sizes = {number: parameter.shape for number, parameter in parameters_of(part, states[name]["param_groups"])}
+            groups = states[name].get("param_groups", [])
+            sizes = {number: parameter.shape for number, parameter in parameters_of(part, groups)} if groups else {}
 
         def walk(value: Any, path: StatePath, tied: Any = tied, sizes: Any = sizes) -> Any:
             if isinstance(value, Tensor | Slice):
                 inside = path[1:]
-                is_moment = len(inside) == 3 and inside[0] == "state" and value.shape == sizes.get(inside[1])
+                is_moment = len(inside) == 3 and inside[0] != "param_groups" and value.shape == sizes.get(inside[1])
                 is_weight = len(inside) == 1 and inside[0] in tied
                 same_as = (path[0], tied.get(inside[0], inside)) if len(inside) == 1 else path
                 return None if assign(path, value, same_as, is_moment or is_weight) else value

@@ -1293,7 +1293,7 @@ def test_checkpoints_of_version_0_1_load_and_are_written_in_the_same_way(tmp_pat
             state[last] = rows if state[last] is None else torch.cat([state[last], rows])
     run = Averaged()
     loaded = must_load(run.checkpoint(tmp_path), folder)
-    assert (loaded.step, loaded.notes) == (2, ())
+    assert (loaded.step, *loaded.notes) == (2, "optimizer: group 0 keeps lr=0.5, not lr=0.01 of the checkpoint")
     assert loaded.progress == {"samples": 16, "text": "ä", "step": 2}
     assert loaded.config == {"recipe": {"name": "x"}, "lr": 0.01}
     assert bits(run.net.state_dict()) == bits(expected["model"])
