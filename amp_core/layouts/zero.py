@@ -176,18 +176,33 @@ def on_slices(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _gather(params: Sequence[Tensor | None], slices: Sequence[Sequence[_Slice]]) -> None:
-    """All-gather each rank's slices of the weights, some megabytes at a time."""
-    rank, num_ranks = dist.get_rank(), len(slices)
-    streams = [
-        [_flat(param)[piece.start : piece.end] for piece in held if (param := params[piece.number]) is not None]
-        for held in slices
-    ]
-    device = next((part.device for stream in streams for part in stream), None)
+    """All-gather each rank's slices of the weights, some megabytes at a time, one dtype after the other."""
+    for dtype in dict.fromkeys(param.dtype for param in params if param is not None):
+        streams = [
+            [
+                _sendable(_flat(param)[piece.start : piece.end])
+                for piece in held
+                if (param := params[piece.number]) is not None and param.dtype is dtype
+            ]
+            for held in slices
+        ]
+        _gather_streams(streams)
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """A view of a flat tensor in a dtype that every backend sends: not all know 16-bit and complex numbers."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.view(torch.uint8)
+
+
+def _gather_streams(streams: Sequence[Sequence[Tensor]]) -> None:
+    """All-gather flat tensors of one dtype: those of each rank in turn."""
+    rank, num_ranks = dist.get_rank(), len(streams)
+    some = next(part for stream in streams for part in stream)
     length = max(sum(part.numel() for part in stream) for stream in streams)
     for start in range(0, length, size := bucket_size(num_ranks) // num_ranks):
         pieces = [list(_window(stream, start, start + size)) for stream in streams]
         width = max(sum(part.numel() for part in parts) for parts in pieces)
-        sent = torch.zeros(width, device=device)
+        sent = some.new_zeros(width)
         sizes = [part.numel() for part in pieces[rank]]
         foreach_copy_(list(sent[: sum(sizes)].split(sizes)), pieces[rank]) if sizes else None
         received = sent.new_empty(num_ranks * width)
@@ -240,7 +255,7 @@ def whole_state(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[
                     sent = state["state"][number][key].contiguous() if owner == dist.get_rank() else None
                     if sent is None:
                         sent = torch.empty(value.shape, dtype=value.dtype, device=param.device)
-                    dist.broadcast(sent, owner)
+                    dist.broadcast(_sendable(sent.view(-1)), owner)
                     if not keep:
                         value = None
                     elif piece.end - piece.start == param.numel():

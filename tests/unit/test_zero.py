@@ -155,6 +155,44 @@ def test_16bit_weights_channels_last_whole_matrices_and_weights_of_one_rank(on_r
     assert not same(shared[0]["two groups"][2], shared[1]["two groups"][2])
 
 
+DTYPES = {
+    "float64": [torch.float64] * 3,
+    "complex": [torch.complex128, torch.complex64, torch.float32],
+    "mixed": [torch.bfloat16, torch.float64, torch.float16],
+}
+
+
+def in_dtypes(rank: int) -> dict[str, list[Any]]:
+    """Weights and moments after a good, a bad and a good step, of replicas and in slices."""
+    found: dict[str, list[Any]] = {}
+    for name, dtypes in DTYPES.items():
+        for shares in (False, True):
+            generator = torch.Generator().manual_seed(0)
+            drawn = [torch.randn(shape, 2, generator=generator).double() for shape in (1280, 300, 21)]
+            net = nn.ParameterList([values_in(x, dtype) for x, dtype in zip(drawn, dtypes, strict=True)])
+            if shares:
+                share_state(net)
+            optimizer, amp = AdamW(net.parameters(), lr=0.1), Amp.named("fp32")
+            for i in range(3):
+                for param, x in zip(net.parameters(), drawn, strict=True):
+                    param.grad = values_in((x * (i + 1)).cos() + (torch.inf if i == 1 else 0), param.dtype)
+                assert bool(amp.step(optimizer).taken) == (i != 1)
+                amp.update()
+            found[name] = [*found.get(name, []), [list(net.parameters()), whole_state(optimizer)["state"]]]
+    return found
+
+
+def values_in(x: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter((torch.view_as_complex(x) if dtype.is_complex else x).to(dtype))
+
+
+def test_weights_of_any_dtypes_are_gathered_as_they_are(on_ranks: OnRanks) -> None:
+    first, second = on_ranks(in_dtypes)
+    for name in DTYPES:
+        assert [same(each[name][0], each[name][1]) for each in (first, second)] == [True, True], name
+        assert same(first[name], second[name]), name
+
+
 # --- what a step costs
 
 
