@@ -8,6 +8,7 @@ without wrappers, DTensors, sharded optimizer states, and comparison before anyt
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import inspect
 import itertools
@@ -207,10 +208,17 @@ def _portable(part: Part, state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _plain_groups(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     settings = _settings(optimizer)
-    return [
-        {key: value.item() if isinstance(value, Tensor) and key in settings else value for key, value in group.items()}
-        for group in groups
-    ]
+
+    def plain(value: Any) -> Any:
+        return (
+            value.item()
+            if isinstance(value, Tensor)
+            else str(value)
+            if isinstance(value, torch.dtype | enum.Enum)
+            else value
+        )
+
+    return [{k: plain(value) if k in settings else value for k, value in group.items()} for group in groups]
 
 
 def compare(part: Part, state: Any) -> tuple[list[str], list[str]]:
@@ -265,7 +273,10 @@ def _compare_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[
         yield f"has groups of {saved_sizes} parameters there and {sizes} here"
         return
     shapes = []
-    for number, parameter in parameters_of(optimizer, groups):
+    is_known = any(
+        cls.__module__.startswith("torch.optim.") and cls is not Optimizer for cls in type(optimizer).__mro__
+    )
+    for number, parameter in parameters_of(optimizer, groups) if is_known else ():
         entry = states.get(number, {})
         for key in LIKE_PARAMETER.intersection(entry if isinstance(entry, dict) else {}):
             if isinstance(entry[key], Tensor) and entry[key].shape != parameter.shape:

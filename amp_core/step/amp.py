@@ -44,7 +44,15 @@ from amp_core.step.gradients import (
     weights_of,
     with_grads,
 )
-from amp_core.step.report import Observer, OptimizerState, Rehearsal, StepReport, can_skip_on_device, require_steppable
+from amp_core.step.report import (
+    Observer,
+    OptimizerState,
+    Rehearsal,
+    StepReport,
+    can_skip_on_device,
+    require_no_copies,
+    require_steppable,
+)
 from amp_core.step.scaler import LossScale, Numbers, policy_of
 from amp_core.tensors import (
     UNTESTED_DEVICES,
@@ -688,6 +696,8 @@ class Amp:
             raise TypeError(
                 "the optimizer holds 16-bit weights, which get no gradients; build it on master_params(net)"
             )
+        if self.weights and self.config.update != "master":
+            require_no_copies(optimizer, self.config.name)
         if self._states:
             self._require_own_weights(optimizer)
         optimizer.__dict__[_USABLE] = self, len(optimizer.param_groups)

@@ -132,6 +132,20 @@ def require_steppable(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def require_no_copies(optimizer: torch.optim.Optimizer, mode: str) -> None:
+    """Raises TypeError if weights without values between steps were copied into the optimizer's state. Syncs."""
+    for each in (optimizer, *inner_optimizers(optimizer)):
+        for entry in (each.state.get(param) or {} for param in weights_of(optimizer)):
+            for key, value in entry.items():
+                # A mask of what is below a threshold is empty.
+                reads = isinstance(value, Tensor) and (value.isnan() if value.dtype is not torch.bool else ~value.any())
+                if isinstance(reads, Tensor) and bool(reads.any()):
+                    raise TypeError(
+                        f"amp={mode}: {type(each).__name__} copied the weights ({key}) when it was built, but fp32 "
+                        f"weights have values within a step alone; use amp=o2, or an optimizer that copies none"
+                    )
+
+
 @functools.cache
 def arguments_without_default(method: Callable[..., Any]) -> list[str]:
     """The arguments besides `self` that a method has to be given."""
