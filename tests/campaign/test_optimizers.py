@@ -12,21 +12,28 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+import logging
+import re
+import tempfile
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from tiers import rows
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from amp_core import Amp, Checkpoint
 from amp_core.lowp.rounding import noise_16bit, round_stochastically
 from amp_core.lowp.weights import master_params
+from amp_core.tensors import inner_optimizers
 from amp_core.vision import import_torchvision
 
 PACKAGES = "torch.optim schedulefree prodigyopt timm.optim torch_optimizer pytorch_optimizer bitsandbytes.optim torchao.optim muon".split()  # noqa: SIM905
@@ -43,6 +50,9 @@ CHOICES: tuple[dict[str, Any], ...] = (
     {"lr": 0.01, "momentum": 0.9},
 )
 Make = Callable[[list[nn.Parameter]], Optimizer]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of other packages
 
 
 class Refused(Exception):
@@ -88,22 +98,24 @@ def maker(cls: type[Optimizer], wrapper: str) -> Make:
         raise problem
 
     def make(params: list[nn.Parameter]) -> Optimizer:
+        wrappers = importlib.import_module("torch.distributed.optim")  # warns, of torch.jit
         if wrapper == "ZeRO":
             inner = plain(params)
             settings = {key: inner.defaults[key] for key in ("lr", "fused") if inner.defaults.get(key)}
-            optimizer: Optimizer = ZeroRedundancyOptimizer(inner.param_groups[0]["params"], cls, **settings)
+            optimizer: Optimizer = wrappers.ZeroRedundancyOptimizer(inner.param_groups[0]["params"], cls, **settings)
         else:
             optimizer = plain(params)
         if wrapper == "Lookahead":
             import_torchvision()
             optimizer = importlib.import_module("timm.optim").Lookahead(optimizer, k=2)
         elif wrapper == "PostLocalSGD":
-            optimizer = PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(2, warmup_steps=0))
+            optimizer = wrappers.PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(2, warmup_steps=0))
         elif wrapper == "compiled":
             optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
         elif wrapper == "hook":  # decoupled weight decay by hand
             optimizer.register_step_post_hook(lambda *_: [p.data.mul_(0.9) for p in weights_in(optimizer)])
-        getattr(optimizer, "train", lambda: None)()
+        for each in (optimizer, *inner_optimizers(optimizer)):
+            getattr(each, "train", lambda: None)()  # schedulefree
         return optimizer
 
     return make
@@ -131,6 +143,7 @@ def by_hand(mode: str, make: Make, *, reloads: bool) -> list[Any]:
     pairs = [(side, low_of[id(side)]) for side in weights_in(optimizer)]  # in the order of the noise
     for step, _ in enumerate(GOOD):
         if step == SAVED and reloads:
+            getattr(optimizer, "consolidate_state_dict", lambda: None)()
             state, optimizer = optimizer.state_dict(), make(sides)
             optimizer.load_state_dict(state)
         with torch.autocast("cpu", dtype=MODES[mode] or torch.bfloat16, enabled=mode in ("bf16", "fp16")):
@@ -184,7 +197,7 @@ def by_amp(mode: str, make: Make, folder: Path, **options: Any) -> list[Any]:
             torch.manual_seed(step)
             taken = bool(amp.step(optimizer).taken)
         except Exception as problem:
-            if step < SAVED and step and not all(map(torch.equal, before, net.parameters())):
+            if step != SAVED and not all(map(torch.equal, before, net.parameters())):
                 raise
             raise Refused(f"{type(problem).__name__}: {problem}") from problem
         assert good or not taken
@@ -197,8 +210,7 @@ def by_amp(mode: str, make: Make, folder: Path, **options: Any) -> list[Any]:
 def facts(optimizer: Optimizer) -> list[Any]:
     """The state of an optimizer and of those inside it, and what else is in their groups."""
     found: list[Any] = []
-    inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
-    for each in inner or [optimizer]:
+    for each in inner_optimizers(optimizer) or [optimizer]:
         found += [{k: v for k, v in group.items() if k != "params"} for group in each.param_groups]
         found += [each.state.get(p, {}) for p in weights_in(each)]
     return found
@@ -206,8 +218,8 @@ def facts(optimizer: Optimizer) -> list[Any]:
 
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        a, b = a.detach(), b.detach()
-        return a.shape == b.shape and bool(torch.equal(torch.nan_to_num(a.float()), torch.nan_to_num(b.float())))
+        kinds = (a.shape, a.dtype) == (b.shape, b.dtype)
+        return kinds and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
@@ -241,3 +253,102 @@ def verdict(cls: type[Optimizer], wrapper: str, mode: str, folder: Path) -> tupl
         return "wrong", f"its own load_state_dict raises {type(problem).__name__}: {problem}"
     parts = [name for name, a, b in zip(("losses", "weights", "state"), found, expected, strict=True) if not same(a, b)]
     return "wrong", f"{' and '.join(parts)} differ"
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def wrappers_of(package: str) -> Sequence[str]:
+    """A wrapper is the same around any optimizer, so most are put around torch's alone."""
+    return WRAPPERS if package == "torch.optim" else ("plain", "Lookahead", "ZeRO", "PostLocalSGD")
+
+
+def verdicts(package: str, wrapper: str, folder: Path) -> Iterator[tuple[str, str, str, str]]:
+    """(name, mode, verdict, sentence) of each optimizer. Other packages in a wrapper: in the two modes that do most."""
+    if wrapper == "Lookahead":
+        classes("timm.optim")
+    modes = ["fp32", "fp16"] if wrapper == "compiled" else MODES
+    modes = modes if package == "torch.optim" or wrapper == "plain" else ["fp16", "bf16_pure"]
+    for (name, cls), mode in itertools.product(classes(package).items(), modes):
+        if wrapper == "plain" or wrapper not in ("fused", "subclass", "hook") or has_fused(cls):
+            yield name, mode, *verdict(cls, wrapper, mode, folder / f"{name}_{mode}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    """Of one rank, for the wrappers of torch.distributed."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+ROWS = [(package, wrapper) for package in PACKAGES for wrapper in wrappers_of(package)]
+
+
+@pytest.mark.parametrize("package, wrapper", rows(ROWS, ("torch.optim", "plain"), ("torch.optim", "PostLocalSGD")))
+def test_it_is_the_same_loop_by_hand_or_refused_by_name(package: str, wrapper: str, tmp_path: Path) -> None:
+    found = list(verdicts(package, wrapper, tmp_path))
+    assert [row for row in found if row[2] == "wrong"] == []
+    assert any(row[2] == "right" for row in found)
+    for name, _, kind, sentence in found:
+        assert kind != "refused" or name in sentence or "optimizer" in sentence, sentence
+        if package == "torch.optim" and not (name == "Adadelta" and wrapper == "compiled"):
+            assert kind == ("not tried" if name in ("LBFGS", "SparseAdam") else "right"), (name, sentence)
+
+
+def page(folder: Path) -> Iterator[str]:
+    """The lines of docs/OPTIMIZERS.md."""
+    yield "# Optimizers\n"
+    yield "What `Amp`, `Checkpoint` and a loop of plain PyTorch with `if finite: optimizer.step()` make of the same batches, bit for bit:"
+    yield (
+        "a good, a bad and a good step, a checkpoint, and a fresh optimizer that loads it, in the modes "
+        + ", ".join(MODES)
+        + ";"
+    )
+    yield "alone, and inside of Lookahead, ZeroRedundancyOptimizer and PostLocalSGDOptimizer. torch's also compiled, fused, with a step"
+    yield "of a subclass and with a hook. Written by `python tests/campaign/test_optimizers.py`.\n"
+    yield "| package | optimizers | cases | right | refused | not tried |\n| --- | --- | --- | --- | --- | --- |"
+    reasons: dict[tuple[str, str, str], set[str]] = {}
+    for package in PACKAGES:
+        found = []
+        try:
+            for wrapper in wrappers_of(package):
+                found += [(wrapper, *row) for row in verdicts(package, wrapper, folder / package / wrapper)]
+        except pytest.skip.Exception as missing:
+            yield f"| {package} | {missing} | | | | |"
+            continue
+        counts = Counter(row[3] for row in found)
+        assert not counts["wrong"], [row for row in found if row[3] == "wrong"]
+        cells = [
+            len({row[1] for row in found}),
+            len(found),
+            *(counts[kind] for kind in ("right", "refused", "not tried")),
+        ]
+        yield f"| {package} {version_of(package)} | {' | '.join(map(str, cells))} |"
+        for wrapper, name, _, kind, sentence in found:
+            if kind != "right":
+                text = re.sub(r"^\w+: ", "", " ".join(sentence.removeprefix("by hand ").split()).replace(name, "it"))
+                where = f" in {wrapper}" if wrapper != "plain" else ""
+                reasons.setdefault((kind, package, text[:150].replace("|", "/")), set()).add(f"{name}{where}")
+    for kind in ("refused", "not tried"):
+        yield f"\n## {kind.capitalize()}\n\n| package | optimizers | because |\n| --- | --- | --- |"
+        for (own, package, text), names in sorted(reasons.items()):
+            if own == kind:
+                some = sorted(names)
+                more = f" and {len(some) - 6} more" if len(some) > 6 else ""
+                yield f"| {package} | {', '.join(some[:6])}{more} | {text} |"
+
+
+def version_of(package: str) -> str:
+    names = metadata.packages_distributions().get(package.split(".")[0], [])
+    return metadata.version(names[0]) if names else ""
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as temporary, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lines = list(page(Path(temporary)))
+    (Path(__file__).parents[2] / "docs" / "OPTIMIZERS.md").write_text("\n".join(lines) + "\n")
