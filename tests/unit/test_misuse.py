@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import pytest
@@ -309,3 +310,165 @@ def test_a_mode_of_16_bit_weights_is_refused_without_them(mode: str) -> None:
     amp.backward(net(torch.ones(3, 2)).sum())
     with pytest.raises(RuntimeError, match=r"no network has b?float16 weights.*amp.prepare"):
         amp.step(optimizer)
+
+
+# --- optimizers around a fused one --------------------------------------------------------------------------------------
+
+
+class Around(torch.optim.Optimizer):
+    """Shares the groups of another optimizer, shows all that it has, and counts its own steps, as Lookahead does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.num_steps = inner, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self.__dict__["inner"], name)
+
+    def step(self, closure=None):
+        self.inner.step()
+        self.num_steps += 1
+
+
+class Counting(torch.optim.AdamW):
+    num_steps = 0
+
+    def step(self, closure=None):
+        super().step()
+        self.num_steps += 1
+
+
+def decorated(step):
+    @functools.wraps(step)  # copies what torch has noted on the function
+    def call(self, *args):
+        step(self, *args)
+        self.num_steps += 1
+
+    return call
+
+
+class Decorated(torch.optim.AdamW):
+    num_steps = 0
+    step = decorated(torch.optim.AdamW.step)
+
+
+class Supporting(torch.optim.Optimizer):
+    """Skips by itself, and has no setting `fused`."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        self._step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            moved = p - p.grad * (self.defaults["lr"] / (1.0 if scale is None else scale))
+            p.copy_(moved if found_inf is None else torch.where(found_inf > 0, p, moved))
+
+
+class Louder(Supporting):
+    num_steps = 0
+
+    def step(self, closure=None):
+        super().step()
+        self.num_steps += 1
+
+
+def replaced(params):
+    optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
+    own, optimizer.num_steps = optimizer.step, 0  # type: ignore[attr-defined]
+
+    def step():
+        own()
+        optimizer.num_steps += 1  # type: ignore[attr-defined]
+
+    optimizer.step = step  # type: ignore[method-assign]
+    return optimizer
+
+
+def hooked(params):
+    optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
+    optimizer.num_steps = 0  # type: ignore[attr-defined]
+    optimizer.register_step_post_hook(lambda *_: setattr(optimizer, "num_steps", optimizer.num_steps + 1))
+    return optimizer
+
+
+STEPS = {
+    "a wrapper": lambda params: Around(torch.optim.AdamW(params, lr=0.1, fused=True)),
+    "a subclass": lambda params: Counting(params, lr=0.1, fused=True),
+    "a decorated step": lambda params: Decorated(params, lr=0.1, fused=True),
+    "a replaced step": replaced,
+    "a hook": hooked,
+    "a wrapper of one that skips by itself": lambda params: Around(Supporting(params, lr=0.1)),
+    "a subclass of one that skips by itself": lambda params: Louder(params, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16", "o2", "bf16_pure"])
+@pytest.mark.parametrize("case", STEPS)
+def test_what_is_done_around_a_fused_step_is_done_in_taken_steps_alone(case, mode):
+    """Neither `fused` of the groups nor the attribute that torch's scaler asks for tells who looks at `found_inf`."""
+    kind = Supporting if "by itself" in case else functools.partial(torch.optim.AdamW, fused=True)
+    runs = []
+    for make in (STEPS[case], lambda params: kind(params, lr=0.1)):
+        net, _ = net_and_optimizer()
+        amp = Amp.named(mode, **({"init_scale": 8.0} if mode in ("fp16", "o2") else {}))
+        amp.prepare(net)
+        optimizer, found = make(master_params(net)), []
+        for bad in (False, True, False):
+            with amp.autocast():
+                loss = net(torch.ones(3, 6)).float().square().mean()
+            amp.backward(loss * (torch.inf if bad else 1.0))
+            assert bool(amp.step(optimizer).taken) != bad
+            amp.update()
+            optimizer.zero_grad()
+            found += [p.detach().clone() for p in net.parameters()]
+        runs.append((found, getattr(optimizer, "num_steps", 2)))
+    assert all(map(torch.equal, runs[0][0], runs[1][0])) and runs[0][1] == 2
+
+
+def test_an_optimizer_that_says_so_skips_on_the_device():
+    for make in (lambda p: Supporting(p, lr=0.1), lambda p: torch.optim.AdamW(p, lr=0.1, fused=True)):
+        amp, (net, _) = Amp.named("fp16", init_scale=8.0), net_and_optimizer()
+        optimizer = make(net.parameters())
+        window(amp, net)
+        assert amp.step(optimizer).taken_on_host is None
+
+
+def test_weights_that_an_optimizer_copied_before_they_had_values_are_refused():
+    amp, (net, _) = Amp.named("bf16_pure"), net_and_optimizer()
+    amp.prepare(net)
+    optimizer = torch.optim.SGD(master_params(net), lr=0.1)
+    for p in master_params(net):
+        optimizer.state[p]["x0"] = p.detach().clone()
+    window(amp, net)
+    with pytest.raises(TypeError, match=r"amp=bf16_pure: SGD copied the weights \(x0\) .* use amp=o2"):
+        amp.step(optimizer)
+
+
+class Duck:
+    """What a library may hand out in place of an optimizer."""
+
+    def __init__(self, inner):
+        self.param_groups, self.step, self.zero_grad = inner.param_groups, inner.step, inner.zero_grad
+
+
+@pytest.mark.parametrize("call", ["step", "unscale_"])
+def test_what_only_looks_like_an_optimizer_is_refused(call):
+    amp, (net, optimizer) = Amp.named("fp16", init_scale=8.0), net_and_optimizer()
+    window(amp, net)
+    with pytest.raises(TypeError, match=r"got a Duck, expected a torch.optim.Optimizer; pass the optimizer inside it"):
+        getattr(amp, call)(Duck(optimizer))
+
+
+def test_a_wrapper_of_an_optimizer_with_a_closure_is_refused_and_so_are_other_arguments():
+    class Needy(torch.optim.SGD):
+        def step(self, loss, closure=None):
+            pass
+
+    amp, (net, lbfgs) = Amp.named("bf16"), net_and_optimizer(torch.optim.LBFGS)
+    window(amp, net)
+    with pytest.raises(TypeError, match=r"LBFGS.step\(\) needs a closure"):
+        amp.step(Around(lbfgs))
+    with pytest.raises(TypeError, match=r"Needy.step\(\) needs loss, which amp.step does not have"):
+        amp.step(Needy(net.parameters()))
