@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import errno
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -32,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from amp_core import Amp, Ema, master_params
+from amp_core import Amp, Ema, Schedule, master_params
 from amp_core.checkpoints import folders, plain_state
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
 from amp_core.checkpoints.parts import gather_full_state
@@ -217,6 +219,172 @@ def test_the_live_optimizer_keeps_its_hyperparameters_and_its_very_learning_rate
     assert [{key: value for key, value in group.items() if key != "params"} for group in live_groups] == before
     assert [parameter for group in live_groups for parameter in group["params"]] == [net.weight, net.bias]
     assert len(optimizer.state) == 2
+
+
+S = torch.optim.lr_scheduler
+SCHEDULERS: dict[str, Any] = {
+    "StepLR": lambda o: S.StepLR(o, 3, 0.1),
+    "CosineAnnealingLR": lambda o: S.CosineAnnealingLR(o, 12),
+    "ExponentialLR": lambda o: S.ExponentialLR(o, 0.8),
+    "OneCycleLR": lambda o: S.OneCycleLR(o, 0.1, total_steps=20),
+    "SequentialLR": lambda o: S.SequentialLR(o, [S.LinearLR(o, 0.1, 1.0, 3), S.CosineAnnealingLR(o, 9)], [3]),
+    "ChainedScheduler": lambda o: S.ChainedScheduler([S.ConstantLR(o, 0.5, 3), S.ExponentialLR(o, 0.9)]),
+    "none, by hand": lambda o: None,
+}
+
+
+@pytest.mark.parametrize("format", ["single", "sharded"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_of_torch_continues_from_the_rate_of_the_saved_run(tmp_path: Path, name: str, format: Any) -> None:
+    """In either order of the parts, and also where the checkpoint was made just before the save."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        net = tiny(0.5)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1) if format == "single" else 0.1, fused=True)
+        return net, optimizer, SCHEDULERS[name](optimizer)
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            net(torch.randn(2, 4, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduler is not None:
+                scheduler.step()
+            elif step == 2:
+                optimizer.param_groups[0]["weight_decay"] *= 3.0
+                optimizer.param_groups[0]["lr"] *= 0.3
+
+    straight = build()
+    train(*straight, 0, 12)
+    for late, reverse in itertools.product((False, True) if "hand" not in name else (False,), (False, True)):
+        folder, names = tmp_path / f"{late}{reverse}", ("model", "optimizer", "scheduler")
+        first, second = build(), build()
+        parts = [dict(list(zip(names, run, strict=True))[:: -1 if reverse else 1]) for run in (first, second)]
+        checkpoint = None if late else Checkpoint(folder, format=format, **parts[0])
+        train(*first, 0, 5)
+        (checkpoint or Checkpoint(folder, format=format, **parts[0])).save(5)
+        assert must_load(Checkpoint(folder, **parts[1])).notes == ()
+        train(*second, 5, 12)
+        assert bits(second[0].state_dict()) == bits(straight[0].state_dict())
+
+
+class Grouped(torch.optim.SGD):
+    """Has state in its groups: `k` among its defaults, `step` from its first step on, a tensor, and settings of a kind."""
+
+    def __init__(self, params: Any, lr: float = 0.1, kind: torch.dtype = torch.float32) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group |= {"k": 0, "weight_sum": torch.zeros(()), "kind": kind, "train_mode": True}
+        self.defaults |= {"k": 0, "train_mode": False, "weight_sum": 0.0}
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            group["step"] = group.get("step", 0) + 1
+            group["weight_sum"] += 1.0 / group["k"]
+            for p in group["params"]:
+                self.state[p]["exp_avg_sq"] = p.grad.square().sum()  # one number for each weight
+        super().step()
+
+
+class Around(torch.optim.Optimizer):
+    """Shares the groups of another, as Lookahead, and has entries of its own in its state dict."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.num_steps = inner, 0
+        self.param_groups, self.defaults = inner.param_groups, inner.defaults
+        self.state = collections.defaultdict(dict)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.num_steps += 1
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["slow"] = p.detach().clone()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.inner.state_dict()
+        slow = {i: dict(each) for i, each in enumerate(self.state.values())}
+        return {"fast": state["state"], "slow": slow, "num": self.num_steps, "param_groups": state["param_groups"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict({"state": state["fast"], "param_groups": state["param_groups"]})
+        self.num_steps = state["num"]
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.state.update({p: dict(state["slow"][i]) for i, p in enumerate(params) if i in state["slow"]})
+
+
+@pytest.mark.parametrize("format", ["single", "sharded"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_state_in_groups_and_beside_them_is_loaded_and_settings_are_not(
+    tmp_path: Path, wrapped: bool, format: Any
+) -> None:
+    def build(**settings: Any) -> tuple[nn.Module, Any]:
+        net = tiny(0.5)
+        own = Grouped(net.parameters(), **settings)
+        return net, Around(own) if wrapped else own
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(3):
+            net(torch.ones(1, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    (net, optimizer), (net2, optimizer2) = build(), build(lr=0.2)
+    for each, scale in ((optimizer, 0.5), (optimizer2, 0.8)):
+        each.param_groups[0]["lr_scale"] = scale  # of the loop, for whatever it is
+    train(net, optimizer)
+    Checkpoint(tmp_path, format=format, model=net, optimizer=optimizer).save(3)
+    groups = optimizer2.param_groups
+    loaded = must_load(Checkpoint(tmp_path, model=net2, optimizer=optimizer2))
+    assert loaded.notes == (
+        "optimizer: group 0 keeps lr=0.2, not lr=0.1 of the checkpoint",
+        "optimizer: group 0 takes lr_scale=0.5 of the checkpoint in place of lr_scale=0.8",
+    )
+    assert optimizer2.param_groups is groups and (not wrapped or optimizer2.inner.param_groups is groups)
+    groups[0]["lr"] = 0.1
+    assert groups[0]["k"] == groups[0]["step"] == 3 and groups[0]["kind"] is torch.float32
+    train(net, optimizer), train(net2, optimizer2)
+
+    def everything(net: nn.Module, optimizer: Any) -> Any:
+        groups = [{key: value for key, value in group.items() if key != "kind"} for group in optimizer.param_groups]
+        return bits([net.state_dict(), {**optimizer.state_dict(), "param_groups": groups and None}, groups[0]["k"]])
+
+    assert everything(net2, optimizer2) == everything(net, optimizer)
+    assert not wrapped or optimizer2.num_steps == 6
+
+
+def test_a_snapshot_puts_back_what_is_in_the_groups(tmp_path: Path) -> None:
+    net = tiny(0.5)
+    optimizer = Grouped(net.parameters())
+    checkpoint = Checkpoint(tmp_path, model=net, optimizer=optimizer)
+    snapshot = checkpoint.snapshot()
+    net(torch.ones(1, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.7
+    checkpoint.restore(snapshot)
+    group = optimizer.param_groups[0]
+    assert (group["k"], group["lr"], group["weight_sum"].item(), net.weight.mean().item()) == (0, 0.1, 0.0, 0.5)
+
+
+def test_a_schedule_here_keeps_its_rates_whatever_the_file_has(tmp_path: Path) -> None:
+    def build(lr: float) -> dict[str, Any]:
+        net = tiny(0.5)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=lr, fused=True)
+        return {"schedule": Schedule(optimizer, lambda o, n: S.CosineAnnealingLR(o, n), 10), "optimizer": optimizer}
+
+    first, second, amp = build(0.1), build(0.4), Amp.named("fp32")
+    checkpoint = Checkpoint(tmp_path, **first)
+    for _ in range(4):
+        first["optimizer"].param_groups[0]["params"][0].grad = torch.ones(4, 4)
+        first["schedule"].advance(amp.step(first["optimizer"]))
+        amp.update()
+    checkpoint.save(4)
+    assert must_load(Checkpoint(tmp_path, **dict(reversed(second.items())))).notes == ()
+    rates = [float(parts["optimizer"].param_groups[0]["lr"]) for parts in (first, second)]
+    assert rates[1] == pytest.approx(4 * rates[0], rel=1e-6)  # of the new peak; both are rounded to fp32
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])

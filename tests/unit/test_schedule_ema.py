@@ -464,3 +464,71 @@ def test_an_average_continues_from_its_state_and_loads_into_the_network() -> Non
 def test_a_decay_outside_of_0_to_1_is_refused(decay: float) -> None:
     with pytest.raises(ValueError, match="decay"):
         Ema(nn.Linear(1, 1), decay)
+
+
+# --- groups that are added, schedulers and optimizers that do not fit
+
+
+@pytest.mark.parametrize(
+    "add", [Optimizer.add_param_group, lambda optimizer, group: optimizer.param_groups.append(group)]
+)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_group_that_is_added_has_the_rate_of_one_that_was_there(kind: str, add: Callable[..., Any]) -> None:
+    (_, optimizer), (_, other) = two_groups(kind), two_groups(kind)
+    new = {**optimizer.param_groups[0], "params": [torch.zeros(1, requires_grad=True)], "lr": 0.7}
+    other.add_param_group(dict(new))
+    schedule, expected = (Schedule(each, SCHEDULERS["CosineAnnealingLR"], 10) for each in (optimizer, other))
+    for i in range(6):
+        if i == 3 and add is Optimizer.add_param_group:
+            optimizer.add_param_group(new)
+            assert rates(optimizer) == rates(other)  # before the next step
+        elif i == 3:
+            add(optimizer, new)
+        schedule.advance(report(i != 1)), expected.advance(report(i != 1))
+        assert rates(optimizer) == rates(other)[: 2 if i < 3 else 3]
+    again = Schedule(two_groups(kind)[1], SCHEDULERS["CosineAnnealingLR"], 10)
+    again.load_state_dict(schedule.state_dict())
+    assert rates(again.optimizer) == rates(optimizer)[:2]
+
+
+def test_a_group_that_the_scheduler_is_not_made_for_is_refused_and_gone() -> None:
+    _, optimizer = two_groups("sgd")
+    schedule = Schedule(optimizer, SCHEDULERS["LambdaLR per group"], 10)
+    with pytest.raises(ValueError, match=r"made for 2 groups, and another was added .* build the Schedule when all"):
+        optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+    schedule.advance(report(True))
+    assert len(optimizer.param_groups) == 2
+
+
+def test_a_schedule_of_an_unfused_optimizer_moves_with_the_report_of_a_fused_one() -> None:
+    """Such a report has no decision of the host."""
+    (_, fused), (_, other) = two_groups("adamw_fused"), two_groups("nadam")
+    schedules = [Schedule(each, SCHEDULERS["ExponentialLR"], 10) for each in (fused, other)]
+    for taken in (True, False, True):
+        for schedule in schedules:
+            schedule.advance(StepReport(torch.tensor(taken), torch.tensor(1.0)))
+    assert rates(other) == pytest.approx(rates(fused), rel=1e-6)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "class": (S.ReduceLROnPlateau, r"ReduceLROnPlateau.step\(\) needs metrics, .* leave out Schedule and call"),
+    "made": (lambda o, n: S.ReduceLROnPlateau(o), r"ReduceLROnPlateau.step\(\) needs metrics"),
+    "object": (S.ExponentialLR(SGD(nn.Linear(1, 1).parameters()), 0.9), "make is a ExponentialLR, expected a function"),
+    "nothing": (lambda o, n: None, "make returns a NoneType, expected a torch.optim.lr_scheduler"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_makes_no_table_is_refused_in_a_sentence(case: str) -> None:
+    make, sentence = REFUSED[case]
+    with pytest.raises(TypeError, match=sentence):
+        Schedule(two_groups("sgd")[1], make, 10)
+
+
+def test_a_schedule_of_no_optimizer_or_without_rates_is_refused() -> None:
+    _, optimizer = two_groups("sgd")
+    with pytest.raises(TypeError, match=r"got a list, expected a torch.optim.Optimizer"):
+        Schedule([optimizer], SCHEDULERS["ExponentialLR"], 10)  # type: ignore[arg-type]
+    optimizer.param_groups[1]["lr"] = None  # as of transformers' Adafactor with relative steps
+    with pytest.raises(ValueError, match="no learning rate"):
+        Schedule(optimizer, SCHEDULERS["ExponentialLR"], 10)
