@@ -273,9 +273,7 @@ def _compare_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[
         yield f"has groups of {saved_sizes} parameters there and {sizes} here"
         return
     shapes = []
-    is_known = any(
-        cls.__module__.startswith("torch.optim.") and cls is not Optimizer for cls in type(optimizer).__mro__
-    )
+    is_known = type(optimizer).__module__.startswith(("torch.optim.", "amp_core."))
     for number, parameter in parameters_of(optimizer, groups) if is_known else ():
         entry = states.get(number, {})
         for key in LIKE_PARAMETER.intersection(entry if isinstance(entry, dict) else {}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,60 @@ def test_weights_of_any_dtypes_are_gathered_as_they_are(on_ranks: OnRanks) -> No
     for name in DTYPES:
         assert [same(each[name][0], each[name][1]) for each in (first, second)] == [True, True], name
         assert same(first[name], second[name]), name
+
+
+# --- torch's own, which wraps an optimizer
+
+
+def in_torchs(rank: int, folder: str) -> list[Any]:
+    """A good, a bad and a good step, a checkpoint, a fresh optimizer, two good steps: alone and by torch's class."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def build(wraps: bool) -> tuple[nn.Module, Optimizer, Amp, Checkpoint]:
+        torch.manual_seed(0)
+        net, amp = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)), Amp.named("fp16", init_scale=1024.0)
+        options: Any = {"lr": 0.1, "fused": True}
+        make = functools.partial(ZeroRedundancyOptimizer, optimizer_class=AdamW) if wraps else AdamW
+        optimizer: Any = make(net.parameters(), **options)
+        kept = Checkpoint(f"{folder}/{wraps}", writer=rank == 0, net=net, optimizer=optimizer, scaler=amp)
+        return net, optimizer, amp, kept
+
+    found = []
+    for wraps in (False, True):
+        net, optimizer, amp, kept = build(wraps)
+        for i in range(5):
+            if i == 3:
+                kept.save(3)
+                dist.barrier()
+                net, optimizer, amp, kept = build(wraps)
+                kept.load()
+            x = (
+                torch.full((3, 6), torch.inf)
+                if i == 1
+                else torch.randn(3, 6, generator=torch.Generator().manual_seed(i))
+            )
+            with amp.autocast():
+                loss = net(x).float().square().mean()
+            amp.backward(loss)
+            assert bool(amp.step(optimizer).taken) == (i != 1)
+            amp.update()
+            optimizer.zero_grad()
+        found.append(list(net.parameters()))
+    with pytest.raises(ValueError, match="ZeroRedundancyOptimizer, whose state lies on one rank; use format='single'"):
+        Checkpoint(folder, format="sharded", optimizer=optimizer)
+    net, optimizer, amp, kept = build(True)
+    share_state(net)
+    amp.backward(net(torch.ones(3, 6)).sum())
+    with pytest.raises(TypeError, match="ZeroRedundancyOptimizer holds a AdamW, whose state is its own"):
+        amp.step(optimizer)
+    return found
+
+
+def test_torchs_own_skips_and_resumes_as_the_optimizer_in_it(on_ranks: OnRanks, tmp_path: Path) -> None:
+    for alone, wrapped in on_ranks(in_torchs, str(tmp_path)):
+        assert same(alone, wrapped)
 
 
 # --- what a step costs
