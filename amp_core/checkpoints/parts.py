@@ -379,9 +379,8 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
         for holder, states in itertools.product(everyone, before.values()):
             live = holder.state.get(parameter) or {}  # to index it would give SGD without momentum a state
             for key, value in (states.get(number) or {}).items():
-                found = live.get(key)
-                was_cast = key != "step" and isinstance(value, Tensor) and isinstance(found, Tensor)
-                if was_cast and found.dtype != value.dtype and (exact or value.dim() == 0):
+                found = live.get(key) if key != "step" and isinstance(value, Tensor) else None
+                if isinstance(found, Tensor) and found.dtype != value.dtype and (exact or value.dim() == 0):
                     live[key] = value.to(found.device)
 
 
@@ -442,8 +441,9 @@ def _equal(a: Any, b: Any) -> bool:
 def is_followed(optimizer: Optimizer, part: Part) -> bool:
     """Whether a part is a scheduler of an optimizer, of any class but `Schedule`."""
     other = getattr(part, "optimizer", None)
-    is_scheduler = isinstance(other, Optimizer) and not isinstance(part, Schedule | Optimizer)
-    return is_scheduler and owner_of_groups(other) is owner_of_groups(optimizer)
+    if not isinstance(other, Optimizer) or isinstance(part, Schedule | Optimizer):
+        return False
+    return owner_of_groups(other) is owner_of_groups(optimizer)
 
 
 def taken_settings(part: Part, state: Mapping[str, Any], others: Iterable[Part]) -> Mapping[str, Any]:
@@ -457,9 +457,9 @@ def taken_settings(part: Part, state: Mapping[str, Any], others: Iterable[Part])
     }
 
 
-def all_settings(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def all_settings(state: dict[str, Any]) -> dict[str, Any]:
     """The state of a part, to load with all settings of an optimizer, but for rates of a `Schedule`."""
-    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    groups = state.get("param_groups") if isinstance(state, dict) else None
     return {**state, "moved": list(map(list, groups))} if isinstance(groups, list) else state
 
 

@@ -403,8 +403,8 @@ class Amp:
             TypeError: 16-bit weights under a loss scale, sparse gradients and a fused step, or a step with a closure.
             ValueError: no optimizer, one twice, or a weight that several optimizers of the window own.
         """
-        is_one = isinstance(optimizer, torch.optim.Optimizer) or not isinstance(optimizer, Iterable)
-        optimizers = [optimizer] if is_one else list(optimizer)
+        several = not isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer, Iterable)
+        optimizers: list[torch.optim.Optimizer] = list(optimizer) if several else [optimizer]  # type: ignore[list-item]
         if not optimizers or len(optimizers) > len(set(optimizers)):
             raise ValueError(f"amp.step: got {len(optimizers)} optimizers, expected at least one, none of them twice")
         with torch.set_grad_enabled(False):  # once, and not `no_grad`: each such region takes as long as an operator
