@@ -262,6 +262,8 @@ def _compare_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[
         and isinstance(groups, list)
         and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
         and all(type(number) is int for group in groups for number in group["params"])
+        and isinstance(moved := state.get("moved", []), list)
+        and all(isinstance(keys, list) for keys in moved)
     ):
         yield "is not the state of an optimizer"
         return
@@ -387,10 +389,6 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
 # --- settings and state in the groups of an optimizer -----------------------------------------------------------------
 
 
-_BY_SCHEDULERS = {"lr", "momentum", "betas"}
-_QUIET = {"foreach", "fused", "capturable", "differentiable"}  # they change no result
-
-
 @functools.cache
 def _arguments(*kinds: type) -> frozenset[str]:
     inits = [vars(each)["__init__"] for kind in kinds for each in kind.__mro__[:-1] if "__init__" in vars(each)]
@@ -421,11 +419,8 @@ def with_moved(part: Part, state: Mapping[str, Any], begun: list[dict[str, Any]]
     if not begun or not isinstance(part, Optimizer):
         return state
     keys = _settings(part) - ({"params", "lr"} if is_scheduled(part) else {"params"})
-    pairs = list(itertools.zip_longest(state.get("param_groups", ()), begun, fillvalue={}))
-    moved = [
-        sorted(key for key in keys if key in then and key in now and not _equal(now[key], then[key]))
-        for now, then in pairs
-    ]
+    pairs = itertools.zip_longest(state.get("param_groups", ()), begun, fillvalue={})
+    moved = [sorted(k for k in keys & then.keys() & now.keys() if not _equal(now[k], then[k])) for now, then in pairs]
     return {**state, "moved": moved} if any(moved) else state
 
 
@@ -433,7 +428,7 @@ def _equal(a: Any, b: Any) -> bool:
     """Whether two settings are the same, up to what a rate on a device rounds to fp32."""
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_equal, a, b))
-    if isinstance(a, Tensor | float) and isinstance(b, Tensor | float | int):
+    if isinstance(a, Tensor | float | int) and isinstance(b, Tensor | float | int):
         return torch.equal(torch.as_tensor(a).float().cpu(), torch.as_tensor(b).float().cpu())
     return type(a) is type(b) and a == b
 
@@ -451,10 +446,8 @@ def taken_settings(part: Part, state: Mapping[str, Any], others: Iterable[Part])
     if not isinstance(part, Optimizer) or not any(is_followed(part, other) for other in others):
         return state
     moved = itertools.chain(state.get("moved", ()), itertools.repeat([]))
-    return {
-        **state,
-        "moved": [[*keys, *_BY_SCHEDULERS] for _, keys in zip(state.get("param_groups", ()), moved, strict=False)],
-    }
+    followed = ["lr", "momentum", "betas"]
+    return {**state, "moved": [[*next(moved), *followed] for _ in state.get("param_groups", ())]}
 
 
 def all_settings(state: dict[str, Any]) -> dict[str, Any]:
@@ -477,18 +470,17 @@ def settings_that_differ(part: Part, state: Mapping[str, Any]) -> list[str]:
     """Settings of an optimizer that are others here than in the file, and which of both is used: a line each."""
     if not isinstance(part, Optimizer) or "param_groups" not in state:
         return []
-    found, silent = {}, {"params", "param_names", *_QUIET, *(("lr",) if is_scheduled(part) else ())}
+    found, silent = {}, {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+    silent |= {"lr"} if is_scheduled(part) else set()
     taken, settings, made = _state_of_groups(part, state), _settings(part), owner_of_groups(part).defaults
     live = _plain_groups(part, part.param_groups)
     for number, (group, old, new) in enumerate(zip(live, state["param_groups"], taken, strict=True)):
         for key in (old.keys() & group.keys()) - silent:
             is_label = key in new and key not in settings and key not in made
             if (key not in new or is_label) and not _equal(old[key], group[key]):
-                here, there = f"{key}={group[key]}", f"{key}={old[key]}"
-                used = (
-                    f"takes {there} of the checkpoint in place of {here}" if is_label else f"keeps {here}, not {there}"
-                )
-                found.setdefault(key, f"group {number} {used}" + ("" if is_label else " of the checkpoint"))
+                here, there = f"{key}={group[key]}", f"{key}={old[key]} of the checkpoint"
+                used = f"takes {there} in place of {here}" if is_label else f"keeps {here}, not {there}"
+                found.setdefault(key, f"group {number} {used}")
     return [found[key] for key in sorted(found)]
 
 

@@ -1065,6 +1065,7 @@ def test_a_part_that_refuses_its_state_is_a_clear_error(tmp_path: Path) -> None:
 
 def test_an_odd_state_of_a_part_is_refused_before_anything_changes(tmp_path: Path) -> None:
     odd: list[Any] = [3, [], {}, {"state": {}, "param_groups": [3]}, {"state": {}, "param_groups": [{"params": [[]]}]}]
+    odd += [{"state": {}, "param_groups": [{"params": [0, 1]}], "moved": moved} for moved in (3, [3])]
     for number, state in enumerate(odd):
         folder = forge(
             tmp_path / f"{number}" / "step_00000001", pickled(whole(model=tiny(1.0).state_dict(), optimizer=state))
