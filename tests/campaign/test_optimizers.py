@@ -290,7 +290,7 @@ ROWS = [(package, wrapper) for package in PACKAGES for wrapper in wrappers_of(pa
 def test_it_is_the_same_loop_by_hand_or_refused_by_name(package: str, wrapper: str, tmp_path: Path) -> None:
     found = list(verdicts(package, wrapper, tmp_path))
     assert [row for row in found if row[2] == "wrong"] == []
-    assert any(row[2] == "right" for row in found)
+    assert any(row[2] in ("right", "refused") for row in found)  # torchao's states are no plain tensors
     for name, _, kind, sentence in found:
         assert kind != "refused" or name in sentence or "optimizer" in sentence, sentence
         if package == "torch.optim" and not (name == "Adadelta" and wrapper == "compiled"):
