@@ -40,6 +40,7 @@ from amp_core.checkpoints.folders import DEFAULTS, FORMAT, MANIFEST, RESERVED, S
 from amp_core.checkpoints.parts import AveragedPart, Part, is_zero, settings_of
 from amp_core.checkpoints.reading import Ranks
 from amp_core.config.errors import CheckpointError
+from amp_core.config.files import remove_leftovers
 from amp_core.tensors import is_dtensor, several_ranks
 
 _log = logging.getLogger("amp_recipes")
@@ -130,7 +131,7 @@ class Checkpoint:
         self._preparation: Future[None] | None = None
         self._verified: set[Path] = set()
         if writer:
-            folders.remove_leftovers(self.folder)
+            remove_leftovers(self.folder)
 
     def save(
         self,

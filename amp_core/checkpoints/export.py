@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from amp_core.checkpoints import folders, plain_state, reading, shards
+from amp_core.config import files
 from amp_core.config.errors import CheckpointError, ConfigError
 
 PARTS = ("model", "ema")
@@ -65,23 +66,17 @@ def export(source: Path, target: Path, part: str | None = None) -> list[str]:
     else:
         head = shards.head((str(name), tensor.dtype, tuple(tensor.shape)) for name, tensor in contents.items())
         data = [head, *map(shards.buffer_of, contents.values())]
-    write_whole(target.absolute(), data)
+    _write(target, data)
     what = f"all of step {found.step}" if part is None else f"{part} of step {found.step}"
     return [*found.notes, f"wrote {target} ({os.stat(target).st_size:,} bytes): {what}, {found.path}"]
 
 
 def write_state(target: Path, state: Mapping[str, Any]) -> None:
     """Writes a state dict as torch.save does, whole or not at all. Raises SaveError."""
-    write_whole(target.absolute(), plain_state.serialise(plain_state.to_plain(state)))
+    _write(target, plain_state.serialise(plain_state.to_plain(state)))
 
 
-def write_whole(target: Path, data: Sequence[Any]) -> None:
-    """Writes buffers to an absolute path, all or nothing. Raises SaveError."""
-    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
-    with folders.saving(target, sum(map(len, data))):
-        try:
-            folders.write_file(temporary, *data)
-            os.rename(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
-        folders.sync_folder(target.parent)
+def _write(target: Path, data: Sequence[Any]) -> None:
+    """Raises SaveError. The folder is the one that was named, also by a link."""
+    with folders.saving(target.absolute(), sum(map(len, data))):
+        files.write_whole(target.parent.resolve() / target.name, *data)

@@ -1,13 +1,11 @@
 """Step folders: their manifest, the check of their files, writing them whole or not at all, removing old ones.
 
-Nothing here needs torch or unpickles. Whatever changes the file system goes through `os`, call by call, so that a test
-can stop between any two.
+Nothing here needs torch or unpickles. What changes the file system goes through `os` and config/files.py, call by call.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import itertools
 import json
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_core.config.errors import CheckpointError, SaveError
+from amp_core.config.files import opened, remove, sync_folder, write_file
 
 FORMAT = 1
 STATE = "state.pt"
@@ -30,8 +29,6 @@ RESERVED = ("progress", "config", "format", "sharded")
 DEFAULTS: Mapping[str, Any] = {"scaler": {}}  # what every checkpoint has, also of a run without such a part
 LARGEST_MANIFEST = 1 << 30  # bytes; that of 1024 ranks and 700 weights with two moments each has a quarter of it
 _READ_AT_ONCE = 1 << 24
-_TEMPORARY = re.compile(r"\.tmp-(?:old-)?step_[0-9]{8,}-([0-9]+)")
-_CHUNK = 1 << 26  # macOS refuses to write 2 GiB at once
 
 
 class CorruptFile(Exception):
@@ -184,7 +181,8 @@ def make_temporary(target: Path) -> Path:
     temporary = _temporary_folder(target)
     make_folder(target.parent)
     abandon(temporary)  # of a dead process with our number, as containers give the same ones out
-    os.mkdir(temporary)
+    with opened(target.parent) as folder:
+        os.mkdir(temporary.name, dir_fd=folder)
     return temporary
 
 
@@ -192,8 +190,7 @@ def publish(temporary: Path, target: Path) -> None:
     """Gives a step folder its name when its files are on disk."""
     sync_folder(temporary)
     damaged = set_aside(target) if os.path.lexists(target) else None
-    os.rename(temporary, target)
-    sync_folder(target.parent)
+    _rename(temporary, target)
     if damaged:
         abandon(damaged)  # the new one is safe, and the next run tries again
 
@@ -246,9 +243,15 @@ def set_aside(folder: Path) -> Path:
     trash = _temporary_folder(folder, "old-")
     if os.path.lexists(trash):
         remove(trash)
-    os.rename(folder, trash)
-    sync_folder(folder.parent)
+    _rename(folder, trash)
     return trash
+
+
+def _rename(path: Path, to: Path) -> None:
+    """Within a folder, and on disk when this returns."""
+    with opened(path.parent) as folder:
+        os.rename(path.name, to.name, src_dir_fd=folder, dst_dir_fd=folder)
+    sync_folder(path.parent)
 
 
 @contextlib.contextmanager
@@ -271,51 +274,8 @@ def _temporary_folder(folder: Path, prefix: str = "") -> Path:
     return folder.parent / f".tmp-{prefix}{folder.name}-{os.getpid()}"
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Removes temporary folders of processes that no longer live; a failure costs space and nothing else."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            match = _TEMPORARY.fullmatch(name)
-            if match:
-                try:
-                    os.kill(int(match[1]), 0)
-                except (ProcessLookupError, OverflowError):
-                    remove(folder / name)
-
-
 def make_folder(folder: Path) -> None:
     if not folder.is_dir():
         make_folder(folder.parent)
         os.mkdir(folder)
         sync_folder(folder.parent)
-
-
-def write_file(path: Path, *data: bytes | bytearray | memoryview) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        for rest in map(memoryview, data):
-            while rest:
-                rest = rest[os.write(descriptor, rest[:_CHUNK]) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot do it for a folder
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        for name in os.listdir(path):
-            remove(path / name)
-        os.rmdir(path)
-    else:
-        os.unlink(path)

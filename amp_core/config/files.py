@@ -1,12 +1,19 @@
-"""Safe reading of the files of run folders, which may be damaged: it is bounded and never waits."""
+"""Safe reading and writing of the files of run folders, which may be damaged, and which others may write to, too.
+
+Reading is bounded and never waits. Writing is whole or not at all, on disk when it returns, and follows no link of
+another user, not even one that takes the place of a folder meanwhile. Calls that change the file system go through
+`os`, one by one, so that a test can stop between any two.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +23,9 @@ YAML_FILE = 1 << 18
 """The YAML parser reads about 250 KB per second."""
 OWN_YAML_FILE = 1 << 16
 """A user's options and experiments, which Hydra reads; ours have at most 5 KB."""
+_CHUNK = 1 << 26  # macOS refuses to write 2 GiB at once
+_LEFT = re.compile(r"\.tmp-(?:(?:old-)?step_[0-9]{8,}-([0-9]+)|([0-9]+)-[0-9a-f]{16})")
+"""Temporary folders of checkpoints and temporary files, with the process that made them."""
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket", stat.S_IFLNK: "a link"}
 _ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 
@@ -41,8 +51,16 @@ def why_no_folder(path: Path) -> str | None:
 
 
 def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a regular file. Anything else raises OSError: no pipe, device or folder is waited for."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o666)
+    """A descriptor of a regular file. Anything else raises OSError: no pipe, device or folder is waited for.
+
+    What is opened to be written may not be a link.
+    """
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        with opened(Path(path).parent) as folder:
+            descriptor = os.open(os.path.basename(path), flags | os.O_NOFOLLOW, 0o666, dir_fd=folder)
+    else:
+        descriptor = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path))
@@ -125,6 +143,93 @@ def parse_own_yaml(text: str) -> Any:
         return parse_yaml(text)
     except Exception as problem:  # the parser raises many kinds
         raise ValueError(getattr(problem, "problem", None) or str(problem) or type(problem).__name__) from problem
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[int]:
+    """A descriptor of a folder, for `dir_fd`. OSError: it is a link, and neither this user's own nor root's."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        if not os.path.islink(folder):
+            raise
+        if os.lstat(folder).st_uid not in (0, os.geteuid()):
+            raise OSError(errno.ELOOP, "is a link that another user made; remove it", os.fspath(folder)) from None
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, *data: bytes | bytearray | memoryview) -> None:
+    """Writes a file whole or not at all, in place of whatever stands there; on disk when this returns (OSError)."""
+    temporary = path.with_name(f".tmp-{os.getpid()}-{os.urandom(8).hex()}")
+    try:
+        write_file(temporary, *data)
+        with opened(path.parent) as folder:
+            os.rename(temporary.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_folder(path.parent)
+
+
+def write_file(path: Path, *data: bytes | bytearray | memoryview) -> None:
+    """Writes a new file and brings its data to disk, not its name. FileExistsError: anything stands there."""
+    with opened(path.parent) as folder:
+        descriptor = os.open(path.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
+    try:
+        for rest in map(memoryview, data):
+            while rest:
+                rest = rest[os.write(descriptor, rest[:_CHUNK]) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Brings the names in a folder to disk."""
+    with opened(folder) as descriptor:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot do it for a folder
+                raise
+
+
+def remove(path: Path) -> None:
+    """Removes what stands there; a folder with all that is in it, a link as a link."""
+    with opened(path.parent) as folder:
+        _remove(path.name, folder)
+
+
+def _remove(name: str, folder: int) -> None:
+    if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        os.unlink(name, dir_fd=folder)
+        return
+    inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+    try:
+        for each in os.listdir(inside):
+            _remove(each, inside)
+    finally:
+        os.close(inside)
+    os.rmdir(name, dir_fd=folder)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what processes that no longer live were about to write; a failure costs space and nothing else."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            if match := _LEFT.fullmatch(name):
+                try:
+                    os.kill(int(match[1] or match[2]), 0)
+                except (ProcessLookupError, OverflowError):
+                    remove(folder / name)
 
 
 def visible(text: str) -> str:

@@ -73,6 +73,8 @@ class Environment:
         self.planned_ranks = world_size
         """Ranks when all machines of an elastic run are there: they decide about the samples per step."""
         self.run_dir = Path(job.run_dir) if job.run_dir else None
+        if self.run_dir is not None and self.run_dir.is_symlink():
+            self.run_dir = self.run_dir.resolve()  # where it leads to now: links found later are not followed
         self.placement = Placement(self)
         self.stop: Stop
         self.folder: Folder

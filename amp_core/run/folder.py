@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from amp_core.config.errors import CheckpointError, SaveError
-from amp_core.config.files import read_json
+from amp_core.config.files import read_json, remove_leftovers
 from amp_core.run import locks
 from amp_core.run.environment import Environment, peak_memory
 from amp_core.run.lines import write_json, write_text
@@ -66,6 +66,8 @@ class RunFolder:
         try:
             hydra = self.path / ".hydra"
             hydra.mkdir(exist_ok=True)
+            for place in (self.path, hydra, self.path / "doctor"):
+                remove_leftovers(place)
             from omegaconf import OmegaConf
 
             write_text(hydra / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(self._env.job.config)))

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,10 @@ STANDSTILL_SECONDS = 10
 
 BEREFT_SECONDS = 5
 """How long ranks may go on without one that ended before the others agreed to: they learn of it at once, or never."""
+
+CUT_OFF_SECONDS, LOOK_SECONDS = 20.0, 5.0
+"""How long the meeting point of several machines may be silent when no worker is left on this one, and how often it is
+asked."""
 
 TWICE = "interrupted twice: stopped immediately; the steps since the last checkpoint are lost"
 
@@ -104,8 +109,6 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from amp_core.run import heartbeat
-
     # The agent's account of each worker's end would stand around the one message that matters.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
@@ -126,8 +129,7 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
             nproc_per_node=nproc,
             run_id=layout.rdzv_id or uuid.uuid4().hex,
             role="rank",
-            rdzv_backend=heartbeat.BACKEND if several else "c10d",
-            rdzv_configs=heartbeat.configs(layout.max_restarts, layout.timeout_minutes) if several else {},
+            rdzv_backend="c10d",
             rdzv_endpoint=layout.rdzv_endpoint or "127.0.0.1:0",
             local_addr=None if several else "127.0.0.1",
             max_restarts=layout.max_restarts,
@@ -139,7 +141,7 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
         )
         signals = _Signals(job_file, nproc, Path(job.run_dir or folder, "checkpoints"), SignalException)
         try:
-            with signals:
+            with signals, _lifeline(layout.rdzv_endpoint if several else None, job_file):
                 elastic_launch(config, worker[0])(*worker[1:], str(job_file))
         except SignalException as stopped:
             outcome = _read_result(result_file)
@@ -156,10 +158,43 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
         except (RendezvousError, DistError) as lost:
             text = " ".join(str(lost).split()) or type(lost).__name__
             return _failed(job, 1, "failed", f"the machines do not reach each other at {config.rdzv_endpoint}: {text}")
-        finally:
-            heartbeat.leave()
         outcome = _read_result(result_file)
         return outcome or _failed(job, 1, "failed", "the workers ended without a result")
+
+
+@contextlib.contextmanager
+def _lifeline(endpoint: str | None, job_file: Path) -> Iterator[None]:
+    """Around the agent of one of several machines, which meet at `endpoint`: ends its waiting for a store that is gone.
+
+    torch's rendezvous waits for an answer of its store as long as the kernel sends again (Linux: a quarter of an hour),
+    and holds its lock meanwhile. When no worker is left here and nothing answers there, its connections are closed.
+    """
+    is_over = threading.Event()
+
+    def watch() -> None:
+        host, _, port = (endpoint or "").rpartition(":")
+        silent = 0.0
+        while not is_over.wait(LOOK_SECONDS):
+            began = time.monotonic()
+            if _processes_of(job_file):
+                silent = 0.0
+                continue
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=LOOK_SECONDS).close()
+                silent = 0.0
+            except OSError:
+                silent += LOOK_SECONDS + time.monotonic() - began
+            for descriptor in map(int, os.listdir("/dev/fd") if silent > CUT_OFF_SECONDS else ()):
+                with contextlib.suppress(OSError), socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as one:
+                    if one.getpeername()[1:2] == (int(port),):
+                        one.shutdown(socket.SHUT_RDWR)
+
+    if endpoint is not None:
+        threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 class _Signals:
@@ -307,8 +342,12 @@ def work(job_file: Path, run_of: Callable[[str], Run]) -> int:
     if int(os.environ["LOCAL_RANK"]) == 0:
         result.unlink(missing_ok=True)  # of workers that were stopped because a machine came or went
     job = Job.loads(job_file.read_text())
-    worker_store(job.config["layout"]["timeout_minutes"])
-    job = share(job)
+    try:
+        worker_store(job.config["layout"]["timeout_minutes"])
+        job = share(job)
+    except RuntimeError as lost:  # also a timeout of torch's
+        report_failure(f"the ranks did not meet: {lost}")
+        return 1
     assert job is not None
     outcome = in_process(job, run_of(job.config["recipe"]["name"]))
     if outcome.exit_code == 1:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from amp_core.config.files import open_file, visible
+from amp_core.config.files import open_file, visible, write_whole
 from amp_core.config.redact import masked, redact
 
 TICK_SECONDS = 0.1
@@ -43,12 +43,12 @@ LARGE_WAIT = 0.1
 
 def write_json(path: str | os.PathLike[str], content: Any) -> None:
     """Write a JSON file whole or not at all (OSError). Numbers that are not finite become null."""
-    replace(Path(path), (dumps(content, indent=2) + "\n").encode())
+    write_whole(Path(path), (dumps(content, indent=2) + "\n").encode())
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a text file whole or not at all (OSError)."""
-    replace(Path(path), text.encode())
+    write_whole(Path(path), text.encode())
 
 
 def dumps(content: Any, indent: int | None = None) -> str:
@@ -79,19 +79,6 @@ def numbers_of(prefix: str, value: Any) -> list[tuple[str, float]]:
     return [(prefix, value)] if isinstance(value, (int, float)) else []
 
 
-def replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def cut_lines(path: Path, last_step: int) -> dict[str, int]:
     """Keep the whole lines up to `last_step`, each (split, step) once. Returns the last step of each split.
 
@@ -115,7 +102,7 @@ def cut_lines(path: Path, last_step: int) -> dict[str, int]:
         if file.read(len(content)) == content:
             file.truncate(start + len(content))
         elif start == 0:
-            replace(path, content)
+            write_whole(path, content)
         else:  # a process killed between the two leaves some lines twice, and the next resume cuts them
             file.seek(start)
             file.write(content)

@@ -53,7 +53,7 @@ class WorkerStore:
                     heard[other] = number  # of this attempt, or left by one that is over
                     store.set(number, own)
             if time.monotonic() > end:
-                raise TimeoutError(f"ranks {sorted(missing)} did not arrive within {self._seconds:g} s")
+                raise RuntimeError(f"ranks {sorted(missing)} did not arrive within {self._seconds:g} s")
             time.sleep(0.01)
         return own
 
@@ -73,8 +73,7 @@ class WorkerStore:
 
 
 MEETING_SECONDS = (60.0, 300.0)
-"""The least and most time for which the workers of an attempt wait for each other: some import from a slow disk. The
-loss of a whole machine is noticed earlier, by the launchers (heartbeat.py)."""
+"""The least and most time for which the workers of an attempt wait for each other: some import from a slow disk."""
 
 _store: WorkerStore | None = None
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from amp_core.checkpoints import folders, parts, plain_state, reading, sharded, shards
-from amp_core.config import redact
+from amp_core.config import files, redact
 from amp_core.config.errors import CheckpointError
 from amp_core.layouts import ddp as layout
 from amp_core.run import environment, evaluation, folder, log, meters, resume, stop
@@ -63,7 +63,7 @@ def _write_without_fsync(path: Path, *data: bytes | bytearray | memoryview) -> N
     try:
         for rest in map(memoryview, data):
             while rest:
-                rest = rest[os.write(descriptor, rest[: folders._CHUNK]) :]
+                rest = rest[os.write(descriptor, rest[: files._CHUNK]) :]
     finally:
         os.close(descriptor)
 

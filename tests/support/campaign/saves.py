@@ -23,6 +23,7 @@ from torch import nn
 
 from amp_core.checkpoints import folders, plain_state
 from amp_core.checkpoints.checkpoint import Checkpoint
+from amp_core.config import files
 from amp_core.config.errors import CheckpointError, SaveError
 from campaign import Plan, Result
 from campaign.harness import Child
@@ -109,7 +110,7 @@ SCENES = {
 
 def _patched_save(folder: Path, scene: Scene, calls: Calls) -> None:
     system_calls.use(calls)
-    setattr(folders, "_CHUNK", 1000)  # noqa: B010 - several writes for one file
+    setattr(files, "_CHUNK", 1000)  # noqa: B010 - several writes for one file
     save(folder, scene.step, 0.0, **scene.way)
 
 

@@ -87,6 +87,21 @@ static int fails(int kind) {
 OPENING(open)
 OPENING(open64)
 
+/* Of a name in an opened folder. */
+static int below_at(int folder, const char *path) {
+    return path[0] == '/' || folder == AT_FDCWD ? below(path) : below_fd(folder);
+}
+#define OPENING_AT(name)                                                 \
+    int name(int folder, const char *path, int flags, ...) {             \
+        REAL(name);                                                      \
+        va_list args; va_start(args, flags);                             \
+        mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(args, mode_t) : 0; \
+        va_end(args);                                                    \
+        return below_at(folder, path) && fails(OPEN) ? -1 : real(folder, path, flags, mode); \
+    }
+OPENING_AT(openat)
+OPENING_AT(openat64)
+
 ssize_t write(int fd, const void *data, size_t size) {
     REAL(write);
     return below_fd(fd) && fails(WRITE) ? -1 : real(fd, data, size);
@@ -98,6 +113,10 @@ int fsync(int fd) {
 int rename(const char *from, const char *to) {
     REAL(rename);
     return below(to) && fails(RENAME) ? -1 : real(from, to);
+}
+int renameat(int from_folder, const char *from, int to_folder, const char *to) {
+    REAL(renameat);
+    return below_at(to_folder, to) && fails(RENAME) ? -1 : real(from_folder, from, to_folder, to);
 }
 
 static long long moved(void) { return shifts_at >= 0 && now() >= shifts_at ? shift : 0; }
