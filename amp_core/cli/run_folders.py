@@ -15,7 +15,7 @@ from typing import Any
 
 from amp_core.cli.command import program
 from amp_core.config.errors import ConfigError
-from amp_core.config.files import kind_of, open_file, read_bytes, read_json, read_yaml, why_no_folder
+from amp_core.config.files import is_own_link, kind_of, open_file, read_bytes, read_json, read_yaml, why_no_folder
 from amp_core.config.redact import holds_secret
 from amp_core.config.rules import differences, node_range
 from amp_core.config.schema import Config
@@ -110,14 +110,14 @@ def check_place(key: str, path: str) -> str | None:
 
 OVERWRITTEN = (".hydra", ".lock", "checkpoints", "doctor", "environment.json", "metrics.jsonl", "samples")
 OVERWRITTEN += ("predictions", "predictions.jsonl", "summary.json", "train.log", "wandb_id")
-"""Names in a run folder that a run makes, and changes when they are there."""
+"""Names in a run folder that a run makes, and changes when they are there; so do TensorBoard and wandb with theirs."""
 _FOLDERS = (".hydra", "checkpoints", "doctor", "predictions", "samples")
 
 
 def _check_names(folder: Path) -> Iterator[str]:
     """What must not be changed in a folder: files of somebody else, and what links lead to."""
-    for name in OVERWRITTEN:
-        if (folder / name).is_symlink() and name != "checkpoints":
+    for name in (*OVERWRITTEN, "tensorboard", "wandb"):
+        if (folder / name).is_symlink() and (name != "checkpoints" or not is_own_link(folder / name)):
             yield f"{name} is a link to {os.readlink(folder / name)}, and would be changed there; remove the link"
     for name in (*OVERWRITTEN, *(f".hydra/{part}.yaml" for part in ("config", "overrides"))):
         found, expected = kind_of(folder / name), "a folder" if name in _FOLDERS else "a file"

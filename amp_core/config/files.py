@@ -156,13 +156,18 @@ def opened(folder: Path) -> Iterator[int]:
     except OSError:
         if not os.path.islink(folder):
             raise
-        if os.lstat(folder).st_uid not in (0, os.geteuid()):
+        if not is_own_link(folder):
             raise OSError(errno.ELOOP, "is a link that another user made; remove it", os.fspath(folder)) from None
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def is_own_link(path: Path) -> bool:
+    """Whether a link was made by this user, or by root: in a folder that others may write to, anybody can make one."""
+    return os.lstat(path).st_uid in (0, os.geteuid())
 
 
 def write_whole(path: Path, *data: bytes | bytearray | memoryview) -> None:

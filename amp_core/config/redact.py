@@ -211,12 +211,13 @@ def wandb_settings() -> dict[str, str]:
 
 
 def mask_what_python_prints() -> None:
-    """Of this process: warnings, and the tracebacks of exceptions that nothing catches."""
+    """Of this process: warnings, and the tracebacks of exceptions that nothing catches. Nothing in them acts on a
+    terminal."""
 
     def uncaught(*problem: Any) -> None:
-        print(redact("".join(traceback.format_exception(*problem))), file=sys.stderr, end="")
+        print(visible(redact("".join(traceback.format_exception(*problem)))), file=sys.stderr, end="")
 
     warn = warnings.formatwarning
-    warnings.formatwarning = lambda *args, **named: redact(warn(*args, **named))
+    warnings.formatwarning = lambda *args, **named: visible(redact(warn(*args, **named)))
     sys.excepthook = uncaught
     threading.excepthook = lambda args: uncaught(args.exc_type, args.exc_value, args.exc_traceback)

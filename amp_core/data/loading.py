@@ -359,10 +359,7 @@ class Batches:
 
     def _died(self, what: str) -> RunError:
         self.close()
-        return RunError(
-            f"{what} Often memory ran out, or /dev/shm is too small. Use a smaller data.num_workers; 0 loads in the "
-            f"training process"
-        )
+        return died(what)
 
     def _dead_workers(self) -> list[int]:
         """Process ids. Waits a moment, since the connection to a killed worker ends before the worker does."""
@@ -381,6 +378,14 @@ class Batches:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def died(what: str) -> RunError:
+    """The error of a worker that is gone, from what torch says of it."""
+    return RunError(
+        f"{what} Often memory ran out, or /dev/shm is too small. Use a smaller data.num_workers; 0 loads in the "
+        f"training process"
+    )
 
 
 train_loader = Batches

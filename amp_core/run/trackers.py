@@ -43,6 +43,8 @@ class TensorBoard:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what it imports is not ours to mend
             from torch.utils.tensorboard import SummaryWriter
+        if folder.is_symlink():
+            raise OSError(f"{folder} is a link; remove it")
         # Events from purge_step on, of an earlier run in this folder, are hidden by the viewer.
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=30)
         self._num_failures = 0
@@ -75,6 +77,8 @@ class Wandb:
 
     def __init__(self, run_dir: Path, cfg: LogConfig, run_config: dict[str, Any], name: str) -> None:
         self._folder = run_dir / "wandb"
+        if self._folder.is_symlink():
+            raise OSError(f"{self._folder} is a link; remove it")
         self._heard = b""
         self._has_warned = False
         self._has_dropped = False

@@ -11,6 +11,7 @@ import io
 import itertools
 import math
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from amp_core.config.errors import ConfigError
+from amp_core.config.files import visible
 from amp_tools.report.folders import Points
 
 WIDTH = 400
@@ -196,13 +198,15 @@ def _style(flag: str) -> Iterator[None]:
     sizes = {"font.size": 12, "xtick.labelsize": 11, "ytick.labelsize": 11, "xtick.bottom": False, "ytick.left": False}
     grid = {"axes.grid": True, "axes.axisbelow": True, "figure.facecolor": "none", "axes.facecolor": "none"}
     style: Any = {**spines, **colours, **svg, **sizes, **grid}
-    with mpl.rc_context(style):
+    with mpl.rc_context(style), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph .* missing")  # a box is drawn for it
         yield
 
 
 def _figure(panel: Panel, room: float = 0) -> tuple[Any, float]:
     """The picture, in points; `room` of them are left free at the top."""
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
     is_lines = isinstance(panel, LinePanel)
     below = _BELOW if is_lines or not panel.bars else 8.0
@@ -216,6 +220,8 @@ def _figure(panel: Panel, room: float = 0) -> tuple[Any, float]:
         _draw_lines(panel, axes)
     else:
         _draw_rows(panel, axes)
+    for text in figure.findobj(Text):
+        text.set_text(visible(text.get_text()))
     return figure, height
 
 

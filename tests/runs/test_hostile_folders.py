@@ -21,7 +21,11 @@ from PIL import Image
 from shared import script
 
 import train
+from amp_core.checkpoints import export
+from amp_core.checkpoints.checkpoint import Checkpoint
 from amp_core.config import files
+from amp_core.run.lines import LineFile, cut_lines, write_json
+from amp_core.run.locks import acquire
 
 SECONDS = 5
 SMALL = ["data=synthetic", "data.num_samples=32", "data.image_size=8", "data.num_classes=4", "model.options.width=4"]
@@ -191,6 +195,21 @@ def test_settings_of_a_run_do_not_act_on_the_terminal(program, ready, capfd, mon
     assert attempt(ready, program, ".hydra/config.yaml", "acting", capfd) is None
 
 
+def test_names_of_groups_act_on_no_terminal_and_in_no_picture(ready, capfd, tmp_path):
+    """Matplotlib warns of letters that its font lacks, and would print them."""
+    for number, name in enumerate(["\\e[31mred", "\\e]0;x\\a$\\\\", "\u4e2d"]):
+        shutil.copytree(ready, tmp_path / "runs" / str(number))
+        config = tmp_path / "runs" / str(number) / ".hydra" / "config.yaml"
+        text = config.read_text()
+        assert "\n  name: bf16\n" in text
+        config.write_text(text.replace("\n  name: bf16\n", f'\n  name: "{name}"\n'))
+    command = [str(tmp_path / "runs"), "--by", "amp.name", "--out", str(tmp_path / "r.html"), "--png", str(tmp_path)]
+    assert script("scripts/report.py").main(command) == 0
+    out, err = capfd.readouterr()
+    assert "\x1b" not in out + err + (tmp_path / "r.html").read_text() and "\x07" not in out + err
+    assert "Warning" not in err and "\\x1b[31mred" in out
+
+
 def test_a_pipe_where_a_run_writes_is_named_and_nothing_is_changed(ready, capfd):
     folder = ready.parent / "piped"
     shutil.copytree(ready, folder)
@@ -201,6 +220,122 @@ def test_a_pipe_where_a_run_writes_is_named_and_nothing_is_changed(ready, capfd)
     assert "metrics.jsonl is a pipe, expected a file; remove it" in capfd.readouterr().err
     assert json.loads((folder / "summary.json").read_text()) == before
     shutil.rmtree(folder)
+
+
+# --- a folder that others may write to --------------------------------------------------------------------------------
+
+OTHER = 65534
+"""Another user."""
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes links of another user")
+
+
+def plant(link, to, owner=OTHER):
+    link.symlink_to(to)
+    os.chown(link, owner, owner, follow_symlinks=False)
+
+
+def everything(folder):
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+def fail(message):
+    raise OSError(message)
+
+
+WRITERS = {
+    "whole": lambda place: files.write_whole(place, b"x"),
+    "new file": lambda place: files.write_file(place, b"x"),
+    "lines": lambda place: LineFile(place, fail).append("x"),
+    "cut lines": lambda place: cut_lines(place, 0),
+    "lock": lambda place: acquire(place.parent),
+    "removal": files.remove,
+}
+
+
+@needs_root
+@pytest.mark.parametrize("writer", WRITERS)
+def test_nothing_is_changed_behind_a_link_of_another_user(writer, tmp_path):
+    mine, name = tmp_path / "mine", ".lock" if writer == "lock" else "x"
+    mine.mkdir()
+    (mine / name).write_text('{"step": 3, "split": "train"}\n')
+    before = everything(mine)
+    plant(tmp_path / "link", mine)
+    with pytest.raises(OSError, match="is a link that another user made"):
+        WRITERS[writer](tmp_path / "link" / name)
+    plant(tmp_path / name, mine / name)
+    with contextlib.nullcontext() if writer in ("whole", "removal") else pytest.raises(OSError):
+        WRITERS[writer](tmp_path / name)  # replaces or removes the link itself, or is refused
+    assert everything(mine) == before
+
+
+@needs_root
+def test_a_temporary_file_has_a_name_that_nobody_can_guess(tmp_path):
+    (tmp_path / "mine").write_text("kept")
+    for name in (f".summary.json.{os.getpid()}.tmp", f".tmp-summary.json-{os.getpid()}"):
+        plant(tmp_path / name, tmp_path / "mine")
+    write_json(tmp_path / "summary.json", {})
+    export.write_state(tmp_path / "x.pt", {})
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
+class Swapping:
+    """`os`, and a folder becomes a link when it was looked at."""
+
+    def __init__(self, folder, to):
+        self.folder, self.to = folder, to
+
+    def __getattr__(self, name):
+        real = getattr(os, name)
+        return (lambda *args, **at: self._swap(real(*args, **at))) if name in ("stat", "listdir") else real
+
+    def _swap(self, found):
+        if self.folder.is_dir() and not self.folder.is_symlink():
+            self.folder.rename(self.folder.with_name("gone"))
+            plant(self.folder, self.to)
+        return found
+
+
+@needs_root
+def test_a_folder_that_becomes_a_link_while_it_is_removed_is_not_emptied(tmp_path, monkeypatch):
+    mine, folder = tmp_path / "mine", tmp_path / "old"
+    mine.mkdir()
+    (mine / "precious").write_text("kept")
+    folder.mkdir()
+    monkeypatch.setattr(files, "os", Swapping(folder, mine))
+    with pytest.raises(OSError):
+        files.remove(folder)
+    assert everything(mine) == {str(mine / "precious"): b"kept"}
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["checkpoints", "doctor", "tensorboard", "wandb", ".hydra"])
+def test_a_link_in_the_run_folder_is_named_before_the_start(name, tmp_path, capfd):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "run").mkdir()
+    plant(tmp_path / "run" / name, tmp_path / "mine")
+    assert train.main([*SMALL, "steps=1", f"run_dir={tmp_path / 'run'}"]) == 2
+    said = capfd.readouterr().err
+    assert f"{name} is a link" in said and "remove" in said and not list((tmp_path / "mine").iterdir())
+
+
+@needs_root
+@pytest.mark.parametrize("format", ["single", "sharded"])
+def test_checkpoints_that_become_a_link_during_the_run_are_not_followed(format, tmp_path, capfd, monkeypatch):
+    """It leads to those of another run of the same user, where old ones would be removed."""
+    run, mine = tmp_path / "run", tmp_path / "other"
+    command = [*SMALL, f"checkpoint={format}"]
+    assert train.main([*command, "steps=4", f"run_dir={mine}"]) == 0
+    before, save = everything(mine), Checkpoint.save
+
+    def swap(self, step, **more):
+        if step == 5:
+            (run / "checkpoints").rename(run / "moved")
+            plant(run / "checkpoints", mine / "checkpoints")
+        return save(self, step, **more)
+
+    monkeypatch.setattr(Checkpoint, "save", swap)
+    assert train.main([*command, "steps=6", f"run_dir={run}"]) == 4
+    assert "is a link that another user made" in capfd.readouterr().err and everything(mine) == before
 
 
 # --- data and weights -------------------------------------------------------------------------------------------------

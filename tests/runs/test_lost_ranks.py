@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 from running import state, summary
 from test_recipes import arguments
 
+import train
+from amp_core.checkpoints import folders
 from amp_core.cli.compose import compose
 from amp_core.run import launch
 from amp_core.run.environment import Job
@@ -109,6 +112,25 @@ def test_a_rank_that_ends_long_after_the_others_in_order_is_not_killed(tmp_path,
     outcome, took = launched(tmp_path, monkeypatch, "late")
     assert outcome.error is None and took > 10 > launch.BEREFT_SECONDS
     assert state(tmp_path / "run")["progress"]["step"] == summary(tmp_path / "run")["step"] > 0
+
+
+@pytest.mark.parametrize("format", ["single", "sharded"])
+def test_a_data_worker_that_dies_inside_a_save_is_one_message(tmp_path, monkeypatch, capfd, format):
+    """torch tells of it by an exception wherever the program is."""
+    write_file = folders.write_file
+
+    def die_and_write(path, *data):
+        (worker,) = multiprocessing.active_children()
+        os.kill(worker.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        write_file(path, *data)
+
+    monkeypatch.setattr(folders, "write_file", die_and_write)
+    command = arguments("classification", "steps=4", "save_every=2", "data.num_workers=1", f"checkpoint={format}")
+    assert train.main([*command, f"run_dir={tmp_path / 'run'}"]) == 1
+    said = capfd.readouterr().err
+    assert "DataLoader worker (pid" in said and "Use a smaller data.num_workers" in said and "Traceback" not in said
+    assert list((tmp_path / "run/checkpoints").iterdir()) == [] and summary(tmp_path / "run")["exit_code"] == 1
 
 
 class Ranks:

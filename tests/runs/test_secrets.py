@@ -203,14 +203,14 @@ def test_a_folder_that_holds_a_key_is_no_place_for_runs(capfd, monkeypatch):
     assert not found_in(said.encode()) and not list(Path().iterdir())
 
 
-PRINTS = """
+PRINTS = r"""
 import sys, threading, warnings
 sys.path.insert(0, {root!r})
 from amp_core.config.redact import mask_what_python_prints
 mask_what_python_prints()
 import os
 text = os.environ["THIRD_KEY"]
-warnings.warn("warned of " + text)
+warnings.warn("\x1b]0;warned of " + text)
 thread = threading.Thread(target=lambda: int(text))
 thread.start()
 thread.join()
@@ -222,6 +222,7 @@ def test_what_python_itself_prints_is_masked():
     done = subprocess.run([sys.executable, "-c", PRINTS.format(root=str(ROOT))], capture_output=True, text=True)
     assert done.returncode == 1 and found_in(done.stderr.encode()) == []
     assert all(word in done.stderr for word in ("warned of ***", "raised ***", "invalid literal"))
+    assert "\x1b" not in done.stderr
 
 
 WHOLE = {

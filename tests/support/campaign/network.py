@@ -26,8 +26,10 @@ TIMEOUT = 0.1
 """layout.timeout_minutes."""
 TAP, NO_HEADER, SET_INTERFACE = 0x0002, 0x1000, 0x400454CA
 """Constants of linux/if_tun.h."""
-# Of its own name and addresses; the names of both; given up after seconds, not after a quarter of an hour.
-ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && echo 4 > /proc/sys/net/ipv4/tcp_retries2 && shift 2 && "$@"'
+BOUND = 60.0
+"""Seconds after which both launchers must have ended since their workers did, with the kernel's own timeouts."""
+# Of its own name and addresses; the names of both.
+ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && "$@"'
 
 
 def _ip(*arguments: str) -> None:
@@ -92,7 +94,8 @@ def _launch(
 ) -> list[Child]:
     """A launcher on each machine, or on one."""
     nodes = [
-        *("layout=ddp", "layout.nproc_per_node=1", "layout.nnodes=2", f"layout.timeout_minutes={TIMEOUT}"),
+        *([] if any(item.startswith("layout=") for item in command) else ["layout=ddp"]),
+        *("layout.nproc_per_node=1", "layout.nnodes=2", f"layout.timeout_minutes={TIMEOUT}"),
         *(f"layout.rdzv_endpoint={NODES['faults1']}:{PORT}", f"layout.rdzv_id={job or f'faults{time.time_ns()}'}"),
     ]
     children = []
@@ -113,15 +116,12 @@ def _launch(
 def network(plan: Plan) -> Result:
     """The cable is pulled at a random step, or loses packets; a machine of an elastic run is lost, and comes back."""
     result = Result()
-    if not plan.long:
-        result.facts["left out"] = "only in the long form"
-        return result
     folder = plan.inside("network")
     try:
         with two_machines(folder) as hosts:
-            _cuts(plan, folder, hosts, result)
             _comes_and_goes(plan, folder, hosts, result)
         with two_machines(folder, lossy=True) as hosts:
+            _cuts(plan, folder, hosts, result)
             _losses(plan, folder, hosts, result)
     except (OSError, subprocess.CalledProcessError) as error:
         result.facts["left out"] = f"no network namespaces here: {error}"
@@ -129,11 +129,13 @@ def network(plan: Plan) -> Result:
 
 
 def _cuts(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
-    kind = Kind((*TELLING, "steps=400", "save_every=20", "eval_every=1000", BAD), num_ranks=2)
-    expected, _ = Alone(folder).of(kind)
     torn = folder / "torn"
     longest = 0.0
-    for case, rng in plan.cases("network", short=0, long=2):
+    for case, rng in plan.cases("network", short=1, long=6):
+        layout, name = rng.choice(["ddp", "fsdp"]), rng.choice(list(NODES))
+        settings = (*TELLING, "steps=400", "save_every=20", "eval_every=1000", BAD, f"layout={layout}")
+        kind = Kind(settings, num_ranks=2)
+        expected, _ = Alone(folder).of(kind)
         children = _launch(torn, hosts, arguments(*kind.settings))
         step = rng.randrange(30, 200)
         begun = wait_until(lambda step=step: last_step(torn) >= step, children[0], 120)
@@ -142,15 +144,19 @@ def _cuts(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
                 child.kill()
             clear(torn)
             continue
-        name = rng.choice(list(NODES))
-        _ip("-n", name, "link", "set", name, "down")
+        is_silent = rng.random() < 0.5
+        what = f"the cable of {name} {'loses all' if is_silent else 'is pulled'} at step {step} ({layout})"
         began = time.monotonic()
-        codes = [child.wait(180) for child in children]
+        if is_silent:
+            (folder / "loss").write_text("1")
+        else:
+            _ip("-n", name, "link", "set", name, "down")
+        codes = [child.wait(60 * TIMEOUT + BOUND) for child in children]
         longest = max(longest, time.monotonic() - began)
-        result.counts["links cut between two machines"] += 1
-        what = f"the cable of {name} is pulled at step {step}"
+        result.counts[f"links cut between two machines ({layout})"] += 1
         texts = [child.text[-700:] for child in children]
         result.expect(all(code not in (None, 0) for code in codes), case, f"{what}: exit codes {codes}: {texts}")
+        (folder / "loss").write_text("0")
         _ip("-n", name, "link", "set", name, "up")
         time.sleep(1.0)
         children = _launch(torn, hosts, arguments(*kind.settings))
@@ -159,7 +165,7 @@ def _cuts(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
             expect_same(expected, outcome(torn), result, case, what)
         clear(torn)
     shutil.rmtree(torn, ignore_errors=True)
-    result.facts["timeout, and longest until both machines had noticed"] = f"{60 * TIMEOUT:.0f} s, {longest:.0f} s"
+    result.facts["timeout, and longest until both machines had ended"] = f"{60 * TIMEOUT:.0f} s, {longest:.0f} s"
 
 
 def _comes_and_goes(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
