@@ -13,6 +13,7 @@ import glob
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,10 +36,10 @@ from amp_core.config.schema import Config
 from amp_core.data.loading import died, is_stopped
 from amp_core.run.environment import Environment, Job, outcome_of
 from amp_core.run.lines import write_json
-from amp_core.run.locks import lock_folder
+from amp_core.run.locks import acquire, lock_folder
 from amp_core.run.preflight import needs_agent, num_processes
 from amp_core.run.process import environment
-from amp_core.run.rendezvous import launched, others_start_again, worker_store
+from amp_core.run.rendezvous import LAUNCHER, launched, others_start_again, worker_store
 from amp_core.run.stop import SIGNALS, TIME_LIMIT, exit_code_of
 
 SHUTDOWN_SECONDS = 600
@@ -120,7 +121,7 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
     assert nodes is not None
     nproc = num_processes(cfg)
     several = nodes[1] > 1
-    with tempfile.TemporaryDirectory(prefix="amp_recipes_") as folder, _worker_environ(nproc, several):
+    with _job_folder() as folder, _worker_environ(nproc, several):
         job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
         job_file.write_text(job.dumps())
         # An older torch waits 30 seconds.
@@ -165,6 +166,20 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
 
 
 @contextlib.contextmanager
+def _job_folder() -> Iterator[str]:
+    """A temporary folder, locked while this launcher lives; those of launchers that were killed are removed."""
+    for old in Path(tempfile.gettempdir()).glob("amp_recipes_*/job.json"):
+        with contextlib.suppress(OSError):
+            if os.lstat(old.parent).st_uid == os.lstat(old).st_uid == os.geteuid() and not _processes_of(old):
+                with acquire(old.parent):
+                    shutil.rmtree(old.parent)
+    with tempfile.TemporaryDirectory(prefix="amp_recipes_") as folder, contextlib.ExitStack() as locked:
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it either
+            locked.enter_context(acquire(Path(folder)))
+        yield folder
+
+
+@contextlib.contextmanager
 def _lifeline(endpoint: str | None, job_file: Path) -> Iterator[None]:
     """Around the agent of one of several machines, which meet at `endpoint`: ends its waiting for a store that is gone.
 
@@ -172,17 +187,15 @@ def _lifeline(endpoint: str | None, job_file: Path) -> Iterator[None]:
     and holds its lock meanwhile. When no worker is left here and nothing answers there, its connections are closed.
     """
     is_over = threading.Event()
+    host, _, port = (endpoint or "").rpartition(":")
 
     def watch() -> None:
-        host, _, port = (endpoint or "").rpartition(":")
         silent = 0.0
         while not is_over.wait(LOOK_SECONDS):
             began = time.monotonic()
-            if _processes_of(job_file):
-                silent = 0.0
-                continue
             try:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=LOOK_SECONDS).close()
+                if not _processes_of(job_file):
+                    socket.create_connection((host.strip("[]"), int(port)), timeout=LOOK_SECONDS).close()
                 silent = 0.0
             except OSError:
                 silent += LOOK_SECONDS + time.monotonic() - began
@@ -328,7 +341,7 @@ def _worker_environ(nproc: int, several: bool) -> Iterator[None]:
         # A store of its own for each attempt: with the agents' one, a machine that comes back waits for the address of
         # a store that the others know since their first attempt and do not tell again.
         wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    added = {name: value for name, value in wanted.items() if name not in os.environ} | {LAUNCHER: str(os.getpid())}
     os.environ.update(added)
     try:
         yield

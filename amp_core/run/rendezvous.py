@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import datetime
 import os
+import sys
+import threading
 import time
 import uuid
 
-import torch.distributed as dist
+LAUNCHER = "AMP_RECIPES_LAUNCHER"
+"""Environment variable of our workers: the process id of their launcher. Those of torchrun look for their parent here,
+before they import torch, which takes seconds."""
+_launcher = int(os.environ.get(LAUNCHER) or (os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0))
+
+import torch.distributed as dist  # noqa: E402
 
 
 def launched() -> bool:
@@ -20,7 +27,8 @@ class WorkerStore:
     new process group; so all but `first` are kept apart by attempt."""
 
     def __init__(self, timeout_minutes: float | None) -> None:
-        self._seconds = meeting_seconds(timeout_minutes)
+        least, most = MEETING_SECONDS
+        self._seconds = most if timeout_minutes is None else min(max(least, 60.0 * timeout_minutes), most)
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._all = dist.TCPStore(
             os.environ["MASTER_ADDR"],
@@ -43,15 +51,13 @@ class WorkerStore:
             name = store.get(own).decode()
             store.set(f"{name}/{rank}", "")
             return name
-        missing, heard = set(range(1, int(os.environ["WORLD_SIZE"]))), {}
-        end = time.monotonic() + self._seconds
+        missing, end = set(range(1, int(os.environ["WORLD_SIZE"]))), time.monotonic() + self._seconds
         while missing:
             for other in sorted(missing):
+                if store.check([f"{other}"]):  # of this attempt, or left by one that is over
+                    store.set(store.get(f"{other}").decode(), own)
                 if store.check([f"{own}/{other}"]):
                     missing.remove(other)
-                elif store.check([f"{other}"]) and (number := store.get(f"{other}").decode()) != heard.get(other):
-                    heard[other] = number  # of this attempt, or left by one that is over
-                    store.set(number, own)
             if time.monotonic() > end:
                 raise RuntimeError(f"ranks {sorted(missing)} did not arrive within {self._seconds:g} s")
             time.sleep(0.01)
@@ -73,23 +79,32 @@ class WorkerStore:
 
 
 MEETING_SECONDS = (60.0, 300.0)
-"""The least and most time for which the workers of an attempt wait for each other: some import from a slow disk."""
+"""The least and most time for which the workers of an attempt wait for each other, else as long as a collective does:
+some import from a slow disk."""
 
 _store: WorkerStore | None = None
-
-
-def meeting_seconds(timeout_minutes: float | None) -> float:
-    """How long workers wait for each other: as long as a collective does, within bounds."""
-    least, most = MEETING_SECONDS
-    return most if timeout_minutes is None else min(max(least, 60.0 * timeout_minutes), most)
 
 
 def worker_store(timeout_minutes: float | None = None) -> WorkerStore:
     """The store of this worker's agent, connected once; under torchrun the run's `timeout_minutes` are not known."""
     global _store
     if _store is None:
-        _store = WorkerStore(timeout_minutes)
+        has_met = threading.Event()
+        threading.Thread(target=_end_without_launcher, args=[has_met], daemon=True).start()
+        try:
+            _store = WorkerStore(timeout_minutes)
+        finally:
+            has_met.set()
     return _store
+
+
+def _end_without_launcher(has_met: threading.Event) -> None:
+    """While a worker waits for a store that its launcher may have taken with it; later `Stop` looks after it."""
+    launcher = _launcher or os.getppid()
+    while not has_met.wait(0.2):
+        if os.getppid() != launcher:
+            print("error: the launcher was killed before the run began", file=sys.stderr, flush=True)
+            os._exit(1)
 
 
 def others_start_again() -> bool:

@@ -1,10 +1,12 @@
-"""After a signal a rank that ended before the others ends them, too, although gloo does not tell them that it is gone."""
+"""Nobody waits for what is gone: ranks for a rank, a launcher for its meeting point, workers for their launcher."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from running import state, summary
+from shared import free_port
 from test_recipes import arguments
 
 import train
@@ -20,6 +23,7 @@ from amp_core.checkpoints import folders
 from amp_core.cli.compose import compose
 from amp_core.run import launch
 from amp_core.run.environment import Job
+from amp_core.run.locks import acquire
 from recipes import runner
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -190,3 +194,105 @@ def test_who_writes_a_checkpoint_is_killed_only_after_it(ranks):
     assert ranks.are_left_alone(4.0)
     mine.rename(ranks.checkpoints / "step_00000007")
     assert ranks.processes[0].wait(30) == -signal.SIGKILL
+
+
+# --- a meeting point that is gone -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_silent, has_worker", [(True, False), (True, True), (False, False)])
+def test_a_launcher_stops_waiting_for_a_store_that_is_gone_when_no_worker_is_left(
+    tmp_path, monkeypatch, is_silent, has_worker
+):
+    """The connection stands as one does whose link is cut: nothing arrives, and nothing says that it is over."""
+    monkeypatch.setattr(launch, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(launch, "CUT_OFF_SECONDS", 0.2)
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(tmp_path / "job.json")])
+    listener = socket.create_server(("127.0.0.1", 0))
+    other = socket.create_connection(listener.getsockname())
+    store, _ = listener.accept()
+    try:
+        if not has_worker:
+            worker.kill()
+            worker.wait()
+        if is_silent:
+            listener.close()
+        with launch._lifeline(f"127.0.0.1:{other.getpeername()[1]}", tmp_path / "job.json"):
+            is_closed = bool(select.select([other], [], [], 20 if is_silent and not has_worker else 1)[0])
+        assert is_closed == (is_silent and not has_worker)
+    finally:
+        worker.kill()
+        worker.wait()
+        for each in (listener, other, store):
+            each.close()
+
+
+# --- a launcher that is killed ----------------------------------------------------------------------------------------
+
+WAITS = """
+import os, subprocess, sys
+os.environ |= {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+os.environ |= {"MASTER_PORT": sys.argv[1], "TORCHELASTIC_USE_AGENT_STORE": "True"} | ({LAUNCHER})
+worker = "import os; from amp_core.run.rendezvous import worker_store; os.write(1, b'waits'); worker_store()"
+worker = subprocess.Popen([sys.executable, "-c", worker])
+worker.wait()
+"""
+
+
+@pytest.mark.parametrize("of", ["ours", "torchrun"])
+def test_a_worker_ends_with_its_launcher_also_before_it_found_the_store(of):
+    """Its store went with the launcher: nobody listens at that port."""
+    environ = '{"AMP_RECIPES_LAUNCHER": str(os.getpid())}' if of == "ours" else "{}"
+    command = [sys.executable, "-c", WAITS.replace("{LAUNCHER}", environ), str(free_port())]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert launcher.stdout.read(5) == b"waits"
+    launcher.kill()
+    # The worker holds the other ends of both pipes.
+    _, said = launcher.communicate(timeout=60)
+    assert b"the launcher was killed before the run began" in said
+
+
+def test_temporary_folders_of_killed_launchers_are_removed_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
+    names = ("dead", "lives", "has_workers", "of_the_user")
+    folders = {name: tmp_path / f"amp_recipes_{name}" for name in names}
+    for name, folder in folders.items():
+        folder.mkdir()
+        (folder / ("job.json" if name != "of_the_user" else "notes")).touch()
+    command = [sys.executable, "-c", "import time; time.sleep(60)", str(folders["has_workers"] / "job.json")]
+    worker = subprocess.Popen(command)
+    try:
+        with acquire(folders["lives"]), launch._job_folder() as mine:
+            assert {path.name for path in tmp_path.iterdir()} == {
+                *(folder.name for name, folder in folders.items() if name != "dead"),
+                Path(mine).name,
+            }
+            with pytest.raises(BlockingIOError):
+                acquire(Path(mine))
+    finally:
+        worker.kill()
+        worker.wait()
+    assert not Path(mine).exists()
+
+
+JOBLIB = """
+import os, sys
+from pathlib import Path
+from amp_core.cli.sweep import run_apart
+if os.fork():
+    os.wait()
+command = [sys.executable, "-c", "import time; print('runs', flush=True); time.sleep(60)"]
+run_apart(command, Path("/nowhere"), environ={}, in_worker=True)
+print("idles", flush=True)
+os.read(0, 1)
+"""
+
+
+def test_a_worker_of_a_killed_sweep_does_not_stay():
+    """One of joblib would idle for minutes, and leave its semaphores."""
+    sweep = subprocess.Popen([sys.executable, "-c", JOBLIB], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert sweep.stdout.readline() == b"runs\n"
+    sweep.kill()
+    assert sweep.stdout.read() == b""  # until all have ended
+    sweep.wait()
+    sweep.stdin.close()
+    sweep.stdout.close()
