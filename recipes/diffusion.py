@@ -20,6 +20,7 @@ Source: Karras et al. (EDM), arXiv:2206.00364: table 1 for preconditioning and l
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from amp_core.checkpoints.folders import saving
 from amp_core.config.checks import package_folder
+from amp_core.config.files import write_whole
 from amp_core.config.schema import Config
 from amp_core.data import build_data
 from amp_core.lowp.islands import keep_fp32
@@ -142,7 +144,9 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                 ends = images.min().item(), images.max().item()
                 with saving(file):
                     file.parent.mkdir(exist_ok=True)
-                    import_torchvision().utils.save_image(made, file, nrow=8, normalize=True, value_range=ends)
+                    png = io.BytesIO()
+                    import_torchvision().utils.save_image(made, png, "png", nrow=8, normalize=True, value_range=ends)
+                    write_whole(file, png.getbuffer())
         return {"loss": losses.mean().item()}
 
     loop = Loop(env, data, amp=amp, model=model, optimizer=optimizer, schedule=schedule, ema=ema, evaluate=evaluate)

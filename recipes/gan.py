@@ -24,6 +24,7 @@ Training Methods for GANs do actually Converge?" (arXiv:1801.04406); torch's not
 from __future__ import annotations
 
 import functools
+import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 
 from amp_core.checkpoints.folders import saving
 from amp_core.config.checks import package_folder
+from amp_core.config.files import write_whole
 from amp_core.config.schema import Config
 from amp_core.data import build_data
 from amp_core.models import build_model
@@ -257,7 +259,9 @@ def write_samples(path: Path, fakes: Tensor, real: Tensor) -> None:
     ends = low.item(), high.item()
     with saving(path):
         path.parent.mkdir(exist_ok=True)
-        import_torchvision().utils.save_image(fakes, path, nrow=8, normalize=True, value_range=ends)
+        png = io.BytesIO()
+        import_torchvision().utils.save_image(fakes, png, "png", nrow=8, normalize=True, value_range=ends)
+        write_whole(path, png.getbuffer())
 
 
 class Generator(nn.Module):

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.checkpoints.folders import saving
+from amp_core.config.files import write_whole
 from amp_core.config.schema import Config
 from amp_core.data import build_data
 from amp_core.data.loading import eval_loader, to_device
@@ -147,7 +148,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             file = env.run_dir / "samples" / f"step_{loop.step:08d}.txt"
             with saving(file):
                 file.parent.mkdir(exist_ok=True)
-                file.write_text(text, encoding="utf-8")
+                write_whole(file, text.encode())
     return loop.eval
 
 

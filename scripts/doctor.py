@@ -115,6 +115,7 @@ def forecast(args: argparse.Namespace) -> int:
 
 def advise(args: argparse.Namespace) -> int:
     """Say what the steps of a recipe spend their time on, and what the settings that would change it gain."""
+    from amp_core.run.lines import write_json
     from amp_tools.advise import Profile, advise_run, examine
     from amp_tools.trials import LOADER, time_run, try_out
 
@@ -139,7 +140,7 @@ def advise(args: argparse.Namespace) -> int:
     try_out(profiles[0], [each.override for each in report.findings], turn)
     report = examine(report.what, profiles[0])
     if args.json:
-        args.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+        write_json(args.json, report.to_dict())
     print(report)
     return code
 

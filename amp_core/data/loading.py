@@ -35,6 +35,8 @@ from amp_core.config.errors import RunError
 from amp_core.data.base import Dataset, Key, Seeded
 from amp_core.torch_private import find
 
+DIED = "Often memory ran out, or /dev/shm is too small. Use a smaller data.num_workers; 0 loads in the training process"
+"""What to do when torch says that a worker died."""
 _end_workers = find("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers")
 
 
@@ -359,7 +361,7 @@ class Batches:
 
     def _died(self, what: str) -> RunError:
         self.close()
-        return died(what)
+        return RunError(f"{what} {DIED}")
 
     def _dead_workers(self) -> list[int]:
         """Process ids. Waits a moment, since the connection to a killed worker ends before the worker does."""
@@ -378,14 +380,6 @@ class Batches:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def died(what: str) -> RunError:
-    """The error of a worker that is gone, from what torch says of it."""
-    return RunError(
-        f"{what} Often memory ran out, or /dev/shm is too small. Use a smaller data.num_workers; 0 loads in the "
-        f"training process"
-    )
 
 
 train_loader = Batches

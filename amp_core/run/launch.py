@@ -33,7 +33,7 @@ from amp_core.config.files import read_json
 from amp_core.config.redact import redact
 from amp_core.config.rules import build, node_range
 from amp_core.config.schema import Config
-from amp_core.data.loading import died, is_stopped
+from amp_core.data.loading import DIED, is_stopped
 from amp_core.run.environment import Environment, Job, outcome_of
 from amp_core.run.lines import write_json
 from amp_core.run.locks import acquire, lock_folder
@@ -96,7 +96,8 @@ def in_process(job: Job, run: Run) -> Outcome:
         if isinstance(problem, Interrupted):  # the log has said so
             return Outcome(code, {}, signalled=code if problem.by_signal else 0, is_alone=problem.__cause__ is not None)
         if isinstance(problem, RuntimeError) and "DataLoader worker (pid" in str(problem):
-            problem = died(str(problem).strip())  # torch's handler of SIGCHLD raises it anywhere, such as in a save
+            # torch's handler of SIGCHLD raises it wherever this process is, such as in a save.
+            problem = RunError(f"{str(problem).strip()} {DIED}")
         if isinstance(problem, RunError):
             return Outcome(code, {}, redact(str(problem)))
         if isinstance(problem, KeyboardInterrupt):

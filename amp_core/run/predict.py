@@ -7,6 +7,8 @@ names.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch import nn
 
 from amp_core.config.checks import IMAGE_ENDINGS, Skipped, images_below, skipped_note
 from amp_core.config.errors import ConfigError, Diverged, RunError, SaveError
+from amp_core.config.files import open_file, remove
 from amp_core.data import Data, Dataset
 from amp_core.data.base import Key
 from amp_core.data.loading import eval_loader, to_device
@@ -102,8 +105,11 @@ def _lines(
             if arrays:
                 line["file"] = f"predictions/{index:08d}.npz"
                 (env.run_dir / "predictions").mkdir(exist_ok=True)
-                (env.run_dir / line["file"]).unlink(missing_ok=True)  # a pipe, or a link to somewhere else
-                np.savez_compressed(env.run_dir / line["file"], **arrays)
+                with contextlib.suppress(FileNotFoundError):
+                    remove(env.run_dir / line["file"])  # perhaps a pipe, or a link to somewhere else
+                place = open_file(env.run_dir / line["file"], os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                with os.fdopen(place, "wb") as file:
+                    np.savez_compressed(file, **arrays)
             yield index, dumps(line), all(np.isfinite(value).all() for value in values.values())
 
 

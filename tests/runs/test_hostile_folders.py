@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 from PIL import Image
 from shared import script
+from test_recipes import arguments
 
 import train
 from amp_core.checkpoints import export
 from amp_core.checkpoints.checkpoint import Checkpoint
 from amp_core.config import files
+from amp_core.run.folder import RunFolder
 from amp_core.run.lines import LineFile, cut_lines, write_json
 from amp_core.run.locks import acquire
 
@@ -337,6 +339,36 @@ def test_checkpoints_that_become_a_link_during_the_run_are_not_followed(format, 
     monkeypatch.setattr(Checkpoint, "save", swap)
     assert train.main([*command, "steps=6", f"run_dir={run}"]) == 4
     assert "is a link that another user made" in capfd.readouterr().err and everything(mine) == before
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "recipe, name",
+    [
+        ("language_model", "samples"),
+        pytest.param("diffusion", "samples", marks=pytest.mark.slow),
+        pytest.param("gan", "samples", marks=pytest.mark.slow),
+        ("segmentation", "predictions"),
+    ],
+)
+def test_samples_and_predictions_are_not_written_behind_a_link_of_another_user(recipe, name, tmp_path, monkeypatch):
+    """It is made when the run has begun."""
+    run, mine, hydra = tmp_path / "run", tmp_path / "mine", RunFolder.begin
+    mine.mkdir()
+    (mine / "00000000.npz").write_text("kept")
+    command = [*arguments(recipe, "steps=2"), f"run_dir={run}"]
+    if name == "predictions":
+        assert train.main(command) == 0
+        plant(run / name, mine)
+        monkeypatch.setattr("amp_core.cli.run_folders._check_names", lambda folder: iter(()))
+        command += ["task=predict"]
+
+    def begin(self):
+        hydra(self)
+        plant(run / name, mine)
+
+    monkeypatch.setattr(RunFolder, "begin", begin)
+    assert train.main(command) == 4 and everything(mine) == {str(mine / "00000000.npz"): b"kept"}
 
 
 # --- data and weights -------------------------------------------------------------------------------------------------

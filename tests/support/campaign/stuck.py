@@ -50,6 +50,7 @@ def stuck(plan: Plan) -> Result:
     _two_launchers(plan, folder, alone, result)
     _stopped(plan, folder, alone, result)
     _data_worker(plan, folder, alone, result)
+    _killed_launchers(plan, folder, result)
     _signals_while_a_worker_is_stopped(plan, folder, alone, result)
     if plan.long:
         _stopped_worker(plan, folder, result)
@@ -129,9 +130,40 @@ def _data_worker(plan: Plan, folder: Path, alone: Alone, result: Result) -> None
         code = child.wait(60)
         what = "a data worker is killed"
         result.expect(code == 1, case, f"{what}: exit code {code}: {child.text[-700:]}")
-        result.expect("DataLoader worker" in child.text, case, f"{what}: {child.text[-700:]}")
+        is_clear = "error: DataLoader worker" in child.text and "Traceback" not in child.text
+        result.expect(is_clear, case, f"{what}: {child.text[-700:]}")
         finishes_as_if_alone(torn, kind, expected, result, case, what)
         clear(torn)
+
+
+def _killed_launchers(plan: Plan, folder: Path, result: Result) -> None:
+    """SIGKILL to a launcher while its workers import, meet or train: they end, too, and the run goes on."""
+    torn = folder / "torn"
+    command = arguments(*SETTINGS, f"run_dir={torn}", "layout=ddp", "layout.nproc_per_node=2")
+    longest = 0.0
+    for case, rng in plan.cases("killed launchers", short=1, long=12):
+        child = Child(lambda: train.main([*command, "steps=1000000"]), folder / "torn.0.txt")
+        wait_until(lambda child=child: len(workers_of(child.pid)) == 2, child)
+        after = rng.uniform(0.0, 6.0)
+        time.sleep(after)
+        workers = workers_of(child.pid)
+        began = time.monotonic()
+        os.kill(child.pid, signal.SIGKILL)
+        left = set(workers)
+        while left and time.monotonic() < began + BOUND:
+            time.sleep(0.02)
+            left = {pid for pid in left if Path(f"/proc/{pid}").exists()}
+        longest = max(longest, time.monotonic() - began)
+        child.wait()
+        result.counts["launchers killed"] += 1
+        what = f"a launcher is killed {after:.1f} s after its workers began"
+        result.expect(not left, case, f"{what}: {left} are left: {child.text[-700:]}", "unbounded waits")
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        again = Child(lambda: train.main([*command, f"steps={last_step(torn) + 30}"]), folder / "torn.0.txt")
+        result.expect(again.wait() == 0, case, f"{what}: does not go on: {again.text[-700:]}")
+        clear(torn)
+    result.facts["longest until the workers of a killed launcher had ended"] = f"{longest:.1f} s"
 
 
 def _stop_workers(rank: int, *, phase: str, step: int, mark: Path) -> None:
