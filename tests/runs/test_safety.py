@@ -15,7 +15,6 @@ import train
 from amp_core.checkpoints.checkpoint import Checkpoint
 from amp_core.config.redact import known_secrets, redact, redact_typed, refuse_secret
 from amp_core.run.locks import lock_folder
-from amp_core.vision import import_torchvision
 
 SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
 SMALL += ["device=cpu", "log.progress=false", "batch_size=8", "save_every=1", "eval_every=1000", "amp=bf16", "steps=3"]
@@ -234,8 +233,7 @@ def test_samples_that_cannot_be_written_end_a_run_with_4(recipe, monkeypatch, ca
     def fails(*_, **__):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(import_torchvision().utils, "save_image", fails)
-    monkeypatch.setattr(Path, "write_text", fails)
+    monkeypatch.setattr(f"recipes.{recipe}.write_whole", fails)
     command = arguments(recipe, "steps=2", "save_every=1", "eval_every=2", "run_dir=run")
     assert train.main([text for text in command if not text.startswith("recipe.sample_bytes")]) == 4
     said = capsys.readouterr().err
