@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from amp_core.checkpoints import folders, parts, plain_state, reading, sharded, shards
+from amp_core.checkpoints import checkpoint, folders, parts, plain_state, reading, sharded, shards
 from amp_core.config import files, redact
 from amp_core.config.errors import CheckpointError
 from amp_core.layouts import ddp as layout
@@ -258,7 +258,7 @@ BREAKS = [
     Break("written in place", _replace(folders, "write_step", _in_place), saves, case=1),
     Break("the old ones go first", _wrap(folders, "write_step", _prune_before), saves, case=4),
     Break("pruned in place", _replace(folders, "set_aside", lambda folder: folder), saves, case=4),
-    Break("leftovers stay", _replace(folders, "remove_leftovers", _nothing), saves, case=5),
+    Break("leftovers stay", _replace(checkpoint, "remove_leftovers", _nothing), saves, case=5),
     Break("shards are not brought to disk", _wrap(sharded, "_write_shards", _unsafe_shards), saves, case=6),
     Break(
         "no copy for the background",
@@ -304,7 +304,7 @@ BREAKS = [
     Break("the environment is recorded", _wrap(folder, "describe", lambda f: _with_environment(f)), leaks, 1),
     Break("failures are recorded as they are", _everything_as_it_is, leaks, 2, case=1),
     Break("a write that fails is ignored", _wrap(folders, "write_file", _without_errors), errors, 30, is_slow=True),
-    Break("what is no checkpoint is tidied away", _replace(folders, "remove_leftovers", _tidy), foreign, 8),
+    Break("what is no checkpoint is tidied away", _replace(checkpoint, "remove_leftovers", _tidy), foreign, 8),
     Break("no lock of the run folder", _replace(folder, "lock_folder", _no_lock), stuck, 1),
 ]
 

@@ -129,13 +129,13 @@ def network(plan: Plan) -> Result:
 
 
 def _cuts(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
-    torn = folder / "torn"
+    torn, alone = folder / "torn", Alone(folder)
     longest = 0.0
     for case, rng in plan.cases("network", short=1, long=6):
         layout, name = rng.choice(["ddp", "fsdp"]), rng.choice(list(NODES))
         settings = (*TELLING, "steps=400", "save_every=20", "eval_every=1000", BAD, f"layout={layout}")
         kind = Kind(settings, num_ranks=2)
-        expected, _ = Alone(folder).of(kind)
+        expected, _ = alone.of(kind)
         children = _launch(torn, hosts, arguments(*kind.settings))
         step = rng.randrange(30, 200)
         begun = wait_until(lambda step=step: last_step(torn) >= step, children[0], 120)
