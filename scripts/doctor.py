@@ -114,34 +114,17 @@ def forecast(args: argparse.Namespace) -> int:
 
 
 def advise(args: argparse.Namespace) -> int:
-    """Say what the steps of a recipe spend their time on, and what the settings that would change it gain."""
+    """Say what makes the steps of a recipe slower than they could be."""
     from amp_core.run.lines import write_json
-    from amp_tools.advise import Profile, advise_run, examine
-    from amp_tools.trials import LOADER, time_run, try_out
+    from amp_tools.advise import Window, advise_run, findings_of, to_dict
 
-    if args.windows < 1:
-        raise ConfigError(f"--windows {args.windows}: expected at least 1")
-    profiles: list[Profile] = []
-    code = visit(args.overrides, lambda loop, count: advise_run(loop, args.windows, profiles))
-    if code or not profiles:
+    found: list[Window] = []
+    code = visit(args.overrides, lambda loop, count: advise_run(loop, found))
+    if code or not found:
         return code
-    report = examine(" ".join(["train.py", *args.overrides]), profiles[0])
-    is_late = any((each.override or "").startswith(LOADER) for each in report.findings)
-
-    def turn(override: str) -> tuple[float, float] | None:
-        # What belongs to a mode, such as a loss scale, another one may refuse.
-        is_mode = override.startswith("amp=")
-        base = [o for o in args.overrides if not (is_mode and o.lstrip("+~").startswith(("amp=", "amp.")))]
-        with_loader = is_late and (not override or override.startswith(LOADER))
-        found: list[tuple[float, float]] = []
-        visit([*base, *override.split()], lambda loop, count: time_run(loop, args.windows, with_loader, found))
-        return found[0] if found else None
-
-    try_out(profiles[0], [each.override for each in report.findings], turn)
-    report = examine(report.what, profiles[0])
     if args.json:
-        write_json(args.json, report.to_dict())
-    print(report)
+        write_json(args.json, to_dict(found[0]))
+    print(*findings_of(found[0]) or ["nothing was found; perf.profile=3 shows where the time goes"], sep="\n\n")
     return code
 
 
@@ -185,9 +168,8 @@ def main(arguments: list[str]) -> int:
     command.add_argument("--check", action="store_true", help="train the same steps in fp16: was the forecast right?")
     command.set_defaults(do=forecast)
 
-    command = commands.add_parser("advise", help="why it is not faster, measured")
+    command = commands.add_parser("advise", help="why it is not faster: sizes, casts, islands, waits, small batches")
     command.add_argument("overrides", nargs="*", help="settings as for train.py")
-    command.add_argument("--windows", type=int, default=10, help="steps to measure")
     command.add_argument("--json", type=Path, metavar="FILE", help="where to write the findings as JSON")
     command.set_defaults(do=advise)
 

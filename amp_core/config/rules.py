@@ -31,7 +31,8 @@ LEAST: dict[int | None, str] = {
     None: "epochs max_minutes data.timeout_minutes layout.timeout_minutes layout.bucket_mb optimizer.lr clip.max_norm "
     "clip.max_value clip.factor amp.init_scale amp.growth_factor amp.backoff_factor amp.max_scale amp.min_scale "
     "amp.max_scale_per_sample",
-    0: "data.num_workers seed doctor.max_reports optimizer.weight_decay layout.max_restarts debug.inject.rank",
+    0: "data.num_workers seed doctor.max_reports optimizer.weight_decay layout.max_restarts debug.inject.rank "
+    "perf.profile",
     1: "accumulation batch_size steps samples save_every eval_every log_every checkpoint.keep data.image_size "
     "data.num_samples data.length doctor.after_skips doctor.statistics_every schedule.horizon layout.nproc_per_node "
     "debug.inject.step amp.growth_interval amp.max_consecutive_skips",

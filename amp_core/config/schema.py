@@ -260,6 +260,8 @@ class PerfConfig:
     """With compile: compile training for any shape; false: once per shape."""
     graph: bool
     """Capture a whole step as one CUDA graph and replay it, if nothing in it depends on the host."""
+    profile: int
+    """Steps that rank 0 records after its first five: torch.profiler's trace and table, in <run>/profile/; 0: none."""
 
 
 @dataclass(frozen=True)

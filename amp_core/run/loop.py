@@ -106,6 +106,8 @@ class Loop:
         self._log: LogLike
         """Open while it trains."""
         self._symptoms: Symptoms | None = None
+        self._profiled: Callable[[], Any]
+        """Ends a step of perf.profile."""
         self._is_looked_into = False
 
     @property
@@ -171,7 +173,7 @@ class Loop:
 
     def _steps(self) -> Generator[list[MicroBatch], None, None]:
         begin, end = self.step, self.num_steps
-        with self.feed.loading(self.samples) as windows:
+        with self.feed.loading(self.samples) as windows, self.services.profiling(self) as self._profiled:
             self.clock.start(self.samples)
             try:
                 yield from self._windows_of(windows, begin, end)
@@ -193,6 +195,7 @@ class Loop:
                 name = self.cfg.recipe["name"]
                 logger.info("perf.graph=true: recipe=%s does not use Loop.run: running eagerly instead", name)
             self.env.report_compiling()
+            self._profiled()
             yield from self._after_step(end)
 
     def _stop_waiting(self, begin: int, end: int, wait: GaveUp) -> NoReturn:

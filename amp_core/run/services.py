@@ -7,11 +7,12 @@ import functools
 import logging
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, profiler
 
 from amp_core.config.schema import scale_cap
 from amp_core.layouts.memory_model import Memory, memory_of, saved_for_backward, traffic, weights_of
@@ -97,6 +98,42 @@ def fault(loop: Loop, window: list[MicroBatch]) -> contextlib.AbstractContextMan
     """Around the window of `debug.inject`."""
     assert loop.cfg.debug.inject is not None
     return inject_fault(loop.cfg.debug.inject, loop.model, loop.amp, window, rank=loop.env.rank)
+
+
+_UNPROFILED = 5
+"""Steps before perf.profile records: allocations, choices of kernels and compilation come first."""
+
+
+@contextlib.contextmanager
+def profiling(loop: Loop) -> Iterator[Callable[[], Any]]:
+    """Around the steps of a run, with what is to be called after each: records those of perf.profile on rank 0."""
+    env, num_steps = loop.env, loop.cfg.perf.profile
+    if not num_steps or not env.is_main:
+        yield lambda: None
+        return
+    first = loop.step + _UNPROFILED + 1
+    on_cuda = env.device.type == "cuda"
+
+    def write(recorded: profiler.profile) -> None:
+        began = time.monotonic()
+        assert env.run_dir is not None
+        path = env.run_dir / "profile" / f"steps_{first}_to_{loop.step}"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            recorded.export_chrome_trace(f"{path}.json")
+            table = recorded.key_averages().table(f"self_{'cuda' if on_cuda else 'cpu'}_time_total", row_limit=50)
+            path.with_suffix(".txt").write_text(table)
+            logger.info("perf.profile: %s.json and .txt", path)
+        except (OSError, RuntimeError) as problem:  # the run is worth more than its profile
+            logger.warning("perf.profile: %s cannot be written: %s", path, problem)
+        loop.clock.pause(time.monotonic() - began)
+
+    activities = [profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if on_cuda else [])]
+    schedule = profiler.schedule(wait=_UNPROFILED - 1, warmup=1, active=num_steps, repeat=1)
+    with profiler.profile(
+        activities=activities, schedule=schedule, on_trace_ready=write, record_shapes=True, acc_events=True
+    ) as recorder:
+        yield recorder.step
 
 
 def plan(loop: Loop) -> str:
