@@ -33,8 +33,8 @@ from amp_core.torch_private import cpu_has
 if TYPE_CHECKING:
     from amp_core.run.loop import Loop
 
-_HALF = ("float16", "bfloat16")
-_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+_MULTIPLES = {"float16": 8, "bfloat16": 8, "float8_e4m3fn": MULTIPLE, "float8_e5m2": MULTIPLE}
+"""Of which Tensor Cores want sizes to be, by dtype. Source as in `lint.find_slow`."""
 _FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0}
 """Products of matrices, and which of their inputs is the first factor."""
 _PRODUCTS = {*_FACTORS, "convolution", "convolution_backward", "mv", "addmv", "mkldnn_rnn_layer", "_cudnn_rnn"}
@@ -56,7 +56,7 @@ class Operand:
 
     shape: tuple[int, ...]
     dtype: str
-    device: str = "cpu"
+    device: str
     num_bytes: int = 0
     is_weight: bool = False
 
@@ -217,13 +217,12 @@ def find_casts(w: Window) -> list[Finding]:
 
 
 def find_odd_sizes(w: Window) -> list[Finding]:
-    """Sizes of 16-bit products that are no multiples of what the units take. Source as in `lint.find_slow`."""
+    """Sizes of 16-bit products that are no multiples of what the units take."""
     odd: dict[tuple[int, int], list[Op]] = defaultdict(list)
     for op in w.products:
-        multiple = MULTIPLE if op.dtype in _FLOAT8 else 8
-        if op.dtype in (*_HALF, *_FLOAT8):
-            for size in {size for size in op.sizes if size >= _NARROW and size % multiple}:
-                odd[size, multiple].append(op)
+        multiple = _MULTIPLES.get(op.dtype, 1)
+        for size in {size for size in op.sizes if size >= _NARROW and size % multiple}:
+            odd[size, multiple].append(op)
     found = []
     # The rest is told by the largest.
     for (size, multiple), ops in sorted(odd.items(), key=lambda item: _bytes(item[1]), reverse=True)[:5]:
@@ -277,15 +276,7 @@ def find_waits(w: Window) -> list[Finding]:
     return found
 
 
-FINDERS: tuple[Callable[[Window], list[Finding]], ...] = (
-    find_loading,
-    find_emulated,
-    find_waits,
-    find_islands,
-    find_casts,
-    find_small_batch,
-    find_odd_sizes,
-)
+FINDERS = (find_loading, find_emulated, find_waits, find_islands, find_casts, find_small_batch, find_odd_sizes)
 
 
 def findings_of(window: Window) -> list[Finding]:
@@ -363,9 +354,8 @@ class Listing(Trace):
         inputs = [self._operand(tensor) for tensor in tensors_in((args, kwargs))]
         result = func(*args, **kwargs)
         outputs = [self._operand(tensor) for tensor in tensors_in(result)]
+        groups = {"convolution": args[8:9], "convolution_backward": args[9:10]}.get(name, (1,))[0]
         asynchronous = kwargs.get("non_blocking") or any(each is True for each in args[2:])
-        at = {"convolution": 8, "convolution_backward": 9}.get(name)
-        groups = 1 if at is None else args[at]
         blocks = not asynchronous and _is_blocking(name, inputs, outputs)
         self.ops.append(Op(name, place, node is not None, inputs, outputs, groups, blocks))
         return result
@@ -393,7 +383,7 @@ def _window_of(amp: Amp, listing: Listing) -> Window:
         lacks = (name == "float16" and capability < (7, 0)) or (name == "bfloat16" and not has_bf16)
     else:
         what, has_bf16 = f"this CPU ({torch.backends.cpu.get_cpu_capability()})", cpu_has("bfloat16")
-        lacks = name in _HALF and not cpu_has(name)
+        lacks = name in _MULTIPLES and not cpu_has(name)
     missing = f"{what} has no units for {name}, and emulates them" if lacks else ""
     if amp.config.float8 and float8_is_emulated(device):
         missing = f"{what} has no float8 units, and emulates them in fp32"

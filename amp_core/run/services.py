@@ -115,6 +115,8 @@ def profiling(loop: Loop) -> Iterator[Callable[[], Any]]:
     on_cuda = env.device.type == "cuda"
 
     def write(recorded: profiler.profile) -> None:
+        if loop.step < first:
+            return
         began = time.monotonic()
         assert env.run_dir is not None
         path = env.run_dir / "profile" / f"steps_{first}_to_{loop.step}"
@@ -134,6 +136,8 @@ def profiling(loop: Loop) -> Iterator[Callable[[], Any]]:
         activities=activities, schedule=schedule, on_trace_ready=write, record_shapes=True, acc_events=True
     ) as recorder:
         yield recorder.step
+    if loop.step < first:
+        logger.warning("perf.profile=%d: nothing was recorded: the run ended before step %d", num_steps, first)
 
 
 def plan(loop: Loop) -> str:

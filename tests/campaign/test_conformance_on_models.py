@@ -150,7 +150,8 @@ class Sensitivity(TorchFunctionMode):
         self.u, self.eta, self.total = info.eps / 2, info.smallest_normal * info.eps / 2, 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == Tensor.requires_grad.__set__ and args[0].requires_grad:  # wav2vec2 wants it of its input, as we do
+        # wav2vec2 wants it of its input, as we do.
+        if func == Tensor.requires_grad.__set__ and args[0].requires_grad:  # pyright: ignore[reportAttributeAccessIssue]
             return None
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
