@@ -257,9 +257,20 @@ def lines_of(function: Callable[..., Any]) -> set[str]:
     return {f"{code.co_filename}:{line}" for *_, line in code.co_lines() if line and line > code.co_firstlineno}
 
 
+def without_fault(case: Case) -> Case:
+    """With scale 0 where the loop is not finite at any."""
+    net, batch = seeded(case.model) if case.mended is None else (case.mended, case.batch)
+    twin = Case(case.model, "", net, batch, loss=case.healthy_loss)
+    twin.scale = fit(twin)  # what mends the forward pass may have steep gradients, as an eps of 1e-6 has
+    return twin
+
+
 def first_broken(cases: Iterator[Case]) -> Case:
-    """The first that is a fault: many an infinity is swallowed by a sigmoid or a ReLU6 behind it."""
-    return next(case for case in cases if not case.is_finite())
+    """The first that is a fault: many an infinity is swallowed by a sigmoid or a ReLU6 behind it.
+
+    And whose loop is finite without it, which depends on the kernels of this CPU.
+    """
+    return next(case for case in cases if not case.is_finite() and without_fault(case).scale)
 
 
 def large_weight(model: Foreign) -> Iterator[Case]:
@@ -466,14 +477,6 @@ def cured(case: Case, python: str) -> bool:
     return case.is_finite(model, scale=float(scale[1]) if scale else None, dtype=dtype)
 
 
-def is_silent(case: Case) -> bool:
-    """Whether the network without the fault is finite, and the doctor silent."""
-    net, batch = seeded(case.model) if case.mended is None else (case.mended, case.batch)
-    twin = Case(case.model, "", net, batch, loss=case.healthy_loss)
-    twin.scale = fit(twin)  # what mends the forward pass may have steep gradients, as an eps of 1e-6 has
-    return bool(twin.scale) and diagnose(twin) is None
-
-
 @pytest.mark.filterwarnings("ignore")  # of these packages
 @pytest.mark.parametrize("model", chosen(FAULTS, "vit_tiny_patch16_224", "mobilenetv3_small_100", "llama", "t5"))
 def test_faults_in_networks_of_others_are_found_and_cured(model: Foreign) -> None:
@@ -487,4 +490,4 @@ def test_faults_in_networks_of_others_are_found_and_cured(model: Foreign) -> Non
         assert diagnosis is not None and is_located(case, diagnosis), (case.fault, str(diagnosis))
         assert diagnosis.cause == case.cause, (case.fault, str(diagnosis))
         assert all(cured(case, fix.python) for fix in diagnosis.fixes if fix.verified), (case.fault, str(diagnosis))
-        assert is_silent(case), case.fault
+        assert diagnose(without_fault(case)) is None, case.fault
