@@ -136,7 +136,7 @@ def textbook(model: Foreign, mode: str) -> Run:
         run.taken.append(bool(norm.isfinite()))
         if run.taken[-1]:
             for mean, p in zip(average, net.parameters(), strict=True):
-                mean += (1 - torch.tensor(DECAY)) * (p.detach() - mean)
+                mean += torch.tensor(1 - DECAY) * (p.detach() - mean)
     return finished(run, net, average)
 
 
