@@ -25,23 +25,23 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 
 BUDGETS = {
-    "library": (9_950, "base lowp step memory layouts checkpoints heads"),
-    "doctor": (3_900, "doctor"),
-    "program": (11_700, "config run cli data models train.py"),
-    "amp_tools": (5_100, "amp_tools"),
-    "scripts": (6_600, "scripts"),
-    "amp_conformance": (3_450, "amp_conformance"),
+    "library": (10_240, "base lowp step memory layouts checkpoints heads"),
+    "doctor": (3_954, "doctor"),
+    "program": (12_160, "config run cli data models train.py"),
+    "amp_tools": (4_100, "amp_tools"),
+    "scripts": (6_200, "scripts"),
+    "amp_conformance": (2_490, "amp_conformance"),
 }
 """Lines at most, of floors (in `ABOUT`) and of what lies beside the core. The library half is what a loop without this
 program imports, the program half what a run of train.py needs besides."""
 
-TESTS_TO_CODE = 0.95
+TESTS_TO_CODE = 1.02
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 8_200, 2_750
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 8_980, 2_870
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
-MOST_LINES_OF_PATH = 500
+MOST_LINES_OF_PATH = 570
 """Lines of the functions that one fp16 step goes through, at most."""
 
 ABOUT = {
