@@ -214,7 +214,7 @@ class Services(Protocol):
     captured_step: Callable[[Any], CapturedStep | None]
     saved_tensors: Callable[[Any], Callable[[], AbstractContextManager[None]]]
     fault: Callable[[Any, list[MicroBatch]], AbstractContextManager[bool]]
-    profiling: Callable[[Any], AbstractContextManager[Callable[[], Any], None]]
+    profiling: Callable[[Any], Any]
     say: Callable[[str], None]
 
 
