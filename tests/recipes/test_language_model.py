@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
     for number, size in enumerate([20, 0, 1, 2, 8, 9, 10, 40, 17]):
         file = tmp_path / "text" / f"{number % 3}" / f"{number}.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(bytes(range(number, number + size)))
+        file.write_bytes(bytes(range(number + 1, number + 1 + size)))  # a file with zero bytes is no text
     (tmp_path / "text" / "0" / ".hidden").write_bytes(b"hidden" * 9)
     return tmp_path / "text"
 
@@ -94,6 +94,8 @@ def test_one_file_to_train_on_and_another_to_evaluate(folder: Path) -> None:
 
 def test_text_that_is_not_there_or_too_short_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "binary").mkdir()
+    (tmp_path / "binary" / "0.txt").write_bytes(b"\0")
     for values, problem in [
         ({}, "data.path=null: expected a file of text"),
         ({"path": "/nowhere"}, "data.path=/nowhere: there is no such file"),
@@ -102,6 +104,7 @@ def test_text_that_is_not_there_or_too_short_is_refused(folder: Path, tmp_path: 
         ({"path": str(folder), "augment": True}, "data.augment=true: has no effect"),
         ({"path": str(folder), "length": None}, "data.length=null: data=text needs a number"),
         ({"path": str(folder), "image_size": 8}, "data.image_size=8: has no effect"),
+        ({"path": str(tmp_path / "binary")}, "0.txt is no text: it has zero bytes"),
     ]:
         (found,) = check_data(data_config("text", **values))
         assert problem in found

@@ -324,7 +324,8 @@ def test_a_torch_that_cannot_take_kernels_back_keeps_its_own():
     code = """
 import torch
 del torch.library.Library._destroy
-from amp_core import Amp, fp16_convolutions as ours
+from amp_core import Amp
+from amp_core.lowp import fp16_convolutions as ours
 with Amp.named("fp16").autocast():
     torch.nn.Conv2d(1, 1, 1)(torch.ones(1, 1, 2, 2))
 ours.restore_convolutions()

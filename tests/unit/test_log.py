@@ -365,11 +365,12 @@ def on_terminal(code: str, run_dir: Path, columns: int, **environ: str) -> str:
     """The output of a script on a terminal of so many columns."""
     main, sub = pty.openpty()
     termios.tcsetwinsize(sub, (24, columns))
+    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     process = subprocess.Popen(
         [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), str(run_dir)],
         stdout=sub,
         stderr=sub,
-        env=os.environ | {"TERM": "xterm", "NO_COLOR": "1"} | environ,
+        env=inherited | {"TERM": "xterm", "NO_COLOR": "1"} | environ,
     )
     os.close(sub)
     output = b""
