@@ -69,11 +69,6 @@ _ROWS = (
     ("torch._dynamo.OptimizedModule._orig_mod", "the network in torch.compile(net)", "it is not unwrapped"),
     # Layouts and data.
     (
-        "torch.autograd.Variable._execution_engine",
-        "whether gradients are summed over ranks already",
-        "a loop without sync_grads goes unnoticed",
-    ),
-    (
         "torch.distributed.Reducer._push_all_rebuilt_params torch.distributed.Reducer._rebuild_buckets",
         "one order of sums from the first step on",
         "with three or more ranks a resumed run may differ by rounding",

@@ -2,7 +2,6 @@
 
 # No postponed annotations: DistributedDataParallel checks the annotations of its communication hooks.
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from amp_core.config.errors import ConfigError
 from amp_core.lowp.islands import carry_autocast
 from amp_core.tensors import all_gather
-from amp_core.torch_private import find, is_missing, version_of
+from amp_core.torch_private import find
 
-_engine: Any = None if is_missing("torch.Tensor._version") else find("torch.autograd.Variable._execution_engine")
 Reduction = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
@@ -30,9 +28,8 @@ class _Ddp(DistributedDataParallel):
     def __init__(self, net: nn.Module, reduction: Reduction, **options: Any) -> None:
         super().__init__(net, gradient_as_bucket_view=True, **options)
         self._reduction, self._is_held = reduction, False
-        *_, last = (param for param in net.parameters() if param.requires_grad)
-        self._state = _State(reduction, last)
-        self.register_comm_hook(self._state, _reduce)
+        self._present = [reduction]
+        self.register_comm_hook(self._present, _reduce)
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         return self._hold() if self.static_graph else super().no_sync()
@@ -46,54 +43,11 @@ class _Ddp(DistributedDataParallel):
             self._is_held = before
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.static_graph and torch.is_grad_enabled():
-            self._state.reduction = _leave if self._is_held else self._reduction
-        is_summed = self._state.is_summed()
-        outputs = super().forward(*inputs, **kwargs)
-        if is_summed:
-            self._state.remember()  # the gradient may have moved to another bucket
-        return outputs
-
-
-class _State:
-    """What the hook of a DDP network does; refuses to add to gradients that are already summed.
-
-    The next reduction would count them once per rank. It looks at one weight, the last, whose gradient is made first:
-    one that is there, and in which nobody has written since the reduction, was not cleared.
-    """
-
-    def __init__(self, reduction: Reduction, last: torch.Tensor) -> None:
-        self.reduction = reduction
-        self._last = weakref.ref(last)
-        self._left: tuple[torch.Tensor | None, int] = None, 0  # the tensor itself: another may get its id
-        last.register_hook(self._before_adding)  # called ahead of the sum
-
-    def note(self) -> None:
-        """To be called in a reducing backward pass: remembers what it leaves behind."""
-        if _engine is not None:
-            # Twice, since DDP's own callback, which may still write gradients, is queued between.
-            _engine.queue_callback(lambda: _engine.queue_callback(self.remember))
-
-    def remember(self) -> None:
-        grad = self._grad()
-        self._left = grad, 0 if grad is None else version_of(grad)
-
-    def is_summed(self) -> bool:
-        """Whether there are gradients that nobody has written in since they were reduced."""
-        grad = self._grad()
-        return grad is not None and grad is self._left[0] and version_of(grad) == self._left[1]
-
-    def _before_adding(self, _: torch.Tensor) -> None:
-        if self.is_summed():
-            raise RuntimeError(
-                "a backward pass would add to gradients that are already summed over the ranks. In a window of several "
-                "micro-batches, run each forward pass inside sync_grads(net, when=micro.is_last); otherwise clear the "
-                "gradients after each step"
-            )
-
-    def _grad(self) -> torch.Tensor | None:
-        param = self._last()
-        return None if param is None else param.grad
+        if torch.is_grad_enabled():
+            # Also without a static graph: a forward pass that got no backward pass has left the reduction switched on.
+            held = self._is_held or not self.require_backward_grad_sync
+            self._present[0] = _leave if held else self._reduction
+        return super().forward(*inputs, **kwargs)
 
 
 def wrap_ddp(
@@ -107,7 +61,8 @@ def wrap_ddp(
 ) -> DistributedDataParallel:
     """DistributedDataParallel whose reduction *sums* gradients over ranks.
 
-    The weights of a window already sum to 1 over all ranks; a mean would divide twice.
+    The weights of a window already sum to 1 over all ranks; a mean would divide twice. So each forward pass of a window
+    of several micro-batches has to be inside `sync_grads`: a second reduction would sum what is summed already.
 
     Args:
         net: on `device`.
@@ -115,7 +70,8 @@ def wrap_ddp(
         exact: sum in the same order in every step, also after a resume. DDP otherwise rebuilds its buckets after the
             first step, and with three or more ranks an element's position in a bucket decides the order in which ranks
             are added. The cost: the gradients of the first layers, ready last, are then in the first bucket.
-        static_graph: every backward pass reaches the same weights, equally often. Also with accumulation.
+        static_graph: every backward pass reaches the same weights, equally often. Also with accumulation, but not with
+            gradients of gradients: torch reduces none after `torch.autograd.grad` of the same graph.
         bucket_mb: MiB of gradients per all-reduce; None: torch's default.
         compress: send bfloat16, half the bytes. Sums are fp32, rounded once: summed in bfloat16, 512 times 1/512 is
             0.5. There is no float16: a gradient of 3 overflows at a loss scale of 65536.
@@ -139,10 +95,8 @@ def wrap_ddp(
     return ddp
 
 
-def _reduce(state: _State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    if bucket.is_last() and state.reduction is not _leave:
-        state.note()
-    return state.reduction(bucket)
+def _reduce(present: list[Reduction], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return present[0](bucket)
 
 
 def _leave(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

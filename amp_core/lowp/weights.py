@@ -139,7 +139,8 @@ class _LowParameter(nn.Parameter):
 def master_params(net: nn.Module) -> list[nn.Parameter]:
     """The parameters for an optimizer: the fp32 side of each 16-bit weight, and all other weights, in the usual order.
 
-    They have the weights' shapes and get the gradients. For any network or module of one.
+    They have the weights' shapes and get the gradients. For any network or module of one. Those of `bf16_pure` and `o3`
+    have values within a step alone, and are NaN between steps.
     """
     return [_sides[p].master.requires_grad_(p.requires_grad) if p in _sides else p for p in net.parameters()]
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -123,6 +124,8 @@ class Amp:
         self._losses: list[Tensor] = []
         self._num_stepped = 0
         self._outcomes: list[tuple[Tensor, Tensor]] = []
+        self._probes: list[weakref.ref[Tensor]] = []
+        """A weight that got a gradient in the first step, of each optimizer."""
         self._is_stepping = False
         self._sharing = 0
         self._said_waits = False
@@ -233,6 +236,11 @@ class Amp:
             loss = loss if loss.ndim == 0 else loss.reshape(())
             if self._rehearsal is not None:
                 self._rehearsal.on_loss(loss)
+            for probe in self._probes if self._losses else ():
+                if (weight := probe()) is not None and weight.grad is not None:
+                    break
+            else:  # the gradients of this window were cleared: its batch was dropped
+                self._losses = self._losses if not self._probes else []
             if self._is_stepping:
                 self._losses, self._is_stepping = [], False
             elif len(self._losses) > 64:
@@ -383,8 +391,9 @@ class Amp:
         """Unscale, check, clip, and step if the gradients of all ranks are finite. Once per window and optimizer.
 
         The check uses their global norm in float32, so gradients beyond 1e19 also count as an overflow. A loss that is
-        not finite skips all steps between its `backward` and the next one, also where gradients are finite, as behind
-        `where` or `detach`. That leaves the loss scale alone, on which such a loss does not depend.
+        not finite skips all steps that follow its window's backward passes, up to the next backward pass, also where
+        gradients are finite, as behind `where` or `detach`. That leaves the loss scale alone, on which such a loss does
+        not depend. A window whose gradients were set to None without a step is forgotten.
 
         No host-device sync if the optimizer is fused; otherwise one. A window without any gradient takes no step and
         does not move the scale.
@@ -649,7 +658,7 @@ class Amp:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins with a new window. It guards copies of the networks; 16-bit weights refuse to be copied."""
-        window = {"_states": {}, "_checked": set(), "_in_window": False, "_losses": [], "_outcomes": []}
+        window = {"_states": {}, "_checked": set(), "_in_window": False, "_losses": [], "_outcomes": [], "_probes": []}
         window |= {"_num_stepped": 0, "_is_stepping": False, "_sharing": 0, "_rehearsal": None}
         return vars(self) | window
 
@@ -700,6 +709,8 @@ class Amp:
             require_no_copies(optimizer, self.config.name)
         if self._states:
             self._require_own_weights(optimizer)
+        if optimizer.__dict__.get(_USABLE, (None,))[0] is not self:
+            self._probes += map(weakref.ref, with_grads(optimizer)[0][-1:])
         optimizer.__dict__[_USABLE] = self, len(optimizer.param_groups)
 
     def _require_own_weights(self, optimizer: torch.optim.Optimizer) -> None:

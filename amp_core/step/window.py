@@ -51,7 +51,7 @@ def num_samples(batch: Any) -> int:
             f"cannot count the samples of a {type(batch).__name__} without a tensor among its fields; pass count=, a "
             f"function of the batch, such as count=lambda batch: len(batch[0])"
         )
-    return next((tensor.shape[0] for tensor in tensors if tensor.ndim), 1)
+    return next((tensor.size(0) for tensor in tensors if tensor.ndim), 1)
 
 
 def _fields(batch: Any, *, is_outermost: bool = False) -> Iterator[Tensor]:
@@ -200,7 +200,8 @@ def sync_grads(*nets: nn.Module, when: bool) -> contextlib.AbstractContextManage
 
     The forward pass must lie inside; it decides for its backward pass, wherever that runs, as in
     DistributedDataParallel. Networks sharded by `fully_shard`, where the backward pass decides, keep to what the latest
-    `sync_grads` of them says. Without a wrapper that reduces gradients this does nothing.
+    `sync_grads` of them says. Not to be nested over one network. Without a wrapper that reduces gradients this does
+    nothing.
     """
     for net in nets:
         if hasattr(net, "set_requires_gradient_sync"):

@@ -301,6 +301,19 @@ def test_a_loss_that_is_not_finite_skips_though_its_gradients_are(bad: float, mo
     assert (amp.num_skipped, amp.num_consecutive_skips) == (1, 0)
 
 
+@pytest.mark.parametrize("mode", ["fp32", "fp16"])
+def test_a_bad_batch_that_was_dropped_does_not_skip_the_next_one(mode: str) -> None:
+    amp, (weight, optimizer) = Amp.named(mode), a_weight()
+    taken = []
+    for bad in (False, True, False, True, False):
+        amp.backward((weight * 1.0).sum() + (INF if bad else 0.0))
+        if not bad:
+            taken.append(bool(amp.step(optimizer).taken))
+            amp.update()
+        optimizer.zero_grad()
+    assert taken == [True] * 3 and weight.item() == -3.0
+
+
 def losses_of_ranks(rank: int) -> list[float]:
     """A loss that is infinite on rank 1 alone, with finite gradients; then an inf in what rank 1 unscales."""
     amp, (weight, optimizer), (other, unstepped) = amp_of(), a_weight(), a_weight()
