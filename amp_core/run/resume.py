@@ -133,13 +133,16 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
         return notes, warnings
     notes += loaded.notes
     _check_progress(loaded)
-    now, loop.classes = loop.classes, list(loaded.progress.get("classes", loop.classes))
-    if now != loop.classes:
-        others = ", ".join(sorted({*now} ^ {*loop.classes})[:3])
-        notes.append(f"data.path={cfg.data.path}: has other classes than the run was trained with, such as {others}")
+    there = list(loaded.progress.get("classes", loop.classes))
+    others = sorted({*loop.classes} ^ {*there}) or there
+    said = "has other classes, or in another order, than the run was trained with, such as"
+    changes = [] if loop.classes == there else [f"data.path={cfg.data.path}: {said} {', '.join(others[:3])}"]
     if cfg.task == "train":
-        _check_changes(loop, loaded, notes)
+        _check_changes(loop, loaded, notes, changes)
         _keep_samples_per_step(loop, loaded, notes)
+    else:
+        loop.classes = there  # what the network's outputs mean
+        notes += [f"warning: {change}" for change in changes]
     warnings = _spread(loop, notes) + repeats(loop)
     set_progress(loop, loaded.progress)
     progress = loaded.progress
@@ -185,8 +188,8 @@ def make_islands(loop: Loop, names: list[str]) -> None:
     loop.env.summary["islands"] = loop.islands
 
 
-def _check_changes(loop: Loop, loaded: Loaded, notes: list[str]) -> None:
-    changed = differences(loaded.config, loop.cfg.to_dict())
+def _check_changes(loop: Loop, loaded: Loaded, notes: list[str], changes: list[str]) -> None:
+    changed = differences(loaded.config, loop.cfg.to_dict()) + changes
     if loaded.progress.get("excluded", "") != loop.data.excluded:
         changed.append(f"data.exclude: another list of samples -> that of {show_value(loop.cfg.data.exclude)}")
     if not changed:

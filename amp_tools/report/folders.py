@@ -150,7 +150,7 @@ def _find(folder: Path, notes: list[str], seen: set[tuple[int, int]]) -> Iterato
         except OSError as problem:
             notes.append(f"{here}: cannot be read: {problem.strerror}")
             continue
-        is_run = any(mark in inside for mark in MARKS)
+        is_run = any(mark in inside for mark in MARKS) and ".jobs" not in inside  # a sweep is locked, too
         if is_run:
             yield here
         elif of_sweep and not any(is_folder for is_folder, _ in inside.values()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -287,6 +288,21 @@ def test_what_is_typed_takes_the_place_of_the_setting_of_a_run_and_is_said(runs_
     assert contents("it") == before
     assert train.main(["task=evaluate", "run_dir=it", "model.options.width=8"]) == 3
     assert capsys.readouterr().err.endswith("It was made with other settings; leave out model.options.width\n")
+
+
+def test_training_is_not_resumed_where_classes_have_moved(capsys):
+    """A renamed folder gives others their numbers: the outputs of the network would get other meanings."""
+    make_data("pets", "image_folder")
+    command = ["data=image_folder", "data.path=pets", "data.image_size=32", "model=mlp", "device=cpu", "batch_size=4"]
+    assert train.main([*command, "steps=1", "run_dir=it"]) == 0
+    for part in ("train", "val"):
+        Path("pets", part, "gnu").rename(Path("pets", part, "zebra"))
+    capsys.readouterr()
+    assert train.main([*command, "steps=2", "run_dir=it"]) == 2
+    assert "data.path=pets: has other classes" in capsys.readouterr().err
+    assert train.main(["task=evaluate", "run_dir=it"]) == 0
+    assert re.search(r"warning: data.path=\S+: has other classes", "".join(capsys.readouterr()))
+    assert train.main([*command, "steps=2", "run_dir=it", "allow_changes=true"]) == 0
 
 
 def test_a_job_of_a_sweep_is_evaluated_by_the_name_of_its_folder(capsys):
