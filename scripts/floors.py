@@ -41,7 +41,7 @@ TESTS_TO_CODE = 1.02
 MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 8_980, 2_870
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
-MOST_LINES_OF_PATH = 570
+MOST_LINES_OF_PATH = 580
 """Lines of the functions that one fp16 step goes through, at most."""
 
 ABOUT = {
