@@ -336,6 +336,8 @@ def _sweep(overrides: list[str]) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # or every job would use all cores
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions on instead of printing them
     Sweeper.validate_batch_is_legal = lambda self, batch: None  # every job was checked: a minute for 400 of them
+    if any((sweep_dir / mark).exists() for mark in ("checkpoints", "summary.json")):
+        raise ConfigError(f"hydra.sweep.dir={sweep_dir}: holds a run; choose another folder")
     try:
         sweep_dir.mkdir(parents=True, exist_ok=True)
         lock = locks.lock_folder(sweep_dir)

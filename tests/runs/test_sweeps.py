@@ -350,3 +350,10 @@ def test_an_experiment_names_its_command_and_composes():
     for path in (ROOT / "conf" / "experiment").glob("*.yaml"):
         assert f"python train.py -m experiment={path.stem}" in path.read_text()
         train._checked_values(compose.compose([f"experiment={path.stem}"], to_show=True), [], [])
+
+
+def test_a_sweep_into_the_folder_of_a_run_is_refused(tmp_path, capsys):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert train.main(["-m", *SMALL, "seed=1,2", f"hydra.sweep.dir={tmp_path}/run"]) == 2
+    assert "run: holds a run; choose another folder" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
