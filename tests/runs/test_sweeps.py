@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -180,20 +181,24 @@ def test_lines_of_jobs_side_by_side_say_whose_they_are(capfd):
 @pytest.mark.slow
 @pytest.mark.parametrize("in_worker", [False, True])
 def test_a_job_goes_on_without_the_shell_that_started_the_sweep_and_not_without_the_sweep(in_worker):
-    job = "import pathlib, time; pathlib.Path('began').touch(); time.sleep(1)"
+    """A worker of a launcher that is gone ends its job by SIGTERM, and then itself: nobody waits for either."""
+    job = "import pathlib as p, time; p.Path('began').touch(); time.sleep(1); p.Path('done').touch()"
     run = f"""
-import sys
+import fcntl, sys
 from pathlib import Path
 from amp_core.cli.sweep import run_apart
+held = open("held", "w")
+fcntl.flock(held, fcntl.LOCK_EX)
 ended = run_apart([sys.executable, "-c", {job!r}], Path("s"), environ={{}}, in_worker={in_worker})
-Path("new").write_text(str(ended[0]))
-Path("new").rename("code")
+Path("code").write_text(str(ended[0]))
 """
     environ = os.environ | {"PYTHONPATH": str(ROOT), "RUN": run}
     shell = f'"{sys.executable}" -c "$RUN" & while [ ! -e began ] && kill -0 $!; do sleep 0.05; done'  # and is gone
     subprocess.run(["sh", "-c", shell], env=environ, check=True, timeout=60)
-    until(Path("code").exists)
-    assert Path("code").read_text() == ("1" if in_worker else "0")  # 1: the job does nothing about SIGTERM
+    with open("held") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # when the process has ended
+    assert [Path(name).exists() for name in ("done", "code")] == [not in_worker] * 2
+    assert in_worker or Path("code").read_text() == "0"
 
 
 @pytest.mark.cuda

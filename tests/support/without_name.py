@@ -393,7 +393,8 @@ def compute(name: str, features: dict[str, Callable[[], Any]], lines: list[str])
 
     for each in names:
         assert torch_private.is_missing(each), f"{each} is still there"
-        if len(names) > 1 or not each.startswith(STAYS):
+        # torch's own fused step needs the last one.
+        if len(names) > 1 or not each.startswith(STAYS) or each == "torch._foreach_sub_":
             put_back.pop(each)()
     spare_compiler()  # as in a run: optimizers of torch import it otherwise, and it needs these names
     found = {}
