@@ -86,7 +86,7 @@ def test_the_tail_is_held_out_and_fewer_samples_are_spread_evenly(folder: Path) 
 def test_one_file_to_train_on_and_another_to_evaluate(folder: Path) -> None:
     cfg = data_config("text", path=str(folder / "1" / "7.txt"), eval_path=str(folder / "2"), length=16)
     data = build_data(cfg, seed=0)
-    assert batch_of(data.train)[0][0].tolist() == list(range(7, 23))
+    assert batch_of(data.train)[0][0].tolist() == list(range(8, 24))
     assert len(data.train) == 3 and (batch_of(data.eval)[1] != IGNORE).sum() == 8 + 16
     assert batch_of(data.train, 1)[0].equal(batch_of(build_data(cfg, seed=5).train, 1)[0])
     assert data.facts == {"vocab_size": 256, "length": 16}
