@@ -151,11 +151,12 @@ def microbatch_weights(counts: Sequence[float | Tensor]) -> list[float | Tensor]
 
 def _sum(counts: Sequence[float | Tensor]) -> float | Tensor:
     """The sum of counts, exact: of tensors in int64 or in their widest floating type."""
-    if not any(isinstance(c, Tensor) for c in counts):
-        if any(not c >= 0 for c in counts):
-            raise ValueError(f"a micro-batch counts {min(counts)}; expected a number of at least 0")
-        return sum(counts)
-    return sum(c.to(_wide(c)) if isinstance(c, Tensor) else c for c in counts)
+    total = sum(counts)
+    if isinstance(total, Tensor):
+        return sum(c.to(_wide(c)) if isinstance(c, Tensor) else c for c in counts)
+    if not total >= 0 or (counts and min(counts) < 0):
+        raise ValueError(f"a micro-batch counts {min(counts)}; expected a number of at least 0")
+    return total
 
 
 def _wide(count: Tensor) -> torch.dtype:
