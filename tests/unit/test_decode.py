@@ -379,6 +379,7 @@ for kind in kinds:
     for height, width in shapes:
         sys.stdout.flush()
         if not os.fork():  # a process has one peak
+            read(kind, "warm.png")  # a fork begins without the pages of libraries, tens of MiB
             before = peak()
             read(kind, f"{height}.png")
             print(json.dumps([kind, height, peak() - before]), flush=True)
