@@ -258,8 +258,10 @@ def test_temporary_folders_of_killed_launchers_are_removed_and_no_others(tmp_pat
     for name, folder in folders.items():
         folder.mkdir()
         (folder / ("job.json" if name != "of_the_user" else "notes")).touch()
-    command = [sys.executable, "-c", "import time; time.sleep(60)", str(folders["has_workers"] / "job.json")]
-    worker = subprocess.Popen(command)
+    says = "import time; print('runs', flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", says, str(folders["has_workers"] / "job.json")]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert worker.stdout.read(4) == b"runs"  # before that, its command line is still that of its parent
     try:
         with acquire(folders["lives"]), launch._job_folder() as mine:
             assert {path.name for path in tmp_path.iterdir()} == {
@@ -270,7 +272,7 @@ def test_temporary_folders_of_killed_launchers_are_removed_and_no_others(tmp_pat
                 acquire(Path(mine))
     finally:
         worker.kill()
-        worker.wait()
+        worker.communicate()
     assert not Path(mine).exists()
 
 

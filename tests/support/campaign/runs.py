@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 import os
 import random
 import shutil
@@ -65,18 +64,26 @@ class Alone:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._known: dict[Kind, tuple[dict[str, Any], float]] = {}
+        self._calls: dict[Kind, list[int]] = {}
 
     def of(self, kind: Kind) -> tuple[dict[str, Any], float]:
         """(outcome, seconds)"""
         if kind not in self._known:
             folder = self.folder / f"alone{len(self._known)}"
             began = time.monotonic()
-            codes = run(folder, kind.command, num_ranks=kind.num_ranks)
+            count = functools.partial(_count_calls, folder=folder)
+            codes = run(folder, kind.command, num_ranks=kind.num_ranks, before=count)
             seconds = time.monotonic() - began
             text = folder.with_name(f"{folder.name}.0.txt").read_text()
             assert codes == [0] * kind.num_ranks, (kind, codes, text[-3000:])
             self._known[kind] = outcome(folder), seconds
+            self._calls[kind] = [_calls_file(folder, rank).stat().st_size for rank in range(kind.num_ranks)]
         return self._known[kind]
+
+    def calls(self, kind: Kind) -> list[int]:
+        """The calls of each rank that change files, in all its saves."""
+        self.of(kind)
+        return self._calls[kind]
 
     def drawn(self, plan: Plan, draw: str, **options: Any) -> tuple[Kind, dict[str, Any], float]:
         """(a kind that is drawn with its cadences, its outcome, seconds)"""
@@ -147,11 +154,31 @@ def with_cadences(kind: Kind, plan: Plan, draw: object) -> tuple[Kind, list[int]
 class Deadly(system_calls.Calls):
     """Kills its process at one of the calls of its saves."""
 
-    def _call(self, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _call(self, name: str, real: Callable[..., Any], args: tuple[Any, ...], at: dict[str, int]) -> Any:
         self.trace.append((name, (), None))
         if len(self.trace) == self.at:
             os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args)
+        return real(*args, **at)
+
+
+class Counted(system_calls.Calls):
+    """Writes a byte for each call."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+
+    def _call(self, name: str, real: Callable[..., Any], args: tuple[Any, ...], at: dict[str, int]) -> Any:
+        os.write(self._file, b".")
+        return real(*args, **at)
+
+
+def _calls_file(folder: Path, rank: int) -> Path:
+    return folder.with_name(f"{folder.name}.{rank}.calls")
+
+
+def _count_calls(rank: int, *, folder: Path) -> None:
+    system_calls.use(Counted(_calls_file(folder, rank)))
 
 
 def _die_in_a_save(rank: int, *, who: int, at: int) -> None:
@@ -169,19 +196,20 @@ def kills(plan: Plan) -> Result:
     longest = 0.0
     for case, rng in plan.cases("kills", short=10, long=220):
         number, variant = case // 2 % len(kinds), case // 2 // len(kinds) % NUM_VARIANTS
-        kind, (log_every, save_every, _) = with_cadences(kinds[number], plan, f"{number}/{variant}")
+        kind, (log_every, _, _) = with_cadences(kinds[number], plan, f"{number}/{variant}")
         expected, seconds = alone.of(kind)
         what = [f"{kind.name} with {' '.join(kind.settings[-3:])}"]
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
             if case % 2:
                 who = rng.randrange(kind.num_ranks) if kind.is_sharded else 0
-                # A save with its pruning has 21 calls, and some more with shards; a rank above 0 writes one file.
-                at = rng.randrange(1, math.ceil(12 / save_every) * (5 if who else 27 if kind.is_sharded else 21))
+                at = rng.randint(1, alone.calls(kind)[who])
                 die = functools.partial(_die_in_a_save, who=who, at=at)
                 children = start(torn, kind.command, num_ranks=kind.num_ranks, before=die)
                 children[who].wait()
                 died = children[who].code == -signal.SIGKILL
                 what.append(f"rank {who} killed at call {at} of its saves")
+                ended = f"{what}: ends with {children[who].code}: {children[who].text[-700:]}"
+                result.expect(died or children[who].code == 0, case, ended)
                 result.counts["kills inside a save"] += died
             else:
                 before = last_step(torn)
