@@ -80,18 +80,29 @@ def floor_of(module: str) -> str | None:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines and modules of the project that a file imports, anywhere in it, also for type checkers alone."""
-    return _imports(ast.walk(ast.parse(path.read_text())))
+    """Lines and modules of the project that a file imports, anywhere in it; not for type checkers alone."""
+    return _imports(_that_runs(ast.parse(path.read_text())))
+
+
+def _that_runs(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but the bodies of `if TYPE_CHECKING`: what is a name in an annotation alone ties no module to another."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from _that_runs(child)
 
 
 def at_import(path: Path) -> Iterator[str]:
-    """Modules that are imported as soon as this one is, or for type checkers; not inside of functions."""
+    """Modules that are imported as soon as this one is; not inside of functions."""
     return (module for _, module in _imports(_outside_of_functions(ast.parse(path.read_text()).body)))
 
 
 def _outside_of_functions(body: list[ast.stmt]) -> Iterator[ast.AST]:
     for node in body:
         yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
         if isinstance(node, ast.If | ast.Try | ast.With):
             yield from _outside_of_functions([*node.body, *getattr(node, "orelse", [])])
 
