@@ -29,7 +29,7 @@ BUDGETS = {
     "doctor": (3_954, "doctor"),
     "program": (12_170, "config run cli data models train.py"),
     "amp_tools": (4_100, "amp_tools"),
-    "scripts": (6_200, "scripts"),
+    "scripts": (6_211, "scripts"),
     "amp_conformance": (2_490, "amp_conformance"),
 }
 """Lines at most, of floors (in `ABOUT`) and of what lies beside the core. The library half is what a loop without this
@@ -85,7 +85,7 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _that_runs(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but the bodies of `if TYPE_CHECKING`: what is a name in an annotation alone ties no module to another."""
+    """All nodes but those below `if TYPE_CHECKING`: a name in annotations alone ties no module to another."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
