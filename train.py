@@ -168,8 +168,8 @@ def _say_error(refused: RunError) -> None:
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
-def checked(overrides: list[str]) -> tuple[dict[str, Any], Config, list[str]]:
-    """The composed values, their typed form, and warnings.
+def checked(overrides: list[str]) -> tuple[Config, list[str]]:
+    """The configuration of a command line, and warnings.
 
     Raises:
         ConfigError: with every problem that can be found before the start.
@@ -179,7 +179,7 @@ def checked(overrides: list[str]) -> tuple[dict[str, Any], Config, list[str]]:
         values = compose.compose(sound)
     except ConfigError as refused:
         raise ConfigError(problems + refused.problems) from None
-    return values, *_checked_values(values, overrides, problems)
+    return _checked_values(values, overrides, problems)
 
 
 def _problems_of(sound: list[str]) -> list[str]:
@@ -214,7 +214,8 @@ def _checked_values(values: dict[str, Any], overrides: list[str], problems: list
         problems += [problem for problem in found if told.isdisjoint((key_of(problem), key_of(problem).split(".")[0]))]
     if problems:
         raise ConfigError(problems)
-    return cfg, warnings + warnings_of(cfg, {text.split("=")[0].lstrip("+") for text in overrides})
+    given = {text.split("=")[0].lstrip("+") for text in overrides}
+    return cfg, compose.note_on_run(values) + warnings + warnings_of(cfg, given)
 
 
 def _single(overrides: list[str]) -> int:
@@ -234,7 +235,7 @@ def _prepare(overrides: list[str]) -> Any:
     """The job of a single run, or None when its folder holds it finished, or for data.check."""
     from amp_core.run.environment import Job
 
-    values, cfg, warnings = checked(overrides)
+    cfg, warnings = checked(overrides)
     if cfg.data.check:
         from amp_core.run.check import check_samples
         from amp_core.run.rendezvous import launched
@@ -243,11 +244,11 @@ def _prepare(overrides: list[str]) -> Any:
             raise ConfigError("data.check=true: starts its own processes; start it without torchrun")
         check_samples(cfg.data, progress=cfg.log.progress and not cfg.log.quiet)
         return None
-    run_dir = choose_run_dir(values, cfg)
-    if run_dir is not None and is_finished(run_dir, values):
+    run_dir = choose_run_dir(cfg)
+    if run_dir is not None and is_finished(run_dir, cfg):
         say(f"already finished: {run_dir}")
         return None
-    return Job(values, run_dir, overrides, [sys.executable, *sys.argv], compose.note_on_run(values) + warnings)
+    return Job(cfg, run_dir, overrides, [sys.executable, *sys.argv], warnings)
 
 
 def _run(job: Any) -> int:
@@ -270,7 +271,7 @@ def _launch(job: Any) -> Any:
     from recipes import runner
 
     _add_to_path()
-    return launch(job, runner(job.config["recipe"]["name"]), [sys.executable, "-m", "recipes"])
+    return launch(job, runner(job.cfg.recipe["name"]), [sys.executable, "-m", "recipes"])
 
 
 def _add_to_path() -> None:
@@ -300,7 +301,7 @@ def _under_torchrun(overrides: list[str]) -> int:
     if job is None:
         return 0
     _collect_again()
-    outcome = in_process(job, runner(job.config["recipe"]["name"]))
+    outcome = in_process(job, runner(job.cfg.recipe["name"]))
     if outcome.exit_code == 1:
         report_failure(outcome.error or "")
     elif outcome.error and os.environ["RANK"] == "0":
@@ -430,19 +431,13 @@ def sweep_job(config: DictConfig) -> float | None:
     sweep_dir = Path(hydra_config.sweep.dir)
     folder = sweep_subdir(sweep_dir, overrides)
     launcher = hydra_config.runtime.choices["hydra/launcher"]
-    values = compose.compose(overrides)
     if code := sweep.asked_to_stop(sweep_dir):
         if launcher == "basic":
             raise SystemExit(code)
         return None
-    record = sweep.Record(folder, overrides, metric=values["recipe"]["best"])
-    run_dir = str(sweep_dir / folder)
-    started, signalled = time.monotonic(), 0
-    if is_finished(run_dir, values):
-        say(f"already finished: {run_dir}")
-        record.exit_code = 0
-    else:
-        signalled = _run_job(record, values, sweep_dir, apart=launcher in ("joblib", "submitit_local"))
+    record = sweep.Record(folder, overrides)
+    started = time.monotonic()
+    signalled = _run_job(record, sweep_dir, apart=launcher in ("joblib", "submitit_local"))
     record.status = STATUS.get(record.exit_code or 0, "failed")
     if record.status == "preempted":
         record.error = None  # it goes on
@@ -457,19 +452,24 @@ def sweep_job(config: DictConfig) -> float | None:
     return record.value
 
 
-def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, apart: bool) -> int:
+def _run_job(record: sweep.Record, sweep_dir: Path, *, apart: bool) -> int:
     """Run a job and note how it ended. Returns the exit code that a signal asked for, or 0.
 
     Args:
         record: of the job.
-        values: its configuration.
         sweep_dir: the sweep's folder.
         apart: others run beside it on this machine. It gets a process and GPUs of its own. So does every job that
             computes on a GPU, which an error can leave unusable to all that its process does afterwards.
     """
     run_dir = str(sweep_dir / record.folder)
     try:
+        values = compose.compose(record.overrides)
         cfg = build(values)
+        record.metric = cfg.recipe["best"]
+        if is_finished(run_dir, cfg):
+            say(f"already finished: {run_dir}")
+            record.exit_code = 0
+            return 0
         writes = not cfg.dry_run and cfg.task != "evaluate"
         num_gpus = 0
         if cfg.device != "cpu":
@@ -495,7 +495,7 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
                 )
             return 0
         cfg, warnings = _checked_values(values, record.overrides, [])
-        check_run_dir(run_dir, values, cfg)
+        check_run_dir(run_dir, cfg)
     except ConfigError as refused:
         _say_error(refused)
         record.exit_code, record.error = refused.exit_code, refused.problems[0]
@@ -505,8 +505,7 @@ def _run_job(record: sweep.Record, values: dict[str, Any], sweep_dir: Path, *, a
         return 0
     from amp_core.run.environment import Job
 
-    notes = compose.note_on_run(values) + warnings
-    job = Job(values, run_dir if writes else None, record.overrides, [sys.executable, *sys.argv], notes)
+    job = Job(cfg, run_dir if writes else None, record.overrides, [sys.executable, *sys.argv], warnings)
     outcome = _launch(job)
     record.exit_code, record.error = outcome.exit_code, sweep.first_line(outcome.error)
     record.value = outcome.eval.get(str(record.metric))

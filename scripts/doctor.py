@@ -36,14 +36,13 @@ def visit(overrides: list[str], driver: Any) -> int:
     from recipes import find
 
     overrides = [text for text in overrides if not text.startswith(_OF_MANY_RANKS)]
-    values, _, notes = checked([*overrides, "dry_run=true"])
-    run = find(values["recipe"]["name"]).run
+    cfg, notes = checked([*overrides, "dry_run=true"])
 
     def visited(cfg: Any, env: Any) -> Any:
         env.driver = driver
-        return run(cfg, env)
+        return find(cfg.recipe["name"]).run(cfg, env)
 
-    outcome = in_process(Job(values, None, overrides, sys.argv, notes), visited)
+    outcome = in_process(Job(cfg, None, overrides, sys.argv, notes), visited)
     if outcome.error:
         complain(outcome.error)
     return outcome.exit_code

@@ -23,7 +23,8 @@ from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_core import Amp, Ema, sync_grads
-from amp_core.config.rules import SHARDED, amp_config
+from amp_core.config.rules import amp_config
+from amp_core.config.schema import SHARDED
 from amp_core.layouts.ddp import wrap_ddp
 from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
 from amp_core.layouts.memory_model import (

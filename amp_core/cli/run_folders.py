@@ -24,21 +24,21 @@ CONSTANT = ".jobs/constant"
 """In a sweep's folder: the overrides that all its jobs have."""
 
 
-def choose_run_dir(values: dict[str, Any], cfg: Config) -> str | None:
+def choose_run_dir(cfg: Config) -> str | None:
     """The run folder of a single run; None for what writes nothing. Creates nothing. ConfigError: it cannot be."""
     if cfg.dry_run or cfg.task == "evaluate":
         return None
     if cfg.resume == "last" and cfg.task == "train":
-        return last_unfinished(values)
+        return last_unfinished(cfg)
     run_dir = cfg.run_dir if cfg.run_dir is not None else fresh_run_dir(cfg.recipe["name"])
     if problem := check_place("run_dir", run_dir):
         raise ConfigError(problem)
     if cfg.run_dir is not None:
-        check_run_dir(run_dir, values, cfg)
+        check_run_dir(run_dir, cfg)
     return run_dir
 
 
-def check_run_dir(run_dir: str, values: dict[str, Any], cfg: Config) -> None:
+def check_run_dir(run_dir: str, cfg: Config) -> None:
     """Raises ConfigError unless a run with these settings may write to a folder that may already hold one."""
     folder = Path(run_dir)
     if problems := list(_check_names(folder)):
@@ -52,7 +52,7 @@ def check_run_dir(run_dir: str, values: dict[str, Any], cfg: Config) -> None:
         return
     if cfg.resume == "never":
         raise ConfigError(f"resume=never: {run_dir} holds a run already; choose another run_dir, or resume=auto")
-    changed = differences(stored, values)
+    changed = differences(stored, cfg.to_dict())
     if changed and not cfg.allow_changes:
         raise ConfigError(
             [f"{change} (run_dir={run_dir} was begun with the first)" for change in changed]
@@ -142,11 +142,11 @@ def _is_left(path: Path) -> bool:
     return False
 
 
-def is_finished(run_dir: str, values: dict[str, Any]) -> bool:
+def is_finished(run_dir: str, cfg: Config) -> bool:
     """Whether the folder holds the finished run of just these settings."""
     stored = stored_config(run_dir)
     free = {"log", "layout", "device", "save_every", "eval_every", "log_every", "perf", "run_dir", "resume"}
-    return stored is not None and status_of(run_dir) == "finished" and not differences(stored, values, but=free)
+    return stored is not None and status_of(run_dir) == "finished" and not differences(stored, cfg.to_dict(), but=free)
 
 
 def summary_of(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
@@ -229,9 +229,9 @@ def source_of(values: dict[str, Any]) -> Path | None:
     return None
 
 
-def last_unfinished(values: dict[str, Any]) -> str:
+def last_unfinished(cfg: Config) -> str:
     """The newest unfinished run folder of the same configuration. ConfigError: there is none."""
-    base = Path("outputs", str(values["recipe"]["name"]))
+    base = Path("outputs", cfg.recipe["name"])
     finished = others = 0
     for folder in sorted(base.iterdir() if base.is_dir() else [], key=lambda p: p.stat().st_mtime, reverse=True):
         stored = stored_config(folder)
@@ -239,7 +239,7 @@ def last_unfinished(values: dict[str, Any]) -> str:
             continue
         if status_of(folder) == "finished":
             finished += 1
-        elif is_locked(folder) or differences(stored, values):
+        elif is_locked(folder) or differences(stored, cfg.to_dict()):
             others += 1
         else:
             return str(folder)

@@ -11,6 +11,8 @@ from typing import Any
 from amp_core.config.errors import ConfigError
 from amp_core.config.lengths import MOST_STEPS, is_length
 from amp_core.config.schema import (
+    ONE_PROCESS,
+    SHARDED,
     WHOLE_MATRICES,
     AmpConfig,
     ClipConfig,
@@ -119,12 +121,6 @@ def _check_clip(clip: ClipConfig) -> Iterator[str]:
         elif value is not None and clip.name not in (owner, None):
             shown = show_value(value) if key == "folded" else f"{value:g}"
             yield f"clip.{key}={shown}: has no effect with clip={clip.name}; use clip={owner}"
-
-
-ONE_PROCESS = ("single", "data_parallel")
-"""Layouts of one process, whatever the machine has."""
-SHARDED = ("fsdp", "hsdp")
-"""Layouts in which a rank holds a part of each weight."""
 
 
 def node_range(nnodes: int | str) -> tuple[int, int] | None:
@@ -402,6 +398,10 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _is_same(a: Any, b: Any) -> bool:
+    return a == b or (a != a and b != b)  # a NaN is the same setting as a NaN
+
+
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, but: Iterable[str] = MAY_CHANGE) -> list[str]:
     """`key: old -> new` for every setting that differs, except `but` and what lies below."""
     but = set(but)
@@ -409,5 +409,5 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, but: Iterable
     return [
         f"{key}: {show_value(a.get(key))} -> {show_value(b.get(key))}"
         for key in sorted(a.keys() | b.keys())
-        if a.get(key) != b.get(key) and not any(key == k or key.startswith(f"{k}.") for k in but)
+        if not _is_same(a.get(key), b.get(key)) and not any(key == k or key.startswith(f"{k}.") for k in but)
     ]

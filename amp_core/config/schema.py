@@ -117,6 +117,12 @@ class LayoutConfig:
     """A collective that waits longer than this fails."""
 
 
+ONE_PROCESS = ("single", "data_parallel")
+"""Layouts of one process, whatever the machine has."""
+SHARDED = ("fsdp", "hsdp")
+"""Layouts in which a rank holds a part of each weight."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The network."""

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.config.rules import SHARDED
-from amp_core.config.schema import AmpConfig
+from amp_core.config.schema import SHARDED, AmpConfig
 from amp_core.layouts.fsdp import cast_whole, outline
 from amp_core.layouts.zero import bucket_size, is_shared
 from amp_core.lowp.weights import is_low, master_params

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.rules import SHARDED
-from amp_core.config.schema import Config
+from amp_core.config.schema import SHARDED, Config
 from amp_core.lowp.fp16_convolutions import note
 from amp_core.lowp.islands import keep_fp32
 from amp_core.step.amp import Amp

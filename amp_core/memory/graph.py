@@ -36,8 +36,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_core.config.errors import RunError
-from amp_core.config.rules import SHARDED
-from amp_core.config.schema import LayoutConfig
+from amp_core.config.schema import SHARDED, LayoutConfig
 from amp_core.memory.sync_debug import noted_waits
 from amp_core.step.amp import Amp
 from amp_core.step.fused import counts_of

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from amp_core.config.errors import STATUS, RunError
 from amp_core.config.lengths import num_steps
-from amp_core.config.schema import Config
+from amp_core.config.schema import Config, parse
 from amp_core.layouts.placement import Placement
 from amp_core.run.stop import Stop
 from amp_core.step.amp import Amp
@@ -40,9 +40,9 @@ Driver = Callable[[Any, Callable[[Any], Tensor] | None], Iterator[Any]]
 
 @dataclass
 class Job:
-    """All that a worker needs to know, as JSON: it is composed once and handed to every rank."""
+    """A checked configuration and where it runs. Composed once; other processes get it as JSON."""
 
-    config: dict[str, Any]
+    cfg: Config
     run_dir: str | None
     """None: nothing is written (dry run, evaluation of a checkpoint)."""
     overrides: list[str] = field(default_factory=list)
@@ -55,17 +55,19 @@ class Job:
 
     @classmethod
     def loads(cls, text: str) -> Job:
-        return cls(**json.loads(text))
+        values = json.loads(text)
+        problems: list[str] = []
+        job = cls(**values | {"cfg": parse(Config, values["cfg"], "", problems)})
+        assert not problems, problems  # the configuration was checked before it was written
+        return job
 
 
 class Environment:
     """Handed to every recipe. Made by `process.environment`, which also hands in what has a protocol for its type."""
 
-    def __init__(
-        self, job: Job, cfg: Config, device: torch.device, rank: int, local_rank: int, world_size: int
-    ) -> None:
+    def __init__(self, job: Job, device: torch.device, rank: int, local_rank: int, world_size: int) -> None:
         self.job = job
-        self.cfg = cfg
+        self.cfg = job.cfg
         self.device = device
         self.rank = rank
         self.local_rank = local_rank

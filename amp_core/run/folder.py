@@ -70,7 +70,7 @@ class RunFolder:
                 remove_leftovers(place)
             from omegaconf import OmegaConf
 
-            write_text(hydra / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(self._env.job.config)))
+            write_text(hydra / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(self._env.cfg.to_dict())))
             write_text(hydra / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(self._env.job.overrides)))
             write_json(self.path / "environment.json", describe(self._env))
         except OSError as problem:

@@ -31,7 +31,7 @@ from typing import Any
 from amp_core.config.errors import ConfigError, Interrupted, RunError
 from amp_core.config.files import read_json
 from amp_core.config.redact import redact
-from amp_core.config.rules import build, node_range
+from amp_core.config.rules import node_range
 from amp_core.config.schema import Config
 from amp_core.data.loading import DIED, is_stopped
 from amp_core.run.environment import Environment, Job, outcome_of
@@ -79,10 +79,9 @@ def launch(job: Job, run: Run, worker: list[str]) -> Outcome:
 
     `worker` is the command of a worker, to which the path of the job's file is appended.
     """
-    cfg = build(job.config)
-    if launched() or not needs_agent(cfg):
+    if launched() or not needs_agent(job.cfg):
         return in_process(job, run)
-    return _with_agent(job, cfg, worker)
+    return _with_agent(job, worker)
 
 
 def in_process(job: Job, run: Run) -> Outcome:
@@ -105,7 +104,7 @@ def in_process(job: Job, run: Run) -> Outcome:
         return Outcome(code, {}, redact(traceback.format_exc()))
 
 
-def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
+def _with_agent(job: Job, worker: list[str]) -> Outcome:
     # Imported here: the agent costs a second that a single process need not pay.
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -117,10 +116,10 @@ def _with_agent(job: Job, cfg: Config, worker: list[str]) -> Outcome:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    layout = cfg.layout
+    layout = job.cfg.layout
     nodes = node_range(layout.nnodes)
     assert nodes is not None
-    nproc = num_processes(cfg)
+    nproc = num_processes(job.cfg)
     several = nodes[1] > 1
     with _job_folder() as folder, _worker_environ(nproc, several):
         job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
@@ -359,13 +358,13 @@ def work(job_file: Path, run_of: Callable[[str], Run]) -> int:
         result.unlink(missing_ok=True)  # of workers that were stopped because a machine came or went
     job = Job.loads(job_file.read_text())
     try:
-        worker_store(job.config["layout"]["timeout_minutes"])
+        worker_store(job.cfg.layout.timeout_minutes)
         job = share(job)
     except RuntimeError as lost:  # also a timeout of torch's
         report_failure(f"the ranks did not meet: {lost}")
         return 1
     assert job is not None
-    outcome = in_process(job, run_of(job.config["recipe"]["name"]))
+    outcome = in_process(job, run_of(job.cfg.recipe["name"]))
     if outcome.exit_code == 1:
         report_failure(outcome.error or "")
         return 1

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.rules import ONE_PROCESS, build, is_elastic, node_range
-from amp_core.config.schema import Config
+from amp_core.config.rules import is_elastic, node_range
+from amp_core.config.schema import ONE_PROCESS, Config
 from amp_core.data.loading import bounded_waits
 from amp_core.lowp.fp16_convolutions import kept_convolutions
 from amp_core.run import services
@@ -71,12 +71,12 @@ def environment(job: Job) -> Iterator[Environment]:
     Sets: device, process group, random seeds, deterministic algorithms, cuDNN's choice of them, signal handlers. The
     last three, the matmul precision and autocast's policy are process-wide and outlive a run; they are restored.
     """
-    cfg = build(job.config)
+    cfg = job.cfg
     rank, local_rank, world_size = 0, 0, 1
     if cfg.layout.name not in ONE_PROCESS and launched():
         rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     device = resolve_device(cfg.device, local_rank * (cfg.layout.num_stages or 1))
-    env = Environment(job, cfg, device, rank, local_rank, world_size)
+    env = Environment(job, device, rank, local_rank, world_size)
     env.folder = folder = RunFolder(env)
     env.services = services
     with contextlib.ExitStack() as undo:

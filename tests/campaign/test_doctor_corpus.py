@@ -75,7 +75,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 def examine(recipe, settings, step=1):
     """Whether a step of a run is finite, and what the doctor says of it."""
     layout = [] if recipe == "model_parallel" else ["layout=single"]
-    values, _, notes = checked([*arguments(recipe, *settings), *layout, "dry_run=true"])
+    cfg, notes = checked([*arguments(recipe, *settings), *layout, "dry_run=true"])
     finite, found = [], []
 
     def course(loop, count):
@@ -91,7 +91,7 @@ def examine(recipe, settings, step=1):
         env.driver = course
         return find(recipe).run(cfg, env)
 
-    outcome = in_process(Job(values, None, [], [], notes), visited)
+    outcome = in_process(Job(cfg, None, [], [], notes), visited)
     assert outcome.exit_code == 0, outcome.error
     return finite[0], found[0]
 

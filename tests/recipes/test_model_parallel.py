@@ -419,17 +419,17 @@ def test_the_state_of_a_data_parallel_network_has_plain_names(tmp_path: Path) ->
 
 def test_a_process_of_model_parallel_has_consecutive_gpus_of_its_own() -> None:
     cfg = build(compose(["recipe=model_parallel", "layout.num_stages=3"]))
-    job = Job(config={}, run_dir=None)
-    devices = Placement(Environment(job, cfg, torch.device("cuda", 3), 1, 1, 2)).devices  # no GPU is touched
+    job = Job(cfg, run_dir=None)
+    devices = Placement(Environment(job, torch.device("cuda", 3), 1, 1, 2)).devices  # no GPU is touched
     assert devices == [torch.device("cuda", number) for number in (3, 4, 5)]
-    assert Placement(Environment(job, cfg, CPU, 0, 0, 1)).devices == [CPU] * 3
+    assert Placement(Environment(job, CPU, 0, 0, 1)).devices == [CPU] * 3
 
 
 @pytest.mark.parametrize("layout", ["single", "fsdp"])
 def test_a_network_of_one_process_goes_to_its_device_in_every_layout(layout: str) -> None:
     cfg = build(compose([f"layout={layout}"]))
     net, device = nn.Linear(2, 2), torch.device("meta")
-    Placement(Environment(Job(config={}, run_dir=None), cfg, device, 0, 0, 1)).wrap(net, Amp.named("bf16"), [])
+    Placement(Environment(Job(cfg, run_dir=None), device, 0, 0, 1)).wrap(net, Amp.named("bf16"), [])
     assert net.weight.device == device
 
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 from amp_core import Amp, MicroBatch
 from amp_core.cli import compose
 from amp_core.cli.overrides import check_overrides
+from amp_core.config.rules import build
 from amp_core.run.environment import Job
 from amp_core.run.loop import Loop
 from amp_core.run.process import environment
@@ -96,7 +97,7 @@ def steps(recipe: str, mode: str, device: torch.device, num: int = 3) -> int:
     overrides = [*WINDOW, f"amp={mode}", "schedule=warmup_cosine", "steps=3", "doctor=off", "data.num_workers=0"]
     sound, problems = check_overrides(arguments(recipe, *overrides), multirun=False)
     assert not problems
-    job = Job(compose.compose(sound), run_dir=None)
+    job = Job(build(compose.compose(sound)), run_dir=None)
     module = importlib.import_module(f"recipes.{recipe}")
     build_data = getattr(module, "build_data", None)
 

@@ -21,6 +21,7 @@ from test_recipes import arguments
 import train
 from amp_core.checkpoints import folders
 from amp_core.cli.compose import compose
+from amp_core.config.rules import build
 from amp_core.run import launch
 from amp_core.run.environment import Job
 from amp_core.run.locks import acquire
@@ -82,7 +83,7 @@ def launched(folder: Path, monkeypatch, case: str) -> tuple[launch.Outcome, floa
     command = arguments(
         "classification", "steps=1000000", "data.num_workers=1", "layout=ddp", "layout.nproc_per_node=2"
     )
-    job = Job(compose(command), str(folder / "run"), command)
+    job = Job(build(compose(command)), str(folder / "run"), command)
     sender = threading.Thread(target=signal_when, args=[mark])
     sender.start()
     outcome = launch.launch(job, runner("classification"), [sys.executable, str(script)])

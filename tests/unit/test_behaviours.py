@@ -34,6 +34,7 @@ import train
 from amp_core import Amp, Clip, Schedule, keep_fp32, windows
 from amp_core.cli import compose
 from amp_core.config.errors import ConfigError
+from amp_core.config.rules import build
 from amp_core.config.schema import OptimizerConfig
 from amp_core.run.environment import Job
 from amp_core.run.process import environment
@@ -165,7 +166,7 @@ def test_grad_scaler_goes_quiet_without_a_gpu_or_stays_on_for_what_is_none() -> 
 @pytest.mark.parametrize("mode, dtype", [("fp16", "float16"), ("bf16", "bfloat16")])
 def test_slow_16_bit_units_of_this_cpu_are_said_before_the_start(mode: str, dtype: str) -> None:
     is_fast = {"fp16": torch.ops.mkldnn._is_mkldnn_fp16_supported, "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported}
-    warnings = " ".join(train.checked([f"amp={mode}", "device=cpu"])[2])
+    warnings = " ".join(train.checked([f"amp={mode}", "device=cpu"])[1])
     assert (f"no fast {dtype} units" in warnings) != is_fast[mode]()
 
 
@@ -195,9 +196,9 @@ def test_what_a_gpu_lacks_is_said_before_the_start(gpu: str, monkeypatch: pytest
         "fp32": (0, 0, "amp=fp32"),
     }
     for mode, (major, minor, warning) in expected.items():
-        warnings = " ".join(train.checked([f"amp={mode}", "device=cuda"])[2])
+        warnings = " ".join(train.checked([f"amp={mode}", "device=cuda"])[1])
         assert (warning in warnings) == (capability < (major, minor)), (mode, warnings)
-        assert gpu not in " ".join(train.checked([f"amp={mode}", "device=cpu"])[2])
+        assert gpu not in " ".join(train.checked([f"amp={mode}", "device=cpu"])[1])
     with pytest.raises(ConfigError, match=r"needs 2 GPUs; this machine has 1. Use layout.nproc_per_node=1, or device"):
         train.checked(["layout=ddp", "layout.nproc_per_node=2", "device=cuda"])
 
@@ -387,7 +388,7 @@ def test_a_recipe_keeps_the_order_of_a_step_and_evaluates_in_the_dtypes_of_train
 
 def test_no_process_group_outlives_a_run() -> None:
     """Jobs of a sweep may share a process, and one of them may fail."""
-    job = Job(compose.compose(["layout=ddp", "device=cpu", "data=synthetic"]), run_dir=None)
+    job = Job(build(compose.compose(["layout=ddp", "device=cpu", "data=synthetic"])), run_dir=None)
     for fails in (False, True):
         with contextlib.suppress(ZeroDivisionError), environment(job):
             assert dist.is_initialized() and 1 / (not fails)
@@ -400,7 +401,7 @@ def test_no_process_group_outlives_a_run() -> None:
 )
 def test_cudnn_times_its_algorithms_unless_bits_must_repeat(overrides: list[str], is_on: bool) -> None:
     """For the run alone: a job of a sweep leaves the setting as it found it, also when it fails."""
-    job = Job(compose.compose([*overrides, "device=cpu", "data=synthetic"]), run_dir=None)
+    job = Job(build(compose.compose([*overrides, "device=cpu", "data=synthetic"])), run_dir=None)
     for before in (False, True):
         with torch.backends.cudnn.flags(benchmark=before):
             with contextlib.suppress(ZeroDivisionError), environment(job):

@@ -25,6 +25,7 @@ from amp_core import Amp, Checkpoint, Clip, Ema, MicroBatch, Schedule, sync_grad
 from amp_core.cli.compose import compose
 from amp_core.cli.overrides import check_overrides
 from amp_core.config.errors import RunError
+from amp_core.config.rules import build
 from amp_core.lowp.weights import master_params
 from amp_core.memory.graph import CudaGraphStep, unfit, why_not_capturable
 from amp_core.run.environment import Job
@@ -356,7 +357,7 @@ def test_a_recording_is_dropped_before_its_process_group_ends(ending, tmp_path, 
     gc.disable()  # no collection happens to help
     try:
         ended = in_process(
-            Job(compose(check_overrides(command, multirun=False)[0]), str(tmp_path / "run")),
+            Job(build(compose(check_overrides(command, multirun=False)[0])), str(tmp_path / "run")),
             find("custom_function").run,
         )
     finally:

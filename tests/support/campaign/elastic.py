@@ -9,6 +9,7 @@ from pathlib import Path
 
 import train
 from amp_core.cli.compose import compose
+from amp_core.config.rules import build
 from amp_core.run.environment import Job
 from amp_core.run.launch import work
 from campaign import Plan, Result
@@ -44,7 +45,7 @@ def _machine(command: list[str], *, folder: Path, num_machines: int) -> int:
     place.mkdir(parents=True, exist_ok=True)
     sound, problems = train.check_overrides(command, multirun=False)
     assert not problems, problems
-    (place / "job.json").write_text(Job(compose(sound), str(folder), command).dumps())
+    (place / "job.json").write_text(Job(build(compose(sound)), str(folder), command).dumps())
     return work(place / "job.json", runner)
 
 
