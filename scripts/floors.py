@@ -29,13 +29,13 @@ BUDGETS = {
     "doctor": (3_954, "doctor"),
     "program": (12_170, "config run cli data models train.py"),
     "amp_tools": (4_100, "amp_tools"),
-    "scripts": (6_211, "scripts"),
+    "scripts": (5_280, "scripts"),
     "amp_conformance": (2_490, "amp_conformance"),
 }
 """Lines at most, of floors (in `ABOUT`) and of what lies beside the core. The library half is what a loop without this
 program imports, the program half what a run of train.py needs besides."""
 
-TESTS_TO_CODE = 1.02
+TESTS_TO_CODE = 1.05
 """Lines of tests to those of all other Python, at most."""
 
 MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 39, 8_574, 2_866

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What needs a CUDA GPU, in stages of at most 9 minutes, most telling first:
-#   bash scripts/gpu_check.sh 1    the core in a line per item, tests marked `cuda`, first runs, waits, the end of a step
+#   bash scripts/gpu_check.sh 1    tests marked `cuda`, first runs, waits, the step of a small network
 #   bash scripts/gpu_check.sh 2    speed: ResNet-50, GPT-2, compiled, as a graph, in float8
 #   bash scripts/gpu_check.sh 3    many identities, where the time of a step goes, every mode
 #   bash scripts/gpu_check.sh 4    every recipe to its end
@@ -89,17 +89,24 @@ else
     both=default,compile all=default,compile,graph compile=--compile loaders=8
 fi
 
+# Also imports what stages use and a bare machine may lack.
+versions='
+import hydra_plugins.hydra_joblib_launcher, hypothesis, mlxtend, pytest_timeout, torch, torchvision, xdist, train
+print("torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN", torch.backends.cudnn.version())
+for i in range(torch.cuda.device_count()): print(torch.cuda.get_device_properties(i))'
+
 stage_1() {
-    step 60 9 versions "$PYTHON" scripts/gpu_smoke.py --versions
-    step 150 50 smoke "$PYTHON" scripts/gpu_smoke.py --device "$device" --log "$work/smoke_log.txt"
+    step 60 9 versions "$PYTHON" -c "$versions"
     # -W default: a warning of another torch is no failure here. Each worker imports only the files that have such tests.
-    step 210 25 tests "$PYTHON" -m pytest $(grep -rl --include='test_*.py' 'mark\.cuda' tests) -m cuda -W default \
-        -n $workers --timeout=60 -v -rfE --tb=short -p no:cacheprovider --junitxml="$work/tests.xml"
+    # A test that hangs in a kernel ends with its worker, and costs itself alone: xdist starts another one.
+    step 300 40 tests "$PYTHON" -m pytest $(grep -rl --include='test_*.py' 'mark\.cuda' tests) -m cuda -W default \
+        -n $workers --timeout=60 --timeout-method=thread -v -rfE --tb=short -p no:cacheprovider \
+        --junitxml="$work/tests.xml"
     for mode in bf16 fp16 fp32; do
         run 40 classification_$mode amp=$mode
     done
     bench 60 waits waits --recipes "$([ -n "$tiny" ] && echo classification || echo classification,gan,language_model)"
-    bench 40 tail tail --rounds "$([ -n "$tiny" ] && echo 2 || echo 40)"
+    bench 60 mlp step --work mlp --accumulation 1 --against best,textbook,ours "${short[@]}"
 }
 stage_2() {
     # Images per second, the loop alone: by hand, Accelerate, Fabric, the Trainer, timm. Then tokens per second.

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import bench  # noqa: E402
-from benches import inference, loops, modes, result, step, waits, work  # noqa: E402
+from benches import loops, modes, result, step, waits, work  # noqa: E402
 
 from recipes import RECIPES  # noqa: E402
 
@@ -33,7 +33,7 @@ def test_the_benchmarks_of_whole_runs_have_every_recipe() -> None:
 def test_every_benchmark_takes_its_own_options() -> None:
     modules = bench.found()
     parser = bench.parser_of(modules)
-    assert {"cost", "modes", "scale", "step", "tail", "waits"} <= modules.keys()
+    assert {"cost", "modes", "step", "waits"} <= modules.keys()
     for name, module in modules.items():
         for chosen in ("SHORT", "FULL"):
             parser.parse_args([name, *getattr(module, chosen, [])])
@@ -41,22 +41,22 @@ def test_every_benchmark_takes_its_own_options() -> None:
 
 
 def test_a_result_becomes_a_file_a_picture_and_a_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("cost", "tail"):
+    for name in ("cost", "step"):
         files = ["--json", str(tmp_path / "pc" / f"{name}.json"), "--picture", str(tmp_path / "pc" / f"{name}.png")]
-        chosen = [*bench.found()[name].SHORT, *(["--against", "ours"] if name == "cost" else [])]
+        chosen = [*bench.found()[name].SHORT, "--against", "ours"]
         bench.main([name, *chosen, "--device", "cpu", *files])
-    found = json.loads((tmp_path / "pc" / "tail.json").read_text())
+    found = json.loads((tmp_path / "pc" / "step.json").read_text())
     assert {"cpu", "cores", "python", "torch", "date", "command", "commit"} <= found["machine"].keys()
     assert found["interval"] and found["spread"]
     ours = next(row for row in found["rows"] if row["loop"] == "ours")
-    assert ours["to by hand"].keys() == {"median", "low", "high", "aa"}
-    assert (tmp_path / "pc" / "tail.png").stat().st_size > 10_000 and not (tmp_path / "pc" / "cost.png").exists()
+    assert ours["ratio"].keys() == {"median", "low", "high", "aa"}
+    assert (tmp_path / "pc" / "step.png").stat().st_size > 10_000 and not (tmp_path / "pc" / "cost.png").exists()
     page = result.page(tmp_path)
-    assert f"| ours | {result.shown(ours['ms'])} |" in page and "![tail](pc/tail.png)" in page
+    assert f"| ours | {result.shown(ours['ms'])} |" in page and "![step](pc/step.png)" in page
     assert "## pc" in page and "python scripts/bench.py cost --modes fp32" in page
     # A number that is changed by hand is seen.
     found["rows"][-1]["ms"]["median"] *= 2
-    (tmp_path / "pc" / "tail.json").write_text(json.dumps(found))
+    (tmp_path / "pc" / "step.json").write_text(json.dumps(found))
     assert result.page(tmp_path) != page
 
 
@@ -159,22 +159,6 @@ def test_modes_are_measured_in_whole_runs(
     assert isinstance(found, dict) and len(found["rates"]) == 4 and min(found["rates"]) > 0
     assert "amp=none: there is no such option" in str(modes.one_run([*base, "amp=none"], 4, 2))
     assert modes.matrix_peak("float32", "cpu", seconds=0.001) > 1e8
-
-
-def test_inference_differs_from_fp32_by_the_precision_of_its_numbers(tmp_path: Path) -> None:
-    bench.main(["inference", *inference.SHORT, "--device", "cpu", "--json", str(tmp_path / "inference.json")])
-    rows = json.loads((tmp_path / "inference.json").read_text())["rows"]
-    assert [(row["samples"], row["way"]) for row in rows] == [(n, way) for n in (1, 8) for way in inference.WAYS]
-    found = {row["way"]: row for row in rows}
-    assert found["fp32 again"]["equal classes"] == 1 and found["fp32 again"]["max |dp|"] == 0
-    # fp16 has 11 bits, bf16 has 8: the same computation is closer to fp32, and neither is equal to it.
-    for way in ("autocast", "weights"):
-        assert 0 < found[f"fp16 {way}"]["max |dp|"] < found[f"bf16 {way}"]["max |dp|"] < 1
-    # Converted weights are half as large, but for BatchNorm's counters, an int64 each.
-    counters = 4 * 8 / 1e6
-    fp32, half = (found[way]["weights MB"] for way in ("fp32", "fp16 weights"))
-    assert abs((half - counters) / (fp32 - counters) - 0.5) < 0.01
-    assert found["fp16 autocast"]["weights MB"] == fp32
 
 
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
