@@ -27,6 +27,7 @@ from amp_core.doctor.trace import (
     tensors_in,
 )
 from amp_core.memory.recompute import recomputed
+from amp_core.step.observer import Observer, observing
 
 if TYPE_CHECKING:
     from amp_core.step.amp import Amp
@@ -114,6 +115,14 @@ class Numbers:
 
 
 @dataclass(eq=False)
+class _FirstGradients(Observer):
+    keys: set[int]
+
+    def on_backward(self, gradient: Tensor) -> None:
+        self.keys.add(storage_key(gradient))
+
+
+@dataclass(eq=False)
 class Look:
     """The 16-bit result of one operation."""
 
@@ -152,16 +161,8 @@ class Census(Trace):
     @contextmanager
     def counting(self, amp: Amp) -> Iterator[None]:
         """`with census:`, and hears from `amp` which tensor is the first gradient."""
-
-        def first(seed: Tensor) -> None:
-            self._gradients.add(storage_key(seed))
-
-        amp.beginnings.append(first)
-        try:
-            with self:
-                yield
-        finally:
-            amp.beginnings.remove(first)
+        with observing(amp.observers, _FirstGradients(self._gradients)), self:
+            yield
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -18,6 +18,7 @@ import torch
 from amp_core.doctor.statistics import Statistics
 from amp_core.doctor.watch import Watch
 from amp_core.run.replay import window_of
+from amp_core.step.observer import around_window
 
 if TYPE_CHECKING:
     from amp_core.run.loop import Loop
@@ -41,25 +42,25 @@ class Cost:
     def __call__(self, loop: Loop, count: Any) -> Generator[Any, None, None]:
         device = loop.env.device
         windows = [window_of(loop, loop.step + 1 + i) for i in range(_WINDOWS)]
-        watch, sampled = Watch(loop), Statistics(loop)
         ways: dict[str, tuple[Watch | None, Any]] = {
             "off": (None, None),
             "off, again": (None, None),
-            "watch": (watch, None),
-            "statistics": (None, sampled),
+            "watch": (Watch(loop), None),
+            "statistics": (None, Statistics(loop)),
         }
         self.seconds = {name: [] for name in ways}
         for turn in range(self.num_steps):
             # In random order: what follows statistics finds cold caches.
             for name in random.Random(turn).sample(list(ways), len(ways)):
-                loop.monitor, loop.measurement = ways[name]
+                loop.watch, loop.statistics = ways[name]
+                loop.observers = [each for each in ways[name] if each is not None]
                 began = _now(device)
-                with loop.step_of(windows[turn % _WINDOWS]), loop.sampling(), loop.watching():
+                with loop.step_of(windows[turn % _WINDOWS]), around_window(loop.observers, loop.step + 1):
                     yield windows[turn % _WINDOWS]
-                if loop.monitor is not None and turn % _LINE == 0:
-                    torch.stack(list(loop.monitor.facts().values())).tolist()
+                if loop.watch is not None and turn % _LINE == 0:
+                    torch.stack(list(loop.watch.facts().values())).tolist()
                 self.seconds[name].append(_now(device) - began)
-        loop.monitor, loop.measurement = None, None
+        loop.watch, loop.statistics, loop.observers = None, None, []
 
     def ratio(self, way: str) -> tuple[float, str]:
         """Median of a turn's step times against those without a doctor, and as text with its 95% interval."""

@@ -35,6 +35,7 @@ from amp_core.doctor.statistics import KINDS, LOST
 from amp_core.doctor.watch import doctor_of
 from amp_core.lowp.islands import islands_of
 from amp_core.run.replay import replay, rerun_step, restore, snapshot
+from amp_core.step.observer import observing
 from amp_tools.census import LARGEST, Census, Look, Numbers
 
 if TYPE_CHECKING:
@@ -355,10 +356,9 @@ def _train(loop: Loop, doctor: Doctor, tally: _Tally, *, imitate: float | None =
 
 
 def _look_at(loop: Loop, doctor: Doctor, step: int) -> Generator[Any, None, Census]:
-    with replay(loop, step) as (rehearsal, window):
+    with replay(loop, step) as (_, window):
         census = Census(doctor.names)
-        rehearsal.watcher = census
-        with census.counting(loop.amp):
+        with observing(loop.amp.observers, census), census.counting(loop.amp):
             yield window
     return census
 

@@ -77,9 +77,9 @@ def runner(name: str) -> Callable[[Any, Any], dict[str, float]]:
     """The `run` of a recipe, watched by the doctor."""
 
     def run(cfg: Any, env: Any) -> dict[str, float]:
-        from amp_core.doctor.monitors import monitors
+        from amp_core.doctor.monitors import doctor
 
-        env.monitors = monitors
+        env.doctor = doctor
         return find(name).run(cfg, env)
 
     return run

@@ -45,6 +45,7 @@ from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
 from amp_core.lowp.islands import as_islands, named_modules
 from amp_core.memory.compiled import BACKWARD, may_compile
 from amp_core.step.amp import Amp
+from amp_core.step.observer import observing
 from amp_core.step.report import Rehearsal
 from amp_core.tensors import has_16bit, is_sharded, unwrap
 
@@ -271,8 +272,7 @@ class Doctor:
         """Watch the window; with `in_steps` the steps of optimizers, too."""
         with replay() as (rehearsal, window):
             trace = Trace(self.names, self._tensors(window), in_steps=in_steps)
-            rehearsal.watcher = trace
-            with trace, in_one_thread(self.names):
+            with trace, observing(self.amp.observers, trace), in_one_thread(self.names):
                 yield window
         self._lost |= trace.lost
         return trace, rehearsal

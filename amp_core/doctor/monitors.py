@@ -1,5 +1,4 @@
-"""The doctor in a run: implements the protocols of `amp_core.run.environment` for `doctor` and
-`doctor.statistics_every`."""
+"""The doctor of a run, by `doctor` and `doctor.statistics_every`."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from amp_core.run.loop import Loop
 from amp_core.torch_private import is_missing
 
 
-def monitors(loop: Loop) -> tuple[Watch | None, Statistics | None]:
+def doctor(loop: Loop) -> tuple[Watch | None, Statistics | None]:
     """The watch and the statistics of this run, or None. The watch needs the private torch names of the trace."""
     watch = None if loop.cfg.doctor.name == "off" or is_missing(*NEEDED) else Watch(loop)
     sampled = loop.cfg.doctor.statistics_every is not None and loop.env.is_main

@@ -102,8 +102,6 @@ class PlainLoop:
         ):
             self._rehearsals.append(rehearsal)
             yield rehearsal, self.batch
-            if isinstance(rehearsal.watcher, Trace):
-                self._generators = rehearsal.watcher.generators | self._generators
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[int]:
@@ -129,6 +127,7 @@ class PlainLoop:
     def run(self, step: Callable[[], Any]) -> None:
         """Compute the window. One that raises, or returns, at a loss that is not finite is not finite."""
         rehearsal = self._rehearsals[-1]
+        trace = self._trace
         try:
             step()
         except Exception as error:
@@ -145,8 +144,11 @@ class PlainLoop:
             return
         except _NotFiniteError:
             return
+        finally:
+            if trace is not None:
+                self._generators = trace.generators | self._generators
         if not rehearsal.has_gradients:  # perhaps those of torch.autograd.grad, which no step took
-            _tell(rehearsal, self._params())
+            _tell(self.amp, rehearsal, self._params())
         if not rehearsal.losses and not rehearsal.has_gradients:
             if self._guards(rehearsal):
                 rehearsal.add(torch.ones(()))
@@ -158,7 +160,11 @@ class PlainLoop:
 
     def _guards(self, rehearsal: Rehearsal) -> bool:
         """Whether a step that ended early has a guard against a NaN, as loops have: nothing else is tried."""
-        return len(self._rehearsals) > 1 or (isinstance(rehearsal.watcher, Trace) and rehearsal.watcher.conclude())
+        return len(self._rehearsals) > 1 or (self._trace is not None and self._trace.conclude())
+
+    @property
+    def _trace(self) -> Trace | None:
+        return next((each for each in self.amp.observers if isinstance(each, Trace)), None)
 
     def bad_gradient(self, step: Callable[[], Any]) -> str:
         """The weight whose gradient was not finite before the window, and makes it so."""
@@ -212,12 +218,13 @@ class PlainLoop:
 
         def told_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             self.is_torchs = True
-            rehearsal.on_loss(loss)
+            for observer in self.amp.observers:
+                observer.on_loss(loss)
             has_peers = dist.is_available() and dist.is_initialized()
-            if rehearsal.watcher is None and not (has_peers or rehearsal.is_finite):
+            if self._trace is None and not (has_peers or rehearsal.is_finite):
                 raise _NotFiniteError  # the rest of the window would change nothing; other ranks may wait for it
             backward(loss, *args, **kwargs)
-            _tell(rehearsal, params)
+            _tell(self.amp, rehearsal, params)
 
         def told_scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
             scale(scaler, outputs)  # it begins with this
@@ -230,7 +237,7 @@ class PlainLoop:
                 raise TypeError(f"{type(optimizer).__name__}.step() was given a closure; expected a step without one")
             if optimizer not in unscaled and any(each.get_scale() != 1.0 for each in scalers):
                 self.steps_scaled = type(optimizer).__name__
-            _tell(rehearsal, weights_of(optimizer))  # perhaps of torch.autograd.grad
+            _tell(self.amp, rehearsal, weights_of(optimizer))  # perhaps of torch.autograd.grad
             rehearsal.optimizers.add(optimizer)
             if rehearsal.steps:
                 return
@@ -288,13 +295,18 @@ class PlainLoop:
         return outputs * factor if isinstance(outputs, Tensor) else [each * factor for each in outputs]
 
 
-def _tell(rehearsal: Rehearsal, weights: Iterable[Tensor]) -> None:
+def _tell(amp: Amp, rehearsal: Rehearsal, weights: Iterable[Tensor]) -> None:
     params = [p for p in weights if p.grad is not None]
     grads = [p.grad if is_plain(p.grad) else dense(p.grad) for p in params if p.grad is not None]
     check_gradients(grads, scaled=False)
-    rehearsal.show([(params, grads)])
-    rehearsal.add(torch.tensor(not all(map(is_finite, local(grads)))))
-    rehearsal.resume()
+    for observer in amp.observers:
+        observer.on_step_begin()
+    for observer in amp.observers:
+        observer.on_gradients(params, grads, False)
+    bad = torch.tensor(not all(map(is_finite, local(grads))))
+    rehearsal.add(bad)
+    for observer in amp.observers:
+        observer.on_step_end(~bad)
 
 
 def copies_of(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:

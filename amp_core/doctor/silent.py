@@ -29,9 +29,10 @@ from amp_core.doctor.trace import HALF, Trace, bad_rows, is_finite, named_tensor
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
 from amp_core.lowp.weights import is_low, master_params
 from amp_core.memory.recompute import recomputed
-from amp_core.run.environment import Symptoms
 from amp_core.run.loop import Loop
+from amp_core.run.meters import Symptoms
 from amp_core.run.replay import replay
+from amp_core.step.observer import Observer, observing
 from amp_core.tensors import local
 
 logger = logging.getLogger("amp_recipes")
@@ -42,7 +43,7 @@ _GATES = tuple(f"torch.nn.modules.{name}" for name in ("activation", "container"
 Search = Generator[Any, None, str | None]
 
 
-class Silent:
+class Silent(Observer):
     """Looks for silent faults of a run."""
 
     def __init__(self, loop: Loop, doctor: Doctor) -> None:
@@ -75,20 +76,17 @@ class Silent:
         """Count zeros of a window, on the device."""
         # A hook of modules would be copied with them, such as for a teacher.
         is_hooked = outputs and self._has_fp16
-        self._counts, observers = {}, self.loop.amp.observers
-        observers.append(self._before_step)
-        try:
-            with register_module_forward_hook(self._after_forward) if is_hooked else contextlib.nullcontext():
-                yield
-        finally:
-            observers.remove(self._before_step)
+        self._counts = {}
+        hooked = register_module_forward_hook(self._after_forward) if is_hooked else contextlib.nullcontext()
+        with hooked, observing(self.loop.amp.observers, self):
+            yield
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if module in self._places and type(module).__module__ not in _GATES and recomputed() is None:
             for tensor in tensors_in(output):
                 self._count("outputs", self._places[module], tensor)
 
-    def _before_step(self, params: Sequence[Tensor], grads: Sequence[Tensor], scaled: bool) -> None:
+    def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor], scaled: bool) -> None:
         for param, grad in zip(params, local(grads), strict=True):
             if self._has_fp16 and param in self._owner:
                 self._count("gradients", self._owner[param], grad)

@@ -28,8 +28,9 @@ from amp_core.doctor.trace import tensors_in
 from amp_core.doctor.watch import doctor_of
 from amp_core.lowp.weights import master_params
 from amp_core.memory.recompute import recomputed
-from amp_core.run.environment import LogLike
+from amp_core.run.log import Log
 from amp_core.run.loop import Loop
+from amp_core.step.observer import Observer, observing
 
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients")
 LOST = 2.0**-25
@@ -40,7 +41,7 @@ LIMIT = 2**16
 Key = tuple[str, str]
 
 
-class Statistics:
+class Statistics(Observer):
     """Measures sampled windows of one run, on rank 0 only: its activations are those of its micro-batches.
 
     Args:
@@ -63,8 +64,8 @@ class Statistics:
         self._pending: list[_Sampled] = []
 
     @contextlib.contextmanager
-    def sampling(self, step: int) -> Iterator[None]:
-        """Around the computation of a step's window; measures it if due. No host-device sync."""
+    def around_window(self, step: int) -> Iterator[None]:
+        """Measures the window of a step that is due. No host-device sync."""
         if step % self.every:
             yield
             return
@@ -75,13 +76,12 @@ class Statistics:
         with contextlib.ExitStack() as hooks:
             for name, module in self._leaves:
                 hooks.enter_context(module.register_forward_hook(functools.partial(self._after_forward, name)))
-            self._amp.observers.append(self._before_step)
-            hooks.callback(self._amp.observers.remove, self._before_step)
+            hooks.enter_context(observing(self._amp.observers, self))
             yield
         self._pending.append(_Sampled(step, self._found, scale))
         self._found = {}
 
-    def write(self, log: LogLike, upto: int | None = None) -> None:
+    def write(self, log: Log, upto: int | None = None) -> None:
         """Write the samples up to a step, waiting for their values; None: all."""
         while self._pending and (upto is None or self._pending[0].step <= upto):
             log.statistics(self._pending.pop(0).line())
@@ -99,7 +99,7 @@ class Statistics:
         if found is self._found:
             self._measure(name, "activation_gradients", grad)
 
-    def _before_step(self, params: Sequence[Tensor], grads: Sequence[Tensor], scaled: bool) -> None:
+    def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor], scaled: bool) -> None:
         for param, grad in zip(params, grads, strict=True):
             if param in self._owners:
                 scale = self._amp.scaler.scale if scaled else None

@@ -32,6 +32,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from amp_core.lowp.weights import weights_by_side
 from amp_core.memory.recompute import recomputed
+from amp_core.step.observer import Observer
 from amp_core.tensors import is_dtensor, local
 from amp_core.torch_private import find, need, storage_of
 
@@ -219,7 +220,7 @@ class _Call:
     statistics: list[Tensor]
 
 
-class Trace(DispatchMode):
+class Trace(DispatchMode, Observer):
     """Watches operations inside `with trace:`; syncs with the device at each one.
 
     Other threads are not seen, since dispatch modes are thread-local; autograd's are, on every device.
@@ -293,23 +294,23 @@ class Trace(DispatchMode):
         for handle in self._handles.values():
             handle.remove()
 
-    # --- what `Amp` tells -----------------------------------------------------------------------------------------
+    # --- moments of `Amp` ------------------------------------------------------------------------------------------
 
     def on_loss(self, loss: Tensor) -> None:
-        self.pause()
+        self._pauses += not self._in_steps
         with self._following("the loss"):
             if not is_finite(loss):
                 self.is_loss_finite = False
                 self._note(loss, "the loss")
                 # No culprit is earlier than the first value, and gradients of a loss that is not finite prove nothing.
                 self._is_done |= 0 in self.reached and all(birth.op for birth in (*self.births[1:], *self.constants))
-        self.resume()
+        self._pauses -= not self._in_steps
 
-    def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        self.pause()
+    def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor], scaled: bool) -> None:
+        self._pauses += not self._in_steps
         with self._following("the gradients"):
             self._look_at_gradients(params, local(grads))
-        self.resume()
+        self._pauses -= not self._in_steps
 
     def _look_at_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         low = weights_by_side()
@@ -324,11 +325,10 @@ class Trace(DispatchMode):
             if not (math.isfinite(norm) or self._is_done or is_finite(grad)):
                 self._note(grad, f"the gradient of {name}")
 
-    def pause(self) -> None:
-        """Stop watching: what follows belongs to the step, not to the window."""
+    def on_step_begin(self) -> None:
         self._pauses += not self._in_steps
 
-    def resume(self) -> None:
+    def on_step_end(self, taken: Tensor) -> None:
         self._pauses -= not self._in_steps
 
     @property

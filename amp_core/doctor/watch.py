@@ -39,11 +39,12 @@ from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
 from amp_core.doctor.silent import Silent
 from amp_core.doctor.trace import Trace, is_finite, named_tensors
-from amp_core.run.environment import Symptoms
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.loop import Loop
+from amp_core.run.meters import Symptoms
 from amp_core.run.replay import first_sample, indices_of, replay, rerun_step, restore, snapshot, trying
 from amp_core.run.resume import make_islands
+from amp_core.step.observer import Observer
 from amp_core.step.report import StepReport
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import has_16bit, local
@@ -59,7 +60,7 @@ _what = operator.attrgetter("cause", "op", "module", "source", "samples")
 Windows = Generator[list[MicroBatch], None, Any]
 
 
-class Watch:
+class Watch(Observer):
     """Watches one run.
 
     Args:
@@ -84,13 +85,14 @@ class Watch:
 
     # --- during the steps -----------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def around_run(self) -> contextlib.AbstractContextManager[None]:
         """Snapshot the initial state, if it is small, until there is a checkpoint."""
         weights = [p for net in self.loop.nets for p in net.parameters()]
         if sum(p.numel() * p.element_size() for p in weights) < _SMALL:
             self._origin, self._origin_step = snapshot(self.loop), self.loop.step
         self._begin = self.loop.step
         self._skipped_before = {of: int(meter.num_skipped) for of, meter in self.loop.metrics.meters.items()}
+        return contextlib.nullcontext()
 
     def note(self, of: str, report: StepReport, loss: Tensor | None) -> None:
         """Count non-finite losses, and record the first of them and the first skipped step. No host-device sync."""
@@ -101,13 +103,11 @@ class Watch:
         self._bad_losses[of] += bad[1]
         torch.maximum(self._firsts, bad * (_NEVER - (self.loop.step + 1)), out=self._firsts)
 
-    def sampling(self) -> contextlib.AbstractContextManager[None]:
-        """Around the window of a log line. Hooks would make a compiled module compile again."""
+    def around_window(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Counts zeros in the step of a log line, of outputs unless compiled modules would compile again for hooks."""
+        if self.loop.graph is not None or step % self.loop.cfg.log_every:  # a captured step calls no hooks
+            return contextlib.nullcontext()
         return self.silent.sampling(outputs=self.loop.cfg.perf.compile is None)
-
-    def evaluated(self, step: int, metrics: dict[str, float]) -> str:
-        """Where metrics became non-finite."""
-        return self.silent.evaluated(step, metrics)
 
     def facts(self) -> dict[str, Tensor]:
         """The values to read back with the metrics; resets them."""

@@ -1,4 +1,4 @@
-"""What a recipe runs in: device, ranks, networks, and as protocols what its launcher hands it.
+"""What a recipe runs in: device, ranks, networks.
 
 `amp_core.run.process` makes it and tears it down, so that a recipe imports what a step needs, not what is around a run.
 """
@@ -12,11 +12,11 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,15 +25,16 @@ from torch import Tensor, nn
 from amp_core.config.errors import STATUS, RunError
 from amp_core.config.lengths import num_steps
 from amp_core.config.schema import Config, parse
-from amp_core.layouts.placement import Placement
-from amp_core.run.stop import Stop
-from amp_core.step.amp import Amp
-from amp_core.step.report import StepReport
-from amp_core.step.window import MicroBatch
 from amp_core.tensors import UNTESTED_DEVICES
 
-Step = Callable[[list[MicroBatch]], Any]
-"""The computation of a whole step from its window."""
+if TYPE_CHECKING:
+    from amp_core.doctor.statistics import Statistics
+    from amp_core.doctor.watch import Watch
+    from amp_core.layouts.placement import Placement
+    from amp_core.run.folder import RunFolder
+    from amp_core.run.stop import Stop
+    from amp_core.step.amp import Amp
+
 Driver = Callable[[Any, Callable[[Any], Tensor] | None], Iterator[Any]]
 """(loop, count) -> windows, for tools that look at a recipe instead of training it."""
 
@@ -63,7 +64,7 @@ class Job:
 
 
 class Environment:
-    """Handed to every recipe. Made by `process.environment`, which also hands in what has a protocol for its type."""
+    """Handed to every recipe. Made by `process.environment`, which also sets `placement`, `stop` and `folder`."""
 
     def __init__(self, job: Job, device: torch.device, rank: int, local_rank: int, world_size: int) -> None:
         self.job = job
@@ -77,10 +78,9 @@ class Environment:
         self.run_dir = Path(job.run_dir) if job.run_dir else None
         if self.run_dir is not None and self.run_dir.is_symlink():
             self.run_dir = self.run_dir.resolve()  # where it leads to now: links found later are not followed
-        self.placement = Placement(self)
+        self.placement: Placement
         self.stop: Stop
-        self.folder: Folder
-        self.services: Services
+        self.folder: RunFolder
         self.host_group: dist.ProcessGroup | None = None
         self.started = time.monotonic()
         self.summary: dict[str, Any] = {}
@@ -88,8 +88,8 @@ class Environment:
         """What was wrapped, and what stands before its modules' names: that in the dictionary, or nothing."""
         self.driver: Driver | None = None
         """Takes the place of training in `Loop.windows`: (loop, count) -> windows that the recipe computes."""
-        self.monitors: Callable[[Any], tuple[Monitor | None, Measurement | None]] = lambda loop: (None, None)
-        """Makes what watches a loop, and what measures some of its steps."""
+        self.doctor: Callable[[Any], tuple[Watch | None, Statistics | None]] = lambda loop: (None, None)
+        """Makes the doctor of a loop, and what measures some of its steps."""
         self.closing = contextlib.ExitStack()
         """What is done when the run ends, however it ends."""
 
@@ -189,130 +189,3 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-# --- what an environment is handed by `amp_core.run.process` ----------------------------------------------------------
-
-
-class Folder(Protocol):
-    """The run folder: `amp_core.run.folder.RunFolder`."""
-
-    before: dict[str, Any]
-
-    def begin(self) -> None: ...
-    def check(self) -> None: ...
-    def write_summary(self, status: str, exit_code: int) -> None: ...
-
-
-class Services(Protocol):
-    """What a loop calls and what knows loops: the module `amp_core.run.services`."""
-
-    open_checkpoint: Callable[[Any], Any]
-    progress_of: Callable[[Any], dict[str, Any]]
-    resume: Callable[[Any], tuple[list[str], list[str]]]
-    open_log: Callable[[Any, list[str], list[str]], Any]
-    dry_run: Callable[[Any, Callable[[Any], Tensor] | None], Iterator[list[MicroBatch]]]
-    predict: Callable[[Any, list[str]], None]
-    captured_step: Callable[[Any], CapturedStep | None]
-    saved_tensors: Callable[[Any], Callable[[], AbstractContextManager[None]]]
-    fault: Callable[[Any, list[MicroBatch]], AbstractContextManager[bool]]
-    profiling: Callable[[Any], Any]
-    say: Callable[[str], None]
-
-
-class LogLike(Protocol):
-    """Where a run reports: `amp_core.run.log.Log`."""
-
-    def metrics(self, metrics: Mapping[str, Any]) -> None: ...
-    def statistics(self, line: Mapping[str, Any]) -> None: ...
-    def advance(self, step: int) -> None: ...
-    def close(self, summary: Mapping[str, Any]) -> None: ...
-
-
-class CapturedStep(Protocol):
-    """A step that is captured once and replayed: `amp_core.memory.graph.CudaGraphStep`."""
-
-    is_capturing: bool
-
-    @property
-    def is_used(self) -> bool: ...
-    def forget(self) -> None: ...
-    def __call__(self, step: Step, window: list[MicroBatch]) -> Any: ...
-
-
-# --- what a loop is handed by `amp_core.doctor.monitors` --------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Symptoms:
-    """What a log line says about the steps since the last one. All ranks have the same."""
-
-    step: int
-    """At which they were read."""
-    streak: int
-    """Steps skipped in a row up to `step`."""
-    scale: float
-    """The loss scale."""
-    first_skip: int | None = None
-    """The first skipped step since the last line, known to a monitor."""
-    first_bad_loss: int | None = None
-    """The first step since the last line whose loss was not finite, known to a monitor."""
-
-
-class Finding(Protocol):
-    """The result of an examination."""
-
-    healed: bool
-
-    @property
-    def headline(self) -> str: ...
-
-
-class Monitor(Protocol):
-    """Looks at the steps of a run and examines those that went wrong."""
-
-    last: Any
-    """The last `Finding`, or None."""
-
-    def start(self) -> None:
-        """The run begins, or resumes."""
-
-    def sampling(self) -> AbstractContextManager[None]:
-        """Around the computation of the window of a log line. Does not wait for the device."""
-        ...
-
-    def note(self, of: str, report: StepReport, loss: Tensor | None) -> None:
-        """A step was computed. Does not wait for the device."""
-
-    def facts(self) -> dict[str, Tensor]:
-        """0-d tensors to read back with the next log line. On every rank."""
-        ...
-
-    def completed(self, symptoms: Symptoms, found: dict[str, float]) -> Symptoms:
-        """The symptoms with what `facts` were, now on the host."""
-        ...
-
-    def is_called(self, symptoms: Symptoms) -> bool:
-        """Whether these symptoms need an examination."""
-        ...
-
-    def examine(self, symptoms: Symptoms) -> Generator[list[MicroBatch], None, Any]:
-        """Yields windows that the recipe computes again; returns a `Finding`, or None."""
-        ...
-
-    def evaluated(self, step: int, metrics: dict[str, float]) -> str:
-        """Where an evaluation with these metrics became non-finite; empty: nowhere. On every rank."""
-        ...
-
-
-class Measurement(Protocol):
-    """Measures some steps of a run."""
-
-    every: int
-
-    def sampling(self, step: int) -> AbstractContextManager[None]:
-        """Around the computation of a step's window."""
-        ...
-
-    def write(self, log: LogLike, upto: int | None = None) -> None:
-        """Report what was measured up to a step; None: all."""

@@ -13,6 +13,7 @@ from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import InjectConfig
 from amp_core.step.amp import Amp
+from amp_core.step.observer import Observer, observing
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import is_dtensor, local, unwrap
 
@@ -34,26 +35,22 @@ def fault(inject: InjectConfig, model: nn.Module, amp: Amp, window: list[MicroBa
             hook = layer.register_forward_hook(lambda m, inputs, output: torch.as_tensor(output) + inject.value)
             undo.callback(hook.remove)
         elif is_dtensor(weight := next(p for p in net.parameters() if p.requires_grad)):
-            undo.enter_context(_fault_in_shards(amp, set(net.parameters()), inject.value))
+            undo.enter_context(observing(amp.observers, _BadShard(set(net.parameters()), inject.value)))
         else:
             undo.callback(weight.register_hook(lambda grad: torch.full_like(grad, inject.value)).remove)
         yield is_dropped
 
 
-@contextlib.contextmanager
-def _fault_in_shards(amp: Amp, weights: set[Tensor], value: float) -> Iterator[None]:
-    """A bad gradient on this rank alone. Sharded gradients pass no hook of autograd on their way to the weights."""
+class _BadShard(Observer):
+    """Makes a gradient bad on this rank alone: sharded ones pass no hook of autograd on their way to the weights."""
 
-    def spoil(params: Sequence[Tensor], grads: Sequence[Tensor], scaled: bool) -> None:
-        shards = local(grad for param, grad in zip(params, grads, strict=True) if param in weights)
+    def __init__(self, weights: set[Tensor], value: float) -> None:
+        self._weights, self._value = weights, value
+
+    def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor], scaled: bool) -> None:
+        shards = local(grad for param, grad in zip(params, grads, strict=True) if param in self._weights)
         for shard in [shard for shard in shards if shard.numel()][:1]:  # a rank holds nothing of a small one
-            shard.fill_(value)
-
-    amp.observers.append(spoil)
-    try:
-        yield
-    finally:
-        amp.observers.remove(spoil)
+            shard.fill_(self._value)
 
 
 def _first_float(batch: Any) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.lowp.islands import island_names, named_modules
 from amp_core.run.log import say
-from amp_core.run.loop import Loop
 from amp_core.run.replay import replay
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import local, unwrap
+
+if TYPE_CHECKING:
+    from amp_core.run.loop import Loop
 
 SAMPLES = 2
 """Samples of the step: BatchNorm needs more than one, and a dry run of a large network has to be short."""

@@ -10,8 +10,11 @@ and this module does what must happen between two steps, each thing at its time 
 lines the host reads nothing back from the device.
 
 A window may come twice: when the doctor examines a step, it has the same `for` compute it again, inside of
-`amp.rehearse()`, so that nothing changes and nothing is logged. So whatever a recipe does with a window belongs into
-its step.
+`amp.rehearse()`, so that nothing changes and nothing is logged. So whatever a recipe does with a window must happen
+inside its step.
+
+What surrounds the steps (resuming, the log, the plan, a dry run) is imported where it is used: who follows a recipe
+need not read it.
 """
 
 from __future__ import annotations
@@ -22,34 +25,35 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from amp_core.config.errors import CheckpointError, ConfigError, Diverged, Interrupted, SaveError
 from amp_core.config.lengths import num_steps
+from amp_core.config.schema import InjectConfig
 from amp_core.data import Data
 from amp_core.data.loading import GaveUp
-from amp_core.run.environment import (
-    Environment,
-    Finding,
-    LogLike,
-    Step,
-    Symptoms,
-    outcome_of,
-    peak_memory,
-)
+from amp_core.run.environment import Environment, outcome_of, peak_memory
 from amp_core.run.evaluation import Evaluate, Evaluation, Predict, check_metrics, check_result, spell
 from amp_core.run.feed import Feed
-from amp_core.run.meters import Clock, Metrics
+from amp_core.run.meters import Clock, Metrics, Symptoms
 from amp_core.run.stop import TIME_LIMIT, exit_code_of
 from amp_core.step.amp import Amp
 from amp_core.step.ema import Ema
+from amp_core.step.observer import Observer, around_window
 from amp_core.step.report import StepReport
 from amp_core.step.schedule import Schedule
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import is_sharded
+
+if TYPE_CHECKING:
+    from amp_core.doctor.diagnosis import Diagnosis
+    from amp_core.run.log import Log
+
+Step = Callable[[list[MicroBatch]], Any]
+"""The computation of a whole step from its window."""
 
 logger = logging.getLogger("amp_recipes")
 
@@ -99,15 +103,16 @@ class Loop:
         """Bytes per rank, from the first window on."""
         self.is_replay = False
         """Whether the present window is computed again, for somebody who looks into it."""
-        self.services = env.services
-        self.graph = self.services.captured_step(self)
-        self.saved_tensors = self.services.saved_tensors(self)
-        self.monitor, self.measurement = env.monitors(self)
-        self._log: LogLike
+        from amp_core.run import perf
+
+        self.graph = perf.captured_step(self)
+        self.watch, self.statistics = env.doctor(self)
+        self.observers: list[Observer] = [each for each in (self.statistics, self.watch) if each is not None]
+        """The last is innermost."""
+        self.observers += perf.observers(self)
+        self._log: Log
         """Open while it trains."""
         self._symptoms: Symptoms | None = None
-        self._profiled: Callable[[], Any]
-        """Ends a step of perf.profile."""
         self._is_looked_into = False
 
     @property
@@ -138,27 +143,28 @@ class Loop:
             Diverged: too many skipped steps in a row.
             Interrupted: a signal or the time limit, after a checkpoint.
         """
+        from amp_core.run.plan import dry_run, open_log
+        from amp_core.run.resume import open_checkpoint, resume
+
         self.feed.count = count
         if self.cfg.dry_run and self.env.driver is None:
-            yield from self.services.dry_run(self, count)
+            yield from dry_run(self, count)
             return
-        self.checkpoint = self.services.open_checkpoint(self)
+        self.checkpoint = open_checkpoint(self)
         self.env.closing.callback(self._finish_saving)
-        notes, warnings = self.services.resume(self)
+        notes, warnings = resume(self)
         if self.env.driver is not None:
             with self.env.eagerly():
                 yield from self.env.driver(self, count)
             return
         if self.cfg.task != "train":
-            (_evaluate_only if self.cfg.task == "evaluate" else self.services.predict)(self, notes)
+            _without_training(self, notes)
             return
         if self.step >= self.num_steps and _is_finished(self):
             return
         self.env.folder.begin()
-        self._log = self.services.open_log(self, notes, warnings)
+        self._log = open_log(self, notes, warnings)
         ending: dict[str, Any] = {"status": "finished", "exit_code": 0}
-        if self.monitor is not None:
-            self.monitor.start()
         try:
             steps = self._steps()
             # A recipe that fails in a replay leaves it open; nothing else may be watched by its trace.
@@ -173,7 +179,10 @@ class Loop:
 
     def _steps(self) -> Generator[list[MicroBatch], None, None]:
         begin, end = self.step, self.num_steps
-        with self.feed.loading(self.samples) as windows, self.services.profiling(self) as self._profiled:
+        with contextlib.ExitStack() as observed:
+            for observer in self.observers:
+                observed.enter_context(observer.around_run())
+            windows = observed.enter_context(self.feed.loading(self.samples))
             self.clock.start(self.samples)
             try:
                 yield from self._windows_of(windows, begin, end)
@@ -185,7 +194,7 @@ class Loop:
             yield from self._after_step(end)
         while self.step < end:
             window = next(windows)
-            with self.step_of(window) as dropped, self.sampling(), self.watching(), self.saved_tensors():
+            with self.step_of(window) as dropped, around_window(self.observers, self.step + 1):
                 if not dropped:
                     yield window
             if self.step == begin + 1:
@@ -195,7 +204,6 @@ class Loop:
                 name = self.cfg.recipe["name"]
                 logger.info("perf.graph=true: recipe=%s does not use Loop.run: running eagerly instead", name)
             self.env.report_compiling()
-            self._profiled()
             yield from self._after_step(end)
 
     def _stop_waiting(self, begin: int, end: int, wait: GaveUp) -> NoReturn:
@@ -224,28 +232,19 @@ class Loop:
         for net in self.nets:
             net.train()
         # Hooks are called neither by a compiled part nor by a captured step.
-        inject, measurement, step = self.cfg.debug.inject, self.measurement, self.step + 1
-        is_injected = inject is not None and inject.step == step
-        self._is_looked_into = is_injected or (measurement is not None and step % measurement.every == 0)
+        step, statistics = self.step + 1, self.statistics
+        inject = self.cfg.debug.inject if self.cfg.debug.inject and self.cfg.debug.inject.step == step else None
+        self._is_looked_into = inject is not None or (statistics is not None and step % statistics.every == 0)
         # Where weights are cast again in the backward pass, shared copies would be kept in any case.
         reuse = self.feed.accumulation > 1 and not self.cfg.perf.recast_weights
         with (
-            self.services.fault(self, window) if is_injected else contextlib.nullcontext(False) as dropped,
+            _fault(self, inject, window) if inject is not None else contextlib.nullcontext(False) as dropped,
             self.amp.cache_weight_casts(*self.nets) if reuse else contextlib.nullcontext(),
             self.env.eagerly() if self._is_looked_into else contextlib.nullcontext(),
         ):
             yield dropped
         self.step += 1
         self.samples += self.feed.samples_per_step
-
-    def sampling(self) -> contextlib.AbstractContextManager[None]:
-        """Around the computation of the next step's window, inside of `step_of`: statistics, if it is their turn."""
-        return contextlib.nullcontext() if self.measurement is None else self.measurement.sampling(self.step + 1)
-
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        """The same for the monitor, in the step of a log line; a captured step calls no hooks."""
-        looks = self.monitor is not None and self.graph is None and (self.step + 1) % self.cfg.log_every == 0
-        return self.monitor.sampling() if self.monitor is not None and looks else contextlib.nullcontext()
 
     def _after_step(self, end: int) -> Iterator[list[MicroBatch]]:
         cfg, at_end = self.cfg, self.step >= end
@@ -282,8 +281,8 @@ class Loop:
         if self.is_replay:
             return
         self.metrics.add(of, report, values)
-        if self.monitor is not None:
-            self.monitor.note(of, report, next(iter(values.values()), None))
+        if self.watch is not None:
+            self.watch.note(of, report, next(iter(values.values()), None))
 
     def due(self, *, steps: int = 0, epochs: int = 0) -> bool:
         """Whether code of your own is due after this window, on all ranks alike; never while it is computed again."""
@@ -310,7 +309,7 @@ class Loop:
         """Begin to read the numbers of a log line; on a GPU they are written when the next line is begun."""
         self._finish_line()
         rate, waited = self.clock.lap(self.samples)
-        facts = self.monitor.facts() if self.monitor is not None else {}
+        facts = self.watch.facts() if self.watch is not None else {}
         # A longer run goes on from the end of this one as if it had not ended here.
         self.metrics.begin_line(self.step, rate, waited, facts, is_extra=self.step % self.cfg.log_every != 0)
         if self.env.device.type == "cpu":
@@ -322,27 +321,27 @@ class Loop:
             return
         step, skipped, scale = (line.numbers[name] for name in ("step", "skipped", "loss_scale"))
         self._log.metrics(line.numbers)
-        if self.measurement is not None:
-            self.measurement.write(self._log, upto=step)
+        if self.statistics is not None:
+            self.statistics.write(self._log, upto=step)
         self.env.summary |= {"step": step, "skipped": skipped, "samples_per_second": line.rate}
         symptoms = Symptoms(step, line.streak, scale)
-        self._symptoms = symptoms if self.monitor is None else self.monitor.completed(symptoms, line.found)
+        self._symptoms = symptoms if self.watch is None else self.watch.completed(symptoms, line.found)
 
     def _consult(self, *, in_a_hurry: bool) -> Iterator[list[MicroBatch]]:
-        """Ask the monitor about the last log line, unless the run is to stop; end a run that has diverged."""
+        """Ask the doctor about the last log line, unless the run is to stop; end a run that has diverged."""
         symptoms, self._symptoms = self._symptoms, None
         if symptoms is None:
             return
-        finding, monitor = None, self.monitor
+        found, watch = None, self.watch
         diverged = symptoms.streak >= self.cfg.amp.max_consecutive_skips
-        asked = monitor is not None and (monitor.is_called(symptoms) or (diverged and monitor.last is None))
-        if monitor is not None and asked and not in_a_hurry:
+        asked = watch is not None and (watch.is_called(symptoms) or (diverged and watch.last is None))
+        if watch is not None and asked and not in_a_hurry:
             began = time.monotonic()
-            finding = yield from monitor.examine(symptoms)
+            found = yield from watch.examine(symptoms)
             self.clock.pause(time.monotonic() - began)
-        if diverged and not (finding is not None and finding.healed):
-            finding = finding or (monitor.last if monitor is not None else None)
-            raise Diverged(_why_diverged(symptoms, self.cfg.amp.max_consecutive_skips, finding))
+        if diverged and not (found is not None and found.healed):
+            found = found or (watch.last if watch is not None else None)
+            raise Diverged(_why_diverged(symptoms, self.cfg.amp.max_consecutive_skips, found))
 
     # --- evaluation, checkpoints, the end -----------------------------------------------------------------------------
 
@@ -358,14 +357,16 @@ class Loop:
         return True
 
     def _save(self, *, is_last: bool) -> None:
+        from amp_core.run.resume import progress_of
+
         began = time.monotonic()
         problem = None
-        if self.measurement is not None:
-            self.measurement.write(self._log)  # a run that resumes here does not sample these steps again
+        if self.statistics is not None:
+            self.statistics.write(self._log)  # a run that resumes here does not sample these steps again
         try:
             self.checkpoint.save(
                 self.step,
-                progress=self.services.progress_of(self),
+                progress=progress_of(self),
                 config=self.cfg.to_dict(),
                 metrics=self.eval if self.evaluation.step == self.step else None,
                 best=(self.cfg.recipe["best"], self.cfg.recipe["best_is"]),
@@ -404,6 +405,12 @@ class Loop:
         }
 
 
+def _fault(loop: Loop, inject: InjectConfig, window: list[MicroBatch]) -> contextlib.AbstractContextManager[bool]:
+    from amp_core.run.inject import fault
+
+    return fault(inject, loop.model, loop.amp, window, rank=loop.env.rank)
+
+
 def _require_samples(loop: Loop) -> None:
     env, num_samples = loop.env, len(loop.data.eval)
     if any(map(is_sharded, loop.nets)) and num_samples < env.world_size:
@@ -415,14 +422,16 @@ def _require_samples(loop: Loop) -> None:
 
 def _is_finished(loop: Loop) -> bool:
     """Whether a run that made all its steps has its result, too: then nothing is computed, and it stands."""
+    from amp_core.run.log import say
+
     env = loop.env
-    before = env.folder.before
+    before: dict[str, Any] | None = env.folder.before
     if before.get("status") != "finished" or not isinstance(before.get("eval"), dict):
         before = None
     if env.any_rank(env.is_main and before is None):
         return False
     if env.is_main:
-        loop.services.say(f"already finished: {loop.step} steps, {loop.num_steps} were asked for, in {env.run_dir}")
+        say(f"already finished: {loop.step} steps, {loop.num_steps} were asked for, in {env.run_dir}")
     loop.evaluation.metrics = dict(before["eval"]) if before else {}
     env.summary |= before or {}
     env.folder.begin()
@@ -430,19 +439,25 @@ def _is_finished(loop: Loop) -> bool:
     return True
 
 
-def _evaluate_only(loop: Loop, notes: list[str]) -> None:
+def _without_training(loop: Loop, notes: list[str]) -> None:
+    from amp_core.run.log import say
+    from amp_core.run.predict import predict
+
+    if loop.cfg.task == "predict":
+        predict(loop, notes)
+        return
     loop.evaluation.metrics = loop.evaluation.metrics_of_nets()
     if loop.env.is_main:
         for note in notes:
-            loop.services.say(note)
-        loop.services.say(f"step {loop.step}: {spell(loop.eval)}")
+            say(note)
+        say(f"step {loop.step}: {spell(loop.eval)}")
     _look_at_evaluation(loop)
     check_metrics(loop.eval, where=loop.evaluation.where)
 
 
 def _look_at_evaluation(loop: Loop) -> None:
-    if loop.monitor is not None and loop.monitor.last is None:
-        loop.evaluation.where = loop.monitor.evaluated(loop.step, loop.eval)
+    if loop.watch is not None and loop.watch.last is None:
+        loop.evaluation.where = loop.watch.silent.evaluated(loop.step, loop.eval)
 
 
 def _end(loop: Loop) -> None:
@@ -469,14 +484,14 @@ def _interrupt(loop: Loop, stop: int, where: str, saved: str, cause: BaseExcepti
     raise Interrupted(message, exit_code_of(stop), by_signal=stop != TIME_LIMIT) from cause
 
 
-def _why_diverged(symptoms: Symptoms, most: int, finding: Finding | None) -> str:
+def _why_diverged(symptoms: Symptoms, most: int, found: Diagnosis | None) -> str:
     message = (
         f"{symptoms.streak} steps in a row up to step {symptoms.step} had gradients that are not finite "
         f"(amp.max_consecutive_skips={most}), loss scale {symptoms.scale:g}. The weights are those of the last good "
         f"step."
     )
-    if finding is not None:
-        return f"{message} The doctor found: {finding.headline}"
+    if found is not None:
+        return f"{message} The doctor found: {found.headline}"
     return (
         f"{message} Look for an overflow in the forward pass: keep its module in fp32 (amp.keep_fp32), lower "
         f"optimizer.lr, or use amp=bf16; doctor=watch looks for it"

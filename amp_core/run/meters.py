@@ -107,6 +107,22 @@ class Line:
     """The facts that were asked for with `Metrics.begin_line`."""
 
 
+@dataclass(frozen=True)
+class Symptoms:
+    """What a log line says about the steps since the last one. All ranks have the same."""
+
+    step: int
+    """At which they were read."""
+    streak: int
+    """Steps skipped in a row up to `step`."""
+    scale: float
+    """The loss scale."""
+    first_skip: int | None = None
+    """The first skipped step since the last line, known to the doctor."""
+    first_bad_loss: int | None = None
+    """The first step since the last line whose loss was not finite, known to the doctor."""
+
+
 class Metrics:
     """The numbers of a run's log lines. On every rank alike."""
 

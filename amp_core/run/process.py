@@ -16,8 +16,8 @@ from amp_core.config.errors import ConfigError
 from amp_core.config.rules import is_elastic, node_range
 from amp_core.config.schema import ONE_PROCESS, Config
 from amp_core.data.loading import bounded_waits
+from amp_core.layouts.placement import Placement
 from amp_core.lowp.fp16_convolutions import kept_convolutions
-from amp_core.run import services
 from amp_core.run.environment import Environment, Job, outcome_of
 from amp_core.run.folder import RunFolder
 from amp_core.run.rendezvous import launched, worker_store
@@ -78,7 +78,7 @@ def environment(job: Job) -> Iterator[Environment]:
     device = resolve_device(cfg.device, local_rank * (cfg.layout.num_stages or 1))
     env = Environment(job, device, rank, local_rank, world_size)
     env.folder = folder = RunFolder(env)
-    env.services = services
+    env.placement = Placement(env)
     with contextlib.ExitStack() as undo:
         undo.enter_context(kept_convolutions())
         undo.enter_context(_settings(cfg))

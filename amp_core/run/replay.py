@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from amp_core.run.loop import Loop
 from amp_core.run.resume import set_progress
 from amp_core.step.report import Rehearsal
 from amp_core.step.window import MicroBatch
+
+if TYPE_CHECKING:
+    from amp_core.run.loop import Loop
 
 
 def first_sample(loop: Loop, step: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,8 +14,10 @@ from amp_core.config.lengths import MOST_STEPS
 from amp_core.config.rules import MAY_CHANGE, differences, is_elastic
 from amp_core.config.schema import SHARDED, Config, choices, read_option, show_value
 from amp_core.lowp.islands import islands_of, keep_fp32, named_modules
-from amp_core.run.loop import Loop
 from amp_core.run.machine import moved
+
+if TYPE_CHECKING:
+    from amp_core.run.loop import Loop
 
 _MAKE_PARTS = ("recipe.", "model.", "data.", "optimizer.", "ema.")
 """Settings on which the shapes of parts depend."""

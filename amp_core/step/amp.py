@@ -45,8 +45,8 @@ from amp_core.step.gradients import (
     weights_of,
     with_grads,
 )
+from amp_core.step.observer import Observer
 from amp_core.step.report import (
-    Observer,
     OptimizerState,
     Rehearsal,
     StepReport,
@@ -131,9 +131,7 @@ class Amp:
         self._said_waits = False
         self._rehearsal: Rehearsal | None = None
         self.observers: list[Observer] = []
-        """Called by `step` for each optimizer, before it changes anything."""
-        self.beginnings: list[Callable[[Tensor], None]] = []
-        """Called by `backward` with the initial gradient: the loss's weight times the loss scale."""
+        """Told of each loss, gradient and step."""
         self._numbers = Numbers(self.device)
         self._zero = self._numbers[0.0]
         self._skips = torch.zeros(2, dtype=torch.float32, device=self.device)
@@ -234,8 +232,8 @@ class Amp:
             is_double = loss.dtype is torch.float64
             loss = loss if is_double else loss.float()
             loss = loss if loss.ndim == 0 else loss.reshape(())
-            if self._rehearsal is not None:
-                self._rehearsal.on_loss(loss)
+            for observer in self.observers:
+                observer.on_loss(loss)
             for probe in self._probes if self._losses else ():
                 if (weight := probe()) is not None and weight.grad is not None:
                     break
@@ -252,8 +250,8 @@ class Amp:
         elif self.scaler.policy is not None:
             gradient = self.scaler.scale * gradient
         seed = gradient.to(loss)
-        for tell in self.beginnings:
-            tell(seed)
+        for observer in self.observers:
+            observer.on_backward(seed)
         run = self._autocast_off()(run_backward) if torch.is_autocast_enabled(self.device.type) else run_backward
         run(loss, seed, retain_graph, inputs)
         if unscaled and unscaled != self._unscaled_gradients():
@@ -420,7 +418,7 @@ class Amp:
             rehearsal, agree = self._rehearsal, several_ranks()
             skips = rehearsal is not None and not rehearsal.steps
             states = [self._state_of(each) for each in optimizers]
-            if rehearsal is not None or self.observers:
+            if self.observers:
                 self._show_gradients(states, unscaled)
             found, on_device, has_grads = [], not skips, False
             for state in states:
@@ -464,8 +462,8 @@ class Amp:
                 self._outcomes += [(overflow, skipped)]
             norms = [state.norm for state in states]
             norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-            if rehearsal is not None:
-                rehearsal.resume()
+            for observer in self.observers:
+                observer.on_step_end(taken)
             return StepReport(taken, norm, on_host, rehearsal is not None)
 
     def _examine(
@@ -518,13 +516,13 @@ class Amp:
         return torch.maximum(found_inf, clipped)
 
     def _show_gradients(self, states: Sequence[OptimizerState], unscaled: Collection[torch.optim.Optimizer]) -> None:
-        """Show gradients as they are before `step` to a rehearsal and to `observers`."""
+        """Show gradients as they are before `step` to `observers`."""
         shown = [(state, *with_grads(state.optimizer)) for state in states]
-        if self._rehearsal is not None:
-            self._rehearsal.show([(params, grads) for _, params, grads in shown])
-        for observe in self.observers:
+        for observer in self.observers:
+            observer.on_step_begin()
+        for observer in self.observers:
             for state, params, grads in shown:
-                observe(params, grads, state.optimizer not in unscaled and not state.unscaled)
+                observer.on_gradients(params, grads, state.optimizer not in unscaled and not state.unscaled)
 
     def _decide_on_host(self, states: Sequence[OptimizerState], taken: Tensor) -> bool:
         """Whether to step optimizers that cannot skip on the device. Waits for it."""
@@ -609,9 +607,11 @@ class Amp:
         """
         assert self._rehearsal is None
         self._rehearsal = Rehearsal(steps=steps)
+        self.observers.insert(0, self._rehearsal)
         try:
             yield self._rehearsal
         finally:
+            self.observers.remove(self._rehearsal)
             self._rehearsal = None
             self._end_window()  # one that was not ended
 
@@ -659,7 +659,7 @@ class Amp:
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins with a new window. It guards copies of the networks; 16-bit weights refuse to be copied."""
         window = {"_states": {}, "_checked": set(), "_in_window": False, "_losses": [], "_outcomes": [], "_probes": []}
-        window |= {"_num_stepped": 0, "_is_stepping": False, "_sharing": 0, "_rehearsal": None}
+        window |= {"_num_stepped": 0, "_is_stepping": False, "_sharing": 0, "_rehearsal": None, "observers": []}
         return vars(self) | window
 
     def __setstate__(self, state: dict[str, Any]) -> None:

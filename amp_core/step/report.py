@@ -6,12 +6,13 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_core.step.gradients import weights_of
+from amp_core.step.observer import Observer
 from amp_core.tensors import inner_optimizers, is_dtensor, is_state_sharded, local
 from amp_core.torch_private import reader
 
@@ -36,23 +37,7 @@ class StepReport:
     is_rehearsal: bool = False
 
 
-class Watcher(Protocol):
-    """Gets the events of a rehearsal; `amp_core.doctor.trace.Trace` is one."""
-
-    def on_loss(self, loss: Tensor) -> None: ...
-
-    def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-
-Observer = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
-"""(weights, their gradients, whether these are scaled)."""
-
-
-class Rehearsal:
+class Rehearsal(Observer):
     """The outcome of a rehearsed window.
 
     Args:
@@ -63,7 +48,6 @@ class Rehearsal:
         self.steps = steps
         self.optimizers: set[torch.optim.Optimizer] = set()
         """Those whose step was called."""
-        self.watcher: Watcher | None = None
         self.losses: list[Tensor] = []
         """What `backward` was given."""
         self.has_gradients = self.has_slope = False
@@ -76,22 +60,10 @@ class Rehearsal:
     def on_loss(self, loss: Tensor) -> None:
         self.losses.append(loss.detach())
         self.add(~torch.isfinite(self.losses[-1]).all())
-        if self.watcher is not None:
-            self.watcher.on_loss(loss)
 
-    def show(self, gradients: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
-        """Show the watcher weights and gradients before a step; it sees nothing of the step itself until `resume`."""
-        self.has_gradients |= any(grads for _, grads in gradients)
-        every = (grad for _, grads in gradients for grad in local(grads))
-        self.has_slope = self.has_slope or any(grad.layout is not torch.strided or bool(grad.any()) for grad in every)
-        if self.watcher is not None:
-            for params, grads in gradients:
-                self.watcher.on_gradients(params, grads)
-            self.watcher.pause()
-
-    def resume(self) -> None:
-        if self.watcher is not None:
-            self.watcher.resume()
+    def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor], scaled: bool) -> None:
+        self.has_gradients |= bool(grads)
+        self.has_slope = self.has_slope or any(g.layout is not torch.strided or bool(g.any()) for g in local(grads))
 
     @property
     def is_finite(self) -> bool:

@@ -1192,7 +1192,7 @@ def test_weights_without_a_name_count_all_in_the_norm():
     weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
     grads = [torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])]
     trace = Trace({}, {})
-    trace.on_gradients(weights, grads)
+    trace.on_gradients(weights, grads, scaled=False)
     assert trace.grad_norm == 5.0 and trace.largest_gradient == (4.0, "a weight")
 
 

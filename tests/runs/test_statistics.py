@@ -77,7 +77,7 @@ class Training:
 
     def window(self) -> None:
         self.step += 1
-        with self.statistics.sampling(self.step):
+        with self.statistics.around_window(self.step):
             for batch in self.batches:
                 with self.amp.autocast():
                     loss = self.net(batch).float().square().mean() / 2
@@ -257,8 +257,8 @@ def test_trackers_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 def test_the_cost_of_sampling_is_that_of_sampling(monkeypatch):
     """The tool visits a recipe without what watches a run, so it makes its own."""
     found = []
-    original = Statistics.sampling
-    monkeypatch.setattr(Statistics, "sampling", lambda self, step: found.append(step) or original(self, step))
+    original = Statistics.around_window
+    monkeypatch.setattr(Statistics, "around_window", lambda self, step: found.append(step) or original(self, step))
     settings = ["recipe=classification", "model=cnn_small", "batch_size=4", "device=cpu"]
     assert script("scripts/doctor.py").main(["cost", *settings, "--steps", "2"]) == 0
     assert len(found) == 2

@@ -22,6 +22,7 @@ from amp_core.layouts.memory_model import saved_for_backward
 from amp_core.lowp.islands import island_names
 from amp_core.lowp.weights import master_params
 from amp_core.memory.recompute import recompute_blocks, recomputed
+from amp_core.step.observer import observing
 from amp_tools.census import Census
 
 OnRanks = Callable[..., list[Any]]
@@ -148,18 +149,17 @@ def test_a_graph_that_is_kept_is_gone_through_twice() -> None:
     assert same(*found)
 
 
-def watched(watcher: Callable[[dict[nn.Module, str]], Any], *, twice: bool, too_large: bool = False) -> Any:
-    """A window of a network, of which one block may overflow in fp16, with a watcher of the doctor around it."""
+def observed(observer: Callable[[dict[nn.Module, str]], Any], *, twice: bool, too_large: bool = False) -> Any:
+    """A window of a network, of which one block may overflow in fp16, with an observer of the doctor around it."""
     net = gpt(dropout=0.1, positions="alibi")
     if too_large:
         net.blocks[1].down.weight.data.mul_(1e6)  # type: ignore[union-attr]
     if twice:
         recompute_blocks(net)
     amp = Amp.named("fp16" if too_large else "bf16")
-    watch = watcher({module: name for name, module in net.named_modules()})
+    watch = observer({module: name for name, module in net.named_modules()})
     torch.manual_seed(1)
-    with amp.rehearse() as rehearsal, watch:
-        rehearsal.watcher = watch
+    with amp.rehearse(), watch, observing(amp.observers, watch):
         with amp.autocast():
             loss = net(torch.arange(16).view(2, 8)).float().logsumexp(-1).mean()
         amp.backward(loss)
@@ -169,10 +169,10 @@ def watched(watcher: Callable[[dict[nn.Module, str]], Any], *, twice: bool, too_
 
 def test_what_watches_operations_sees_the_first_computation() -> None:
     for twice in (False, True):
-        culprit = watched(lambda names: Trace(names, {}), twice=twice, too_large=True).culprit
+        culprit = observed(lambda names: Trace(names, {}), twice=twice, too_large=True).culprit
         assert (culprit.op, culprit.place.module, culprit.backward) == ("aten._to_copy", "blocks.1.down", False)
     looks = [
-        [(look.kind, look.module, look.op, look.numbers.amax) for look in watched(Census, twice=twice).looks]
+        [(look.kind, look.module, look.op, look.numbers.amax) for look in observed(Census, twice=twice).looks]
         for twice in (False, True)
     ]
     assert looks[0] == looks[1] and len(looks[0]) > 50
