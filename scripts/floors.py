@@ -26,8 +26,8 @@ PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 
 BUDGETS = {
     "library": (10_240, "base lowp step memory layouts checkpoints heads"),
-    "doctor": (3_954, "doctor"),
-    "program": (12_170, "config run cli data models train.py"),
+    "doctor": (3_963, "doctor"),
+    "program": (12_100, "config run cli data models train.py"),
     "amp_tools": (4_100, "amp_tools"),
     "scripts": (5_280, "scripts"),
     "amp_conformance": (2_490, "amp_conformance"),
@@ -38,7 +38,7 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 1.05
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 39, 8_574, 2_866
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 36, 7_725, 2_903
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 580
