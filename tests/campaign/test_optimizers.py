@@ -309,13 +309,16 @@ def collected(package: str) -> list[tuple[str, ...]]:
 def page(results: dict[str, list[tuple[str, ...]]]) -> Iterator[str]:
     """The lines of docs/OPTIMIZERS.md."""
     yield "# Optimizers\n"
-    yield "`Amp` and `Checkpoint` give the bits of plain PyTorch with `if finite: optimizer.step()`, or refuse. Each case: a good, a bad and"
-    yield f"a good step, a checkpoint, a fresh optimizer that loads it, and two good steps, in the modes {', '.join(MODES)}."
-    yield "Optimizers of torch also fused, compiled, with a step of a subclass, with a hook, and in Lookahead, ZeroRedundancyOptimizer and"
-    yield "PostLocalSGDOptimizer; others also in Lookahead, in fp16. Written by `python tests/campaign/test_optimizers.py`.\n"
-    yield "What of an optimizer's groups is state, and what the settings of a run, says [CHECKPOINTS.md](CHECKPOINTS.md).\n"
+    yield "Which optimizers of torch and of other packages work here: `Amp` and `Checkpoint` give the bits of plain PyTorch with `if finite: optimizer.step()`, or refuse."
+    yield "`python tests/campaign/test_optimizers.py` writes this page."
+    yield ""
+    yield f"A case is a good, a bad and a good step, a checkpoint, a fresh optimizer that loads it, and two good steps, in the modes {', '.join(MODES)}."
+    yield "Optimizers of torch also fused, compiled, with a step of a subclass, with a hook, and in Lookahead, ZeroRedundancyOptimizer and PostLocalSGDOptimizer; others also in"
+    yield "Lookahead, in fp16. Not tried: what needs a closure, a second derivative or arguments of its own, and what fails by hand."
+    yield "[CHECKPOINTS.md](CHECKPOINTS.md) says what of an optimizer's groups is state, and what the settings of a run."
+    yield ""
     yield "| package | optimizers | cases | right | refused | not tried |\n| --- | --- | --- | --- | --- | --- |"
-    reasons: dict[tuple[str, str, str], set[str]] = {}
+    reasons: dict[tuple[str, str], set[str]] = {}
     for package, found in results.items():
         if not found[0][0]:
             yield f"| {package} | {found[0][1]} | | | | |"
@@ -329,17 +332,15 @@ def page(results: dict[str, list[tuple[str, ...]]]) -> Iterator[str]:
         ]
         yield f"| {package} {version_of(package)} | {' | '.join(map(str, cells))} |"
         for wrapper, name, _, kind, sentence in found:
-            if kind != "right":
+            if kind == "refused":
                 text = " ".join(sentence.removeprefix("by hand ").replace(name, "it").split()).replace("|", "/")
                 where = f" in {wrapper}" if wrapper != "plain" else ""
-                reasons.setdefault((kind, package, text[:200]), set()).add(f"{name}{where}")
-    for kind in ("refused", "not tried"):
-        yield f"\n## {kind.capitalize()}\n\n| package | optimizers | because |\n| --- | --- | --- |"
-        for (own, package, text), names in sorted(reasons.items()):
-            if own == kind:
-                some = sorted(names)
-                more = f" and {len(some) - 6} more" if len(some) > 6 else ""
-                yield f"| {package} | {', '.join(some[:6])}{more} | {text} |"
+                reasons.setdefault((package, text[:200]), set()).add(f"{name}{where}")
+    yield "\n## Refused\n\n| package | optimizers | because |\n| --- | --- | --- |"
+    for (package, text), names in sorted(reasons.items()):
+        some = sorted(names)
+        more = f" and {len(some) - 6} more" if len(some) > 6 else ""
+        yield f"| {package} | {', '.join(some[:6])}{more} | {text} |"
 
 
 def version_of(package: str) -> str:
