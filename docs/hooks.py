@@ -193,8 +193,10 @@ def modes() -> str:
 
 
 def knobs(tree: ast.Module) -> dict[str, str]:
-    """Documentation of each key of a recipe, but for its name."""
-    (fields,) = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Knobs"]
+    """Documentation of each key of a recipe, but for its name: those of every recipe first."""
+    schema = ast.parse((ROOT / "amp_core" / "config" / "schema.py").read_text())
+    classes = {node.name: node.body for part in (schema, tree) for node in part.body if isinstance(node, ast.ClassDef)}
+    fields = [*classes["RecipeConfig"], *classes["Knobs"]]
     found: dict[str, str] = {}
     for field, after in itertools.pairwise([*fields, ast.Pass()]):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id != "name":

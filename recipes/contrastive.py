@@ -24,6 +24,7 @@ arXiv:2002.05709; evaluation by weighted nearest neighbours: Wu et al., arXiv:18
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,20 +32,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_core.config.schema import Config
-from amp_core.data import Dataset, Key, build_data
-from amp_core.data.loading import eval_loader, to_device
-from amp_core.models import build_model
+from amp_core import Amp, Clip, MicroBatch, StepReport, sync_grads
+from amp_core.config.schema import Config, RecipeConfig, expected
+from amp_core.data import Dataset, Key
 from amp_core.models.images import CLASSIFIERS
-from amp_core.run.environment import Environment
-from amp_core.run.loop import Loop
-from amp_core.step.amp import Amp
-from amp_core.step.clip import Clip
-from amp_core.step.ema import build_ema
-from amp_core.step.optimizers import build_optimizer
-from amp_core.step.report import StepReport
-from amp_core.step.schedule import build_schedule
-from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.run.evaluation import embed
+from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
 from amp_core.tensors import unwrap
 
 DATA = "images"
@@ -52,16 +45,9 @@ MODELS = CLASSIFIERS
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Knobs(RecipeConfig):
     """This recipe's own settings."""
 
-    name: str
-    length: str
-    """Default length of a run: a number and steps, epochs or samples."""
-    best: str
-    """The metric that selects the best checkpoint."""
-    best_is: str
-    """max or min."""
     embedding: int
     """Dimension of the embeddings."""
     temperature: float
@@ -72,13 +58,12 @@ class Knobs:
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
     """Problems of this recipe's own settings, found before the start."""
-    problems = [
-        f"recipe.{key}={value}: expected at least {least}"
-        for key, value, least in (("embedding", knobs.embedding, 2), ("num_neighbours", knobs.num_neighbours, 1))
-        if value < least
-    ]
-    if not 0 < knobs.temperature < float("inf"):
-        problems.append(f"recipe.temperature={knobs.temperature:g}: expected a number above 0")
+    problems = expected(
+        knobs,
+        embedding=(knobs.embedding >= 2, "at least 2"),
+        num_neighbours=(knobs.num_neighbours >= 1, "at least 1"),
+        temperature=(0 < knobs.temperature < math.inf, "a number above 0"),
+    )
     if not cfg.data.augment:
         problems.append("data.augment=false: two views of an image would be the same; use data.augment=true")
     if cfg.data.prepare_on == "device":
@@ -118,29 +103,11 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
-        memory, classes = embed_all(net, plain.train)
-        queries, labels = embed_all(net, plain.eval)
+        memory, classes = embed(env, amp, net, plain.train, knobs.embedding)
+        queries, labels = embed(env, amp, net, plain.eval, knobs.embedding)
+        memory, queries = F.normalize(memory, dim=1), F.normalize(queries, dim=1)
         guesses = [nearest_neighbours(q, memory, classes, knobs.num_neighbours) for q in queries.split(256)]
         return {"accuracy": (torch.cat(guesses) == labels).float().mean().item()}
-
-    def embed_all(net: nn.Module, dataset: Dataset) -> tuple[Tensor, Tensor]:
-        """Unit embeddings [N, D] and labels [N] of a data set on every rank; each rank computes its share."""
-        batches = eval_loader(
-            dataset,
-            batch_size=max(cfg.batch_size, 128),
-            rank=env.rank,
-            world_size=env.world_size,
-            num_workers=cfg.data.num_workers,
-            pin_memory=env.device.type == "cuda",
-        )
-        embeddings = torch.zeros(len(dataset), knobs.embedding, device=env.device)
-        classes = torch.zeros(len(dataset), dtype=torch.int64, device=env.device)
-        on_device = to_device(batches, env.device, channels_last=cfg.perf.channels_last)
-        for rows, (images, labels) in zip(batches.rows, on_device, strict=True):
-            with amp.autocast():
-                embeddings[rows] = F.normalize(net(images).float(), dim=1)
-            classes[rows] = labels
-        return env.sum_over_ranks(embeddings), env.sum_over_ranks(classes)
 
     def predict(net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         return {"embedding": F.normalize(net(batch[0]).float(), dim=1)}

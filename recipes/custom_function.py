@@ -37,38 +37,20 @@ from torch.amp.autocast_mode import custom_bwd, custom_fwd
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from amp_core.config.schema import Config
-from amp_core.data import build_data
-from amp_core.data.loading import eval_loader, to_device
-from amp_core.lowp.islands import keep_fp32
-from amp_core.models import Family, build_model
+from amp_core import Amp, Clip, MicroBatch, StepReport, keep_fp32, sync_grads
+from amp_core.config.schema import Config, RecipeConfig
+from amp_core.models import Family
 from amp_core.models.family import ImageShape, check_choice, check_count
 from amp_core.models.images import top_class
-from amp_core.run.environment import Environment
-from amp_core.run.loop import Loop
-from amp_core.step.amp import Amp
-from amp_core.step.clip import Clip
-from amp_core.step.ema import build_ema
-from amp_core.step.optimizers import build_optimizer
-from amp_core.step.report import StepReport
-from amp_core.step.schedule import build_schedule
-from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
 from amp_core.tensors import widest
 
 DATA = "images"
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Knobs(RecipeConfig):
     """This recipe's own settings."""
-
-    name: str
-    length: str
-    """Default length of a run: a number and steps, epochs or samples."""
-    best: str
-    """The metric that selects the best checkpoint."""
-    best_is: str
-    """max or min."""
 
 
 def run(cfg: Config, env: Environment) -> dict[str, float]:
@@ -102,15 +84,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     def evaluate(net: nn.Module) -> dict[str, float]:
         # loss, correct, samples: summed on the device, read back once.
         totals = torch.zeros(3, dtype=widest(env.device), device=env.device)
-        batches = eval_loader(
-            data.eval,
-            batch_size=max(cfg.batch_size, 128),
-            rank=env.rank,
-            world_size=env.world_size,
-            num_workers=cfg.data.num_workers,
-            pin_memory=env.device.type == "cuda",
-        )
-        for images, labels in to_device(batches, env.device, channels_last=cfg.perf.channels_last):
+        for images, labels in env.eval_batches(data.eval):
             with amp.autocast():
                 logits = net(images)
                 loss = F.cross_entropy(logits, labels, reduction="sum")

@@ -20,33 +20,23 @@ Source: Karras et al. (EDM), arXiv:2206.00364: table 1 for preconditioning and l
 from __future__ import annotations
 
 import functools
-import io
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_core.checkpoints.folders import saving
+from amp_core import Amp, Clip, MicroBatch, StepReport, keep_fp32, sync_grads
 from amp_core.config.checks import package_folder
-from amp_core.config.files import write_whole
-from amp_core.config.schema import Config
-from amp_core.data import build_data
-from amp_core.lowp.islands import keep_fp32
-from amp_core.models import Family, build_model
+from amp_core.config.schema import Config, RecipeConfig, expected
+from amp_core.data.base import evenly_spread
+from amp_core.models import Family
 from amp_core.models.family import ImageShape, check_count
-from amp_core.run.environment import Environment
-from amp_core.run.loop import Loop
-from amp_core.step.amp import Amp
-from amp_core.step.clip import Clip
-from amp_core.step.ema import build_ema
-from amp_core.step.optimizers import build_optimizer
-from amp_core.step.report import StepReport
-from amp_core.step.schedule import build_schedule
-from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
+from amp_core.run.samples import write_images
 from amp_core.tensors import unwrap
-from amp_core.vision import import_torchvision
 
 DATA = "images"
 SIGMA_DATA = 0.5  # standard deviation of the data, as in the paper
@@ -56,16 +46,9 @@ FREQUENCIES = 8  # of the noise level, for the network
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Knobs(RecipeConfig):
     """This recipe's own settings."""
 
-    name: str
-    length: str
-    """Default length of a run: a number and steps, epochs or samples."""
-    best: str
-    """The metric that selects the best checkpoint."""
-    best_is: str
-    """max or min."""
     log_sigma_mean: float
     """Mean of the logarithm of the noise levels in training."""
     log_sigma_std: float
@@ -76,13 +59,13 @@ class Knobs:
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
     """Problems of this recipe's own settings, found before the start."""
-    problems = []
+    problems = expected(
+        knobs,
+        log_sigma_std=(0 < knobs.log_sigma_std < math.inf, "a number above 0"),
+        num_sampler_steps=(knobs.num_sampler_steps >= 2, "at least 2"),
+    )
     if knobs.best.startswith("ema_") and cfg.ema.decay is None:
         problems.append(f"ema.decay=null: recipe.best={knobs.best} needs averages; use recipe.best={knobs.best[4:]}")
-    if not 0 < knobs.log_sigma_std < float("inf"):
-        problems.append(f"recipe.log_sigma_std={knobs.log_sigma_std:g}: expected a number above 0")
-    if knobs.num_sampler_steps < 2:
-        problems.append(f"recipe.num_sampler_steps={knobs.num_sampler_steps}: expected at least 2")
     if package_folder("torchvision") is None:
         problems.append("recipe=diffusion: its samples need the package torchvision: pip install 'amp-recipes[vision]'")
     return problems
@@ -123,11 +106,10 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     @functools.cache
     def held_out() -> tuple[Tensor, Tensor, Tensor]:
-        # Evenly spread: the set may be sorted by class. Noise and levels are always the same.
-        num = min(NUM_COMPARED, len(data.eval))
-        images, _ = data.eval.__getitems__([(i * len(data.eval) // num, 0) for i in range(num)])
+        # Always the same noise and the same eight equally probable levels, in turn.
+        images, _ = evenly_spread(data.eval, NUM_COMPARED)
         noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
-        sigma = level(torch.special.ndtri((torch.arange(num) % 8 + 0.5) / 8))  # eight equally probable levels in turn
+        sigma = level(torch.special.ndtri((torch.arange(len(images)) % 8 + 0.5) / 8))
         return (SIGMA_DATA * images).to(env.device), noise.to(env.device), sigma.to(env.device)
 
     @torch.no_grad()
@@ -139,14 +121,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             losses = torch.cat([weighted_losses(net, *part) for part in parts])
         if net is (unwrap(model) if ema is None else ema.model):
             made = sample(net, amp, noise[:64], knobs.num_sampler_steps)
-            if env.is_main and env.run_dir is not None:
-                file = env.run_dir / "samples" / f"step_{loop.step:08}.png"
-                ends = images.min().item(), images.max().item()
-                with saving(file):
-                    file.parent.mkdir(exist_ok=True)
-                    png = io.BytesIO()
-                    import_torchvision().utils.save_image(made, png, "png", nrow=8, normalize=True, value_range=ends)
-                    write_whole(file, png.getbuffer())
+            write_images(env, loop.step, made, like=images)
         return {"loss": losses.mean().item()}
 
     loop = Loop(env, data, amp=amp, model=model, optimizer=optimizer, schedule=schedule, ema=ema, evaluate=evaluate)

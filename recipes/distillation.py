@@ -30,23 +30,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from amp_core import Amp, Clip, MicroBatch, StepReport, sync_grads
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import ConfigError
-from amp_core.config.schema import Config
-from amp_core.data import build_data
-from amp_core.data.loading import eval_loader, to_device
+from amp_core.config.schema import Config, RecipeConfig, expected
 from amp_core.lowp.weights import fp32_copy
-from amp_core.models import build_model, check_model
+from amp_core.models import check_model
 from amp_core.models.images import CLASSIFIERS, top_class
-from amp_core.run.environment import Environment
-from amp_core.run.loop import Loop
-from amp_core.step.amp import Amp
-from amp_core.step.clip import Clip
-from amp_core.step.ema import build_ema
-from amp_core.step.optimizers import build_optimizer
-from amp_core.step.report import StepReport
-from amp_core.step.schedule import build_schedule
-from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
 from amp_core.tensors import share_buffers, unwrap, widest
 from amp_core.torch_private import NormBase
 
@@ -55,7 +46,7 @@ MODELS = CLASSIFIERS
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Knobs(RecipeConfig):
     """This recipe's own settings."""
 
     name: str
@@ -83,15 +74,13 @@ class Knobs:
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
     """Problems of this recipe's own settings, found before the start."""
-    problems = []
-    if knobs.teacher_steps < 1:
-        problems.append(f"recipe.teacher_steps={knobs.teacher_steps}: expected at least 1")
-    if not knobs.temperature > 0:
-        problems.append(f"recipe.temperature={knobs.temperature:g}: expected a number above 0")
-    if not 0 <= knobs.soft <= 1:
-        problems.append(f"recipe.soft={knobs.soft:g}: expected a number from 0 to 1")
-    if not 0 <= knobs.label_smoothing < 1:
-        problems.append(f"recipe.label_smoothing={knobs.label_smoothing:g}: expected at least 0 and below 1")
+    problems = expected(
+        knobs,
+        teacher_steps=(knobs.teacher_steps >= 1, "at least 1"),
+        temperature=(knobs.temperature > 0, "a number above 0"),
+        soft=(0 <= knobs.soft <= 1, "a number from 0 to 1"),
+        label_smoothing=(0 <= knobs.label_smoothing < 1, "at least 0 and below 1"),
+    )
     if knobs.teacher is None:
         found = check_model(knobs.teacher_model, knobs.teacher_options, MODELS)
         problems += [problem.replace("model.", "recipe.teacher_", 1).replace("_name", "_model", 1) for problem in found]
@@ -188,15 +177,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         teacher = frozen_teacher()
         # loss, correct, teacher correct, agreeing, samples: summed on the device, read back once.
         totals = torch.zeros(5, dtype=widest(env.device), device=env.device)
-        batches = eval_loader(
-            data.eval,
-            batch_size=max(cfg.batch_size, 128),
-            rank=env.rank,
-            world_size=env.world_size,
-            num_workers=cfg.data.num_workers,
-            pin_memory=env.device.type == "cuda",
-        )
-        for images, labels in to_device(batches, env.device, channels_last=cfg.perf.channels_last):
+        for images, labels in env.eval_batches(data.eval):
             with amp.autocast():
                 answer = teacher(images.to(dtype)).argmax(1)
                 logits = net(images)

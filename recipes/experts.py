@@ -27,22 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_core.config.schema import Config
-from amp_core.data import build_data
-from amp_core.data.loading import eval_loader, to_device
-from amp_core.lowp.islands import keep_fp32
-from amp_core.models import Family, build_model
+from amp_core import Amp, Clip, MicroBatch, StepReport, keep_fp32, sync_grads
+from amp_core.config.schema import Config, RecipeConfig, expected
+from amp_core.models import Family
 from amp_core.models.family import ImageShape, check_count
 from amp_core.models.images import top_class
-from amp_core.run.environment import Environment
-from amp_core.run.loop import Loop
-from amp_core.step.amp import Amp
-from amp_core.step.clip import Clip
-from amp_core.step.ema import build_ema
-from amp_core.step.optimizers import build_optimizer
-from amp_core.step.report import StepReport
-from amp_core.step.schedule import build_schedule
-from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
 from amp_core.tensors import widest
 
 DATA = "images"
@@ -51,16 +41,9 @@ PATCH = 7
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Knobs(RecipeConfig):
     """This recipe's own settings."""
 
-    name: str
-    length: str
-    """Default length of a run: a number and steps, epochs or samples."""
-    best: str
-    """The metric that selects the best checkpoint."""
-    best_is: str
-    """max or min."""
     balance: float
     """Weight of the load-balancing loss; 0: none."""
     z_loss: float
@@ -69,10 +52,11 @@ class Knobs:
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
     """Problems of this recipe's own settings, found before the start."""
-    given = (("balance", knobs.balance), ("z_loss", knobs.z_loss))
-    return [
-        f"recipe.{key}={value:g}: expected a number of at least 0" for key, value in given if not 0 <= value < math.inf
-    ]
+    return expected(
+        knobs,
+        balance=(0 <= knobs.balance < math.inf, "a number of at least 0"),
+        z_loss=(0 <= knobs.z_loss < math.inf, "a number of at least 0"),
+    )
 
 
 def run(cfg: Config, env: Environment) -> dict[str, float]:
@@ -109,8 +93,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     def evaluate(net: nn.Module) -> dict[str, float]:
         # Loss, correct, samples, flipped tokens, tokens of each expert: summed on the device, read back once.
         totals = torch.zeros((), dtype=widest(env.device), device=env.device)
-        batches = eval_loader(data.eval, batch_size=128, rank=env.rank, world_size=env.world_size)
-        for images, labels in to_device(batches, env.device):
+        for images, labels in env.eval_batches(data.eval):
             with amp.autocast():
                 logits, routed, low = net(images)
                 loss = F.cross_entropy(logits, labels, reduction="sum")

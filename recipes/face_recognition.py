@@ -47,39 +47,22 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from amp_core import Amp, Clip, MicroBatch, StepReport, keep_fp32, sync_grads
 from amp_core.config.errors import ConfigError
-from amp_core.config.schema import Config
-from amp_core.data import build_data
-from amp_core.data.loading import eval_loader, to_device
+from amp_core.config.schema import Config, RecipeConfig, expected
 from amp_core.heads.partial_fc import PartialFC
 from amp_core.heads.verification import verify
-from amp_core.lowp.islands import keep_fp32
-from amp_core.models import build_model
 from amp_core.models.family import Builder, Family, ImageShape, check_count, check_probability
-from amp_core.run.environment import Environment
-from amp_core.run.loop import Loop
-from amp_core.step.amp import Amp
-from amp_core.step.clip import Clip
-from amp_core.step.ema import build_ema
-from amp_core.step.optimizers import build_optimizer
-from amp_core.step.report import StepReport
-from amp_core.step.schedule import build_schedule
-from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.run.evaluation import embed
+from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
 
 DATA = "identities"
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Knobs(RecipeConfig):
     """This recipe's own settings."""
 
-    name: str
-    length: str
-    """Default length of a run: a number and steps, epochs or samples."""
-    best: str
-    """The metric that selects the best checkpoint."""
-    best_is: str
-    """max or min."""
     embedding: int
     """Dimension of a feature vector."""
     loss: Literal["arcface", "cosface"]
@@ -135,23 +118,8 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
-        # Each rank fills in its rows; the sum over ranks has all of them.
-        embeddings = torch.zeros(len(data.eval), knobs.embedding, device=env.device)
-        identities = torch.zeros(len(data.eval), dtype=torch.int64, device=env.device)
-        batches = eval_loader(
-            data.eval,
-            batch_size=max(cfg.batch_size, 128),
-            rank=env.rank,
-            world_size=env.world_size,
-            num_workers=cfg.data.num_workers,
-            pin_memory=env.device.type == "cuda",
-        )
-        on_device = to_device(batches, env.device, channels_last=cfg.perf.channels_last)
-        for rows, (images, labels) in zip(batches.rows, on_device, strict=True):
-            with amp.autocast():
-                embeddings[rows] = net(images).float()
-            identities[rows] = labels
-        return verify(env.sum_over_ranks(embeddings), env.sum_over_ranks(identities), scale=knobs.scale)
+        embeddings, identities = embed(env, amp, net, data.eval, knobs.embedding)
+        return verify(embeddings, identities, scale=knobs.scale)
 
     loop = Loop(
         env,
@@ -175,15 +143,13 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
     """Problems of this recipe's own settings, found before the start."""
-    problems = []
-    if knobs.embedding < 1:
-        problems.append(f"recipe.embedding={knobs.embedding}: expected at least 1")
-    if not 0 < knobs.sample_rate <= 1:
-        problems.append(f"recipe.sample_rate={knobs.sample_rate:g}: expected above 0 and at most 1")
-    if not 0 <= knobs.margin < math.pi:
-        problems.append(f"recipe.margin={knobs.margin:g}: expected at least 0 and below pi")
-    if not 0 < knobs.scale < math.inf:
-        problems.append(f"recipe.scale={knobs.scale:g}: expected a finite number above 0")
+    problems = expected(
+        knobs,
+        embedding=(knobs.embedding >= 1, "at least 1"),
+        sample_rate=(0 < knobs.sample_rate <= 1, "above 0 and at most 1"),
+        margin=(0 <= knobs.margin < math.pi, "at least 0 and below pi"),
+        scale=(0 < knobs.scale < math.inf, "a finite number above 0"),
+    )
     if knobs.clip_only is not None and cfg.clip.name == "none":
         problems.append("recipe.clip_only=backbone: has no effect with clip=none; use clip=norm")
     return problems

@@ -41,19 +41,13 @@ from amp_core.checkpoints.export import write_state
 from amp_core.checkpoints.parts import save_trained_alone
 from amp_core.config.checks import package_folder
 from amp_core.config.errors import CheckpointError, ConfigError
-from amp_core.config.schema import Config, suggest
-from amp_core.data import build_data, eval_loader, to_device
+from amp_core.config.schema import Config, RecipeConfig, expected, suggest
 from amp_core.data.text import num_valid, perplexities, token_loss
 from amp_core.layouts.fsdp import cast_whole
-from amp_core.models import build_model
 from amp_core.models.gpt import LANGUAGE_MODELS
-from amp_core.run.environment import Environment
 from amp_core.run.log import say
-from amp_core.run.loop import Loop
 from amp_core.run.pretrained import load_pretrained, path_of
-from amp_core.step.ema import build_ema
-from amp_core.step.optimizers import build_optimizer
-from amp_core.step.schedule import build_schedule
+from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
 from amp_core.tensors import unwrap, widest
 from amp_core.vision import import_torchvision
 
@@ -63,16 +57,9 @@ LAYOUTS = ("single", "data_parallel", "ddp")
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Knobs(RecipeConfig):
     """This recipe's own settings."""
 
-    name: str
-    length: str
-    """Default length of a run: a number and steps, epochs or samples."""
-    best: str
-    """The metric that selects the best checkpoint."""
-    best_is: str
-    """max or min."""
     base_steps: int
     """Without model.weights: steps that train a base on torch's Python sources, kept as base.pt of the run folder."""
     base: Literal["auto", "int8", "nf4"]
@@ -91,8 +78,12 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
     """Problems of this recipe's own settings, found before the start."""
     needed = ["peft"] * (knobs.adapter == "peft") + ["bitsandbytes"] * (knobs.base != "auto")
     missing = [name for name in needed if not package_folder(name)]
-    positive = {"base_steps": knobs.base_steps, "rank": knobs.rank, "alpha": knobs.alpha}
-    problems = [f"recipe.{key}={value}: expected a number above 0" for key, value in positive.items() if not value > 0]
+    problems = expected(
+        knobs,
+        base_steps=(knobs.base_steps > 0, "a number above 0"),
+        rank=(knobs.rank > 0, "a number above 0"),
+        alpha=(knobs.alpha > 0, "a number above 0"),
+    )
     problems += [f"recipe=finetuning: needs the package {name}: pip install 'amp-recipes[peft]'" for name in missing]
     if cfg.amp.update is not None or cfg.amp.float8:
         problems.append(f"amp={cfg.amp.name}: would convert the adapters, too; use fp32, tf32, bf16 or fp16")
@@ -140,8 +131,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
         totals = torch.zeros(2, dtype=widest(env.device), device=env.device)  # loss, tokens: read back once
-        batches = eval_loader(data.eval, batch_size=32, rank=env.rank, world_size=env.world_size)
-        for inputs, targets in to_device(batches, env.device):
+        for inputs, targets in env.eval_batches(data.eval, 32):
             with amp.autocast():
                 totals += torch.stack([token_loss(net(inputs), targets), num_valid((inputs, targets))])
         total, num_tokens = env.sum_over_ranks(totals).tolist()

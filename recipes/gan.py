@@ -24,33 +24,22 @@ Training Methods for GANs do actually Converge?" (arXiv:1801.04406); torch's not
 from __future__ import annotations
 
 import functools
-import io
+import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_core.checkpoints.folders import saving
+from amp_core import Amp, Clip, MicroBatch, StepReport, sync_grads
 from amp_core.config.checks import package_folder
-from amp_core.config.files import write_whole
-from amp_core.config.schema import Config
-from amp_core.data import build_data
-from amp_core.models import build_model
+from amp_core.config.schema import Config, RecipeConfig, expected
+from amp_core.data.base import evenly_spread
 from amp_core.models.family import Family, ImageShape, check_choice, check_count
-from amp_core.run.environment import Environment
-from amp_core.run.loop import Loop
-from amp_core.step.amp import Amp
-from amp_core.step.clip import Clip
-from amp_core.step.ema import build_ema
-from amp_core.step.optimizers import build_optimizer
-from amp_core.step.report import StepReport
-from amp_core.step.schedule import build_schedule
-from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
+from amp_core.run.samples import write_images
 from amp_core.tensors import unwrap
-from amp_core.vision import import_torchvision
 
 DATA = "images"
 LAYOUTS = ("single", "data_parallel", "ddp")  # double backward: sharded weights are freed in between
@@ -59,16 +48,9 @@ Penalty = Literal["wgan_gp", "r1", "none"]
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Knobs(RecipeConfig):
     """This recipe's own settings."""
 
-    name: str
-    length: str
-    """Default length of a run: a number and steps, epochs or samples."""
-    best: str
-    """The metric that selects the best checkpoint."""
-    best_is: str
-    """max or min."""
     penalty: Penalty
     """Gradient penalty of the discriminator: wgan_gp, with Wasserstein losses; r1 or none, with logistic ones."""
     penalty_weight: float | None
@@ -82,8 +64,12 @@ class Knobs:
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
     """Problems of this recipe's own settings, found before the start."""
-    problems = []
     weight = knobs.penalty_weight
+    problems = expected(
+        knobs,
+        num_critic_steps=(knobs.num_critic_steps >= 1, "at least 1"),
+        penalty_weight=(weight is None or 0 < weight < math.inf, "a number above 0, or recipe.penalty=none"),
+    )
     if knobs.best.startswith("ema_") and cfg.ema.decay is None:
         problems.append(f"ema.decay=null: recipe.best={knobs.best} needs averages; use recipe.best={knobs.best[4:]}")
     if cfg.layout.static_graph:
@@ -98,12 +84,8 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
         )
     if package_folder("torchvision") is None:
         problems.append("recipe=gan needs the package torchvision for its samples: pip install 'amp-recipes[vision]'")
-    if knobs.num_critic_steps < 1:
-        problems.append(f"recipe.num_critic_steps={knobs.num_critic_steps}: expected at least 1")
     if knobs.penalty == "none" and weight is not None:
         problems.append(f"recipe.penalty_weight={weight:g}: has no effect with recipe.penalty=none; leave it out")
-    if weight is not None and not 0 < weight < float("inf"):
-        problems.append(f"recipe.penalty_weight={weight:g}: expected a number above 0, or recipe.penalty=none")
     return problems
 
 
@@ -170,9 +152,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     @functools.cache
     def held_out() -> Tensor:
-        # Evenly spread: the set may be sorted by class.
-        num = min(NUM_COMPARED, len(data.eval))
-        images, _ = data.eval.__getitems__([(i * len(data.eval) // num, 0) for i in range(num)])
+        images, _ = evenly_spread(data.eval, NUM_COMPARED)
         return images.to(env.device)
 
     @torch.no_grad()
@@ -181,8 +161,8 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         z = torch.randn(len(held_out()), latent, generator=torch.Generator().manual_seed(0)).to(env.device)
         with amp.autocast():
             fakes = torch.cat([net(part) for part in z.split(100)]).float()
-        if env.is_main and env.run_dir is not None and net is (unwrap(G) if ema is None else ema.model):
-            write_samples(env.run_dir / "samples" / f"step_{loop.step:08}.png", fakes[:64], held_out())
+        if net is (unwrap(G) if ema is None else ema.model):
+            write_images(env, loop.step, fakes[:64], like=held_out())
         return {"sliced_wasserstein": sliced_wasserstein(fakes, held_out())}
 
     # The first network is evaluated.
@@ -251,17 +231,6 @@ def sliced_wasserstein(a: Tensor, b: Tensor, *, num_directions: int = 256) -> fl
     directions = F.normalize(directions, dim=0)
     x, y = ((images.flatten(1) @ directions).sort(dim=0).values for images in (a, b))
     return (x - y).square().mean().sqrt().item()
-
-
-def write_samples(path: Path, fakes: Tensor, real: Tensor) -> None:
-    """A PNG of `fakes`, eight in a row; black and white are the darkest and brightest pixel of `real`."""
-    low, high = real.aminmax()
-    ends = low.item(), high.item()
-    with saving(path):
-        path.parent.mkdir(exist_ok=True)
-        png = io.BytesIO()
-        import_torchvision().utils.save_image(fakes, png, "png", nrow=8, normalize=True, value_range=ends)
-        write_whole(path, png.getbuffer())
 
 
 class Generator(nn.Module):

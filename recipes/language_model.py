@@ -30,24 +30,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from amp_core.checkpoints.folders import saving
-from amp_core.config.files import write_whole
-from amp_core.config.schema import Config
-from amp_core.data import build_data
-from amp_core.data.loading import eval_loader, to_device
+from amp_core import Amp, Clip, MicroBatch, StepReport, sync_grads
+from amp_core.config.schema import Config, RecipeConfig, expected
 from amp_core.data.text import num_valid, perplexities, token_loss
 from amp_core.heads.losses import give_loss
-from amp_core.models import build_model
 from amp_core.models.gpt import LANGUAGE_MODELS, position_ids
-from amp_core.run.environment import Environment
-from amp_core.run.loop import Loop
-from amp_core.step.amp import Amp
-from amp_core.step.clip import Clip
-from amp_core.step.ema import build_ema
-from amp_core.step.optimizers import build_optimizer
-from amp_core.step.report import StepReport
-from amp_core.step.schedule import build_schedule
-from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
+from amp_core.run.samples import write_sample
 from amp_core.tensors import unwrap, widest
 
 DATA = "text"
@@ -55,16 +44,9 @@ MODELS = LANGUAGE_MODELS
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Knobs(RecipeConfig):
     """This recipe's own settings."""
 
-    name: str
-    length: str
-    """Default length of a run: a number and steps, epochs or samples."""
-    best: str
-    """The metric that selects the best checkpoint."""
-    best_is: str
-    """max or min."""
     eval_offset: int | None
     """Evaluate again with the first token at this position, as `loss_at_<offset>`; null: do not."""
     loss_chunk: int | None
@@ -119,15 +101,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         offsets = [0, knobs.eval_offset] if knobs.eval_offset else [0]
         # Loss per offset, and tokens: summed on the device, read back once.
         totals = torch.zeros(len(offsets) + 1, dtype=widest(env.device), device=env.device)
-        batches = eval_loader(
-            data.eval,
-            batch_size=max(cfg.batch_size, 32),
-            rank=env.rank,
-            world_size=env.world_size,
-            num_workers=cfg.data.num_workers,
-            pin_memory=env.device.type == "cuda",
-        )
-        for inputs, targets in to_device(batches, env.device):
+        for inputs, targets in env.eval_batches(data.eval, 32):
             with amp.autocast():
                 losses = [loss_of(net, inputs, targets, offset=offset) for offset in offsets]
             totals += torch.stack([*losses, num_valid((inputs, targets))])
@@ -144,11 +118,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         loop.log(report, loss=loss)
     if cfg.task == "train" and env.run_dir is not None and knobs.sample_bytes:
         text = sample(unwrap(model), amp, knobs, length=data.facts["length"], seed=cfg.seed)
-        if env.is_main:
-            file = env.run_dir / "samples" / f"step_{loop.step:08d}.txt"
-            with saving(file):
-                file.parent.mkdir(exist_ok=True)
-                write_whole(file, text.encode())
+        write_sample(env, f"step_{loop.step:08d}.txt", text.encode())
     return loop.eval
 
 
@@ -189,23 +159,21 @@ def shared_positions(net: nn.Module, *, length: int, offset: int) -> list[str]:
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
     """Problems of this recipe's own settings, found before the start."""
-    problems = []
-    if knobs.eval_offset is not None and knobs.eval_offset < 1:
-        problems.append(f"recipe.eval_offset={knobs.eval_offset}: expected a position above 0, or null")
-    elif knobs.eval_offset is not None and cfg.model.options.get("positions") == "learned":
+    problems = expected(
+        knobs,
+        eval_offset=(knobs.eval_offset is None or knobs.eval_offset >= 1, "a position above 0, or null"),
+        loss_chunk=(knobs.loss_chunk is None or knobs.loss_chunk >= 1, "a number of tokens above 0, or null"),
+        sample_bytes=(knobs.sample_bytes >= 0, "at least 0"),
+        temperature=(0 < knobs.temperature < math.inf, "a finite number above 0"),
+    )
+    if knobs.eval_offset is not None and cfg.model.options.get("positions") == "learned":
         problems.append(
             f"recipe.eval_offset={knobs.eval_offset}: a learned table ends with data.length; "
             f"use model.options.positions=rope or alibi"
         )
-    if knobs.loss_chunk is not None and knobs.loss_chunk < 1:
-        problems.append(f"recipe.loss_chunk={knobs.loss_chunk}: expected a number of tokens above 0, or null")
     for key in ("eval_offset", "loss_chunk"):
         if getattr(knobs, key) is not None and cfg.model.name != "gpt":
             problems.append(f"recipe.{key}={getattr(knobs, key)}: needs model=gpt, not {cfg.model.name}; leave it out")
-    if knobs.sample_bytes < 0:
-        problems.append(f"recipe.sample_bytes={knobs.sample_bytes}: expected at least 0")
     if not knobs.prompt:
         problems.append("recipe.prompt='': expected at least one character")
-    if not 0 < knobs.temperature < math.inf:
-        problems.append(f"recipe.temperature={knobs.temperature:g}: expected a finite number above 0")
     return problems

@@ -27,23 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from amp_core import Amp, Clip, MicroBatch, StepReport, keep_fp32, sync_grads
 from amp_core.config.errors import ConfigError
-from amp_core.config.schema import Config
-from amp_core.data import build_data
-from amp_core.data.loading import eval_loader, to_device
+from amp_core.config.schema import Config, RecipeConfig, expected
 from amp_core.layouts.stages import Stages
-from amp_core.lowp.islands import keep_fp32
-from amp_core.models import build_model
 from amp_core.models.images import CLASSIFIERS, top_class
-from amp_core.run.environment import Environment
-from amp_core.run.loop import Loop
-from amp_core.step.amp import Amp
-from amp_core.step.clip import Clip
-from amp_core.step.ema import build_ema
-from amp_core.step.optimizers import build_optimizer
-from amp_core.step.report import StepReport
-from amp_core.step.schedule import build_schedule
-from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
 from amp_core.tensors import widest
 
 DATA = "images"
@@ -52,16 +41,9 @@ LAYOUTS = ("model_parallel",)
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Knobs(RecipeConfig):
     """This recipe's own settings."""
 
-    name: str
-    length: str
-    """Default length of a run: a number and steps, epochs or samples."""
-    best: str
-    """The metric that selects the best checkpoint."""
-    best_is: str
-    """max or min."""
     chunks: int
     """Chunks of a micro-batch. Sequentially they save memory; with threads they keep stages busy."""
     pipeline: str
@@ -72,15 +54,14 @@ class Knobs:
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
     """Problems of this recipe's own settings, found before the start."""
-    problems = []
-    if knobs.pipeline not in ("off", "threads"):
-        problems.append(f'recipe.pipeline={knobs.pipeline}: expected "off" (in quotes in a file) or threads')
-    if knobs.chunks < 1:
-        problems.append(f"recipe.chunks={knobs.chunks}: expected at least 1")
-    elif knobs.pipeline == "threads" and knobs.chunks == 1:
+    problems = expected(
+        knobs,
+        pipeline=(knobs.pipeline in ("off", "threads"), '"off" (in quotes in a file) or threads'),
+        chunks=(knobs.chunks >= 1, "at least 1"),
+        label_smoothing=(0 <= knobs.label_smoothing < 1, "at least 0 and below 1"),
+    )
+    if knobs.pipeline == "threads" and knobs.chunks == 1:
         problems.append("recipe.pipeline=threads: recipe.chunks=1 leaves nothing to overlap; use more, such as 4")
-    if not 0 <= knobs.label_smoothing < 1:
-        problems.append(f"recipe.label_smoothing={knobs.label_smoothing:g}: expected at least 0 and below 1")
     return problems
 
 
@@ -117,15 +98,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     def evaluate(net: nn.Module) -> dict[str, float]:
         # loss, correct, samples: summed on the device, read back once.
         totals = torch.zeros(3, dtype=widest(env.device), device=env.device)
-        batches = eval_loader(
-            data.eval,
-            batch_size=max(cfg.batch_size, 128),
-            rank=env.rank,
-            world_size=env.world_size,
-            num_workers=cfg.data.num_workers,
-            pin_memory=env.device.type == "cuda",
-        )
-        for images, labels in to_device(batches, env.device, channels_last=cfg.perf.channels_last):
+        for images, labels in env.eval_batches(data.eval):
             logits = net(images)
             loss = F.cross_entropy(logits.float(), labels, reduction="sum")
             totals += torch.stack([loss, (logits.argmax(1) == labels).sum(), labels.new_tensor(len(labels))])

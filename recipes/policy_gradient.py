@@ -29,20 +29,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from amp_core.config.schema import Config
+from amp_core import Amp, Clip, MicroBatch, StepReport, sync_grads
+from amp_core.config.schema import Config, RecipeConfig, expected
 from amp_core.data import Data, Key
 from amp_core.data.base import uniforms, unpack
-from amp_core.models import build_model
 from amp_core.models.gpt import LANGUAGE_MODELS
-from amp_core.run.environment import Environment
-from amp_core.run.loop import Loop
-from amp_core.step.amp import Amp
-from amp_core.step.clip import Clip
-from amp_core.step.ema import build_ema
-from amp_core.step.optimizers import build_optimizer
-from amp_core.step.report import StepReport
-from amp_core.step.schedule import build_schedule
-from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.run.recipe import Environment, Loop, build_ema, build_model, build_optimizer, build_schedule
 from amp_core.tensors import unwrap
 from amp_core.torch_private import foreach_copy_
 
@@ -54,16 +46,9 @@ NUM_TRAIN, NUM_EVAL = 4096, 512  # prompts per epoch, which differ from epoch to
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Knobs(RecipeConfig):
     """This recipe's own settings."""
 
-    name: str
-    length: str
-    """Default length of a run: a number and steps, epochs or samples."""
-    best: str
-    """The metric that selects the best checkpoint."""
-    best_is: str
-    """max or min."""
     num_symbols: int
     """Different symbols, at least 2."""
     num_places: int
@@ -78,17 +63,15 @@ class Knobs:
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
     """Problems of this recipe's own settings, found before the start."""
-    least = {"num_symbols": 2, "num_places": 1, "group": 2}
-    problems = [
-        f"recipe.{key}={value}: expected at least {least[key]}"
-        for key, value in vars(knobs).items()
-        if key in least and value < least[key]
-    ]
-    if knobs.rollout_dtype not in (None, *DTYPES):
-        problems.append(f"recipe.rollout_dtype={knobs.rollout_dtype}: expected null, {', '.join(DTYPES)}")
-    if knobs.importance_cap is not None and not knobs.importance_cap >= 1:
-        problems.append(f"recipe.importance_cap={knobs.importance_cap:g}: expected at least 1, or null")
-    return problems
+    cap = knobs.importance_cap
+    return expected(
+        knobs,
+        num_symbols=(knobs.num_symbols >= 2, "at least 2"),
+        num_places=(knobs.num_places >= 1, "at least 1"),
+        group=(knobs.group >= 2, "at least 2"),
+        rollout_dtype=(knobs.rollout_dtype in (None, *DTYPES), f"null, {', '.join(DTYPES)}"),
+        importance_cap=(cap is None or cap >= 1, "at least 1, or null"),
+    )
 
 
 def run(cfg: Config, env: Environment) -> dict[str, float]:

@@ -39,39 +39,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_core.config.schema import Config
-from amp_core.data import build_data
-from amp_core.data.loading import eval_loader, to_device
+from amp_core import Amp, Clip, MicroBatch, StepReport, keep_fp32, sync_grads
+from amp_core.config.schema import Config, RecipeConfig, expected
 from amp_core.data.masks import VOID
-from amp_core.lowp.islands import keep_fp32
-from amp_core.models import Family, build_model
+from amp_core.models import Family
 from amp_core.models.family import ImageShape, check_count, check_probability
 from amp_core.models.timm_and_hf import double_convolution
-from amp_core.run.environment import Environment
-from amp_core.run.loop import Loop
-from amp_core.step.amp import Amp
-from amp_core.step.clip import Clip
-from amp_core.step.ema import build_ema
-from amp_core.step.optimizers import build_optimizer
-from amp_core.step.report import StepReport
-from amp_core.step.schedule import build_schedule
-from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
 from amp_core.tensors import widest
 
 DATA = "masks"
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Knobs(RecipeConfig):
     """This recipe's own settings."""
 
-    name: str
-    length: str
-    """Default length of a run: a number and steps, epochs or samples."""
-    best: str
-    """The metric that selects the best checkpoint."""
-    best_is: str
-    """max or min."""
     loss: Literal["logits", "fp32"]
     """The form of binary cross-entropy, see above."""
     mask_weight: float
@@ -80,9 +63,7 @@ class Knobs:
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
     """Problems of this recipe's own settings, found before the start."""
-    if knobs.mask_weight > 0:
-        return []
-    return [f"recipe.mask_weight={knobs.mask_weight:g}: expected a number above 0"]
+    return expected(knobs, mask_weight=(knobs.mask_weight > 0, "a number above 0"))
 
 
 def run(cfg: Config, env: Environment) -> dict[str, float]:
@@ -122,15 +103,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         # Over the whole set, not per image: small masks would count as much as large ones.
         losses = torch.zeros(2, dtype=widest(env.device), device=env.device)
         pixels = torch.zeros(3, data.facts["num_masks"], dtype=widest(env.device), device=env.device)
-        batches = eval_loader(
-            data.eval,
-            batch_size=max(cfg.batch_size, 32),
-            rank=env.rank,
-            world_size=env.world_size,
-            num_workers=cfg.data.num_workers,
-            pin_memory=env.device.type == "cuda",
-        )
-        for images, masks in to_device(batches, env.device, channels_last=cfg.perf.channels_last):
+        for images, masks in env.eval_batches(data.eval, 32):
             with amp.autocast():
                 logits = net(images)
                 of_pixels = pixel_losses(logits, targets(masks))

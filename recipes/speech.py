@@ -29,22 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_core.config.schema import Config
+from amp_core import Amp, Clip, MicroBatch, StepReport, keep_fp32, sync_grads
+from amp_core.config.schema import Config, RecipeConfig, expected
 from amp_core.data import Data, Key
 from amp_core.data.base import uniforms, unpack
-from amp_core.data.loading import eval_loader, to_device
-from amp_core.lowp.islands import keep_fp32
-from amp_core.models import Family, build_model
+from amp_core.models import Family
 from amp_core.models.family import check_count
-from amp_core.run.environment import Environment
-from amp_core.run.loop import Loop
-from amp_core.step.amp import Amp
-from amp_core.step.clip import Clip
-from amp_core.step.ema import build_ema
-from amp_core.step.optimizers import build_optimizer
-from amp_core.step.report import StepReport
-from amp_core.step.schedule import build_schedule
-from amp_core.step.window import MicroBatch, sync_grads
+from amp_core.run.recipe import Environment, Loop, build_ema, build_model, build_optimizer, build_schedule
 from amp_core.tensors import widest
 
 DATA = "own"
@@ -59,16 +50,9 @@ EVAL_SHARE = 16  # training utterances per held-out one
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Knobs(RecipeConfig):
     """This recipe's own settings."""
 
-    name: str
-    length: str
-    """Default length of a run: a number and steps, epochs or samples."""
-    best: str
-    """The metric that selects the best checkpoint."""
-    best_is: str
-    """max or min."""
     num_utterances: int
     """Utterances of an epoch. The next epoch has others; a sixteenth as many are held out."""
     noise: float
@@ -77,12 +61,11 @@ class Knobs:
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
     """Problems of this recipe's own settings, found before the start."""
-    problems = []
-    if knobs.num_utterances < EVAL_SHARE:
-        problems.append(f"recipe.num_utterances={knobs.num_utterances}: expected at least {EVAL_SHARE}")
-    if not 0 <= knobs.noise < math.inf:
-        problems.append(f"recipe.noise={knobs.noise:g}: expected a number of at least 0")
-    return problems
+    return expected(
+        knobs,
+        num_utterances=(knobs.num_utterances >= EVAL_SHARE, f"at least {EVAL_SHARE}"),
+        noise=(0 <= knobs.noise < math.inf, "a number of at least 0"),
+    )
 
 
 def run(cfg: Config, env: Environment) -> dict[str, float]:
@@ -118,8 +101,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     def evaluate(net: nn.Module) -> dict[str, float]:
         # Loss, wrong symbols, symbols, utterances that are too short, utterances.
         totals = torch.zeros(5, dtype=widest(env.device), device=env.device)
-        batches = eval_loader(data.eval, batch_size=128, rank=env.rank, world_size=env.world_size)
-        for waves, lengths, symbols in to_device(batches, env.device):
+        for waves, lengths, symbols in env.eval_batches(data.eval):
             with amp.autocast():
                 logits = net(waves)
                 losses = ctc_losses(logits, lengths, symbols)

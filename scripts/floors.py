@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import graphlib
 import inspect
 import re
@@ -27,9 +28,9 @@ PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 BUDGETS = {
     "library": (10_240, "base lowp step memory layouts checkpoints heads"),
     "doctor": (3_963, "doctor"),
-    "program": (12_100, "config run cli data models train.py"),
+    "program": (12_180, "config run cli data models train.py"),
     "amp_tools": (4_100, "amp_tools"),
-    "scripts": (5_280, "scripts"),
+    "scripts": (5_285, "scripts"),
     "amp_conformance": (2_490, "amp_conformance"),
 }
 """Lines at most, of floors (in `ABOUT`) and of what lies beside the core. The library half is what a loop without this
@@ -38,7 +39,7 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 1.05
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 36, 7_725, 2_903
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 36, 7_735, 2_923
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 580
@@ -109,8 +110,12 @@ def _outside_of_functions(body: list[ast.stmt]) -> Iterator[ast.AST]:
 
 def _imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     known = modules()
+    lazy = _lazy(known["amp_core"])
     for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("amp_core", "amp_tools"):
+        if isinstance(node, ast.ImportFrom) and node.module == "amp_core":  # which imports them when they are used
+            found = (lazy.get(alias.name, alias.name) for alias in node.names)
+            yield from ((node.lineno, f"amp_core.{name}") for name in found)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("amp_core", "amp_tools"):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 yield node.lineno, full if full in known else node.module
@@ -118,6 +123,13 @@ def _imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
             for alias in node.names:
                 if alias.name.split(".")[0] in ("amp_core", "amp_tools"):
                     yield node.lineno, alias.name
+
+
+@functools.cache
+def _lazy(path: Path) -> dict[str, str]:
+    """Where the names of the package `amp_core` stand, as its table says."""
+    assigned = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign))
+    return next(ast.literal_eval(node.value) for node in assigned if ast.unparse(node.targets[0]) == "_HOME")
 
 
 def may_import(floor: str, other: str) -> bool:

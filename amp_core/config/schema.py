@@ -317,6 +317,25 @@ class DebugConfig:
 
 
 @dataclass(frozen=True)
+class RecipeConfig:
+    """The keys that every recipe has; a recipe's own `Knobs` add to them."""
+
+    name: str
+    length: str
+    """Default length of a run: a number and steps, epochs or samples."""
+    best: str
+    """The metric that selects the best checkpoint."""
+    best_is: str
+    """max or min."""
+
+
+def expected(knobs: RecipeConfig, **rules: tuple[bool, str]) -> list[str]:
+    """A message for each setting that breaks its rule, `key=(whether it holds, what is expected)`."""
+    values = {key: f"{value:g}" if isinstance(value, float) else value for key, value in vars(knobs).items()}
+    return [f"recipe.{key}={values[key]}: expected {what}" for key, (holds, what) in rules.items() if not holds]
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run."""
 

@@ -8,9 +8,9 @@ from amp_core.config.checks import KINDS, check_data
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Dataset, Key
-from amp_core.data.loading import eval_loader, to_device, train_loader
+from amp_core.data.loading import Batches, EvalLoader, to_device
 
-__all__ = ["Data", "Dataset", "Key", "build_data", "eval_loader", "to_device", "train_loader"]
+__all__ = ["Batches", "Data", "Dataset", "EvalLoader", "Key", "build_data", "to_device"]
 
 
 def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Data:

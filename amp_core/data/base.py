@@ -54,6 +54,12 @@ class Data:
     """A digest of the samples that `data.exclude` leaves out."""
 
 
+def evenly_spread(dataset: Dataset, num: int) -> Any:
+    """A batch of at most `num` samples, evenly spread over a data set, which may be sorted by class."""
+    num = min(num, len(dataset))
+    return dataset.__getitems__([(i * len(dataset) // num, 0) for i in range(num)])
+
+
 class Paths:
     """Paths of files in one array: forked workers would copy a list of a million strings page by page in use."""
 

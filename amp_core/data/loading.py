@@ -131,7 +131,7 @@ _check: ContextVar[Callable[[int, slice, Any], None] | None] = ContextVar("check
 
 @contextlib.contextmanager
 def checked(check: Callable[[int, slice, Any], None]) -> Iterator[None]:
-    """Around evaluations: `check` is called with each batch of an `eval_loader`, and may raise to stop it.
+    """Around evaluations: `check` is called with each batch of an `EvalLoader`, and may raise to stop it.
 
     It is given the number of the batch, its samples in the data set, and the batch. All ranks have the same number of
     batches, or at most one.
@@ -230,9 +230,6 @@ class EvalLoader:
                 if (check := _check.get()) is not None:
                     check(number, rows, batch)
                 yield batch
-
-
-eval_loader = EvalLoader
 
 
 class Batches:
@@ -380,9 +377,6 @@ class Batches:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-train_loader = Batches
 
 
 def _identity(batch: Any) -> Any:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.models.family import Family, ImageShape, check_count, check_probability
-from amp_core.vision import import_torchvision
 
 
 def top_class(logits: Tensor) -> dict[str, Tensor]:
@@ -82,6 +81,8 @@ _ALWAYS = {name: {"aux_logits": False, "init_weights": True} for name in ("googl
 
 
 def _torchvision_names() -> Iterable[str]:
+    from amp_core.vision import import_torchvision  # torchvision takes a second to import; other networks need none
+
     models = import_torchvision().models
     return models.list_models(module=models)  # without detection, segmentation, video and quantized ones
 
@@ -91,6 +92,8 @@ def _torchvision(name: str) -> Callable[..., nn.Module]:
 
     Some classes silently accept any other keyword.
     """
+    from amp_core.vision import import_torchvision
+
     models = import_torchvision().models
     cls = inspect.signature(models.get_model_builder(name)).return_annotation
     parameters = [

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from amp_core.config.errors import STATUS, RunError
 from amp_core.config.lengths import num_steps
 from amp_core.config.schema import Config, parse
+from amp_core.data.base import Dataset
+from amp_core.data.loading import EvalLoader, to_device
 from amp_core.tensors import UNTESTED_DEVICES
 
 if TYPE_CHECKING:
@@ -136,6 +138,22 @@ class Environment:
         """Length of the run in steps, on `data.train`."""
         samples = self.cfg.batch_size * self.cfg.accumulation * self.planned_ranks
         return num_steps(self.cfg, num_samples=len(data.train), samples_per_step=samples)
+
+    def eval_loader(self, dataset: Dataset, batch_size: int = 128) -> EvalLoader:
+        """This rank's share of a data set, in batches of at least `batch_size` samples on the CPU."""
+        return EvalLoader(
+            dataset,
+            batch_size=max(self.cfg.batch_size, batch_size),
+            rank=self.rank,
+            world_size=self.world_size,
+            num_workers=self.cfg.data.num_workers,
+            pin_memory=self.device.type == "cuda",
+        )
+
+    def eval_batches(self, dataset: Dataset | EvalLoader, batch_size: int = 128) -> Iterator[Any]:
+        """Batches of a data set on the device: every sample once over all ranks. Add up sums, and divide at the end."""
+        loader = dataset if isinstance(dataset, EvalLoader) else self.eval_loader(dataset, batch_size)
+        return to_device(loader, self.device, channels_last=self.cfg.perf.channels_last)
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over all ranks, in place."""

@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from amp_core.config.errors import Diverged
 from amp_core.config.schema import AmpConfig
+from amp_core.data.base import Dataset
 from amp_core.data.loading import GaveUp, checked
 from amp_core.run.environment import Environment
 from amp_core.run.meters import Clock
+from amp_core.step.amp import Amp
 from amp_core.step.ema import Ema
 from amp_core.tensors import share_buffers, unwrap
 
@@ -124,3 +127,16 @@ def check_result(
         raise Diverged(
             f"diverged: {how}, expected at most half; see the doctor's report, if there is one, or lower optimizer.lr"
         )
+
+
+def embed(env: Environment, amp: Amp, net: nn.Module, dataset: Dataset, dim: int) -> tuple[Tensor, Tensor]:
+    """Embeddings, fp32 [N, dim], and labels [N] of a whole data set on every rank; each computes its share."""
+    embeddings = torch.zeros(len(dataset), dim, device=env.device)
+    labels = torch.zeros(len(dataset), dtype=torch.int64, device=env.device)
+    loader = env.eval_loader(dataset)
+    for rows, (images, of_images) in zip(loader.rows, env.eval_batches(loader), strict=True):
+        with amp.autocast():
+            embeddings[rows] = net(images).float()
+        labels[rows] = of_images
+    # The rows of the other ranks are 0.
+    return env.sum_over_ranks(embeddings), env.sum_over_ranks(labels)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from amp_core.data import Data
-from amp_core.data.loading import Sampler, to_device, train_loader
+from amp_core.data.loading import Batches, Sampler, to_device
 from amp_core.run.environment import Environment
 from amp_core.step.window import MicroBatch, microbatch_weights, window_of
 
@@ -55,7 +55,7 @@ class Feed:
         num_workers = cfg.data.num_workers if num_workers is None else num_workers
         on_cuda = env.device.type == "cuda"
         with contextlib.closing(
-            train_loader(self.data.train, self._sampler(start), num_workers=num_workers, pin_memory=on_cuda)
+            Batches(self.data.train, self._sampler(start), num_workers=num_workers, pin_memory=on_cuda)
         ) as loader:
             batches = to_device(
                 self._waiting(loader),
@@ -68,7 +68,7 @@ class Feed:
 
     def window_at(self, start: int) -> list[MicroBatch]:
         """The window that begins with a sample, loaded by itself. On every rank."""
-        loader = train_loader(self.data.train, self._sampler(start), num_workers=0, pin_memory=False)
+        loader = Batches(self.data.train, self._sampler(start), num_workers=0, pin_memory=False)
         with contextlib.closing(loader):
             channels_last = self._cfg.perf.channels_last
             batches = to_device(loader, self._env.device, finish=self.data.finish, channels_last=channels_last)

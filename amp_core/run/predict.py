@@ -23,7 +23,6 @@ from amp_core.config.errors import ConfigError, Diverged, RunError, SaveError
 from amp_core.config.files import open_file, remove
 from amp_core.data import Data, Dataset
 from amp_core.data.base import Key
-from amp_core.data.loading import eval_loader, to_device
 from amp_core.run.environment import Environment
 from amp_core.run.lines import dumps, write_text
 from amp_core.run.log import say
@@ -78,17 +77,9 @@ def _lines(
 ) -> Iterator[tuple[int, str, bool]]:
     """(index, line, whether it is finite) of this rank's samples. Writes their arrays."""
     assert env.run_dir is not None
-    batches = eval_loader(
-        samples,
-        batch_size=max(env.cfg.batch_size, 32),
-        rank=env.rank,
-        world_size=env.world_size,
-        num_workers=env.cfg.data.num_workers,
-        pin_memory=env.device.type == "cuda",
-    )
-    on_device = to_device(batches, env.device, channels_last=env.cfg.perf.channels_last)
+    batches = env.eval_loader(samples, 32)
     paths, names_of = getattr(samples, "paths", None), np.array(classes)
-    for rows, batch in zip(batches.rows, on_device, strict=True):
+    for rows, batch in zip(batches.rows, env.eval_batches(batches), strict=True):
         with amp.autocast():
             found = {name: value.cpu().numpy() for name, value in predict(net, batch).items()}
         for row, index in enumerate(range(rows.start, rows.stop)):

@@ -22,7 +22,7 @@ from amp_core import Amp, keep_fp32
 from amp_core.config.checks import check_data
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.data import build_data
-from amp_core.data.loading import train_loader
+from amp_core.data.loading import Batches
 from amp_core.data.masks import VOID, read_brain
 from amp_core.lowp.lint import find_slow, find_unsafe
 from amp_core.models import build_model
@@ -396,7 +396,7 @@ def test_a_folder_of_masks_is_read_whole_for_evaluation_and_in_parts_for_trainin
     assert inside > outside + 1  # mask and image lie on each other
     x, m = sample(data.train, *((i % 4, i) for i in range(32)))
     assert x.mean(1)[m[:, 0] == 1].mean() > x.mean(1)[m[:, 0] == 0].mean() + 1
-    batches = [next(iter(train_loader(data.train, [[(0, 3), (2, 5)]], num_workers=n))) for n in (0, 1)]
+    batches = [next(iter(Batches(data.train, [[(0, 3), (2, 5)]], num_workers=n))) for n in (0, 1)]
     assert all(torch.equal(a, b) for a, b in zip(*batches, strict=True))
 
 

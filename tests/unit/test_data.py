@@ -46,14 +46,13 @@ from amp_core.data.images import (
 )
 from amp_core.data.loading import (
     Batches,
+    EvalLoader,
     GaveUp,
     Sampler,
     bounded_waits,
     eval_keys,
-    eval_loader,
     is_stopped,
     to_device,
-    train_loader,
 )
 from amp_core.vision import import_torchvision
 
@@ -147,7 +146,7 @@ def test_a_sampler_refuses_what_makes_no_sense() -> None:
 def test_evaluation_sees_each_sample_once_over_all_ranks(world_size: int, num_samples: int) -> None:
     data = synthetic(4 * num_samples).eval
     assert len(data) == num_samples
-    loaders = [eval_loader(data, batch_size=4, rank=rank, world_size=world_size) for rank in range(world_size)]
+    loaders = [EvalLoader(data, batch_size=4, rank=rank, world_size=world_size) for rank in range(world_size)]
     seen = [images for loader in loaders for images, _ in loader]
     assert sum(len(images) for images in seen) == num_samples
     assert len({image.numpy().tobytes() for images in seen for image in images}) == num_samples
@@ -417,7 +416,7 @@ def test_an_unreadable_image_is_named(folders: dict[str, DataConfig], content: b
     path.write_bytes(path.read_bytes()[:1000] if content is None else content)  # None: cut short
     data = build_data(folders["image_folder"], seed=0)
     with pytest.raises(RunError, match=r"^cannot read the image \S*val/cat/1\.png: .* Replace or remove it$"):
-        list(eval_loader(data.eval, batch_size=3, num_workers=num_workers))
+        list(EvalLoader(data.eval, batch_size=3, num_workers=num_workers))
 
 
 def test_images_are_in_the_order_of_torchvision(tmp_path: Path) -> None:
@@ -449,7 +448,7 @@ def test_an_image_of_too_many_pixels_is_named_at_once(folders: dict[str, DataCon
     Image.new("1", (13_000, 13_000)).save(path)
     data = build_data(folders["image_folder"], seed=0)
     with pytest.raises(RunError, match=r"^cannot read the image \S*val/cat/1\.png: .*169000000 pixels.* or remove it$"):
-        list(eval_loader(data.eval, batch_size=3))
+        list(EvalLoader(data.eval, batch_size=3))
 
 
 def test_cifar_is_read_as_torchvision_reads_it(folders: dict[str, DataConfig]) -> None:
@@ -581,7 +580,7 @@ def test_batches_are_the_same_for_any_number_of_workers() -> None:
     found = []
     for num_workers in (0, 1, 2):
         sampler = Sampler(4000, seed=0, batch_size=8, start_sample=3996)
-        with train_loader(data.train, sampler, num_workers=num_workers) as batches:
+        with Batches(data.train, sampler, num_workers=num_workers) as batches:
             found.append(take(batches, 6))
     for left, *others in zip(*found, strict=True):
         assert all(same(left, right) for right in others)
@@ -591,7 +590,7 @@ def test_batches_are_the_same_for_any_number_of_workers() -> None:
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_workers_start_in_any_way_with_one_thread_each(start_method: str) -> None:
     sampler = Sampler(1000, seed=0, batch_size=2)
-    with train_loader(Slow(), sampler, num_workers=1, start_method=start_method) as batches:
+    with Batches(Slow(), sampler, num_workers=1, start_method=start_method) as batches:
         for (images, threads), keys in zip(take(batches, 3), sampler, strict=False):
             assert images.flatten().tolist() == [index for index, _ in keys] and threads.item() == 1
 
@@ -600,11 +599,11 @@ def test_workers_start_in_any_way_with_one_thread_each(start_method: str) -> Non
 def test_loading_draws_no_global_random_numbers(num_workers: int) -> None:
     data = synthetic()
     states = torch.get_rng_state(), str(np.random.get_state(legacy=False)), random.getstate()
-    with train_loader(data.train, Sampler(50, seed=0, batch_size=4), num_workers=num_workers) as batches:
+    with Batches(data.train, Sampler(50, seed=0, batch_size=4), num_workers=num_workers) as batches:
         take(batches, 3)
-    with train_loader(Drawn(), Sampler(50, seed=0, batch_size=4), num_workers=num_workers) as batches:
+    with Batches(Drawn(), Sampler(50, seed=0, batch_size=4), num_workers=num_workers) as batches:
         take(batches, 3)
-    list(eval_loader(data.eval, batch_size=4, num_workers=num_workers))
+    list(EvalLoader(data.eval, batch_size=4, num_workers=num_workers))
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (str(np.random.get_state(legacy=False)), random.getstate()) == states[1:]
 
@@ -621,7 +620,7 @@ class Drawn(Slow):
 def test_what_loading_draws_from_global_generators_is_decided_by_seed_and_samples(start: int, seed: int) -> None:
     def loaded(first: int, num: int, num_workers: int, seed: int = seed) -> list[list[float]]:
         sampler = Sampler(1000, seed=seed, batch_size=3, start_sample=first)
-        with train_loader(Drawn(), sampler, num_workers=num_workers) as batches:
+        with Batches(Drawn(), sampler, num_workers=num_workers) as batches:
             return take(batches, num)
 
     whole = loaded(start, 8, 0)
@@ -632,7 +631,7 @@ def test_what_loading_draws_from_global_generators_is_decided_by_seed_and_sample
 
 
 def test_closing_ends_the_workers_at_once_and_the_iterator() -> None:
-    batches = train_loader(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=2)
+    batches = Batches(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=2)
     next(batches)
     workers = workers_of(batches)
     begin = time.perf_counter()
@@ -644,11 +643,11 @@ def test_closing_ends_the_workers_at_once_and_the_iterator() -> None:
 
 
 def test_workers_end_when_nobody_holds_their_loader_any_more() -> None:
-    batches = train_loader(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=1)
+    batches = Batches(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=1)
     workers = workers_of(batches)
     del batches
     assert not any(worker.is_alive() for worker in workers)
-    for images, _ in eval_loader(Slow(), batch_size=2, num_workers=1):
+    for images, _ in EvalLoader(Slow(), batch_size=2, num_workers=1):
         assert len(images) == 2
         break
     assert not multiprocessing.active_children()
@@ -660,8 +659,8 @@ def test_a_program_that_forgets_to_close_still_ends(ending: str) -> None:
     code = f"""
 import sys
 sys.path[:0] = ["tests/unit", "tests/support"]
-from test_data import Sampler, Slow, train_loader
-batches = train_loader(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=1)
+from test_data import Sampler, Slow, Batches
+batches = Batches(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=1)
 next(batches)
 {ending}
 """
@@ -671,7 +670,7 @@ next(batches)
 
 
 def forget_to_close() -> None:
-    batches = train_loader(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=1)
+    batches = Batches(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=1)
     next(batches)
     raise SystemExit(3)  # its traceback holds the loader until the process has ended
 
@@ -689,7 +688,7 @@ def test_a_child_process_that_forgets_to_close_still_ends() -> None:
 
 
 def test_a_killed_worker_is_an_error_and_not_a_wait() -> None:
-    with train_loader(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=2) as batches:
+    with Batches(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=2) as batches:
         next(batches)
         pid = workers_of(batches)[0].pid
 
@@ -707,7 +706,7 @@ def test_a_killed_worker_is_an_error_and_not_a_wait() -> None:
 
 @pytest.mark.slow
 def test_the_error_of_a_dead_worker_says_what_to_do() -> None:
-    with train_loader(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=1) as batches:
+    with Batches(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=1) as batches:
         handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # so that the next batch has to notice
         try:
             os.kill(workers_of(batches)[0].pid, signal.SIGKILL)
@@ -719,7 +718,7 @@ def test_the_error_of_a_dead_worker_says_what_to_do() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_workers_survive_the_signals_that_ask_a_run_to_stop(number: signal.Signals) -> None:
-    with train_loader(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=1) as batches:
+    with Batches(Slow(), Sampler(1000, seed=0, batch_size=2), num_workers=1) as batches:
         next(batches)
         (worker,) = workers_of(batches)
         os.kill(worker.pid, number)
@@ -803,7 +802,7 @@ class _NeverArrives:
 
 
 def test_a_worker_that_dies_while_it_hands_over_a_batch_is_named():
-    with train_loader(_NeverArrives(), [[(0, 0)]], num_workers=1) as batches:
+    with Batches(_NeverArrives(), [[(0, 0)]], num_workers=1) as batches:
         with pytest.raises(RunError, match=r"DataLoader worker \(pid \d+\).* data.num_workers"):
             next(batches)
 
@@ -828,7 +827,7 @@ class _HalfArrives:
 def test_a_worker_that_stands_still_is_named_with_its_samples(data, capfd) -> None:
     with (
         bounded_waits(2 / 60, lambda: False, 1),
-        train_loader(data, [[(number, 0)] for number in range(100)], num_workers=2) as batches,
+        Batches(data, [[(number, 0)] for number in range(100)], num_workers=2) as batches,
     ):
         workers = workers_of(batches)
         if isinstance(data, Slow):
@@ -858,7 +857,7 @@ def _read_a_hung_file() -> None:
 
 
 def test_a_worker_that_hangs_writes_its_stack(capfd) -> None:
-    with bounded_waits(1 / 60, lambda: False, 1), train_loader(_Hangs(), [[(5, 0)]], num_workers=1) as batches:
+    with bounded_waits(1 / 60, lambda: False, 1), Batches(_Hangs(), [[(5, 0)]], num_workers=1) as batches:
         with pytest.raises(RunError, match=r"is alive; it was to load the samples 5\. "):
             next(batches)
     assert "_read_a_hung_file" in capfd.readouterr().err
@@ -870,7 +869,7 @@ def test_a_stopped_worker_does_not_delay_the_end() -> None:
     handler, (delay, _) = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 500.0)
     begin = time.monotonic()
     for is_asked in (True, False):
-        with bounded_waits(10, lambda: True, 1), train_loader(Slow(), [[(0, 0)]] * 100, num_workers=2) as batches:
+        with bounded_waits(10, lambda: True, 1), Batches(Slow(), [[(0, 0)]] * 100, num_workers=2) as batches:
             next(batches)
             for worker in workers_of(batches):
                 os.kill(worker.pid, signal.SIGSTOP)
