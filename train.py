@@ -70,7 +70,7 @@ from amp_core.config.rules import build, key_of, validate, warnings_of
 from amp_core.config.schema import Config, conf_dir, suggest
 from amp_core.config.threads import limit_spinning
 from amp_core.run import locks
-from amp_core.run.log import complain, say
+from amp_core.run.terminal import complain, say
 
 ROOT = str(Path(__file__).resolve().parent)
 MOST_LINES = 40

@@ -45,9 +45,9 @@ from amp_core.config.schema import Config, RecipeConfig, expected, suggest
 from amp_core.data.text import num_valid, perplexities, token_loss
 from amp_core.layouts.fsdp import cast_whole
 from amp_core.models.gpt import LANGUAGE_MODELS
-from amp_core.run.log import say
 from amp_core.run.pretrained import load_pretrained, path_of
 from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
+from amp_core.run.terminal import say
 from amp_core.tensors import unwrap, widest
 from amp_core.vision import import_torchvision
 

@@ -20,7 +20,7 @@ from amp_core.config.checks import KINDS
 from amp_core.config.errors import RunError
 from amp_core.config.schema import DataConfig, read_option
 from amp_core.run.check import check_samples
-from amp_core.run.log import complain
+from amp_core.run.terminal import complain
 
 
 def main(arguments: list[str]) -> int:

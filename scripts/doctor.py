@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.errors import ConfigError
-from amp_core.run.log import complain
+from amp_core.run.terminal import complain
 from train import checked
 
 _OF_MANY_RANKS = ("layout=ddp", "layout=data", "layout=fsdp", "layout=hsdp", "layout.shard_size", "layout.nproc")

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.checkpoints.export import PARTS, export
 from amp_core.config.errors import RunError
-from amp_core.run.log import complain
+from amp_core.run.terminal import complain
 
 
 def main(arguments: list[str]) -> int:

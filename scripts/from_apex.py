@@ -25,8 +25,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.errors import ConfigError, RunError, SaveError
-from amp_core.run.log import complain
 from amp_core.run.pretrained import why_unreadable
+from amp_core.run.terminal import complain
 
 
 def convert(found: Any) -> tuple[dict[str, Any], list[str]]:

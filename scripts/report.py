@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.errors import ConfigError
 from amp_core.run.lines import write_text
-from amp_core.run.log import complain, say
+from amp_core.run.terminal import complain, say
 from amp_tools.report.charts import Panel, save_png
 from amp_tools.report.folders import find, read_run
 from amp_tools.report.groups import make_study

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.errors import ConfigError
 from amp_core.config.redact import shown
-from amp_core.run.log import complain, say
+from amp_core.run.terminal import complain, say
 from amp_tools.report.folders import Run, find, plain, read_run
 from amp_tools.report.groups import differing_settings
 from amp_tools.report.prune import Plan, carry_out, plan_checkpoints, plan_runs

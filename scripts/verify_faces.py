@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.errors import RunError
-from amp_core.run.log import complain
+from amp_core.run.terminal import complain
 from amp_tools.faces import verify_run
 
 

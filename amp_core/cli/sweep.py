@@ -23,7 +23,8 @@ from typing import Any, TextIO
 from amp_core.cli.run_folders import CONSTANT, status_of
 from amp_core.config.errors import ConfigError
 from amp_core.config.files import kind_of, read_json, read_text
-from amp_core.run.lines import tinted, write_json, write_text
+from amp_core.run.lines import write_json, write_text
+from amp_core.run.terminal import tinted
 
 PARENT = "AMP_RECIPES_PARENT"
 """Environment variable of a job in a process of its own: the process id of who started it."""

@@ -21,7 +21,7 @@ from amp_core.data import build_data
 from amp_core.data.base import Dataset, Key
 from amp_core.data.loading import Batches, bounded_waits
 from amp_core.run.lines import write_text
-from amp_core.run.log import say
+from amp_core.run.terminal import say
 
 LIST = "bad_samples.txt"
 _HEAD = "# Samples that cannot be read, for data.exclude: a name a line; after a tab why.\n"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.lowp.islands import island_names, named_modules
-from amp_core.run.log import say
 from amp_core.run.replay import replay
+from amp_core.run.terminal import say
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import local, unwrap
 

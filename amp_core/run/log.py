@@ -19,25 +19,14 @@ import contextlib
 import importlib.util
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from amp_core.config.redact import redact, shown
 from amp_core.config.schema import LogConfig
-from amp_core.run.lines import (
-    TICK_SECONDS,
-    FileHandler,
-    LineFile,
-    Progress,
-    TerminalHandler,
-    cut_lines,
-    dumps,
-    numbers_of,
-    tinted,
-)
+from amp_core.run.lines import LineFile, cut_lines, dumps, numbers_of
+from amp_core.run.terminal import TICK_SECONDS, Formatter, Progress, TerminalHandler
 from amp_core.run.trackers import TensorBoard, Wandb
 
 logger = logging.getLogger("amp_recipes")
@@ -198,6 +187,22 @@ class Log:
             logger.addHandler(handler)
 
 
+class FileHandler(logging.Handler):
+    """train.log."""
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        super().__init__()
+        self._file = LineFile(path, warn)
+        self.setFormatter(Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._file.append(self.format(record))
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def _open_lines(path: Path, last_step: int) -> tuple[LineFile, dict[str, int]]:
     """A file of lines, without those beyond a step, and the last step of each split in it."""
     last_steps: dict[str, int] = {}
@@ -206,20 +211,6 @@ def _open_lines(path: Path, last_step: int) -> tuple[LineFile, dict[str, int]]:
     except OSError as error:
         logger.warning("%s: lines beyond step %d cannot be cut and are doubled: %s", path.name, last_step, error)
     return LineFile(path, logger.warning), last_steps
-
-
-def say(message: str) -> None:
-    """Print to stdout; a closed pipe (`| head`) or a full disk does not end a run."""
-    try:
-        print(redact(message), flush=True)
-    except OSError:
-        # What is still buffered would raise again at exit.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-
-
-def complain(message: str) -> None:
-    """Print an error to stderr, without keys and passwords."""
-    print(tinted(shown(f"error: {message}"), sys.stderr), file=sys.stderr)
 
 
 def check_log(cfg: LogConfig) -> list[str]:

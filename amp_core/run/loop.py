@@ -422,7 +422,7 @@ def _require_samples(loop: Loop) -> None:
 
 def _is_finished(loop: Loop) -> bool:
     """Whether a run that made all its steps has its result, too: then nothing is computed, and it stands."""
-    from amp_core.run.log import say
+    from amp_core.run.terminal import say
 
     env = loop.env
     before: dict[str, Any] | None = env.folder.before
@@ -440,8 +440,8 @@ def _is_finished(loop: Loop) -> bool:
 
 
 def _without_training(loop: Loop, notes: list[str]) -> None:
-    from amp_core.run.log import say
     from amp_core.run.predict import predict
+    from amp_core.run.terminal import say
 
     if loop.cfg.task == "predict":
         predict(loop, notes)

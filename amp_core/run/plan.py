@@ -15,10 +15,10 @@ from amp_core.config.schema import scale_cap
 from amp_core.layouts.memory_model import traffic, weights_of
 from amp_core.lowp.islands import island_names
 from amp_core.run.layers import show_layers
-from amp_core.run.lines import wrapped
-from amp_core.run.log import Log, say
+from amp_core.run.log import Log
 from amp_core.run.perf import planned_memory
 from amp_core.run.resume import repeats
+from amp_core.run.terminal import say, wrapped
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import unwrap
 

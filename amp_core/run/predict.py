@@ -25,7 +25,7 @@ from amp_core.data import Data, Dataset
 from amp_core.data.base import Key
 from amp_core.run.environment import Environment
 from amp_core.run.lines import dumps, write_text
-from amp_core.run.log import say
+from amp_core.run.terminal import say
 from amp_core.step.amp import Amp
 from amp_core.tensors import unwrap
 

@@ -66,7 +66,7 @@ class OptunaSweeper(Sweeper):
         """
         from amp_core.cli.sweep import asked_to_stop
         from amp_core.config.errors import ConfigError, RunError
-        from amp_core.run.log import say
+        from amp_core.run.terminal import say
 
         if importlib.util.find_spec("optuna") is None:
             raise ConfigError("hydra/sweeper=optuna: Optuna is not installed: pip install -c constraints.txt optuna")
@@ -213,7 +213,7 @@ class OptunaSweeper(Sweeper):
     def _tell_all(self, study: Any, folder: Path) -> None:
         """Print the table of trials and write optimization_results.yaml."""
         from amp_core.run.lines import write_text
-        from amp_core.run.log import say
+        from amp_core.run.terminal import say
 
         trials = study.get_trials(deepcopy=False)
         finished = [trial for trial in trials if trial.state.name == "COMPLETE"]

@@ -25,10 +25,10 @@ import pytest
 from tiers import rows
 
 from amp_core.config.schema import LogConfig
-from amp_core.run import lines as lines_module
-from amp_core.run import trackers
-from amp_core.run.lines import TerminalHandler, write_json
-from amp_core.run.log import Log, check_log, complain
+from amp_core.run import lines, terminal, trackers
+from amp_core.run.lines import write_json
+from amp_core.run.log import Log, check_log
+from amp_core.run.terminal import TerminalHandler, complain
 
 logger = logging.getLogger("amp_recipes")
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,8 +160,8 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
         damage = ["", '{"step": 9, "spl', "null\n[1]\n", '{"step": 1e400}\n', "x" * 5000, "\0" * 300, "\n\n"][case % 7]
         twice = whole[-draw.randint(1, 5) :] if draw.random() < 0.5 else []
         path.write_text("".join(f"{line}\n" for line in [*whole, *twice]) + damage)
-        monkeypatch.setattr(lines_module, "_BLOCK", draw.choice([4096, 1 << 20] if twice else [100, 257, 4096]))
-        last = lines_module.cut_lines(path, last_step)
+        monkeypatch.setattr(lines, "_BLOCK", draw.choice([4096, 1 << 20] if twice else [100, 257, 4096]))
+        last = lines.cut_lines(path, last_step)
         assert path.read_text().splitlines() == kept
         assert not kept or last[json.loads(kept[-1])["split"]] == json.loads(kept[-1])["step"]
 
@@ -171,7 +171,7 @@ def test_a_resume_reads_little_of_a_long_file(tmp_path):
     line = '{"step": %d, "split": "train", "loss": 1.0, "lr": 0.001, "samples_per_second": 1000.0}\n'
     path.write_text("".join(line % step for step in range(500_000)))  # 40 MB
     tracemalloc.start()
-    assert lines_module.cut_lines(path, 499_000) == {"train": 499_000}
+    assert lines.cut_lines(path, 499_000) == {"train": 499_000}
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert path.stat().st_size == sum(len(line % step) for step in range(499_001))
@@ -293,9 +293,9 @@ def test_progress_in_a_file_is_a_few_plain_lines(tmp_path, capsys):
 
 def test_the_time_left_is_that_of_the_steps_so_far_for_those_to_come(tmp_path, capsys, monkeypatch):
     """Step 1 ends at 7 s and starts the clock, 10 steps take 50 s, and 89 are left."""
-    progress = lines_module.Progress(100, shows_scale=True)
+    progress = terminal.Progress(100, shows_scale=True)
     for step, now in ((1, 7.0), (11, 57.0), (51, 337.0)):
-        monkeypatch.setattr(lines_module, "time", SimpleNamespace(monotonic=lambda now=now: now))
+        monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda now=now: now))
         progress.show(step, train_line(step))
         progress.close(step)
     left = [line.partition("samples/s")[2] for line in capsys.readouterr().err.splitlines()]
@@ -341,7 +341,7 @@ def test_a_run_that_stops_early_shows_its_last_line(tmp_path, capsys):
 
 
 def test_plain_lines_come_every_few_seconds(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(lines_module, "LINE_SECONDS", 0.2)
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.2)
     began = time.monotonic()
     log = make_log(tmp_path, progress=True)
     for step in range(1, 51):
@@ -388,13 +388,13 @@ def on_terminal(code: str, run_dir: Path, columns: int, **environ: str) -> str:
 
 def screen(output: str) -> list[str]:
     """What a person sees: a carriage return goes back, later characters overwrite."""
-    lines = []
+    found = []
     for line in output.replace("\r\n", "\n").split("\n"):
         cells: list[str] = []
         for part in line.split("\r"):
             cells[: len(part)] = part
-        lines.append("".join(cells).rstrip())
-    return lines
+        found.append("".join(cells).rstrip())
+    return found
 
 
 TERMINAL_RUN = """
