@@ -64,10 +64,11 @@ from amp_core.cli.run_folders import (
     sweep_subdir,
     varied,
 )
-from amp_core.config.errors import STATUS, ConfigError, RunError
+from amp_core.config.errors import STATUS, ConfigError, RunError, suggest
+from amp_core.config.options import conf_dir
 from amp_core.config.redact import mask_what_python_prints, redact_typed, shown
 from amp_core.config.rules import build, key_of, validate, warnings_of
-from amp_core.config.schema import Config, conf_dir, suggest
+from amp_core.config.schema import Config
 from amp_core.config.threads import limit_spinning
 from amp_core.run import locks
 from amp_core.run.terminal import complain, say

@@ -19,7 +19,7 @@ from typing import Any
 
 from amp_core.cli.command import program
 from amp_core.config.errors import ConfigError
-from amp_core.config.schema import config_dirs
+from amp_core.config.options import config_dirs
 
 RECIPES = {
     "classification": "recipes.classification",

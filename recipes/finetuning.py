@@ -40,8 +40,8 @@ from amp_core import Amp, Clip, MicroBatch, StepReport, keep_fp32, sync_grads
 from amp_core.checkpoints.export import write_state
 from amp_core.checkpoints.parts import save_trained_alone
 from amp_core.config.checks import package_folder
-from amp_core.config.errors import CheckpointError, ConfigError
-from amp_core.config.schema import Config, RecipeConfig, expected, suggest
+from amp_core.config.errors import CheckpointError, ConfigError, suggest
+from amp_core.config.schema import Config, RecipeConfig, expected
 from amp_core.data.text import num_valid, perplexities, token_loss
 from amp_core.layouts.fsdp import cast_whole
 from amp_core.models.gpt import LANGUAGE_MODELS

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.config.checks import KINDS
 from amp_core.config.errors import RunError
-from amp_core.config.schema import DataConfig, read_option
+from amp_core.config.options import read_option
+from amp_core.config.schema import DataConfig
 from amp_core.run.check import check_samples
 from amp_core.run.terminal import complain
 

@@ -28,7 +28,7 @@ from omegaconf import OmegaConf
 
 from amp_core.cli import compose
 from amp_core.cli.run_folders import stored_config, summary_of, sweep_subdir
-from amp_core.config.schema import conf_dir
+from amp_core.config.options import conf_dir
 from amp_core.run.lines import write_text
 from amp_tools.report.groups import margin_of
 from amp_tools.report.significance import Comparison, compare, judge

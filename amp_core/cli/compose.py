@@ -42,11 +42,11 @@ from amp_core.cli.overrides import (
     typed_keys,
 )
 from amp_core.cli.run_folders import check_length, environment_of, source_of, stored_config
-from amp_core.config.errors import ConfigError
+from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import kind_of, why_not_yaml
+from amp_core.config.options import CONFIG_DIR, choices, conf_dir, config_dirs
 from amp_core.config.redact import items_of, secrets_in
 from amp_core.config.rules import differences, flatten
-from amp_core.config.schema import CONFIG_DIR, choices, conf_dir, config_dirs, suggest
 
 PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
 """What Hydra may make: its own and installed launchers and sweepers."""

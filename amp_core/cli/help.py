@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from amp_core.cli.command import program, tool
-from amp_core.cli.overrides import WORDS
+from amp_core.cli.overrides import WORDS, keys_of
 from amp_core.config import schema
-from amp_core.config.errors import ConfigError
-from amp_core.config.schema import Config, choices, conf_dir, option_file, suggest
+from amp_core.config.errors import ConfigError, suggest
+from amp_core.config.options import choices, conf_dir, option_file
+from amp_core.config.parse import describe, group_of
+from amp_core.config.schema import Config
 
 HEADER = """amp-recipes: reference training recipes for mixed precision in PyTorch
 
@@ -135,9 +137,9 @@ def _first_comment(path: Path) -> str:
 def _keys(kind: Any, prefix: str) -> list[tuple[str, str, str]]:
     """(key, what it takes, what is written about it) of a dataclass and those in it."""
     return [
-        (key, schema.describe(hint), _documentation()[owner].get(key.rpartition(".")[2], ""))
-        for key, hint, owner in schema.keys_of(kind, prefix)
-        if schema.group_of(hint) is None
+        (key, describe(hint), _documentation()[owner].get(key.rpartition(".")[2], ""))
+        for key, hint, owner in keys_of(kind, prefix)
+        if group_of(hint) is None
     ]
 
 

@@ -19,9 +19,11 @@ from hydra.core.plugins import Plugins
 from amp_core.cli.command import program
 from amp_core.cli.run_folders import check_place
 from amp_core.config.checks import tag_of_timm
-from amp_core.config.errors import ConfigError
+from amp_core.config.errors import ConfigError, is_misspelt, suggest
+from amp_core.config.options import choices, conf_dir, config_dirs, read_option
+from amp_core.config.parse import group_of, hints_of
 from amp_core.config.redact import refuse_secret
-from amp_core.config.schema import choices, conf_dir, config_dirs, is_misspelt, keys_of, read_option, suggest
+from amp_core.config.schema import Config
 
 HYDRA = {
     "hydra.run.dir": "a sweep has a folder of its own; use hydra.sweep.dir=multirun/mine",
@@ -100,6 +102,14 @@ def groups() -> list[str]:
     """The config groups of settings."""
     folders = (folder.name for folder in conf_dir().iterdir() if folder.is_dir())
     return sorted(name for name in folders if name[0] not in "._" and name not in ("hydra", "experiment"))
+
+
+def keys_of(kind: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """(full key, type, class that has it) of all keys of a group, and of those in them."""
+    for name, hint in hints_of(kind).items():
+        yield f"{prefix}{name}", hint, kind.__name__
+        if (inner := group_of(hint)) is not None:
+            yield from keys_of(inner, f"{prefix}{name}.")
 
 
 @functools.cache

@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from amp_core.config.errors import suggest
 from amp_core.config.files import read_bytes, visible
-from amp_core.config.schema import DataConfig, suggest
+from amp_core.config.schema import DataConfig
 
 KINDS = {
     "mnist_subset": "images", "synthetic": "images", "image_folder": "images", "imagenet": "images",

@@ -13,6 +13,8 @@ Everything else that escapes a run is a failure and exits with 1.
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterable
 
 STATUS = {0: "finished", 2: "refused", 5: "diverged", 75: "preempted", 130: "preempted", 143: "preempted"}
@@ -67,3 +69,63 @@ class Interrupted(RunError):
 
     def __reduce__(self) -> tuple[type[Interrupted], tuple[str, int, bool]]:  # pickled by what runs jobs of a sweep
         return type(self), (str(self), self.exit_code, self.by_signal)
+
+
+# --- what was meant ---
+
+SAME = {
+    **dict.fromkeys(("gpu", "nvidia"), "cuda"), **dict.fromkeys(("test", "eval", "val", "validate"), "evaluate"),
+    **dict.fromkeys(("inference", "infer", "generate"), "predict"), "fit": "train", "tb": "tensorboard",
+    **dict.fromkeys(("latest", "newest", "continue", "true", "yes", "on"), "last"), "dp": "data_parallel",
+    **dict.fromkeys(("fp16", "half", "16"), "float16"), "bf16": "bfloat16", **dict.fromkeys(("fp32", "32"), "float32"),
+    **dict.fromkeys(("lm", "llm", "gpt"), "language_model"), **dict.fromkeys(("lora", "sft"), "finetuning"),
+    **dict.fromkeys(("classifier", "classify", "imagenet"), "classification"), "adam8bit": "adamw_8bit",
+    **dict.fromkeys(("step_lr", "steplr"), "step"), "cosine_annealing": "warmup_cosine",
+    **dict.fromkeys(("fsdp2", "deepspeed", "zero3"), "fsdp"), "mnist": "mnist_subset",
+}  # fmt: skip
+"""Names of other programs for what is called otherwise here."""
+
+
+def is_misspelt(word: str, name: str) -> bool:
+    """Whether `word` is `name` with a slip of the hand: a letter in four of a part added, left out, changed or swapped.
+
+    Numbers have to have the same digits, and each word by itself: resnet34 is not resnet18, max_scale is not min_scale.
+    """
+    a, b = (re.split("[-_.]", text.lower()) for text in (word, name))
+    digits_a, digits_b = (sorted(re.sub(r"\D", "", "".join(parts))) for parts in (a, b))
+    if digits_a != digits_b:
+        return False
+    if len(a) != len(b):  # a sign was left out
+        return _is_near("".join(a), "".join(b))
+    return all(x == y or (x and len(a) > 1 and y.startswith(x)) or _is_near(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _is_near(a: str, b: str) -> bool:
+    """Whether the optimal string alignment of two words has at most an edit for every four letters."""
+    last, row = [], list(range(len(b) + 1))
+    for i, x in enumerate(a[:100], 1):
+        before, last, row = last, row, [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (x != y)))
+            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                row[j] = min(row[j], before[j - 2] + 1)
+    return len(a) <= 100 and row[-1] <= max(1, min(len(a), len(b)) // 4)
+
+
+def suggest(word: str, valid: Iterable[str]) -> str:
+    """A sentence with the valid choice that was meant, if that is clear; then all of them, or the nearest of many."""
+    low, names = str(word).lower(), {name.lower(): name for name in valid}
+    same = low if low in names else SAME.get(low)
+    meant = [same] if same in names else [name for name in names if is_misspelt(low, name)]
+    meant = difflib.get_close_matches(low, meant, n=1, cutoff=0.0)
+    if not meant and len(low) > 2:  # a part of a name
+        meant = [name for name in names if low in re.split("[_.]", name) or name.startswith(low)]
+    hint = f"Did you mean {' or '.join(names[name] for name in meant)}? " if 0 < len(meant) <= 3 else ""
+    if len(names) <= MOST_NAMES:
+        return f"{hint}Valid: {', '.join(names.values())}." if names else hint
+    nearest = sorted(names[name] for name in difflib.get_close_matches(low, names, n=12, cutoff=0.0))
+    return f"{hint}Valid, of {len(names)} in all: {', '.join(nearest)}, ...."
+
+
+MOST_NAMES = 40
+"""Names that a message lists."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,8 +103,6 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def why_not_yaml(path: Path) -> str | None:
     """Why a user's YAML file is not read by Hydra; None: it is small, also when its anchors are unfolded."""
-    from amp_core.config.schema import node_of_yaml
-
     sizes: dict[int, int] = {}
 
     def size(node: Any) -> int:
@@ -137,12 +137,42 @@ def parse_own_yaml(text: str) -> Any:
     """The plain data of YAML that a run has written. ValueError: not YAML, or it would unfold to more than it is."""
     if len(re.findall(r"(?:^|[\s\[,{:-])[*&][\w-]", text)) > 20:
         raise ValueError("has more YAML anchors than any run writes")  # a few of them unfold to gigabytes
-    from amp_core.config.schema import parse_yaml
-
     try:
         return parse_yaml(text)
     except Exception as problem:  # the parser raises many kinds
         raise ValueError(getattr(problem, "problem", None) or str(problem) or type(problem).__name__) from problem
+
+
+def parse_yaml(text: str) -> Any:
+    """Plain data of YAML text; nothing is resolved, nothing executed. A damaged text raises the parser's own kinds."""
+    return _loader()(text).get_single_data()
+
+
+def node_of_yaml(text: str) -> Any:
+    """The tree of YAML text, in which an alias is the node that it stands for; None for an empty text."""
+    return _loader()(text).get_single_node()
+
+
+@functools.cache
+def _loader() -> Any:
+    """PyYAML's safe loader, which reads numbers as OmegaConf does, such as 1e-3, and leaves dates as text."""
+    from yaml import SafeLoader
+
+    class Loader(SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+            if len(set(keys)) < len(keys):
+                twice = Counter(keys).most_common(1)[0][0]
+                raise ValueError(f"found duplicate key {twice}, line {node.start_mark.line + 1}")
+            return super().construct_mapping(node, deep)
+
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, expression) for tag, expression in resolvers if not tag.endswith("timestamp")]
+        for first, resolvers in SafeLoader.yaml_implicit_resolvers.items()
+    }
+    number = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    return Loader
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -8,22 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from amp_core.config.errors import ConfigError
+from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.lengths import MOST_STEPS, is_length
-from amp_core.config.schema import (
-    ONE_PROCESS,
-    SHARDED,
-    WHOLE_MATRICES,
-    AmpConfig,
-    ClipConfig,
-    Config,
-    choices,
-    parse,
-    read_option,
-    scale_cap,
-    show_value,
-    suggest,
-)
+from amp_core.config.options import choices, read_option
+from amp_core.config.parse import parse, show_value
+from amp_core.config.schema import ONE_PROCESS, SHARDED, WHOLE_MATRICES, AmpConfig, ClipConfig, Config, scale_cap
 
 SCALE_KEYS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "max_scale", "max_scale_per_sample")
 SCALE_KEYS += ("min_scale", "dynamic")

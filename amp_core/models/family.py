@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_core.config.errors import ConfigError
-from amp_core.config.schema import suggest
+from amp_core.config.errors import ConfigError, suggest
 
 ImageShape = tuple[int, int, int]
 """(channels, height, width)"""

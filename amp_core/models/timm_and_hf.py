@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_core.config.errors import ConfigError
+from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import read_json
-from amp_core.config.schema import suggest
 from amp_core.vision import import_torchvision
 
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 176}

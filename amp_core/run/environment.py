@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from amp_core.config.errors import STATUS, RunError
 from amp_core.config.lengths import num_steps
-from amp_core.config.schema import Config, parse
+from amp_core.config.schema import Config
 from amp_core.data.base import Dataset
 from amp_core.data.loading import EvalLoader, to_device
 from amp_core.tensors import UNTESTED_DEVICES
@@ -58,6 +58,8 @@ class Job:
 
     @classmethod
     def loads(cls, text: str) -> Job:
+        from amp_core.config.parse import parse  # in other processes only
+
         values = json.loads(text)
         problems: list[str] = []
         job = cls(**values | {"cfg": parse(Config, values["cfg"], "", problems)})

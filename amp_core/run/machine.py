@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from amp_core.config.files import read_json
-from amp_core.config.schema import CONFIG_DIR
+from amp_core.config.options import CONFIG_DIR
 from amp_core.lowp.fp16_convolutions import in_use
 from amp_core.run.environment import Environment
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from amp_core.config.checks import DECODED, check_data, tag_of_timm
-from amp_core.config.errors import ConfigError
+from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import why_no_folder
+from amp_core.config.parse import parse
 from amp_core.config.rules import node_range
-from amp_core.config.schema import ONE_PROCESS, Config, parse, suggest
+from amp_core.config.schema import ONE_PROCESS, Config
 from amp_core.lowp.float8 import float8_is_emulated
 from amp_core.lowp.islands import keep_fp32
 from amp_core.models import Family, build_model, check_model

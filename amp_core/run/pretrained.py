@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from amp_core.checkpoints.parts import first_few
 from amp_core.checkpoints.plain_state import scan
 from amp_core.checkpoints.reading import read
-from amp_core.config.errors import ConfigError
+from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import open_file
-from amp_core.config.schema import Config, suggest
+from amp_core.config.schema import Config
 from amp_core.models.images import CLASSIFIERS
 from amp_core.vision import import_torchvision
 

@@ -11,8 +11,10 @@ from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
 from amp_core.config.checks import names_of_classes
 from amp_core.config.errors import CheckpointError, ConfigError
 from amp_core.config.lengths import MOST_STEPS
+from amp_core.config.options import choices, read_option
+from amp_core.config.parse import show_value
 from amp_core.config.rules import MAY_CHANGE, differences, is_elastic
-from amp_core.config.schema import SHARDED, Config, choices, read_option, show_value
+from amp_core.config.schema import SHARDED, Config
 from amp_core.lowp.islands import islands_of, keep_fp32, named_modules
 from amp_core.run.machine import moved
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from amp_core.config.schema import OptimizerConfig, suggest
+from amp_core.config.errors import suggest
+from amp_core.config.schema import OptimizerConfig
 from amp_core.lowp.weights import master_params
 
 REFUSED = {

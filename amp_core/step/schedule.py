@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from amp_core.config.schema import ScheduleConfig, suggest
+from amp_core.config.errors import suggest
+from amp_core.config.schema import ScheduleConfig
 from amp_core.step.report import StepReport, arguments_without_default, can_skip_on_device, require_optimizer
 from amp_core.tensors import owner_of_groups
 

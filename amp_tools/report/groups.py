@@ -16,8 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from amp_core.config.errors import ConfigError
-from amp_core.config.schema import suggest
+from amp_core.config.errors import ConfigError, suggest
 from amp_tools.report.folders import Run, is_ours
 from amp_tools.report.significance import Comparison, compare, judge
 from amp_tools.report.words import counted, digits_for, metric_words, shown, speed_words, spread

@@ -18,8 +18,8 @@ import amp_core
 import train
 from amp_core.cli import compose
 from amp_core.cli.overrides import check_overrides, groups, typed_keys
+from amp_core.config.options import choices
 from amp_core.config.rules import build
-from amp_core.config.schema import choices
 from amp_core.run.process import check_variables
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,8 @@ import amp_core.data.images as images_module
 import train
 from amp_core.config.checks import check_data
 from amp_core.config.errors import RunError
-from amp_core.config.schema import DataConfig, read_option
+from amp_core.config.options import read_option
+from amp_core.config.schema import DataConfig
 from amp_core.data import build_data
 from amp_core.data.base import uniforms
 from amp_core.data.images import ArrayImages, ImageFiles, crop_flip, shift_rotate_scale

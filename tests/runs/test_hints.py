@@ -14,9 +14,10 @@ from yaml import MappingNode, Mark, ScalarNode
 import train
 from amp_core.cli import compose
 from amp_core.cli.overrides import WORDS, groups, typed_keys
-from amp_core.config.errors import ConfigError
+from amp_core.config.errors import ConfigError, is_misspelt
+from amp_core.config.files import _loader
+from amp_core.config.options import CONFIG_DIR, choices, conf_dir
 from amp_core.config.rules import validate
-from amp_core.config.schema import CONFIG_DIR, _loader, choices, conf_dir, is_misspelt
 from amp_core.run.preflight import preflight
 from recipes import find
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import train
-from amp_core.config import schema
-from amp_core.config.schema import CONFIG_DIR, choices
+from amp_core.config import options
+from amp_core.config.options import CONFIG_DIR, choices
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
@@ -81,9 +81,9 @@ def test_an_installed_package_brings_recipes_by_an_entry_point(own_folder, monke
     (info / "entry_points.txt").write_text("[amp_recipes]\nmine = my_project.conf\n")
     with monkeypatch.context() as installed:
         installed.syspath_prepend(own_folder / "lib")
-        schema._installed_dirs.cache_clear()
+        options._installed_dirs.cache_clear()
         own_run()
-    schema._installed_dirs.cache_clear()
+    options._installed_dirs.cache_clear()
     sys.modules.pop("my_project", None)
     assert "half" not in choices("amp")
 

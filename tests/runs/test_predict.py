@@ -21,8 +21,8 @@ from test_recipes import arguments, run
 from tiers import rows
 
 import train
+from amp_core.config.options import CONFIG_DIR, conf_dir
 from amp_core.config.rules import build
-from amp_core.config.schema import CONFIG_DIR, conf_dir
 from amp_core.data import build_data
 from amp_core.data.masks import VOID
 

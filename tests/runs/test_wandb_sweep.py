@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import train
-from amp_core.config.schema import conf_dir
+from amp_core.config.options import conf_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEP = yaml.safe_load((conf_dir() / "wandb_sweep.yaml").read_text())

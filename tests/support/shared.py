@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from amp_core.config.schema import DataConfig, read_option
+from amp_core.config.options import read_option
+from amp_core.config.schema import DataConfig
 
 
 def data_config(name: str, **values: Any) -> DataConfig:

@@ -32,7 +32,8 @@ from torch import Tensor
 from amp_core.config import checks
 from amp_core.config.checks import IMAGE_ENDINGS, KINDS, check_data
 from amp_core.config.errors import ConfigError, RunError
-from amp_core.config.schema import DataConfig, choices, read_option
+from amp_core.config.options import choices, read_option
+from amp_core.config.schema import DataConfig
 from amp_core.data import Data, build_data
 from amp_core.data.base import uniforms
 from amp_core.data.images import (

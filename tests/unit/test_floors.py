@@ -16,7 +16,6 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import floors  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 LONG = {
-    "amp_core/config/schema.py": "the documentation of every key, which --help prints",
     "amp_core/step/amp.py": "one class, the interface that people import",
     "amp_core/doctor/trace.py": "one dispatch mode, whose rules refer to each other",
 }

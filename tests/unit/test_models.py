@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.schema import choices, read_option
+from amp_core.config.options import choices, read_option
 from amp_core.models import build_model, check_model
 from amp_core.models.gpt import LANGUAGE_MODELS
 from amp_core.models.images import CLASSIFIERS, OWN

@@ -16,7 +16,8 @@ from torch.optim import Adam, AdamW
 from waits import waits
 
 from amp_core import Amp, Clip
-from amp_core.config.schema import OptimizerConfig, read_option
+from amp_core.config.options import read_option
+from amp_core.config.schema import OptimizerConfig
 from amp_core.layouts.memory_model import memory_of, state_ratio
 from amp_core.lowp.moments import Adam16
 from amp_core.step.optimizers import check_optimizer

@@ -9,7 +9,7 @@ import torch
 
 import train
 from amp_core.config.errors import ConfigError
-from amp_core.config.schema import choices
+from amp_core.config.options import choices
 from campaign import Plan
 from campaign.harness import SMALL, Kind, arguments
 

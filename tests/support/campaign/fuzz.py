@@ -16,7 +16,7 @@ from pathlib import Path
 
 import train
 from amp_core.cli.overrides import groups, typed_keys
-from amp_core.config.schema import choices
+from amp_core.config.options import choices
 from campaign import Plan, Result
 from campaign.harness import Child
 

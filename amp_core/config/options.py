@@ -1,0 +1,57 @@
+"""The folders of YAML files, and the options of their groups."""
+
+from __future__ import annotations
+
+import functools
+import os
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from amp_core.config.errors import ConfigError, suggest
+from amp_core.config.files import parse_yaml
+
+
+def conf_dir() -> Path:
+    """The folder of YAML files: beside the package in a checkout, inside it in a wheel."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise FileNotFoundError(f"conf/config.yaml was found neither in {package.parent} nor in {package}; reinstall")
+
+
+CONFIG_DIR = "AMP_RECIPES_CONFIG_DIR"
+"""Environment variable that hands `--config-dir` on to the processes of a run."""
+
+
+def config_dirs() -> list[Path]:
+    """The folders of YAML files: ours, those of installed packages, that of --config-dir."""
+    own = os.environ.get(CONFIG_DIR)
+    return [conf_dir(), *_installed_dirs(), *([Path(own)] if own else [])]
+
+
+@functools.cache
+def _installed_dirs() -> list[Path]:
+    """The packages of YAML files and recipes that others have installed: entry points of the group `amp_recipes`."""
+    specs = [find_spec(entry.value) for entry in entry_points(group="amp_recipes")]
+    return [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
+
+
+def option_file(group: str, option: str) -> Path:
+    """The YAML file of one option of a group; its folder is the user's where ours has none."""
+    files = [folder / group / f"{option}.yaml" for folder in config_dirs()]
+    return next((file for file in files if file.is_file()), files[0])
+
+
+def choices(group: str) -> list[str]:
+    """The options of a config group, sorted."""
+    return sorted(path.stem for folder in config_dirs() for path in (folder / group).glob("*.yaml"))
+
+
+def read_option(group: str, option: str) -> dict[str, Any]:
+    """The values of an option of a group as plain data, without Hydra. ConfigError: there is no such option."""
+    if option not in choices(group):
+        raise ConfigError(f"{group}={option}: there is no such option. {suggest(option, choices(group))}")
+    return parse_yaml(option_file(group, option).read_text())

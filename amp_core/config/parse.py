@@ -1,0 +1,113 @@
+"""Plain values as the dataclasses of schema.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from amp_core.config.errors import suggest
+from amp_core.config.files import parse_yaml
+from amp_core.config.options import choices
+
+
+def describe(kind: Any) -> str:
+    """A type as text for the user."""
+    origin = get_origin(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(k) for k in get_args(kind))
+    if origin is list:
+        return 'a list of text, in quotes: \'key=["a","b"]\''
+    if origin is dict or kind is dict or dataclasses.is_dataclass(kind):
+        return "a group of keys"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    return names.get(kind, str(kind))
+
+
+def group_of(hint: Any) -> Any:
+    """The dataclass of a group of keys, also of one that may be null; None for the type of a value."""
+    return next((kind for kind in (hint, *get_args(hint)) if dataclasses.is_dataclass(kind)), None)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin = get_origin(kind)
+    if origin is Literal:
+        return type(value) is str and value in get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, k) for k in get_args(kind))
+    if origin is list:
+        return isinstance(value, list) and all(isinstance(v, str) for v in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(isinstance(k, str) for k in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return _is_int(value)
+    return isinstance(value, kind)
+
+
+hints_of = functools.cache(get_type_hints)
+
+
+def parse(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
+    """Convert `values` to the dataclass `kind`; invalid values are added to `problems` and left out."""
+    if not isinstance(values, Mapping):
+        names = " or ".join(f"{key}.{name}=..." for name in list(get_type_hints(kind))[:3])
+        how = f"choose an option with {key}=<option>" if choices(key) else f"set {names}"
+        problems.append(f"{key}={show_value(values)}: expected a group of keys; {how}")
+        return None
+    fields = hints_of(kind)
+    dot = f"{key}." if key else ""
+    for name in values:
+        if name not in fields:
+            problems.append(f"{dot}{name}: there is no such key. {suggest(dot + name, [dot + f for f in fields])}")
+    taken = {}
+    for name, expected in fields.items():
+        if name not in values:
+            problems.append(f"{dot}{name}: the key is missing; expected {describe(expected)}")
+            taken[name] = None
+            continue
+        value = values[name]
+        group = group_of(expected)
+        if group is not None and not (value is None and type(None) in get_args(expected)):
+            taken[name] = parse(group, value, f"{dot}{name}", problems)
+        elif _is_int(value) and expected in (str, str | None):
+            taken[name] = str(value)  # YAML reads run_dir=7 or rdzv_id=42 as numbers; text is meant
+        elif _fits(value, expected):
+            wants_float = expected is float or (float in get_args(expected) and int not in get_args(expected))
+            taken[name] = float(value) if wants_float and value is not None else value
+        else:
+            literal = [a for k in (expected, *get_args(expected)) if get_origin(k) is Literal for a in get_args(k)]
+            hint = " " + suggest(show_value(value), literal) if literal else ""
+            if _fits(meant := _plain(value), expected):
+                hint = f" Write {dot}{name}={show_value(meant)}{', without quotes' * isinstance(value, str)}."
+            if name == "device" and (number := re.fullmatch(r"(?:(?:cuda|gpu):)?(\d+)", str(value))):
+                hint = f" Choose the GPU with CUDA_VISIBLE_DEVICES={number[1]}."
+            if dot + name == "perf.compile":
+                hint += " Use perf=compile."
+            problems.append(f"{dot}{name}={show_value(value)}: expected {describe(expected)}.{hint}")
+            taken[name] = None
+    return kind(**taken)
+
+
+def _plain(value: Any) -> Any:  # what 1000.0, '5', None and 'yes' were meant for
+    if isinstance(value, str) and (number := re.fullmatch(r"(\d{1,9})(k|m|\*\*)(\d{1,2})?", value.lower())):
+        base, unit, power = number.groups()
+        if bool(power) == (unit == "**"):
+            return int(base) ** int(power) if power else int(base) * {"k": 1000, "m": 1_000_000}[unit]
+    if isinstance(value, str) and re.fullmatch(r"[\w.+-]+", value):
+        return None if value.lower() == "none" else parse_yaml(value)
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+
+
+def show_value(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
