@@ -277,9 +277,8 @@ def _launch(job: Any) -> Any:
 
 def _add_to_path() -> None:
     path = os.environ.get("PYTHONPATH", "")
-    if Path(ROOT, "recipes").is_dir() and ROOT not in path.split(
-        os.pathsep
-    ):  # workers are started as `python -m recipes`, from any folder
+    # Workers are started as `python -m recipes`, from any folder.
+    if Path(ROOT, "recipes").is_dir() and ROOT not in path.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, path]))
 
 

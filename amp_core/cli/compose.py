@@ -175,10 +175,8 @@ def _check_hydra(hydra: Any) -> None:
     for key, ours in _OF_HYDRA.items():
         node, _, leaf = key.rpartition(".")
         if (values[node] if node else values).get(leaf) != ours:
-            reason = next(
-                (said for name, said in HYDRA.items() if name.replace("/", ".") == f"hydra.{key}"), "leave it out"
-            )
-            raise ConfigError(f"hydra.{key}: {reason}")
+            reasons = {name.replace("/", "."): said for name, said in HYDRA.items()}
+            raise ConfigError(f"hydra.{key}: {reasons.get(f'hydra.{key}', 'leave it out')}")
 
 
 def _of_run(folder: Path, values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

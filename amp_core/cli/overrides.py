@@ -361,13 +361,10 @@ def _candidates(key: str, typed: str) -> Iterator[list[str]]:
     # Each part by itself: of two long names that share a word, one is not the other.
     near = [other for other in known if is_misspelt(tail, other.rpartition(".")[2])]
     near = [other for other in near if other.rpartition(".")[0] == head or is_misspelt(head, other.rpartition(".")[0])]
-    yield from ([f"{other}={typed}"] for other in sorted(near, key=lambda other: -_likeness(key, other)))
+    near.sort(key=lambda other: -difflib.SequenceMatcher(None, key.lower(), other.lower()).ratio())
+    yield from ([f"{other}={typed}"] for other in near)
     if head in FREE:
         yield [f"{head}.options.{tail}={typed}"]
-
-
-def _likeness(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio()
 
 
 def _tried(text: str, sound: list[str], before: list[str], problems_of: Problems | None) -> list[str] | None:

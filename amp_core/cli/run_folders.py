@@ -56,17 +56,18 @@ def check_run_dir(run_dir: str, cfg: Config) -> None:
     if changed and not cfg.allow_changes:
         raise ConfigError(
             [f"{change} (run_dir={run_dir} was begun with the first)" for change in changed]
-            + [
-                f"allow_changes=false: expected the settings of the run; use allow_changes=true to go on with these"
-                f"{_resuming(folder)}"
-            ]
+            + [f"allow_changes=false: use allow_changes=true to go on with the new settings{_resuming(folder)}"]
         )
 
 
 def environment_of(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """environment.json; empty when it cannot be read."""
+    return _content_of(Path(run_dir, "environment.json"))
+
+
+def _content_of(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        return read_json(Path(run_dir, "environment.json"))
+        return read_json(path)
     return {}
 
 
@@ -151,9 +152,7 @@ def is_finished(run_dir: str, cfg: Config) -> bool:
 
 def summary_of(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """summary.json; empty when it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        return read_json(Path(run_dir, "summary.json"))
-    return {}
+    return _content_of(Path(run_dir, "summary.json"))
 
 
 def status_of(run_dir: str | os.PathLike[str]) -> str:
@@ -188,9 +187,7 @@ def sweep_subdir(sweep_dir: str | os.PathLike[str], overrides: list[str]) -> str
 
 def varied(sweep_dir: str | os.PathLike[str], overrides: list[str]) -> list[str]:
     """The overrides of a job that not all jobs of the sweep have; all of them where nothing is varied."""
-    constant: Any = []
-    with contextlib.suppress(OSError, ValueError):
-        constant = read_json(Path(sweep_dir, CONSTANT)).get("overrides")
+    constant = _content_of(Path(sweep_dir, CONSTANT)).get("overrides")
     return [text for text in overrides if not isinstance(constant, list) or text not in constant] or overrides
 
 

@@ -16,8 +16,6 @@ from amp_core.config.schema import ONE_PROCESS, SHARDED, WHOLE_MATRICES, AmpConf
 
 SCALE_KEYS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "max_scale", "max_scale_per_sample")
 SCALE_KEYS += ("min_scale", "dynamic")
-
-
 LEAST: dict[int | None, str] = {
     None: "epochs max_minutes data.timeout_minutes layout.timeout_minutes layout.bucket_mb optimizer.lr clip.max_norm "
     "clip.max_value clip.factor amp.init_scale amp.growth_factor amp.backoff_factor amp.max_scale amp.min_scale "
@@ -387,16 +385,14 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    return a == b or (a != a and b != b)  # a NaN is the same setting as a NaN
-
-
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, but: Iterable[str] = MAY_CHANGE) -> list[str]:
     """`key: old -> new` for every setting that differs, except `but` and what lies below."""
     but = set(but)
     a, b = flatten(old), flatten(new)
     return [
-        f"{key}: {show_value(a.get(key))} -> {show_value(b.get(key))}"
+        f"{key}: {show_value(x)} -> {show_value(y)}"
         for key in sorted(a.keys() | b.keys())
-        if not _is_same(a.get(key), b.get(key)) and not any(key == k or key.startswith(f"{k}.") for k in but)
+        if (x := a.get(key)) != (y := b.get(key))
+        and (x == x or y == y)  # a NaN is the same setting as a NaN
+        and not any(key == k or key.startswith(f"{k}.") for k in but)
     ]
