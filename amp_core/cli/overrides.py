@@ -135,6 +135,8 @@ def check_overrides(
     sound: list[str] = []
     problems: list[str] = []
     unknown: list[Override] = []
+    sign = list(overrides).index("=") if "=" in overrides else len(overrides) + 1
+    spaced = overrides[max(0, sign - 1) : sign + 2]
     for text in overrides:
         try:
             text.encode()
@@ -148,12 +150,18 @@ def check_overrides(
             override = parse_override(text)
         except Exception:  # the parser raises several kinds
             override = None
-        if (path := PATH.match(text)) and (override is None or path[3].startswith("~") or _is_there(path[3], override)):
-            # Hydra reads neither umlauts nor ~ without quotes, and a shell leaves a ~ behind = as it is.
+        if (path := PATH.match(text)) and (
+            # Hydra reads neither umlauts nor ~ without quotes, and takes the folder amp=fp16,seed=1 for several values.
+            override is None
+            or path[3].startswith("~")
+            or (
+                override.is_sweep_override() and "\0" not in path[3] and len(path[3]) < 4096 and os.path.exists(path[3])
+            )
+        ):
             override = parse_override(quoted(path[1], os.path.expanduser(path[3])))
-        if "=" in overrides and text in _around_equals(overrides):
+        if text in spaced:  # the key, the sign and the value of `key = value`
             if text == "=":
-                problems.append(f"{' '.join(_around_equals(overrides))}: has spaces; write key=value without them")
+                problems.append(f"{' '.join(spaced)}: has spaces; write key=value without them")
             continue
         if (override is None or not override.key_or_group) and (meant := _meant_by(text, multirun, problems_of)):
             problems.append(f"{text}: expected key=value. {meant}")
@@ -171,12 +179,6 @@ def check_overrides(
     return sound, problems + [_say_unknown(override, sound, problems_of) for override in unknown]
 
 
-def _around_equals(overrides: Sequence[str]) -> Sequence[str]:
-    """The key, the sign and the value of `key = value`."""
-    sign = list(overrides).index("=")
-    return overrides[max(0, sign - 1) : sign + 2]
-
-
 def _meant_by(text: str, multirun: bool, problems_of: Problems | None) -> str:
     """What a word without a value was meant for."""
     if text in groups():
@@ -190,11 +192,6 @@ def _meant_by(text: str, multirun: bool, problems_of: Problems | None) -> str:
     if (group := next((group for group in groups() if text in choices(group)), None)) is not None:
         return f"Did you mean {group}={text}?"
     return ""
-
-
-def _is_there(path: str, override: Override) -> bool:
-    """Whether what Hydra takes for several values is one folder, such as that of a job, amp=fp16,seed=1."""
-    return override.is_sweep_override() and len(path) < 4096 and "\0" not in path and os.path.exists(path)
 
 
 def _sound_form(override: Override, multirun: bool) -> list[str]:
