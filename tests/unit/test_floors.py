@@ -85,27 +85,6 @@ def test_the_loop_has_at_most_350_lines():
     assert end - start <= 350
 
 
-def test_no_module_is_in_a_circle_of_imports():
-    """Only imports made when a module is imported count; deeper ones are made later."""
-    known = floors.modules()
-    graph = {
-        module: set(floors.at_import(path)) & set(known)
-        for module, path in known.items()
-        if floors.floor_of(module) != "amp_tools"
-    }
-    done: set[str] = set()
-
-    def walk(module: str, stack: list[str]) -> None:
-        assert module not in stack, " -> ".join([*stack[stack.index(module) :], module])
-        if module not in done:
-            for other in graph[module] - {"amp_core"}:
-                walk(other, [*stack, module])
-            done.add(module)
-
-    for module in graph:
-        walk(module, [])
-
-
 def test_what_one_reads_to_follow_a_recipe_and_a_step():
     files = floors.closure("recipes/classification.py")
     assert len(files) <= floors.MOST_MODULES and sum(map(floors.lines_of, files)) <= floors.MOST_LINES
