@@ -394,33 +394,24 @@ def _rank(module: str | None, order: list[str]) -> int:
 
 @dataclass
 class Score:
-    """What was forecast, and what happened."""
+    """What was forecast, what happened, and the share of each that is among the other; of nothing, 1."""
 
     forecast: list[str]
     measured: list[str]
+    precision: float = field(init=False)
+    recall: float = field(init=False)
 
-    @property
-    def precision(self) -> float:
-        """The share of the forecast that happened; 1 when nothing was."""
-        return self._share(self.forecast, self.measured)
-
-    @property
-    def recall(self) -> float:
-        """The share of what happened that was forecast; 1 when nothing did."""
-        return self._share(self.measured, self.forecast)
-
-    @staticmethod
-    def _share(these: Sequence[str], others: Sequence[str]) -> float:
-        return sum(one in others for one in these) / len(these) if these else 1.0
+    def __post_init__(self) -> None:
+        self.missed = [one for one in self.measured if one not in self.forecast]
+        self.wrong = [one for one in self.forecast if one not in self.measured]
+        self.precision = 1 - len(self.wrong) / max(len(self.forecast), 1)
+        self.recall = 1 - len(self.missed) / max(len(self.measured), 1)
 
     def __str__(self) -> str:
-        both = sum(one in self.measured for one in self.forecast)
-        text = f"precision {self.precision:.2f}, recall {self.recall:.2f}"
-        text += f" ({len(self.forecast)} forecast, {len(self.measured)} measured, {both} in both)"
-        missed = [one for one in self.measured if one not in self.forecast]
-        wrong = [one for one in self.forecast if one not in self.measured]
-        text += f"; missed: {', '.join(missed[:3])}" if missed else ""
-        return text + (f"; not needed: {', '.join(wrong[:3])}" if wrong else "")
+        text = f"precision {self.precision:.2f}, recall {self.recall:.2f} ({len(self.forecast)} forecast, "
+        text += f"{len(self.measured)} measured, {len(self.forecast) - len(self.wrong)} in both)"
+        text += f"; missed: {', '.join(self.missed[:3])}" if self.missed else ""
+        return text + (f"; not needed: {', '.join(self.wrong[:3])}" if self.wrong else "")
 
 
 @dataclass
@@ -434,24 +425,17 @@ class Check:
     underflow: Score
     """The gradients of layers that lose more than 1 % at the forecast scale."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        values = asdict(self)
-        for name, one in (("islands", self.islands), ("underflow", self.underflow)):
-            values[name] |= {"precision": one.precision, "recall": one.recall}
-        return values
+    to_dict = asdict
+    """Plain values, for JSON."""
 
     def __str__(self) -> str:
-        return "\n".join(
-            [
-                "the same steps in fp16",
-                "",
-                *_wrapped("  islands     ", str(self.islands)),
-                f"  loss scale  the largest that fits: {self.scale_forecast:.10g} forecast, "
-                f"{self.scale_measured:.10g} measured",
-                *_wrapped("  underflow   ", str(self.underflow)),
-            ]
+        scales = f"{self.scale_forecast:.10g} forecast, {self.scale_measured:.10g} measured"
+        islands, underflow = (
+            _wrapped("  islands     ", str(self.islands)),
+            _wrapped("  underflow   ", str(self.underflow)),
         )
+        scale = f"  loss scale  the largest that fits: {scales}"
+        return "\n".join(["the same steps in fp16", "", *islands, scale, *underflow])
 
 
 def check_windows(loop: Loop, told: Forecast, found: list[Check]) -> Windows:

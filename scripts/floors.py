@@ -242,29 +242,17 @@ def path_of_a_step() -> dict[str, list[tuple[str, int]]]:
 
     Loop.run = run  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
-        settings = [
-            "device=cpu",
-            "amp=fp16",
-            "steps=4",
-            "accumulation=2",
-            "clip=norm",
-            "ema.decay=0.9",
-            "log.progress=false",
-        ]
+        settings = "device=cpu amp=fp16 steps=4 accumulation=2 clip=norm ema.decay=0.9 log.progress=false"
         try:
-            code = train.main([*settings, f"run_dir={folder}/run", "data.num_workers=0"])
+            code = train.main([*settings.split(), f"run_dir={folder}/run", "data.num_workers=0"])
         finally:
             Loop.run = original  # type: ignore[method-assign]
     assert code == 0, code
     found: dict[str, dict[str, int]] = {}
     for code in codes:
-        path = Path(code.co_filename)
-        if (
-            path.is_relative_to(ROOT)
-            and path.parts[len(ROOT.parts)] in ("amp_core", "recipes")
-            and "<" not in code.co_name
-        ):
-            found.setdefault(str(path.relative_to(ROOT)), {})[code.co_qualname] = len(inspect.getsourcelines(code)[0])
+        path = code.co_filename.removeprefix(f"{ROOT}/")
+        if path.startswith(("amp_core/", "recipes/")) and "<" not in code.co_name:
+            found.setdefault(path, {})[code.co_qualname] = len(inspect.getsourcelines(code)[0])
     return {path: list(functions.items()) for path, functions in found.items()}
 
 
