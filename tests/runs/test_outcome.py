@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 
@@ -20,36 +21,33 @@ SMALL += ["device=cpu", "log=none", "batch_size=8", "doctor=off", "amp.max_conse
 BF16, FP16 = amp_config("bf16"), amp_config("fp16")
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_last_metric_that_is_not_finite_is_no_success(value):
-    with pytest.raises(Diverged, match=r"loss (nan|inf|-inf) at the end, and 0 of 9 steps were skipped"):
-        check_result({"accuracy": 0.5, "loss": value}, step=9, skipped=0, amp=BF16, scale=1.0)
+OUTCOMES = [  # loss, steps, skipped of them, mode, the last loss scale, steps skipped in a row at the end, what is said
+    *[
+        (loss, 9, 0, BF16, 1.0, 0, f"loss {loss} at the end, and 0 of 9 steps were")
+        for loss in (math.nan, math.inf, -math.inf)
+    ],
+    # Half of the steps may be skipped, and not more.
+    (1.0, 10, 5, BF16, 1.0, 0, None),
+    (1.0, 10, 5, FP16, 2.0**20, 0, None),
+    (1.0, 10, 6, BF16, 1.0, 0, "6 of 10 steps"),
+    (1.0, 10, 6, FP16, 2.0**16, 0, "6 of 10 steps"),
+    (1.0, 10, 6, FP16, 2.0**20, 0, "6 of 10 steps"),
+    # The search for a loss scale is no failure: 16 halvings, and half of the other steps.
+    (1.0, 6, 4, FP16, 2.0**12, 0, None),
+    (1.0, 40, 36, FP16, 1.0, 0, None),
+    (1.0, 40, 37, FP16, 1.0, 0, "37 of 40 steps"),
+    (1.0, 40, 36, FP16, 1.0, 3, "36 of 40 steps"),  # still skipping at the smallest scale: nothing was found
+    # Without a single taken step nothing was learned, also while the scale is searched.
+    (1.0, 6, 5, FP16, 2.0**11, 0, None),
+    (1.0, 6, 6, FP16, 2.0**10, 0, r"from 65536 to 1024 and no step was taken.* amp.init_scale=512"),
+    (1.0, 4, 4, amp_config("fp16", init_scale=8.0), 1.0, 0, "4 of 4 steps were skipped, expected at most half"),
+]
 
 
-def test_half_of_the_steps_may_be_skipped_and_not_more():
-    check_result({"loss": 1.0}, step=10, skipped=5, amp=BF16, scale=1.0)
-    check_result({"loss": 1.0}, step=10, skipped=5, amp=FP16, scale=2.0**20)
-    for amp, scale in ((BF16, 1.0), (FP16, 2.0**16), (FP16, 2.0**20)):
-        with pytest.raises(Diverged, match="6 of 10 steps"):
-            check_result({"loss": 1.0}, step=10, skipped=6, amp=amp, scale=scale)
-
-
-def test_the_search_for_a_loss_scale_is_no_failure():
-    check_result({"loss": 1.0}, step=6, skipped=4, amp=FP16, scale=2.0**12)
-    check_result({"loss": 1.0}, step=40, skipped=36, amp=FP16, scale=1.0)  # 16 halvings, and half of the steps
-    with pytest.raises(Diverged):
-        check_result({"loss": 1.0}, step=40, skipped=37, amp=FP16, scale=1.0)
-    with pytest.raises(Diverged, match="36 of 40 steps"):  # still skipping at the smallest scale: nothing was found
-        check_result({"loss": 1.0}, step=40, skipped=36, amp=FP16, scale=1.0, streak=3)
-
-
-def test_a_run_without_a_single_taken_step_is_no_success_also_while_the_loss_scale_is_searched():
-    check_result({"loss": 1.0}, step=6, skipped=5, amp=FP16, scale=2.0**11)
-    with pytest.raises(Diverged, match=r"from 65536 to 1024 and no step was taken.* amp.init_scale=512"):
-        check_result({"loss": 1.0}, step=6, skipped=6, amp=FP16, scale=2.0**10)
-    low = amp_config("fp16", init_scale=8.0)
-    with pytest.raises(Diverged, match="4 of 4 steps were skipped, expected at most half"):  # at the floor, 3 halvings
-        check_result({"loss": 1.0}, step=4, skipped=4, amp=low, scale=1.0)
+@pytest.mark.parametrize("loss, step, skipped, amp, scale, streak, said", OUTCOMES)
+def test_a_run_that_learned_nothing_is_no_success(loss, step, skipped, amp, scale, streak, said):
+    with pytest.raises(Diverged, match=said) if said else contextlib.nullcontext():
+        check_result({"loss": loss, "n": 1.0}, step=step, skipped=skipped, amp=amp, scale=scale, streak=streak)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -17,11 +18,13 @@ import textwrap
 import threading
 import time
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tiers import rows
 
 from amp_core.config.schema import LogConfig
@@ -48,15 +51,28 @@ def make(run_dir, **changes):
 """
 
 
-def make_log(run_dir: Path, rank: int = 0, start_step: int = 0, **changes: Any) -> Log:
-    options = {key: changes.pop(key) for key in ("shows_scale",) if key in changes}
+def make_log(run_dir: Path, rank: int = 0, start_step: int = 0, shows_scale: bool = True, **changes: Any) -> Log:
     values = {"name": "test", "progress": False, "tensorboard": False, "wandb": False, "wandb_project": "p"}
     more = {"wandb_entity": None, "wandb_group": None, "wandb_tags": [], "wandb_name": None, "quiet": False}
     cfg = LogConfig(**{**values, **more, "wandb_mode": "offline", **changes})
-    run_config = {"seed": 1, "amp": {"init_scale": 65536.0}}
-    return Log(
-        run_dir, cfg, rank=rank, run_config=run_config, name="n", start_step=start_step, total_steps=100, **options
-    )
+    run = {"run_config": {"seed": 1, "amp": {"init_scale": 65536.0}}, "name": "n", "total_steps": 100}
+    return Log(run_dir, cfg, rank=rank, start_step=start_step, shows_scale=shows_scale, **run)
+
+
+@contextlib.contextmanager
+def logging_to(run_dir: Path, **options: Any) -> Iterator[Log]:
+    log = make_log(run_dir, **options)
+    try:
+        yield log
+    finally:
+        log.close({})
+
+
+def logged(run_dir: Path, *metrics: dict[str, Any], **options: Any) -> None:
+    """A run that reports these metrics."""
+    with logging_to(run_dir, **options) as log:
+        for each in metrics:
+            log.metrics(each)
 
 
 def train_line(step: int, **more: Any) -> dict[str, Any]:
@@ -96,11 +112,11 @@ def wait_until(is_true: Any, seconds: float = 15.0) -> None:
 
 
 def test_metrics_are_one_object_a_line_and_not_finite_is_null(tmp_path):
-    torch = pytest.importorskip("torch")
-    log = make_log(tmp_path)
-    log.metrics(train_line(10, loss=float("nan"), nested={"a": [float("inf"), 1.0]}, norm=torch.tensor(2.5)))
-    log.metrics({"step": 10, "split": "eval", "loss": torch.tensor(float("nan")), "accuracy": 0.5})
-    log.close({})
+    logged(
+        tmp_path,
+        train_line(10, loss=float("nan"), nested={"a": [float("inf"), 1.0]}, norm=torch.tensor(2.5)),
+        {"step": 10, "split": "eval", "loss": torch.tensor(float("nan")), "accuracy": 0.5},
+    )
     first, second = lines_of(tmp_path)
     assert first == {**train_line(10), "loss": None, "nested": {"a": [None, 1.0]}, "norm": 2.5}
     assert second == {"step": 10, "split": "eval", "loss": None, "accuracy": 0.5}
@@ -114,37 +130,28 @@ def test_a_killed_run_has_all_its_lines(tmp_path):
         os.kill(os.getpid(), signal.SIGKILL)
     """
     assert script(code, tmp_path).communicate(timeout=30)[1] == ""
-    assert lines_of(tmp_path) == [{"step": 1, "split": "train", "loss": 1.0}]
-    assert "hello" in (tmp_path / "train.log").read_text()
+    assert len(lines_of(tmp_path)) == 1 and "hello" in (tmp_path / "train.log").read_text()
 
 
 def test_a_resume_cuts_what_lies_beyond_the_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     kept = '{"step": 10,  "split": "train", "loss": 1.0}\n{"step": 20, "split": "eval", "loss": 1.0}\n'
     path.write_bytes(kept.encode() + b'{"step": 30, "split": "train", "loss": 1.0}\n{"step": 40, "split": "tr\xff')
-    log = make_log(tmp_path, start_step=20)
-    assert path.read_text() == kept
-    log.metrics({"step": 20, "split": "train", "loss": 2.0})
-    log.metrics({"step": 30, "split": "train", "loss": 2.0})
-    log.close({})
+    with logging_to(tmp_path, start_step=20) as log:
+        assert path.read_text() == kept
+        for step in (20, 30):
+            log.metrics({"step": step, "split": "train", "loss": 2.0})
     expected = [(10, "train", 1.0), (20, "eval", 1.0), (20, "train", 2.0), (30, "train", 2.0)]
     assert [(line["step"], line["split"], line["loss"]) for line in lines_of(tmp_path)] == expected
     assert [file.name for file in tmp_path.iterdir() if file.name.endswith(".tmp")] == []
 
 
-def test_every_step_of_a_split_stands_once(tmp_path):
+def test_every_step_of_a_split_stands_once_and_a_fresh_start_cuts_all(tmp_path):
+    every = [{"step": step, "split": split} for step in (10, 20, 20, 30) for split in ("train", "eval")]
     for start_step in (0, 20):
-        log = make_log(tmp_path, start_step=start_step)
-        for step in (10, 20, 20, 30):
-            log.metrics({"step": step, "split": "train"})
-            log.metrics({"step": step, "split": "eval"})
-        log.close({})
+        logged(tmp_path, *every, start_step=start_step)
     assert [line["step"] for line in lines_of(tmp_path)] == [10, 10, 20, 20, 30, 30]
-
-
-def test_a_fresh_start_cuts_all_old_lines(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "split": "eval"}\n{"step": 10, "split": "train"}\n')
-    make_log(tmp_path).close({})
+    logged(tmp_path)
     assert lines_of(tmp_path) == []
 
 
@@ -198,55 +205,43 @@ def test_a_full_disk_warns_once_and_leaves_whole_lines(tmp_path):
 
 
 def test_ranks_above_zero_write_nothing(tmp_path):
-    log = make_log(tmp_path / "run", rank=1, progress=True, tensorboard=True, wandb=True)
-    log.metrics(train_line(1))
-    log.advance(1)
-    log.close({})
+    with logging_to(tmp_path / "run", rank=1, progress=True, tensorboard=True, wandb=True) as log:
+        log.metrics(train_line(1))
+        log.advance(1)
     assert list(tmp_path.iterdir()) == []
 
 
 # --- messages
 
 
-def test_messages_go_to_stdout_warnings_to_stderr_and_both_to_the_file(tmp_path, capsys):
-    log = make_log(tmp_path)
-    logger.info("100% done")
-    logger.warning("beware")
-    logging.getLogger("amp_recipes.part").warning("of a part")
-    log.close({})
-    assert capsys.readouterr() == ("100% done\n", "warning: beware\nwarning: of a part\n")
+def test_messages_go_to_stdout_warnings_to_stderr_and_both_to_the_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with logging_to(tmp_path):
+        logger.info("100% done")
+        logger.warning(f"server says: {KEY} is wrong")
+        logging.getLogger("amp_recipes.part").warning("of a part")
+    assert capsys.readouterr() == ("100% done\n", "warning: server says: *** is wrong\nwarning: of a part\n")
     written = (tmp_path / "train.log").read_text().splitlines()
     written = [re.sub(r"^[\d-]+ [\d:,]+ ", "", line) for line in written]
-    assert written == ["INFO 100% done", "WARNING beware", "WARNING of a part"]
-
-
-def test_other_ranks_only_warn_and_say_who_they_are(tmp_path, capsys):
-    log = make_log(tmp_path, rank=3)
-    logger.info("silent")
-    logger.warning("beware")
-    log.close({})
+    assert written == ["INFO 100% done", "WARNING server says: *** is wrong", "WARNING of a part"]
+    with logging_to(tmp_path, rank=3):
+        logger.info("silent")
+        logger.warning("beware")
     assert capsys.readouterr() == ("", "[rank 3] warning: beware\n")
 
 
 def test_runs_after_one_another_do_not_repeat_lines(tmp_path, capsys):
     before = logger.handlers[:], logger.level, logger.propagate
+    broken = make_log(tmp_path / "never closed")
     for name in ("a", "b"):
-        log = make_log(tmp_path / name)
-        logger.info(f"run {name}")
-        log.close({})
-        log.close({})
-    assert (logger.handlers, logger.level, logger.propagate) == before
+        with logging_to(tmp_path / name) as log:
+            logger.info(f"run {name}")
+            if name == "b":
+                log.close({})
     assert capsys.readouterr().out == "run a\nrun b\n"
     assert (tmp_path / "a" / "train.log").read_text().count("run") == 1
-
-
-def test_a_run_that_was_never_closed_does_not_repeat_lines(tmp_path, capsys):
-    broken = make_log(tmp_path / "a")
-    log = make_log(tmp_path / "b")
-    logger.info("once")
-    log.close({})
     broken.close({})
-    assert capsys.readouterr().out == "once\n" and not logging.getLogger("amp_recipes").handlers
+    assert (logger.handlers, logger.level, logger.propagate) == before
 
 
 def test_a_closed_pipe_does_not_stop_the_run(tmp_path):
@@ -267,28 +262,53 @@ def test_a_closed_pipe_does_not_stop_the_run(tmp_path):
     assert process.wait(30) == 7 and len(lines_of(tmp_path)) == 100
 
 
-def test_the_key_is_not_logged(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    log = make_log(tmp_path)
-    logger.warning(f"server says: {KEY} is wrong")
-    log.close({})
-    assert "server says: *** is wrong" in (tmp_path / "train.log").read_text()
-
-
 # --- progress
 
 
-def test_progress_in_a_file_is_a_few_plain_lines(tmp_path, capsys):
-    log = make_log(tmp_path, progress=True)
-    for step in range(1, 101):
-        log.advance(step)
-        if step % 10 == 0:
-            log.metrics(train_line(step, loss=0.43121, lr=9.8e-4, samples_per_second=912.3))
-    log.close({})
-    first, last = capsys.readouterr().err.splitlines()
-    facts = "loss 0.4312  lr 9.8e-04  scale 65536  skipped 0  912 samples/s"
-    assert first == f"step 10/100  {facts}  00:00 left"
-    assert last == f"step 100/100  {facts}  00:00 left"
+FACTS = "loss 0.5  lr 1.0e-03  scale 65536  skipped 0  900 samples/s"
+PROGRESS = {  # options, reported lines, what stderr shows of them
+    "a few plain lines in a file": (
+        {},
+        [train_line(s, loss=0.43121, lr=9.8e-4, samples_per_second=912.3) for s in range(10, 101, 10)],
+        [
+            f"step {s}/100  loss 0.4312  lr 9.8e-04  scale 65536  skipped 0  912 samples/s  00:00 left"
+            for s in (10, 100)
+        ],
+    ),
+    "no loss scale in a mode without": (
+        {"shows_scale": False},
+        [train_line(100, loss_scale=1.0)],
+        ["step 100/100  loss 0.5  lr 1.0e-03  skipped 0  900 samples/s"],
+    ),
+    "much waiting": (
+        {},
+        [train_line(100, data_wait=0.42)],
+        [f"step 100/100  {FACTS}  42 % waiting for data"],
+    ),
+    "little waiting": ({}, [train_line(100, data_wait=0.04)], [f"step 100/100  {FACTS}"]),
+    "the last line of a run that stops early": (
+        {},
+        [train_line(step, loss=float("nan")) for step in (10, 20, 30)],
+        [f"step {step}/100  {FACTS.replace('0.5', 'nan')}" for step in (10, 30)],
+    ),
+    "nothing when quiet": ({"quiet": True}, [train_line(100)], []),
+}
+
+
+@pytest.mark.parametrize("case", PROGRESS)
+def test_progress_in_a_file(case, tmp_path, capsys):
+    options, reported, expected = PROGRESS[case]
+    with logging_to(tmp_path, progress=True, **options) as log:
+        log.advance(1)
+        logger.info("a message")
+        for metrics in reported:
+            log.metrics(metrics)
+    out, err = capsys.readouterr()
+    assert out == ("" if "quiet" in case else "a message\n")
+    assert [line.removesuffix("  00:00 left") for line in err.splitlines()] == [
+        line.removesuffix("  00:00 left") for line in expected
+    ]
+    assert lines_of(tmp_path)[-1]["loss_scale"] == reported[-1]["loss_scale"]
 
 
 def test_the_time_left_is_that_of_the_steps_so_far_for_those_to_come(tmp_path, capsys, monkeypatch):
@@ -302,63 +322,23 @@ def test_the_time_left_is_that_of_the_steps_so_far_for_those_to_come(tmp_path, c
     assert left == ["", "  07:25 left", "  05:23 left"]  # 89 * 5 s, 49 * 6.6 s
 
 
-def test_quiet_shows_no_progress_whatever_is_said_of_it(tmp_path, capsys):
-    for quiet in (False, True):
-        log = make_log(tmp_path / str(quiet), progress=True, quiet=quiet)
-        log.metrics(train_line(100))
-        logger.info("unimportant")
-        log.close({})
-        out, err = capsys.readouterr()
-        assert (out, err) == ("", "") if quiet else (out == "unimportant\n" and "step 100/100" in err)
-
-
-def test_a_mode_without_a_loss_scale_shows_none_and_still_records_it(tmp_path, capsys):
-    log = make_log(tmp_path, progress=True, shows_scale=False)
-    log.metrics(train_line(100, loss_scale=1.0))
-    log.close({})
-    assert capsys.readouterr().err == "step 100/100  loss 0.5  lr 1.0e-03  skipped 0  900 samples/s\n"
-    assert lines_of(tmp_path)[0]["loss_scale"] == 1.0
-
-
-def test_a_line_says_when_much_of_the_time_goes_to_waiting_for_data(tmp_path, capsys):
-    for waited in (0.42, 0.04):
-        log = make_log(tmp_path, progress=True)
-        log.metrics(train_line(100, data_wait=waited))
-        log.close({})
-    first, last = capsys.readouterr().err.splitlines()
-    assert "42 % waiting for data" in first and "waiting" not in last
-
-
-def test_a_run_that_stops_early_shows_its_last_line(tmp_path, capsys):
-    log = make_log(tmp_path, progress=True)
-    for step in (10, 20, 30):
-        log.metrics(train_line(step, loss=float("nan")))
-    log.close({})
-    assert [line.split("  ")[:2] for line in capsys.readouterr().err.splitlines()] == [
-        ["step 10/100", "loss nan"],
-        ["step 30/100", "loss nan"],
-    ]
-
-
 def test_plain_lines_come_every_few_seconds(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(terminal, "LINE_SECONDS", 0.2)
     began = time.monotonic()
-    log = make_log(tmp_path, progress=True)
-    for step in range(1, 51):
-        log.metrics(train_line(step))
-        time.sleep(0.01)
-    log.close({})
+    with logging_to(tmp_path, progress=True) as log:
+        for step in range(1, 51):
+            log.metrics(train_line(step))
+            time.sleep(0.01)
     most = (time.monotonic() - began) / 0.2 + 2  # the first and the last one are not counted by the clock
     assert 3 <= len(capsys.readouterr().err.splitlines()) <= min(most, 50)
 
 
 def test_advance_costs_next_to_nothing(tmp_path):
-    log = make_log(tmp_path, progress=True)
-    start = time.process_time()
-    for step in range(100_000):
-        log.advance(step)
-    assert time.process_time() - start < 1.0
-    log.close({})
+    with logging_to(tmp_path, progress=True) as log:
+        start = time.process_time()
+        for step in range(100_000):
+            log.advance(step)
+        assert time.process_time() - start < 1.0
 
 
 def on_terminal(code: str, run_dir: Path, columns: int, **environ: str) -> str:
@@ -504,11 +484,9 @@ def test_a_clock_ticks_on_a_terminal_and_leaves_nothing_behind(tmp_path, capsys)
     output = on_terminal(CLOCK_RUN, tmp_path, 80)
     assert all(f"compiling: 01:0{second}" in output for second in (1, 2, 3))
     assert [line for line in screen(output) if line] == ["before", "within", "after"]
-    log = make_log(tmp_path, progress=True)
     before = threading.enumerate()
-    with log.clock("compiling", 0.0):  # in a file
+    with logging_to(tmp_path, progress=True) as log, log.clock("compiling", 0.0):  # in a file
         threads = threading.enumerate()
-    log.close({})
     assert capsys.readouterr() == ("", "") and not set(threads) - set(before)
 
 
@@ -527,28 +505,22 @@ def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_tensorboard_events_are_readable_and_a_resume_hides_what_was_cut(tmp_path):
     pytest.importorskip("tensorboard")
-    log = make_log(tmp_path, tensorboard=True)
-    for step in (10, 20, 30):
-        log.metrics({"step": step, "split": "train", "loss": 0.5, "parts": {"a": 1}, "note": "text", "none": None})
-    log.metrics({"step": 30, "split": "eval", "accuracy": 0.25})
-    log.close({})
+    both = {"split": "train", "loss": 0.5, "parts": {"a": 1}, "note": "text", "none": None}
+    last = {"step": 30, "split": "eval", "accuracy": 0.25}
+    logged(tmp_path, *({"step": step, **both} for step in (10, 20, 30)), last, tensorboard=True)
     assert events(tmp_path / "tensorboard") == {
         "train/loss": [(10, 0.5), (20, 0.5), (30, 0.5)],
         "train/parts/a": [(10, 1.0), (20, 1.0), (30, 1.0)],
         "eval/accuracy": [(30, 0.25)],
     }
-    log = make_log(tmp_path, tensorboard=True, start_step=20)
-    log.metrics({"step": 30, "split": "train", "loss": 0.75})
-    log.close({})
+    logged(tmp_path, {"step": 30, "split": "train", "loss": 0.75}, tensorboard=True, start_step=20)
     assert events(tmp_path / "tensorboard")["train/loss"] == [(10, 0.5), (20, 0.5), (30, 0.75)]
 
 
 def test_a_tensorboard_that_cannot_start_is_one_warning(tmp_path, capsys):
     pytest.importorskip("tensorboard")
     (tmp_path / "tensorboard").write_text("in the way")
-    log = make_log(tmp_path, tensorboard=True)
-    log.metrics(train_line(1))
-    log.close({})
+    logged(tmp_path, train_line(1), tensorboard=True)
     assert capsys.readouterr().err.count("tensorboard cannot start, the run continues without it") == 1
     assert len(lines_of(tmp_path)) == 1
 
@@ -614,33 +586,23 @@ def test_an_offline_run_is_continued_under_its_id(tmp_path, offline, capsys):
     assert err == "" and out.count("wandb: offline run") == 2
 
 
-def test_a_dead_service_is_one_warning_and_training_goes_on(tmp_path, offline, capsys):
-    log = make_log(tmp_path, wandb=True)
-    log.metrics(train_line(1))
-    child = wandb_process(log).pid
-    wait_until(lambda: log.advance(1) or "offline run" in capsys.readouterr().out)
-    service = subprocess.run(["pgrep", "-P", str(child)], capture_output=True, text=True, check=True).stdout.split()
-    for pid in service:
-        os.kill(int(pid), signal.SIGKILL)
-    for step in range(2, 50):
-        log.metrics(train_line(step))
-        log.advance(step)
-        time.sleep(0.02)
-    start = time.monotonic()
-    log.close({})
+@pytest.mark.parametrize("what", ["service", "process"])
+def test_a_dead_wandb_is_one_warning_and_training_goes_on(what, tmp_path, offline, capsys):
+    with logging_to(tmp_path, wandb=True) as log:
+        dead, said = wandb_process(log).pid, "wandb's process died (exit code -9), the run continues without it"
+        if what == "service":
+            wait_until(lambda: log.advance(1) or "offline run" in capsys.readouterr().out)
+            children = subprocess.run(["pgrep", "-P", str(dead)], capture_output=True, text=True, check=True).stdout
+            dead, said = int(children), "wandb is switched off after 3 failures"
+        os.kill(dead, signal.SIGKILL)
+        for step in range(1, 50):
+            log.metrics(train_line(step))
+            log.advance(step)
+            time.sleep(0.02)
+        start = time.monotonic()
     assert time.monotonic() - start < 5
-    assert capsys.readouterr().err.count("wandb is switched off after 3 failures") == 1
-    assert len(lines_of(tmp_path)) == 49
-
-
-def test_a_dead_process_is_one_warning(tmp_path, offline, capsys):
-    log = make_log(tmp_path, wandb=True)
-    wandb_process(log).kill()
-    for step in range(1, 20):
-        log.metrics(train_line(step))
-        time.sleep(0.02)
-    log.close({})
-    assert capsys.readouterr().err == "warning: wandb's process died (exit code -9), the run continues without it\n"
+    assert capsys.readouterr().err.count("warning: ") == 1 and len(lines_of(tmp_path)) == 49
+    assert said in (tmp_path / "train.log").read_text()
 
 
 def test_a_process_that_hangs_costs_lines_there_and_a_bounded_wait_at_the_end(tmp_path, offline, capsys, monkeypatch):
@@ -681,31 +643,32 @@ def is_running(pid: int) -> bool:
     return bool(state.strip()) and not state.startswith("Z")
 
 
-def test_the_mode_is_online_only_with_an_account(tmp_path, monkeypatch):
+NETRC = "machine {} login user password secret\n"
+ACCOUNTS = [  # wandb_mode, netrc, settings file, environment, the mode
+    ("auto", "", "", {}, "offline"),
+    ("online", "", "", {}, "online"),
+    ("offline", NETRC.format("api.wandb.ai"), "", {}, "offline"),
+    ("auto", NETRC.format("elsewhere"), "", {}, "offline"),
+    ("auto", NETRC.format("api.wandb.ai"), "", {}, "online"),
+    ("auto", NETRC.format("api.wandb.ai"), "", {"WANDB_BASE_URL": "http://own.server:8080"}, "offline"),
+    ("auto", "", "[default]\napi_key = secret\n", {"WANDB_BASE_URL": "http://own.server:8080"}, "online"),
+    ("auto", "nonsense", "nonsense", {}, "offline"),
+    ("auto", "nonsense", "nonsense", {"WANDB_API_KEY": KEY}, "online"),
+    ("online", "", "", {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, "offline"),
+]
+
+
+@pytest.mark.parametrize("wandb_mode, netrc, settings, environ, expected", ACCOUNTS)
+def test_the_mode_is_online_only_with_an_account(tmp_path, monkeypatch, wandb_mode, netrc, settings, environ, expected):
     for key in [key for key in os.environ if key.startswith("WANDB_") or key == "NETRC"]:
         monkeypatch.delenv(key)
-    monkeypatch.setenv("HOME", str(tmp_path))
-
-    def mode(wandb_mode: str = "auto") -> str:
-        return trackers._wandb_mode(SimpleNamespace(wandb_mode=wandb_mode))  # pyright: ignore[reportArgumentType]
-
-    assert mode() == "offline" and (mode("online"), mode("offline")) == ("online", "offline")
-    (tmp_path / ".netrc").write_text("machine elsewhere login user password secret\n")
-    assert mode() == "offline"
-    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
-    assert mode() == "online"
-    monkeypatch.setenv("WANDB_BASE_URL", "http://own.server:8080")
-    assert mode() == "offline"
+    for key, value in ({"HOME": str(tmp_path)} | environ).items():
+        monkeypatch.setenv(key, value)
     (tmp_path / ".config" / "wandb").mkdir(parents=True)
-    (tmp_path / ".config" / "wandb" / "settings").write_text("[default]\napi_key = secret\n")
-    assert mode() == "online"
-    (tmp_path / ".config" / "wandb" / "settings").write_text("nonsense")
-    (tmp_path / ".netrc").write_text("nonsense")
-    assert mode() == "offline"
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert mode() == "online"
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert mode("online") == "offline"
+    for file, text in ((".netrc", netrc), (".config/wandb/settings", settings)):
+        if text:
+            (tmp_path / file).write_text(text)
+    assert trackers._wandb_mode(SimpleNamespace(wandb_mode=wandb_mode)) == expected
 
 
 def test_the_id_is_made_once(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import importlib.util
-import json
 import shutil
 import socketserver
 import statistics
@@ -19,7 +18,17 @@ from campaign.harness import Child, arguments, outcome, start, state, summary
 from campaign.runs import expect_same
 
 SETTINGS = ("accumulation=2", "ema.decay=0.9", "amp=bf16", "model.options.width=32")
-LONGEST_ANSWER = 5.0
+NO = b'{"data": null, "errors": [{"message": "no"}]}'
+KINDS = {  # what a server answers: code, body, after so many seconds
+    "nobody": (0, b"", 0.0),  # there is none
+    "slow": (200, NO, 5.0),
+    "garbage": (200, b"\x00\xff" * 500, 0.0),
+    "refusing": (401, NO, 0.0),
+    "failing": (500, NO, 0.0),
+    "wrong JSON": (200, b'{"data": [1, 2, {"viewer": 7}]}', 0.0),
+    "page": (200, b"<html>", 0.0),
+    "silent": (200, NO, 3600.0),
+}
 
 
 class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
@@ -30,13 +39,8 @@ def _handler(kind: str) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def answer(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if kind == "silent":
-                time.sleep(3600)
-            if kind == "slow":
-                time.sleep(LONGEST_ANSWER)
-            code = {"refusing": 401, "failing": 500}.get(kind, 200)
-            bodies = {"garbage": b"\x00\xff" * 500, "wrong JSON": b'{"data": [1, 2, {"viewer": 7}]}', "page": b"<html>"}
-            body = bodies.get(kind, json.dumps({"data": None, "errors": [{"message": "no"}]}).encode())
+            code, body, seconds = KINDS[kind]
+            time.sleep(seconds)
             self.send_response(code)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -59,7 +63,7 @@ def serve(kind: str, port: int) -> Callable[[], None]:
 
 
 def trackers(plan: Plan) -> Result:
-    """wandb against servers that misbehave, and tensorboard where it cannot write."""
+    """wandb against servers that misbehave."""
     result = Result()
     folder = plan.inside("trackers")
     plain, speeds, took = [], [], []
@@ -72,25 +76,14 @@ def trackers(plan: Plan) -> Result:
     if importlib.util.find_spec("wandb") is None:
         result.facts["left out"] = "wandb is not installed"
     else:
-        kinds = ["nobody", "slow", "garbage"]
-        kinds += ["refusing", "failing", "wrong JSON", "page", "silent"] if plan.long else []
+        kinds = list(KINDS) if plan.long else list(KINDS)[:3]
         for case, _ in plan.cases("wandb", short=2, long=len(kinds)):
-            kind = kinds[case % len(kinds)]
-            took.append(_against(kind, case, folder, settings, expected, speeds, result))
+            took.append(_against(kinds[case % len(kinds)], case, folder, settings, expected, speeds, result))
         result.facts["seconds of these"] = f"{min(took):.0f} to {max(took):.0f}"
         result.facts["samples per second, relative to runs without wandb"] = (
             f"{statistics.median(speeds) / statistics.median(plain):.2f} (these differ among themselves by "
             f"{max(plain) / min(plain):.2f})"
         )
-    if importlib.util.find_spec("tensorboard") is not None:
-        torn = folder / "board"
-        torn.mkdir()
-        (torn / "tensorboard").touch()  # a file where its folder should be
-        (child,) = start(torn, arguments(*settings, "log=tensorboard"))
-        code = child.wait()
-        result.counts["tensorboard without a folder"] += 1
-        result.expect(code == 0, "tensorboard", f"exit code {code}: {child.text[-700:]}")
-        result.expect("warning: tensorboard" in child.text, "tensorboard", f"no warning: {child.text[-700:]}")
     return result
 
 
@@ -108,14 +101,9 @@ def _against(
     server = None if kind == "nobody" else Child(serve(kind, port), folder / "server.txt")
     home = folder / "home"
     home.mkdir(exist_ok=True)
-    environ = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "0" * 40, "HOME": str(home)}
-    environ |= {
-        "WANDB_DIR": str(home),
-        "WANDB_CACHE_DIR": str(home),
-        "WANDB_CONFIG_DIR": str(home),
-        "WANDB_MODE": "online",
-    }
-    environ |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    environ = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
+    environ |= dict.fromkeys(("HOME", "WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"), str(home))
+    environ |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
     began = time.monotonic()
     (child,) = start(torn, arguments(*settings, "log=wandb"), environ=environ)
     code = child.wait(90)
