@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from running import lines, summary
 from shared import relative
-from test_recipes import on_two_ranks, weights
-from test_recipes import run as run_recipe
+from test_recipes import runs_of
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -26,6 +23,7 @@ TEMPERATURE = 0.1
 
 
 pytestmark = pytest.mark.usefixtures("own_folder")
+run = runs_of("contrastive")
 
 
 def network(*more: nn.Module) -> nn.Module:
@@ -205,23 +203,3 @@ def test_the_nearest_vote_by_their_cosines() -> None:
     assert nearest_neighbours(query, memory, classes, 1).tolist() == [2]
     assert nearest_neighbours(query, memory, classes, 3).tolist() == [0]  # 2 * exp(-0.2) outweighs 1
     assert nearest_neighbours(query, memory, classes, 99).tolist() == [0]
-
-
-# --- runs ---------------------------------------------------------------------------------------------------------------
-
-
-def run(folder: str, *overrides: str, code: int = 0) -> Path:
-    return Path(run_recipe("contrastive", folder, *overrides, code=code))
-
-
-@pytest.mark.slow
-def test_the_window_may_be_split_in_any_way() -> None:
-    """No statistics and no dropout. The loss that is logged is the same number, not a mean of smaller ones."""
-    settings = ["steps=4", "amp=fp32", "model=mlp", "model.options.width=16"]
-    one = run("one", "batch_size=16", "accumulation=1", *settings)
-    ranks = on_two_ranks("contrastive", "ranks", "accumulation=2", *settings)
-    for other in (run("four", "accumulation=4", *settings), ranks):
-        assert (weights(one) - weights(other)).abs().max() < 1e-4 * weights(one).abs().max()
-        a, b = ([line["loss"] for line in lines(f) if line["split"] == "train"] for f in (one, other))
-        assert a == pytest.approx(b, rel=1e-5)
-        assert summary(one)["eval"] == pytest.approx(summary(other)["eval"], abs=1.01 / 24)  # one image of 24

@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from running import lines, summary
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.autocast_mode import custom_bwd, custom_fwd
 from torch.autograd import Function, gradcheck, gradgradcheck
 from torch.autograd.gradcheck import GradcheckError
 
-import train
 from amp_core import Amp
 from amp_core.models import build_model
-from recipes import custom_function
 from recipes.custom_function import MODELS, Product, RowNorm, SquaredDistance, on_its_device, squared_distance
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -259,26 +256,3 @@ def test_custom_functions_and_torch_s_own_make_the_same_network(mode: str, toler
         outputs.append(logits.detach())
         grads.append(torch.cat([p.grad.flatten() * amp.scaler.inverse for p in net.parameters()]))
     assert error(*outputs) < tolerance and error(*grads) < tolerance
-
-
-def test_an_option_that_it_does_not_have_is_refused(capsys: Any) -> None:
-    arguments = ["recipe=custom_function", "dry_run=true", "model.options.functions=jax"]
-    assert train.main(arguments) == 2
-    assert "functions=jax, expected one of custom, torch" in capsys.readouterr().err
-    assert custom_function.MODELS.names() == ["prototype_net"]
-
-
-@pytest.mark.slow
-def test_it_learns_and_modes_and_functions_agree(own_folder: Any) -> None:
-    settings = ["recipe=custom_function", "device=cpu", "log.progress=false", "steps=120", "model.options.width=64"]
-    accuracy, loss = {}, {}
-    for mode in ("fp32", "bf16", "fp16"):
-        for functions in ("custom", "torch"):
-            name = f"{mode}-{functions}"
-            arguments = [*settings, f"run_dir={name}", f"amp={mode}", f"model.options.functions={functions}"]
-            assert train.main(arguments) == 0
-            accuracy[name] = summary(name)["eval"]["accuracy"]
-            loss[name] = lines(name)[-1]["loss"]
-    assert min(accuracy.values()) > 0.85
-    assert max(accuracy.values()) - min(accuracy.values()) < 0.02, accuracy
-    assert max(loss.values()) < 1.05 * min(loss.values()), loss

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from running import summary
 from shared import data_config, relative
-from test_recipes import run as run_recipe
+from test_recipes import runs_of
 from torch import Tensor, nn
 
 from amp_core import Amp, Ema, StepReport
 from amp_core.data import build_data
 from recipes import diffusion
-from recipes.diffusion import MODELS, SIGMA_DATA, denoise, features, sample, weighted_losses
+from recipes.diffusion import SIGMA_DATA, denoise, sample, weighted_losses
 
 LEVELS = (80.0, 5.0, 0.3, 0.02, 0.005, 0.002)
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -27,6 +26,7 @@ TAKEN = StepReport(torch.tensor(True), torch.tensor(1.0))
 
 
 pytestmark = pytest.mark.usefixtures("own_folder")
+run = runs_of("diffusion")
 
 
 class Given(nn.Module):
@@ -110,15 +110,6 @@ def test_the_sampler_follows_the_exact_flow_of_gaussian_data() -> None:
     assert [errors[0] / errors[1], errors[1] / errors[2]] == pytest.approx([4, 4], rel=0.2)
 
 
-@pytest.mark.parametrize("size", [8, 27, 28])
-def test_images_of_any_size_come_back_and_an_untrained_network_says_0(size: int) -> None:
-    net = MODELS.builders["denoiser"](image_shape=(3, size, size), width=8)
-    with Amp.named("bf16").autocast():
-        output = net(torch.randn(2, 3, size, size), torch.zeros(2))
-        assert features(torch.zeros(2, dtype=torch.bfloat16)).dtype == torch.float32
-    assert output.shape == (2, 3, size, size) and not output.any()
-
-
 # --- wrong --------------------------------------------------------------------------------------------------------------
 
 
@@ -194,10 +185,3 @@ def test_an_average_in_bf16_stays_behind_in_a_run(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(diffusion, "build_ema", lambda cfg, net: Bf16Ema(net, cfg.decay, warmup=cfg.warmup))
     wrong = summary(run("wrong", *settings))["eval"]
     assert right["loss"] == wrong["loss"] and right["ema_loss"] < 0.32 < 0.36 < wrong["ema_loss"]
-
-
-# --- runs ---------------------------------------------------------------------------------------------------------------
-
-
-def run(folder: str, *overrides: str, code: int = 0) -> Path:
-    return Path(run_recipe("diffusion", folder, *overrides, code=code))

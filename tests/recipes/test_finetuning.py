@@ -311,17 +311,6 @@ def test_peft_and_quantised_bases_resume_bit_exactly(settings: list[str]) -> Non
     assert summary("whole")["eval"] == summary("parts")["eval"]
 
 
-@pytest.mark.usefixtures("own_folder")
-def test_settings_that_cannot_work_are_refused(capsys: Any) -> None:
-    run("a", "recipe.rank=0", "recipe.alpha=-1", "amp=bf16_pure", "model.weights=no", code=2)
-    err = capsys.readouterr().err
-    for message in ("recipe.rank=0: ", "recipe.alpha=-1", "amp=bf16_pure: ", "model.weights=no: "):
-        assert message in err
-    run("a", 'recipe.targets=["block.*"]', code=2)
-    assert "recipe.targets=['block.*']: block.* is no linear layer" in capsys.readouterr().err
-    assert not Path("a").exists()
-
-
 @needs("bitsandbytes")
 @pytest.mark.usefixtures("own_folder")
 def test_layers_that_4_bits_cannot_hold_are_refused_before_a_base_is_trained(capsys: Any) -> None:

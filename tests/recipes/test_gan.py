@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch.nn.functional as F
 from PIL import Image
 from running import checkpoints, lines, same_but, state
 from shared import relative
-from test_recipes import on_two_ranks, weights
-from test_recipes import run as run_recipe
+from test_recipes import runs_of
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
@@ -27,6 +25,7 @@ SHAPE = (1, 12, 12)
 
 
 pytestmark = pytest.mark.usefixtures("own_folder")
+run = runs_of("gan")
 
 
 def networks(**options: Any) -> tuple[nn.Module, nn.Module]:
@@ -290,10 +289,6 @@ def test_the_distance_of_a_set_to_itself_is_0_and_grows_with_a_shift() -> None:
 BOTH = ["recipe.num_critic_steps=1"]
 
 
-def run(folder: str, *overrides: str, code: int = 0) -> Path:
-    return Path(run_recipe("gan", folder, *overrides, code=code))
-
-
 def test_a_generator_skips_alone_while_the_discriminator_steps() -> None:
     settings = ["steps=2", "amp=fp16", "amp.init_scale=1024", *BOTH]
     bad = state(run("bad", "debug.inject={where: gradient, step: 2}", *settings))
@@ -318,20 +313,6 @@ def test_the_generator_steps_in_every_third_window() -> None:
     assert [{int(s["step"]) for s in optimizer["state"].values()} for optimizer in optimizers] == [{2}, {7}]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [False, True])
-def test_accumulation_and_ranks_do_not_change_the_run(share: bool) -> None:
-    """Both networks under DDP, three passes through one of them, and a penalty that is differentiated twice."""
-    settings = ["steps=3", "amp=fp32", "optimizer=sgd", "optimizer.lr=0.02", *BOTH]
-    settings += [f"recipe.share_graph={share}".lower()]
-    one = run("one", "batch_size=16", *settings)
-    for other in (run("four", "accumulation=4", *settings), on_two_ranks("gan", "ranks", "accumulation=2", *settings)):
-        assert (weights(one) - weights(other)).abs().max() < 1e-5 * weights(one).abs().max()
-        for name in ("loss", "penalty", "loss_generator"):
-            a, b = ([line[name] for line in lines(f) if line["split"] == "train"] for f in (one, other))
-            assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
-
-
 def test_samples_are_written_at_each_evaluation_and_nowhere_else() -> None:
     folder = run("a", "steps=4", "eval_every=2")
     samples = sorted((folder / "samples").iterdir())
@@ -354,12 +335,3 @@ def test_the_best_checkpoint_has_the_smallest_distance() -> None:
     found = {line["step"]: line["ema_sliced_wasserstein"] for line in lines(folder) if line["split"] == "eval"}
     best = min(found, key=lambda step: found[step])
     assert {f"step_{best:08}", "step_00000006"} == {path.name for path in checkpoints(folder)}
-
-
-@pytest.mark.parametrize("shape", [(1, 4, 4), (3, 17, 9), (1, 28, 28), (3, 64, 64)])
-@pytest.mark.parametrize("norm", ["group", "batch"])
-def test_networks_of_any_size(shape: tuple[int, int, int], norm: str) -> None:
-    nets: Any = build_model("dcgan", MODELS, options={"width": 8, "norm": norm}, image_shape=shape)
-    images = nets["generator"](torch.randn(2, 64))
-    assert images.shape == (2, *shape) and nets["discriminator"](images).shape == (2,)
-    assert not any(isinstance(m, nn.BatchNorm2d) for m in nets["discriminator"].modules())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from running import lines
 from shared import relative
-from test_recipes import run as run_recipe
+from test_recipes import runs_of
 from torch import Tensor, nn
 
 from amp_core import Amp
@@ -35,6 +34,7 @@ KNOBS = Knobs("policy_gradient", "1 steps", "accuracy", "max", 8, 6, 8, None, No
 
 
 pytestmark = pytest.mark.usefixtures("own_folder")
+run = runs_of("policy_gradient")
 
 
 def network() -> nn.Module:
@@ -159,10 +159,6 @@ def test_prompts_are_functions_of_their_index_and_epoch() -> None:
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------------
-
-
-def run(folder: str, *overrides: str, code: int = 0) -> Path:
-    return Path(run_recipe("policy_gradient", folder, *overrides, code=code))
 
 
 def test_a_line_of_metrics_tells_how_far_off_policy_a_run_is() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from running import lines, state, summary
 from shared import data_config
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-import train
 from amp_core import Amp, keep_fp32
 from amp_core.config.checks import check_data
-from amp_core.config.errors import ConfigError, RunError
+from amp_core.config.errors import RunError
 from amp_core.data import build_data
 from amp_core.data.loading import Batches
 from amp_core.data.masks import VOID, read_brain
@@ -223,21 +219,6 @@ def unet(image_shape: tuple[int, int, int] = (3, 16, 16), num_masks: int = 1, **
     )
 
 
-@pytest.mark.parametrize("shape", [(3, 64, 64), (1, 96, 80), (3, 17, 23), (4, 9, 5)], ids=str)
-@pytest.mark.parametrize("depth", [1, 3])
-def test_a_unet_gives_logits_of_the_size_of_its_images(shape: tuple[int, int, int], depth: int) -> None:
-    net = unet(shape, 2, depth=depth)
-    images = torch.randn(2, *shape)
-    assert net(images).shape == (2, 2, *shape[1:])
-    assert net.to(memory_format=torch.channels_last)(images).shape == (2, 2, *shape[1:])
-
-
-def test_a_unet_refuses_options_that_make_no_network() -> None:
-    for options in ({"width": 0}, {"depth": 0}, {"dropout": 1.0}, {"num_masks": 3}, {"deep": 1}):
-        with pytest.raises(ConfigError, match=r"model\.options"):
-            build_model("unet", MODELS, image_shape=(3, 16, 16), num_masks=1, options=options)
-
-
 # --- what a network says about itself -----------------------------------------------------------------------------------
 
 
@@ -314,22 +295,6 @@ def test_the_networks_of_this_project_are_safe_and_fast() -> None:
 
 def sample(dataset: Any, *keys: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return dataset.__getitems__(list(keys))
-
-
-@pytest.mark.parametrize("name", ["brain", "digit_scenes"])
-def test_a_sample_depends_on_seed_index_and_pass_alone(name: str) -> None:
-    data = build_data(data_config(name, augment=True), seed=1)
-    together = sample(data.train, (3, 0), (5, 2), (3, 1))
-    alone = [sample(data.train, key) for key in ((3, 0), (5, 2), (3, 1))]
-    for whole, parts in zip(together, zip(*alone, strict=True), strict=True):
-        assert torch.equal(whole, torch.cat(parts))
-    assert not torch.equal(together[0][0], together[0][2])
-    other = build_data(data_config(name, augment=True), seed=2)
-    assert not torch.equal(sample(other.train, (3, 0))[0], together[0][:1])
-    for ours, theirs in zip(sample(other.eval, (3, 0)), sample(data.eval, (3, 7)), strict=True):
-        assert torch.equal(ours, theirs)
-    fixed = build_data(data_config(name, augment=False), seed=1)
-    assert torch.equal(sample(fixed.train, (3, 0))[0], sample(fixed.train, (3, 9))[0])
 
 
 @pytest.mark.parametrize("name, num_train, num_eval, masks", [("brain", 96, 24, 2), ("digit_scenes", 1600, 400, 1)])
@@ -423,50 +388,3 @@ def test_settings_without_effect_and_sizes_that_do_not_fit_are_refused() -> None
     assert "data.image_size=32: has no effect" in check_data(data_config("brain", image_size=32))[0]
     assert "data.image_size=200: expected 28" in check_data(data_config("digit_scenes", image_size=200))[0]
     assert "holds images, the recipe takes masks" in check_data(data_config("cifar10"), "masks")[0]
-
-
-# --- whole runs ---------------------------------------------------------------------------------------------------------
-
-SMALL = ["recipe=segmentation", "data.image_size=28", "model.options.depth=2", "steps=40"]
-SMALL += ["device=cpu", "log.progress=false", "data.num_samples=256", "batch_size=8", "recipe.mask_weight=5"]
-
-
-def run(folder: Path, *overrides: str, code: int = 0) -> dict[str, float]:
-    assert train.main([*SMALL, f"run_dir={folder}", *overrides]) == code
-    return summary(folder)["eval"] if code == 0 else {}
-
-
-@pytest.mark.slow
-def test_it_learns_and_the_modes_and_forms_agree(tmp_path: Path) -> None:
-    ways = [("fp32", "logits"), ("fp32", "fp32"), ("bf16", "logits"), ("fp16", "logits"), ("fp16", "fp32")]
-    found = {way: run(tmp_path / "_".join(way), f"amp={way[0]}", f"recipe.loss={way[1]}") for way in ways}
-    reference = found["fp32", "logits"]
-    assert reference["loss"] < 0.5 and reference["iou"] > 0.3, reference
-    assert all(math.isclose(e["dice"], 2 * e["iou"] / (1 + e["iou"])) for e in found.values())
-    # The two forms are one function; rounding grows over the steps.
-    assert found["fp32", "fp32"]["loss"] == pytest.approx(reference["loss"], rel=0.02)
-    for metrics in found.values():
-        assert metrics["iou"] == pytest.approx(reference["iou"], abs=0.04), found
-        assert metrics["loss"] == pytest.approx(reference["loss"], rel=0.05), found
-
-
-def test_void_pixels_and_weights_of_the_mask_are_exact_over_micro_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Statistics as in evaluation: what BatchNorm normalises with otherwise is the micro-batch, by definition.
-    monkeypatch.setattr(_BatchNorm, "train", lambda self, mode=True: nn.Module.train(self, False))
-    settings = ["data=brain", "data.image_size=null", "data.num_samples=null", "steps=2", "log_every=1", "amp=fp32"]
-    settings += ["data.augment=true", "recipe.mask_weight=5", "optimizer=sgd", "optimizer.lr=0.1"]
-    for name, split in (("whole", ["batch_size=4"]), ("split", ["batch_size=1", "accumulation=4"])):
-        run(tmp_path / name, *settings, *split)
-    whole, parts = ([line["loss"] for line in lines(tmp_path / name)[:2]] for name in ("whole", "split"))
-    assert whole == pytest.approx(parts, rel=1e-5)
-    whole, parts = (state(tmp_path / name)["model"]["head.weight"] for name in ("whole", "split"))
-    torch.testing.assert_close(whole, parts, rtol=1e-4, atol=1e-6)
-
-
-def test_a_weight_that_is_no_weight_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path / "a", "recipe.mask_weight=0", code=2)
-    run(tmp_path / "b", "recipe.loss=half", code=2)
-    errors = capsys.readouterr().err
-    assert "recipe.mask_weight=0: expected a number above 0" in errors and "logits" in errors

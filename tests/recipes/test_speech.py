@@ -6,14 +6,13 @@ import functools
 import itertools
 import math
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from running import summary
 from shared import relative
-from test_recipes import run as run_recipe
+from test_recipes import runs_of
 from torch import Tensor
 
 from amp_core import keep_fp32
@@ -26,6 +25,7 @@ LOW = (torch.float16, torch.bfloat16)
 LEAST = math.log(1e-8)
 
 pytestmark = pytest.mark.usefixtures("own_folder")
+run = runs_of("speech")
 
 
 def utterances(num: int = 64, first: int = 0, noise: float = 4.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,16 +264,3 @@ def test_errors_are_counted_after_repetitions_and_blanks_are_removed() -> None:
     assert speech.decode(logits, torch.tensor([7, 6])) == [[3, 3, 5], [7]]
     rows = [row for length in range(4) for row in itertools.product((1, 2, 3), repeat=length)]
     assert all(speech.distance(a, b) == edits(a, b) for a, b in itertools.product(rows, repeat=2))
-
-
-# --- runs ---------------------------------------------------------------------------------------------------------------
-
-
-def run(folder: str, *overrides: str, code: int = 0) -> Path:
-    return Path(run_recipe("speech", folder, *overrides, code=code))
-
-
-@pytest.mark.slow
-def test_it_learns_to_hear() -> None:
-    found = summary(run("a", "amp=bf16", "batch_size=64", "recipe.num_utterances=8000", "model.options.width=64"))
-    assert found["eval"]["symbol_error_rate"] < 0.1 and 0 < found["eval"]["too_short"] < 0.05

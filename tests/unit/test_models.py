@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from amp_core.config.errors import ConfigError
 from amp_core.config.options import choices, read_option
-from amp_core.models import build_model, check_model
+from amp_core.models import Family, build_model, check_model
+from amp_core.models.family import ImageShape
 from amp_core.models.gpt import LANGUAGE_MODELS
 from amp_core.models.images import CLASSIFIERS, OWN
 from amp_core.vision import import_torchvision
-from recipes import RECIPES, find
+from recipes import RECIPES, diffusion, face_recognition, find, gan, segmentation
 
 ROOT = Path(__file__).resolve().parents[2]
 GRAY, COLOUR = (1, 28, 28), (3, 64, 64)
@@ -83,11 +86,38 @@ print([name for name in ("torchvision", "timm", "transformers") if name in sys.m
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(OWN))
-@pytest.mark.parametrize("shape", [GRAY, (3, 32, 32), (1, 8, 8), (4, 17, 23)], ids=str)
-def test_our_own_models_take_any_image(name: str, shape: tuple[int, int, int]) -> None:
-    net = build_model(name, CLASSIFIERS, num_classes=7, image_shape=shape, options={})
-    assert net(torch.randn(3, *shape)).shape == (3, 7) and CLASSIFIERS.in_channels(name) is None
+NETS: dict[str, tuple[Family, dict[str, Any], Any, Any]] = {
+    # Name: its family, further facts, its inputs but for the image, and the outputs for images of a shape.
+    **{name: (CLASSIFIERS, {"num_classes": 7}, (), lambda shape: [(2, 7)]) for name in OWN},
+    "unet": (segmentation.MODELS, {"num_masks": 2}, (), lambda shape: [(2, 2, *shape[1:])]),
+    "denoiser": (diffusion.MODELS, {}, (torch.zeros(2),), lambda shape: [(2, *shape)]),
+    "glyphnet": (face_recognition.MODELS, {"embedding": 8}, (), lambda shape: [(2, 8)]),
+    "dcgan": (gan.MODELS, {}, (), lambda shape: [(2, *shape), (2,)]),
+}
+
+
+@pytest.mark.parametrize("shape", [GRAY, (3, 32, 32), (4, 17, 23), (1, 8, 8), (4, 9, 5), (1, 96, 80)], ids=str)
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        (name, options)
+        for name, (family, *_) in NETS.items()
+        for options in ({}, {"width": 8}, {"depth": 1}, {"norm": "batch"})
+        if options.keys() <= inspect.signature(family.builder(name)).parameters.keys()
+    ],
+)
+def test_our_own_models_take_images_of_any_size(name: str, shape: ImageShape, options: dict[str, Any]) -> None:
+    family, facts, inputs, outputs = NETS[name]
+    net: Any = build_model(name, family, options=options, image_shape=shape, **facts)
+    found = [net["generator"](torch.randn(2, 64))] if name == "dcgan" else [net(torch.randn(2, *shape), *inputs)]
+    found += [net["discriminator"](found[0])] if name == "dcgan" else []
+    assert [tuple(each.shape) for each in found] == outputs(shape)
+    assert name != "denoiser" or not found[0].any()  # untrained it says 0
+    assert family.in_channels(name) is None
+    if name == "unet":
+        assert net.to(memory_format=torch.channels_last)(torch.randn(2, *shape)).shape == found[0].shape
+    if name == "dcgan":  # a penalty on each sample would depend on the rest of the batch
+        assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in net["discriminator"].modules())
 
 
 @pytest.mark.parametrize(
@@ -107,14 +137,6 @@ def test_torchvision_models_give_plain_logits_of_the_classes_of_the_data(
     net = build_model(name, CLASSIFIERS, num_classes=7, image_shape=shape, options={}).train()
     logits = net(torch.randn(2, *shape))
     assert isinstance(logits, torch.Tensor) and logits.shape == (2, 7)
-
-
-@pytest.mark.parametrize("name", sorted(OWN))
-def test_hidden_layers_suit_tensor_cores(name: str) -> None:
-    net = build_model(name, CLASSIFIERS, num_classes=10, image_shape=GRAY, options={})
-    layers = [m for m in net.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]
-    outputs = [m.out_channels if isinstance(m, torch.nn.Conv2d) else m.out_features for m in layers]
-    assert all(count % 8 == 0 for count in outputs[:-1])
 
 
 def test_options_reach_the_model() -> None:
@@ -187,6 +209,31 @@ def test_problems_name_the_key_and_the_way_out(name: str, options: dict[str, obj
         assert problem.startswith(beginning), problem
     with pytest.raises(ConfigError, match=r"^model\."):
         build_model(name, CLASSIFIERS, num_classes=10, image_shape=COLOUR, options=options)
+
+
+@pytest.mark.parametrize(
+    "family, name, options, expected",
+    [
+        (LANGUAGE_MODELS, "gpt", {"width": 100, "heads": 3}, "width=100, expected a multiple of 2 * heads = 6"),
+        (LANGUAGE_MODELS, "gpt", {"depth": 0}, "depth=0, expected a whole number"),
+        (LANGUAGE_MODELS, "gpt", {"positions": "sinus"}, "positions=sinus, expected one of learned, rope, alibi"),
+        (LANGUAGE_MODELS, "gpt", {"positions_dtype": "fp8"}, "positions_dtype=fp8, expected one of fp32, bf16, fp16"),
+        (LANGUAGE_MODELS, "gpt", {"dropout": 1.0}, "dropout=1.0, expected at least 0 and below 1"),
+        (LANGUAGE_MODELS, "gpt", {"length": 8}, "model.options.length: follows the data set"),
+        (LANGUAGE_MODELS, "gpt", {"widht": 8}, "Did you mean width?"),
+        (segmentation.MODELS, "unet", {"width": 0}, "width=0, expected a whole number"),
+        (segmentation.MODELS, "unet", {"depth": 0}, "depth=0, expected a whole number"),
+        (segmentation.MODELS, "unet", {"dropout": 1.0}, "dropout=1.0, expected at least 0 and below 1"),
+        (segmentation.MODELS, "unet", {"num_masks": 3}, "model.options.num_masks: follows the data set"),
+        (segmentation.MODELS, "unet", {"deep": 1}, "model.options.deep: unet has no such option"),
+        (face_recognition.MODELS, "iresnet18", {"dropout": 2}, "dropout=2"),
+        (face_recognition.MODELS, "glyphnet", {"width": 0}, "width=0"),
+        (face_recognition.MODELS, "iresnet18", {"blocks": [1, 1, 1, 1]}, "no such option"),
+    ],
+)
+def test_options_of_every_family_are_checked(family: Family, name: str, options: Any, expected: str) -> None:
+    (problem,) = check_model(name, options, family)
+    assert expected in problem
 
 
 @pytest.mark.parametrize("name", ["vgg11", "vit_b_16", "maxvit_t", "inception_v3"])
