@@ -24,7 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.doctor.locate import Doctor
-from amp_core.doctor.trace import Location, Trace, current_node, named_tensors, storage_key, tensors_in
+from amp_core.doctor.places import Location, current_node
+from amp_core.doctor.trace import Trace
+from amp_core.doctor.values import named_tensors, storage_key, tensors_in
 from amp_core.lowp.float8 import MULTIPLE, float8_is_emulated
 from amp_core.run.replay import rerun_step
 from amp_core.step.amp import Amp
@@ -350,7 +352,7 @@ class Listing(Trace):
         if not hasattr(func, "_schema"):  # given functions, as torch.cond is
             return super().__torch_dispatch__(func, types, args, kwargs)
         name, node = func.overloadpacket.__name__, current_node()
-        place = self._place_of(node, name)
+        place = self.places.of(node, name)
         inputs = [self._operand(tensor) for tensor in tensors_in((args, kwargs))]
         result = func(*args, **kwargs)
         outputs = [self._operand(tensor) for tensor in tensors_in(result)]

@@ -15,17 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.doctor.trace import (
-    HALF,
-    UNWRITTEN,
-    Location,
-    Trace,
-    current_node,
-    is_view,
-    last_node,
-    storage_key,
-    tensors_in,
-)
+from amp_core.doctor.operations import UNWRITTEN, is_view
+from amp_core.doctor.places import Location, current_node, last_node
+from amp_core.doctor.trace import Trace
+from amp_core.doctor.values import HALF, storage_key, tensors_in
 from amp_core.memory.recompute import recomputed
 from amp_core.step.observer import Observer, observing
 
@@ -131,9 +124,9 @@ class Look:
     place: Location
     op: str
     numbers: Numbers
-    is_birth: bool
+    is_first: bool
     """Too large for fp16, and made of numbers that are not."""
-    culprit: str | None
+    island: str | None
     """The module that is to compute in fp32 then."""
 
 
@@ -174,7 +167,7 @@ class Census(Trace):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         node = current_node()
-        place = self._place_of(node, name)
+        place = self.places.of(node, name)
         inputs = list(tensors_in((args, kwargs)))
         is_cast, owner = name == "_to_copy" and bool(inputs), None  # torch.func casts numbers, too
         if is_cast and node is None:
@@ -189,7 +182,7 @@ class Census(Trace):
         for tensor in inputs if node is not None else ():
             # A gradient too large for a cast back to 16 bits: what helps is that the number itself was never cast.
             if storage_key(tensor) in self._cast_back and place.module is not None:
-                self._cast_back.pop(storage_key(tensor)).culprit = place.module
+                self._cast_back.pop(storage_key(tensor)).island = place.module
         is_after = any(storage_key(tensor) in self._beyond for tensor in inputs if tensor.dtype in HALF)
         # What a backward pass recomputes is no gradient: a loss scale does not make it larger.
         is_seed = name == "ones_like" and node is None and inputs[0].numel() == 1  # what `autograd.grad` begins with
@@ -229,10 +222,10 @@ class Census(Trace):
             return
         numbers = Numbers.of(exact, backward=backward)
         kind = "activation_gradients" if backward else "weights" if owner is not None else "activations"
-        is_birth = numbers.amax > LARGEST and not is_after and name not in _WRITES
-        look = Look(kind, place.module if owner is None else owner, place, name, numbers, is_birth, place.module)
+        is_first = numbers.amax > LARGEST and not is_after and name not in _WRITES
+        look = Look(kind, place.module if owner is None else owner, place, name, numbers, is_first, place.module)
         self.looks.append(look)
         self._last[key] = look
         self._cast_back.pop(key, None)
-        if is_birth and backward and name == "_to_copy":
+        if is_first and backward and name == "_to_copy":
             self._cast_back[key] = look

@@ -272,29 +272,29 @@ def forecast_windows(loop: Loop, num_windows: int, found: list[Forecast]) -> Win
     kept = islands_of(doctor.nets) if loop.cfg.amp.keep_fp32 else []  # else the network's own, which stay
     plain, islands, outside = _Tally(), list[str](), list[str]()
 
-    def births(step: int) -> Generator[Any, None, list[Look]]:
-        return _first_births((yield from _look_at(loop, doctor, step)))
+    def overflows(step: int) -> Generator[Any, None, list[Look]]:
+        return _first_overflows((yield from _look_at(loop, doctor, step)))
 
     def treat(step: int) -> Windows:
         census = yield from _look_at(loop, doctor, step)
         plain.add(census)
         before = list(islands)
         with doctor.as_islands(islands):
-            found = _first_births(census) if not islands else (yield from births(step))
+            found = _first_overflows(census) if not islands else (yield from overflows(step))
         for _ in range(_MOST_ROUNDS):
-            names = dict.fromkeys(look.culprit for look in found if look.culprit is not None)
+            names = dict.fromkeys(look.island for look in found if look.island is not None)
             with doctor.as_islands([*islands, *names]) as made:
                 new = [name for name in made if name not in islands]
                 if not new:
                     break
                 islands.extend(new)
-                found = yield from births(step)
+                found = yield from overflows(step)
         outside.extend(f"{look.place.source}    {look.place.code}".rstrip() for look in found)
         # One that overflowed because of another one may do without.
         for name in islands[len(before) :]:
             rest = [one for one in islands if one != name]
             with doctor.as_islands(rest):
-                without = (yield from births(step)) if rest else found
+                without = (yield from overflows(step)) if rest else found
             if rest and _places(without) <= _places(found):
                 islands.remove(name)
 
@@ -363,14 +363,14 @@ def _look_at(loop: Loop, doctor: Doctor, step: int) -> Generator[Any, None, Cens
     return census
 
 
-def _first_births(census: Census) -> list[Look]:
+def _first_overflows(census: Census) -> list[Look]:
     """The first overflows of the forward pass, or else those of the backward pass at a loss scale of 1."""
-    births = [look for look in census.looks if look.is_birth]
-    return [look for look in births if not look.kind.endswith("gradients")] or births
+    overflows = [look for look in census.looks if look.is_first]
+    return [look for look in overflows if not look.kind.endswith("gradients")] or overflows
 
 
-def _places(births: list[Look]) -> set[tuple[str | None, str]]:
-    return {(look.culprit, look.place.source) for look in births}
+def _places(overflows: list[Look]) -> set[tuple[str | None, str]]:
+    return {(look.island, look.place.source) for look in overflows}
 
 
 def _scales(largest_gradient: float) -> tuple[float, float]:

@@ -17,9 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_core.doctor.locate import Doctor, Replay
+from amp_core.doctor.fixes import Replay
+from amp_core.doctor.locate import Doctor
+from amp_core.doctor.operations import Call, in_float64
+from amp_core.doctor.places import Location
 from amp_core.doctor.plain_loop import PlainLoop
-from amp_core.doctor.trace import HALF, Location, Trace, _Call, _in_float64, named_tensors
+from amp_core.doctor.trace import Trace
+from amp_core.doctor.values import HALF, named_tensors
 from amp_core.run.loop import Loop
 from amp_core.run.replay import replay, rerun_step
 
@@ -47,20 +51,20 @@ class _Shadowed(Trace):
         super().__init__(*args)
         self.zeros: list[Zero] = []
 
-    def _look(self, call: _Call, outputs: list[Tensor], written: set[int]) -> None:
+    def _look(self, call: Call, outputs: list[Tensor], written: set[int]) -> None:
         if torch.Tag.nondeterministic_seeded not in call.func.tags:  # a shadow would draw other numbers
-            overflowed = any(n >= 0 and self.births[n].op for i in call.inputs for n in self._origins.get(i.key, ()))
+            overflowed = any(n >= 0 and self.findings[n].op for i in call.inputs for n in self._origins.get(i.key, ()))
             for output in outputs:
                 if overflowed or output.dtype in HALF or any(each.tensor.dtype in HALF for each in call.inputs):
                     self._compare(call, output, overflowed)
         super()._look(call, outputs, written)
 
-    def _compare(self, call: _Call, output: Tensor, overflowed: bool) -> None:
+    def _compare(self, call: Call, output: Tensor, overflowed: bool) -> None:
         zero = output.detach() == 0
         if not bool(zero.any()):
             return
         finite = [replace(each, tensor=_capped(each.tensor)) for each in call.inputs]
-        shadow = _in_float64(replace(call, inputs=finite) if overflowed else call, output)
+        shadow = in_float64(replace(call, inputs=finite) if overflowed else call, output)
         if shadow is not None and (lost := int((zero & (shadow != 0)).sum())):
             op = f"{call.func.namespace}.{call.name}"
             self.zeros.append(Zero(call.place, op, call.backward, overflowed, lost / int((shadow != 0).sum())))

@@ -10,7 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from amp_core.doctor.trace import Collision, FirstNonFinite, Location, Range
+from amp_core.doctor.findings import Finding
+from amp_core.doctor.marks import Collision
+from amp_core.doctor.places import Location
+from amp_core.doctor.values import Range
 
 LARGEST = 3.4028234663852886e38
 """The largest finite fp32 value."""
@@ -215,46 +218,46 @@ def keep_fp32_call(names: Sequence[str], nets: Iterable[str] = ("",)) -> str:
     return "; ".join(dict.fromkeys(calls))
 
 
-def cause_of(birth: FirstNonFinite) -> Cause:
+def cause_of(finding: Finding) -> Cause:
     """The cause of a first non-finite value, from the operation and its result in float64."""
-    if not birth.op:
-        kind = birth.tensor.split()[0].split("[")[0]
+    if not finding.op:
+        kind = finding.tensor.split()[0].split("[")[0]
         kinds: dict[str, Cause] = {"buffer": "poisoned buffer", "weight": "poisoned weight", "unseen": "not found"}
         kinds |= {"attribute": "poisoned tensor", "variable": "poisoned tensor", "local": "poisoned tensor"}
         return kinds.get(kind, "bad input")
-    if birth.is_constant:
-        return "outside the domain of a function" if "logdet" in birth.place.code else "infinite constant"
-    name = birth.op.split(".")[-1].rstrip("_")
-    if birth.tensor.endswith("running_var"):
+    if finding.is_constant:
+        return "outside the domain of a function" if "logdet" in finding.place.code else "infinite constant"
+    name = finding.op.split(".")[-1].rstrip("_")
+    if finding.tensor.endswith("running_var"):
         return "poisoned buffer"
-    marks = {kind for kind, _ in birth.marks}
-    is_wide_finite = birth.wide is not None and birth.wide < float("inf")
-    if "ctc_loss" in name and not birth.backward and not is_wide_finite:
+    marks = {kind for kind, _ in finding.marks}
+    is_wide_finite = finding.wide is not None and finding.wide < float("inf")
+    if "ctc_loss" in name and not finding.backward and not is_wide_finite:
         return "targets longer than their inputs"
-    is_bce = name.startswith("binary_cross_entropy") and birth.at_a_pole != "no elements"
+    is_bce = name.startswith("binary_cross_entropy") and finding.at_a_pole != "no elements"
     if marks & _BCE or is_bce:
         return "16-bit sigmoid before a logarithm" if marks & {"bce", "sigmoid"} else "sigmoid before a logarithm"
     # One that is singular in exact arithmetic need not be so in float64, which rounds, too.
-    if birth.at_a_pole and (not is_wide_finite or birth.at_a_pole == "a singular matrix"):
-        if marks & {"sigmoid", "wide sigmoid"} and {name, birth.place.forward.rstrip("_")} & _LOGARITHMS:
+    if finding.at_a_pole and (not is_wide_finite or finding.at_a_pole == "a singular matrix"):
+        if marks & {"sigmoid", "wide sigmoid"} and {name, finding.place.forward.rstrip("_")} & _LOGARITHMS:
             return "16-bit sigmoid before a logarithm" if "sigmoid" in marks else "sigmoid before a logarithm"
-        if "eps" not in marks and birth.has_nan and name in _HAVE_DOMAINS:
+        if "eps" not in marks and finding.has_nan and name in _HAVE_DOMAINS:
             return "outside the domain of a function"
         if "eps" in marks:
             return "eps lost in 16 bits"
         return "underflow in fp32" if "wide underflow" in marks else "division or logarithm of zero"
-    if birth.only_masks:
+    if finding.only_masks:
         return "nothing left by a mask"
-    if birth.wide is not None and math.isnan(birth.wide):
+    if finding.wide is not None and math.isnan(finding.wide):
         return "division or logarithm of zero"
-    if birth.tensor and birth.output.dtype == "float16":
+    if finding.tensor and finding.output.dtype == "float16":
         return "bad input"
     # bfloat16 has the range of float32.
-    if birth.output.dtype not in ("float16", *_FLOAT8) or (birth.wide or 0) > LARGEST:
+    if finding.output.dtype not in ("float16", *_FLOAT8) or (finding.wide or 0) > LARGEST:
         return "overflow in fp32"
     if name in ("_to_copy", "copy"):
         return "overflow in a cast"
-    if name in _PRODUCTS or "attention" in name or (name == "pow" and not birth.at_a_pole):
+    if name in _PRODUCTS or "attention" in name or (name == "pow" and not finding.at_a_pole):
         return "overflow in a product"
     if name in ("add", "sub", "rsub"):
         return "overflow in an addition"
@@ -263,13 +266,17 @@ def cause_of(birth: FirstNonFinite) -> Cause:
     return "overflow in a function"
 
 
-def explain(birth: FirstNonFinite, cause: Cause) -> str:
+def explain(finding: Finding, cause: Cause) -> str:
     """The cause as a sentence."""
-    dtype = birth.output.dtype
+    dtype = finding.output.dtype
     limit = _LIMITS.get(dtype, 3.4e38)
-    what = birth.op.split(".")[-1].strip("_")
-    pass_ = "the backward pass of " + birth.place.forward.strip("_") if birth.place.forward and birth.backward else what
-    marks = dict(sorted(birth.marks))
+    what = finding.op.split(".")[-1].strip("_")
+    pass_ = (
+        "the backward pass of " + finding.place.forward.strip("_")
+        if finding.place.forward and finding.backward
+        else what
+    )
+    marks = dict(sorted(finding.marks))
     if cause in ("16-bit sigmoid before a logarithm", "sigmoid before a logarithm"):
         kinds = ("sigmoid", "wide sigmoid", "bce", "wide bce")
         origin = next((marks[kind] for kind in kinds if kind in marks), "a sigmoid")
@@ -292,19 +299,19 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
             "The loss is infinite by definition where no alignment exists: a sample needs a frame for each label, and "
             "one more between two equal ones."
         )
-    if birth.is_constant and cause in POLES:  # which torch itself writes
+    if finding.is_constant and cause in POLES:  # which torch itself writes
         return "logdet was given a matrix whose determinant is negative."
     if cause in POLES or cause == "rounding in 16 bits":
         given = "has no finite value for its inputs"
-        if birth.backward and birth.place.forward.strip("_") in _DECOMPOSITIONS:
+        if finding.backward and finding.place.forward.strip("_") in _DECOMPOSITIONS:
             given = "was given equal singular values or eigenvalues, whose vectors have no derivative"
-        elif birth.at_a_pole:
-            given = f"was given {birth.at_a_pole}"
+        elif finding.at_a_pole:
+            given = f"was given {finding.at_a_pole}"
         elif "linalg" in what:
             given = "was given a singular matrix"
-        elif what in _DEVIATIONS and not birth.backward:
+        elif what in _DEVIATIONS and not finding.backward:
             given = "was given one element, which has no deviation"
-        elif what in _LOSSES_OF_CLASSES and not birth.backward:
+        elif what in _LOSSES_OF_CLASSES and not finding.backward:
             given = "was given no targets to average over: all are ignored, or of classes of weight 0"
         return f"{what} {given}" + (f" (in {pass_})." if pass_ != what else ".")
     if cause == "nothing left by a mask":
@@ -318,28 +325,28 @@ def explain(birth: FirstNonFinite, cause: Cause) -> str:
         origin = "it is a tensor that the program holds"
         if cause == "not found":
             origin = "it is of data that is no tensor of the given batch, or of other threads, extensions or processes"
-        elif birth.tensor.startswith("local"):
+        elif finding.tensor.startswith("local"):
             origin = "it came from outside of torch, as from numpy, or from another thread, an extension or a process"
         return (
-            f"{birth.tensor.removeprefix('unseen ')} was not finite when it got here, and no watched operation "
+            f"{finding.tensor.removeprefix('unseen ')} was not finite when it got here, and no watched operation "
             f"made it so: {origin}."
         )
     if cause == "infinite constant":
         return f"{what} wrote or was given an infinity or NaN of the program, and it reached the loss or the gradients."
     if cause in ("poisoned buffer", "poisoned weight", "bad input"):
-        if cause == "poisoned buffer" and birth.op:
-            return f"{birth.tensor} holds a number below 0, and a variance has none."
-        if birth.op:
-            return f"{birth.tensor} holds numbers up to {birth.wide:.4g}, and {dtype} ends at {limit:g}."
-        return f"{birth.tensor} was not finite before the window began."
-    reach = f"of the size {birth.wide:.4g} in float64" if birth.wide is not None else "not finite"
-    reach = "infinite in float64, too" if birth.wide == math.inf else reach
+        if cause == "poisoned buffer" and finding.op:
+            return f"{finding.tensor} holds a number below 0, and a variance has none."
+        if finding.op:
+            return f"{finding.tensor} holds numbers up to {finding.wide:.4g}, and {dtype} ends at {limit:g}."
+        return f"{finding.tensor} was not finite before the window began."
+    reach = f"of the size {finding.wide:.4g} in float64" if finding.wide is not None else "not finite"
+    reach = "infinite in float64, too" if finding.wide == math.inf else reach
     text = f"The result of {pass_} is {reach}, and {dtype} ends at {limit:g}"
-    if cause == "overflow in a cast" and birth.wide is not None:
-        text = f"A number of the size {birth.wide:.4g} was cast to {dtype}, which ends at {limit:g}"
-    elif birth.wide is not None and birth.wide <= limit:
+    if cause == "overflow in a cast" and finding.wide is not None:
+        text = f"A number of the size {finding.wide:.4g} was cast to {dtype}, which ends at {limit:g}"
+    elif finding.wide is not None and finding.wide <= limit:
         return f"{pass_} is not finite in {dtype}, which ends at {limit:g}, and {reach}."
-    return f"{text}{'; it then became NaN' if birth.has_nan and cause != 'overflow in a cast' else ''}."
+    return f"{text}{'; it then became NaN' if finding.has_nan and cause != 'overflow in a cast' else ''}."
 
 
 def explain_collision(found: Collision) -> str:
@@ -362,10 +369,10 @@ def _and_more(count: int) -> str:
 
 
 POLES: set[Cause] = {"division or logarithm of zero", "underflow in fp32", "outside the domain of a function"}
-CURED_BY_ISLANDS: set[Cause] = {"overflow in a product", "overflow in an addition", "overflow in a reduction", *POLES}
-CURED_BY_ISLANDS |= {"overflow in a function", "overflow in a cast", "eps lost in 16 bits", "nothing left by a mask"}
-CURED_BY_ISLANDS |= {"underflow in 16 bits", "cancellation in 16 bits", "rounding in 16 bits", "position collision"}
-CURED_BY_ISLANDS |= {"16-bit sigmoid before a logarithm"}
+FIXED_BY_ISLANDS: set[Cause] = {"overflow in a product", "overflow in an addition", "overflow in a reduction", *POLES}
+FIXED_BY_ISLANDS |= {"overflow in a function", "overflow in a cast", "eps lost in 16 bits", "nothing left by a mask"}
+FIXED_BY_ISLANDS |= {"underflow in 16 bits", "cancellation in 16 bits", "rounding in 16 bits", "position collision"}
+FIXED_BY_ISLANDS |= {"16-bit sigmoid before a logarithm"}
 
 BF16 = Fix("override", "use bf16, which has the range of fp32", "amp=bf16", 'Amp.named("bf16")')
 BY_HAND = Fix(
@@ -423,44 +430,39 @@ ADVICE: dict[Cause, Fix] = {
 }
 
 
-def advice_for(cause: Cause, birth: FirstNonFinite) -> Fix | None:
+def advice_for(cause: Cause, finding: Finding) -> Fix | None:
     """What to change, for this operation."""
-    what = birth.op.split(".")[-1].strip("_")
+    what = finding.op.split(".")[-1].strip("_")
     if cause == "underflow in 16 bits" and what in _LOGARITHMS:
-        more = "; log_softmax for a softmax" if any("softmax" in origin for _, origin in birth.marks) else ""
+        more = "; log_softmax for a softmax" if any("softmax" in origin for _, origin in finding.marks) else ""
         return Fix("code", f"compute this line, and what leads to it, in fp32{more}")
     if cause == "underflow in fp32" and what in _LOGARITHMS:
         return Fix(
             "code", "compute the logarithm without the number: log_softmax, logsumexp, slogdet, sums of logarithms"
         )
-    if cause == "overflow in a reduction" and birth.backward:
+    if cause == "overflow in a reduction" and finding.backward:
         return Fix("code", "make the gradient smaller: divide the loss by a constant, such as the number of elements")
-    if birth.backward and birth.place.forward.strip("_") in _DECOMPOSITIONS and cause in POLES:
+    if finding.backward and finding.place.forward.strip("_") in _DECOMPOSITIONS and cause in POLES:
         return Fix("code", "use what does not depend on the vectors, or add small different numbers to the diagonal")
-    if birth.backward and birth.place.forward.strip("_") in _HAVE_ENDS and cause in POLES:
+    if finding.backward and finding.place.forward.strip("_") in _HAVE_ENDS and cause in POLES:
         return Fix("code", "keep the argument off the ends of its domain, where the slope is infinite: clamp it")
-    if birth.at_a_pole == "a singular matrix" and not birth.is_constant and "det" not in what:
+    if finding.at_a_pole == "a singular matrix" and not finding.is_constant and "det" not in what:
         return Fix("code", "add small numbers to the diagonal, or use torch.linalg.lstsq")
     if cause == "nothing left by a mask" and what in ("sub", "rsub"):
         return Fix("code", "write a large finite number in place of -inf, or leave something in what is masked")
-    if cause == "bad input" and birth.op:  # finite numbers
+    if cause == "bad input" and finding.op:  # finite numbers
         return Fix("data", "repair or remove the samples; if their numbers are right, normalise them")
-    if "sigmoid before" in cause and not (what.startswith("binary") or {kind for kind, _ in birth.marks} & _BCE):
+    if "sigmoid before" in cause and not (what.startswith("binary") or {kind for kind, _ in finding.marks} & _BCE):
         region = ", or an fp32 region that holds the sigmoid *and* the logarithm" * cause.startswith("16")
         text = f"take the logarithm of the logits: logsigmoid(z) for log(p), logsigmoid(-z) for log(1 - p){region}"
         return Fix("code", text)
-    if birth.is_constant and cause in POLES:
+    if finding.is_constant and cause in POLES:
         return Fix("code", "use torch.linalg.slogdet, or a matrix whose determinant is positive")
-    is_average = what in _AVERAGES or birth.at_a_pole == "no elements"
-    if cause == "division or logarithm of zero" and is_average and not birth.backward:
-        alone = what in _DEVIATIONS and birth.at_a_pole != "no elements"
+    is_average = what in _AVERAGES or finding.at_a_pole == "no elements"
+    if cause == "division or logarithm of zero" and is_average and not finding.backward:
+        alone = what in _DEVIATIONS and finding.at_a_pole != "no elements"
         return Fix("code", f"leave out what has {'one element alone' if alone else 'no elements to average'}")
     advice = ADVICE.get(cause)
-    if advice is BF16 and (birth.wide or 0.0) > 3.3895313892515355e38:  # ends there
+    if advice is BF16 and (finding.wide or 0.0) > 3.3895313892515355e38:  # ends there
         return Fix("code", "use a smaller number, such as torch.finfo(x.dtype).min for a mask")
     return advice
-
-
-def is_among(birth: FirstNonFinite, births: Iterable[FirstNonFinite]) -> bool:
-    """Whether the same operation is not finite there, too, in the same dtype."""
-    return any((b.op, b.place, b.output.dtype) == (birth.op, birth.place, birth.output.dtype) for b in births)

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.doctor.cures import Cures, Replay, Trying
 from amp_core.doctor.diagnosis import (
     ADVICE,
     BF16,
@@ -35,13 +34,15 @@ from amp_core.doctor.diagnosis import (
     cause_of,
     explain,
     explain_collision,
-    is_among,
     listed,
     location_of,
 )
+from amp_core.doctor.findings import Finding, is_among
+from amp_core.doctor.fixes import FixSearch, Replay, Trying
 from amp_core.doctor.plain_loop import PlainLoop, RandomState, in_32_bits, in_one_thread, with_finite, without_autocast
 from amp_core.doctor.steps import after_the_step
-from amp_core.doctor.trace import REMOTE, FirstNonFinite, Trace, named_tensors
+from amp_core.doctor.trace import REMOTE, Trace
+from amp_core.doctor.values import named_tensors
 from amp_core.lowp.islands import as_islands, named_modules
 from amp_core.memory.compiled import BACKWARD, may_compile
 from amp_core.step.amp import Amp
@@ -165,7 +166,7 @@ class Doctor:
         Args:
             replay: a context in which the window is computed once without changing state; gives the rehearsal and the
                 window. Eagerly, but for `replay(as_trained=True)`.
-            trying: as of `Cures`; None: cures are tried for this window alone.
+            trying: as of `FixSearch`; None: fixes are tried for this window alone.
         """
         self._lost = {}
         found = yield from self._search(replay, trying)
@@ -175,11 +176,11 @@ class Doctor:
         return found
 
     def _search(self, replay: Replay, trying: Trying | None = None) -> Generator[Any, None, Diagnosis | None]:
-        cures = Cures(self, replay, trying)
+        fixes = FixSearch(self, replay, trying)
         everywhere = yield from self._look(replay)
         clip = next((one["clip"] for one in everywhere if one["clip"] is not None), None)
         norm = self.over_ranks(one["grad_norm"] for one in everywhere)
-        if clip is not None and LARGEST**0.5 < norm < math.inf and not any(one["suspects"] for one in everywhere):
+        if clip is not None and LARGEST**0.5 < norm < math.inf and not any(one["bad_tensors"] for one in everywhere):
             return self._too_long(norm, everywhere, clip)
         if all(one["finite"] for one in everywhere):
             if may_compile() and not (yield from self.is_finite(replay, as_trained=True)):
@@ -190,16 +191,16 @@ class Doctor:
                 )
             found = yield from self._silent(replay, everywhere)
             if found is None and not (self.plain and self.plain.bad_moments()):
-                found = yield from after_the_step(cures)
+                found = yield from after_the_step(fixes)
             return found
-        if suspects := {name for one in everywhere for name in one["suspects"]}:
-            # They are convicted if finite numbers in their place make the window finite; else what else breaks it is.
-            mended = functools.partial(self._with_finite, suspects, replay)
-            if not (yield from self.is_finite(mended)):
-                others = yield from self._look(mended)
-                if any(one["culprit"] for one in others):
+        if bad_tensors := {name for one in everywhere for name in one["bad_tensors"]}:
+            # They are the cause if finite numbers in their place make the window finite; else what else breaks it is.
+            repaired = functools.partial(self._with_finite, bad_tensors, replay)
+            if not (yield from self.is_finite(repaired)):
+                others = yield from self._look(repaired)
+                if any(one["first"] for one in others):
                     everywhere = others
-        broken = [rank for rank, one in enumerate(everywhere) if one["culprit"] is not None]
+        broken = [rank for rank, one in enumerate(everywhere) if one["first"] is not None]
         scale = self.amp.scale
         if not broken and norm < math.inf and all(one["is_loss_finite"] for one in everywhere):
             return self._too_long(norm, everywhere)
@@ -209,29 +210,31 @@ class Doctor:
                 "another thread or process, or in a separate step."
             )
         rank = broken[0]
-        birth: FirstNonFinite = everywhere[rank]["culprit"]
-        cause = cause_of(birth)
-        diagnosis = self.describe(birth, cause, everywhere[rank]["births"], everywhere[rank]["reached"])
+        finding: Finding = everywhere[rank]["first"]
+        cause = cause_of(finding)
+        diagnosis = self.describe(finding, cause, everywhere[rank]["findings"], everywhere[rank]["reached"])
         diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = rank, broken, len(everywhere)
-        if not birth.op and (alike := [b.tensor for b in everywhere[rank]["births"] if not b.op and b is not birth]):
+        if not finding.op and (
+            alike := [b.tensor for b in everywhere[rank]["findings"] if not b.op and b is not finding]
+        ):
             diagnosis.why += f" So were {listed(alike)}."
         diagnosis.loss_scale = scale
         may_be_rounding = cause in POLES or cause == "eps lost in 16 bits"
         if may_be_rounding and everywhere[rank]["has_half"] and self.may_leave_autocast:
-            is_mended = yield from self._in_fp32(diagnosis, birth, replay)
-            if not is_mended and (diagnosis.cause != cause or not has_16bit(self.nets)):  # an island does not end it
+            is_fixed = yield from self._in_fp32(diagnosis, finding, replay)
+            if not is_fixed and (diagnosis.cause != cause or not has_16bit(self.nets)):  # an island does not end it
                 cause = diagnosis.cause
-                diagnosis.fixes = [advice_for(cause, birth) or ADVICE[cause]]
+                diagnosis.fixes = [advice_for(cause, finding) or ADVICE[cause]]
                 return diagnosis
             cause = diagnosis.cause
         # Also the product of the loss and the scale may overflow.
-        is_outside = birth.backward or birth.place.module is None  # also the gradient that a backward pass is given
+        is_outside = finding.backward or finding.place.module is None  # also the gradient that a backward pass is given
         may_be_scale = cause == "overflow in fp32" or (is_outside and cause.startswith("overflow"))
         if may_be_scale and self.amp.scaler.policy:
-            fits = yield from cures.largest_scale(scale)
+            fits = yield from fixes.largest_scale(scale)
             if fits is not None:
-                yield from cures.too_large(diagnosis, scale, fits)
-                yield from cures.unless_it_diverges(diagnosis)
+                yield from fixes.too_large(diagnosis, scale, fits)
+                yield from fixes.unless_it_diverges(diagnosis)
                 return diagnosis
             if scale > 1:  # the overflow may hide what breaks at any scale
                 with self.amp.scaler.held_at(1.0):
@@ -240,14 +243,19 @@ class Doctor:
                     found.why += f" This is so at a loss scale of 1, too; at {scale:g} gradients overflow as well."
                     found.fixes = [dataclasses.replace(fix, verified=None, steps=1) for fix in found.fixes]
                     return found
-        yield from cures.prescribe(diagnosis, birth)
+        yield from fixes.add_fixes(diagnosis, finding)
         if cause == "bad input":  # a run is not healed of its data
             diagnosis.islands = []
             diagnosis.fixes.sort(key=lambda fix: fix.kind != "data")
         is_precision = diagnosis.cause != "training diverges"
-        if birth.backward and self.amp.scaler.policy and is_precision and not any(f.verified for f in diagnosis.fixes):
-            yield from cures.scale_down(diagnosis)
-        yield from cures.unless_it_diverges(diagnosis)
+        if (
+            finding.backward
+            and self.amp.scaler.policy
+            and is_precision
+            and not any(f.verified for f in diagnosis.fixes)
+        ):
+            yield from fixes.scale_down(diagnosis)
+        yield from fixes.unless_it_diverges(diagnosis)
         return diagnosis
 
     def _look(self, replay: Replay) -> Generator[Any, None, list[dict[str, Any]]]:
@@ -277,32 +285,32 @@ class Doctor:
         self._lost |= trace.lost
         return trace, rehearsal
 
-    def _in_fp32(self, diagnosis: Diagnosis, birth: FirstNonFinite, replay: Replay) -> Generator[Any, None, bool]:
+    def _in_fp32(self, diagnosis: Diagnosis, finding: Finding, replay: Replay) -> Generator[Any, None, bool]:
         """Whether a zero is none without autocast: then 16 bits made it, as where only the program's casts do."""
         with self.amp.scaler.held_at(min(diagnosis.loss_scale, 1.0)):
             with in_32_bits(self.nets) as wide, without_autocast(), in_one_thread(self.names):
                 is_rounding = yield from self.is_finite(replay)
-            is_mended = is_rounding
+            is_fixed = is_rounding
             if is_rounding and any(self.agree(wide is not None and wide.was_used)):
                 with without_autocast():
-                    is_mended = yield from self.is_finite(replay)
+                    is_fixed = yield from self.is_finite(replay)
         is_eps = diagnosis.cause == "eps lost in 16 bits"
         if is_eps and not is_rounding:  # it would not have helped
             diagnosis.cause = "division or logarithm of zero"
         elif is_rounding and not is_eps:
             kinds: list[Cause] = ["underflow in 16 bits", "cancellation in 16 bits", "rounding in 16 bits"]
-            diagnosis.cause = next(kind for kind in kinds if kind.split()[0] in {*dict(birth.marks), "rounding"})
+            diagnosis.cause = next(kind for kind in kinds if kind.split()[0] in {*dict(finding.marks), "rounding"})
         is_low = has_16bit(self.nets)
         if is_low and not is_rounding:  # or it raised
             return False
-        diagnosis.why = f"{explain(birth, diagnosis.cause)} Without autocast the window is "
-        diagnosis.why += "finite." if is_mended else "not finite either"
-        if not is_mended:
+        diagnosis.why = f"{explain(finding, diagnosis.cause)} Without autocast the window is "
+        diagnosis.why += "finite." if is_fixed else "not finite either"
+        if not is_fixed:
             wider = "in 32 bits, its weights too," if is_low else "without the casts that the program itself makes"
             diagnosis.why += f"; {wider} it is." if is_rounding else "."
-        return is_mended
+        return is_fixed
 
-    def _too_long(self, norm: float, everywhere: list[dict[str, Any]], clip: FirstNonFinite | None = None) -> Diagnosis:
+    def _too_long(self, norm: float, everywhere: list[dict[str, Any]], clip: Finding | None = None) -> Diagnosis:
         scaled = f", scaled by {self.amp.scale:g}" if self.amp.scaler.policy else ""
         largest, name = max(one["largest"] for one in everywhere)
         why = (
@@ -331,26 +339,26 @@ class Doctor:
         return all(self.agree(rehearsal.is_finite))
 
     def _summary(self, trace: Trace, rehearsal: Rehearsal) -> dict[str, Any]:
-        culprit = trace.culprit
+        first = trace.first
         finite = rehearsal.is_finite
-        if culprit is None and not finite and trace.births and trace.reached:
+        if first is None and not finite and trace.findings and trace.reached:
             # Autograd's work between operations is not seen, so the trail may be lost: take the first non-finite value.
-            culprit = trace.births[0] if set(trace.reached) != {REMOTE} else None
-        if culprit is not None:
-            culprit.follows_backward |= trace.is_loss_finite and 0 < trace.last_backward < culprit.operation
+            first = trace.findings[0] if set(trace.reached) != {REMOTE} else None
+        if first is not None:
+            first.follows_backward |= trace.is_loss_finite and 0 < trace.last_backward < first.operation
         return {
             "finite": finite,
-            "culprit": culprit,
-            "reached": list(dict.fromkeys(itertools.chain(*trace.reached.values()))) if culprit else [],
-            "suspects": trace.suspects,
+            "first": first,
+            "reached": list(dict.fromkeys(itertools.chain(*trace.reached.values()))) if first else [],
+            "bad_tensors": trace.bad_tensors,
             "has_half": trace.has_half,
             "is_loss_finite": trace.is_loss_finite,
             "grad_norm": trace.grad_norm,
             "largest": trace.largest_gradient,
             "clip": next(
-                (b for b in trace.births if "norm" in b.op and not b.backward and b.place.module is None), None
+                (b for b in trace.findings if "norm" in b.op and not b.backward and b.place.module is None), None
             ),
-            "births": [birth for birth in trace.births if birth.number in trace.reached][:32],
+            "findings": [finding for finding in trace.findings if finding.number in trace.reached][:32],
             "collisions": trace.collisions,
         }
 
@@ -363,10 +371,10 @@ class Doctor:
                 if collision.place.module is not None:
                     with self.as_islands([collision.place.module]) as names:
                         trace, _ = yield from self.trace(replay)
-                    cured = not any(self.agree(bool(trace.collisions)))
-                    if cured:
+                    is_fixed = not any(self.agree(bool(trace.collisions)))
+                    if is_fixed:
                         diagnosis.islands = names
-                        diagnosis.fixes.append(Cures(self, replay, None).island_fix(names))
+                        diagnosis.fixes.append(FixSearch(self, replay, None).island_fix(names))
                 diagnosis.fixes.append(
                     Fix("code", "compute positions and their products in fp32: inside of autocast(enabled=False)")
                 )
@@ -374,23 +382,23 @@ class Doctor:
         return None
 
     def describe(
-        self, birth: FirstNonFinite, cause: Cause, births: Sequence[FirstNonFinite] = (), reached: Sequence[str] = ()
+        self, finding: Finding, cause: Cause, findings: Sequence[Finding] = (), reached: Sequence[str] = ()
     ) -> Diagnosis:
         """A diagnosis of a first non-finite value, without fixes."""
-        late = birth.follows_backward
-        others = [b for b in births if b.op and not is_among(b, [birth])]
+        late = finding.follows_backward
+        others = [b for b in findings if b.op and not is_among(b, [finding])]
         return Diagnosis(
             cause,
-            explain(birth, cause),
-            op=birth.op,
-            **location_of(birth.place),
-            phase="backward" if birth.backward else "before" if not birth.op else "step" if late else "forward",
-            inputs=birth.inputs,
-            output=birth.output,
+            explain(finding, cause),
+            op=finding.op,
+            **location_of(finding.place),
+            phase="backward" if finding.backward else "before" if not finding.op else "step" if late else "forward",
+            inputs=finding.inputs,
+            output=finding.output,
             reached=list(reached),
             amp=self.amp.config.name,
-            samples=birth.rows,
-            tensor=birth.tensor,
+            samples=finding.rows,
+            tensor=finding.tensor,
             others=list(dict.fromkeys(f"{b.op}{' (backward)' if b.backward else ''} {b.place.phrase}" for b in others)),
         )
 
@@ -398,7 +406,7 @@ class Doctor:
 
     @property
     def may_leave_autocast(self) -> bool:
-        """Whether to try windows without it. Networks in 16 bits may raise then; a plain loop takes that as no cure."""
+        """Whether to try windows without it. Networks in 16 bits may raise then: not finite in a plain loop."""
         return self.plain is not None or not has_16bit(self.nets)
 
     @property

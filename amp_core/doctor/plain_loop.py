@@ -18,20 +18,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from amp_core.doctor.trace import (
-    HALF,
-    DispatchMode,
-    Trace,
-    current_node,
-    dense,
-    is_finite,
-    is_plain,
-    is_view,
-    named_tensors,
-    own_names,
-    parts_of,
-    tensors_in,
-)
+from amp_core.doctor.operations import is_view
+from amp_core.doctor.places import current_node
+from amp_core.doctor.trace import DispatchMode, Trace
+from amp_core.doctor.values import HALF, dense, is_finite, is_plain, named_tensors, own_names, parts_of, tensors_in
 from amp_core.layouts.stages import Stages
 from amp_core.memory.compiled import eagerly, may_compile
 from amp_core.step.amp import Amp

@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from amp_core.data.loading import checked
-from amp_core.doctor.cures import Cures
-from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, advice_for, cause_of, is_among, keep_fp32_override, listed
+from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, advice_for, cause_of, keep_fp32_override, listed
+from amp_core.doctor.findings import is_among
+from amp_core.doctor.fixes import FixSearch
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
-from amp_core.doctor.trace import HALF, Trace, bad_rows, is_finite, named_tensors, tensors_in
+from amp_core.doctor.trace import Trace
+from amp_core.doctor.values import HALF, bad_rows, is_finite, named_tensors, tensors_in
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
 from amp_core.lowp.weights import is_low, master_params
 from amp_core.memory.recompute import recomputed
@@ -48,7 +50,7 @@ class Silent(Observer):
 
     def __init__(self, loop: Loop, doctor: Doctor) -> None:
         self.loop, self.doctor = loop, doctor
-        self.suspects: dict[str, str] = {}
+        self.candidates: dict[str, str] = {}
         """Kind -> module, of the last log line."""
         self._names = list(doctor.names.values())
         self._places = {module: i for i, module in enumerate(doctor.names)}
@@ -145,17 +147,17 @@ class Silent(Observer):
     def read(self, symptoms: Symptoms, found: dict[str, float]) -> None:
         """Take the numbers of `facts` out of `found`, and note what to examine."""
         worst = {kind: (found.pop(f"@ {kind}"), self._names[int(found.pop(f"# {kind}"))]) for kind in _LEAST}
-        suspects = {kind: name for kind, (share, name) in worst.items() if share > _LEAST[kind]}
+        candidates = {kind: name for kind, (share, name) in worst.items() if share > _LEAST[kind]}
         policy = self.loop.amp.scaler.policy
         if policy and policy.dynamic and symptoms.scale <= policy.min_scale < policy.init_scale and not symptoms.streak:
-            suspects["floor"] = ""  # with skipped steps the log says it
-        self.suspects = {kind: name for kind, name in suspects.items() if self._tries[kind] > 0}
+            candidates["floor"] = ""  # with skipped steps the log says it
+        self.candidates = {kind: name for kind, name in candidates.items() if self._tries[kind] > 0}
 
     def examine(self, step: int) -> Generator[Any, None, None]:
         """Yield windows to rerun; log what they prove."""
-        suspects, self.suspects = self.suspects, {}
+        candidates, self.candidates = self.candidates, {}
         looks = {"gradients": self._gradients, "outputs": self._outputs, "floor": self._floor}
-        for kind, name in suspects.items():
+        for kind, name in candidates.items():
             if kind == "gradients" and self._tries["outputs"] < 0:
                 continue  # a consequence
             self._tries[kind] -= 1
@@ -189,23 +191,23 @@ class Silent(Observer):
         return {self._names[i]: row[i] for i in order} if all(self.doctor.agree(rehearsal.is_finite)) else {}
 
     def _gradients(self, step: int, name: str) -> Search:
-        amp, policy, cures = self.loop.amp, self.loop.amp.scaler.policy, dict[str, float]()
+        amp, policy, tried = self.loop.amp, self.loop.amp.scaler.policy, dict[str, float]()
         scale, how = amp.scale, "" if policy else "amp=o2 "
         now = (yield from self._rerun(step, "gradients", scale)).get(name, 0.0)
         for larger in (scale * 2.0**k for k in (4, 8, 12, 16)):
             if not (shares := (yield from self._rerun(step, "gradients", larger))):
                 break
             more = f" amp.max_scale={larger:.10g}" if policy and larger > policy.max_scale else ""
-            cures[f"{how}amp.init_scale={larger:.10g}{more}"] = shares[name]
-        if not cures and self.doctor.can_make_islands:
+            tried[f"{how}amp.init_scale={larger:.10g}{more}"] = shares[name]
+        if not tried and self.doctor.can_make_islands:
             with self.doctor.as_islands([name]) as names:
-                cures[self._islands(names)] = (yield from self._rerun(step, "gradients", scale)).get(name, 1.0)
-        least = min(cures.values(), default=1.0)
+                tried[self._islands(names)] = (yield from self._rerun(step, "gradients", scale)).get(name, 1.0)
+        least = min(tried.values(), default=1.0)
         if 1 - now >= (1 - least) / 2:
             return None  # at most half of what is not 0 was lost
-        how = next(how for how, share in cures.items() if share <= least + 0.01)
+        how = next(how for how, share in tried.items() if share <= least + 0.01)
         return (
-            f"{now:.1%} of the gradients of {name} are 0 at loss scale {scale:g}, {cures[how]:.1%} with {how} (tried)"
+            f"{now:.1%} of the gradients of {name} are 0 at loss scale {scale:g}, {tried[how]:.1%} with {how} (tried)"
         )
 
     def _outputs(self, step: int, name: str) -> Search:
@@ -218,9 +220,9 @@ class Silent(Observer):
         lost = {each: share for each, share in half.items() if each in full and share > full[each] + least}
         for each, share in lost.items():
             with self.doctor.as_islands([each]) as names:
-                cured = yield from self._rerun(step, "outputs", scale)
+                fixed = yield from self._rerun(step, "outputs", scale)
                 how = f"{share:.1%} of the outputs of {each} are 0 in fp16 only; {self._islands(names)} (tried)"
-            if cured and all(cured[other] <= full[other] + least for other in lost):
+            if fixed and all(fixed[other] <= full[other] + least for other in lost):
                 return how
         each = next(iter(lost), None)
         return each and f"{lost[each]:.1%} of the outputs of {each} are 0 in fp16 only; amp=bf16"
@@ -232,7 +234,7 @@ class Silent(Observer):
         high = min(policy.init_scale, policy.max_scale)
         with self.loop.amp.scaler.held_at(high):
             if self.doctor.can_make_islands and not (yield from self.doctor.is_finite(run)):
-                names = yield from Cures(self.doctor, run, None).smallest_islands(None)
+                names = yield from FixSearch(self.doctor, run, None).smallest_islands(None)
         how = f"{self._islands(names)} (tried at loss scale {high:g})" if names else "amp=bf16"
         return f"the loss scale is at its floor amp.min_scale={policy.min_scale:g}, small gradients may be 0; {how}"
 
@@ -263,25 +265,25 @@ class Silent(Observer):
         trace = Trace(names, named_tensors(doctor.nets, ()))
         with loop.env.eagerly(), checked(look_at), trace:
             loop.evaluation.metrics_of_nets()
-        births = [birth for births in doctor.agree(trace.births[:1]) for birth in births]
-        if not births:
+        findings = [finding for findings in doctor.agree(trace.findings[:1]) for finding in findings]
+        if not findings:
             bad = sorted({sample for each in doctor.agree(samples) for sample in each})
             if not bad:
                 return "no operation that was watched made it of finite numbers"
             return f"samples {listed(bad)} of the evaluation data. Try: {ADVICE['bad input'].text}"
-        diagnosis = doctor.describe(births[0], cause_of(births[0]))
+        diagnosis = doctor.describe(findings[0], cause_of(findings[0]))
         modules = [module for module, name in names.items() if name and name == diagnosis.module]
         text = f"{diagnosis.headline.partition(': ')[2]}. {diagnosis.why}"
         with loop.env.eagerly(), as_islands(modules if doctor.can_make_islands else []) as made:
             with contextlib.suppress(RuntimeError):  # code that casts by itself may meet other dtypes then
                 if made and all(map(math.isfinite, loop.evaluation.metrics_of_nets().values())):
                     return f"{text} Try: {self._islands([diagnosis.module or ''])} (tried)"
-        advice = advice_for(diagnosis.cause, births[0])
+        advice = advice_for(diagnosis.cause, findings[0])
         if advice is BF16:
             trace = Trace(names, named_tensors(doctor.nets, ()))
             with loop.env.eagerly(), without_autocast(), contextlib.suppress(RuntimeError), trace:
                 loop.evaluation.metrics_of_nets()
-            if any(doctor.agree(is_among(births[0], trace.births))):
+            if any(doctor.agree(is_among(findings[0], trace.findings))):
                 advice = BY_HAND
         return text + (f" Try: {advice.text}" if advice is not None else "")
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.doctor.trace import tensors_in
+from amp_core.doctor.values import tensors_in
 from amp_core.doctor.watch import doctor_of
 from amp_core.lowp.weights import master_params
 from amp_core.memory.recompute import recomputed

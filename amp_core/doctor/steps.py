@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_core.doctor.cures import STEPS, Cures
 from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, Diagnosis, Fix, advice_for, cause_of
-from amp_core.doctor.trace import FirstNonFinite, dtype_name, is_finite, own_names
+from amp_core.doctor.findings import Finding
+from amp_core.doctor.fixes import STEPS, FixSearch
+from amp_core.doctor.values import dtype_name, is_finite, own_names
 from amp_core.lowp.weights import weights_by_side
 from amp_core.step.gradients import weights_of
 from amp_core.tensors import local
@@ -25,25 +26,25 @@ _OF_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"}
 _OF_GRADIENTS = {"exp_avg", "momentum_buffer", "grad_avg"}
 
 
-def after_the_step(cures: Cures) -> Generator[Any, None, Diagnosis | None]:
+def after_the_step(fixes: FixSearch) -> Generator[Any, None, Diagnosis | None]:
     """Whether the step of a finite window makes weights non-finite, why, and an eps that ends it."""
-    bad, optimizers, is_by_torch = yield from _weights_after(cures, 1)
+    bad, optimizers, is_by_torch = yield from _weights_after(fixes, 1)
     if not bad:
         return None
-    if not is_by_torch and (origin := (yield from _origin_after(cures))) is not None:
-        name, birth = origin
-        found = cures.doctor.describe(birth, cause_of(birth))
-        advice = advice_for(found.cause, birth)
+    if not is_by_torch and (origin := (yield from _origin_after(fixes))) is not None:
+        name, finding = origin
+        found = fixes.doctor.describe(finding, cause_of(finding))
+        advice = advice_for(found.cause, finding)
         advice = BY_HAND if advice is BF16 else advice  # autocast has no part in a step
         found.fixes = [] if advice is None else [advice]
-        found.phase, found.loss_scale = "step", cures.amp.scale
+        found.phase, found.loss_scale = "step", fixes.amp.scale
         found.why = f"The window is finite, and its step makes {name} not finite. {found.why}"
         return found
     why = f"The window is finite, and the step of {bad[0]}."
     found = Diagnosis("poisoned by the optimizer", why, phase="before")
-    found.amp, found.loss_scale = cures.amp.config.name, cures.amp.scale
+    found.amp, found.loss_scale = fixes.amp.config.name, fixes.amp.scale
     for eps in _LARGER_EPS if "eps" in why else ():
-        if not (yield from _weights_after(cures, STEPS, optimizers, eps))[0]:
+        if not (yield from _weights_after(fixes, STEPS, optimizers, eps))[0]:
             text = f"a larger eps of the optimizer: {eps:g}"
             found.fixes = [Fix("override", text, f"optimizer.options.eps={eps:g}", f"eps={eps:g}", True, STEPS)]
             break
@@ -58,27 +59,27 @@ def after_the_step(cures: Cures) -> Generator[Any, None, Diagnosis | None]:
 
 
 def _weights_after(
-    cures: Cures, steps: int, optimizers: Iterable[torch.optim.Optimizer] = (), eps: float = 0.0
+    fixes: FixSearch, steps: int, optimizers: Iterable[torch.optim.Optimizer] = (), eps: float = 0.0
 ) -> Generator[Any, None, tuple[list[str], set[torch.optim.Optimizer], bool]]:
     """What steps make non-finite and why, the optimizers, and whether one of torch's own did it."""
-    names = own_names(cures.doctor.nets)
+    names = own_names(fixes.doctor.nets)
     bad, used, by_torch, losses = list[str](), set[torch.optim.Optimizer](), set[Tensor](), list[float]()
 
     def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if type(optimizer).__module__.startswith("torch."):
             by_torch.update(p for p in weights_of(optimizer) if not is_finite(local([p])[0]))
 
-    with cures.trying() as most:
-        is_sound = all(cures.agree(all(map(is_finite, names))))
+    with fixes.trying() as most:
+        is_sound = all(fixes.agree(all(map(is_finite, names))))
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["eps"] = eps
         for step in range(min(steps, most) if most > 1 and is_sound else 0):
-            again = cures.replay(ahead=step, as_trained=True, steps=True)
+            again = fixes.replay(ahead=step, as_trained=True, steps=True)
             with again as (rehearsal, window), register_optimizer_step_post_hook(note):
                 yield window
             used |= rehearsal.optimizers
-            losses.append(cures.loss_of(rehearsal))
-            bad += [] if all(cures.agree(rehearsal.is_finite)) else ["the gradients"]
+            losses.append(fixes.loss_of(rehearsal))
+            bad += [] if all(fixes.agree(rehearsal.is_finite)) else ["the gradients"]
         bad += ["the loss"] if losses and max(losses) - losses[0] > abs(losses[0]) else []
         low = weights_by_side()
         for optimizer in used:
@@ -89,17 +90,17 @@ def _weights_after(
                         name, kind = names.get(weight, "a weight"), type(optimizer).__name__
                         why = _reason(weight, p.dtype, group, optimizer.state[p])
                         bad.append(f"{kind} makes {name} not finite: {why}")
-    return [each for found in cures.agree(bad) for each in found], used, any(cures.agree(bool(by_torch)))
+    return [each for found in fixes.agree(bad) for each in found], used, any(fixes.agree(bool(by_torch)))
 
 
-def _origin_after(cures: Cures) -> Generator[Any, None, tuple[str, FirstNonFinite] | None]:
+def _origin_after(fixes: FixSearch) -> Generator[Any, None, tuple[str, Finding] | None]:
     """A weight, and the operation of an optimizer, or of the program after its step, that makes it non-finite."""
-    with cures.trying():
-        again = functools.partial(cures.replay, steps=True)
-        trace, _ = yield from cures.doctor.trace(again, in_steps=True)
-        spoilt = [(name, weight) for weight, name in own_names(cures.doctor.nets).items() if not is_finite(weight)]
-        found = [(name, birth) for name, weight in spoilt if (birth := trace.origin_of(weight)) is not None]
-    return next((each for on_rank in cures.agree(found[:1]) for each in on_rank), None)
+    with fixes.trying():
+        again = functools.partial(fixes.replay, steps=True)
+        trace, _ = yield from fixes.doctor.trace(again, in_steps=True)
+        spoilt = [(name, weight) for weight, name in own_names(fixes.doctor.nets).items() if not is_finite(weight)]
+        found = [(name, finding) for name, weight in spoilt if (finding := trace.origin_of(weight)) is not None]
+    return next((each for on_rank in fixes.agree(found[:1]) for each in on_rank), None)
 
 
 def _reason(weight: Tensor, dtype: torch.dtype, group: dict[str, Any], state: dict[str, Any]) -> str:

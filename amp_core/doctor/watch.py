@@ -38,7 +38,8 @@ from amp_core.doctor.diagnosis import ADVICE, Diagnosis, Fix
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
 from amp_core.doctor.silent import Silent
-from amp_core.doctor.trace import Trace, is_finite, named_tensors
+from amp_core.doctor.trace import Trace
+from amp_core.doctor.values import is_finite, named_tensors
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.loop import Loop
 from amp_core.run.meters import Symptoms
@@ -125,7 +126,7 @@ class Watch(Observer):
 
     def is_called(self, symptoms: Symptoms) -> bool:
         """Whether these symptoms need an examination."""
-        return bool(self.silent.suspects) or self._needs_diagnosis(symptoms)
+        return bool(self.silent.candidates) or self._needs_diagnosis(symptoms)
 
     def _needs_diagnosis(self, symptoms: Symptoms) -> bool:
         policy = self.loop.amp.scaler.policy
@@ -200,12 +201,12 @@ class Watch(Observer):
         ahead = (step - 1 - self._begin) % num_workers  # each worker loads one batch in turn
         with loop.feed.loading(first_sample(loop, step - ahead)) as windows:
             window = next(itertools.islice(windows, ahead, None))
-        births = Trace({}, named_tensors((), [micro.batch for micro in window])).births
-        for rank, found in enumerate(self.doctor.agree(births[:1])):
-            for birth in found:
-                diagnosis = self.doctor.describe(birth, "bad input")
+        findings = Trace({}, named_tensors((), [micro.batch for micro in window])).findings
+        for rank, found in enumerate(self.doctor.agree(findings[:1])):
+            for finding in found:
+                diagnosis = self.doctor.describe(finding, "bad input")
                 diagnosis.why = (
-                    f"{birth.tensor} is finite if the main process loads it, and not if a data worker does: data "
+                    f"{finding.tensor} is finite if the main process loads it, and not if a data worker does: data "
                     f"differ by worker."
                 )
                 text = "load data in the main process, or repair what workers keep or draw by themselves"

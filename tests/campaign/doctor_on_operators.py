@@ -40,7 +40,7 @@ sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.Tes
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 
 from amp_core import Amp, Doctor  # noqa: E402
-from amp_core.doctor.trace import is_finite, same  # noqa: E402
+from amp_core.doctor.values import is_finite, same  # noqa: E402
 
 UNWRITTEN = ("empty", "new_empty", "resize")
 """How the names begin of operators whose results hold no numbers."""

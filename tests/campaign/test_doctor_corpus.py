@@ -41,7 +41,7 @@ from tiers import rows
 
 import train
 from amp_core.doctor.diagnosis import Cause
-from amp_core.doctor.trace import Range
+from amp_core.doctor.values import Range
 from amp_core.doctor.watch import diagnose_step
 from amp_core.models.gpt import position_ids
 from amp_core.run.environment import Job

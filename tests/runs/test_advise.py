@@ -18,7 +18,7 @@ from torch import nn
 
 import recipes
 from amp_core import Amp
-from amp_core.doctor.trace import Location
+from amp_core.doctor.places import Location
 from amp_core.torch_private import cpu_has
 from amp_tools.advise import FINDERS, Finding, Op, Operand, Window, _is_blocking, advise, find_waits
 from train import main

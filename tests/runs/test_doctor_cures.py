@@ -15,7 +15,7 @@ from torch import nn
 
 import recipes.classification
 from amp_core import Amp, Doctor, keep_fp32
-from amp_core.doctor import cures, locate, plain_loop
+from amp_core.doctor import fixes, locate, plain_loop
 
 
 class Loud(nn.Module):
@@ -99,7 +99,7 @@ def test_a_cure_lasts_for_the_steps_that_it_was_tried_for(loop, kind, monkeypatc
     assert same(state_of(net, optimizer), before)
     assert torch.equal(random, torch.get_rng_state())
     assert diagnosis is not None and (diagnosis.module, diagnosis.islands) == ("1", ["1", "3"])
-    assert (diagnosis.fixes[0].python, diagnosis.fixes[0].steps) == ('keep_fp32(model, ["1", "3"])', cures.STEPS)
+    assert (diagnosis.fixes[0].python, diagnosis.fixes[0].steps) == ('keep_fp32(model, ["1", "3"])', fixes.STEPS)
     assert "(tried: finite for 5 steps on this batch)" in str(diagnosis)
 
     def trained_with(names):
@@ -107,14 +107,14 @@ def test_a_cure_lasts_for_the_steps_that_it_was_tried_for(loop, kind, monkeypatc
         own = optimizer_of(cured, kind)
         own.load_state_dict(optimizer.state_dict())
         _, train = loop(keep_fp32(cured, names), own, x, trained)
-        for _ in range(cures.STEPS):
+        for _ in range(fixes.STEPS):
             train()
         return torch.tensor(trained)
 
     # What was tried, before bf16, is what training with the cure computes, in every bit.
-    assert torch.equal(trained_with(diagnosis.islands), torch.tensor(losses[-2 * cures.STEPS : -cures.STEPS]))
+    assert torch.equal(trained_with(diagnosis.islands), torch.tensor(losses[-2 * fixes.STEPS : -fixes.STEPS]))
     # Tried for the window alone, a cure is printed that the next step breaks.
-    monkeypatch.setattr(cures, "STEPS", 1)
+    monkeypatch.setattr(fixes, "STEPS", 1)
     diagnosis = Doctor(amp, net).locate(step, x)
     assert diagnosis is not None and diagnosis.fixes[0].python == 'keep_fp32(model, ["1"])'
     assert "(tried: finite for this window)" in str(diagnosis)
@@ -149,7 +149,7 @@ def test_no_precision_is_printed_as_the_cure_of_what_breaks_in_each(loop):
     assert diagnosis.cause == "training diverges" and "With a learning rate of 0 it does not." in diagnosis.why
     assert "Without autocast the" in diagnosis.why and "tried" not in str(diagnosis)
     wide, broken = copy.deepcopy(net), []
-    for _ in range(cures.STEPS):
+    for _ in range(fixes.STEPS):
         loss = F.mse_loss(wide(x), torch.zeros(8, 2))
         broken.append(not loss.isfinite())
         loss.backward()
@@ -214,7 +214,7 @@ def test_a_cure_with_which_the_loss_grows_is_no_cure(rate, diverges):
     assert ("the loss grows from" in diagnosis.why and "it grows, too" in diagnosis.why) == diverges
     wide, seen = copy.deepcopy(net), []
     optimizer = torch.optim.SGD(wide.parameters(), rate)
-    for _ in range(cures.STEPS):
+    for _ in range(fixes.STEPS):
         loss = wide(x).square().mean()
         seen.append(loss.item())
         loss.backward()
@@ -240,7 +240,7 @@ def test_a_loss_scale_that_the_next_step_breaks_is_lowered(monkeypatch):
         amp.zero_grad(optimizer)
 
     lasting = Doctor(amp, net).locate(step, x)
-    monkeypatch.setattr(cures, "STEPS", 1)
+    monkeypatch.setattr(fixes, "STEPS", 1)
     first = Doctor(amp, net).locate(step, x)
     assert first is not None and lasting is not None and first.cause == lasting.cause == "loss scale too large"
     assert first.scale_that_fits == 4 * (lasting.scale_that_fits or 0.0)
@@ -261,14 +261,14 @@ class LouderByStep(nn.Module):
         return x * factor / factor
 
 
-@pytest.mark.parametrize("steps", [cures.STEPS, 1])
+@pytest.mark.parametrize("steps", [fixes.STEPS, 1])
 def test_a_run_is_healed_once_of_what_breaks_one_step_after_another(steps, tmp_path, monkeypatch):
     build = recipes.classification.build_model
     layers = [nn.Conv2d(3, 3, 1), Loud(), nn.Conv2d(3, 3, 1), LouderByStep()]
     monkeypatch.setattr(
         recipes.classification, "build_model", lambda *a, **k: nn.Sequential(*copy.deepcopy(layers), build(*a, **k))
     )
-    monkeypatch.setattr(cures, "STEPS", steps)
+    monkeypatch.setattr(fixes, "STEPS", steps)
     common = ["amp=fp16", "amp.init_scale=8", "steps=8", "log_every=1"]
     assert start(tmp_path / "healed", *common, "doctor=heal", "doctor.after_skips=2") == 0
     islands = [report["islands"] for report in reports(tmp_path / "healed")]
@@ -304,7 +304,7 @@ class Doubled(nn.Linear):
     ],
 )
 def test_a_diagnosis_computes_as_few_windows_as_it_needs(net, loss, mode, windows, monkeypatch):
-    for module in (cures, locate, plain_loop):  # what may be compiled is computed once more
+    for module in (fixes, locate, plain_loop):  # what may be compiled is computed once more
         monkeypatch.setattr(module, "may_compile", lambda: False)
     torch.manual_seed(0)
     net, x, count = net(), torch.randn(6, 8), []
@@ -389,7 +389,7 @@ def test_an_eps_with_which_the_loss_jumps_is_no_cure():
     for eps, is_sound in ((1e-7, False), (1e-4, True)):
         own, trained = copy.deepcopy(net), []
         adam = torch.optim.Adam(own.parameters(), 0.1, eps=eps)
-        for _ in range(cures.STEPS):
+        for _ in range(fixes.STEPS):
             loss = (own(x).float() ** 2).mean()
             trained.append(loss.item())
             (loss * 1e-5).backward()

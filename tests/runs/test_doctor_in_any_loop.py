@@ -18,7 +18,8 @@ from torch import nn
 
 from amp_core import Amp, Doctor, keep_fp32, master_params
 from amp_core.doctor.diagnosis import BY_HAND
-from amp_core.doctor.trace import Range, Trace, is_finite
+from amp_core.doctor.trace import Trace
+from amp_core.doctor.values import Range, is_finite
 
 INF = float("inf")
 MIN32 = torch.finfo(torch.float32).min
@@ -1861,8 +1862,8 @@ def test_the_last_operation_that_made_a_zero_is_named():
     x = torch.tensor([1e-6, 1e-2, 1.0]).half()
     with Trace({}, {}) as trace:
         torch.log((x * 1e-2).square())
-    (birth,) = trace.births
-    assert [what.split()[0] for kind, what in birth.marks if kind == "underflow"] == ["pow"]
+    (finding,) = trace.findings
+    assert [what.split()[0] for kind, what in finding.marks if kind == "underflow"] == ["pow"]
 
 
 def test_a_scale_of_torchs_scaler_is_not_called_a_cap():

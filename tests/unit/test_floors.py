@@ -17,7 +17,6 @@ import floors  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 LONG = {
     "amp_core/step/amp.py": "one class, the interface that people import",
-    "amp_core/doctor/trace.py": "one dispatch mode, whose rules refer to each other",
 }
 """Files of more than 500 lines, each with its reason."""
 

@@ -169,8 +169,8 @@ def observed(observer: Callable[[dict[nn.Module, str]], Any], *, twice: bool, to
 
 def test_what_watches_operations_sees_the_first_computation() -> None:
     for twice in (False, True):
-        culprit = observed(lambda names: Trace(names, {}), twice=twice, too_large=True).culprit
-        assert (culprit.op, culprit.place.module, culprit.backward) == ("aten._to_copy", "blocks.1.down", False)
+        first = observed(lambda names: Trace(names, {}), twice=twice, too_large=True).first
+        assert (first.op, first.place.module, first.backward) == ("aten._to_copy", "blocks.1.down", False)
     looks = [
         [(look.kind, look.module, look.op, look.numbers.amax) for look in observed(Census, twice=twice).looks]
         for twice in (False, True)

@@ -15,7 +15,7 @@ from without_name import without
 
 from amp_core import torch_private
 from amp_core.config.errors import ConfigError
-from amp_core.doctor.trace import _functional
+from amp_core.doctor.operations import functional
 from amp_core.torch_private import NAMES, _each, _update_scale_, find, need
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,4 +220,4 @@ def test_the_doctor_finds_what_an_operation_in_place_would_return(name: str) -> 
     """A default overload has no name in `OpOverload.name()`, and none in its schema."""
     packet, overload = name.split(".")
     written = getattr(getattr(torch.ops.aten, packet), overload)
-    assert _functional(written) is getattr(getattr(torch.ops.aten, packet.rstrip("_")), overload)
+    assert functional(written) is getattr(getattr(torch.ops.aten, packet.rstrip("_")), overload)

@@ -1,7 +1,7 @@
-"""Cures of a window: fp32 islands and loss scales with which it is finite, and so are the steps that follow.
+"""Fixes of a window: fp32 islands and loss scales with which it is finite, and so are the steps that follow.
 
-A cure is tried as training goes on: with steps that are taken, of the windows that follow in a run, of the same batch
-in a plain loop, and everything is put back. What breaks within `STEPS` steps is not printed as a cure.
+A candidate is tried by training on: with steps that are taken, of the windows that follow in a run, of the same batch
+in a plain loop; then everything is put back. What breaks within `STEPS` steps is not printed as tried.
 """
 
 from __future__ import annotations
@@ -12,36 +12,35 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
 from amp_core.doctor.diagnosis import (
     ADVICE,
     BF16,
     BY_HAND,
-    CURED_BY_ISLANDS,
-    Cause,
+    FIXED_BY_ISLANDS,
     Diagnosis,
     Fix,
     advice_for,
-    is_among,
     keep_fp32_call,
     keep_fp32_override,
 )
-from amp_core.doctor.plain_loop import PlainLoop, in_32_bits, in_bf16, without_autocast
-from amp_core.doctor.trace import FirstNonFinite, Trace
+from amp_core.doctor.findings import Finding, is_among
+from amp_core.doctor.plain_loop import in_32_bits, in_bf16, without_autocast
 from amp_core.lowp.islands import islands_of
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
-from amp_core.step.amp import Amp
 from amp_core.step.report import Rehearsal
+
+if TYPE_CHECKING:
+    from amp_core.doctor.locate import Doctor
 
 Replay = Callable[..., contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Trying = Callable[[], contextlib.AbstractContextManager[int]]
 
 STEPS = 5
-"""Steps for which a cure is tried: the window, and those after it."""
+"""Steps for which a fix is tried: the window, and those after it."""
 _MOST_ROUNDS = 8
 _HALVINGS = (1, 1, 1, 1, 2, 4)
 """Of a loss scale that a later step of a trial needs smaller, one after another."""
@@ -74,27 +73,8 @@ class Trial(NamedTuple):
         return all(a < b for a, b in itertools.pairwise(self.losses)) and has_grown(self.losses)
 
 
-class Reruns(Protocol):
-    """What reruns a window: a `Doctor`."""
-
-    amp: Amp
-    nets: list[tuple[str, nn.Module]]
-    names: dict[nn.Module, str]
-    agree: Callable[[Any], list[Any]]
-    plain: PlainLoop | None
-
-    @property
-    def may_leave_autocast(self) -> bool: ...
-    @property
-    def can_make_islands(self) -> bool: ...
-    def as_islands(self, names: Sequence[str]) -> contextlib.AbstractContextManager[list[str]]: ...
-    def is_finite(self, replay: Replay, *, as_trained: bool = False) -> Generator[Any, None, bool]: ...
-    def trace(self, replay: Replay, *, in_steps: bool = False) -> Generator[Any, None, tuple[Trace, Rehearsal]]: ...
-    def describe(self, birth: FirstNonFinite, cause: Cause) -> Diagnosis: ...
-
-
-class Cures:
-    """Searches cures of one window.
+class FixSearch:
+    """Searches fixes of one window.
 
     Args:
         doctor: of the networks.
@@ -102,13 +82,13 @@ class Cures:
         trying: a context in which steps may be taken, since it undoes them; gives how many there may be. None: none.
     """
 
-    def __init__(self, doctor: Reruns, replay: Replay, trying: Trying | None) -> None:
+    def __init__(self, doctor: Doctor, replay: Replay, trying: Trying | None) -> None:
         self.doctor, self.replay = doctor, replay
         self.trying: Trying = trying or (lambda: contextlib.nullcontext(1))
         self.amp, self.agree = doctor.amp, doctor.agree
         self._optimizers = set[torch.optim.Optimizer]()
         self._growing: Trial | None = None
-        """The last trial of a cure that held, if the loss grew in it."""
+        """The last trial of a fix that held, if the loss grew in it."""
         self._scale = min(doctor.amp.scale, 1.0)
         self._wides: dict[bool, Trial] = {}
         self._wide_loss: float | None = None
@@ -144,21 +124,21 @@ class Cures:
             text += "; a dynamic one also gets there by itself, one skipped step per halving"
         diagnosis.fixes = [self._scale_fix(text, trial, **fields)]
 
-    def prescribe(self, diagnosis: Diagnosis, birth: FirstNonFinite) -> Generator[Any, None, None]:
-        """Add cures to a diagnosis."""
+    def add_fixes(self, diagnosis: Diagnosis, finding: Finding) -> Generator[Any, None, None]:
+        """Add fixes to a diagnosis."""
         cause = diagnosis.cause
-        advice = advice_for(cause, birth)
+        advice = advice_for(cause, finding)
         if cause == "poisoned buffer" and advice is not None:
             # A guard restores buffers after skipped steps: what it has let through came with a step that was taken.
             guards = "amp.guard(net), in a loop that calls amp.step, restores it after skipped steps"
             more = "lower the learning rate (optimizer.lr)" if self.amp.is_guarding else guards
             advice = dataclasses.replace(advice, text=f"{advice.text}; if an earlier batch left it there, {more}")
-        is_large = cause == "bad input" and bool(birth.op)  # finite numbers, which fp32 and bf16 hold
-        if (cause in CURED_BY_ISLANDS or is_large) and self.doctor.can_make_islands:
+        is_large = cause == "bad input" and bool(finding.op)  # finite numbers, which fp32 and bf16 hold
+        if (cause in FIXED_BY_ISLANDS or is_large) and self.doctor.can_make_islands:
             found = yield from self._try_islands(diagnosis)
             if found is None:
                 return
-            if not found and (is_large or "overflow" in cause) and (yield from self._casts_by_itself(birth)):
+            if not found and (is_large or "overflow" in cause) and (yield from self._casts_by_itself(finding)):
                 advice = BY_HAND
                 if is_large:  # the numbers are sound, the program's own cast is not
                     diagnosis.cause, is_large = "overflow in a cast", False
@@ -177,7 +157,7 @@ class Cures:
                 else:
                     trace, _ = yield from self.doctor.trace(self.replay)
                     advice = BY_HAND
-                    if not any(self.agree(is_among(birth, trace.births))):
+                    if not any(self.agree(is_among(finding, trace.findings))):
                         wide = yield from self._in_fp32()
                         advice = dataclasses.replace(BF16, verified=False) if wide.steps else ADVICE["overflow in fp32"]
                         diagnosis.why += "" if wide.steps else " Without autocast the window is not finite either."
@@ -186,7 +166,7 @@ class Cures:
             diagnosis.fixes.append(BF16)
 
     def unless_it_diverges(self, diagnosis: Diagnosis) -> Generator[Any, None, None]:
-        """Withdraw cures with which the loss grows, if it does in fp32, too, and with a learning rate of 0 does not."""
+        """Withdraw fixes with which the loss grows, if it does in fp32, too, and with a learning rate of 0 does not."""
         if (growing := self._growing) is None or not any(fix.verified for fix in diagnosis.fixes):
             return
         wide, still = (yield from self._in_fp32()), (yield from self._in_fp32(moves=False))
@@ -237,7 +217,7 @@ class Cures:
                 wide = yield from self._in_fp32()
                 for _ in range(_MOST_ROUNDS if wide.holds else 0):
                     with self.doctor.as_islands(made):
-                        following = yield from self._culprit_at(fits, trial.steps)
+                        following = yield from self._first_module_at(fits, trial.steps)
                     names = [""] if following is None or following in names else [*names, following]
                     trial, fits, made = yield from self._islands_at(names, scale)
                     if trial.holds or names == [""]:
@@ -276,7 +256,7 @@ class Cures:
     def _give_up(
         self, diagnosis: Diagnosis, what: str, trial: Trial, *, is_said: bool = False
     ) -> Generator[Any, None, None]:
-        """Say of a cure that it does not last, and what else to do."""
+        """Report that a fix does not last, and what else to do."""
         breaks = f"{_ordinal(trial.steps)} step after it breaks."
         diagnosis.why += f" The {breaks}" if is_said else f" With {what} the window is finite, and the {breaks}"
         wide = yield from self._in_fp32()
@@ -338,7 +318,7 @@ class Cures:
             with without_autocast():
                 wide = self._wides[moves] = yield from self.lasts(self._scale, moves=moves)
             self._wide_loss = wide.losses[0] if wide.losses else math.nan
-            self._growing = growing  # no cure
+            self._growing = growing  # fp32 is no candidate
         return self._wides[moves]
 
     def _is_far_from_fp32(self, trial: Trial) -> Generator[Any, None, bool]:
@@ -353,14 +333,14 @@ class Cures:
                 there = self._wide_loss = self.agree(self.loss_of(rehearsal) if has_loss else math.nan)[0]
         return math.isfinite(there) and not 0.5 * abs(there) <= abs(here) <= 2 * abs(there)
 
-    def _culprit_at(self, scale: float, steps: int) -> Generator[Any, None, str | None]:
+    def _first_module_at(self, scale: float, steps: int) -> Generator[Any, None, str | None]:
         """The module that breaks a trial after so many steps."""
         with self.trying(), self.amp.scaler.held_at(scale):
             for step in range(steps):
                 with self.replay(ahead=step, as_trained=True, steps=True) as (_, window):
                     yield window
             trace, _ = yield from self.doctor.trace(functools.partial(self.replay, ahead=steps, steps=True))
-        found = self.agree(trace.culprit and trace.culprit.place.module)
+        found = self.agree(trace.first and trace.first.place.module)
         return next((module for module in found if module is not None), None)
 
     def _at_smaller_scales(self, scale: float) -> Generator[Any, None, tuple[Trial, float]]:
@@ -395,14 +375,14 @@ class Cures:
         with self.amp.scaler.held_at(scale):
             return (yield from self.doctor.is_finite(self.replay, as_trained=True))
 
-    def _casts_by_itself(self, birth: FirstNonFinite) -> Generator[Any, None, bool]:
+    def _casts_by_itself(self, finding: Finding) -> Generator[Any, None, bool]:
         """Whether an operation still runs in 16 bits, and overflows, in an island."""
-        module = birth.place.module
+        module = finding.place.module
         if module is None and self.doctor.plain is None:  # other code may not bear other dtypes
             return False
         with without_autocast() if module is None else self.doctor.as_islands([module]):
             trace, _ = yield from self.doctor.trace(self.replay)
-        return any(self.agree(is_among(birth, trace.births)))
+        return any(self.agree(is_among(finding, trace.findings)))
 
     # --- as settings --------------------------------------------------------------------------------------------------
 
@@ -432,14 +412,14 @@ class Cures:
 
     # --- islands ------------------------------------------------------------------------------------------------------
 
-    def smallest_islands(self, culprit: str | None, *, is_too_small: bool = False) -> Generator[Any, None, list[str]]:
+    def smallest_islands(self, first: str | None, *, is_too_small: bool = False) -> Generator[Any, None, list[str]]:
         """A smallest set of islands that makes the window finite; [] if there is none.
 
-        First the culprit alone, then also the culprits found after it, then every module. From a sufficient set, halves
-        are removed while the rest is sufficient (delta debugging: Zeller and Hildebrandt, "Simplifying and isolating
-        failure-inducing input", 2002).
+        First the module of the first finding, then also those found after it, then every module. From a sufficient set,
+        halves are removed while the rest is sufficient (delta debugging: Zeller and Hildebrandt, "Simplifying and
+        isolating failure-inducing input", 2002).
         """
-        names: list[str] = [] if culprit is None else [culprit]
+        names: list[str] = [] if first is None else [first]
         enough = False
         for i in range(_MOST_ROUNDS if names else 0):
             with self.doctor.as_islands(names) as names:
@@ -447,7 +427,7 @@ class Cures:
                 if enough:
                     break
                 trace, _ = yield from self.doctor.trace(self.replay)
-            found = self.agree(trace.culprit and trace.culprit.place.module)
+            found = self.agree(trace.first and trace.first.place.module)
             following = next((module for module in found if module is not None and module not in names), None)
             if following is None:
                 break

@@ -1,0 +1,108 @@
+"""What is known of a tensor besides its numbers: an eps was rounded to 0 on the way, it is a probability of a 16-bit
+sigmoid, or it came from the data set and was only moved since. And positions that collide in 16 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from amp_core.doctor.operations import SUBTRACTS, Call, cancels, small_number, underflows
+from amp_core.doctor.places import Location
+from amp_core.doctor.values import HALF, compared, dtype_name, is_plain
+
+Marks = frozenset[tuple[str, str]]
+"""Pairs of a kind and a description."""
+
+_SPREADS = {
+    "sigmoid": {"_to_copy", "rsub", "sub", "add", "neg", "clamp", "clamp_min", "clamp_max", "index", "where", "mul"},
+    "input": {"_to_copy", "clone", "cat", "stack", "index", "index_select", "copy_"},
+    "bce": {"_to_copy", "mul", "clone", "sum", "expand", "div", "sigmoid_backward"},
+}
+"""Kind of mark, also a wide one: operations whose results have those of their inputs."""
+_UNDERFLOWS = {"_to_copy", "_softmax", "exp", "exp2", "sigmoid", "mul", "div", "square", "pow", "prod", "reciprocal"}
+_UNDERFLOWS |= {"cumprod", "softplus", "silu", "gelu", "mish", "erfc", "_linalg_det"}
+_FADING = ("eps", "underflow", "wide underflow", "cancellation")
+"""Marks of numbers that are 0 because of their dtype: they end where no zero is left."""
+_ADDS_EPS = {"add", "add_", "clamp_min", "clamp_min_", "clamp", "clamp_", "maximum", "sub", "rsub"}
+_POSITIONAL = {"mul", "add", "sub", "div", "pow", "rsub"}
+
+
+def new_marks(call: Call, outputs: list[Tensor], inherited: Marks) -> Marks:
+    """The marks of a result, from those of the inputs."""
+    name, place, dtype = call.name, call.place, outputs[0].dtype
+    what = f"in {dtype_name(dtype)} at {place.source}"
+    plain = [compared(each) for each in outputs if is_plain(each) and not each.is_complex()]
+    marks = set[tuple[str, str]]()
+    for kind, text in inherited:
+        by = call.base if kind.endswith("sigmoid") else name
+        marks |= {(kind, text)} if by in _SPREADS.get(kind.removeprefix("wide "), ()) else set()
+    is_cast = name == "_to_copy" and any(kind == "probability" for kind, _ in inherited)
+    if (name in ("sigmoid", "sigmoid_") or is_cast) and plain:
+        kind = "sigmoid" if dtype in HALF else "wide sigmoid"
+        kind = kind if bool(((outputs[0] == 0) | (outputs[0] == 1)).any()) else "probability"
+        marks |= {(kind, f"sigmoid {what}")} | {mark for mark in inherited if mark[0] == "probability"}
+    if name == "binary_cross_entropy_backward":
+        probabilities = [each.tensor for each in call.inputs if each.name == "self"]
+        if any(bool(((each == 0) | (each == 1)).any()) for each in probabilities):
+            kind = "bce" if any(kind == "sigmoid" for kind, _ in inherited) else "wide bce"
+            marks.add((kind, f"binary_cross_entropy at {place.source}"))
+    is_low = dtype in HALF
+    if (is_low or dtype is torch.float32) and plain and not call.backward:
+        if call.base in _UNDERFLOWS and underflows(call, outputs[0]):
+            marks.add(("underflow" if is_low else "wide underflow", f"{name.strip('_')} {what}"))
+        if is_low and call.base in SUBTRACTS and cancels(call, outputs[0]):
+            marks.add(("cancellation", f"{name.strip('_')} {what}"))
+    if name in _ADDS_EPS:
+        eps = small_number(call.args)
+        if eps is not None and any(t.dtype in HALF and not torch.tensor(eps).to(t.dtype) for t in outputs):
+            marks.add(("eps", f"{eps:g} {what}"))
+    fresh = {kind for kind, _ in marks}  # a zero of this operation hides those before it
+    fading = {mark for mark in inherited if mark[0] in _FADING and mark[0] not in fresh}
+    if fading and any(bool((tensor <= 0).any()) for tensor in plain):
+        marks |= fading
+    return frozenset(marks)
+
+
+# --- positions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Collision:
+    """Integers, such as positions, that collide in 16 bits."""
+
+    place: Location
+    op: str
+    dtype: str
+    distinct: int
+    kept: int
+    largest: float
+
+
+def collision_of(call: Call, output: Tensor) -> Collision | None:
+    """What an operation makes of integers that 16 bits do not tell apart."""
+    if output.dtype not in HALF:
+        return None
+    numbers = [output] if call.name == "arange" else [_positions(call, each.tensor) for each in call.inputs]
+    for each in (each for each in numbers if each is not None):
+        distinct = each.numel()
+        if (kept := len(each.to(output.dtype).unique())) < distinct:
+            name, largest = dtype_name(output.dtype), each.abs().max().item()
+            return Collision(call.place, f"aten.{call.name}", name, distinct, kept, largest)
+    return None
+
+
+def _positions(call: Call, source: Tensor) -> Tensor | None:
+    """The distinct numbers of an input that is cast, if they are integers without gaps."""
+    source = source.detach()
+    is_cast = call.name == "_to_copy" or (call.name in _POSITIONAL and not source.is_floating_point())
+    is_cast = is_cast and is_plain(source) and not source.is_complex()
+    if not is_cast or source.dtype in (*HALF, torch.bool) or not 2 < source.numel() <= 2**22:
+        return None
+    values = source.flatten().double()
+    if not all(bool((part == part.round()).all()) for part in (values[:64], values)):
+        return None
+    # Integers with gaps are a table of something; positions have none.
+    distinct = values.unique()
+    return distinct if len(distinct) > 2 and bool((distinct.diff() == 1).all()) else None

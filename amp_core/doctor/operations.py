@@ -1,0 +1,235 @@
+"""One operation: its inputs by name, its result in float64, and why a result is 0 or not finite."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_core.doctor.places import Location
+from amp_core.doctor.values import HALF, compared, dense, is_finite, is_plain, storage_key, tensors_in
+
+UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
+UNWRITTEN |= {"empty_permuted", "_efficientzerotensor"}
+"""Their results hold no numbers yet; the last one, of forward-mode differentiation, has no memory to look at."""
+UPDATES_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+"""They write to their fourth and fifth argument, and their schemas do not say so."""
+SUBTRACTS = {"sub", "add", "rsub"}
+_FORMAT = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "out"}
+
+
+@dataclass
+class Input:
+    """A tensor that an operation reads."""
+
+    name: str
+    tensor: Tensor
+    key: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation, before it is computed."""
+
+    func: Any
+    name: str
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    place: Location
+    backward: bool
+    inputs: list[Input]
+    written: set[int]
+    statistics: list[Tensor]
+
+    @property
+    def base(self) -> str:
+        """The name, also of the in-place variant."""
+        return self.name.rstrip("_")
+
+
+# --- the schema -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache  # torch makes a schema anew each time
+def _arguments(func: Any) -> list[tuple[str, bool]]:
+    """Names of an operation's arguments, and whether it writes to them."""
+    return [(each.name, each.alias_info is not None and each.alias_info.is_write) for each in func._schema.arguments]
+
+
+def named_inputs(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """The input tensors, by their names in the operation's schema."""
+    found = []
+    for name, value in [*zip((name for name, _ in _arguments(func)), args, strict=False), *kwargs.items()]:
+        if isinstance(value, Tensor):
+            found.append((name, value))
+        elif isinstance(value, tuple | list):
+            tensors = list(tensors_in(value))
+            found += [(name if len(tensors) == 1 else f"{name}[{i}]", tensor) for i, tensor in enumerate(tensors)]
+    return found
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for i, (name, writes) in enumerate(_arguments(func)):
+        if writes:
+            yield from tensors_in(args[i] if i < len(args) else kwargs.get(name))
+
+
+@functools.cache
+def is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    if func.overloadpacket.__name__.startswith("unsafe_split"):  # of a GRU; its schema does not say so
+        return True
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def unread_by(call: Call, bad: list[Tensor]) -> set[int]:
+    """Inputs that have no part in a bad result: a table of a CTC loss, -inf where no alignment is possible.
+
+    Running statistics of a BatchNorm in training, if more than they is bad: it normalises by the batch alone.
+    """
+    if call.name == "_ctc_loss_backward":
+        return {storage_key(call.args[6])}
+    trains = 7 if call.name == "native_batch_norm_backward" else 5
+    if "batch_norm" not in call.name or len(call.args) <= trains or call.args[trains] is False:
+        return set()
+    found = {storage_key(tensor) for tensor in call.args[3:5] if isinstance(tensor, Tensor)}
+    return found if any(storage_key(tensor) not in found for tensor in bad) else set()
+
+
+def functional(func: Any) -> Callable[..., Any] | None:
+    """The out-of-place variant of an in-place operation."""
+    packet = getattr(torch.ops.aten, func.overloadpacket.__name__.rstrip("_"), None)
+    return getattr(packet, func._schema.overload_name or "default", None) if packet is not None else None
+
+
+# --- against float64 --------------------------------------------------------------------------------------------------
+
+
+def in_float64(call: Call, output: Tensor) -> Tensor | None:
+    """The result of the operation in float64 on the same inputs; None if it cannot be computed."""
+    if call.name in ("_to_copy", "copy_"):
+        return _widest(_copied(call))
+    func = functional(call.func) if call.func._schema.is_mutable else call.func
+    before = iter(call.inputs)
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _widest(next(before).tensor)
+        if isinstance(value, tuple | list):
+            return type(value)(widen(item) for item in value)
+        return value
+
+    try:
+        assert func is not None
+        args = [widen(each) for each in call.args]
+        kwargs = {name: widen(each) for name, each in call.kwargs.items() if name not in _FORMAT}
+        results = [t for t in tensors_in(func(*args, **kwargs)) if t.shape == output.shape]
+        return min(results, key=is_finite)  # of several with this shape the one that is not finite
+    except (AssertionError, IndexError, NotImplementedError, RuntimeError, StopIteration, TypeError):
+        return None  # no float64 kernel
+
+
+def _widest(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _copied(call: Call) -> Tensor:
+    """What a copy was given; torch.func copies numbers, too."""
+    return call.inputs[-1].tensor if call.inputs else torch.as_tensor(call.args[call.name == "copy_"])
+
+
+def underflows(call: Call, output: Tensor) -> bool:
+    """Whether a result is 0 that is another number in float64, on the same inputs."""
+    zero = output == 0
+    if not bool(zero.any()):
+        return False
+    if call.name == "_to_copy":
+        given = _copied(call)
+        return is_plain(given) and bool((zero & (given.detach() != 0)).any())
+    wide = in_float64(call, output)
+    return wide is not None and wide.shape == zero.shape and bool((wide[zero] != 0).any())
+
+
+def cancels(call: Call, output: Tensor) -> bool:
+    """Whether a sum of two 16-bit tensors is no larger than the rounding error of its larger term.
+
+    Each term carries an error of up to eps/2 times its size, so both together up to eps times the larger one.
+    """
+    tensors = [each.tensor for each in call.inputs if each.tensor.dtype in HALF]
+    if len(tensors) != 2 or not all(map(is_plain, tensors)):
+        return False
+    largest = torch.maximum(*(tensor.detach().abs().float() for tensor in tensors))
+    lost = output.detach().abs().float() <= torch.finfo(output.dtype).eps * largest
+    return bool((lost & (largest > 0)).any())
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def has_infinite_scalar(args: Sequence[Any]) -> bool:
+    return any(
+        not abs(a) < math.inf
+        if isinstance(a, int | float)
+        else isinstance(a, Tensor) and a.numel() == 1 and not is_finite(a)
+        for a in args
+    )
+
+
+def small_number(args: Sequence[Any]) -> float | None:
+    """An argument that looks like an eps."""
+    for a in args[1:]:
+        value = a.item() if isinstance(a, Tensor) and a.numel() == 1 and a.is_floating_point() else a
+        if isinstance(value, float) and 0 < value < 1e-3:
+            return value
+    return None
+
+
+def _has_zero(x: Tensor) -> bool:
+    return bool((x == 0).any())
+
+
+def _is_below_0(x: Tensor) -> bool:
+    return not x.is_complex() and bool((x < 0).any())
+
+
+_LAST: list[tuple[str, str, Callable[[Tensor], bool]]] = [
+    ("div true_divide fmod remainder addcdiv _weight_norm_interface", "a zero", _has_zero),
+    ("log log2 log10 xlogy rsqrt sqrt", "a negative number", _is_below_0),
+    ("log log2 log10 xlogy rsqrt reciprocal", "a zero", _has_zero),
+]
+"""Operations, and what has no finite result as their last argument."""
+_FIRST: list[tuple[str, str, Callable[[Tensor], bool]]] = [
+    ("lgamma digamma", "a zero or a negative number", lambda x: _has_zero(x) or _is_below_0(x)),
+    ("log1p", "-1 or a number below it", lambda x: not x.is_complex() and bool((x <= -1).any())),
+    ("logdet _linalg_slogdet linalg_slogdet", "a singular matrix", lambda x: True),
+    ("linalg_solve_ex _linalg_solve_ex", "a singular matrix", lambda x: bool(torch.linalg.lu_factor_ex(x).info.any())),
+    ("linalg_solve_triangular", "a singular matrix", lambda x: _has_zero(x.diagonal(0, -2, -1))),
+    ("acos asin acosh atanh logit erfinv", "a number at the edge of its domain or beyond", lambda x: True),
+]
+"""The same of their first argument."""
+
+
+def pole(name: str, args: Sequence[Any], tensors: list[Tensor]) -> str:
+    """Which argument has no finite result, if one of `args`, whose tensors are given, is known to have none."""
+    name = name.rstrip("_")
+    given = [*args[:2], tensors[-1]] if name in ("addcdiv", "_weight_norm_interface") else args[:2]
+    of = [dense(torch.as_tensor(each)) for each in given if isinstance(each, Tensor | int | float | complex)]
+    of = [compared(each) for each in of] or [torch.ones(())]
+    if any(not each.numel() for each in tensors):
+        return "no elements"
+    for argument, rules in ((of[-1], _LAST), (of[0], _FIRST)):
+        for names, what, is_one in rules:
+            if name in names.split() and is_one(argument):
+                return what
+    if name == "pow" and _has_zero(of[0]) and _is_below_0(of[1]):
+        return "a zero"
+    if name == "pow" and _is_below_0(of[0]) and not of[1].is_complex() and bool((of[1] != of[1].round()).any()):
+        return "a negative number"
+    return ""
