@@ -91,7 +91,9 @@ fi
 
 # Also imports what stages use and a bare machine may lack.
 versions='
-import hydra_plugins.hydra_joblib_launcher, hypothesis, mlxtend, pytest_timeout, torch, torchvision, xdist, train
+import hydra_plugins.hydra_joblib_launcher, hypothesis, mlxtend, pytest_timeout, torch, xdist
+import amp_core.vision, train
+amp_core.vision.import_torchvision()
 print("torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN", torch.backends.cudnn.version())
 for i in range(torch.cuda.device_count()): print(torch.cuda.get_device_properties(i))'
 
