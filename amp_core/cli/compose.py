@@ -335,7 +335,7 @@ def sweep_of(overrides: list[str]) -> Sweep:
         # Hydra makes these, so an interpolation or a file of the user's must not have brought another class.
         if not settings.pop("_target_").startswith(PLUGINS) or _find_target(settings):
             raise ConfigError(f"hydra.{part}: _target_ is refused: a config never runs code")
-    if secret := list(secrets_in(config, "hydra")):
+    if secret := list(secrets_in({"hydra": config})):
         raise ConfigError(f"{', '.join(secret)}: {RECORDED}")
     chosen = hydra.runtime.choices
     sweeper, launcher = chosen["hydra/sweeper"], chosen["hydra/launcher"]
