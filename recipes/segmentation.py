@@ -44,7 +44,7 @@ from amp_core.config.schema import Config, RecipeConfig, expected
 from amp_core.data.masks import VOID
 from amp_core.models import Family
 from amp_core.models.family import ImageShape, check_count, check_probability
-from amp_core.models.timm_and_hf import double_convolution
+from amp_core.models.unet import double_convolution, way_up
 from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
 from amp_core.tensors import widest
 
@@ -160,13 +160,7 @@ class UNet(nn.Module):
         for level, block in enumerate(self.down):
             x = block(F.max_pool2d(x, 2, ceil_mode=True) if level else x)
             skips.append(x)
-        x = self.dropout(skips.pop())
-        for narrow, block in zip(self.narrow, self.up, strict=True):
-            skip = skips.pop()
-            # Nearest: its backward pass is deterministic on a GPU, that of bilinear is not.
-            x = F.interpolate(narrow(x), size=skip.shape[-2:], mode="nearest")
-            x = block(torch.cat([skip, x], dim=1))
-        return self.head(x)
+        return self.head(way_up(self.dropout(skips.pop()), skips, self.narrow, self.up))
 
 
 MODELS = Family(

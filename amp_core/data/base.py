@@ -83,12 +83,9 @@ class Chosen:
 
     def keep(self, num_samples: int, name_of: Callable[[int], str]) -> NDArray[np.bool_]:
         """Which samples to keep, [num_samples]."""
-        kept = np.ones(num_samples, dtype=bool)
-        for index in range(num_samples if self._names else 0):
-            if (name := name_of(index)) in self._names:
-                kept[index] = False
-                self._found.add(name)
-        return kept
+        names = [name_of(index) for index in range(num_samples)] if self._names else []
+        self._found |= self._names.intersection(names)
+        return np.array([name not in self._names for name in names] or [True] * num_samples, dtype=bool)
 
     def finish(self, data: Data) -> Data:
         """With the notes and the digest."""

@@ -292,12 +292,13 @@ class Batches:
     def __next__(self) -> Any:
         self._number += 1
         try:
-            batch = self._wait()
+            waits = _waits.get() if self._workers else None
+            with waits.waiting() if waits else contextlib.nullcontext():
+                batch = next(self._iterator)
             self._ahead.popleft()
             return batch
         except GaveUp:
-            _kill_workers(self._iterator)
-            self.close()
+            self._kill()
             raise
         except _TimedOut:
             raise self._stuck() from None
@@ -320,11 +321,6 @@ class Batches:
             if not dead:
                 raise
             raise self._died(f"DataLoader worker (pid {dead[0]}) died while it handed over a batch.") from error
-
-    def _wait(self) -> Any:
-        waits = _waits.get() if self._workers else None
-        with waits.waiting() if waits else contextlib.nullcontext():
-            return next(self._iterator)
 
     @property
     def _workers(self) -> list[Any]:
@@ -352,8 +348,7 @@ class Batches:
             f"{len(self._workers)} (pid {worker.pid}) {state}; it was to load the samples {samples}{more}. Its stack, "
             f"if it could write one, is above. Check the storage of data.path, or use a larger data.timeout_minutes"
         )
-        _kill_workers(self._iterator)
-        self.close()
+        self._kill()
         return found
 
     def _died(self, what: str) -> RunError:
@@ -365,6 +360,10 @@ class Batches:
         for worker in self._workers:
             worker.join(0.2)
         return [worker.pid for worker in self._workers if not worker.is_alive()]
+
+    def _kill(self) -> None:
+        _kill_workers(self._iterator)
+        self.close()
 
     def close(self) -> None:
         """End the workers and exhaust the iterator. Idempotent."""

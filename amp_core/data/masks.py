@@ -36,6 +36,7 @@ VOID = 255
 
 Batch = tuple[Tensor, Tensor]
 """(images float32 [B, C, H, W], masks uint8 [B, K, H, W])"""
+Numbers, Pixels = NDArray[np.float64], NDArray[np.uint8]
 
 
 def normalised(pixels: Tensor) -> Tensor:
@@ -55,8 +56,8 @@ class Slices:
         masks: uint8 [N, K, H, W], 0 or 1.
     """
 
-    images: NDArray[np.uint8]
-    masks: NDArray[np.uint8]
+    images: Pixels
+    masks: Pixels
     augment: bool
     seed: int
 
@@ -82,7 +83,7 @@ _TRAIN, _EVAL = range(24), range(27, 33)
 """Per block of 36 slices: 24 for training, 3 unused, 6 for evaluation, 3 unused."""
 
 
-def read_brain() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def read_brain() -> tuple[Pixels, Pixels]:
     """(images [144, 1, 96, 80], masks [144, 2, 96, 80]: grey and white matter), axial slices from below upwards.
 
     The skull-stripped T1 template ICBM 152 2009a nonlinear symmetric, an average of 152 brains, and its maps of tissue
@@ -145,8 +146,8 @@ class DigitScenes:
 
     num_samples: int
     first: int
-    photos: Sequence[NDArray[np.uint8]]
-    digits: NDArray[np.uint8]
+    photos: Sequence[Pixels]
+    digits: Pixels
     size: int
     augment: bool
     seed: int
@@ -166,17 +167,11 @@ class DigitScenes:
             self._draw(u[row], ink[row], scenes[row], masks[row, 0])
         return normalised(torch.from_numpy(scenes).permute(0, 3, 1, 2).contiguous()), torch.from_numpy(masks)
 
-    def _ink(self, u: NDArray[np.float64]) -> NDArray[np.float32]:
+    def _ink(self, u: Numbers) -> NDArray[np.float32]:
         digits = self.digits[(len(self.digits) * u[:, 0]).astype(np.int64)]
         return shift_rotate_scale(torch.from_numpy(digits).float().div_(255), u[:, 8:]).numpy()
 
-    def _draw(
-        self,
-        u: NDArray[np.float64],
-        ink: NDArray[np.float32],
-        scene: NDArray[np.float32],
-        mask: NDArray[np.uint8],
-    ) -> None:
+    def _draw(self, u: Numbers, ink: NDArray[np.float32], scene: NDArray[np.float32], mask: Pixels) -> None:
         photo = self.photos[int(len(self.photos) * u[0])]
         top, left = (int(v * (side - self.size + 1)) for v, side in zip(u[1:3], photo.shape, strict=False))
         piece = photo[top : top + self.size, left : left + self.size]
@@ -257,14 +252,7 @@ class MaskFiles:
             self._read(self.paths[index], self._masks[index], u[row], pixels[row], masks[row, 0])
         return normalised(to_floats(pixels, self.size)), torch.from_numpy(masks)
 
-    def _read(
-        self,
-        image_path: str,
-        mask_path: str,
-        u: NDArray[np.float64],
-        pixels: NDArray[np.uint8],
-        masks: NDArray[np.uint8],
-    ) -> None:
+    def _read(self, image_path: str, mask_path: str, u: Numbers, pixels: Pixels, masks: Pixels) -> None:
         from PIL import Image
 
         image = read_image(image_path, image_path)
@@ -293,7 +281,7 @@ _MEANING = np.full(256, 2, dtype=np.uint8)
 _MEANING[[0, 1, 255, 128]] = 0, 1, 1, VOID
 
 
-def _values(path: str) -> NDArray[np.uint8]:
+def _values(path: str) -> Pixels:
     """A mask file as [H, W] of 0, 1 and VOID."""
     values = read_integers(path, path)
     stored = values.astype(np.uint8)

@@ -8,17 +8,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import read_json
+from amp_core.models.unet import FeatureUNet
 from amp_core.vision import import_torchvision
 
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 176}
@@ -74,37 +73,6 @@ def timm_segmenter(name: str) -> Builder:
         return FeatureUNet(encoder(features_only=True, feature_cls="getter", **given), num_masks)
 
     return _taking(inspect.signature(encoder).parameters, build)
-
-
-class FeatureUNet(nn.Module):
-    """A U-Net whose way down is a network of timm that returns feature maps [B, C, h, w], the finest first."""
-
-    def __init__(self, encoder: Any, num_masks: int) -> None:
-        super().__init__()
-        channels, self.stride = encoder.feature_info.channels(), encoder.feature_info.reduction()[0]
-        pairs = [*itertools.pairwise(channels)][::-1]
-        self.encoder = encoder
-        self.narrow = nn.ModuleList(nn.Conv2d(coarse, fine, 1) for fine, coarse in pairs)
-        self.up = nn.ModuleList(double_convolution(2 * fine, fine) for fine, _ in pairs)
-        self.head = nn.Conv2d(channels[0], num_masks * self.stride**2, 1)
-
-    def forward(self, images: Tensor) -> Tensor:
-        *skips, x = self.encoder(images)
-        for narrow, block in zip(self.narrow, self.up, strict=True):
-            skip = skips.pop()
-            x = F.interpolate(narrow(x), size=skip.shape[-2:], mode="nearest")
-            x = block(torch.cat([skip, x], dim=1))
-        return F.pixel_shuffle(self.head(x), self.stride)[..., : images.shape[-2], : images.shape[-1]]
-
-
-def double_convolution(inputs: int, outputs: int) -> nn.Sequential:
-    """Two 3x3 convolutions with batch normalisation."""
-    layers: list[nn.Module] = []
-    for channels in (inputs, outputs):
-        convolution = nn.Conv2d(channels, outputs, 3, padding=1, bias=False)
-        nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
-        layers += [convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers)
 
 
 class _Logits:
