@@ -121,7 +121,8 @@ class Amp:
         self.weights: list[LowPrecisionWeights] = []
         """The weights of networks with 16-bit weights, in the order of `prepare`."""
         self._in_window = False
-        self._losses: list[Tensor] = []
+        self._loss: Tensor | None = None
+        """The sum of the losses of the window, 0-d: not finite if one of them is not."""
         self._num_stepped = 0
         self._outcomes: list[tuple[Tensor, Tensor]] = []
         self._probes: list[weakref.ref[Tensor]] = []
@@ -223,33 +224,33 @@ class Amp:
         # The initial gradient: weight and scale add no operator to the graph. Of scalars it is a new tensor each time,
         # since gradients may be views of it; without a policy the scale is 1.
         if not isinstance(gradient, Tensor) or gradient.ndim == 0:
-            if loss.numel() != 1:
-                raise ValueError(
-                    f"amp.backward: the loss has the shape {list(loss.shape)}, expected a scalar; reduce it, as by "
-                    f"loss.mean(), or pass a gradient of its shape"
-                )
+            if loss.ndim:
+                if loss.numel() != 1:
+                    raise ValueError(
+                        f"amp.backward: the loss has the shape {list(loss.shape)}, expected a scalar; reduce it, as by "
+                        f"loss.mean(), or pass a gradient of its shape"
+                    )
+                loss = loss.reshape(())
             # In fp16 a loss of 1 times a scale of 65536 is already infinite. In float64 a weight of 1/3 needs float64.
             is_double = loss.dtype is torch.float64
             loss = loss if is_double else loss.float()
-            loss = loss if loss.ndim == 0 else loss.reshape(())
             for observer in self.observers:
                 observer.on_loss(loss)
-            for probe in self._probes if self._losses else ():
-                if (weight := probe()) is not None and weight.grad is not None:
-                    break
-            else:  # the gradients of this window were cleared: its batch was dropped
-                self._losses = self._losses if not self._probes else []
-            if self._is_stepping:
-                self._losses, self._is_stepping = [], False
-            elif len(self._losses) > 64:
-                self._losses = [torch.stack(self._losses).sum()]
-            is_plain = type(loss) is Tensor and loss.dtype is torch.float32 and loss.device == self._zero.device
-            self._losses += [loss.data if is_plain else _zero_or_nan(loss.data, self._zero)]  # not its graph
+            is_plain = not is_double and type(loss) is Tensor and loss.device == self._zero.device
+            added = loss.data if is_plain else _zero_or_nan(loss.data, self._zero)  # not its graph
+            before, self._is_stepping = None if self._is_stepping else self._loss, False
+            if before is not None and self._probes:
+                for probe in self._probes:
+                    if (weight := probe()) is not None and weight.grad is not None:
+                        break
+                else:
+                    before = None  # the gradients of this window were cleared: its batch was dropped
+            self._loss = added if before is None else before + added
             weight = gradient if isinstance(gradient, Tensor) else None if is_double else self._numbers[gradient]
             gradient = self.scaler.scale.double() * gradient if weight is None else self.scaler.scale * weight
         elif self.scaler.policy is not None:
             gradient = self.scaler.scale * gradient
-        seed = gradient.to(loss)
+        seed = gradient if gradient.dtype is loss.dtype and gradient.device == loss.device else gradient.to(loss)
         for observer in self.observers:
             observer.on_backward(seed)
         run = self._autocast_off()(run_backward) if torch.is_autocast_enabled(self.device.type) else run_backward
@@ -426,9 +427,8 @@ class Amp:
                 found.append(self._examine(state, own, each not in unscaled, agree and each in sharded))
                 on_device, has_grads = on_device and state.on_device, has_grads or bool(state.grads)
             overflow = skipped = functools.reduce(torch.maximum, found)
-            if self._losses:
-                loss = self._losses[0] if len(self._losses) == 1 else torch.stack(self._losses).sum()
-                skipped = torch.addcmul(overflow, loss, self._zero).ne_(self._zero)  # inf times 0 is NaN
+            if self._loss is not None:
+                skipped = torch.addcmul(overflow, self._loss, self._zero).ne_(self._zero)  # inf times 0 is NaN
             self._is_stepping = True
             self._num_stepped += len(states)
             if agree:
@@ -576,7 +576,7 @@ class Amp:
 
     def _end_window(self) -> None:
         self._states.clear()
-        self._losses, self._outcomes, self._num_stepped = [], [], 0
+        self._loss, self._outcomes, self._num_stepped = None, [], 0
         self._in_window = self._is_stepping = False
 
     def zero_grad(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -658,7 +658,7 @@ class Amp:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins with a new window. It guards copies of the networks; 16-bit weights refuse to be copied."""
-        window = {"_states": {}, "_checked": set(), "_in_window": False, "_losses": [], "_outcomes": [], "_probes": []}
+        window = {"_states": {}, "_checked": set(), "_in_window": False, "_loss": None, "_outcomes": [], "_probes": []}
         window |= {"_num_stepped": 0, "_is_stepping": False, "_sharing": 0, "_rehearsal": None, "observers": []}
         return vars(self) | window
 

@@ -45,6 +45,9 @@ def num_samples(batch: Any) -> int:
     Raises:
         TypeError: there is no tensor among the fields.
     """
+    first = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if isinstance(first, Tensor) and first.ndim:  # most batches, without generators
+        return first.size(0)
     tensors = list(_fields(batch, is_outermost=True))
     if not tensors:
         raise TypeError(
@@ -151,9 +154,9 @@ def microbatch_weights(counts: Sequence[float | Tensor]) -> list[float | Tensor]
 
 def _sum(counts: Sequence[float | Tensor]) -> float | Tensor:
     """The sum of counts, exact: of tensors in int64 or in their widest floating type."""
-    total = sum(counts)
-    if isinstance(total, Tensor):
-        return sum(c.to(_wide(c)) if isinstance(c, Tensor) else c for c in counts)
+    is_tensor = bool(counts) and isinstance(counts[0], Tensor)  # numbers and tensors may be mixed
+    if is_tensor or isinstance(total := sum(counts), Tensor):
+        return sum([c.to(_wide(c)) if isinstance(c, Tensor) else c for c in counts])
     if not total >= 0 or (counts and min(counts) < 0):
         raise ValueError(f"a micro-batch counts {min(counts)}; expected a number of at least 0")
     return total
@@ -172,7 +175,7 @@ def _shares(counts: Sequence[float | Tensor], total: float | Tensor) -> list[flo
     if several_ranks():
         total = total.clone()
         dist.all_reduce(total)
-    total = torch.where(total > 0, total, torch.ones_like(total))
+    total = torch.where(total > 0, total, 1)
     dtypes = [torch.promote_types(getattr(c, "dtype", torch.float32), torch.float32) for c in counts]
     return [(c / total).to(dtype) for c, dtype in zip(counts, dtypes, strict=True)]
 

@@ -50,15 +50,15 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("num, most", [(1, 102), (4, 277)])
+@pytest.mark.parametrize("num, most", [(1, 101), (4, 276)])
 def test_a_step_calls_fewer_functions_than_one_by_hand(counts: Any, mode: str, num: int, most: int) -> None:
     """Though it has a schedule, checks in every mode and weights of micro-batches, which that one has not.
 
-    For the check of the loss it has one operation more where there is one micro-batch and no loss scale.
+    For the check of the loss it has one operation more where there is no loss scale.
     """
     ours, by_hand = counts[mode, num, "ours"], counts[mode, num, "by hand"]
     assert ours["calls"] <= most and ours["calls"] < 0.65 * by_hand["calls"] and ours["waits"] == 0
-    assert ours["operations"] <= by_hand["operations"] + (num == 1)
+    assert ours["operations"] <= by_hand["operations"] + (mode == "fp32" or num == 1)
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
