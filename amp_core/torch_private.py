@@ -54,7 +54,6 @@ _ROWS = (
         "torch.Tensor._version",
         "whether a tensor was written into",
         "perf.recast_weights has no effect, 16-bit networks round the outputs of islands and lose what a program "
-        "perf.recast_weights has no effect, 16-bit networks round the outputs of islands and lose what a program "
         "writes into their weights, and a backward pass into unscaled or summed gradients goes unnoticed",
     ),
     (

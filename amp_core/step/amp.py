@@ -224,13 +224,12 @@ class Amp:
         # The initial gradient: weight and scale add no operator to the graph. Of scalars it is a new tensor each time,
         # since gradients may be views of it; without a policy the scale is 1.
         if not isinstance(gradient, Tensor) or gradient.ndim == 0:
-            if loss.ndim:
-                if loss.numel() != 1:
-                    raise ValueError(
-                        f"amp.backward: the loss has the shape {list(loss.shape)}, expected a scalar; reduce it, as by "
-                        f"loss.mean(), or pass a gradient of its shape"
-                    )
-                loss = loss.reshape(())
+            if loss.ndim and loss.numel() != 1:
+                raise ValueError(
+                    f"amp.backward: the loss has the shape {list(loss.shape)}, expected a scalar; reduce it, as by "
+                    f"loss.mean(), or pass a gradient of its shape"
+                )
+            loss = loss.reshape(()) if loss.ndim else loss
             # In fp16 a loss of 1 times a scale of 65536 is already infinite. In float64 a weight of 1/3 needs float64.
             is_double = loss.dtype is torch.float64
             loss = loss if is_double else loss.float()
