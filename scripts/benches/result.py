@@ -327,7 +327,8 @@ from the files beside it, and `tests/runs/test_bench.py` compares them.
     python scripts/bench.py all --out benchmarks/NAME    # all files of a machine, about ten minutes on two quiet cores
     python scripts/bench.py table                        # this page
 
-A number is a median with its interval: {interval}.
+A number is a median with its interval: {interval}. Each result names
+its date and commit; `inference`, `scale`, `start` and `tail` can be measured again at theirs.
 
 In the files, {spread}.
 """
