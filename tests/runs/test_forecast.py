@@ -30,18 +30,20 @@ MLP = [*(one for one in SMALL["classification"] if not one.startswith("model")),
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
-def told(recipe: str, settings: list[str], windows: int = 2) -> Forecast:
-    found: list[Forecast] = []
-    overrides = [f"recipe={recipe}", *COMMON, *settings, "amp=bf16"]
-    assert doctor.visit(overrides, lambda loop, count: forecast_windows(loop, windows, found)) == 0
+def visited(driver: Any, recipe: str, settings: list[str], mode: str) -> Any:
+    """What a driver of doctor.py finds of a recipe."""
+    found: list[Any] = []
+    overrides = [f"recipe={recipe}", *COMMON, *settings, f"amp={mode}"]
+    assert doctor.visit(overrides, lambda loop, count: driver(loop, found)) == 0
     return found[0]
+
+
+def told(recipe: str, settings: list[str], windows: int = 2) -> Forecast:
+    return visited(lambda loop, found: forecast_windows(loop, windows, found), recipe, settings, "bf16")
 
 
 def checked(recipe: str, settings: list[str], forecast: Forecast) -> Check:
-    found: list[Check] = []
-    overrides = [f"recipe={recipe}", *COMMON, *settings, "amp=fp16"]
-    assert doctor.visit(overrides, lambda loop, count: check_windows(loop, forecast, found)) == 0
-    return found[0]
+    return visited(lambda loop, found: check_windows(loop, forecast, found), recipe, settings, "fp16")
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, recipe: str, layer: str, power: int) -> None:
@@ -116,13 +118,9 @@ def test_a_census_knows_places_and_kinds() -> None:
             output = net(inputs)
         output.float().sum().backward()
     found = {(look.module, look.kind): look for look in census.looks}
-    assert {key for key in found if key[0] is not None} == {
-        ("", "activations"),
-        ("", "activation_gradients"),
-        ("inner", "weights"),
-        ("inner", "activations"),
-        ("inner", "weight_gradients"),
-    }
+    own = {("", kind) for kind in ("activations", "activation_gradients")}
+    own |= {("inner", kind) for kind in ("weights", "activations", "weight_gradients")}
+    assert {key for key in found if key[0] is not None} == own
     casts = [look.numbers.not_zero for look in census.looks if look.kind == "weights"]
     assert sorted(casts) == [4, 16]
     looks = [look for look in census.looks if look.kind == "weight_gradients"]

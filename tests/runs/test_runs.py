@@ -103,9 +103,14 @@ def test_it_learns_and_the_modes_agree():
 
 def test_a_finished_run_says_so_and_a_longer_one_goes_on(capsys):
     folder = run("run_dir=a", "steps=4")
-    before = state(folder)
+    before, expected = state(folder), summary(folder)["eval"]
+    for steps in (4, 3):
+        run("run_dir=a", f"steps={steps}")
+        assert "already finished" in capsys.readouterr().out or steps == 3
+        assert not differing(before, state(folder))
+    (folder / "summary.json").unlink()  # killed between the last checkpoint and its summary
     run("run_dir=a", "steps=4")
-    assert "already finished" in capsys.readouterr().out and not differing(before, state(folder))
+    assert summary(folder)["status"] == "finished" and summary(folder)["eval"] == expected
     run("run_dir=a", "steps=6")
     assert state(folder)["progress"]["step"] == 6
     assert [line["step"] for line in lines(folder) if line["split"] == "eval"] == [4, 6]
@@ -195,18 +200,7 @@ def test_a_checkpoint_loads_in_plain_pytorch():
     assert done.stdout.count("All keys matched") == 2, done.stderr
 
 
-def test_changed_settings_are_refused_with_the_list_unless_allowed(capsys):
-    folder = run("run_dir=a", "steps=3")
-    before = (folder / ".hydra" / "config.yaml").read_text()
-    run("run_dir=a", "steps=6", "optimizer.lr=0.5", "seed=9", code=2)
-    err = capsys.readouterr().err
-    assert "optimizer.lr: 0.002 -> 0.5" in err and "seed: 0 -> 9" in err and "allow_changes" in err
-    assert (folder / ".hydra" / "config.yaml").read_text() == before
-    run("run_dir=a", "steps=6", "optimizer.lr=0.5", "seed=9", "allow_changes=true")
-    assert summary(folder)["step"] == 6
-
-
-def test_a_refused_resume_touches_nothing(capsys):
+def test_changed_settings_are_refused_with_the_list_unless_allowed_and_touch_nothing(capsys):
     folder = run("run_dir=a", "steps=3")
     run("run_dir=b", "steps=2")
 
@@ -214,20 +208,16 @@ def test_a_refused_resume_touches_nothing(capsys):
         return {p: p.read_bytes() for p in sorted(Path().rglob("*")) if p.is_file() and p.name != ".lock"}
 
     before = everything()
+    run("run_dir=a", "steps=6", "optimizer.lr=0.5", "seed=9", code=2)
+    err = capsys.readouterr().err
+    assert "optimizer.lr: 0.002 -> 0.5" in err and "seed: 0 -> 9" in err and "allow_changes" in err
     run("run_dir=a", "steps=6", "batch_size=16", code=2)
     assert "16 samples per step, the checkpoint has 8" in capsys.readouterr().err
     run("resume=a", "steps=6", "optimizer.lr=0.5", code=2)
     assert everything() == before and summary(folder)["status"] == "finished"
     assert not list(Path().glob("outputs/classification/*"))
-
-
-def test_a_run_past_its_end_is_finished_even_without_its_summary():
-    folder = run("run_dir=a", "steps=5")
-    expected = summary(folder)["eval"]
-    run("run_dir=a", "steps=3")
-    (folder / "summary.json").unlink()  # killed between the last checkpoint and its summary
-    run("run_dir=a", "steps=5")
-    assert summary(folder)["status"] == "finished" and summary(folder)["eval"] == expected
+    run("run_dir=a", "steps=6", "optimizer.lr=0.5", "seed=9", "allow_changes=true")
+    assert summary(folder)["step"] == 6
 
 
 def test_epochs_count_samples_when_the_samples_per_step_change():
