@@ -336,10 +336,9 @@ class Checkpoint:
             CheckpointError: none is sound, it is refused, or it is of another model; nothing was changed.
         """
         self._join()
-        found = reading.find(self.folder if path is None else Path(path), self._ranks, self._select)
+        find = reading.find if path is None else reading.must_find
+        found = find(self.folder if path is None else Path(path), self._ranks, self._select)
         if found is None:
-            if path is not None:
-                raise CheckpointError(f"{path}: there is no checkpoint")
             return None
         contents, selection = found.contents, found.selection
         for name, state in selection.wanted.items():

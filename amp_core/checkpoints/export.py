@@ -57,9 +57,7 @@ def export(source: Path, target: Path, part: str | None = None) -> list[str]:
             raise CheckpointError(f"{folder}: {part} holds more than tensors ({other}): use a .pt file")
         return reading.Selection(lambda entry: shards.want_all(entry) if entry.paths[0][0] == part else None)
 
-    found = reading.find(source, None, select)
-    if found is None:
-        raise CheckpointError(f"{source}: there is no checkpoint")
+    found = reading.must_find(source, None, select)
     contents = found.contents if part is None else found.contents[part]
     if target.suffix == ".pt":
         data = plain_state.serialise(contents)

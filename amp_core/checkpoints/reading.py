@@ -90,12 +90,30 @@ def read(path: str | os.PathLike[str], *, notes: list[str] | None = None) -> dic
     `path` is a step folder, a `state.pt`, a folder of checkpoints, or a run folder (its newest sound one). Rejected
     ones are appended to `notes`. CheckpointError: there is none, or none is sound.
     """
-    found = find(Path(path))
-    if found is None:
-        raise CheckpointError(f"{path}: there is no checkpoint")
+    found = must_find(Path(path))
     if notes is not None:
         notes += found.notes
     return found.contents
+
+
+class NoCheckpoint(CheckpointError):
+    """A place that was named holds no checkpoint at all, neither sound nor damaged."""
+
+
+def must_find(path: Path, ranks: Ranks | None = None, select: Select | None = None) -> Found:
+    """As `find`; NoCheckpoint: there is none."""
+    found = find(path, ranks, select)
+    if found is None:
+        raise NoCheckpoint(f"{path}: {_why_none(path)}")
+    return found
+
+
+def _why_none(path: Path) -> str:
+    if not path.exists():
+        return "there is no such file or folder; expected a run, a checkpoint, or its file"
+    if any((path / name).exists() for name in (".hydra", "summary.json", "checkpoints")):
+        return "the run has saved no checkpoint yet; resume it with its own command, or name another one"
+    return "holds neither a run nor a checkpoint"
 
 
 def find(path: Path, ranks: Ranks | None = None, select: Select | None = None) -> Found | None:

@@ -15,7 +15,16 @@ from typing import Any
 
 from amp_core.cli.command import program
 from amp_core.config.errors import ConfigError
-from amp_core.config.files import is_own_link, kind_of, open_file, read_bytes, read_json, read_yaml, why_no_folder
+from amp_core.config.files import (
+    holds_checkpoint,
+    is_own_link,
+    kind_of,
+    open_file,
+    read_bytes,
+    read_json,
+    read_yaml,
+    why_no_folder,
+)
 from amp_core.config.redact import holds_secret
 from amp_core.config.rules import differences, node_range
 from amp_core.config.schema import Config
@@ -48,7 +57,7 @@ def check_run_dir(run_dir: str, cfg: Config) -> None:
     if is_locked(folder) and (nodes is None or nodes[1] == 1):
         raise ConfigError(f"run_dir={run_dir}: another process is writing there; wait for it, or choose another folder")
     stored = stored_config(folder)
-    if stored is None or cfg.task == "predict" or not any(folder.glob("checkpoints/step_*")):
+    if stored is None or cfg.task == "predict" or not holds_checkpoint(folder):
         return
     if cfg.resume == "never":
         raise ConfigError(f"resume=never: {run_dir} holds a run already; choose another run_dir, or resume=auto")
@@ -112,6 +121,8 @@ def check_place(key: str, path: str) -> str | None:
 OVERWRITTEN = (".hydra", ".lock", "checkpoints", "doctor", "environment.json", "metrics.jsonl", "samples")
 OVERWRITTEN += ("predictions", "predictions.jsonl", "summary.json", "train.log", "wandb_id")
 """Names in a run folder that a run makes, and changes when they are there; so do TensorBoard and wandb with theirs."""
+_OF_SHELLS = (".log", ".out", ".err", ".sh", ".sbatch", ".pid")
+"""What a scheduler or a shell puts beside a run."""
 _FOLDERS = (".hydra", "checkpoints", "doctor", "predictions", "samples")
 
 
@@ -125,11 +136,22 @@ def _check_names(folder: Path) -> Iterator[str]:
         if found not in ("", "a link", expected):
             yield f"{name} is {found}, expected {expected}; remove it, or choose another folder"
     stored = stored_config(folder)
-    if any(folder.glob("checkpoints/step_*")) or (stored is not None and {"recipe", "amp"} <= stored.keys()):
+    if holds_checkpoint(folder) or (stored is not None and {"recipe", "amp"} <= stored.keys()):
         return
     foreign = [name for name in OVERWRITTEN if os.path.lexists(folder / name) and not _is_left(folder / name)]
     if foreign:
         yield f"holds no run, and files that a run would change: {', '.join(foreign)}; choose another folder"
+        return
+    others = [name for name in _visible(folder) if name not in OVERWRITTEN and not name.endswith(_OF_SHELLS)]
+    if others:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        yield f"is no run: it holds {', '.join(others[:3])}{more}; choose a new folder, such as {folder / 'run'}"
+
+
+def _visible(folder: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    return []
 
 
 def _is_left(path: Path) -> bool:
@@ -221,7 +243,7 @@ def source_of(values: dict[str, Any]) -> Path | None:
     for folder in (inside, *inside.parents[:3]):  # a run, its checkpoints, one of them, or its file
         if folder == inside or folder / "checkpoints" in (inside, *inside.parents):
             stored = stored_config(folder)
-            if stored is not None and isinstance(stored.get("recipe"), dict) and any(folder.glob("checkpoints/step_*")):
+            if stored is not None and isinstance(stored.get("recipe"), dict) and holds_checkpoint(folder):
                 return folder
     return None
 

@@ -299,13 +299,9 @@ def masked_images(folder: Path, skipped: Skipped | None = None) -> tuple[list[tu
     images, masks = found
     if not images:
         problems.append(f"{folder.name}/images has no images; expected files that end with {', '.join(IMAGE_ENDINGS)}")
-    for names, message in (
-        (images.keys() - masks, "images without a mask"),
-        (masks.keys() - images, "masks without an image"),
-    ):
-        if names:
-            shown = _first_few(names)
-            problems.append(f"{folder.name} has {message}: {shown}; expected the same names in images and masks")
+    alone = {"images without a mask": images.keys() - masks, "masks without an image": masks.keys() - images}
+    if found := [f"{what}: {_first_few(names)}" for what, names in alone.items() if names]:
+        problems.append(f"{folder.name} has {', and '.join(found)}; expected the same names in images and masks")
     return [(images[name], masks[name]) for name in sorted(images.keys() & masks)], problems
 
 
@@ -355,7 +351,8 @@ def _check_identities(cfg: DataConfig) -> Iterator[str]:
     for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
         root = None if path is None else Path(path).expanduser()
         if root is not None and not root.is_dir():
-            yield f"data.{key}={path}: there is no such folder; expected one with {parts}"
+            hint = f"; expected one with {parts}" if key == "path" or Path(cfg.path or "").expanduser().is_dir() else ""
+            yield f"data.{key}={path}: there is no such folder{hint}"
         elif root is not None and cfg.name == "records":
             missing = (name for name in ("train.rec", "train.idx") if not (root / name).is_file())
             yield from (f"data.{key}={path}: has no file {name}; expected {parts}" for name in missing)

@@ -41,6 +41,11 @@ def kind_of(path: Path) -> str:
     return "a file" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a device")
 
 
+def holds_checkpoint(run_dir: str | os.PathLike[str]) -> bool:
+    """Whether a run has saved a checkpoint, sound or not."""
+    return any(Path(run_dir).glob("checkpoints/step_*"))
+
+
 def why_no_folder(path: Path) -> str | None:
     """Why a folder cannot be made, or written to if it is there; None: it can."""
     while not path.exists() and path != path.parent:
