@@ -80,6 +80,10 @@ def runner(name: str) -> Callable[[Any, Any], dict[str, float]]:
         from amp_core.doctor.monitors import doctor
 
         env.doctor = doctor
+        if cfg.task == "predict":
+            from amp_core.run.predict import with_data
+
+            cfg = with_data(cfg)
         return find(name).run(cfg, env)
 
     return run

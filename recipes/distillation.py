@@ -246,7 +246,7 @@ def read_teacher(path: str) -> tuple[str, dict[str, Any], Mapping[str, Tensor]]:
         CheckpointError: no readable checkpoint.
         ConfigError: the run did not train an image classification network.
     """
-    contents = read(path)
+    contents = read(path, key="recipe.teacher")
     model = contents["config"].get("model", {})
     if "model" not in contents or check_model(model.get("name", ""), model.get("options", {}), MODELS):
         raise ConfigError(

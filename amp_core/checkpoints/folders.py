@@ -169,11 +169,20 @@ def write_step(target: Path, files: Mapping[str, Sequence[Any]]) -> None:
     """Writes a step folder. Any call of it may be the last: the newest checkpoint loads all the same."""
     temporary = make_temporary(target)
     try:
-        for name, data in files.items():
-            write_file(temporary / name, *data)
-        publish(temporary, target)
+        complete(temporary, target, files)
     finally:
         abandon(temporary)
+
+
+def complete(temporary: Path, target: Path, files: Mapping[str, Sequence[Any]]) -> None:
+    """Writes the last files of a step folder, and gives it its name when they are on disk."""
+    for name, data in files.items():
+        write_file(temporary / name, *data)
+    sync_folder(temporary)
+    damaged = set_aside(target) if os.path.lexists(target) else None
+    _rename(temporary, target)
+    if damaged:
+        abandon(damaged)  # the new one is safe, and the next run tries again
 
 
 def make_temporary(target: Path) -> Path:
@@ -184,15 +193,6 @@ def make_temporary(target: Path) -> Path:
     with opened(target.parent) as folder:
         os.mkdir(temporary.name, dir_fd=folder)
     return temporary
-
-
-def publish(temporary: Path, target: Path) -> None:
-    """Gives a step folder its name when its files are on disk."""
-    sync_folder(temporary)
-    damaged = set_aside(target) if os.path.lexists(target) else None
-    _rename(temporary, target)
-    if damaged:
-        abandon(damaged)  # the new one is safe, and the next run tries again
 
 
 def abandon(temporary: Path) -> None:

@@ -210,13 +210,9 @@ def _plain_groups(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> lis
     settings = _settings(optimizer)
 
     def plain(value: Any) -> Any:
-        return (
-            value.item()
-            if isinstance(value, Tensor)
-            else str(value)
-            if isinstance(value, torch.dtype | enum.Enum)
-            else value
-        )
+        if isinstance(value, Tensor):
+            return value.item()
+        return str(value) if isinstance(value, torch.dtype | enum.Enum) else value
 
     return [{k: plain(value) if k in settings else value for k, value in group.items()} for group in groups]
 
@@ -256,15 +252,12 @@ def _compare_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[
     is_wrapper = bool(inner_optimizers(optimizer))
     if is_wrapper and there == here and "param_groups" not in state:
         return  # in a layout of its own, which it checks itself
-    groups, states = state.get("param_groups"), state.get("state", {} if is_wrapper else None)
-    if not (
-        isinstance(states, dict)
-        and isinstance(groups, list)
-        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
-        and all(type(number) is int for group in groups for number in group["params"])
-        and isinstance(moved := state.get("moved", []), list)
-        and all(isinstance(keys, list) for keys in moved)
-    ):
+    groups, moved = state.get("param_groups"), state.get("moved", [])
+    states = state.get("state", {} if is_wrapper else None)
+    is_one = isinstance(states, dict) and isinstance(groups, list) and isinstance(moved, list)
+    is_one = is_one and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+    is_one = is_one and all(type(number) is int for group in groups for number in group["params"])
+    if not (is_one and all(isinstance(keys, list) for keys in moved)):
         yield "is not the state of an optimizer"
         return
     if there not in (None, here):
@@ -348,10 +341,8 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
         optimizer.load_state_dict(given)
         return
     taken = _state_of_groups(optimizer, state)
-    saved = [
-        {**group, **new, "params": old["params"]}
-        for group, new, old in zip(groups, taken, state["param_groups"], strict=True)
-    ]
+    pairs = zip(groups, taken, state["param_groups"], strict=True)
+    saved = [{**group, **new, "params": old["params"]} for group, new, old in pairs]
     numbers = [number for number, _ in parameters_of(optimizer, saved)]
     layout, weights = state_layout(optimizer), weights_by_side()
     per_weight = [key for key, value in given.items() if isinstance(value, dict) and numbers and key != "param_groups"]
@@ -492,8 +483,6 @@ def _laid_out(value: Any, parameter: Tensor) -> Any:
     """
     if not isinstance(value, Tensor) or is_dtensor(parameter) or value.shape != parameter.shape:
         return value
-    return (
-        value
-        if value.stride() == parameter.stride()
-        else torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
-    )
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)

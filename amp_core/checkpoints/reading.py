@@ -84,13 +84,14 @@ class Found:
     notes: tuple[str, ...] = ()
 
 
-def read(path: str | os.PathLike[str], *, notes: list[str] | None = None) -> dict[str, Any]:
+def read(path: str | os.PathLike[str], *, notes: list[str] | None = None, key: str = "") -> dict[str, Any]:
     """Reads a checkpoint with no parts at hand: verified as in `Checkpoint.load`, full tensors on the CPU.
 
     `path` is a step folder, a `state.pt`, a folder of checkpoints, or a run folder (its newest sound one). Rejected
-    ones are appended to `notes`. CheckpointError: there is none, or none is sound.
+    ones are appended to `notes`; `key` is the setting that named the path. CheckpointError: there is none, or none is
+    sound.
     """
-    found = must_find(Path(path))
+    found = must_find(Path(path), key=key)
     if notes is not None:
         notes += found.notes
     return found.contents
@@ -100,11 +101,11 @@ class NoCheckpoint(CheckpointError):
     """A place that was named holds no checkpoint at all, neither sound nor damaged."""
 
 
-def must_find(path: Path, ranks: Ranks | None = None, select: Select | None = None) -> Found:
-    """As `find`; NoCheckpoint: there is none."""
+def must_find(path: Path, ranks: Ranks | None = None, select: Select | None = None, key: str = "") -> Found:
+    """As `find`; NoCheckpoint: there is none. `key` is the setting that named the path."""
     found = find(path, ranks, select)
     if found is None:
-        raise NoCheckpoint(f"{path}: {_why_none(path)}")
+        raise NoCheckpoint(f"{key and f'{key}='}{path}: {_why_none(path)}")
     return found
 
 

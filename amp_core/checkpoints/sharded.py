@@ -173,6 +173,4 @@ def _complete(
         for name, entry in files.items():
             if name != STATE and os.stat(temporary / name).st_size != entry["bytes"]:
                 raise SaveError(f"cannot save {target}: rank 0 does not see all of {name}. Earlier ones are intact.")
-        folders.write_file(temporary / STATE, *data)
-        folders.write_file(temporary / MANIFEST, manifest)
-        folders.publish(temporary, target)
+        folders.complete(temporary, target, {STATE: data, MANIFEST: [manifest]})

@@ -51,8 +51,9 @@ class Entry:
         """Size along the sharded dimension."""
         return self.shape[self.dim]
 
-    def shape_of(self, start: int, stop: int) -> tuple[int, ...]:
-        return *self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :]
+    def shape_of(self, start: int, stop: int, dim: int | None = None) -> tuple[int, ...]:
+        dim = self.dim if dim is None else dim
+        return *self.shape[:dim], stop - start, *self.shape[dim + 1 :]
 
     def num_bytes(self, start: int, stop: int) -> int:
         return self.dtype.itemsize * math.prod(self.shape_of(start, stop))
@@ -203,10 +204,7 @@ def read(folder: Path, entries: list[Entry], digests: Mapping[str, str], want: W
     one shard. CorruptFile: a file is not what it should be, and nothing that was read may be used.
     """
     wanted = {i: one for i, entry in enumerate(entries) if (one := want(entry)) is not None}
-    shapes = {
-        i: (*entries[i].shape[:dim], stop - start, *entries[i].shape[dim + 1 :])
-        for i, ((dim, start, stop), _) in wanted.items()
-    }
+    shapes = {i: entries[i].shape_of(start, stop, dim) for i, ((dim, start, stop), _) in wanted.items()}
     num_bytes = sum(entries[i].dtype.itemsize * math.prod(shape) for i, shape in shapes.items())
     require_memory("what is needed of the shards", num_bytes)
     found = {i: torch.empty(shape, dtype=entries[i].dtype) for i, shape in shapes.items()}

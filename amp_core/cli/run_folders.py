@@ -122,7 +122,6 @@ OVERWRITTEN = (".hydra", ".lock", "checkpoints", "doctor", "environment.json", "
 OVERWRITTEN += ("predictions", "predictions.jsonl", "summary.json", "train.log", "wandb_id")
 """Names in a run folder that a run makes, and changes when they are there; so do TensorBoard and wandb with theirs."""
 _OF_SHELLS = (".log", ".out", ".err", ".sh", ".sbatch", ".pid")
-"""What a scheduler or a shell puts beside a run."""
 _FOLDERS = (".hydra", "checkpoints", "doctor", "predictions", "samples")
 
 
@@ -138,24 +137,18 @@ def _check_names(folder: Path) -> Iterator[str]:
     stored = stored_config(folder)
     if holds_checkpoint(folder) or (stored is not None and {"recipe", "amp"} <= stored.keys()):
         return
-    foreign = [name for name in OVERWRITTEN if os.path.lexists(folder / name) and not _is_left(folder / name)]
-    if foreign:
-        yield f"holds no run, and files that a run would change: {', '.join(foreign)}; choose another folder"
-        return
-    others = [name for name in _visible(folder) if name not in OVERWRITTEN and not name.endswith(_OF_SHELLS)]
+    others: list[str] = []
+    with contextlib.suppress(OSError):
+        others = sorted(name for name in os.listdir(folder) if not _is_left(folder / name))
     if others:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        yield f"is no run: it holds {', '.join(others[:3])}{more}; choose a new folder, such as {folder / 'run'}"
-
-
-def _visible(folder: Path) -> list[str]:
-    with contextlib.suppress(OSError):
-        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    return []
+        yield f"holds no run, but {', '.join(others[:3])}{more}; choose a new folder, such as {folder / 'run'}"
 
 
 def _is_left(path: Path) -> bool:
-    """What a run leaves that ended before it began."""
+    """What a run leaves that ended before it began, and what a scheduler or a shell puts beside it."""
+    if path.name not in OVERWRITTEN:
+        return path.name.startswith(".") or path.name.endswith(_OF_SHELLS)
     if path.is_dir():
         return all(entry.name.startswith(".") for entry in path.iterdir())
     if path.name == "summary.json":

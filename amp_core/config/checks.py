@@ -12,7 +12,7 @@ from pathlib import Path
 
 from amp_core.config.errors import suggest
 from amp_core.config.files import read_bytes, visible
-from amp_core.config.schema import DataConfig
+from amp_core.config.schema import Config, DataConfig
 
 KINDS = {
     "mnist_subset": "images", "synthetic": "images", "image_folder": "images", "imagenet": "images",
@@ -75,6 +75,13 @@ def _check_exclude(cfg: DataConfig) -> Iterator[str]:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             yield f"data.exclude={cfg.exclude}: cannot be read: {reason}; expected a list of names, one a line"
+
+
+def lacks_data(cfg: Config) -> bool:
+    """Whether a run predicts files without the data that it was trained on: its checkpoint knows the classes."""
+    if cfg.task != "predict" or cfg.predict_on is None or cfg.model.weights is not None or cfg.data.path is None:
+        return False
+    return cfg.data.name in (*DECODED, "mask_folder") and not Path(cfg.data.path).expanduser().exists()
 
 
 def tag_of_timm(name: str) -> str | None:

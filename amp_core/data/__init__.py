@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from amp_core.config.checks import KINDS, check_data
+from amp_core.config.checks import DECODED, KINDS, check_data
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Dataset, Key
@@ -24,8 +24,9 @@ def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Da
     Raises:
         ConfigError: settings or files that do not fit.
     """
-    problems = check_data(cfg)
-    if problems:
+    # Image files have a number of classes only in a prediction (`run.predict.with_data`).
+    is_given = cfg.num_classes is not None and cfg.name in (*DECODED, "mask_folder")
+    if problems := [] if is_given else check_data(cfg):
         raise ConfigError(problems)
     builders = importlib.import_module(f"amp_core.data.{KINDS[cfg.name]}").BUILDERS
     data: Data = builders[cfg.name](cfg, seed, channels)

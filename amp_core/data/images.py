@@ -446,6 +446,10 @@ def class_files(
 def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path and cfg.image_size, "check_data was not asked"
     root, size = Path(cfg.path).expanduser(), cfg.image_size
+    if cfg.num_classes is not None:  # to predict
+        paths = list(images_below(root))
+        files = ImageFiles(paths, np.zeros(len(paths)), cfg.num_classes, size, False, seed)
+        return data_of(files, files)
     classes, chosen = class_names(root / "train"), Chosen(cfg)
 
     def part(name: str, augment: bool, on_device: bool = False) -> ImageFiles:

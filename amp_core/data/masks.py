@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from amp_core.config.checks import brain_files, masked_images, photographs
+from amp_core.config.checks import brain_files, images_below, masked_images, photographs
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Chosen, Data, Key, Paths, uniforms, unpack
@@ -299,6 +299,10 @@ def _values(path: str) -> Pixels:
 def _mask_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path and cfg.image_size, "check_data was not asked"
     root, size, chosen = Path(cfg.path).expanduser(), cfg.image_size, Chosen(cfg)
+    facts = {"image_shape": (3, size, size), "num_masks": 1}
+    if cfg.num_classes is not None:  # to predict
+        files = MaskFiles([(path, "") for path in images_below(root)], size, False, seed)
+        return Data(files, files, facts)
 
     def part(name: str, augment: bool) -> MaskFiles:
         pairs = masked_images(root / name, chosen.skipped)[0]
@@ -308,7 +312,6 @@ def _mask_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
             raise ConfigError(f"data.path={cfg.path}: {name}: no images are left by data.exclude={cfg.exclude}")
         return replace(files, pairs=[pair for pair, keep in zip(pairs, kept, strict=True) if keep])
 
-    facts = {"image_shape": (3, size, size), "num_masks": 1}
     return chosen.finish(Data(part("train", cfg.augment), part("val", False), facts))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +18,15 @@ from amp_core.run.locks import lock_folder
 from amp_core.run.machine import describe
 
 logger = logging.getLogger("amp_recipes")
+
+
+@contextlib.contextmanager
+def writing(run_dir: Path | None) -> Iterator[None]:
+    """Turns an error of the system into a SaveError that names the run folder."""
+    try:
+        yield
+    except OSError as problem:
+        raise SaveError(f"run_dir={run_dir}: cannot be written: {problem.strerror or problem}") from problem
 
 
 class RunFolder:
@@ -35,7 +45,7 @@ class RunFolder:
         """Create the run folder and take its lock. Rank 0. What it holds is not touched before `begin`."""
         if self.path is None or not self._env.is_main:
             return
-        try:
+        with writing(self.path):
             path = self.path.absolute()  # fails in a folder that was removed
             for tries_left in reversed(range(100)):
                 self._new = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -48,8 +58,6 @@ class RunFolder:
                         raise
             with contextlib.suppress(FileNotFoundError, ValueError):
                 self.before = read_json(self.path / "summary.json")
-        except OSError as problem:
-            raise SaveError(f"run_dir={self.path}: cannot be written: {problem.strerror or problem}") from problem
 
     def check(self) -> None:
         """Before a checkpoint is written. SaveError: it is not the folder any more that this run has locked."""
@@ -63,7 +71,7 @@ class RunFolder:
         """Write what is known at the start. Called when nothing can refuse the run any more."""
         if self.path is None or not self._env.is_main:
             return
-        try:
+        with writing(self.path):
             hydra = self.path / ".hydra"
             hydra.mkdir(exist_ok=True)
             for place in (self.path, hydra, self.path / "doctor"):
@@ -73,8 +81,6 @@ class RunFolder:
             write_text(hydra / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(self._env.cfg.to_dict())))
             write_text(hydra / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(self._env.job.overrides)))
             write_json(self.path / "environment.json", describe(self._env))
-        except OSError as problem:
-            raise SaveError(f"run_dir={self.path}: cannot be written: {problem.strerror or problem}") from problem
         self._begun = True
         self.write_summary("running", 0)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from amp_core.config.checks import IMAGE_ENDINGS, Skipped, images_below, skipped_note
-from amp_core.config.errors import ConfigError, Diverged, RunError, SaveError
+from amp_core.checkpoints.reading import Selection, must_find
+from amp_core.config.checks import IMAGE_ENDINGS, Skipped, images_below, lacks_data, skipped_note
+from amp_core.config.errors import ConfigError, Diverged, RunError
 from amp_core.config.files import open_file, remove
+from amp_core.config.schema import Config
 from amp_core.data import Data, Dataset
 from amp_core.data.base import Key
 from amp_core.run.environment import Environment
+from amp_core.run.folder import writing
 from amp_core.run.lines import dumps, write_text
 from amp_core.run.terminal import say
 from amp_core.step.amp import Amp
 from amp_core.tensors import unwrap
+
+
+def with_data(cfg: Config) -> Config:
+    """The configuration of a prediction; where its training data is not there, the files to predict stand in for it."""
+    if not lacks_data(cfg):
+        return cfg
+    _images_of(cfg.predict_on or "")
+    place = cfg.run_dir if cfg.resume in ("auto", "last", "never") else cfg.resume
+    found = must_find(Path(place or ""), select=lambda *_: Selection(lambda entry: None))
+    classes = found.contents["progress"].get("classes", [])
+    return replace(cfg, data=replace(cfg.data, path=cfg.predict_on, exclude=None, num_classes=max(len(classes), 1)))
 
 
 def predict(loop: Any, notes: list[str]) -> None:
@@ -47,7 +62,7 @@ def predict(loop: Any, notes: list[str]) -> None:
     file = env.run_dir / "predictions.jsonl"
     if env.any_rank(env.is_main and not (env.run_dir / ".hydra").exists()):  # the folder of a run stays as it is
         env.folder.begin()
-    try:
+    with writing(env.run_dir):
         lines = list(_lines(env, samples, loop.amp, net.eval(), loop.predict, loop.classes))
         if env.world_size > 1:
             parts: list[Any] = [None] * env.world_size
@@ -55,8 +70,6 @@ def predict(loop: Any, notes: list[str]) -> None:
             lines = sorted(line for part in parts for line in part)
         if env.is_main:
             write_text(file, "".join(f"{text}\n" for _, text, _ in lines))
-    except OSError as problem:
-        raise SaveError(f"run_dir={env.run_dir}: cannot be written: {problem.strerror or problem}") from problem
     if unread := sum('"error": ' in text for _, text, _ in lines):
         found = f"{unread} of {len(lines)} images cannot be read: their lines in {file} have an error instead"
         if unread == len(lines):
@@ -130,10 +143,17 @@ def _samples(folder: str | None, data: Data) -> tuple[Dataset, list[str]]:
     if folder is None:
         return data.eval, []
     skipped = Skipped()
-    found = sorted(images_below(Path(folder), skipped))
-    if not found or not hasattr(data.eval, "of_files"):
-        what = "has no images" if not found else "this data set reads no image files"
-        raise ConfigError(
-            f"predict_on={folder}: {what}; expected files of {', '.join(IMAGE_ENDINGS)}, and a data set of such files"
-        )
+    found = _images_of(folder, skipped)
+    if not hasattr(data.eval, "of_files"):
+        raise ConfigError(f"predict_on={folder}: this data set reads no image files; {_EXPECTED}")
     return _Files(found, data.eval), skipped_note(f"predict_on={folder}", skipped)
+
+
+_EXPECTED = f"expected files of {', '.join(IMAGE_ENDINGS)}, and a data set of such files"
+
+
+def _images_of(folder: str, skipped: Skipped | None = None) -> list[str]:
+    found = sorted(images_below(Path(folder), skipped))
+    if not found:
+        raise ConfigError(f"predict_on={folder}: has no images; {_EXPECTED}")
+    return found

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from amp_core.config.checks import DECODED, check_data, tag_of_timm
+from amp_core.config.checks import DECODED, check_data, lacks_data, tag_of_timm
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import why_no_folder
 from amp_core.config.parse import parse
@@ -72,7 +72,8 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
         if not found and sound("amp", "perf"):
             _check_parts(cfg, recipe.MODELS, problems)
     if sound("data"):
-        problems += check_data(cfg.data, recipe.DATA)
+        needless = ("data.path=", "data.exclude=") if not broken and lacks_data(cfg) else ()
+        problems += [problem for problem in check_data(cfg.data, recipe.DATA) if not problem.startswith(needless)]
         if cfg.data.prepare_on == "device" and cfg.data.name in DECODED and not _on_cuda(cfg):
             problems.append(
                 f"data.prepare_on=device: the files of data={cfg.data.name} are decoded by a CUDA GPU, and the run "

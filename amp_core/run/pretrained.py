@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from amp_core.checkpoints.parts import first_few
 from amp_core.checkpoints.plain_state import scan
-from amp_core.checkpoints.reading import read
+from amp_core.checkpoints.reading import NoCheckpoint, read
 from amp_core.config.errors import ConfigError, suggest
-from amp_core.config.files import open_file
+from amp_core.config.files import holds_checkpoint, open_file
 from amp_core.config.schema import Config
 from amp_core.models.images import CLASSIFIERS
 from amp_core.vision import import_torchvision
@@ -44,11 +44,11 @@ def check_weights(cfg: Config) -> list[str]:
     if path == DEFAULT and _default(cfg.model.name) is None:
         how = "networks of torchvision and folders of transformers do; use model.weights=<file>"
         return [f"model.weights={DEFAULT}: model.name={cfg.model.name} has no weights of its own, {how}"]
-    if path != DEFAULT and not _resumes(cfg, cfg.run_dir) and not Path(path).exists():
-        if re.fullmatch(r"(?i)imagenet\w*|pretrained|true|yes", path) and _default(cfg.model.name) is not None:
-            return [f"model.weights={path}: there is no such file or folder. Did you mean model.weights={DEFAULT}?"]
-        return [f"model.weights={path}: there is no such file or folder; expected {_EXPECTED}"]
-    return []
+    if path == DEFAULT or _resumes(cfg, cfg.run_dir) or Path(path).exists():
+        return []
+    is_default = re.fullmatch(r"(?i)imagenet\w*|pretrained|true|yes", path) and _default(cfg.model.name) is not None
+    hint = f". Did you mean model.weights={DEFAULT}?" if is_default else f"; expected {_EXPECTED}"
+    return [f"model.weights={path}: there is no such file or folder{hint}"]
 
 
 def start_from(cfg: Config, run_dir: Path | None, net: nn.Module) -> str:
@@ -82,7 +82,7 @@ def _resumes(cfg: Config, run_dir: str | Path | None) -> bool:
     if cfg.resume not in ("auto", "last", "never"):
         return True
     run_dir = run_dir or cfg.run_dir  # an evaluation has no run folder of its own
-    return run_dir is not None and any(Path(run_dir).glob("checkpoints/step_*"))
+    return run_dir is not None and holds_checkpoint(run_dir)
 
 
 def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str:
@@ -108,12 +108,13 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
     found = _with_prefix(_without_prefix(_read(path, net), own), own)
     # A counter in a floating dtype was cast along with the weights, and may have been rounded: as good as missing.
     found = {name: v for name, v in found.items() if not (name.endswith(_COUNTER) and v.is_floating_point())}
-    kept = {name for name in (*own, *found) if any(_is_below(name, pattern) for pattern in fresh)}
+    below = {pattern: {name for name in (*own, *found) if _is_below(name, pattern)} for pattern in fresh}
+    kept = set().union(*below.values())
     modules = dict.fromkeys(name.rpartition(".")[0] or name for name in own)
     problems = [
         f"model.fresh={pattern}: matches neither a module nor a tensor. {suggest(pattern, modules)}"
-        for pattern in fresh
-        if not any(_is_below(name, pattern) for name in (*own, *found))
+        for pattern, names in below.items()
+        if not names
     ]
     taken = {name: tensor for name, tensor in own.items() if name in found and name not in kept}
     there = {id(tensor) for tensor in taken.values()}  # tied weights may have one name in a file
@@ -124,13 +125,9 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
     ]
     unknown = [name for name in found if name not in (*own, *kept)]
     unlike = [name for name, tensor in taken.items() if not _fits(found[name], tensor)]
-    if missing:
-        problems.append(f"model.weights={path}: has no {first_few(missing)}")
-    if unknown:
-        problems.append(f"model.weights={path}: the network has no {first_few(unknown)}")
-    if unlike:
-        shapes = [f"{name} is {_describe(found[name])}, expected {_describe(own[name])}" for name in unlike]
-        problems.append(f"model.weights={path}: {first_few(shapes)}")
+    shapes = [f"{name} is {_describe(found[name])}, expected {_describe(own[name])}" for name in unlike]
+    said = {"has no ": missing, "the network has no ": unknown, "": shapes}
+    problems += [f"model.weights={path}: {what}{first_few(names)}" for what, names in said.items() if names]
     if not taken and not problems:
         problems.append(f"model.fresh={list(fresh)}: nothing of model.weights={path} is left to load; leave out both")
     if wrong := [*missing, *unlike, *unknown]:
@@ -175,8 +172,6 @@ def _read(path: str, net: nn.Module) -> dict[str, Any]:
         except (OSError, RuntimeError) as problem:
             how = "download it elsewhere, and use model.weights=<file>"
             raise ConfigError(f"model.weights={DEFAULT}: cannot load {path} ({problem}); {how}") from problem
-    if not place.exists():
-        raise ConfigError(f"model.weights={path}: there is no such file or folder; expected {_EXPECTED}")
     try:
         if hasattr(net, "from_pretrained") and (place / "config.json").is_file():
             return _of_transformers(place, net)
@@ -199,28 +194,28 @@ def _read(path: str, net: nn.Module) -> dict[str, Any]:
                 # Mapped where the format allows it: the whole may not fit beside the network.
                 contents = torch.load(place, map_location="cpu", weights_only=True, mmap=is_zip)
         if contents is None or (isinstance(contents, dict) and {"progress", "config"} <= contents.keys()):
-            return _of_run(read(place), net)
+            return _of_run(read(place, key="model.weights"), net)
     except ConfigError:
         raise
+    except NoCheckpoint as problem:
+        inside = sorted(file.name for file in place.glob("*") if file.suffix in SUFFIXES)
+        hint = f"; expected {_EXPECTED}, such as {place / inside[0]}" if inside else ""
+        raise ConfigError(f"{problem}{hint}") from problem
     except Exception as problem:  # torch.load raises a dozen kinds for bytes that are no checkpoint
-        inside = sorted(file.name for file in place.glob("*") if file.suffix in SUFFIXES) if place.is_dir() else []
-        raise ConfigError(
-            f"model.weights={path}: {why_unreadable(problem)}; expected {_EXPECTED}"
-            + (f", such as {place / inside[0]}" if inside else "")
-        ) from problem
-    for key in NESTED:
-        if isinstance(contents, dict) and isinstance(contents.get(key), Mapping):
-            contents = contents[key]
-            break
+        raise ConfigError(f"model.weights={path}: {why_unreadable(problem)}; expected {_EXPECTED}") from problem
+    if isinstance(contents, dict):
+        contents = next((contents[key] for key in NESTED if isinstance(contents.get(key), Mapping)), contents)
     state = {str(name): value for name, value in contents.items()} if isinstance(contents, Mapping) else {}
-    others = [name for name, value in state.items() if not isinstance(value, Tensor)]
-    if others or not state:
-        what = f"{first_few(others)} of {len(state)} names hold no tensor" if others else f"holds {_kind(contents)}"
-        raise ConfigError(
-            f"model.weights={path}: {what}; expected names with tensors, at the top or under {', '.join(NESTED)}: save "
-            f"model.state_dict()"
-        )
-    return state
+    if others := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        what = f"{first_few(others)} of {len(state)} names hold no tensor"
+    elif state:
+        return state
+    else:
+        what = f"holds {'an empty' if isinstance(contents, Mapping) else 'a'} {type(contents).__name__}"
+    raise ConfigError(
+        f"model.weights={path}: {what}; expected names with tensors, at the top or under {', '.join(NESTED)}: save "
+        f"model.state_dict()"
+    )
 
 
 def _of_transformers(folder: Path, net: Any) -> dict[str, Any]:
@@ -243,21 +238,13 @@ def why_unreadable(problem: Exception) -> str:
     return f"cannot be read as tensors ({type(problem).__name__}: {text[:100]}): it is damaged, or of another kind"
 
 
-def _kind(contents: Any) -> str:
-    return f"an empty {type(contents).__name__}" if isinstance(contents, Mapping) else f"a {type(contents).__name__}"
-
-
 def _load_safetensors(path: str) -> dict[str, Any]:
     try:
-        from safetensors import SafetensorError
         from safetensors.torch import load_file
     except ImportError as missing:
         raise ConfigError(f"model.weights={path}: needs the package safetensors: pip install safetensors") from missing
-    try:
-        os.close(open_file(path))  # the library waits for a pipe
-        return load_file(path)
-    except SafetensorError as problem:
-        raise ValueError(str(problem)) from problem
+    os.close(open_file(path))  # the library waits for a pipe
+    return load_file(path)
 
 
 def _of_run(contents: Mapping[str, Any], net: nn.Module) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
-from amp_core.config.checks import names_of_classes
+from amp_core.config.checks import lacks_data, names_of_classes
 from amp_core.config.errors import CheckpointError, ConfigError
 from amp_core.config.lengths import MOST_STEPS
 from amp_core.config.options import choices, read_option
@@ -41,20 +41,19 @@ def progress_of(loop: Loop) -> dict[str, Any]:
     }
 
 
-def _check_progress(loaded: Loaded) -> None:
+def _check_counts(loop: Loop, loaded: Loaded) -> None:
     """Raises CheckpointError for counts that no run has written."""
     exact = 2**53  # of floats, in which lengths are computed
-    ranges = {
-        "step": (0, MOST_STEPS),
-        "samples": (0, exact),
-        "samples_per_step": (1, exact),
-        "planned_samples": (1, exact),
-    }
-    for key, (least, most) in ranges.items():
-        value = loaded.progress.get(key, least if key == "planned_samples" else None)
+    progress = {"planned_samples": 1, "skipped": 0, "consecutive_skips": 0, "averaged": 0, **loaded.progress}
+    counts = {f"{name}.num_taken": (int(each.num_taken), 0, MOST_STEPS) for name, each in loop.schedules.items()}
+    for key in ("step", "skipped", "consecutive_skips", "averaged"):
+        counts[f"progress.{key}"] = progress.get(key), 0, MOST_STEPS
+    for key, least in {"samples": 0, "samples_per_step": 1, "planned_samples": 1}.items():
+        counts[f"progress.{key}"] = progress.get(key), least, exact
+    for key, (value, least, most) in counts.items():
         if type(value) is not int or not least <= value <= most:
             raise CheckpointError(
-                f"{loaded.path}: progress.{key} is {value!r}, expected a whole number from {least} to {most:,}; use "
+                f"{loaded.path}: {key} is {value!r}, expected a whole number from {least} to {most:,}; use "
                 f"resume=<another checkpoint>"
             )
 
@@ -117,30 +116,28 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
     """
     env, cfg = loop.env, loop.cfg
     notes = list(env.job.notes)
-    loop.classes = names_of_classes(cfg.data)
+    loop.classes = [] if lacks_data(cfg) else names_of_classes(cfg.data)
     planned = {name: schedule.num_steps for name, schedule in loop.schedules.items()}
     is_named = cfg.resume not in ("auto", "last", "never")
+    reads = cfg.task == "evaluate" or (cfg.task == "predict" and cfg.model.weights is None)
+    place = cfg.resume if is_named else cfg.run_dir if reads else None
     own = env.run_dir is not None and not (is_named and cfg.task == "predict")
     loaded = loop.checkpoint.load() if own else None
-    if loaded is None and is_named:
-        loaded = loop.checkpoint.load(cfg.resume)
-    elif (
-        loaded is None
-        and cfg.run_dir is not None
-        and (cfg.task == "evaluate" or (cfg.task == "predict" and cfg.model.weights is None))
-    ):
-        loaded = loop.checkpoint.load(cfg.run_dir)
+    if loaded is None and place is not None:
+        loaded = loop.checkpoint.load(place)
     if loaded is None:
         warnings = _spread(loop, notes) + repeats(loop)
         if env.run_dir is not None and (env.run_dir / "metrics.jsonl").exists():
             notes.append("the run folder has no checkpoint yet: starting from step 0")
         return notes, warnings
     notes += loaded.notes
-    _check_progress(loaded)
-    there = list(loaded.progress.get("classes", loop.classes))
-    others = sorted({*loop.classes} ^ {*there}) or there
-    said = "has other classes, or in another order, than the run was trained with, such as"
-    changes = [] if loop.classes == there else [f"data.path={cfg.data.path}: {said} {', '.join(others[:3])}"]
+    _check_counts(loop, loaded)
+    progress = loaded.progress
+    there, changes = list(progress.get("classes", loop.classes)), []
+    if loop.classes != there and not lacks_data(cfg):
+        others = sorted({*loop.classes} ^ {*there}) or there
+        said = "has other classes, or in another order, than the run was trained with, such as"
+        changes = [f"data.path={cfg.data.path}: {said} {', '.join(others[:3])}"]
     if cfg.task == "train":
         _check_changes(loop, loaded, notes, changes)
         _keep_samples_per_step(loop, loaded, notes)
@@ -148,22 +145,23 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
         loop.classes = there  # what the network's outputs mean
         notes += [f"warning: {change}" for change in changes]
     warnings = _spread(loop, notes) + repeats(loop)
-    set_progress(loop, loaded.progress)
-    progress = loaded.progress
+    set_progress(loop, progress)
     loop.metrics.load_states(progress.get("meters", []), env.rank, progress.get("skipped_of", {}))
     loop.owes_evaluation = not progress.get("is_evaluated", True) and loop.step % cfg.eval_every == 0
-    _make_islands(loop, list(loaded.progress.get("islands", [])), notes)
+    _make_islands(loop, list(progress.get("islands", [])), notes)
     old_mode = loaded.config.get("amp", {}).get("name")
     if old_mode != cfg.amp.name:
         notes.append(f"the checkpoint was made with amp={old_mode}, resuming with amp={cfg.amp.name}")
     verb = {"train": "continuing from", "evaluate": "evaluating", "predict": "predicting with"}[cfg.task]
     notes.append(f"{verb} step {loop.step}: {loaded.path}")
-    if cfg.task == "train" and (elsewhere := moved(loaded.path, env.device)):
+    if cfg.task != "train":
+        return notes, warnings
+    if elsewhere := moved(loaded.path, env.device):
         notes.append(elsewhere)
     beyond = [planned[name] - schedule.num_steps for name, schedule in loop.schedules.items()]
-    if cfg.task == "train" and max(beyond, default=0) > 0:
+    if max(beyond, default=0) > 0:
         notes.append(f"steps beyond the schedule's {loop.schedule.num_steps} keep its last learning rate")
-    elif cfg.task == "train" and min(beyond, default=0) < 0:
+    elif min(beyond, default=0) < 0:
         notes.append(f"the schedule keeps its {loop.schedule.num_steps} steps: this run ends before it does")
     return notes, warnings
 

@@ -258,7 +258,7 @@ def test_a_teacher_that_cannot_teach_is_refused_before_anything_is_written(capsy
         "recipe.teacher=nowhere: there is no such file or folder": ("nowhere", 2),
         "recipe.teacher=other: was trained on other images or classes": ("other", 2),
         "foreign.pt: refused: it is not a checkpoint of this project": ("foreign.pt", 3),
-        "empty: there is no checkpoint": ("empty", 3),
+        "recipe.teacher=empty: holds neither a run nor a checkpoint": ("empty", 3),
     }
     capsys.readouterr()
     for message, (path, code) in refused.items():

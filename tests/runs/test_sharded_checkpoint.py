@@ -714,7 +714,7 @@ def test_export_refuses_in_the_way_of_the_project(tmp_path: Path, capsys: pytest
         (folder, tmp_path / "x.safetensors"): (2, "use --part model or ema"),
         (folder, tmp_path / "there.pt"): (2, "is there already"),
         (nothing, tmp_path / "x.pt"): (2, "there is no such file or folder"),
-        (tmp_path, tmp_path / "x.pt"): (3, "there is no checkpoint"),
+        (tmp_path, tmp_path / "x.pt"): (3, "holds neither a run nor a checkpoint"),
         (folder, tmp_path / "x.pt", "--part", "ema"): (3, "has no ema; it has scaler, model, optimizer"),
         (folder, tmp_path / "x.safetensors", "--part", "optimizer"): (3, "holds more than tensors"),
         (folder, nothing / "x.pt"): (4, "cannot save"),
