@@ -447,19 +447,16 @@ def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path and cfg.image_size, "check_data was not asked"
     root, size = Path(cfg.path).expanduser(), cfg.image_size
     if cfg.num_classes is not None:  # to predict
-        paths = list(images_below(root))
-        files = ImageFiles(paths, np.zeros(len(paths)), cfg.num_classes, size, False, seed)
+        files = ImageFiles([], np.zeros(0), cfg.num_classes, size, False, seed).of_files([*images_below(root)])
         return data_of(files, files)
     classes, chosen = class_names(root / "train"), Chosen(cfg)
 
     def part(name: str, augment: bool, on_device: bool = False) -> ImageFiles:
-        # In the order of torchvision's ImageFolder, which follows loops of links without end.
-        paths, labels = class_files(root / name, classes, chosen.skipped, os.path.split)
+        paths, labels = class_files(root / name, classes, chosen.skipped, os.path.split)  # as ImageFolder sorts them
         files = ImageFiles(paths, labels, len(classes), size, augment, seed, on_device, str(root))
         kept = chosen.keep(len(files), files.name_of)
         paths, labels = [path for path, keep in zip(paths, kept, strict=True) if keep], labels[kept]
-        counts = np.bincount(labels, minlength=len(classes))
-        if empty := [label for label, count in zip(classes, counts, strict=True) if not count]:
+        if empty := [classes[i] for i in sorted({*range(len(classes))} - {*np.unique(labels)})]:
             raise ConfigError(f"data.path={cfg.path}: {name}: no images in {', '.join(empty)}")
         return replace(files, files=paths, labels=labels)
 
