@@ -378,10 +378,8 @@ class Checkpoint:
     def newest_before(self, step: int) -> tuple[int, Path] | None:
         """The newest checkpoint of the own folder before `step`, sound or not. Collective with a `group`."""
         self._join()
-        found = self._ranks.first(
-            lambda: [item for item in folders.step_folders(self.folder).items() if item[0] < step]
-        )
-        return max(found, default=None)
+        found = self._ranks.first(lambda: folders.step_folders(self.folder))
+        return max(((number, path) for number, path in found.items() if number < step), default=None)
 
     def snapshot(self) -> dict[str, Any]:
         """A copy in host memory of what this rank has of all parts, for `restore`. Waits for the device."""

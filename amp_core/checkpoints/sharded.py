@@ -119,11 +119,7 @@ def write_sharded(
     if is_there and all(ranks.each(lambda: is_sound(target, ranks.rank, ranks.num))):
         return False
 
-    def begin() -> Path:
-        with folders.saving(target):
-            return folders.make_temporary(target)
-
-    temporary = ranks.first(begin)
+    temporary = ranks.first(lambda: folders.saving(target)(folders.make_temporary)(target))
     try:
         written = ranks.each(lambda: _write_shards(temporary, target, entries, mine, ranks.rank))
         ranks.first(lambda: _complete(temporary, target, contents, entries, written, about))
