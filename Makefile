@@ -48,7 +48,7 @@ check: $(CHECKERS) ## lint, formatting and types, the same as CI; installs the t
 	$(PY) -m ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(PY) -m pyright
 
-format: $(CHECKERS) ## apply what the linter can mend, and the formatting
+format: $(CHECKERS) ## apply what the linter can fix, and the formatting
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 

@@ -24,7 +24,7 @@ if __name__ == "__main__":
         sys.exit(2)
     # Collections look again and again at all that was imported so far: a sixth of the time to import torch.
     gc.disable()
-    # Until a run is set up there is nothing to save, and a traceback out of an import tells nobody anything.
+    # Until a run is set up there is nothing to save, and a traceback inside an import helps nobody.
     for _number, _code in ((signal.SIGINT, 130), (signal.SIGUSR1, 75)):
         signal.signal(
             _number,

@@ -29,7 +29,7 @@ _LINE = 10
 
 
 class Cost:
-    """Step times without a doctor (twice, for what chance does), with one that watches, and with statistics.
+    """Step times without a doctor (twice, which shows the noise), with one that watches, and with statistics.
 
     Args:
         num_steps: of each way.

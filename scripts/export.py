@@ -1,4 +1,4 @@
-"""A checkpoint as one plain file: to go on from, or for other programs. No GPU and no process group is needed.
+"""Export a checkpoint as one plain file, to resume from or for other programs. No GPU and no process group is needed.
 
     python scripts/export.py outputs/language_model/2026-01-31_12-00-00 state.pt      # all of it; resume=state.pt
     python scripts/export.py <run folder> model.safetensors --part model              # weights

@@ -42,7 +42,7 @@ def convert(found: Any) -> tuple[dict[str, Any], list[str]]:
     states = [scalers[name] for name in sorted(scalers) if name.startswith("loss_scaler")]
     if not states or not all(0 < state.get("loss_scale", 0) < math.inf for state in states):
         raise ConfigError(f"amp is {scalers!r}; expected loss_scaler0 with a loss_scale above 0 and unskipped")
-    # One scale serves all losses here. The smallest overflows for none of them.
+    # One scale serves all losses here; with the smallest none of them overflows.
     state = min(states, key=lambda each: each["loss_scale"])
     scaler = {"scale": float(state["loss_scale"]), "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
     scaler["_growth_tracker"] = int(state.get("unskipped", 0)) % 2000
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
             raise ConfigError(f"{flags.target}: is there already; choose another name")
         try:
             found = torch.load(flags.source, map_location="cpu", weights_only=True)
-        except Exception as problem:  # torch.load raises a dozen kinds for bytes that are no checkpoint
+        except Exception as problem:  # torch.load raises a dozen kinds of exceptions for other bytes
             raise ConfigError(f"{flags.source}: {why_unreadable(problem)}") from problem
         try:
             result, lines = convert(found)

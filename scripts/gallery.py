@@ -49,7 +49,7 @@ def main() -> None:
         figure = PICTURES[name]()
         drawn = io.BytesIO()
         figure.savefig(drawn, dpi=110, facecolor="white")
-        # A palette: a third of the bytes, and no difference that one sees.
+        # A palette takes a third of the bytes, without a visible difference.
         Image.open(drawn, formats=("PNG",)).convert("RGB").quantize(128).save(flags.out / f"{name}.png", optimize=True)
         print(flags.out / f"{name}.png")
 

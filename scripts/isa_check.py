@@ -101,7 +101,7 @@ def check(level: str, width: str, tests: list[str]) -> Result:
         kinds = {child.tag: child for child in case}
         bad = kinds.get("failure", kinds.get("error"))
         if bad is not None:
-            reason = " ".join(bad.get("message", "").split())[-300:]  # of a rank's exception the end tells most
+            reason = " ".join(bad.get("message", "").split())[-300:]  # the end of a rank's exception says most
             result.failures.append(f"{case.get('classname')}::{case.get('name')}: {reason}")
         elif "skipped" in kinds:
             result.skipped += 1

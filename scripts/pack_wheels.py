@@ -1,4 +1,4 @@
-"""Collect the wheels that a GPU machine without a network lacks, for `scripts/gpu_check.sh`. torch has to be there.
+"""Collect the wheels, besides those of torch, that a GPU machine without a network lacks for `scripts/gpu_check.sh`.
 
     python scripts/pack_wheels.py                                # into .whl, for Python 3.12 on x86-64 Linux
     python scripts/pack_wheels.py --python 3.11 --machine aarch64 --into /media/stick

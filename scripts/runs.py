@@ -1,4 +1,4 @@
-"""The runs that there are: list, pick, compare and prune them.
+"""List, filter, compare and prune runs.
 
     python scripts/runs.py                                              # all below outputs, multirun and runs
     python scripts/runs.py multirun/lr --where status=finished 'eval.accuracy>0.98' --sort -result
@@ -9,8 +9,8 @@
 
 --where takes status, recipe, amp, seed, step, result, speed, memory, skipped, seconds, exit_code, age (days), eval.*,
 and any setting by its key; with = (also a pattern such as fp16*), !=, and > >= < <=, which a shell wants in quotes.
-prune removes nothing without --yes, never anything of a run that is going on, and only what runs write themselves.
-Before it removes checkpoints, it verifies those that stay.
+prune removes nothing without --yes, never anything of an active run, and only what runs write themselves. Before
+it removes checkpoints, it verifies those that stay.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PLACES = ("outputs", "multirun", "runs")
 
 
 def picked(args: argparse.Namespace) -> list[Run]:
-    """The runs that are asked for; what was passed over is told on stderr."""
+    """The runs that were asked for; what was skipped is reported on stderr."""
     folders = args.folders or [folder for folder in map(Path, PLACES) if folder.is_dir()]
     if gone := [str(folder) for folder in folders if not folder.exists()]:
         raise ConfigError([f"{folder}: there is no such folder" for folder in gone])

@@ -1,7 +1,7 @@
 """Tensors in shards over several files: the table of what lies where, the files, and reading what a rank needs.
 
 The table stands in the manifest of a checkpoint. The files are safetensors, which any reader of that format opens; here
-nothing in them is believed: what the head of a file has to be follows from the table, byte for byte.
+the headers are recomputed from the table and compared, byte for byte.
 """
 
 from __future__ import annotations

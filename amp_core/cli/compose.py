@@ -184,7 +184,7 @@ def _of_run(folder: Path, values: dict[str, Any], overrides: Sequence[str]) -> d
     stored, typed = stored_config(folder) or {}, set(_typed(overrides))
     name = str(stored["recipe"].get("name"))
     if name != values["recipe"]["name"]:
-        if "recipe" in typed:  # of another recipe nothing fits but by chance
+        if "recipe" in typed:  # settings of another recipe fit only by accident
             return values
         if name not in choices("recipe"):
             where = environment_of(folder).get("config_dir") or "<folder>"

@@ -42,7 +42,7 @@ def lease(
 ) -> Iterator[Lease]:
     """Take `count` of the devices, waiting for them as long as others have them.
 
-    Who waits stands in a line: the first takes what becomes free until it has enough. So jobs that need several devices
+    Waiting jobs queue: the first takes what becomes free until it has enough. So jobs that need several devices
     neither block each other with a part of them nor starve behind those that need one.
 
     Args:

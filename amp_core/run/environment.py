@@ -1,6 +1,6 @@
 """What a recipe runs in: device, ranks, networks.
 
-`amp_core.run.process` makes it and tears it down, so that a recipe imports what a step needs, not what is around a run.
+`amp_core.run.process` makes it and tears it down, so that a recipe imports what a step needs, not what surrounds a run.
 """
 
 from __future__ import annotations

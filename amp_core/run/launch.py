@@ -49,7 +49,7 @@ STANDSTILL_SECONDS = 10
 """How long a rank may be stopped by SIGSTOP when the run was asked to end."""
 
 BEREFT_SECONDS = 5
-"""How long ranks may go on without one that ended before the others agreed to: they learn of it at once, or never."""
+"""How long ranks may go on without one that ended before the others agreed to: they notice at once, or never."""
 
 CUT_OFF_SECONDS, LOOK_SECONDS = 20.0, 5.0
 """How long the meeting point of several machines may be silent when no worker is left on this one, and how often it is

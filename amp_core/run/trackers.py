@@ -41,7 +41,7 @@ logger = logging.getLogger("amp_recipes")
 class TensorBoard:
     def __init__(self, folder: Path, purge_step: int) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what it imports is not ours to mend
+            warnings.simplefilter("ignore")  # what it imports is not ours to fix
             from torch.utils.tensorboard import SummaryWriter
         if folder.is_symlink():
             raise OSError(f"{folder} is a link; remove it")
@@ -61,7 +61,7 @@ class TensorBoard:
                 logger.warning("tensorboard is switched off after %d failures: %s", MAX_FAILURES, error)
 
     def poll(self) -> None:
-        """Nothing waits."""
+        """No-op."""
 
     def close(self, summary: Mapping[str, Any]) -> None:
         if self._num_failures == MAX_FAILURES:

@@ -28,7 +28,7 @@ class StepReport:
         taken: 0-d bool, false when the step was skipped.
         grad_norm: 0-d float32, the global L2 norm of the unscaled gradients before clipping. Not finite if one is not.
         taken_on_host: `taken` as a bool for optimizers whose steps the host decides; None if decided on the device.
-        is_rehearsal: the step was rehearsed: it is none of the run's.
+        is_rehearsal: the step was rehearsed and does not count as a step of the run.
     """
 
     taken: Tensor

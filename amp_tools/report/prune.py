@@ -60,7 +60,7 @@ def _may_go(run: Run, days: float) -> bool:
 
 
 def plan_checkpoints(run: Run, days: float) -> Plan | None:
-    """Its checkpoints before the newest sound one, but the best sound one. Those that stay for that are verified.
+    """Plan to remove the checkpoints before the newest sound one, except the best sound one; both are verified.
 
     What is newer than the newest sound one is damaged, or cannot be read now, or is of a newer version: it stays.
     """

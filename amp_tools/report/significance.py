@@ -174,7 +174,7 @@ def _seeds_needed(c: Comparison, count: int) -> int | None:
 
 
 def judge(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """What can be said of each, when all of them are said.
+    """The verdict on each comparison, corrected for their number.
 
     Args:
         comparisons: all of one report about one kind of number; p-values are adjusted for their count.

@@ -144,7 +144,7 @@ class Rank:
         if prepared:
             checkpoint.prepare()
             if checkpoint._preparation is not None:  # on a rank that writes
-                checkpoint._preparation.result()  # training goes on meanwhile
+                checkpoint._preparation.result()  # training continues meanwhile
         return self.save(name, checkpoint)
 
     def load(self, name: str, checkpoint: Checkpoint) -> None:

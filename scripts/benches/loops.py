@@ -41,7 +41,7 @@ def adamw(net: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
 
 
 def sgd(net: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
-    """To AdamW a gradient and a tenth of it are the same: what is wrong with its size shows here alone."""
+    """AdamW does not see the scale of gradients: an error in it shows with SGD alone."""
     return torch.optim.SGD(net.parameters(), lr=0.5, fused=fused or None)
 
 
@@ -66,7 +66,7 @@ def by_hand(net: nn.Module, batches: list[Batch], mode: str, device: str, optimi
 
 
 def best(net: nn.Module, batches: list[Batch], mode: str, device: str, optimize: Optimize) -> Step:
-    """The limit: what a correct step cannot do without, for this network and one of two optimizers alone.
+    """The least that a correct step has to do, for this network and one of two optimizers.
 
     Lists are made once, private kernels of torch are called directly, and nothing is counted, checked, scheduled or
     reported but what the update needs: clipping by the global norm of the unscaled gradients, and in fp16 a loss scale

@@ -153,7 +153,7 @@ def add(
             if name not in peaks:
                 peaks[name] = max(matrix_peak(name, flags.device) for _ in range(3))
         per_sample = flops[0] / flops[1]
-        # Slower than fp32: without units for it, products are emulated and say nothing of the device.
+        # Slower than fp32: without units for it, products are emulated and say nothing about the device.
         share = None if peaks[dtype] < 0.5 * peaks["float32"] else rate.median * per_sample / peaks[dtype]
         row |= {"MFLOP/sample": per_sample / 1e6, "of": dtype, "share of peak": share}
     result.add(**row)

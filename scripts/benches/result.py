@@ -239,11 +239,11 @@ def ratios(times: dict[str, list[float]], to: str, again: str) -> dict[str, Numb
 # --- picture ----------------------------------------------------------------------------------------------------------
 
 COLOURS = ("#3b4a5a", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7a5195", "#8a8a8a")
-"""Told apart by people who confuse red and green."""
+"""Distinguishable with red-green colour blindness."""
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """The rows of a file as a picture. Its ground is white in a dark page, too: all of it is drawn on that."""
+    """The rows of a file as a picture, on white also in dark mode."""
     import matplotlib
 
     matplotlib.use("Agg")

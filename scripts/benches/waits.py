@@ -93,7 +93,7 @@ def counted(device: str) -> Iterator[list[int]]:
     """Inside of it waits are counted into the one entry of the list."""
     found = [0]
     if device == "cpu":
-        # It passes by the dispatcher. Integers are numbers of samples, which never were on a device.
+        # `tolist` bypasses the dispatcher. Integers are counts of samples, which never were on a device.
         with _Reads(found), _calls(torch.Tensor, "tolist", found, lambda tensor: tensor.is_floating_point()):
             yield found
         return

@@ -75,7 +75,7 @@ def _gpt(vocab: int, length: int, width: int, depth: int, heads: int, title: str
 
 WORKS: dict[str, Work] = {
     "mlp": _images("mlp", (1, 14, 14), "MLP, 59k parameters", 32, width=160),
-    # Without dropout: its masks are drawn by whoever comes first.
+    # Without dropout: its masks would depend on which loop runs first.
     "cnn": _images("cnn", (1, 28, 28), "small CNN", 32, dropout=0.0),
     "resnet18": _images("resnet18", (3, 32, 32), "ResNet-18 at 32", 16),
     "gpt": _gpt(256, 64, 64, 4, 4, "GPT, 4 layers of 64", 8),

@@ -1,4 +1,4 @@
-"""What is around a 16-bit denoiser: noise levels, weights of the loss, and averages, in fp32 and wrong in 16 bits."""
+"""What surrounds a 16-bit denoiser: noise levels, weights of the loss, and averages, in fp32 and wrong in 16 bits."""
 
 from __future__ import annotations
 

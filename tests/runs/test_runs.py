@@ -67,7 +67,7 @@ def finish(process, code=0, timeout=100):
     return out + err
 
 
-# --- the course of a run ----------------------------------------------------------------------------------------------
+# --- a run from start to end ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", rows(MODES, "bf16", "fp16_capped"))
@@ -614,7 +614,7 @@ def test_damaged_reports_of_a_run_do_not_keep_it_from_going_on(text):
     expected = summary(folder)["eval"]
     (folder / "summary.json").write_text(text)
     run("run_dir=a", "steps=4", "log_every=5")
-    # One that still says "finished" is believed.
+    # One that still says "finished" is trusted.
     assert text.startswith('{"status"') or summary(folder)["eval"] == expected
     for name in ("summary.json", "metrics.jsonl"):
         (folder / name).write_text(text)

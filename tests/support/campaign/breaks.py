@@ -99,7 +99,7 @@ def _unsafe_shards(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _read_without_digest(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What is in a shard is believed."""
+    """The header of a shard is trusted."""
 
     def stream(*args: Any) -> None:
         try:
