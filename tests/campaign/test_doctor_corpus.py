@@ -35,6 +35,7 @@ from planted_faults import (
 )
 from running import lines, state, summary
 from shared import free_port
+from test_doctor_causes import ROWS
 from test_doctor_silent import FAULTS as SILENT
 from test_recipes import arguments
 from tiers import rows
@@ -375,22 +376,16 @@ def in_test(file, name):
     )
 
 
-ANY_LOOP, PLACES = "test_doctor_in_any_loop.py", "test_doctor_places.py"
+RUNS, FIXES, SILENTLY, HERE = "test_doctor.py", "test_doctor_fixes.py", "test_doctor_silent.py", Path(__file__).name
+PLACES, ORIGINS = "test_doctor_places.py", "test_doctor_origins.py"
 ELSEWHERE = {
-    "underflow in 16 bits": (ANY_LOOP, "test_causes_are_told_apart"),
-    "cancellation in 16 bits": (ANY_LOOP, "test_causes_are_told_apart"),
-    "rounding in 16 bits": (ANY_LOOP, "test_causes_are_told_apart"),
-    "sigmoid before a logarithm": (ANY_LOOP, "test_causes_are_told_apart"),
-    "targets longer than their inputs": (ANY_LOOP, "test_causes_are_told_apart"),
-    "gradient norm beyond fp32": (ANY_LOOP, "test_a_norm_beyond_fp32_is_told_from_gradients_that_are_not_finite"),
-    "training diverges": ("test_doctor.py", "test_training_that_diverges_is_not_healed"),
+    "training diverges": (RUNS, "test_training_that_diverges_is_not_healed"),
     "poisoned gradient": (PLACES, "test_gradients_left_by_an_earlier_window_are_to_blame_if_it_adds_to_them"),
-    "poisoned moment": (ANY_LOOP, "test_moments_that_are_not_finite_are_named"),
-    "poisoned by the optimizer": (ANY_LOOP, "test_a_step_that_makes_weights_nan_is_told_from_its_window"),
-    "poisoned tensor": (ANY_LOOP, "test_a_nan_that_the_program_holds_is_named"),
-    "not found": (ANY_LOOP, "test_a_nan_that_the_program_holds_is_named"),
+    "poisoned moment": (ORIGINS, "test_moments_that_are_not_finite_are_named_with_their_network"),
+    "poisoned by the optimizer": (ORIGINS, "test_a_step_that_makes_weights_nan_is_told_from_its_window"),
+    "not found": (ORIGINS, "test_a_nan_that_the_program_holds_is_named"),
 }
-"""Causes that no fault of the corpus has: the tests that assert them."""
+"""Causes that neither the corpus has nor a row of test_doctor_causes.py: the tests that assert them."""
 
 
 def test_each_cause_of_the_page_has_a_case():
@@ -399,7 +394,7 @@ def test_each_cause_of_the_page_has_a_case():
     cells = [row.split("|")[1].strip() for row in table.splitlines() if row.startswith("| ")][2:]
     named = {re.sub(r"^a(?=n? )", "overflow in a", cause) for cell in cells for cause in cell.split(", ")}
     assert named == set(get_args(Cause))
-    planted = {fault.cause for fault in FAULTS}
+    planted = {each.cause for each in (*FAULTS, *ROWS)} - {None}
     assert planted.isdisjoint(ELSEWHERE) and planted | set(ELSEWHERE) == named
     for cause, (file, name) in ELSEWHERE.items():
         assert f'"{cause}"' in in_test(file, name), cause
@@ -424,16 +419,15 @@ def test_each_silent_fault_of_the_page_has_a_case():
     assert all(row.startswith(begins) for row, begins in zip(found, WARNINGS, strict=True))
 
 
-RUNS, CURES, SILENTLY, HERE = "test_doctor.py", "test_doctor_cures.py", "test_doctor_silent.py", Path(__file__).name
 SENTENCES = {
     "**operation**": (HERE, "test_a_planted_fault_is_located_classified_and_cured"),
     "**module**": (HERE, "test_a_planted_fault_is_located_classified_and_cured"),
     "**source**": (PLACES, "test_a_fault_in_a_gradient_hook_has_the_line_of_the_hook"),
-    "**reached**": (ANY_LOOP, "test_an_infinity_that_is_never_used_is_not_in_the_report"),
+    "**reached**": (ORIGINS, "test_an_infinity_that_is_never_used_is_not_in_the_report"),
     "One that goes nowhere": (HERE, "test_masks_of_minus_infinity_are_no_fault"),
     "**->**": (HERE, "test_a_planted_fault_is_located_classified_and_cured"),
-    '"Tried" means': (CURES, "test_a_cure_lasts_for_the_steps_that_it_was_tried_for"),
-    '"For this window" means': (CURES, "test_a_step_that_calls_no_optimizer_is_tried_for_its_window"),
+    '"Tried" means': (FIXES, "test_a_fix_lasts_for_the_steps_that_it_was_tried_for"),
+    '"For this window" means': (FIXES, "test_a_step_that_calls_no_optimizer_is_tried_for_its_window"),
     "`doctor=heal` applies": (RUNS, "test_a_healed_run_goes_on_and_its_checkpoint_remembers"),
     "The modules are in": (RUNS, "test_a_healed_run_goes_on_and_its_checkpoint_remembers"),
     "After a non-finite loss": (RUNS, "test_a_loss_that_is_not_finite_calls_it_though_the_gradients_are"),

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from loops import same, state_of
 from running import same_but, state, summary
 from test_doctor import reports, start
-from test_doctor_in_any_loop import same, state_of
 from torch import nn
 
 import recipes.classification
@@ -87,7 +87,7 @@ def optimizer_of(net, kind="SGD"):
 
 @pytest.mark.parametrize("loop", [amps_loop, torchs_loop])
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_a_cure_lasts_for_the_steps_that_it_was_tried_for(loop, kind, monkeypatch):
+def test_a_fix_lasts_for_the_steps_that_it_was_tried_for(loop, kind, monkeypatch):
     net, x, losses = twice(), torch.randn(8, 4), []
     optimizer = optimizer_of(net, kind)
     net[3].log.grad = torch.zeros(())
@@ -103,17 +103,17 @@ def test_a_cure_lasts_for_the_steps_that_it_was_tried_for(loop, kind, monkeypatc
     assert "(tried: finite for 5 steps on this batch)" in str(diagnosis)
 
     def trained_with(names):
-        cured, trained = copy.deepcopy(net), []
-        own = optimizer_of(cured, kind)
+        fixed, trained = copy.deepcopy(net), []
+        own = optimizer_of(fixed, kind)
         own.load_state_dict(optimizer.state_dict())
-        _, train = loop(keep_fp32(cured, names), own, x, trained)
+        _, train = loop(keep_fp32(fixed, names), own, x, trained)
         for _ in range(fixes.STEPS):
             train()
         return torch.tensor(trained)
 
-    # What was tried, before bf16, is what training with the cure computes, in every bit.
+    # What was tried, before bf16, is what training with the fix computes, in every bit.
     assert torch.equal(trained_with(diagnosis.islands), torch.tensor(losses[-2 * fixes.STEPS : -fixes.STEPS]))
-    # Tried for the window alone, a cure is printed that the next step breaks.
+    # Tried for the window alone, a fix is printed that the next step breaks.
     monkeypatch.setattr(fixes, "STEPS", 1)
     diagnosis = Doctor(amp, net).locate(step, x)
     assert diagnosis is not None and diagnosis.fixes[0].python == 'keep_fp32(model, ["1"])'
@@ -138,7 +138,7 @@ def test_a_step_that_calls_no_optimizer_is_tried_for_its_window():
 
 
 @pytest.mark.parametrize("loop", [amps_loop, torchs_loop])
-def test_no_precision_is_printed_as_the_cure_of_what_breaks_in_each(loop):
+def test_no_precision_is_printed_as_the_fix_of_what_breaks_in_each(loop):
     net, x = network(Loud()), torch.randn(8, 4)
     optimizer = torch.optim.SGD(net.parameters(), 1e12)
     amp, step = loop(net, optimizer, x, [])
@@ -161,7 +161,7 @@ def test_no_precision_is_printed_as_the_cure_of_what_breaks_in_each(loop):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_cure_with_which_no_weight_moves_is_no_cure(dtype):
+def test_a_fix_with_which_no_weight_moves_is_none(dtype):
     """A dice loss: the sum of the program's own fp16 targets stays infinite, and what is divided by it becomes 0."""
     net, x, targets = nn.Sequential(nn.Linear(8, 512)), torch.randn(256, 8), torch.ones(256, 512, dtype=dtype)
     optimizer, amp = torch.optim.SGD(net.parameters(), 0.1), Amp.named("fp16", init_scale=16.0)
@@ -191,7 +191,7 @@ def test_a_cure_with_which_no_weight_moves_is_no_cure(dtype):
 
 
 @pytest.mark.parametrize("rate, diverges", [(30.0, True), (0.01, False)])
-def test_a_cure_with_which_the_loss_grows_is_no_cure(rate, diverges):
+def test_a_fix_with_which_the_loss_grows_is_none(rate, diverges):
     """fp32 would take many more steps to its end than are tried; at the smaller rate the overflow is of fp16 alone."""
     torch.manual_seed(0)
     net, x, losses = nn.Linear(8, 4), torch.randn(16, 8), list[float]()
@@ -345,7 +345,7 @@ class Lossy(nn.Module):
         return self.last(h).float().mean() * 1e-6 + ((h * 1e-5) ** 2).float().mean() * 1e12
 
 
-def test_a_cure_with_another_loss_than_fp32_has_is_widened():
+def test_a_fix_with_another_loss_than_fp32_has_is_widened():
     torch.manual_seed(0)
     net, x = Lossy(), torch.randn(8, 4)
     amp, optimizer = Amp.named("fp16", init_scale=1.0), torch.optim.SGD(net.parameters(), 1e-9)
@@ -365,12 +365,12 @@ def test_a_cure_with_another_loss_than_fp32_has_is_widened():
     diagnosis = Doctor(amp, net).locate(step, x)
     assert diagnosis is not None and diagnosis.module == "last" and diagnosis.islands == [""]
     assert 0 < min(loss for loss in losses if math.isfinite(loss)) < exact / 2  # an island at `last` alone is finite
-    cured = keep_fp32(copy.deepcopy(net))
+    fixed = keep_fp32(copy.deepcopy(net))
     with amp.autocast():
-        assert cured(x).item() == pytest.approx(exact, rel=1e-5)
+        assert fixed(x).item() == pytest.approx(exact, rel=1e-5)
 
 
-def test_an_eps_with_which_the_loss_jumps_is_no_cure():
+def test_an_eps_with_which_the_loss_jumps_is_not_advised():
     torch.manual_seed(0)
     net, x = nn.Linear(4, 2).half(), torch.randn(8, 4).half()
     optimizer, losses = torch.optim.Adam(net.parameters(), 0.1), []
