@@ -62,14 +62,20 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         total = torch.zeros((), device=env.device)
         for micro in window:
             images, labels = micro.batch
+            # Ranks exchange gradients once per window, in the backward pass of its last micro-batch.
             with sync_grads(model, when=micro.is_last):
                 with amp.autocast():
                     loss = F.cross_entropy(model(images), labels, label_smoothing=knobs.label_smoothing)
+                # Outside of autocast: a backward pass has the dtypes of its forward pass. The weights of a window sum
+                # to 1 over all ranks, so that its gradients are those of one big batch, also in a ragged tail.
                 amp.backward(loss, micro.weight)
             total += loss.detach() * micro.weight
+        # Unscales before it clips, or the threshold would depend on the loss scale; checks before it steps, so that no
+        # infinity reaches a weight. The host does not learn whether the step was taken: `report` stays on the device.
         report = amp.step(optimizer, clip)
-        amp.update()
+        amp.update()  # the scale, once the last optimizer has used it
         amp.zero_grad(optimizer)
+        # A skipped step moves neither the learning rate nor the average.
         schedule.advance(report)
         if ema is not None:
             ema.update(report)

@@ -92,6 +92,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             with sync_grads(model, when=micro.is_last):
                 with amp.autocast():
                     embedding = model(torch.cat(micro.batch))
+                # Scaled as a loss would be: the gradient of a mean over a large window underflows in fp16.
                 amp.backward(embedding, gradient)
         report = amp.step(optimizer, clip)
         amp.update()
@@ -173,6 +174,7 @@ def cached_gradients(env: Environment, embeddings: Tensor, temperature: float) -
     Returns:
         The loss, the same on all ranks, and gradients [M, 2 B, D].
     """
+    # A sum of zeros and one rank's rows: all ranks get all rows, in the same order and without rounding.
     everywhere = embeddings.new_zeros(env.world_size, *embeddings.shape)
     everywhere[env.rank] = embeddings
     env.sum_over_ranks(everywhere).requires_grad_()

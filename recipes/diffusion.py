@@ -141,6 +141,7 @@ def denoise(net: nn.Module, x: Tensor, sigma: Tensor) -> Tensor:
     """
     s = sigma[:, None, None, None]
     variance = s.square() + SIGMA_DATA**2
+    # Table 1 of the paper: input and target of the network have variance 1, and c_out is as small as can be.
     c_in, c_skip, c_out = variance.rsqrt(), SIGMA_DATA**2 / variance, s * SIGMA_DATA * variance.rsqrt()
     return c_skip * x + c_out * net(c_in * x, sigma.log() / 4).to(x)
 
@@ -154,6 +155,7 @@ def weighted_losses(net: nn.Module, images: Tensor, noise: Tensor, sigma: Tensor
         sigma: the noise levels, [B].
     """
     error = denoise(net, images + sigma[:, None, None, None] * noise, sigma) - images
+    # 1 / c_out^2: an error of the network counts the same at every level.
     weight = (sigma.square() + SIGMA_DATA**2) / (sigma * SIGMA_DATA).square()
     return weight * error.square().mean((1, 2, 3))
 
@@ -161,6 +163,7 @@ def weighted_losses(net: nn.Module, images: Tensor, noise: Tensor, sigma: Tensor
 @torch.no_grad()
 def sample(net: nn.Module, amp: Amp, noise: Tensor, num_steps: int) -> Tensor:
     """Images from standard normal noise [B, C, H, W]: Heun's method, with the state in fp32. No host-device sync."""
+    # Equal steps of sigma^(1/7), equation 5: small ones where the noise is low.
     ends = HIGHEST ** (1 / 7), LOWEST ** (1 / 7)
     levels = [(ends[0] + i / (num_steps - 1) * (ends[1] - ends[0])) ** 7 for i in range(num_steps)]
 
@@ -170,6 +173,7 @@ def sample(net: nn.Module, amp: Amp, noise: Tensor, num_steps: int) -> Tensor:
 
     x = noise * levels[0]
     for sigma, following in itertools.pairwise([*levels, 0.0]):
+        # A trapezoid from here to an Euler step's end; the last level is 0, where the slope is not defined.
         change = (following - sigma) * slope(x, sigma)
         x = x + (change + (following - sigma) * slope(x + change, following)) / 2 if following else x + change
     return x

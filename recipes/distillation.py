@@ -156,7 +156,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             images, labels = micro.batch
             with sync_grads(student, when=micro.is_last):
                 with amp.autocast():
-                    with torch.no_grad():
+                    with torch.no_grad():  # not inference_mode, whose tensors no backward pass may save
                         answers = teacher(images.to(dtype))
                     logits = student(images)
                     soft = divergence(logits, answers, knobs.temperature)

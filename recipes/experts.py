@@ -125,6 +125,7 @@ def auxiliary_losses(routed: Tensor) -> tuple[Tensor, Tensor]:
 
     The load is that of an image: a product of means over a batch would depend on how the batch is divided.
     """
+    # Equation 4 of Switch Transformers. The load has no gradient; the probabilities have.
     load, probability = choice(routed).mean(1) / CHOSEN, routed.softmax(dim=-1).mean(1)
     return routed.shape[-1] * (load * probability).sum(-1).mean(), routed.logsumexp(dim=-1).square().mean()
 
@@ -177,6 +178,7 @@ class Mixture(nn.Module):
         x = self.embed(images).flatten(2).mT + self.places
         tokens = self.norm(x)
         routed = self.router(tokens)
+        # The gradient reaches the router through the weights: which experts they are is a step function.
         x = x + self.experts(tokens, combine_weights(routed))
         # Without the island; its weights are fp32 also where those of the network are not.
         low = routed if self.training else F.linear(tokens, self.router.weight.to(tokens.dtype))

@@ -104,11 +104,12 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                 with amp.autocast():
                     features = model(images)
                 loss, x_grad = head(features.detach(), labels, micro.weight)
+                # The head's own gradients are complete and unscaled; only this one is scaled, on its way into 16 bits.
                 amp.backward(features, gradient=x_grad)
             total += loss
         report = amp.step([optimizer, *of_head], clip, unscaled=of_head, sharded=of_head, unclipped=unclipped)
         amp.update()
-        head.write_back()
+        head.write_back()  # the sampled centres, into the shard of all
         amp.zero_grad(optimizer, head_optimizer)
         schedule.advance(report)
         head_schedule.advance(report)

@@ -124,6 +124,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                     of_real, of_fake = D(torch.cat([real, fake])).float().chunk(2)
                     loss = discriminator_loss(knobs.penalty, of_real, of_fake)
                     slope = gradient_penalty(knobs.penalty, amp, D, real, fake, mix)
+                # Into D alone: what this loss would add to G's gradients belongs to no step.
                 amp.backward(loss + penalty_weight * slope, micro.weight, inputs=D_weights, retain_graph=shared)
                 loss_D += loss.detach() * micro.weight
                 penalty += slope.detach() * micro.weight
@@ -141,7 +142,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                     amp.backward(loss, micro.weight, inputs=G_weights)
                 loss_G += loss.detach() * micro.weight
         report_G = amp.step(G_optimizer, clip) if with_generator else None
-        amp.update()
+        amp.update()  # once, after both: all gradients of the step have one scale
         amp.zero_grad(D_optimizer, G_optimizer)
         D_schedule.advance(report_D)
         if report_G is not None:

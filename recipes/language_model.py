@@ -85,6 +85,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             inputs, targets = micro.batch
             with sync_grads(model, when=micro.is_last):
                 with amp.autocast():
+                    # Of a micro-batch without a valid token the loss is 0, not 0 / 0.
                     loss = loss_of(model, inputs, targets) / num_valid(micro.batch).clamp(min=1)
                 amp.backward(loss, micro.weight)
             total += loss.detach() * micro.weight

@@ -98,6 +98,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             rewards = (answers == prompts[:, :-1].sort(1).values).float()
             with sync_grads(model, when=micro.is_last):
                 with amp.autocast():
+                    # In fp32: bf16 numbers between 4 and 8 are 1/32 apart.
                     learned = log_probabilities(model(inputs_of(prompts, answers))[:, num:].float(), answers)
                     loss = policy_loss(learned, sampled, advantages(rewards, knobs.group), knobs.importance_cap)
                 amp.backward(loss, micro.weight)

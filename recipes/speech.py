@@ -126,6 +126,7 @@ def ctc_losses(logits: Tensor, lengths: Tensor, symbols: Tensor) -> Tensor:
     frames, num_symbols = num_frames(lengths), (symbols > 0).sum(1)
     possible = frames >= frames_needed(symbols)
     # Without symbols any number of frames has a finite loss. An infinite one times 0 would be NaN.
+    # In fp32, since the island casts: a rounding of one frame's log-probability comes once per frame.
     log_probs = logits.log_softmax(dim=-1).transpose(0, 1)
     losses = F.ctc_loss(log_probs, symbols, frames, num_symbols * possible, reduction="none")
     return losses * possible / num_symbols

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from running import summary
-from shared import data_config, relative
+from shared import UNIT, data_config, relative
 from test_recipes import runs_of
 from torch import Tensor, nn
 
@@ -18,8 +18,6 @@ from recipes import diffusion
 from recipes.diffusion import SIGMA_DATA, denoise, sample, weighted_losses
 
 LEVELS = (80.0, 5.0, 0.3, 0.02, 0.005, 0.002)
-UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-"""Half the distance of neighbouring numbers, relative: the most that one rounding changes."""
 
 
 TAKEN = StepReport(torch.tensor(True), torch.tensor(1.0))

@@ -22,6 +22,8 @@ from amp_core.models.images import CLASSIFIERS
 from amp_core.tensors import share_buffers
 from recipes.distillation import divergence, frozen
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 half_types = pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 SHAPE = (1, 28, 28)
@@ -170,7 +172,6 @@ def run(folder: str, *overrides: str, code: int = 0) -> str:
     return folder
 
 
-@pytest.mark.usefixtures("own_folder")
 def test_the_teacher_is_saved_in_fp32_and_stands_still_while_the_student_learns() -> None:
     first = state(run("a", "steps=4", "amp=bf16", "schedule.horizon=8", *EVERYTHING))
     last = state(run("a", "steps=8", "amp=bf16", "schedule.horizon=8", *EVERYTHING))
@@ -182,7 +183,6 @@ def test_the_teacher_is_saved_in_fp32_and_stands_still_while_the_student_learns(
     assert not same_but({"model": first["model"]}, {"model": fresh["model"]})
 
 
-@pytest.mark.usefixtures("own_folder")
 def test_each_phase_logs_its_own_numbers_and_has_a_schedule_of_its_own() -> None:
     settings = ["steps=12", "schedule=warmup_linear", "schedule.options.warmup=0", "optimizer.lr=0.008"]
     found = [line for line in lines(run("a", *settings)) if line["split"] == "train"]
@@ -194,7 +194,6 @@ def test_each_phase_logs_its_own_numbers_and_has_a_schedule_of_its_own() -> None
     assert [line["loss"] for line in found[4:]] == pytest.approx(weighted, rel=1e-5)
 
 
-@pytest.mark.usefixtures("own_folder")
 def test_a_resume_warns_of_the_end_of_the_schedule_only_when_the_run_became_longer(capsys: Any) -> None:
     run("a", "steps=8", "max_minutes=0.000001", code=75)
     run("a", "steps=8")
@@ -203,14 +202,12 @@ def test_a_resume_warns_of_the_end_of_the_schedule_only_when_the_run_became_long
     assert KEEP in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("own_folder")
 def test_a_run_that_ends_before_the_student_begins_says_so(capsys: Any) -> None:
     run("a", "steps=4", "schedule.horizon=8")
     assert "this run ends before the student begins" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("own_folder")
 def test_two_processes_stop_at_the_switch_and_go_on_bit_exactly() -> None:
     """Their running statistics differ; a teacher frozen by each rank alone would, after a resume, be another one."""
     settings = ["schedule.horizon=6", "recipe.teacher_steps=4", *EVERYTHING]
@@ -233,7 +230,6 @@ def classify(folder: str, *overrides: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize("averaged", [[], ["ema.decay=0.9"]], ids=["weights", "averaged weights"])
 def test_the_network_of_another_run_teaches_as_it_was_saved(averaged: list[str]) -> None:
     classify("other", "amp=fp32", "optimizer.lr=0.01", *averaged)
@@ -249,7 +245,6 @@ def test_the_network_of_another_run_teaches_as_it_was_saved(averaged: list[str])
     assert not same_but(state("a"), state(run("b", "steps=3", *settings)))
 
 
-@pytest.mark.usefixtures("own_folder")
 def test_a_teacher_that_cannot_teach_is_refused_before_anything_is_written(capsys: Any) -> None:
     classify("other", "data.num_classes=5")
     torch.save({"weights": torch.zeros(3)}, "foreign.pt")

@@ -7,15 +7,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from shared import relative
+from shared import UNIT, relative
 from torch import Tensor, nn
 
 import train
 from amp_core import Amp, Clip
 from recipes.experts import CHOSEN, Experts, Mixture, auxiliary_losses, choice, combine_weights
 
-UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-"""Half the distance of neighbouring numbers, relative: the most that one rounding changes."""
 NUM, WIDTH, TOKENS = 8, 32, 200_000
 
 pytestmark = pytest.mark.usefixtures("own_folder")

@@ -34,6 +34,8 @@ from amp_core.lowp.islands import island_names
 from amp_core.models import build_model
 from recipes.face_recognition import MODELS
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 ROOT = Path(__file__).resolve().parents[2]
 MAGIC = struct.pack("<I", 0xCED7230A)
 
@@ -322,7 +324,6 @@ def run(*overrides, code=0, settings=SMALL):
     assert train.main([*settings, *overrides]) == code
 
 
-@pytest.mark.usefixtures("own_folder")
 def test_a_log_line_has_loss_speed_and_scale_and_the_scale_is_capped():
     run("run_dir=a", "steps=3", "amp=fp16_capped", "clip=norm", "clip.max_norm=5")
     for line in lines("a")[:3]:
@@ -330,7 +331,6 @@ def test_a_log_line_has_loss_speed_and_scale_and_the_scale_is_capped():
         assert line["loss_scale"] == 8 * 128
 
 
-@pytest.mark.usefixtures("own_folder")
 def test_the_scale_starts_at_the_batch_and_grows_to_its_cap_as_in_insightface():
     settings = ["amp=fp16_capped", "amp.init_scale=${batch_size}", "amp.growth_interval=1"]
     run("run_dir=a", "steps=10", *settings)
@@ -339,7 +339,6 @@ def test_the_scale_starts_at_the_batch_and_grows_to_its_cap_as_in_insightface():
     assert summary("a")["skipped"] == 0
 
 
-@pytest.mark.usefixtures("own_folder")
 def test_clip_only_leaves_the_head_as_without_clipping_and_the_backbone_as_with_it(capsys):
     sgd, clip = ["optimizer=sgd", "steps=1", "amp=bf16"], ["clip=norm", "clip.max_norm=1e-3"]
     run("run_dir=free", *sgd)
@@ -353,7 +352,6 @@ def test_clip_only_leaves_the_head_as_without_clipping_and_the_backbone_as_with_
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("own_folder")
 def test_a_sampled_run_on_two_ranks_skips_together_and_goes_on_on_one():
     settings = ["run_dir=a", "recipe.sample_rate=0.5", "accumulation=2", "schedule.horizon=6", "amp=fp16"]
     settings += ["amp.dynamic=false", "amp.init_scale=256"]

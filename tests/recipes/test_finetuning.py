@@ -23,6 +23,8 @@ from amp_core.models.gpt import GPT
 from amp_core.step.gradients import weights_of
 from recipes.finetuning import Knobs, Lora, adapt, find_layers, freeze, merged
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 HALF = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 MODE = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
@@ -235,7 +237,6 @@ def run(folder: str, *overrides: str, code: int = 0) -> str:
     return folder
 
 
-@pytest.mark.usefixtures("own_folder")
 def test_an_adapter_of_another_base_is_refused(capsys: Any) -> None:
     run("a", "steps=2", "amp=bf16")
     run("b", "steps=1", "seed=1")
@@ -252,7 +253,6 @@ def test_an_adapter_of_another_base_is_refused(capsys: Any) -> None:
     assert not Path("a/base.pt").exists()
 
 
-@pytest.mark.usefixtures("own_folder")
 def test_a_run_that_trained_its_base_goes_on_as_one_that_was_given_it() -> None:
     settings = ["amp=bf16", "schedule.horizon=3", "ema.decay=0.5"]
     run("whole", "steps=3", *settings)
@@ -265,7 +265,6 @@ def test_a_run_that_trained_its_base_goes_on_as_one_that_was_given_it() -> None:
     assert not same_but(state("whole"), state(run("early", "steps=3", *settings)))
 
 
-@pytest.mark.usefixtures("own_folder")
 def test_the_merged_file_is_a_language_model_with_the_loss_of_the_run(capsys: Any) -> None:
     run("a", "steps=6", "amp=fp32", "optimizer.lr=0.02")
     capsys.readouterr()
@@ -280,7 +279,6 @@ def test_the_merged_file_is_a_language_model_with_the_loss_of_the_run(capsys: An
     assert found["loss"] < found["base_loss"] - 0.01
 
 
-@pytest.mark.usefixtures("own_folder")
 def test_it_merges_into_the_16_bit_base_that_it_was_trained_with() -> None:
     run("a", "steps=2", "amp=bf16")
     base, adapter, both = (
@@ -298,7 +296,6 @@ def test_it_merges_into_the_16_bit_base_that_it_was_trained_with() -> None:
 @pytest.mark.slow
 @needs("peft")
 @needs("bitsandbytes")
-@pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize(
     "settings", [["recipe.adapter=peft"], ["recipe.base=int8"], ["recipe.base=nf4", "model.options.width=64"]], ids=str
 )
@@ -312,7 +309,6 @@ def test_peft_and_quantised_bases_resume_bit_exactly(settings: list[str]) -> Non
 
 
 @needs("bitsandbytes")
-@pytest.mark.usefixtures("own_folder")
 def test_layers_that_4_bits_cannot_hold_are_refused_before_a_base_is_trained(capsys: Any) -> None:
     run("a", "recipe.base=nf4", code=2)
     assert "recipe.base=nf4: blocks.0.qkv has 32 inputs; expected a multiple of 64" in capsys.readouterr().err

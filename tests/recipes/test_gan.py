@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from running import checkpoints, lines, same_but, state
+from shared import UNIT_OF as UNIT
 from shared import relative
 from test_recipes import runs_of
 from torch import Tensor, nn
@@ -55,8 +56,6 @@ def fp16() -> Amp:
 # --- the gradient penalty -----------------------------------------------------------------------------------------------
 
 
-UNIT = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
-"""Half the distance of neighbouring numbers, relative: the most that one rounding changes."""
 BOUND = {mode: (102 if mode == "fp32" else 30) * unit for mode, unit in UNIT.items()}
 """Three passes through three layers: 10 roundings one after another in each (inputs, weights, products, activations).
 16-bit products are summed in fp32; in fp32 the sums round as well, of 576 terms typically by 24 units, in 3 layers."""

@@ -314,10 +314,12 @@ def reference_run(steps, sample_weights=None):
     return outputs, centres.detach(), optimizer.state[centres]["momentum_buffer"]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_equal_the_full_softmax_of_one_process(on_ranks, num_ranks):
-    results = on_ranks(_train, num_ranks, range(3), num_ranks=num_ranks)
-    outputs, centres, momentum = reference_run(3)
+@pytest.mark.parametrize("weights", [(1 / 2, 1 / 2), (0.75, 0.25), (1 / 3, 1 / 3, 1 / 3)], ids=str)
+def test_ranks_equal_the_full_softmax_of_one_process_however_they_weigh(on_ranks, weights):
+    num_ranks = len(weights)
+    results = on_ranks(_train, num_ranks, range(3), 1.0, weights, num_ranks=num_ranks)
+    of_samples = torch.tensor(weights).repeat_interleave(BATCH // num_ranks) * num_ranks / BATCH
+    outputs, centres, momentum = reference_run(3, of_samples)
     assert [r["slice"] for r in results] == ([(0, 6), (6, 11)] if num_ranks == 2 else [(0, 4), (4, 8), (8, 11)])
     for step, (loss, x_grad) in enumerate(outputs):
         assert error(sum(r["outputs"][step][0] for r in results), loss) < 1e-6
@@ -325,14 +327,6 @@ def test_ranks_equal_the_full_softmax_of_one_process(on_ranks, num_ranks):
     assert error(results[0]["head"]["weight"], centres) < 1e-6
     assert error(results[0]["rows"]["rows"]["momentum_buffer"], momentum) < 1e-6
     assert all(r["head"] == {} and r["rows"] == {} for r in results[1:])
-
-
-def test_ranks_may_weigh_differently(on_ranks):
-    results = on_ranks(_train, 2, range(1), 1.0, (0.75, 0.25))
-    weights = torch.tensor([0.75] * 6 + [0.25] * 6) / 6
-    outputs, centres, _ = reference_run(1, weights)
-    assert error(torch.cat([r["outputs"][0][1] for r in results]), outputs[0][1]) < 1e-6
-    assert error(results[0]["head"]["weight"], centres) < 1e-6
 
 
 def _sampled(rank):
@@ -480,16 +474,12 @@ def _overflow_on_one_rank(rank, joint):
     return {"scale": amp.scale if joint else scaler.get_scale(), "weight": net.module.weight.detach(), "taken": taken}
 
 
-def test_all_ranks_skip_although_only_one_overflowed(on_ranks):
+def test_all_ranks_skip_although_only_one_overflowed_and_with_a_scaler_each_they_part(on_ranks):
     first, second = on_ranks(_overflow_on_one_rank, True)
-    assert first["taken"] == second["taken"] == [False, True]
-    assert first["scale"] == second["scale"] == 32768.0
+    assert first["taken"] == second["taken"] == [False, True] and first["scale"] == second["scale"] == 32768.0
     assert torch.equal(first["weight"], second["weight"])
-
-
-def test_a_scaler_that_each_rank_has_alone_lets_them_part(on_ranks):
     first, second = on_ranks(_overflow_on_one_rank, False)
-    assert first["taken"] == [False, True] and second["taken"] == [True, True]
+    assert (first["taken"], second["taken"]) == ([False, True], [True, True])
     assert (first["scale"], second["scale"]) == (32768.0, 65536.0)
     # Their gradients were added at two scales and each divided by its own.
     assert not torch.allclose(first["weight"], second["weight"], rtol=1e-3)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from running import lines
+from shared import UNIT_OF as UNIT
 from shared import relative
 from test_recipes import runs_of
 from torch import Tensor, nn
@@ -27,8 +28,6 @@ from recipes.policy_gradient import (
     take_weights,
 )
 
-UNIT = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
-"""Half the distance of neighbouring numbers, relative: the most that one rounding changes."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 KNOBS = Knobs("policy_gradient", "1 steps", "accuracy", "max", 8, 6, 8, None, None)
 

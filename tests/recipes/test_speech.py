@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from running import summary
-from shared import relative
+from shared import UNIT, relative
 from test_recipes import runs_of
 from torch import Tensor
 
@@ -19,8 +19,6 @@ from amp_core import keep_fp32
 from recipes import speech
 from recipes.speech import HOP, NUM_CLASSES, WINDOW, Dialled, Listener, LogMel, ctc_losses, frames_needed, num_frames
 
-UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-"""Half the distance of neighbouring numbers, relative: the most that one rounding changes."""
 LOW = (torch.float16, torch.bfloat16)
 LEAST = math.log(1e-8)
 

@@ -18,6 +18,11 @@ from torch.optim import SGD, Optimizer
 from amp_core.config.options import read_option
 from amp_core.config.schema import DataConfig
 
+UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+"""Half the distance of neighbouring numbers, relative: the most that one rounding changes."""
+UNIT_OF = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
+"""The same by mode."""
+
 
 def data_config(name: str, **values: Any) -> DataConfig:
     """A data set of conf/data, with other values."""

@@ -31,6 +31,8 @@ if find_spec("timm"):
 if find_spec("transformers"):
     import transformers
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 ROOT = Path(__file__).resolve().parents[2]
 needs_timm = pytest.mark.skipif(not find_spec("timm"), reason="needs pip install 'amp-recipes[timm]'")
 needs_hf = pytest.mark.skipif(not find_spec("transformers"), reason="needs pip install 'amp-recipes[hf]'")
@@ -86,7 +88,6 @@ def test_a_network_of_transformers_gives_its_logits() -> None:
 
 @needs_hf
 @pytest.mark.parametrize("name", ["gpt2_tiny", "llama_tiny", "qwen3_tiny", "bert"])
-@pytest.mark.usefixtures("own_folder")
 def test_a_language_model_sees_no_later_token(name: str) -> None:
     if name == "bert":
         name = folder("bert", BERT).removeprefix("hf:")
@@ -104,7 +105,6 @@ def test_a_language_model_sees_no_later_token(name: str) -> None:
 
 
 @needs_hf
-@pytest.mark.usefixtures("own_folder")
 def test_the_dtype_and_the_padding_of_a_folder_do_not_count() -> None:
     name = folder("llama", {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64})
     config = json.loads(Path("llama/config.json").read_text())
@@ -162,7 +162,6 @@ def test_the_group_decides_whose_network_a_name_is(typed: list[str], name: str) 
 
 
 @needs_timm
-@pytest.mark.usefixtures("own_folder")
 def test_weights_of_timm_reach_the_classifier_and_the_encoder_of_a_unet() -> None:
     from safetensors.torch import save_file
 
@@ -187,7 +186,6 @@ def test_weights_of_timm_reach_the_classifier_and_the_encoder_of_a_unet() -> Non
 
 @needs_hf
 @pytest.mark.parametrize("size", ["10MB", "20KB"], ids=["one file", "several files"])
-@pytest.mark.usefixtures("own_folder")
 def test_a_folder_of_transformers_gives_its_outputs(size: str) -> None:
     torch.manual_seed(1)
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, vocab_size=256)).eval()
@@ -202,7 +200,6 @@ def test_a_folder_of_transformers_gives_its_outputs(size: str) -> None:
 
 
 @needs_hf
-@pytest.mark.usefixtures("own_folder")
 def test_weights_that_transformers_renames_load_from_their_folder() -> None:
     torch.manual_seed(1)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -218,7 +215,6 @@ def test_weights_that_transformers_renames_load_from_their_folder() -> None:
 
 
 @needs_hf
-@pytest.mark.usefixtures("own_folder")
 def test_weights_without_the_head_load_by_their_names_in_the_network() -> None:
     torch.manual_seed(1)
     body = transformers.GPT2Model(transformers.GPT2Config(**GPT2, vocab_size=256)).eval()
@@ -229,7 +225,6 @@ def test_weights_without_the_head_load_by_their_names_in_the_network() -> None:
 
 
 @needs_hf
-@pytest.mark.usefixtures("own_folder")
 def test_a_run_starts_from_the_folder_of_its_network(capsys: pytest.CaptureFixture[str]) -> None:
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, vocab_size=256)).save_pretrained("theirs")
     text = [*SMALL, "recipe=language_model", "data.num_samples=32", "data.length=24", "recipe.sample_bytes=0"]
@@ -243,7 +238,6 @@ def test_a_run_starts_from_the_folder_of_its_network(capsys: pytest.CaptureFixtu
 
 
 @needs_hf
-@pytest.mark.usefixtures("own_folder")
 def test_adapters_are_trained_on_the_weights_of_a_folder_and_merged_into_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -267,7 +261,6 @@ def test_adapters_are_trained_on_the_weights_of_a_folder_and_merged_into_them(
 
 
 @needs_hf
-@pytest.mark.usefixtures("own_folder")
 def test_an_adapter_of_a_tied_weight_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """GPT-2's head is its embedding: merged, the adapter of the one would change the other."""
     tied = ["recipe=finetuning", "model=hf", "model.options.n_layer=1", 'recipe.targets=["lm_head"]', "steps=1"]
@@ -275,7 +268,6 @@ def test_an_adapter_of_a_tied_weight_is_refused(capsys: pytest.CaptureFixture[st
     assert "lm_head shares its weight with another layer" in capsys.readouterr().err and not Path("run").exists()
 
 
-@pytest.mark.usefixtures("own_folder")
 def test_torchvisions_own_weights_come_from_its_cache_or_are_refused(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("TORCH_HOME", str(Path("cache").absolute()))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody listens there: a machine without a network
@@ -298,7 +290,6 @@ def test_torchvisions_own_weights_come_from_its_cache_or_are_refused(monkeypatch
 
 
 @pytest.mark.parametrize("library, package", [("timm", "timm"), ("hf", "transformers")])
-@pytest.mark.usefixtures("own_folder")
 def test_a_missing_package_is_named_with_its_extra(library: str, package: str, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # Python then raises what it raises for one that is not there
     expected = f"needs the package {package}: pip install 'amp-recipes[{library}]'"
@@ -320,7 +311,6 @@ def test_a_missing_package_is_named_with_its_extra(library: str, package: str, m
         (["recipe=distillation", "recipe.teacher_model=timm:resnt18"], "recipe.teacher_model=timm:resnt18: timm"),
     ],
 )
-@pytest.mark.usefixtures("own_folder")
 def test_what_timm_cannot_do_is_refused_before_the_start(arguments: list[str], expected: str, capsys: Any) -> None:
     refused_before_the_start(arguments, expected, capsys)
 
@@ -344,7 +334,6 @@ def test_what_timm_cannot_do_is_refused_before_the_start(arguments: list[str], e
         (["recipe=language_model", "model=hf", "model.weights=default"], "has no weights of its own"),
     ],
 )
-@pytest.mark.usefixtures("own_folder")
 def test_what_transformers_cannot_do_is_refused_before_the_start(
     arguments: list[str], expected: str, capsys: Any
 ) -> None:
@@ -352,7 +341,6 @@ def test_what_transformers_cannot_do_is_refused_before_the_start(
 
 
 @needs_hf
-@pytest.mark.usefixtures("own_folder")
 def test_a_folder_cannot_run_code_and_a_damaged_one_is_refused() -> None:
     name = folder("code", {"model_type": "mine", "auto_map": {"AutoConfig": "code.Config", "AutoModel": "code.Net"}})
     Path("code/code.py").write_text("from pathlib import Path\nPath('exploded').touch()\n")
@@ -365,7 +353,6 @@ def test_a_folder_cannot_run_code_and_a_damaged_one_is_refused() -> None:
 
 
 @needs_timm
-@pytest.mark.usefixtures("own_folder")
 def test_a_network_for_larger_images_is_refused_with_a_size_that_it_takes(capsys: Any) -> None:
     arguments = ["model=timm", "model.name=convnext_atto", "model.options.depths=[1,1,1,1]", "steps=1", "batch_size=2"]
     arguments += [*SMALL[:-1], "data=synthetic", "data.num_samples=8", "data.image_size=28"]
@@ -384,7 +371,6 @@ def test_a_network_without_a_classifier_is_refused() -> None:
 
 
 @needs_hf
-@pytest.mark.usefixtures("own_folder")
 def test_text_longer_than_the_positions_is_refused_and_leaves_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*SMALL, "recipe=language_model", "data.num_samples=32", "model=hf", "steps=1", "run_dir=run"]
     assert train.main([*arguments, "data.length=32", "model.options.n_positions=16"]) == 2
@@ -394,7 +380,6 @@ def test_text_longer_than_the_positions_is_refused_and_leaves_no_folder(capsys: 
 
 @needs_hf
 @pytest.mark.parametrize("damage", ["cut", "of another shape"])
-@pytest.mark.usefixtures("own_folder")
 def test_damaged_weights_and_those_of_another_shape_leave_no_folder(damage: str, capsys: Any) -> None:
     vocab_size = 256 if damage == "cut" else 300
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, vocab_size=vocab_size)).save_pretrained("theirs")
@@ -426,7 +411,6 @@ RUNS = {
 @needs_hf
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.usefixtures("own_folder")
 def test_a_resumed_run_is_the_run(run: str) -> None:
     arguments = [f"recipe={run.partition(' ')[0]}", *RUNS[run], "schedule.horizon=4"]
     assert train.main([*arguments, "steps=4", "run_dir=whole"]) == 0
@@ -439,7 +423,6 @@ def test_a_resumed_run_is_the_run(run: str) -> None:
 @needs_timm
 @needs_hf
 @pytest.mark.slow
-@pytest.mark.usefixtures("own_folder")
 def test_the_lines_of_the_page_work_as_typed(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs/YOUR_OWN_MODEL.md").read_text()
     section = page.partition("## A model of timm or transformers in 5 lines")[2].partition("\n## ")[0]
