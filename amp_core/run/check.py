@@ -87,7 +87,7 @@ class _Tried:
     def _problem(self, index: int) -> str | None:
         try:
             self._dataset.__getitems__([(index, 0)])
-        except Exception as problem:  # of whatever reads it: the others are to be read, too
+        except Exception as problem:  # readers may raise anything; the other samples are read, too
             return str(problem) or type(problem).__name__
         return None
 

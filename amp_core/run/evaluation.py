@@ -36,14 +36,14 @@ class Evaluation:
         self.metrics: dict[str, float] = {}
         """The last results."""
         self.step = -1
-        """At which they were made."""
+        """The step of the last results."""
         self.where = ""
-        """Where they became non-finite, if they are and training is finite."""
+        """Where metrics became non-finite while training is finite; empty: nowhere."""
         self.asked = 0
         """Why the last one was stopped: what `Stop.poll` said."""
 
     def run(self, step: int) -> bool:
-        """Evaluate, and say whether it came to its end: a signal or the time limit stop it between two batches."""
+        """Evaluate; false if a signal or the time limit stopped it between two batches."""
         began = time.monotonic()
         try:
             with checked(self._check_stop):
@@ -106,7 +106,7 @@ def check_result(
     streak: int = 0,
     where: str = "",
 ) -> None:
-    """Hold the last evaluation and the number of skipped steps against a run that worked. Raises Diverged.
+    """Check the last evaluation and the number of skipped steps. Raises Diverged for a run that learned nothing.
 
     Steps that only brought the loss scale from its start down to where it is now were no failure, unless the run
     ended before the first step that was taken: then it has learned nothing; or at the smallest scale, still skipping

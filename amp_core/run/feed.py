@@ -22,6 +22,9 @@ from amp_core.step.window import MicroBatch, microbatch_weights, window_of
 class Feed:
     """Makes windows from training data. Holds no position: a window is a function of its first sample.
 
+    The weights are those of `step.window.windows`. Here all ranks have equally many micro-batches of one size, without
+    end, so they need not agree on the length of each window.
+
     `waiting` passes batches on, and may count the time in which they are waited for.
     """
 

@@ -49,11 +49,10 @@ STANDSTILL_SECONDS = 10
 """How long a rank may be stopped by SIGSTOP when the run was asked to end."""
 
 BEREFT_SECONDS = 5
-"""How long ranks may go on without one that ended before the others agreed to: they notice at once, or never."""
+"""How long ranks may run after one of them ended early. gloo notices that at once or not at all."""
 
 CUT_OFF_SECONDS, LOOK_SECONDS = 20.0, 5.0
-"""How long the meeting point of several machines may be silent when no worker is left on this one, and how often it is
-asked."""
+"""How long the rendezvous endpoint may be silent when no worker is left on this machine, and how often it is probed."""
 
 TWICE = "interrupted twice: stopped immediately; the steps since the last checkpoint are lost"
 
@@ -67,11 +66,11 @@ class Outcome:
     exit_code: int
     eval: dict[str, float]
     error: str | None = None
-    """What the user should read; None after success."""
+    """The message for the user; None after success."""
     signalled: int = 0
-    """The exit code that a signal asked for, even when it came too late to stop the run: nothing else should begin."""
+    """The exit code that a signal asked for, also if it came too late for this run: a sweep starts no further job."""
     is_alone: bool = False
-    """This rank was interrupted where the others may wait for it."""
+    """This rank was interrupted at a point where the others may wait for it."""
 
 
 def launch(job: Job, run: Run, worker: list[str]) -> Outcome:
@@ -105,14 +104,14 @@ def in_process(job: Job, run: Run) -> Outcome:
 
 
 def _with_agent(job: Job, worker: list[str]) -> Outcome:
-    # Imported here: the agent costs a second that a single process need not pay.
+    # Imported here: it takes a second, which a single process does not need.
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The agent's account of each worker's end would stand around the one message that matters.
+    # The agent's log of each worker's exit would bury the one message that matters.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -174,17 +173,18 @@ def _job_folder() -> Iterator[str]:
                 with acquire(old.parent):
                     shutil.rmtree(old.parent)
     with tempfile.TemporaryDirectory(prefix="amp_recipes_") as folder, contextlib.ExitStack() as locked:
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it either
+        with contextlib.suppress(OSError):  # a file system without locks: no launcher can remove it either
             locked.enter_context(acquire(Path(folder)))
         yield folder
 
 
 @contextlib.contextmanager
 def _lifeline(endpoint: str | None, job_file: Path) -> Iterator[None]:
-    """Around the agent of one of several machines, which meet at `endpoint`: ends its waiting for a store that is gone.
+    """Around the agent of one of several machines: closes its connections to a rendezvous store that is gone.
 
-    torch's rendezvous waits for an answer of its store as long as the kernel sends again (Linux: a quarter of an hour),
-    and holds its lock meanwhile. When no worker is left here and nothing answers there, its connections are closed.
+    torch's rendezvous waits for the store for as long as the kernel retransmits (Linux: a quarter of an hour) and holds
+    its lock meanwhile, whatever its own timeouts are. So when no worker is left on this machine and nothing answers at
+    `endpoint`, the sockets are shut down. While there are workers, the timeouts of their collectives decide.
     """
     is_over = threading.Event()
     host, _, port = (endpoint or "").rpartition(":")
@@ -214,11 +214,11 @@ def _lifeline(endpoint: str | None, job_file: Path) -> Iterator[None]:
 
 class _Signals:
     """Around the agent: the first signal makes it stop its workers, which finish their step and save; it waits for
-    them. A Ctrl-C after that kills them at once; so does a rank that stands still, for which the others would wait, or
-    that is gone, which gloo does not always notice. Whoever writes a checkpoint is not killed for the latter.
+    them. A Ctrl-C after that kills them at once; so does a rank that is stopped, for which the others would wait, or
+    that is gone, which gloo does not always notice. A rank that writes a checkpoint is not killed for the latter.
 
-    `job_file` stands in the command line of every one of the `nproc` workers; `stop` is torch's exception with which
-    the agent stops them.
+    `job_file` is in the command line of each of the `nproc` workers; `stop` is torch's exception with which the agent
+    stops them.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class _Signals:
 
     def __enter__(self) -> None:
         for number in SIGNALS:
-            with contextlib.suppress(ValueError):  # not in the main thread: signals are somebody else's there
+            with contextlib.suppress(ValueError):  # only the main thread may set handlers
                 self._handlers[number] = signal.signal(number, self._on_signal)
 
     def __exit__(self, *_: object) -> None:
@@ -253,7 +253,7 @@ class _Signals:
         seconds: dict[int, int] = {}
         bereft = 0
         while not self._is_over.wait(1.0):
-            # Ranks; what they forked, they look after.
+            # Ranks alone: each watches what it forked.
             ranks = [pid for pid in _processes_of(self._job_file) if _parent_of(pid) == os.getpid()]
             seconds = {pid: seconds.get(pid, 0) + 1 for pid in ranks if is_stopped(pid)}
             is_bereft = len(ranks) + len(glob.glob("ended.*", root_dir=self._job_file.parent)) < self._nproc
@@ -298,10 +298,10 @@ def _processes_of(job_file: Path) -> list[int]:
 
 
 def _failed(job: Job, code: int, status: str, message: str) -> Outcome:
-    """The workers are dead; what they could not write is written for them."""
+    """The workers are dead: writes the end of the run into its summary for them."""
     summary = Path(job.run_dir or "", "summary.json")
     if job.run_dir and summary.is_file():
-        # Not when other machines go on with the run.
+        # Not while other machines continue the run: they hold the lock.
         with contextlib.suppress(OSError, ValueError, ConfigError), lock_folder(Path(job.run_dir)):
             content = read_json(summary)
             if content.get("status") == "running":
@@ -310,7 +310,7 @@ def _failed(job: Job, code: int, status: str, message: str) -> Outcome:
 
 
 def _first_failure(failed: Any) -> str:
-    """Which rank failed first and why: the others fail because their partner is gone."""
+    """The first rank to fail and why; the others fail because it is gone."""
 
     def order(item: tuple[int, Any]) -> tuple[bool, float]:
         failure = item[1]
@@ -373,8 +373,8 @@ def work(job_file: Path, run_of: Callable[[str], Run]) -> int:
     if not outcome.is_alone:
         ended.touch()  # all ranks end, and none waits for this one
     if outcome.signalled and others_start_again():
-        # An agent stops its workers when a machine comes back, and all ranks agree. The other agents must find theirs
-        # alive when they see that machine, or they would take the run for finished.
+        # An agent stops its workers when a machine comes back, and all ranks agree to stop. The workers of the other
+        # agents must still be alive when these see that machine, or they would take the run for finished.
         time.sleep(1.0)
     return 0
 

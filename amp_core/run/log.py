@@ -1,4 +1,4 @@
-"""Where a run reports: metrics.jsonl and train.log always, a progress bar, TensorBoard and wandb when asked.
+"""The log of a run: metrics.jsonl and train.log always, a progress bar, TensorBoard and wandb if configured.
 
 Nothing here stops or stalls training: a full disk, a missing package, an unreachable server each give one warning.
 
@@ -7,8 +7,8 @@ to stderr. Rank 0 writes everything; the other ranks only send their warnings to
 
 wandb runs in a process of its own (this file, started as a script), fed through a pipe that never blocks. In the
 training process it would patch `sys.exit`, hook the interpreter's exit and start threads that forked data loaders
-inherit, and a call that hangs could only be abandoned. A process is simply ended, and wandb's service ends with it.
-Should training be killed, the process sees the end of its input and finishes the run.
+inherit, and a call that hangs could only be abandoned. A process can be killed, and wandb's service ends with it.
+If training is killed, the process sees the end of its input and finishes the run.
 
 This module does not import torch (`torch.utils.tensorboard` is, when asked for).
 """
@@ -37,10 +37,10 @@ class Log:
 
     Args:
         run_dir: folder of the run.
-        cfg: what is wanted besides metrics.jsonl and train.log.
+        cfg: the outputs besides metrics.jsonl and train.log.
         rank: above 0 only warnings are passed on and `metrics` and `advance` do nothing.
         run_config: the whole configuration, for wandb, as is `name`.
-        start_step: the step after which this run goes on; 0 for a fresh start. Lines of metrics beyond it are cut.
+        start_step: the step from which this run resumes; 0 for a fresh start. Later lines of metrics are cut.
         total_steps: the step at which the run ends.
         shows_scale: the mode has a loss scale, and progress shows it.
     """
@@ -166,7 +166,7 @@ class Log:
     def _start(self, name: str, tracker: Callable[[], TensorBoard | Wandb]) -> None:
         try:
             self._trackers.append(tracker())
-        except Exception as error:  # a third party's: whatever it is, training goes on without it
+        except Exception as error:  # third-party code may raise anything, and training continues
             logger.warning("%s cannot start, the run continues without it: %s", name, error)
 
     def _show(self, method: Callable[..., None], *args: Any) -> None:

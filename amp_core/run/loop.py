@@ -39,7 +39,6 @@ from amp_core.run.environment import Environment, outcome_of, peak_memory
 from amp_core.run.evaluation import Evaluate, Evaluation, Predict, check_metrics, check_result, spell
 from amp_core.run.feed import Feed
 from amp_core.run.meters import Clock, Metrics, Symptoms
-from amp_core.run.stop import TIME_LIMIT, exit_code_of
 from amp_core.step.amp import Amp
 from amp_core.step.ema import Ema
 from amp_core.step.observer import Observer, around_window
@@ -102,7 +101,7 @@ class Loop:
         self.memory: dict[str, int | None] | None = None
         """Bytes per rank, from the first window on."""
         self.is_replay = False
-        """Whether the present window is computed again, for somebody who looks into it."""
+        """Whether the present window is computed again, for the doctor or a tool."""
         from amp_core.run import perf
 
         self.graph = perf.captured_step(self)
@@ -167,10 +166,10 @@ class Loop:
         ending: dict[str, Any] = {"status": "finished", "exit_code": 0}
         try:
             steps = self._steps()
-            # A recipe that fails in a replay leaves it open; nothing else may be watched by its trace.
+            # A recipe that fails in a replay leaves it open; its trace must not see what follows.
             self.env.closing.callback(steps.close)
             yield from steps
-        except BaseException as problem:  # trackers are told how it ended; it is raised on
+        except BaseException as problem:  # trackers get the exit code; it is raised again
             code, status = (1, "failed") if isinstance(problem, GeneratorExit) else outcome_of(problem)
             ending = {"status": status, "exit_code": code}
             raise
@@ -207,7 +206,7 @@ class Loop:
             yield from self._after_step(end)
 
     def _stop_waiting(self, begin: int, end: int, wait: GaveUp) -> NoReturn:
-        """Stop in the middle of a wait for data, with a checkpoint of the last step where that needs no other rank."""
+        """Stop while waiting for data, with a checkpoint of the last step if that needs no other rank."""
         saves = self.env.world_size == 1 and self.step > begin
         if saves:
             self._finish_line()
@@ -310,7 +309,7 @@ class Loop:
         self._finish_line()
         rate, waited = self.clock.lap(self.samples)
         facts = self.watch.facts() if self.watch is not None else {}
-        # A longer run goes on from the end of this one as if it had not ended here.
+        # A longer run continues from here as if this one had not ended.
         self.metrics.begin_line(self.step, rate, waited, facts, is_extra=self.step % self.cfg.log_every != 0)
         if self.env.device.type == "cpu":
             self._finish_line()
@@ -319,16 +318,15 @@ class Loop:
         line = self.metrics.finish_line()
         if line is None:
             return
-        step, skipped, scale = (line.numbers[name] for name in ("step", "skipped", "loss_scale"))
         self._log.metrics(line.numbers)
         if self.statistics is not None:
-            self.statistics.write(self._log, upto=step)
-        self.env.summary |= {"step": step, "skipped": skipped, "samples_per_second": line.rate}
-        symptoms = Symptoms(step, line.streak, scale)
-        self._symptoms = symptoms if self.watch is None else self.watch.completed(symptoms, line.found)
+            self.statistics.write(self._log, upto=line.symptoms.step)
+        self.env.summary |= {key: line.numbers[key] for key in ("step", "skipped")} | {"samples_per_second": line.rate}
+        symptoms, watch = line.symptoms, self.watch
+        self._symptoms = symptoms if watch is None else watch.completed(symptoms, line.found)
 
     def _consult(self, *, in_a_hurry: bool) -> Iterator[list[MicroBatch]]:
-        """Ask the doctor about the last log line, unless the run is to stop; end a run that has diverged."""
+        """Have the doctor examine the last log line, unless the run is to stop; end a run that has diverged."""
         symptoms, self._symptoms = self._symptoms, None
         if symptoms is None:
             return
@@ -346,7 +344,7 @@ class Loop:
     # --- evaluation, checkpoints, the end -----------------------------------------------------------------------------
 
     def _evaluate(self) -> bool:
-        """Whether it came to its end, or had before."""
+        """Whether the evaluation of this step is complete."""
         if self.evaluation.step == self.step:
             return True
         if not self.evaluation.run(self.step):
@@ -383,16 +381,16 @@ class Loop:
         self.clock.pause(time.monotonic() - began)
 
     def _finish_saving(self) -> None:
-        """Wait for what is saved in the background, however the run ends; but not when asked twice."""
+        """Wait for background saves, however the run ends, but not after a second Ctrl-C."""
         if isinstance(sys.exc_info()[1], KeyboardInterrupt):
             return
         try:
             self.checkpoint.wait()
-        except Exception as problem:  # the run ends already, with a problem of its own
+        except Exception as problem:  # the run is ending, perhaps with an error of its own
             logger.warning("%s", problem)
 
     def summarise(self) -> None:
-        """Put where the run stands into its summary."""
+        """Update the summary of the run."""
         rate, waited = self.clock.overall(self.samples)
         self.env.summary |= {
             "step": self.step,
@@ -421,7 +419,7 @@ def _require_samples(loop: Loop) -> None:
 
 
 def _is_finished(loop: Loop) -> bool:
-    """Whether a run that made all its steps has its result, too: then nothing is computed, and it stands."""
+    """Whether a run with all its steps done has its result, too: then nothing is computed."""
     from amp_core.run.terminal import say
 
     env = loop.env
@@ -476,6 +474,8 @@ def _end(loop: Loop) -> None:
 
 
 def _interrupt(loop: Loop, stop: int, where: str, saved: str, cause: BaseException | None = None) -> NoReturn:
+    from amp_core.run.stop import TIME_LIMIT, exit_code_of
+
     reason = "the time limit was reached" if stop == TIME_LIMIT else signal.Signals(stop - 128).name
     loop.summarise()
     message = f"stopped at step {where}: {reason}; {saved}; resume with run_dir={loop.env.run_dir}"

@@ -22,7 +22,7 @@ logger = logging.getLogger("amp_recipes")
 
 
 class Meter:
-    """What is to be logged of the steps of one optimizer, summed on the device since the last line."""
+    """The sums over the steps of one optimizer since the last log line, on the device."""
 
     def __init__(self, device: torch.device, num_skipped: int = 0) -> None:
         self.grad_norm: Tensor | None = None
@@ -57,7 +57,7 @@ class Meter:
         self._num_taken += report.taken
 
     def state(self) -> dict[str, Any]:
-        """What is added up, as plain numbers. Waits for the device."""
+        """The sums as plain numbers. Waits for the device."""
         return {
             "sums": {name: float(value) for name, value in self.sums.items()},
             "num_taken": int(self.num_taken),
@@ -76,7 +76,7 @@ class Meter:
 
 
 class Reading:
-    """Numbers on their way from the device: copied in the background, waited for only when they are used."""
+    """Numbers that are copied from the device in the background; only reading them waits."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._event = None
@@ -91,20 +91,6 @@ class Reading:
         if self._event is not None:
             self._event.synchronize()
         return self._numbers.tolist()
-
-
-@dataclass(frozen=True)
-class Line:
-    """A log line on the host, and what is not for the log."""
-
-    numbers: dict[str, Any]
-    """As in metrics.jsonl."""
-    rate: float
-    """Samples per second since the last line."""
-    streak: int
-    """Steps skipped in a row up to this line."""
-    found: dict[str, float]
-    """The facts that were asked for with `Metrics.begin_line`."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +109,19 @@ class Symptoms:
     """The first step since the last line whose loss was not finite, known to the doctor."""
 
 
+@dataclass(frozen=True)
+class Line:
+    """A log line on the host, and numbers that are not logged."""
+
+    numbers: dict[str, Any]
+    """As in metrics.jsonl."""
+    rate: float
+    """Samples per second since the last line."""
+    symptoms: Symptoms
+    found: dict[str, float]
+    """The facts that were asked for with `Metrics.begin_line`."""
+
+
 class Metrics:
     """The numbers of a run's log lines. On every rank alike."""
 
@@ -135,7 +134,7 @@ class Metrics:
         self._skip_noted = self._floor_noted = False
 
     def states(self, group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
-        """What each rank has added up since the last line, for `load_states`. Waits for the device. Collective.
+        """The sums of each rank since the last line, for `load_states`. Waits for the device. Collective.
 
         Not their sum: in another order of additions, the mean of a run that was resumed would differ in its last bits.
         """
@@ -223,7 +222,7 @@ class Metrics:
         line: dict[str, Any] = {"step": step, "split": "train"}
         line |= {name: value / taken[of] if taken[of] else None for (of, name), value in found["sum"].items()}
         line |= {
-            "lr": next(iter(rates.values())),  # the first ones stand under the plain names, too
+            "lr": next(iter(rates.values())),  # the first ones also have the plain names
             "loss_scale": run["loss_scale"],
             "skipped": skipped,
             "grad_norm": next(iter(norms.values())),
@@ -234,10 +233,10 @@ class Metrics:
             line |= {f"grad_norm_{of}": norms[of], f"skipped_{of}": int(found["skipped"][of])}
         line |= {name: rate for name, rate in rates.items() if name != "lr"}
         self._remark(step, skipped, streak, run["loss_scale"])
-        return Line(line, host["samples_per_second"], streak, found["extra"])
+        return Line(line, host["samples_per_second"], Symptoms(step, streak, run["loss_scale"]), found["extra"])
 
     def _remark(self, step: int, skipped: int, streak: int, scale: float) -> None:
-        """Log what is remarkable about skipped steps, each once in a run."""
+        """Log the first skipped step, and a scale at its floor, once in a run."""
         policy = self._amp.scaler.policy
         if skipped and not self._skip_noted:
             self._skip_noted = True
@@ -254,7 +253,7 @@ class Metrics:
 
 
 class _Span:
-    """A time of training, without pauses."""
+    """A period of training, without pauses."""
 
     def __init__(self, samples: int) -> None:
         self._began, self._samples = time.monotonic(), samples

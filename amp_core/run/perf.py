@@ -44,10 +44,8 @@ def captured_step(loop: Loop) -> CudaGraphStep | None:
 
 def observers(loop: Loop) -> list[Observer]:
     """Those of a run besides its doctor, the last of which are innermost."""
-    cfg = loop.cfg
-    profile = [Profile(loop, cfg.perf.profile)] if cfg.perf.profile and loop.env.is_main else []
-    recast = Recast(p for net in loop.nets for p in net.parameters()) if cfg.perf.recast_weights else None
-    return [*profile, *([] if recast is None else [Recasting(loop, recast)]), FirstWindow(loop, recast)]
+    num_steps = loop.cfg.perf.profile if loop.env.is_main else None
+    return [*([Profile(loop, num_steps)] if num_steps else []), SavedTensors(loop)]
 
 
 class Profile(Observer):
@@ -99,26 +97,23 @@ class Profile(Observer):
         self._loop.clock.pause(time.monotonic() - began)
 
 
-class Recasting(Observer):
-    """Casts weights again in backward passes, from the second window on; `FirstWindow` does in the first."""
+class SavedTensors(Observer):
+    """Measures what the first window saves for backward passes; in all of them casts weights again, if asked to."""
 
-    def __init__(self, loop: Loop, recast: Recast) -> None:
-        self._loop, self._recast = loop, recast
+    def __init__(self, loop: Loop) -> None:
+        self._loop, perf = loop, loop.cfg.perf
+        self._recast = Recast(p for net in loop.nets for p in net.parameters()) if perf.recast_weights else None
 
     def around_window(self, step: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._loop.memory is None else self._recast.hooks()
-
-
-class FirstWindow(Observer):
-    """Measures what the first window needs for its backward passes, where one thread computes it as written."""
-
-    def __init__(self, loop: Loop, recast: Recast | None) -> None:
-        self._loop, self._recast = loop, recast
+        if self._loop.memory is None:
+            return self._first_window()
+        return contextlib.nullcontext() if self._recast is None else self._recast.hooks()
 
     @contextlib.contextmanager
-    def around_window(self, step: int) -> Iterator[None]:
+    def _first_window(self) -> Iterator[None]:
         loop = self._loop
         loop.memory = vars(planned_memory(loop)) | {"activations": None}
+        # Only what one thread computes as written can be measured.
         if loop.cfg.perf.name != "default" or loop.cfg.layout.name not in ("single", "ddp"):
             yield
         else:
@@ -126,7 +121,8 @@ class FirstWindow(Observer):
             with saved_for_backward(tensors, self._recast) as saved:
                 yield
             loop.memory["activations"] = saved.activations
-        loop.observers.remove(self)
+        if self._recast is None:
+            loop.observers.remove(self)
 
 
 def planned_memory(loop: Loop) -> Memory:

@@ -65,7 +65,7 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
             found = [f"model.name={cfg.model.name}: there is no such network. {meant}"]
         problems += found + check_weights(cfg)
         folder = Path(cfg.model.name.removeprefix("hf:")) if cfg.model.name.startswith("hf:") else None
-        # A recipe of somebody else may load weights itself.
+        # A recipe of the user may load weights itself.
         is_ours = recipe.__name__.startswith("recipes.")
         if is_ours and cfg.model.weights is None and folder is not None and [*folder.glob("*.safetensors")]:
             warnings.append(f"model.name={cfg.model.name}: its weights are not used; model.weights=default loads them")

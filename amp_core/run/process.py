@@ -1,4 +1,4 @@
-"""Set a process up for one run, and put everything back afterwards, whatever happens inside."""
+"""Set up a process for one run and restore everything afterwards, however the run ends."""
 
 from __future__ import annotations
 
@@ -32,17 +32,9 @@ def check_variables() -> None:
     Without LOCAL_WORLD_SIZE all machines are taken to have equally many ranks.
     """
     found: dict[str, int] = {}
-    least = {
-        "RANK": 0,
-        "WORLD_SIZE": 1,
-        "LOCAL_RANK": 0,
-        "LOCAL_WORLD_SIZE": 1,
-        "MASTER_PORT": 1,
-        "GROUP_WORLD_SIZE": 1,
-    }
     problems = [] if os.environ.get("MASTER_ADDR") else ["MASTER_ADDR: is not set; expected the address of rank 0"]
-    for name, smallest in least.items():
-        text = os.environ.get(name)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "GROUP_WORLD_SIZE"):
+        text, smallest = os.environ.get(name), 0 if name.endswith("RANK") else 1
         if text is None and name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
             continue
         if text is None or not (text.isascii() and text.isdigit() and smallest <= int(text[:20]) < 2**16):
@@ -66,7 +58,7 @@ def check_variables() -> None:
 
 @contextlib.contextmanager
 def environment(job: Job) -> Iterator[Environment]:
-    """Set the process up for one run and put everything back afterwards.
+    """Set up the process for one run and restore everything afterwards.
 
     Sets: device, process group, random seeds, deterministic algorithms, cuDNN's choice of them, signal handlers. The
     last three, the matmul precision and autocast's policy are process-wide and outlive a run; they are restored.
@@ -113,11 +105,11 @@ def environment(job: Job) -> Iterator[Environment]:
             env.stop = stop = Stop(env.host_group, cfg.max_minutes)
             undo.enter_context(bounded_waits(cfg.data.timeout_minutes, stop.is_asked, PATIENCE[world_size > 1]))
             undo.callback(folder.close)
-            if cfg.task == "train" and not cfg.dry_run:  # the rest may be ended at any moment
+            if cfg.task == "train" and not cfg.dry_run:  # other tasks may be killed at any moment
                 # After the process group exists: its set-up may not be interrupted half-way.
                 undo.enter_context(stop.in_order())
                 for number in SIGNALS:
-                    with contextlib.suppress(ValueError):  # not in the main thread: signals are somebody else's there
+                    with contextlib.suppress(ValueError):  # only the main thread may set handlers
                         undo.callback(signal.signal, number, signal.signal(number, stop.on_signal))
             torch.manual_seed(cfg.seed)
             folder.open()
@@ -134,7 +126,7 @@ def environment(job: Job) -> Iterator[Environment]:
 
 @contextlib.contextmanager
 def _settings(cfg: Config) -> Iterator[None]:
-    """Sets the algorithms of torch, and puts back what a run changes of them, by `Amp` too."""
+    """Sets torch's choice of algorithms; restores what the run, also `Amp`, has changed."""
     cudnn: Any = torch.backends.cudnn
     before = {name: getattr(cudnn, name) for name in ("allow_tf32", "benchmark", "deterministic")}
     was_deterministic, precision = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
@@ -146,7 +138,7 @@ def _settings(cfg: Config) -> Iterator[None]:
     try:
         yield
     finally:
-        if cfg.deterministic:  # to ask for what is there already would import torch's compiler, for a second
+        if cfg.deterministic:  # even an unchanged value would import torch's compiler, which takes a second
             torch.use_deterministic_algorithms(was_deterministic)
         torch.set_float32_matmul_precision(precision)
         for name, value in before.items():

@@ -1,4 +1,4 @@
-"""The store through which the workers of a run meet, once for each attempt."""
+"""The store through which the workers of an attempt find each other."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import time
 import uuid
 
 LAUNCHER = "AMP_RECIPES_LAUNCHER"
-"""Environment variable of our workers: the process id of their launcher. Those of torchrun look for their parent here,
-before they import torch, which takes seconds."""
+"""Environment variable of our workers: the process id of their launcher. Workers of torchrun take their
+parent's, before the import of torch, which takes seconds."""
 _launcher = int(os.environ.get(LAUNCHER) or (os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0))
 
 import torch.distributed as dist  # noqa: E402

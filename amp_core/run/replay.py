@@ -1,4 +1,4 @@
-"""Steps of a run computed again, and where a run stands put back: what the doctor and the tools do with a loop."""
+"""Recompute steps of a run, and snapshot and restore its state, for the doctor and tools."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def rerun_step(loop: Loop, window: list[MicroBatch] | None = None) -> Iterator[l
 
 
 def snapshot(loop: Loop) -> dict[str, Any]:
-    """All that makes up where the run stands, copied to host memory, for `restore`. Waits for the device."""
+    """The whole state of the run, copied to host memory, for `restore`. Waits for the device."""
     return {"parts": loop.checkpoint.snapshot(), "progress": {"step": loop.step, "samples": loop.samples}}
 
 
 def restore(loop: Loop, saved: dict[str, Any] | Path) -> None:
-    """Put everything back to a snapshot, or to a checkpoint of this run."""
+    """Restore a snapshot, or a checkpoint of this run."""
     if isinstance(saved, dict):
         loop.checkpoint.restore(saved["parts"])
         progress = saved["progress"]

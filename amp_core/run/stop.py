@@ -15,16 +15,16 @@ from amp_core.config.errors import RunError
 from amp_core.run.rendezvous import launched, others_start_again
 
 PATIENCE = (5.0, 20.0)
-"""Seconds for which a rank that was asked to stop still waits for data: alone, and where the others would have to stop
-without a checkpoint."""
+"""Seconds for which a rank that was asked to stop still waits for data: as the only rank, and as one of several, which
+then have to stop without a checkpoint."""
 TIME_LIMIT = 75
 """Why a run stops before its end: `max_minutes`. Other reasons are 128 and the number of a signal."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""What ends a run in order: after the step, with a checkpoint."""
+"""Signals that end a run in order: after the step, with a checkpoint."""
 
 
 def exit_code_of(reason: int) -> int:
-    """The exit code of a run that stopped for this reason: 75 asks to be started again, as SIGUSR1 means it, too."""
+    """The exit code of a run that stopped for this reason: 75, which asks to be started again, also after SIGUSR1."""
     return 75 if reason == 128 + signal.SIGUSR1 else reason
 
 
@@ -37,7 +37,7 @@ class Stop:
 
     def __init__(self, group: dist.ProcessGroup | None, max_minutes: float | None) -> None:
         self.code = 0
-        """Why this rank asks to stop: 128 and a signal, or `TIME_LIMIT`; 0 goes on. Of two ranks the larger counts."""
+        """Why this rank asks to stop: 128 and a signal, or `TIME_LIMIT`; 0: it does not. The ranks' largest counts."""
         self._is_signalled = False
         self._is_twice = False
         self._pipe: int | None = None
@@ -64,7 +64,7 @@ class Stop:
         """Called by all ranks equally often. Returns the agreed reason to stop, 0 to go on."""
         self.is_asked()
         if self._parent is not None and not self.code and os.getppid() != self._parent:
-            # The agent was killed: without it, training would go on unseen and hold the run folder.
+            # The agent was killed: training would continue without a terminal and hold the run folder.
             if others_start_again():
                 raise RunError("the launcher of this machine was killed; those of other machines continue without it")
             self.code = 128 + signal.SIGTERM
@@ -93,7 +93,7 @@ class Stop:
             before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         if before == -1:
             self._pipe = read
-        elif before is not None:  # somebody else's, such as that of asyncio
+        elif before is not None:  # another library's, such as asyncio's
             signal.set_wakeup_fd(before, warn_on_full_buffer=False)
         _pipes.add(write)
         try:
@@ -109,7 +109,7 @@ class Stop:
     def on_signal(self, number: int, frame: object) -> None:
         for each in self._arrivals(number):
             if self._is_signalled and each == signal.SIGINT:
-                # Ctrl-C, and it was asked before, by whatever signal: no more patience.
+                # Ctrl-C after any first signal: stop at once.
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 self._is_twice = True
                 raise KeyboardInterrupt

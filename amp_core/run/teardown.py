@@ -20,7 +20,7 @@ from amp_core.torch_private import find
 
 
 def end_process_group() -> None:
-    """Destroy all process groups, also while an exception is handled. Without any, nothing happens. Never raises.
+    """Destroy all process groups, also while an exception is handled. A no-op without any. Never raises.
 
     `DistributedDataParallel` modules cannot be called afterwards. Captured CUDA graphs that the caller still refers to
     must have been dropped (`CudaGraphStep.forget`).
@@ -49,7 +49,7 @@ def end_process_group() -> None:
 
 
 def _drop_reducers() -> None:
-    """Free the reducers of modules that somebody still refers to: a running function, a cache, a test."""
+    """Free the reducers of modules that are still referenced, by a running function, a cache or a test."""
     for module in gc.get_objects():
         # By its type: isinstance would ask proxies for their class, and so run their code.
         if issubclass(type(module), torch.nn.parallel.DistributedDataParallel):

@@ -26,14 +26,13 @@ from amp_core.config.schema import LogConfig
 from amp_core.run.lines import to_plain, write_text
 
 MAX_FAILURES = 3
-"""A tracker that failed so often is switched off."""
+"""A tracker is switched off after so many failures."""
 INIT_SECONDS = 15
 """How long wandb may try to reach its server."""
 CLOSE_SECONDS = 10.0
 """How long `Log.close` waits for wandb."""
 MAX_PENDING_BYTES = 1 << 20
-"""What waits for a wandb that does not read; more is dropped."""
-
+"""Limit of what is kept for a wandb process that does not read; the rest is dropped."""
 
 logger = logging.getLogger("amp_recipes")
 
@@ -41,11 +40,11 @@ logger = logging.getLogger("amp_recipes")
 class TensorBoard:
     def __init__(self, folder: Path, purge_step: int) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what it imports is not ours to fix
+            warnings.simplefilter("ignore")  # those of its imports
             from torch.utils.tensorboard import SummaryWriter
         if folder.is_symlink():
             raise OSError(f"{folder} is a link; remove it")
-        # Events from purge_step on, of an earlier run in this folder, are hidden by the viewer.
+        # The viewer hides the events of an earlier run in this folder from purge_step on.
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=30)
         self._num_failures = 0
 
@@ -55,25 +54,24 @@ class TensorBoard:
         try:
             for name, value in numbers.items():
                 self._writer.add_scalar(name, value, step)
-        except Exception as error:  # a third party's: whatever it is, training goes on
+        except Exception as error:  # third-party code may raise anything, and training continues
             self._num_failures += 1
             if self._num_failures == MAX_FAILURES:
                 logger.warning("tensorboard is switched off after %d failures: %s", MAX_FAILURES, error)
 
     def poll(self) -> None:
-        """No-op."""
+        """A no-op: its writer has a thread of its own."""
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        if self._num_failures == MAX_FAILURES:
-            return
-        try:
-            self._writer.close()
-        except Exception as error:  # a third party's: whatever it is, the run ends well
-            logger.warning("tensorboard: the last events are not written: %s", error)
+        if self._num_failures < MAX_FAILURES:
+            try:
+                self._writer.close()
+            except Exception as error:  # third-party code may raise anything, and the run ends well
+                logger.warning("tensorboard: the last events are not written: %s", error)
 
 
 class Wandb:
-    """The training side of wandb: never waits, but for `close`."""
+    """The training side of wandb. Only `close` may wait."""
 
     def __init__(self, run_dir: Path, cfg: LogConfig, run_config: dict[str, Any], name: str) -> None:
         self._folder = run_dir / "wandb"
@@ -127,7 +125,7 @@ class Wandb:
         self.poll()
 
     def poll(self) -> None:
-        """Send what waits and pass on what was said."""
+        """Send pending lines and log the answers."""
         if self._process is None:
             return
         try:
@@ -191,7 +189,7 @@ class Wandb:
 
 
 def _wandb_id(path: Path) -> str:
-    """The run's id in wandb, made once, so that a resumed run continues there."""
+    """The run's id in wandb, made once: a resumed run continues under it."""
     try:
         known = read_text(path).strip()
     except (FileNotFoundError, ValueError):
@@ -232,7 +230,7 @@ def _wandb_main() -> None:
         signal.signal(number, signal.SIG_IGN)
 
     def answer(level: int, text: str) -> None:
-        with contextlib.suppress(OSError):  # training was killed: nobody listens, the run is finished all the same
+        with contextlib.suppress(OSError):  # training was killed; the wandb run is finished nevertheless
             answers.write(json.dumps([level, " ".join(text.split())]) + "\n")
 
     start = json.loads(sys.stdin.buffer.readline())
@@ -247,7 +245,7 @@ def _wandb_main() -> None:
             settings.x_stats_pid = start["pid"]
         run = wandb.init(**start["init"], settings=settings)
         run.define_metric("*", step_metric="step")
-    except (Exception, SystemExit) as error:  # a third party's: whatever it is, training goes on
+    except (Exception, SystemExit) as error:  # third-party code may raise anything, and training continues
         answer(logging.WARNING, f"wandb cannot start, the run continues without it: {error}")
         os._exit(0)  # its exit hooks wait for a service that may never answer
     if run.disabled:
@@ -258,7 +256,7 @@ def _wandb_main() -> None:
         answer(logging.INFO, f"wandb: {run.url}")
 
     failures = 0
-    summary: dict[str, Any] = {"exit_code": 1}  # holds if training is killed: its messages just end
+    summary: dict[str, Any] = {"exit_code": 1}  # stays if training is killed: then its messages just end
     for line in sys.stdin.buffer:
         try:
             message = json.loads(line)
@@ -269,7 +267,7 @@ def _wandb_main() -> None:
             break
         try:
             run.log(message["log"])
-        except Exception as error:  # a third party's: whatever it is, training goes on
+        except Exception as error:  # third-party code may raise anything, and training continues
             failures += 1
             if failures == MAX_FAILURES:
                 answer(logging.WARNING, f"wandb is switched off after {MAX_FAILURES} failures: {error}")
@@ -282,7 +280,7 @@ def _wandb_main() -> None:
         run.summary.update(summary)
         run.finish(exit_code=int(summary.get("exit_code") or 0))
         wandb.teardown()
-    except (Exception, SystemExit) as error:  # a third party's: whatever it is, the run ends well
+    except (Exception, SystemExit) as error:  # third-party code may raise anything, and the run ends well
         answer(logging.WARNING, f"wandb could not finish the run: {error}")
     os._exit(0)
 
