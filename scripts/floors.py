@@ -28,7 +28,7 @@ PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 BUDGETS = {
     "library": (10_240, "base lowp step memory layouts checkpoints heads"),
     "doctor": (4_140, "doctor"),
-    "program": (12_186, "config run cli data models train.py"),
+    "program": (12_176, "config run cli data models train.py"),
     "amp_tools": (4_085, "amp_tools"),
     "scripts": (5_090, "scripts"),
     "amp_conformance": (2_490, "amp_conformance"),
