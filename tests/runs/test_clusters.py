@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from running import lines, state, summary
+from running import lines, state, summary, wait_until
 
 from amp_core.run import launch
 
@@ -18,14 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts" / "slurm").glob("*.sbatch"))
 SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
 SMALL += ["device=cpu", "log.progress=false", "batch_size=8", "save_every=1000000", "eval_every=1000000", "log_every=1"]
-
-
-def until(condition, process=None, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process is None or process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
@@ -45,7 +36,7 @@ def test_a_job_writes_a_checkpoint_before_its_time_is_over_queues_again_and_fini
     environ |= {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "OMP_NUM_THREADS": "1"}
     job = ["bash", ROOT / "scripts" / "slurm" / "requeue.sbatch", *SMALL, f"run_dir={run_dir}", "layout=single"]
     first = subprocess.Popen([*job, "steps=400"], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    until(lambda: (run_dir / "metrics.jsonl").exists() and len(lines(run_dir)) > 2, first)
+    wait_until(lambda: (run_dir / "metrics.jsonl").exists() and len(lines(run_dir)) > 2, first)
     first.send_signal(signal.SIGUSR1)  # to the shell alone, as --signal=B:USR1@120 does
     said = first.communicate(timeout=60)[0].decode()
     assert first.returncode == 0 and asked.read_text() == "requeue 7\n", said

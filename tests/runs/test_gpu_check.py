@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from running import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -108,10 +109,7 @@ def test_a_stage_leaves_one_archive_of_all_its_steps(stage: str, machine: Machin
 
 def test_a_stage_that_is_killed_loses_the_step_at_work(machine: Machine) -> None:
     process = machine.start("1", SLOW="-m pytest")
-    deadline = time.monotonic() + 60
-    while not any("-m pytest" in call for call in machine.told("calls")):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: any("-m pytest" in call for call in machine.told("calls")), process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert machine.archive("1").keys() == {"versions.txt", "summary.txt"}

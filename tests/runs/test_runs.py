@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import Forked, checkpoints, differing, lines, same_but, state, summary
+from running import Forked, checkpoints, descendants, differing, lines, same_but, state, summary, wait_until
 from shared import free_port
 from test_recipes import arguments, as_rank, on_two_ranks
 from test_recipes import run as run_recipe
@@ -276,7 +276,7 @@ def test_a_killed_run_on_two_processes_continues_bit_exactly():
 def kill_and_compare(settings, begin, complete):
     """Kill a process that trains; what is compared is trained by `complete`, which returns what it printed."""
     broken = begin("run_dir=broken", *settings)
-    wait_for(lambda: len(checkpoints("broken")) >= 2, broken)
+    wait_until(lambda: len(checkpoints("broken")) >= 2, broken)
     time.sleep(random.uniform(0.0, 0.4))
     kill_all(broken)
     complete("run_dir=whole", *settings)
@@ -359,19 +359,6 @@ def test_a_longer_run_goes_on_with_the_mean_of_a_line():
     assert [line["split"] for line in longer if line["step"] == 13] == ["train", "eval"]
 
 
-def wait_for(condition, process, timeout=90):
-    end = time.monotonic() + timeout
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
-def descendants(pid):
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
-    return [int(pid), *(grandchild for child in children for grandchild in descendants(child))]
-
-
 def kill_all(process):
     for pid in descendants(process.pid):
         with contextlib.suppress(ProcessLookupError):
@@ -388,7 +375,7 @@ TWO = ["layout=ddp", "layout.nproc_per_node=2"]
 def test_a_signal_finishes_the_step_and_writes_a_checkpoint(number, layout):
     settings = ["steps=1000000", "run_dir=a", "save_every=1000000", "eval_every=1000000", *layout]
     process = (start if layout else fork)(*settings)
-    wait_for(lambda: Path("a/metrics.jsonl").exists() and len(lines("a")) > 1, process)
+    wait_until(lambda: Path("a/metrics.jsonl").exists() and len(lines("a")) > 1, process)
     everyone = descendants(process.pid)
     process.send_signal(number)
     code = 75 if number == signal.SIGUSR1 else 128 + number
@@ -409,7 +396,7 @@ def test_a_signal_ends_a_run_whose_data_worker_stands_still(when):
 
     def begin():
         process = Forked(run_with_a_stopped_worker, steps, [*SMALL, *settings])
-        wait_for(Path("stopped").exists, process)
+        wait_until(Path("stopped").exists, process)
         Path("stopped").unlink()
         return process
 
@@ -462,7 +449,7 @@ def run_with_a_stopped_worker(steps, arguments):
 @pytest.mark.parametrize("second", [None, signal.SIGINT])
 def test_a_signal_ends_a_run_in_which_a_rank_stands_still(second):
     process = start("steps=1000000", "log_every=1", "run_dir=a", "save_every=5", *TWO)
-    wait_for(lambda: Path("a/metrics.jsonl").exists() and len(lines("a")) > 6, process)
+    wait_until(lambda: Path("a/metrics.jsonl").exists() and len(lines("a")) > 6, process)
     everyone = descendants(process.pid)
     ranks = [pid for pid in everyone if b"recipes" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
     assert len(ranks) == 2
@@ -483,7 +470,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step():
     settings = [*SMALL, "steps=1000000", "run_dir=a", "save_every=1000000", "layout=ddp"]
     port = free_port()
     ranks = [Forked(as_rank, rank, port, True, settings) for rank in range(2)]
-    wait_for(lambda: Path("a/metrics.jsonl").exists() and len(lines("a")) > 1, ranks[0])
+    wait_until(lambda: Path("a/metrics.jsonl").exists() and len(lines("a")) > 1, ranks[0])
     ranks[1].send_signal(signal.SIGINT)
     for rank in ranks:
         assert "Traceback" not in finish(rank, code=130, timeout=40)
@@ -517,14 +504,11 @@ def test_ranks_evaluate_the_model_that_is_saved(capsys):
 def test_workers_do_not_outlive_a_killed_launcher():
     settings = ["run_dir=a", "layout=ddp", "layout.nproc_per_node=2"]
     process = start(*settings, "steps=1000000")
-    wait_for(lambda: Path("a/metrics.jsonl").exists() and len(lines("a")) > 1, process)
+    wait_until(lambda: Path("a/metrics.jsonl").exists() and len(lines("a")) > 1, process)
     workers = descendants(process.pid)[1:]
     process.kill()
     process.communicate()
-    end = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
     reached = state("a")["progress"]["step"]
     finish(start(*settings, f"steps={reached + 2}"))
     assert summary("a")["step"] == reached + 2
@@ -546,7 +530,7 @@ def test_a_failing_rank_is_started_again_as_often_as_allowed_and_then_named_once
         return len(ranks) == 2 and checkpoints("a") and checkpoints("a")[-1].name > reached and ranks
 
     for _ in range(2):
-        wait_for(trained_on, process)
+        wait_until(trained_on, process)
         ranks = trained_on()
         reached = checkpoints("a")[-1].name
         killed |= set(ranks)
@@ -632,7 +616,7 @@ def test_a_foreign_checkpoint_is_refused_and_nothing_is_lost(capsys):
 
 def test_two_runs_cannot_write_to_one_folder(capsys):
     process = fork("run_dir=a", "steps=1000000")
-    wait_for(lambda: Path("a/metrics.jsonl").exists(), process)
+    wait_until(lambda: Path("a/metrics.jsonl").exists(), process)
     run("run_dir=a", "steps=3", code=2)
     assert "another process is writing there" in capsys.readouterr().err
     kill_all(process)

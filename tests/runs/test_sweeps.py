@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import state, summary
+from running import state, summary, wait_until
 from shared import script
 
 import train
@@ -30,13 +30,6 @@ SMALL += ["device=cpu", "log.progress=false", "batch_size=8", "save_every=100000
 
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-
-
-def until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 # --- leases -----------------------------------------------------------------------------------------------------------
@@ -72,7 +65,7 @@ def holder():
 
 
 def devices_of(name):
-    until(lambda: Path(name).exists() and Path(name).read_text())
+    wait_until(lambda: Path(name).exists() and Path(name).read_text())
     return set(Path(name).read_text().split()[0].split(","))
 
 
@@ -81,9 +74,9 @@ def test_processes_get_disjoint_devices_in_line_and_a_killed_one_leaves_none_tak
     taken = devices_of("first") | devices_of("child")
     assert len(taken) == 2
     holder("both", 2)  # one is free, two are needed
-    until(Path("both.waits").exists)
+    wait_until(Path("both.waits").exists)
     holder("late", 1)  # may not overtake, though one would do
-    until(Path("late.waits").exists)
+    wait_until(Path("late.waits").exists)
     time.sleep(0.5)
     assert not Path("both").exists() and not Path("late").exists()
     second.kill()
@@ -152,13 +145,13 @@ def test_a_killed_job_fails_alone_and_a_signal_saves_the_others():
         stderr=subprocess.STDOUT,
         text=True,
     )
-    until(lambda: len(list(Path("s").glob("*/metrics.jsonl"))) == 2, 120)
+    wait_until(lambda: len(list(Path("s").glob("*/metrics.jsonl"))) == 2, seconds=120)
     folders = sorted(path.parent for path in Path("s").glob("*/metrics.jsonl"))
     owners = [int((folder / ".lock").read_text().split()[1]) for folder in folders]
     threads = json.loads((folders[0] / "environment.json").read_text())["threads"]
     assert threads == max(1, len(os.sched_getaffinity(0)) // 2) if hasattr(os, "sched_getaffinity") else threads
     os.kill(owners[0], signal.SIGKILL)
-    until(lambda: sweep.read_record(Path("s"), folders[0].name))
+    wait_until(lambda: sweep.read_record(Path("s"), folders[0].name))
     process.send_signal(signal.SIGTERM)  # to the sweep alone
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 143, said

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,21 @@ def _forked(folder: Path, output: Path, function: Callable[..., int], arguments:
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
     sys.exit(function(*arguments))
+
+
+def wait_until(condition: Callable[[], Any], process: Any = None, seconds: float = 90) -> None:
+    """Returns when a condition holds; fails when the process has ended, or after so many seconds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and what it has started, and so on."""
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
+    return [int(pid), *(grandchild for child in children for grandchild in descendants(int(child)))]
 
 
 def checkpoints(folder):

@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from running import wait_until
 from tiers import rows
 
 from amp_core.config.schema import LogConfig
@@ -99,13 +100,6 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     return out, err
-
-
-def wait_until(is_true: Any, seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 # --- metrics.jsonl
