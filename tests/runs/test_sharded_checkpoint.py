@@ -23,7 +23,7 @@ from damaged import damage
 from running import differing
 from safetensors.torch import load_file, save_file
 from shared import flip, names, script, seal
-from test_checkpoint import Evil
+from test_checkpoint_damage import Evil
 from test_fsdp import MODES, Training
 from test_recipes import on_two_ranks, run
 from tiers import rows
