@@ -22,16 +22,12 @@ if __name__ == "__main__":
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {_problem}", file=sys.stderr)
         sys.exit(2)
-    # Collections look again and again at all that was imported so far: a sixth of the time to import torch.
-    gc.disable()
+    gc.disable()  # collections scan all that was imported so far: a sixth of the time to import torch
     # Until a run is set up there is nothing to save, and a traceback inside an import helps nobody.
     for _number, _code in ((signal.SIGINT, 130), (signal.SIGUSR1, 75)):
         signal.signal(
             _number,
-            lambda *_, code=_code: (
-                os.write(2, b"interrupted before the first step; nothing was written\n"),
-                os._exit(code),
-            ),
+            lambda *_, c=_code: (os.write(2, b"interrupted before the first step; nothing was written\n"), os._exit(c)),
         )
 
 import argparse
@@ -51,7 +47,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from amp_core import __version__
 from amp_core.cli import compose, sweep
-from amp_core.cli.command import program, tool
+from amp_core.cli.command import LONGEST, answering, limit_spinning, program, say_error, tool
 from amp_core.cli.help import help_text
 from amp_core.cli.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
 from amp_core.cli.overrides import MEANT, check_overrides, groups, quoted
@@ -66,50 +62,40 @@ from amp_core.cli.run_folders import (
 )
 from amp_core.config.errors import STATUS, ConfigError, RunError, suggest
 from amp_core.config.options import conf_dir
-from amp_core.config.redact import mask_what_python_prints, redact_typed, shown
+from amp_core.config.redact import mask_what_python_prints
 from amp_core.config.rules import build, key_of, validate, warnings_of
 from amp_core.config.schema import Config
-from amp_core.config.threads import limit_spinning
 from amp_core.run import locks
 from amp_core.run.terminal import complain, say
 
 ROOT = str(Path(__file__).resolve().parent)
-MOST_LINES = 40
-"""Problems that a message lists."""
-LONGEST = 8192
-"""Characters of an argument: Hydra's parser takes seconds for lists of that length, and minutes for longer ones."""
 
 
+@answering
 def main(arguments: list[str]) -> int:
     """Run a command line. Returns the exit code."""
     limit_spinning()
-    try:
-        if endless := [text for text in arguments if len(text) > LONGEST]:
-            raise ConfigError(
-                f"{endless[0][:40]}...: has {len(endless[0]):,} characters, expected at most {LONGEST:,}; put long "
-                f"values into an experiment file"
-            )
-        if "--version" in arguments:
-            say(f"amp-recipes {__version__}, torch {version('torch')}, hydra {version('hydra-core')}")
-            return 0
-        flags = _parse(arguments)
-        if flags.help:
-            say(help_text(flags.overrides))
-            return 0
-        if flags.multirun and (flags.cfg or flags.info):
-            raise ConfigError(
-                "-m: a sweep has a configuration for each job; leave it out, or leave out --cfg and --info"
-            )
-        if flags.multirun:
-            return _sweep(flags.overrides)
-        if flags.cfg == "job":
-            return _show_config(flags)
-        if flags.hydra_help or flags.cfg or flags.info or flags.shell_completion:
-            return _ask_hydra(arguments, flags)
-        return _single(flags.overrides)
-    except RunError as refused:
-        _say_error(refused)
-        return refused.exit_code
+    if endless := [text for text in arguments if len(text) > LONGEST]:
+        raise ConfigError(
+            f"{endless[0][:40]}...: has {len(endless[0]):,} characters, expected at most {LONGEST:,}; put long "
+            f"values into an experiment file"
+        )
+    if "--version" in arguments:
+        say(f"amp-recipes {__version__}, torch {version('torch')}, hydra {version('hydra-core')}")
+        return 0
+    flags = _parse(arguments)
+    if flags.help:
+        say(help_text(flags.overrides))
+        return 0
+    if flags.multirun and (flags.cfg or flags.info):
+        raise ConfigError("-m: a sweep has a configuration for each job; leave it out, or leave out --cfg and --info")
+    if flags.multirun:
+        return _sweep(flags.overrides)
+    if flags.cfg == "job":
+        return _show_config(flags)
+    if flags.hydra_help or flags.cfg or flags.info or flags.shell_completion:
+        return _ask_hydra(arguments, flags)
+    return _single(flags.overrides)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -157,24 +143,11 @@ def _without_dashes(key: str, value: str | None, arguments: list[str]) -> str:
     return meant if "=" in meant else f"{key}={meant}"
 
 
-def _say_error(refused: RunError) -> None:
-    if problems := getattr(refused, "problems", [str(refused)]):
-        lines = [shown(redact_typed(problem)) for problem in problems[:MOST_LINES]]
-        lines = [line if len(line) < LONGEST else f"{line[:LONGEST]}..." for line in lines]
-        if more := problems[MOST_LINES:]:
-            lines.append(f"and {len(more)} more")
-        complain("\n       ".join(lines))
-
-
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
 def checked(overrides: list[str]) -> tuple[Config, list[str]]:
-    """The configuration of a command line, and warnings.
-
-    Raises:
-        ConfigError: with every problem that can be found before the start.
-    """
+    """The configuration of a command line, and warnings. ConfigError: every problem found before the start."""
     sound, problems = check_overrides(overrides, multirun=False, problems_of=_problems_of)
     try:
         values = compose.compose(sound)
@@ -229,7 +202,12 @@ def _single(overrides: list[str]) -> int:
         check_variables()
         return _under_torchrun(overrides)
     job = _prepare(overrides)
-    return _run(job) if job is not None else 0
+    if job is None:
+        return 0
+    outcome = _launch(job)
+    if outcome.error:
+        complain(outcome.error)
+    return outcome.exit_code
 
 
 def _prepare(overrides: list[str]) -> Any:
@@ -252,15 +230,8 @@ def _prepare(overrides: list[str]) -> Any:
     return Job(cfg, run_dir, overrides, [sys.executable, *sys.argv], warnings)
 
 
-def _run(job: Any) -> int:
-    outcome = _launch(job)
-    if outcome.error:
-        complain(outcome.error)
-    return outcome.exit_code
-
-
 def _collect_again() -> None:
-    """Collect garbage from here on, but none of what was imported: that stays, and would only be looked at."""
+    """Collect garbage from here on, but nothing that was imported."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
@@ -292,7 +263,7 @@ def _under_torchrun(overrides: list[str]) -> int:
             job = _prepare(overrides)
         except ConfigError as problem:
             refused = problem
-            _say_error(refused)  # before the others hear of it: the agent kills all when the first one leaves
+            say_error(refused)  # before the others hear of it: the agent kills all when the first one leaves
             sys.stderr.flush()
     try:
         job = share(job, refused=refused is not None)
@@ -308,8 +279,7 @@ def _under_torchrun(overrides: list[str]) -> int:
         complain(outcome.error)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Teardown of the process group's threads aborts now and then; all work is done and written.
-    os._exit(outcome.exit_code)
+    os._exit(outcome.exit_code)  # the process group's threads sometimes abort at exit; all work is done and written
 
 
 # --- sweeps, and what Hydra answers by itself -------------------------------------------------------------------------
@@ -319,10 +289,8 @@ def _sweep(overrides: list[str]) -> int:
     from amp_core.run.rendezvous import launched
 
     if launched():
-        refused = ConfigError(f"-m under torchrun would run the sweep once per rank; use {program()} -m layout=ddp ...")
-        if os.environ["RANK"] == "0":
-            raise refused
-        return refused.exit_code
+        said = f"-m under torchrun would run the sweep once per rank; use {program()} -m layout=ddp ..."
+        raise ConfigError(said if os.environ["RANK"] == "0" else [])
     planned, sound, cfg = _plan_sweep(overrides)
     if cfg.data.check:
         raise ConfigError("data.check=true: checks one data set; leave out -m")
@@ -364,11 +332,9 @@ def _run_sweep(planned: compose.Sweep, sound: list[str], sweep_dir: Path) -> int
         code = stopped.code if isinstance(stopped.code, int) else 1
     except ConfigError:
         raise
-    except RunError as problem:
-        complain(str(problem))
-        failed = True
-    except Exception as problem:  # of a launcher or a sweeper: what its jobs have done is told all the same
-        complain(f"the sweep ended early: {type(problem).__name__}: {compose.one_line(problem)}")
+    except Exception as problem:  # of a launcher or a sweeper: the table of its jobs is printed all the same
+        early = f"the sweep ended early: {type(problem).__name__}: {compose.one_line(problem)}"
+        complain(str(problem) if isinstance(problem, RunError) else early)
         failed = True
     finally:
         for number, handler in before.items():
@@ -393,12 +359,7 @@ def _plan_sweep(overrides: list[str]) -> tuple[compose.Sweep, list[str], Config]
             problems.append(f"{text}: each job of a sweep has a folder of its own; use hydra.sweep.dir=multirun/mine")
     if problems:
         raise ConfigError(problems)
-    try:
-        planned = compose.sweep_of(sound)
-    except ConfigError:
-        raise
-    except Exception as problem:  # the parser raises several kinds
-        raise ConfigError(f"{' '.join(overrides)}: cannot be read as a sweep: {problem}") from problem
+    planned = compose.sweep_of(sound)
     if problem := check_place("hydra.sweep.dir", planned.dir):
         raise ConfigError(problem)
     first = None
@@ -409,22 +370,21 @@ def _plan_sweep(overrides: list[str]) -> tuple[compose.Sweep, list[str], Config]
         except ConfigError as refused:
             problems += [problem for problem in refused.problems if problem not in problems]
     if problems or first is None:
-        raise ConfigError(problems or [f"{' '.join(overrides)}: there is nothing to run"])
+        raise ConfigError(problems or f"{' '.join(overrides)}: there is nothing to run")
     return planned, sound, first
 
 
 def _hydra(arguments: list[str]) -> None:
     """Hand over to Hydra; flags stand before `--`."""
-    typed = sys.argv[0] if program().endswith(".py") else program()  # whose arguments are completed
-    sys.argv = [typed, *arguments, *compose.search_path()]
+    # The first one is the program whose arguments are completed.
+    sys.argv = [sys.argv[0] if program().endswith(".py") else program(), *arguments, *compose.search_path()]
     hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(sweep_job)()
 
 
 def sweep_job(config: DictConfig) -> float | None:
-    """One job of a sweep, in Hydra's hands: it ends with a record in the sweep's folder and raises for no failure.
+    """Run one job of a sweep, called by Hydra: it ends with a record in the sweep's folder and raises for no failure.
 
-    Returns:
-        The recipe's best metric, for sweepers that look for one; None without it.
+    Returns the recipe's best metric, for sweepers that search; None without one.
     """
     hydra_config = HydraConfig.get()
     overrides = [str(text) for text in hydra_config.overrides.task]
@@ -439,12 +399,10 @@ def sweep_job(config: DictConfig) -> float | None:
     started = time.monotonic()
     signalled = _run_job(record, sweep_dir, apart=launcher in ("joblib", "submitit_local"))
     record.status = STATUS.get(record.exit_code or 0, "failed")
-    if record.status == "preempted":
-        record.error = None  # it goes on
+    record.error = None if record.status == "preempted" else record.error  # a preempted job resumes
     summary = summary_of(sweep_dir / folder)
     record.seconds = summary.get("seconds") or round(time.monotonic() - started, 1)
-    results = summary.get("eval")
-    if record.exit_code == 0 and record.value is None and isinstance(results, dict):
+    if record.exit_code == 0 and record.value is None and isinstance(results := summary.get("eval"), dict):
         record.value = results.get(str(record.metric))
     sweep.write_record(sweep_dir, record)
     if signalled:
@@ -455,16 +413,12 @@ def sweep_job(config: DictConfig) -> float | None:
 def _run_job(record: sweep.Record, sweep_dir: Path, *, apart: bool) -> int:
     """Run a job and note how it ended. Returns the exit code that a signal asked for, or 0.
 
-    Args:
-        record: of the job.
-        sweep_dir: the sweep's folder.
-        apart: others run beside it on this machine. It gets a process and GPUs of its own. So does every job that
-            computes on a GPU, which an error can leave unusable to all that its process does afterwards.
+    A job `apart`, with others beside it on this machine, gets a process and GPUs of its own. So does every job on a
+    GPU, which an error can leave unusable for the rest of its process.
     """
     run_dir = str(sweep_dir / record.folder)
     try:
-        values = compose.compose(record.overrides)
-        cfg = build(values)
+        cfg = build(values := compose.compose(record.overrides))
         record.metric = cfg.recipe["best"]
         if is_finished(run_dir, cfg):
             say(f"already finished: {run_dir}")
@@ -478,8 +432,8 @@ def _run_job(record: sweep.Record, sweep_dir: Path, *, apart: bool) -> int:
             num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if apart or num_gpus:
             devices = visible_devices(num_gpus)
-            place = [quoted("run_dir", run_dir)] if writes else []
-            command = [sys.executable, str(Path(ROOT, "train.py")), *record.overrides, *place]
+            command = [sys.executable, str(Path(ROOT, "train.py")), *record.overrides]
+            command += [quoted("run_dir", run_dir)] if writes else []
             with lease(
                 gpus_of(cfg, num_gpus),
                 devices,
@@ -488,16 +442,19 @@ def _run_job(record: sweep.Record, sweep_dir: Path, *, apart: bool) -> int:
                 given_up=lambda: bool(sweep.asked_to_stop(sweep_dir)),
             ) as taken:
                 record.devices = taken.devices
-                environ = {"CUDA_VISIBLE_DEVICES": ",".join(taken.devices)} if taken.devices else {}
-                name = " ".join(varied(sweep_dir, record.overrides)) if apart else ""
                 record.exit_code, record.error = sweep.run_apart(
-                    command, sweep_dir, environ=environ, files=taken.files, in_worker=apart, name=name
+                    command,
+                    sweep_dir,
+                    environ={"CUDA_VISIBLE_DEVICES": ",".join(taken.devices)} if taken.devices else {},
+                    files=taken.files,
+                    in_worker=apart,
+                    name=" ".join(varied(sweep_dir, record.overrides)) if apart else "",
                 )
             return 0
         cfg, warnings = _checked_values(values, record.overrides, [])
         check_run_dir(run_dir, cfg)
     except ConfigError as refused:
-        _say_error(refused)
+        say_error(refused)
         record.exit_code, record.error = refused.exit_code, refused.problems[0]
         return 0
     except InterruptedError:
@@ -514,11 +471,15 @@ def _run_job(record: sweep.Record, sweep_dir: Path, *, apart: bool) -> int:
     return outcome.signalled
 
 
-def _show_config(flags: argparse.Namespace) -> int:
-    sound, problems = check_overrides(flags.overrides, multirun=False)
+def _sound(overrides: list[str]) -> list[str]:
+    sound, problems = check_overrides(overrides, multirun=False)
     if problems:
         raise ConfigError(problems)
-    values: Any = OmegaConf.create(compose.compose(sound, to_show=True))
+    return sound
+
+
+def _show_config(flags: argparse.Namespace) -> int:
+    values: Any = OmegaConf.create(compose.compose(_sound(flags.overrides), to_show=True))
     if flags.package not in (None, "_global_", "") and (values := OmegaConf.select(values, flags.package)) is None:
         raise ConfigError(f"--package={flags.package}: there is no such key. {suggest(flags.package, groups())}")
     say(OmegaConf.to_yaml(values).rstrip() if OmegaConf.is_config(values) else str(values))
@@ -528,9 +489,7 @@ def _show_config(flags: argparse.Namespace) -> int:
 def _ask_hydra(arguments: list[str], flags: argparse.Namespace) -> int:
     overrides = [] if flags.hydra_help else flags.overrides
     if flags.cfg or flags.info:
-        overrides, problems = check_overrides(overrides, multirun=False)
-        if problems:
-            raise ConfigError(problems)
+        overrides = _sound(overrides)
     asked = [argument for argument in arguments if argument not in flags.overrides and argument != "--"]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions on instead of printing them
     try:

@@ -16,14 +16,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from amp_core.cli.command import answering
 from amp_core.config.checks import KINDS
-from amp_core.config.errors import RunError
 from amp_core.config.options import read_option
 from amp_core.config.schema import DataConfig
 from amp_core.run.check import check_samples
-from amp_core.run.terminal import complain
 
 
+@answering
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", choices=sorted(KINDS), metavar="data", help="what data= takes, such as image_folder")
@@ -34,11 +34,7 @@ def main(arguments: list[str]) -> int:
     flags = parser.parse_args(arguments)
     values = read_option("data", flags.data)
     given = {"path": flags.path, "eval_path": flags.eval_path, "exclude": flags.exclude, "num_workers": flags.workers}
-    try:
-        check_samples(DataConfig(**values | {key: value for key, value in given.items() if value is not None}))
-    except RunError as problem:
-        complain(str(problem).replace("\n", "\n       "))
-        return problem.exit_code
+    check_samples(DataConfig(**values | {key: value for key, value in given.items() if value is not None}))
     return 0
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from amp_core.cli.command import answering
 from amp_core.config.errors import ConfigError
 from amp_core.run.terminal import complain
 from train import checked
@@ -138,6 +139,7 @@ def cost(args: argparse.Namespace) -> int:
     return code
 
 
+@answering
 def main(arguments: list[str]) -> int:
     """Run a command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -178,11 +180,7 @@ def main(arguments: list[str]) -> int:
     command.set_defaults(do=cost)
 
     args = parser.parse_args(arguments)
-    try:
-        return args.do(args)
-    except ConfigError as refused:
-        complain("\n       ".join(refused.problems))
-        return refused.exit_code
+    return args.do(args)
 
 
 if __name__ == "__main__":

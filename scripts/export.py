@@ -17,10 +17,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.checkpoints.export import PARTS, export
-from amp_core.config.errors import RunError
-from amp_core.run.terminal import complain
+from amp_core.cli.command import answering
 
 
+@answering
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="a run folder, a step folder, or a state.pt")
@@ -29,11 +29,7 @@ def main(arguments: list[str]) -> int:
         "--part", help=f"only the state dict of a network: {' or '.join(PARTS)}, or its name in the file"
     )
     flags = parser.parse_args(arguments)
-    try:
-        print("\n".join(export(flags.source, flags.target, flags.part)))
-    except RunError as problem:
-        complain(str(problem).replace("\n", "\n       "))
-        return problem.exit_code
+    print("\n".join(export(flags.source, flags.target, flags.part)))
     return 0
 
 

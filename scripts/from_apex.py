@@ -24,9 +24,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from amp_core.config.errors import ConfigError, RunError, SaveError
+from amp_core.cli.command import answering
+from amp_core.config.errors import ConfigError, SaveError
 from amp_core.run.pretrained import why_unreadable
-from amp_core.run.terminal import complain
 
 
 def convert(found: Any) -> tuple[dict[str, Any], list[str]]:
@@ -69,30 +69,27 @@ def _with_step_of_each_weight(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
+@answering
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="a file that was written with torch.save")
     parser.add_argument("target", type=Path, help="a new file")
     flags = parser.parse_args(arguments)
+    if flags.target.exists():
+        raise ConfigError(f"{flags.target}: is there already; choose another name")
     try:
-        if flags.target.exists():
-            raise ConfigError(f"{flags.target}: is there already; choose another name")
-        try:
-            found = torch.load(flags.source, map_location="cpu", weights_only=True)
-        except Exception as problem:  # torch.load raises a dozen kinds of exceptions for other bytes
-            raise ConfigError(f"{flags.source}: {why_unreadable(problem)}") from problem
-        try:
-            result, lines = convert(found)
-        except (AttributeError, KeyError, TypeError, ValueError) as problem:
-            what = f"{type(problem).__name__}: {problem}"
-            raise ConfigError(f"{flags.source}: model, optimizer or amp is not as apex writes it ({what})") from problem
-        try:
-            torch.save(result, flags.target)
-        except (OSError, RuntimeError) as problem:
-            raise SaveError(f"{flags.target}: cannot be written: {problem}") from problem
-    except RunError as problem:
-        complain(str(problem))
-        return problem.exit_code
+        found = torch.load(flags.source, map_location="cpu", weights_only=True)
+    except Exception as problem:  # torch.load raises a dozen kinds for bytes that are no checkpoint
+        raise ConfigError(f"{flags.source}: {why_unreadable(problem)}") from problem
+    try:
+        result, lines = convert(found)
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+        what = f"{type(problem).__name__}: {problem}"
+        raise ConfigError(f"{flags.source}: model, optimizer or amp is not as apex writes it ({what})") from problem
+    try:
+        torch.save(result, flags.target)
+    except (OSError, RuntimeError) as problem:
+        raise SaveError(f"{flags.target}: cannot be written: {problem}") from problem
     print("\n".join([f"{flags.target}: {', '.join(result)}", *lines]))
     return 0
 

@@ -19,9 +19,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from amp_core.cli.command import answering
 from amp_core.config.errors import ConfigError
 from amp_core.run.lines import write_text
-from amp_core.run.terminal import complain, say
+from amp_core.run.terminal import say
 from amp_tools.report.charts import Panel, save_png
 from amp_tools.report.folders import find, read_run
 from amp_tools.report.groups import make_study
@@ -29,6 +30,7 @@ from amp_tools.report.page import html_page
 from amp_tools.report.text import as_dict, left_out, markdown
 
 
+@answering
 def main(arguments: list[str]) -> int:
     """Run a command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -46,24 +48,20 @@ def main(arguments: list[str]) -> int:
     )
     flags = parser.parse_args(arguments)
     notes: list[str] = []
-    try:
-        if gone := [str(folder) for folder in flags.folders if not folder.exists()]:
-            raise ConfigError([f"{folder}: there is no such folder" for folder in gone])
-        runs = [read_run(folder) for folder in find(flags.folders, notes)]
-        by = [key.strip() for key in flags.by.split(",") if key.strip()]
-        study = make_study(runs, by=by, metric=flags.metric, reference=flags.reference, margin=flags.margin)
-        study.notes += notes
-        if flags.out or flags.png:
-            pictures: list[Panel] = []
-            place = flags.out.parent if flags.out else Path()
-            page = html_page(study, flags.folders, pictures=pictures, place=place)
-            if flags.out:
-                _write(flags.out, page)
-            if flags.png:
-                save_png(pictures, flags.png)
-    except ConfigError as refused:
-        complain("\n       ".join(refused.problems))
-        return refused.exit_code
+    if gone := [str(folder) for folder in flags.folders if not folder.exists()]:
+        raise ConfigError([f"{folder}: there is no such folder" for folder in gone])
+    runs = [read_run(folder) for folder in find(flags.folders, notes)]
+    by = [key.strip() for key in flags.by.split(",") if key.strip()]
+    study = make_study(runs, by=by, metric=flags.metric, reference=flags.reference, margin=flags.margin)
+    study.notes += notes
+    if flags.out or flags.png:
+        pictures: list[Panel] = []
+        place = flags.out.parent if flags.out else Path()
+        page = html_page(study, flags.folders, pictures=pictures, place=place)
+        if flags.out:
+            _write(flags.out, page)
+        if flags.png:
+            save_png(pictures, flags.png)
     say(json.dumps(as_dict(study), indent=2) if flags.json else markdown(study))
     for line in left_out(study):
         print(f"left out: {line}", file=sys.stderr)

@@ -26,9 +26,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from amp_core.cli.command import answering
 from amp_core.config.errors import ConfigError
 from amp_core.config.redact import shown
-from amp_core.run.terminal import complain, say
+from amp_core.run.terminal import say
 from amp_tools.report.folders import Run, find, plain, read_run
 from amp_tools.report.groups import differing_settings
 from amp_tools.report.prune import Plan, carry_out, plan_checkpoints, plan_runs
@@ -153,6 +154,7 @@ def _line(plan: Plan, did: str, checkpoints: bool) -> str:
     return shown(f"{did}: {what}{plan.run.path}  {plan.run.status}, {plan.bytes / 2**20:,.1f} MiB{tail}")
 
 
+@answering
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; without a command it lists. Returns the exit code."""
     arguments = list(arguments)
@@ -192,11 +194,7 @@ def main(arguments: Sequence[str]) -> int:
         if i == 0 or arguments[i - 1] != "--sort"
     ]
     args = parser.parse_args(arguments)
-    try:
-        return args.do(args)
-    except ConfigError as refused:
-        complain("\n       ".join(refused.problems))
-        return refused.exit_code
+    return args.do(args)
 
 
 if __name__ == "__main__":

@@ -13,23 +13,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from amp_core.config.errors import RunError
-from amp_core.run.terminal import complain
+from amp_core.cli.command import answering
 from amp_tools.faces import verify_run
 
 
+@answering
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run folder or a checkpoint")
     parser.add_argument("bins", type=Path, nargs="+", help=".bin files")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "xpu", "mps"))
     flags = parser.parse_args(arguments)
-    try:
-        for name, found in verify_run(flags.run, flags.bins, flags.device).items():
-            print(f"{name}: accuracy {found['accuracy']:.4f} ± {found['std']:.4f}, TAR {found['tar']:.4f} at FAR 1e-3")
-    except RunError as problem:
-        complain(str(problem))
-        return problem.exit_code
+    for name, found in verify_run(flags.run, flags.bins, flags.device).items():
+        print(f"{name}: accuracy {found['accuracy']:.4f} ± {found['std']:.4f}, TAR {found['tar']:.4f} at FAR 1e-3")
     return 0
 
 

@@ -1,10 +1,21 @@
-"""The command `amp-recipes`: train.py, from any folder; and what messages call the programs."""
+"""Programs: the command `amp-recipes`, which is train.py from any folder; their names in messages, their ends, their
+threads. Imports no torch: how threads wait must be settled before."""
 
 from __future__ import annotations
 
+import functools
+import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+from amp_core.config.errors import RunError
+from amp_core.config.redact import redact_typed, shown
+from amp_core.run.terminal import complain
+
+MOST_LINES, LONGEST = 40, 8192
+"""Problems that a message lists, and characters of an argument: Hydra's parser takes minutes for longer ones."""
 
 _ABOVE = Path(__file__).resolve().parents[2]
 _IS_CHECKOUT = (_ABOVE / "train.py").is_file()
@@ -26,3 +37,42 @@ def program() -> str:
 def tool(name: str) -> str:
     """How a user calls a program of `scripts/` here."""
     return f"python scripts/{name}.py" if _IS_CHECKOUT else f"python -m amp_recipes.scripts.{name}"
+
+
+_WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "3000", "KMP_BLOCKTIME": None}
+
+
+def limit_spinning() -> None:
+    """Let OpenMP's threads sleep when they have waited for 0.1 ms, in this process and in those that it starts.
+
+    By default they spin for much longer. Where another process holds one of the cores, each parallel region then waits
+    until the scheduler takes a spinning thread away, so that a run takes many times as long. Sleeping at once would
+    cost a small network half of its speed on an idle machine. GNU's OpenMP reads the count of spins; others read the
+    policy alone, and sleep at once. Nothing happens if torch is imported already, or the environment says how to wait.
+    """
+    if "torch" not in sys.modules and not _WAITING.keys() & os.environ.keys():
+        os.environ.update({name: value for name, value in _WAITING.items() if value is not None})
+
+
+def answering(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    """`main(arguments) -> exit code` of a program: an error that its user can act on becomes one message and a code."""
+
+    @functools.wraps(main)
+    def answered(arguments: list[str]) -> int:
+        try:
+            return main(arguments)
+        except RunError as refused:
+            say_error(refused)
+            return refused.exit_code
+
+    return answered
+
+
+def say_error(refused: RunError) -> None:
+    """Print every problem on a line of its own; nothing where another rank says it."""
+    if problems := getattr(refused, "problems", str(refused).splitlines()):
+        lines = [shown(redact_typed(problem)) for problem in problems[:MOST_LINES]]
+        lines = [line if len(line) < LONGEST else f"{line[:LONGEST]}..." for line in lines]
+        if more := problems[MOST_LINES:]:
+            lines.append(f"and {len(more)} more")
+        complain("\n       ".join(lines))

@@ -62,6 +62,16 @@ HERE = {
 """Settings that belong to a command and its machine. An evaluation or a prediction takes all others from its run."""
 
 
+@contextlib.contextmanager
+def _as_config_error() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as problem:  # Hydra and OmegaConf raise dozens of kinds; each is a bad command line
+        raise ConfigError(one_line(problem)) from problem
+
+
 def use_config_dir(folder: str) -> None:
     """Look for options, experiments and recipes in a user's folder, too. ConfigError: it holds none."""
     own = Path(folder).expanduser().absolute()
@@ -149,16 +159,16 @@ def compose(overrides: Sequence[str], *, to_show: bool = False) -> dict[str, Any
     return values
 
 
+@_as_config_error()
 def _composed(overrides: Sequence[str], to_show: bool = False) -> dict[str, Any]:
-    with _as_config_error():
-        cfg, hydra = _compose(overrides)
-        _check_hydra(hydra)
-        chosen, typed = hydra.runtime.choices, set(_typed(overrides))
-        swept = [str(key) for key in hydra.sweeper.get("params") or () if key not in typed]
-        if swept and not to_show:
-            name = chosen.get("experiment")
-            raise ConfigError(f"experiment={name}: gives {', '.join(swept)} several values, which is a sweep; add -m")
-        return _plain(cfg, chosen, typed)
+    cfg, hydra = _compose(overrides)
+    _check_hydra(hydra)
+    chosen, typed = hydra.runtime.choices, set(_typed(overrides))
+    swept = [str(key) for key in hydra.sweeper.get("params") or () if key not in typed]
+    if swept and not to_show:
+        name = chosen.get("experiment")
+        raise ConfigError(f"experiment={name}: gives {', '.join(swept)} several values, which is a sweep; add -m")
+    return _plain(cfg, chosen, typed)
 
 
 _LOGS_NOTHING = {"version": 1, "root": None, "disable_existing_loggers": False}
@@ -224,16 +234,6 @@ def note_on_run(values: dict[str, Any]) -> list[str]:
         return []
     changed = differences(stored_config(folder) or {}, values, but=HERE)
     return [f"settings: those of {folder}" + (f", but {'; '.join(changed)}" if changed else "")]
-
-
-@contextlib.contextmanager
-def _as_config_error() -> Iterator[None]:
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as problem:  # Hydra and OmegaConf raise dozens of kinds; each is a bad command line
-        raise ConfigError(one_line(problem)) from problem
 
 
 def _typed(overrides: Sequence[str]) -> Iterator[str]:
@@ -321,16 +321,16 @@ class Sweep:
     """Jobs at a time on this machine; None: a scheduler's business."""
 
 
+@_as_config_error()
 def sweep_of(overrides: list[str]) -> Sweep:
     """What a sweep of sound overrides will do. ConfigError: what is swept cannot be read, or holds problems."""
     parsed = [parse_override(text) for text in overrides]
-    with _as_config_error():
-        _, hydra = _compose([o.input_line or "" for o in parsed if not o.is_sweep_override()], with_hydra=True)
-        _check_hydra(hydra)
-        config: dict[str, Any] = {
-            part: OmegaConf.to_container(hydra[part], resolve=True) for part in ("launcher", "sweeper")
-        }
-        sweep_dir = str(hydra.sweep.dir)
+    _, hydra = _compose([o.input_line or "" for o in parsed if not o.is_sweep_override()], with_hydra=True)
+    _check_hydra(hydra)
+    config: dict[str, Any] = {
+        part: OmegaConf.to_container(hydra[part], resolve=True) for part in ("launcher", "sweeper")
+    }
+    sweep_dir = str(hydra.sweep.dir)
     for part, settings in config.items():
         # Hydra makes these, so an interpolation or a file of the user's must not have brought another class.
         if not settings.pop("_target_").startswith(PLUGINS) or _find_target(settings):

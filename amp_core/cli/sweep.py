@@ -103,11 +103,6 @@ def first_line(error: str | None) -> str | None:
 # --- the end of a sweep -----------------------------------------------------------------------------------------------
 
 
-def ask_to_stop(sweep_dir: Path, code: int) -> None:
-    (sweep_dir / ".jobs").mkdir(parents=True, exist_ok=True)
-    write_text(sweep_dir / ".jobs" / "stop", str(code))
-
-
 def asked_to_stop(sweep_dir: Path) -> int:
     """130, 143 or 75 when the sweep was asked to end, else 0."""
     with contextlib.suppress(OSError, ValueError):
@@ -123,7 +118,8 @@ def stopping(sweep_dir: Path) -> Iterator[None]:
     def on_signal(number: int, frame: object) -> None:
         if asked_to_stop(sweep_dir):
             raise KeyboardInterrupt
-        ask_to_stop(sweep_dir, SIGNALS[signal.Signals(number)])
+        (sweep_dir / ".jobs").mkdir(parents=True, exist_ok=True)
+        write_text(sweep_dir / ".jobs" / "stop", str(SIGNALS[signal.Signals(number)]))
 
     before = {number: signal.signal(number, on_signal) for number in SIGNALS}
     try:

@@ -54,4 +54,8 @@ def read_option(group: str, option: str) -> dict[str, Any]:
     """The values of an option of a group as plain data, without Hydra. ConfigError: there is no such option."""
     if option not in choices(group):
         raise ConfigError(f"{group}={option}: there is no such option. {suggest(option, choices(group))}")
-    return parse_yaml(option_file(group, option).read_text())
+    values = parse_yaml(option_file(group, option).read_text())
+    for base in values.pop("defaults", ()):  # options of the same group that it begins with
+        if base != "_self_" and base in choices(group):
+            values = read_option(group, base) | values
+    return values
