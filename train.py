@@ -442,13 +442,10 @@ def _run_job(record: sweep.Record, sweep_dir: Path, *, apart: bool) -> int:
                 given_up=lambda: bool(sweep.asked_to_stop(sweep_dir)),
             ) as taken:
                 record.devices = taken.devices
+                environ = {"CUDA_VISIBLE_DEVICES": ",".join(taken.devices)} if taken.devices else {}
+                name = " ".join(varied(sweep_dir, record.overrides)) if apart else ""
                 record.exit_code, record.error = sweep.run_apart(
-                    command,
-                    sweep_dir,
-                    environ={"CUDA_VISIBLE_DEVICES": ",".join(taken.devices)} if taken.devices else {},
-                    files=taken.files,
-                    in_worker=apart,
-                    name=" ".join(varied(sweep_dir, record.overrides)) if apart else "",
+                    command, sweep_dir, environ=environ, files=taken.files, in_worker=apart, name=name
                 )
             return 0
         cfg, warnings = _checked_values(values, record.overrides, [])
@@ -471,15 +468,11 @@ def _run_job(record: sweep.Record, sweep_dir: Path, *, apart: bool) -> int:
     return outcome.signalled
 
 
-def _sound(overrides: list[str]) -> list[str]:
-    sound, problems = check_overrides(overrides, multirun=False)
+def _show_config(flags: argparse.Namespace) -> int:
+    sound, problems = check_overrides(flags.overrides, multirun=False)
     if problems:
         raise ConfigError(problems)
-    return sound
-
-
-def _show_config(flags: argparse.Namespace) -> int:
-    values: Any = OmegaConf.create(compose.compose(_sound(flags.overrides), to_show=True))
+    values: Any = OmegaConf.create(compose.compose(sound, to_show=True))
     if flags.package not in (None, "_global_", "") and (values := OmegaConf.select(values, flags.package)) is None:
         raise ConfigError(f"--package={flags.package}: there is no such key. {suggest(flags.package, groups())}")
     say(OmegaConf.to_yaml(values).rstrip() if OmegaConf.is_config(values) else str(values))
@@ -489,7 +482,9 @@ def _show_config(flags: argparse.Namespace) -> int:
 def _ask_hydra(arguments: list[str], flags: argparse.Namespace) -> int:
     overrides = [] if flags.hydra_help else flags.overrides
     if flags.cfg or flags.info:
-        overrides = _sound(overrides)
+        overrides, problems = check_overrides(overrides, multirun=False)
+        if problems:
+            raise ConfigError(problems)
     asked = [argument for argument in arguments if argument not in flags.overrides and argument != "--"]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions on instead of printing them
     try:
