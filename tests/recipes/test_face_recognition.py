@@ -210,9 +210,6 @@ def test_bad_settings_are_named_before_the_start(tmp_path):
     problems = check_data(data_config("records", path=str(tmp_path), eval_path="/nowhere"), "identities")
     assert len(problems) == 3 and "no file train.rec" in problems[0] and "data.eval_path=/nowhere" in problems[2]
     assert "has 1 folders" in check_data(data_config("identity_folder", path=str(tmp_path)))[0]
-    assert "data.path=null" in check_data(data_config("records"))[0]
-    assert "has no effect" in check_data(data_config("glyphs", num_classes=5))[0]
-    assert "holds images, the recipe takes identities" in check_data(data_config("mnist_subset"), "identities")[0]
 
 
 def test_synthetic_identities_cost_nothing_each():

@@ -110,8 +110,6 @@ def test_text_that_is_not_there_or_too_short_is_refused(folder: Path, tmp_path: 
         assert problem in found
     with pytest.raises(ConfigError, match="too little text"):
         build_data(data_config("text", path=str(folder / "1" / "4.txt")), seed=0)
-    (images,) = check_data(data_config("mnist_subset"), "text")
-    assert "holds images, the recipe takes text" in images
 
 
 def test_a_file_that_shrinks_during_a_run_is_named(folder: Path) -> None:

@@ -35,7 +35,7 @@ from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.options import choices, read_option
 from amp_core.config.schema import DataConfig
 from amp_core.data import Data, build_data
-from amp_core.data.base import uniforms
+from amp_core.data.base import evenly_spread, uniforms
 from amp_core.data.images import (
     ArrayImages,
     ImageFiles,
@@ -361,6 +361,11 @@ def test_mnist_is_split_by_class_without_overlap() -> None:
     assert abs(parts[0].mean()) < 1e-3 and abs(parts[0].std() - 1) < 1e-3
 
 
+def test_a_few_samples_are_spread_evenly_over_a_set_that_is_sorted_by_class() -> None:
+    assert evenly_spread(Slow(), 4)[0].flatten().tolist() == [0, 250, 500, 750]
+    assert len(evenly_spread(Slow(), 5000)[0]) == 1000
+
+
 def test_a_split_is_stratified_in_any_order_of_labels() -> None:
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(3), [50, 21, 4]))
     assert np.bincount(labels[every_fifth(labels)], minlength=3).tolist() == [10, 4, 0]
@@ -494,6 +499,10 @@ def test_a_damaged_cifar_file_is_refused_before_it_is_unpickled(
         ("image_folder", {}, ["data.path=null: expected a folder with train/<class>/*"]),
         ("imagenet", {"image_size": None}, ["data.image_size=null: data=imagenet needs", "data.path=null"]),
         ("synthetic", {"num_samples": None, "image_size": None}, ["data.image_size=null", "data.num_samples=null"]),
+        ("brain", {"image_size": 32}, ["data.image_size=32: has no effect"]),
+        ("digit_scenes", {"image_size": 200}, ["data.image_size=200: expected 28"]),
+        ("glyphs", {"num_classes": 5}, ["data.num_classes=5: has no effect"]),
+        ("records", {}, ["data.path=null: expected a folder with train.rec and train.idx"]),
     ],
 )
 def test_settings_that_cannot_work_are_found(name: str, values: dict[str, Any], expected: list[str]) -> None:
@@ -503,6 +512,11 @@ def test_settings_that_cannot_work_are_found(name: str, values: dict[str, Any], 
         assert problem.startswith(beginning), problem
     with pytest.raises(ConfigError):
         build_data(data_config(name, **values), seed=0)
+
+
+@pytest.mark.parametrize("name, kind", [("cifar10", "masks"), ("mnist_subset", "text"), ("mnist_subset", "identities")])
+def test_data_of_another_kind_than_the_recipe_takes_are_named(name: str, kind: str) -> None:
+    assert f"holds images, the recipe takes {kind}" in check_data(data_config(name), kind)[0]
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_one() -> None:

@@ -296,10 +296,8 @@ def test_a_missing_package_is_named_with_its_extra(library: str, package: str, m
     refused_before_the_start([f"model={library}", "model.name=vit_tiny"], expected, capsys)
 
 
-@needs_timm
-@pytest.mark.parametrize(
-    "arguments, expected",
-    [
+REFUSED = {
+    "timm": [
         (["model=timm", "model.name=resnt18"], "no such model. Did you mean resnet18?"),
         (["model=timm", "model.options.drop_rat=0.1"], "has no such option. Did you mean drop_rate?"),
         (["model=timm", "model.options.img_size=32"], "follows data.image_size"),
@@ -310,15 +308,7 @@ def test_a_missing_package_is_named_with_its_extra(library: str, package: str, m
         (["recipe=gan", "model=timm"], "is not a generator with its discriminator"),
         (["recipe=distillation", "recipe.teacher_model=timm:resnt18"], "recipe.teacher_model=timm:resnt18: timm"),
     ],
-)
-def test_what_timm_cannot_do_is_refused_before_the_start(arguments: list[str], expected: str, capsys: Any) -> None:
-    refused_before_the_start(arguments, expected, capsys)
-
-
-@needs_hf
-@pytest.mark.parametrize(
-    "arguments, expected",
-    [
+    "transformers": [
         (["model=hf", "model.name=org/model"], "nothing is downloaded; expected a folder with a config.json"),
         (["model=hf"], "its type is gpt2, of which transformers has no network for image classification"),
         (["model=hf"], "expected a folder of one that has, or model.name=vit_tiny"),
@@ -333,10 +323,16 @@ def test_what_timm_cannot_do_is_refused_before_the_start(arguments: list[str], e
         (["recipe=language_model", "model=hf", "recipe.eval_offset=8"], "recipe.eval_offset=8: needs model=gpt"),
         (["recipe=language_model", "model=hf", "model.weights=default"], "has no weights of its own"),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    "library, arguments, expected", [(library, *row) for library, found in REFUSED.items() for row in found]
 )
-def test_what_transformers_cannot_do_is_refused_before_the_start(
-    arguments: list[str], expected: str, capsys: Any
+def test_what_a_library_cannot_do_is_refused_before_the_start(
+    library: str, arguments: list[str], expected: str, capsys: Any
 ) -> None:
+    pytest.importorskip(library)
     refused_before_the_start(arguments, expected, capsys)
 
 
