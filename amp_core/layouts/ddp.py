@@ -3,6 +3,7 @@
 # No postponed annotations: DistributedDataParallel checks the annotations of its communication hooks.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +13,42 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_core.config.errors import ConfigError
 from amp_core.lowp.islands import carry_autocast
+from amp_core.step.amp import Amp
 from amp_core.tensors import all_gather
-from amp_core.torch_private import find
+from amp_core.torch_private import find, version_of
 
 Reduction = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+@dataclass
+class _State:
+    """What the communication hook and `forward` tell each other."""
+
+    reduction: Reduction
+    weight: nn.Parameter | None
+    """The last one that is trained."""
+    is_held: bool = False
+    summed_at: tuple[int, int] | None = None
+    """`_moment` when gradients were last summed over ranks."""
+    is_second: bool = False
+    """The next reduction would sum sums."""
+
+    def begin(self, *, is_held: bool) -> None:
+        """Before a forward pass. Reads the device only where gradients have neither been stepped nor set to None."""
+        self.is_held = is_held
+        if self.summed_at is not None and not self._holds_sum():
+            self.summed_at = None
+        self.is_second = not is_held and self.summed_at is not None
+
+    def _holds_sum(self) -> bool:
+        assert self.weight is not None
+        is_new = self.summed_at != _moment(self.weight)
+        return not is_new and self.weight.grad is not None and bool(self.weight.grad.any())
+
+
+def _moment(weight: nn.Parameter) -> tuple[int, int]:
+    """Changes with each step; fused ones outside of `Amp` go unseen, since their kernels count no version."""
+    return Amp.num_calls, version_of(weight)
 
 
 class _Ddp(DistributedDataParallel):
@@ -27,9 +60,9 @@ class _Ddp(DistributedDataParallel):
 
     def __init__(self, net: nn.Module, reduction: Reduction, **options: Any) -> None:
         super().__init__(net, gradient_as_bucket_view=True, **options)
-        self._reduction, self._is_held = reduction, False
-        self._present = [reduction]
-        self.register_comm_hook(self._present, _reduce)
+        self._is_held = False
+        self._state = _State(reduction, next((p for p in reversed([*net.parameters()]) if p.requires_grad), None))
+        self.register_comm_hook(self._state, _reduce)
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         return self._hold() if self.static_graph else super().no_sync()
@@ -45,8 +78,7 @@ class _Ddp(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             # Also without a static graph: a forward pass that got no backward pass has left the reduction switched on.
-            held = self._is_held or not self.require_backward_grad_sync
-            self._present[0] = _leave if held else self._reduction
+            self._state.begin(is_held=self._is_held or not self.require_backward_grad_sync)
         return super().forward(*inputs, **kwargs)
 
 
@@ -62,7 +94,8 @@ def wrap_ddp(
     """DistributedDataParallel whose reduction *sums* gradients over ranks.
 
     The weights of a window already sum to 1 over all ranks; a mean would divide twice. So each forward pass of a window
-    of several micro-batches has to be inside `sync_grads`: a second reduction would sum what is summed already.
+    of several micro-batches has to be inside `sync_grads`: a second reduction would sum what is summed already, and its
+    backward pass raises RuntimeError.
 
     Args:
         net: on `device`.
@@ -95,12 +128,18 @@ def wrap_ddp(
     return ddp
 
 
-def _reduce(present: list[Reduction], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return present[0](bucket)
-
-
-def _leave(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return _done(bucket.buffer())
+def _reduce(state: _State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    if state.is_held:
+        return _done(bucket.buffer())
+    if state.is_second:
+        raise RuntimeError(
+            "gradients that were summed over ranks would be summed once more: forward and backward passes of all "
+            "micro-batches but the last of a window belong inside sync_grads(net, when=micro.is_last); a window ends "
+            "with a step and zero_grad()"
+        )
+    if state.weight is not None:
+        state.summed_at = _moment(state.weight)
+    return state.reduction(bucket)
 
 
 def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

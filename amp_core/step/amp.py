@@ -21,7 +21,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -99,6 +99,9 @@ class Amp:
     Raises:
         ConfigError: the policy needs `samples`, or the device is not there.
     """
+
+    num_calls: ClassVar = 0
+    """Calls of `step` in this process, by which a layout knows that a window has ended."""
 
     def __init__(self, config: AmpConfig, device: str | torch.device = "cpu", *, samples: int | None = None) -> None:
         log_missing()
@@ -430,6 +433,7 @@ class Amp:
                 skipped = torch.addcmul(overflow, self._loss, self._zero).ne_(self._zero)  # inf times 0 is NaN
             self._is_stepping = True
             self._num_stepped += len(states)
+            Amp.num_calls += 1
             if agree:
                 both = torch.stack((overflow, skipped))
                 dist.all_reduce(both, op=dist.ReduceOp.MAX)

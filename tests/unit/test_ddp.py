@@ -87,6 +87,46 @@ def test_small_buckets_are_more_reductions_and_ddp_s_own_no_sync_fails_in_a_stat
         assert (one, several) == (1, 2) and "expect_autograd_hooks_" in problem
 
 
+# --- micro-batches that all reduce
+
+
+def without_sync_grads(rank: int, options: dict[str, Any]) -> list[str]:
+    """What two micro-batches raise that both reduce, between which nothing, a step or `zero_grad` happens.
+
+    Another network's loss may go through a network that was stepped and not cleared, such as a discriminator.
+    """
+    found = []
+    for between in ("", "amp", "step", "zero", "set to None", "unused"):
+        net, amp = wrap_ddp(small(), CPU, **options), Amp.named("fp32")
+        optimizer = SGD(net.parameters(), lr=0.1, fused=between != "step")
+        names = list(net.state_dict())
+        try:
+            for _ in range(2):
+                loss = net(torch.randn(4, 8)).square().sum()
+                loss.backward()
+                if between == "amp":
+                    amp.step(optimizer)
+                    amp.update()
+                elif between == "step":
+                    optimizer.step()
+                elif between in ("zero", "set to None"):
+                    optimizer.zero_grad(set_to_none=between == "set to None")
+                elif between == "unused":  # a forward pass alone reduces nothing
+                    net(torch.randn(4, 8))
+                    break
+            found.append("")
+        except RuntimeError as problem:
+            found.append(str(problem))
+        assert names == [f"module.{name}" for name in small().state_dict()]
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"compress": True, "bucket_mb": 0.05}], ids=str)
+def test_a_sum_over_ranks_that_would_be_summed_once_more_is_refused(options: Any, on_ranks: OnRanks) -> None:
+    for forgotten, *fine in on_ranks(without_sync_grads, options):
+        assert "sync_grads(net, when=micro.is_last)" in forgotten and fine == [""] * 5
+
+
 # --- gradients in bfloat16
 
 

@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
-from amp_core import Amp, Clip, Ema
+from amp_core import Amp, Clip, Ema, sync_grads
 from amp_core.layouts.ddp import wrap_ddp
 
 INF = float("inf")
@@ -131,10 +131,11 @@ def poisoned(rank: int, bad_rank: int | None, guard: bool = True) -> tuple[list[
             continue
         if i == 2 and rank == bad_rank:
             micros[1].fill_(INF)
-        for x in micros:
-            with amp.autocast():
-                loss = net(x).float().square().mean() / 4
-            amp.backward(loss)
+        for i_micro, x in enumerate(micros):
+            with sync_grads(net, when=i_micro == 1):
+                with amp.autocast():
+                    loss = net(x).float().square().mean() / 4
+                amp.backward(loss)
         report = amp.step(optimizer)
         assert bool(report.taken) == (i != 2)
         amp.update()

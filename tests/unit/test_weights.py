@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from tiers import rows
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations as P
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from waits import Waits
 
@@ -707,17 +708,36 @@ def test_two_optimizers_own_two_parts() -> None:
     assert changed == [False] * 4 + [True] * 2 and all(p.isnan().all() for p in body)
 
 
-def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ValueError, match="stochastic rounding is for bfloat16"):
-        LowPrecisionWeights(network(), FP16, "stochastic")
-    with pytest.raises(ValueError, match="expected float16 or bfloat16, and one of"):
-        LowPrecisionWeights(network(), FP32, "master")
-    with pytest.raises(ValueError, match="expected float16 or bfloat16, and one of"):
-        LowPrecisionWeights(network(), BF16, "other")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="16-bit already"):
-        LowPrecisionWeights(network().half(), FP16, "master")
-    with pytest.raises(ValueError, match="BatchNorm1d has no weights that could be"):
-        LowPrecisionWeights(nn.BatchNorm1d(3), BF16, "master")
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
+    "stochastic rounding is for bfloat16": (network, FP16, "stochastic"),
+    "expected float16 or bfloat16, and one of": (network, FP32, "master"),
+    "'other': expected float16 or bfloat16, and one of": (network, BF16, "other"),
+    "16-bit already": (lambda: network().half(), FP16, "master"),
+    "BatchNorm1d has no weights that could be": (lambda: nn.BatchNorm1d(3), BF16, "master"),
+    r"spectral_norm of '1' \(ParametrizedLinear\)": (lambda: reparametrised(P.spectral_norm), FP16, "nearest"),
+    r"spectral_norm of '1' \(Linear\)": (lambda: reparametrised(nn.utils.spectral_norm), BF16, "stochastic"),
+    r'orthogonal of .* keep it in fp32: amp.keep_fp32=\["1"\]': (lambda: reparametrised(P.orthogonal), FP16, "master"),
+}
+
+
+def reparametrised(add: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), add(nn.Linear(4, 4)))
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_makes_no_sense_is_refused(message: str) -> None:
+    make, dtype, update = REFUSED[message]
+    with pytest.raises(ValueError, match=message):
+        LowPrecisionWeights(make(), dtype, update)
+
+
+@pytest.mark.parametrize("add", [P.spectral_norm, P.orthogonal, P.weight_norm, nn.utils.spectral_norm])
+def test_reparametrised_weights_train_as_islands(add: Callable[[nn.Module], nn.Module]) -> None:
+    net = reparametrised(add)
+    run = Run("bf16_kahan", net=net if add is P.weight_norm else keep_fp32(net, "1"))
+    before = net[1].weight.clone()
+    assert run.step(net(torch.randn(2, 4)).square().sum()).taken
+    assert net(torch.randn(2, 4)).isfinite().all() and not net[1].weight.equal(before)
 
 
 # --- several ranks
