@@ -25,30 +25,24 @@ class _State:
     """What the communication hook and `forward` tell each other."""
 
     reduction: Reduction
-    weight: nn.Parameter | None
-    """The last one that is trained."""
+    weight: nn.Parameter
     is_held: bool = False
     summed_at: tuple[int, int] | None = None
-    """`_moment` when gradients were last summed over ranks."""
+    """`moment` of the sum over ranks that gradients hold."""
     is_second: bool = False
     """The next reduction would sum sums."""
 
+    @property
+    def moment(self) -> tuple[int, int]:
+        """Differs after a step, but for a fused one outside of `Amp`: such kernels count no version."""
+        return Amp.num_calls, version_of(self.weight)
+
     def begin(self, *, is_held: bool) -> None:
-        """Before a forward pass. Reads the device only where gradients have neither been stepped nor set to None."""
-        self.is_held = is_held
-        if self.summed_at is not None and not self._holds_sum():
+        """Before a forward pass. Reads the device only where gradients were neither stepped nor set to None."""
+        grad, self.is_held = self.weight.grad, is_held
+        if self.summed_at != self.moment or grad is None or not grad.any():
             self.summed_at = None
         self.is_second = not is_held and self.summed_at is not None
-
-    def _holds_sum(self) -> bool:
-        assert self.weight is not None
-        is_new = self.summed_at != _moment(self.weight)
-        return not is_new and self.weight.grad is not None and bool(self.weight.grad.any())
-
-
-def _moment(weight: nn.Parameter) -> tuple[int, int]:
-    """Changes with each step; fused ones outside of `Amp` go unseen, since their kernels count no version."""
-    return Amp.num_calls, version_of(weight)
 
 
 class _Ddp(DistributedDataParallel):
@@ -61,7 +55,7 @@ class _Ddp(DistributedDataParallel):
     def __init__(self, net: nn.Module, reduction: Reduction, **options: Any) -> None:
         super().__init__(net, gradient_as_bucket_view=True, **options)
         self._is_held = False
-        self._state = _State(reduction, next((p for p in reversed([*net.parameters()]) if p.requires_grad), None))
+        self._state = _State(reduction, [p for p in net.parameters() if p.requires_grad][-1])
         self.register_comm_hook(self._state, _reduce)
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
@@ -137,8 +131,7 @@ def _reduce(state: _State, bucket: dist.GradBucket) -> torch.futures.Future[torc
             "micro-batches but the last of a window belong inside sync_grads(net, when=micro.is_last); a window ends "
             "with a step and zero_grad()"
         )
-    if state.weight is not None:
-        state.summed_at = _moment(state.weight)
+    state.summed_at = state.moment
     return state.reduction(bucket)
 
 

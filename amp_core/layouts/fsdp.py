@@ -23,13 +23,14 @@ from torch import nn
 
 from amp_core.config.errors import ConfigError
 from amp_core.lowp.islands import island_names
+from amp_core.lowp.lint import CONVOLUTIONS
 from amp_core.tensors import Plan, blocks, copy_with, plans, tensors_of
 from amp_core.torch_private import find
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_CAST_WHOLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CAST_WHOLE = (nn.Linear, *CONVOLUTIONS)
 
 
 # --- wrapping ---------------------------------------------------------------------------------------------------------
@@ -158,8 +159,3 @@ def _require_autocast(dtype: torch.dtype | None, name: str, module: nn.Module, i
         f"{short}: call the network inside amp.autocast(), or keep this part in fp32: "
         f"amp.keep_fp32=['{name}'], keep_fp32(net, '{name}') before it is wrapped"
     )
-
-
-def outline(net: nn.Module) -> nn.Module:
-    """The unsharded network on the meta device."""
-    return plans[net].outline

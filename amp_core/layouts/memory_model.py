@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.config.schema import SHARDED, AmpConfig
-from amp_core.layouts.fsdp import cast_whole, outline
+from amp_core.layouts.fsdp import cast_whole
 from amp_core.layouts.zero import bucket_size, is_shared
 from amp_core.lowp.weights import is_low, master_params
 from amp_core.memory.recast import Recast, cast_weight
 from amp_core.step.ema import Ema
 from amp_core.step.fused import bare_step
-from amp_core.tensors import blocks, is_sharded, shard_group, unwrap
+from amp_core.tensors import blocks, is_sharded, plans, shard_group, unwrap
 from amp_core.torch_private import base_of, storage_of
 
 FP32, LOW = 4, 2
@@ -96,7 +96,7 @@ class Memory:
 def weights_of(net: nn.Module, amp: AmpConfig) -> list[Weight]:
     """The weights of a network, on any device, in its layout if it is wrapped."""
     net = unwrap(net)
-    shape_of = outline(net) if is_sharded(net) else net
+    shape_of = plans[net].outline if is_sharded(net) else net
     casts = amp.dtype != "float32"
     whole = {p for module in cast_whole(shape_of) for p in module.parameters()} if casts else set()
     group_of = {p: number for number, block in enumerate(blocks(shape_of), 1) for p in block.parameters()}

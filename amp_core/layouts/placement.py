@@ -7,34 +7,27 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.schema import SHARDED, Config
+from amp_core.config.schema import SHARDED
 from amp_core.lowp.fp16_convolutions import note
 from amp_core.lowp.islands import keep_fp32
 from amp_core.step.amp import Amp
 
+if TYPE_CHECKING:
+    from amp_core.run.environment import Environment
+
 logger = logging.getLogger("amp_recipes")
-
-
-class Process(Protocol):
-    """A process of a run; `Environment` is one."""
-
-    cfg: Config
-    device: torch.device
-    """The first of its devices."""
-    world_size: int
-    """Number of ranks."""
 
 
 class Placement:
     """Puts the networks of a process where the configuration says."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Environment) -> None:
         self._process, self._cfg = process, process.cfg
         self._shards = process.world_size > 1 and process.cfg.layout.name in SHARDED
         self._mesh: Any = None

@@ -30,7 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_core.config.schema import WHOLE_MATRICES
 from amp_core.lowp.weights import master_params
 from amp_core.step.gradients import same, weights_of
-from amp_core.tensors import StateLayout, all_gather, several_ranks, state_layouts
+from amp_core.tensors import StateLayout, all_gather, flat, several_ranks, state_layouts
 from amp_core.torch_private import foreach_copy_
 
 _ALIGN = 64  # elements
@@ -97,11 +97,6 @@ def is_shared(param: Tensor) -> bool:
     return param in _shared
 
 
-def is_state_sharded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's state is sharded."""
-    return _cut_of(optimizer) is not None
-
-
 def _cut_of(optimizer: torch.optim.Optimizer) -> _Cut | None:
     if not _shared or not several_ranks():
         return None
@@ -122,18 +117,11 @@ def _empty(param: Tensor, **options: Any) -> Tensor:
     return torch.empty_strided(param.shape, _shared[param], **options)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """A view of its elements in memory order."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    assert tensor.numel() == 0 or last == tensor.numel() - 1, "a weight with gaps in its memory"
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
 def _part(tensor: Tensor, piece: _Slice) -> Tensor:
     """A slice of a weight, or of a tensor with its memory layout; a slice of all of it keeps its shape."""
     if piece.end - piece.start == tensor.numel():
         return tensor.detach()
-    return _flat(tensor)[piece.start : piece.end]
+    return flat(tensor)[piece.start : piece.end]
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------
@@ -180,7 +168,7 @@ def _gather(params: Sequence[Tensor | None], slices: Sequence[Sequence[_Slice]])
     for dtype in dict.fromkeys(param.dtype for param in params if param is not None):
         streams = [
             [
-                _sendable(_flat(param)[piece.start : piece.end])
+                _sendable(flat(param)[piece.start : piece.end])
                 for piece in held
                 if (param := params[piece.number]) is not None and param.dtype is dtype
             ]
@@ -264,7 +252,7 @@ def whole_state(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[
                         value = entries.get(number, {}).get(key)
                         if value is None:
                             value = _empty(param, dtype=sent.dtype)
-                        _flat(value)[piece.start : piece.end] = sent.cpu()
+                        flat(value)[piece.start : piece.end] = sent.cpu()
                 entries.setdefault(number, {})[key] = value
     return {**state, "state": dict(sorted(entries.items()))}
 
@@ -299,4 +287,4 @@ class _Sent:
     dtype: torch.dtype
 
 
-state_layouts.append(StateLayout(is_state_sharded, on_slices, whole_state, slices_of))
+state_layouts.append(StateLayout(lambda optimizer: _cut_of(optimizer) is not None, on_slices, whole_state, slices_of))

@@ -22,6 +22,7 @@ from torch.optim.adam import adam
 
 from amp_core.lowp.rounding import noise_16bit, round_stochastically
 from amp_core.lowp.weights import buckets, weights_by_side
+from amp_core.tensors import flat
 from amp_core.torch_private import foreach_copy_
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -56,17 +57,8 @@ class Adam16(torch.optim.Optimizer):
     ) -> None:
         if not fused:
             raise ValueError("fused=False: bfloat16 moments need torch's fused step")
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "decoupled_weight_decay": decoupled_weight_decay,
-                "fused": True,
-            },
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True}
+        super().__init__(params, defaults | {"decoupled_weight_decay": decoupled_weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -80,12 +72,11 @@ class Adam16(torch.optim.Optimizer):
 
     def _step(self, params: list[Tensor], group: dict[str, Any], number: int) -> None:
         states = [self.state[p] or self._begin(p) for p in params]
-        lows = [_flat(state[key]) for key in _MOMENTS for state in states]
+        lows = [flat(state[key]) for key in _MOMENTS for state in states]
         sizes = [low.numel() for low in lows]
         whole = torch.cat(lows).float()
         moments = [part.as_strided(p.shape, p.stride()) for part, p in zip(whole.split(sizes), params * 2, strict=True)]
         steps = [state["step"] for state in states]
-        beta1, beta2 = group["betas"]
         adam(
             params,
             [p.grad for p in params],  # type: ignore[misc]
@@ -93,17 +84,11 @@ class Adam16(torch.optim.Optimizer):
             moments[len(params) :],
             [],
             steps,
-            fused=True,
+            **dict(zip(("beta1", "beta2"), group["betas"], strict=True)),
+            **{key: group[key] for key in ("fused", "lr", "eps", "weight_decay", "decoupled_weight_decay")},
             # Set by `Amp.step` and by torch's GradScaler.
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
-            decoupled_weight_decay=group["decoupled_weight_decay"],
+            **{key: getattr(self, key, None) for key in ("grad_scale", "found_inf")},
             amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
             maximize=False,
         )
         noise = noise_16bit(whole.numel(), steps[0].to(torch.int64) * 4096 + number)
@@ -129,8 +114,3 @@ class Adam16(torch.optim.Optimizer):
             for key in _MOMENTS:
                 if key in state:
                     state[key] = torch.empty_like(like, dtype=torch.bfloat16).copy_(state[key])
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """A view of its elements in memory order."""
-    return tensor.as_strided((tensor.numel(),), (1,))

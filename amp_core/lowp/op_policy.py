@@ -59,12 +59,6 @@ WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put t
 BANNED = "binary_cross_entropy"
 """An error."""
 
-GPU_ONLY = """
-    cudnn_convolution cudnn_convolution_transpose _thnn_fused_lstm_cell _thnn_fused_gru_cell
-    _scaled_dot_product_flash_attention _cudnn_rnn miopen_rnn
-"""
-"""CUDA's decisions about kernels that a CPU does not have."""
-
 THROUGH_FP32 = "avg_pool3d" if torch.__version__ >= "2.13" else "avg_pool3d trace"
 """Not cast by CUDA, but without a 16-bit kernel on a CPU: computed in fp32, and the result rounded."""
 
