@@ -172,7 +172,7 @@ def sent(payload: Counter[str], case: Case) -> float:
     """Bytes that a rank sends; hsdp's all-reduce is between groups."""
     ranks = dict.fromkeys(payload, case.shard_size or case.num_ranks)
     ranks["all_reduce"] = case.num_ranks // (case.shard_size or 1)
-    return sum(Collective("", kind, ranks[kind], num, 1).sent for kind, num in payload.items())
+    return sum(Collective(kind, ranks[kind], num, 1).sent for kind, num in payload.items())
 
 
 def check(rank: int, num_ranks: int, folder: str) -> None:

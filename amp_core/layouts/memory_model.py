@@ -149,8 +149,6 @@ def memory(weights: Sequence[Weight], amp: AmpConfig, *, accumulation: int = 1) 
 class Collective:
     """One kind of communication in a step."""
 
-    what: str
-    """gradients, weights, or checks."""
     kind: str
     """all_reduce, all_gather, reduce_scatter or all_to_all."""
     num_ranks: int
@@ -158,8 +156,6 @@ class Collective:
     payload: int
     """Bytes of the full tensors, over all calls of a step."""
     calls: int
-    strides: bool = False
-    """Between replicated groups, on different machines."""
 
     @property
     def sent(self) -> float:
@@ -180,33 +176,32 @@ def traffic(
     """The communication of one step of one optimizer. Running statistics and logged values come on top."""
     if num_ranks == 1:
         return []
-    found = [Collective("checks", "all_reduce", num_ranks, 4, 1)]
+    found = [Collective("all_reduce", num_ranks, 4, 1)]
     replicas = [weight for weight in weights if weight.parts == 1 and weight.moments is not None]
     if replicas:
         numel = sum(weight.numel for weight in replicas)
         calls = math.ceil(FP32 * numel / ((32 if amp.update else bucket_mb) * 2**20))
         if compress:
             padded = LOW * numel
-            found += [Collective("gradients", kind, num_ranks, padded, calls) for kind in ("all_to_all", "all_gather")]
+            found += [Collective(kind, num_ranks, padded, calls) for kind in ("all_to_all", "all_gather")]
         else:
-            found.append(Collective("gradients", "all_reduce", num_ranks, FP32 * numel, calls))
+            found.append(Collective("all_reduce", num_ranks, FP32 * numel, calls))
         shared = FP32 * sum(weight.numel for weight in replicas if weight.slices > 1)
         if shared:
             calls = math.ceil(shared / (FP32 * bucket_size(num_ranks)))
-            found.append(Collective("weights", "all_gather", num_ranks, shared, calls))
+            found.append(Collective("all_gather", num_ranks, shared, calls))
     cut = [weight for weight in weights if weight.parts > 1]
     if cut:
         parts = cut[0].parts
         groups = len({weight.group for weight in cut})
         # Each group once before the forward and once before the backward pass of each micro-batch, rows padded.
         once = sum(weight.part * parts * (LOW if weight.cast else FP32) for weight in cut)
-        found.append(Collective("weights", "all_gather", parts, 2 * accumulation * once, 2 * accumulation * groups))
+        found.append(Collective("all_gather", parts, 2 * accumulation * once, 2 * accumulation * groups))
         whole = FP32 * sum(weight.part * parts for weight in cut)
-        found.append(Collective("gradients", "reduce_scatter", parts, whole, groups))
+        found.append(Collective("reduce_scatter", parts, whole, groups))
         if num_ranks > parts:
-            between = Collective("gradients", "all_reduce", num_ranks // parts, whole // parts, groups, strides=True)
-            found.append(between)
-        found.append(Collective("checks", "all_reduce", parts, 4, 1))  # the norm
+            found.append(Collective("all_reduce", num_ranks // parts, whole // parts, groups))  # of replicated groups
+        found.append(Collective("all_reduce", parts, 4, 1))  # the norm
     return found
 
 
