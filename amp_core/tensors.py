@@ -119,13 +119,6 @@ def local(tensors: Iterable[Tensor]) -> list[Tensor]:
         return [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]  # type: ignore[operator]
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """A view of the elements in memory order."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    assert tensor.numel() == 0 or last == tensor.numel() - 1, "a tensor with gaps in its memory"
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
 def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor of a DTensor, on the same device; other tensors unchanged. Collective."""
     return tensor.detach().full_tensor() if is_dtensor(tensor) else tensor.detach()  # type: ignore[operator]

@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_core.config.schema import WHOLE_MATRICES
+from amp_core.lowp.moments import flat
 from amp_core.lowp.weights import master_params
 from amp_core.step.gradients import same, weights_of
-from amp_core.tensors import StateLayout, all_gather, flat, several_ranks, state_layouts
+from amp_core.tensors import StateLayout, all_gather, several_ranks, state_layouts
 from amp_core.torch_private import foreach_copy_
 
 _ALIGN = 64  # elements

@@ -59,6 +59,20 @@ def trained_in_16_bits(model: nn.Module) -> str:
     return problem if low else ""
 
 
+def needs_fp32_weights(model: nn.Module) -> str:
+    """Which reparametrisation multiplies weights with fp32 buffers, which torch refuses in 16 bits; "" if none does."""
+    refused = {"_SpectralNorm": "spectral_norm", "SpectralNorm": "spectral_norm", "_Orthogonal": "orthogonal"}
+    for path, module in in_16_bits(model, torch.float16):
+        for each in (each for table in vars(module).values() if isinstance(table, dict) for each in table.values()):
+            if kind := refused.get(type(each).__name__):  # a module in a list of parametrizations, or a hook
+                name = path.partition(".parametrizations")[0]
+                return (
+                    f"{kind} of {name or 'the network'} computes with fp32 buffers and takes no 16-bit weights; keep "
+                    f'it in fp32: amp.keep_fp32=["{name}"]'
+                )
+    return ""
+
+
 def computed_wrongly(model: nn.Module, dtype: torch.dtype) -> str:
     """Which convolution this CPU computes wrongly in `dtype`; "" if there is none.
 

@@ -22,7 +22,6 @@ from torch.optim.adam import adam
 
 from amp_core.lowp.rounding import noise_16bit, round_stochastically
 from amp_core.lowp.weights import buckets, weights_by_side
-from amp_core.tensors import flat
 from amp_core.torch_private import foreach_copy_
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -114,3 +113,10 @@ class Adam16(torch.optim.Optimizer):
             for key in _MOMENTS:
                 if key in state:
                     state[key] = torch.empty_like(like, dtype=torch.bfloat16).copy_(state[key])
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A view of the elements in memory order."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    assert tensor.numel() == 0 or last == tensor.numel() - 1, "a tensor with gaps in its memory"
+    return tensor.detach().as_strided((tensor.numel(),), (1,))

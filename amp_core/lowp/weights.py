@@ -217,7 +217,7 @@ class LowPrecisionWeights:
 
     Raises:
         ValueError: `dtype` or `update` is unknown, or they do not fit together; the weights are 16-bit already, or none
-            would be; `spectral_norm` or `orthogonal` outside of islands.
+            would be.
     """
 
     @torch.no_grad()
@@ -233,7 +233,6 @@ class LowPrecisionWeights:
         islands = {net.get_submodule(name) for name in island_names(net)}
         kept = {m for m in net.modules() if m in islands or isinstance(m, NormBase)}
         stay = {p for module in kept for p in module.parameters()}
-        _require_no_power_iteration(net, stay)
         lows = [p for p in net.parameters() if p.dtype is torch.float32 and p not in stay]
         if not lows:
             raise ValueError(f"{type(net).__name__} has no weights that could be {dtype}; use a mode with fp32 weights")
@@ -342,20 +341,6 @@ class LowPrecisionWeights:
             if not side.keeps:
                 side.master.data = self._nan[low.device].expand(low.shape)
         self.num_taken += taken
-
-
-def _require_no_power_iteration(net: nn.Module, stay: set[nn.Parameter]) -> None:
-    """Raise ValueError where torch multiplies a weight with fp32 buffers, which it refuses for 16-bit weights."""
-    refused = {"_SpectralNorm": "spectral_norm", "SpectralNorm": "spectral_norm", "_Orthogonal": "orthogonal"}
-    for name, module in net.named_modules():
-        hooks = [table.values() for table in vars(module).values() if isinstance(table, dict)]
-        tables = [*getattr(module, "parametrizations", {}).values(), *hooks]
-        found = [refused[type(each).__name__] for table in tables for each in table if type(each).__name__ in refused]
-        if found and not stay.issuperset(module.parameters()):
-            raise ValueError(
-                f"{found[0]} of '{name}' ({type(module).__name__}) computes with fp32 buffers and takes no 16-bit "
-                f'weights; keep it in fp32: amp.keep_fp32=["{name}"], keep_fp32(net, "{name}")'
-            )
 
 
 # --- hooks: functions of this module, so that a network can be copied and pickled with them

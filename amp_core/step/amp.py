@@ -305,17 +305,17 @@ class Amp:
         Raises:
             ConfigError: the step would unscale gradients of 16-bit weights, or this CPU computes a layer wrongly.
         """
-        from amp_core.lowp.lint import computed_wrongly, find_slow, find_unsafe, trained_in_16_bits
+        from amp_core.lowp import lint
 
-        if self.config.update is None and (problem := trained_in_16_bits(net)):
+        if self.config.update is None and (problem := lint.trained_in_16_bits(net)):
             if self.scaler.policy is not None:
                 raise ConfigError(f"amp={self.config.name}: {problem}")
             logger.warning("amp=%s: %s", self.config.name, problem)
-        if problem := computed_wrongly(net, self._low):
+        if problem := lint.computed_wrongly(net, self._low) or (self.config.update and lint.needs_fp32_weights(net)):
             raise ConfigError(f"amp={self.config.name}: {problem}")
-        for name, reason in find_unsafe(net, self._low):
+        for name, reason in lint.find_unsafe(net, self._low):
             logger.warning("amp=%s: %s: %s", self.config.name, name or "the network", reason)
-        for name, reason in find_slow(net, self._low) if self.device.type == "cuda" else ():
+        for name, reason in lint.find_slow(net, self._low) if self.device.type == "cuda" else ():
             logger.info("amp=%s: %s: %s", self.config.name, name or "the network", reason)
         if self.config.float8:
             from amp_core.lowp.float8 import use_float8

@@ -21,6 +21,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from waits import Waits
 
 from amp_core import Amp, Checkpoint, Clip, Ema, StepReport, keep_fp32
+from amp_core.config.errors import ConfigError
 from amp_core.layouts.memory_model import memory_of
 from amp_core.lowp.rounding import noise_16bit, round_stochastically, split
 from amp_core.lowp.weights import LowPrecisionWeights, fp32_copy, fp32_values, master_params
@@ -714,9 +715,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     "'other': expected float16 or bfloat16, and one of": (network, BF16, "other"),
     "16-bit already": (lambda: network().half(), FP16, "master"),
     "BatchNorm1d has no weights that could be": (lambda: nn.BatchNorm1d(3), BF16, "master"),
-    r"spectral_norm of '1' \(ParametrizedLinear\)": (lambda: reparametrised(P.spectral_norm), FP16, "nearest"),
-    r"spectral_norm of '1' \(Linear\)": (lambda: reparametrised(nn.utils.spectral_norm), BF16, "stochastic"),
-    r'orthogonal of .* keep it in fp32: amp.keep_fp32=\["1"\]': (lambda: reparametrised(P.orthogonal), FP16, "master"),
 }
 
 
@@ -734,6 +732,10 @@ def test_what_makes_no_sense_is_refused(message: str) -> None:
 @pytest.mark.parametrize("add", [P.spectral_norm, P.orthogonal, P.weight_norm, nn.utils.spectral_norm])
 def test_reparametrised_weights_train_as_islands(add: Callable[[nn.Module], nn.Module]) -> None:
     net = reparametrised(add)
+    if add is not P.weight_norm:
+        kind = "orthogonal" if add is P.orthogonal else "spectral_norm"
+        with pytest.raises(ConfigError, match=rf'amp=o2: {kind} of 1 .*amp.keep_fp32=\["1"\]'):
+            Amp.named("o2").prepare(net)
     run = Run("bf16_kahan", net=net if add is P.weight_norm else keep_fp32(net, "1"))
     before = net[1].weight.clone()
     assert run.step(net(torch.randn(2, 4)).square().sum()).taken
