@@ -216,8 +216,7 @@ class LowPrecisionWeights:
         num_taken: 0-d int64 tensor, taken steps, which seed the noise of stochastic rounding.
 
     Raises:
-        ValueError: `dtype` or `update` is unknown, or they do not fit together; the weights are 16-bit already, or none
-            would be.
+        ValueError: `dtype` and `update` do not fit together; the weights are 16-bit already, or none would be.
     """
 
     @torch.no_grad()

@@ -100,8 +100,7 @@ class Amp:
         ConfigError: the policy needs `samples`, or the device is not there.
     """
 
-    num_calls: ClassVar = 0
-    """Calls of `step` in this process, by which a layout knows that a window has ended."""
+    num_calls: ClassVar = 0  # of `step` in this process: by it a layout knows that a window has ended
 
     def __init__(self, config: AmpConfig, device: str | torch.device = "cpu", *, samples: int | None = None) -> None:
         log_missing()
