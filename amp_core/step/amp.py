@@ -430,9 +430,8 @@ class Amp:
             overflow = skipped = functools.reduce(torch.maximum, found)
             if self._loss is not None:
                 skipped = torch.addcmul(overflow, self._loss, self._zero).ne_(self._zero)  # inf times 0 is NaN
-            self._is_stepping = True
+            self._is_stepping, Amp.num_calls = True, Amp.num_calls + 1
             self._num_stepped += len(states)
-            Amp.num_calls += 1
             if agree:
                 both = torch.stack((overflow, skipped))
                 dist.all_reduce(both, op=dist.ReduceOp.MAX)
