@@ -182,28 +182,19 @@ def test_evaluation_data_are_left_to_the_loader() -> None:
 
 NOISY = """
 import random
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
+from amp_core import Amp
+from amp_core.config.schema import RecipeConfig as Knobs
 from amp_core.data import Data
-from amp_core.models import Family, build_model
-from amp_core.run.loop import Loop
-from amp_core.step.amp import Amp
-from amp_core.step.optimizers import build_optimizer
-from amp_core.step.schedule import build_schedule
+from amp_core.models import Family
+from amp_core.run.recipe import Loop, build_model, build_optimizer, build_schedule
 
 DATA = "own"
 MODELS = Family(what="a line", builders={"own": lambda: nn.Linear(3, 1)}, example={})
-
-@dataclass(frozen=True)
-class Knobs:
-    name: str
-    length: str
-    best: str
-    best_is: str
 
 def noise():
     return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])
