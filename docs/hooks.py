@@ -181,13 +181,16 @@ def modes() -> str:
     lines = [
         "\n## Every key of every mode\n\nThe files of `conf/amp`; every key is a setting, `amp.init_scale=1024`.\n\n"
     ]
-    options = {path.stem: values(path) for path in sorted((ROOT / "conf" / "amp").glob("*.yaml"))}
-    keys = [key for key in options["fp16"][1] if key != "name"]
+    options = {path.stem: values(path)[1] for path in sorted((ROOT / "conf" / "amp").glob("*.yaml"))}
+    for table in options.values():
+        if found := re.match(r"\[(\w+), _self_\]", table.get("defaults", ("", ""))[0]):  # another mode, but for ...
+            table |= options[found[1]] | table
+    keys = [key for key in options["fp16"] if key != "name"]
     lines.append(
         "| key | " + " | ".join(f"`{mode}`" for mode in options) + " |\n" + "| --- " * (len(options) + 1) + "|\n"
     )
     for key in keys:
-        cells = [table[key][0].replace("null", "").replace("[]", "none") for _, table in options.values()]
+        cells = [table[key][0].replace("null", "").replace("[]", "none") for table in options.values()]
         lines.append(f"| `{key}` | " + " | ".join(cells) + " |\n")
     return "".join(lines)
 
