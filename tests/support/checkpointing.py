@@ -10,8 +10,12 @@ from typing import Any
 import torch
 from shared import names, seal
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
+
+FORMATS = ["single", "sharded"]
+FILE = "whole_00000.safetensors"
 
 
 def bits(value: Any) -> Any:
@@ -76,3 +80,24 @@ class Recorder:
 
     def reset(self) -> None:
         self.loaded.append("reset")
+
+
+class Parts:
+    """Two networks with their moments, and a part that is no tensor."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False))
+        for tensor in self.net.state_dict().values():
+            tensor.fill_(value)
+        self.net[2].weight = nn.Parameter(torch.full((3, 3), value).bfloat16())
+        self.optimizer = AdamW(self.net.parameters())
+        for param in self.net.parameters():
+            param.grad = torch.full_like(param, value)
+        self.optimizer.step()
+
+    def checkpoint(self, folder: Path, **options: Any) -> Checkpoint:
+        options = {"format": "sharded"} | options
+        return Checkpoint(folder, model=self.net, optimizer=self.optimizer, **options)
+
+    def state(self) -> Any:
+        return [self.net.state_dict(), self.optimizer.state_dict()["state"]]

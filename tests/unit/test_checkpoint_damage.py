@@ -89,6 +89,8 @@ STRANGE: dict[str, Callable[[Path], Any]] = {
     "an empty folder": lambda folder: folder.mkdir(),
     "a path": lambda folder: forge(folder, b"x", step=2, files={"../state.pt": {"bytes": 1, "sha256": "0"}}),
     "no files": lambda folder: forge(folder, b"x", step=2, files=[]),
+    "no state": lambda folder: forge(folder, b"x", step=2, files={}),
+    "a step that is true": lambda folder: forge(folder, pickled(whole()), step=True),
     "no metrics": lambda folder: forge(folder, b"x", step=2, metrics=None),
     "a pipe": _pipe,
     "a nested manifest": _nested,
