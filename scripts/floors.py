@@ -28,7 +28,7 @@ PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 BUDGETS = {
     "library": (10_240, "base lowp step memory layouts checkpoints heads"),
     "doctor": (4_140, "doctor"),
-    "program": (12_176, "config run cli data models train.py"),
+    "program": (12_170, "config run cli data models train.py"),
     "amp_tools": (4_085, "amp_tools"),
     "scripts": (5_065, "scripts"),
     "amp_conformance": (2_490, "amp_conformance"),
@@ -39,7 +39,7 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 1.05
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 34, 7_330, 2_731
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 35, 7_365, 2_731
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 580

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -32,6 +31,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from amp_core.config.errors import RunError
+from amp_core.config.processes import is_stopped
 from amp_core.data.base import Dataset, Key, Seeded
 from amp_core.torch_private import find
 
@@ -392,14 +392,6 @@ def _begin_worker(worker: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # see `Batches._stuck`
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped, as by SIGSTOP. Linux; elsewhere False."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "Tt"
-    except OSError:
-        return False
 
 
 def _shut_down(iterator: Any) -> None:

@@ -16,7 +16,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,12 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from amp_core.config import processes
 from amp_core.config.errors import ConfigError, Interrupted, RunError
 from amp_core.config.files import read_json
 from amp_core.config.redact import redact
 from amp_core.config.rules import node_range
 from amp_core.config.schema import Config
-from amp_core.data.loading import DIED, is_stopped
+from amp_core.data.loading import DIED
 from amp_core.run.environment import Environment, Job, outcome_of
 from amp_core.run.lines import write_json
 from amp_core.run.locks import acquire, lock_folder
@@ -169,7 +169,7 @@ def _job_folder() -> Iterator[str]:
     """A temporary folder, locked while this launcher lives; those of launchers that were killed are removed."""
     for old in Path(tempfile.gettempdir()).glob("amp_recipes_*/job.json"):
         with contextlib.suppress(OSError):
-            if os.lstat(old.parent).st_uid == os.lstat(old).st_uid == os.geteuid() and not _processes_of(old):
+            if os.lstat(old.parent).st_uid == os.lstat(old).st_uid == os.geteuid() and not processes.with_argument(old):
                 with acquire(old.parent):
                     shutil.rmtree(old.parent)
     with tempfile.TemporaryDirectory(prefix="amp_recipes_") as folder, contextlib.ExitStack() as locked:
@@ -194,7 +194,7 @@ def _lifeline(endpoint: str | None, job_file: Path) -> Iterator[None]:
         while not is_over.wait(LOOK_SECONDS):
             began = time.monotonic()
             try:
-                if not _processes_of(job_file):
+                if not processes.with_argument(job_file):
                     socket.create_connection((host.strip("[]"), int(port)), timeout=LOOK_SECONDS).close()
                 silent = 0.0
             except OSError:
@@ -254,8 +254,8 @@ class _Signals:
         bereft = 0
         while not self._is_over.wait(1.0):
             # Ranks alone: each watches what it forked.
-            ranks = [pid for pid in _processes_of(self._job_file) if _parent_of(pid) == os.getpid()]
-            seconds = {pid: seconds.get(pid, 0) + 1 for pid in ranks if is_stopped(pid)}
+            ranks = [pid for pid in processes.with_argument(self._job_file) if processes.parent_of(pid) == os.getpid()]
+            seconds = {pid: seconds.get(pid, 0) + 1 for pid in ranks if processes.is_stopped(pid)}
             is_bereft = len(ranks) + len(glob.glob("ended.*", root_dir=self._job_file.parent)) < self._nproc
             is_saving = any(glob.glob(f".tmp-*-{pid}", root_dir=self._checkpoints) for pid in ranks if is_bereft)
             bereft = bereft + 1 if is_bereft and not is_saving else 0
@@ -270,31 +270,9 @@ class _Signals:
 
     def _kill(self, why: str) -> None:
         self.killed = why
-        for pid in _processes_of(self._job_file):
+        for pid in processes.with_argument(self._job_file):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-def _parent_of(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
-    except OSError:
-        return 0
-
-
-def _processes_of(job_file: Path) -> list[int]:
-    """Process ids of workers, and of the loaders that they forked: those with this file in their command line."""
-    if not Path("/proc/self/cmdline").exists():  # macOS
-        table = subprocess.run(["ps", "-axww", "-o", "pid=,command="], capture_output=True, text=True).stdout
-        lines = [line.strip().partition(" ") for line in table.splitlines()]
-        return [int(pid) for pid, _, command in lines if str(job_file) in command.split()]
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                command = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
-                found += [int(entry)] if os.fsencode(job_file) in command else []
-    return found
 
 
 def _failed(job: Job, code: int, status: str, message: str) -> Outcome:

@@ -21,6 +21,7 @@ from test_recipes import arguments
 import train
 from amp_core.checkpoints import folders
 from amp_core.cli.compose import compose
+from amp_core.config import processes
 from amp_core.config.rules import build
 from amp_core.run import launch
 from amp_core.run.environment import Job
@@ -89,7 +90,7 @@ def launched(folder: Path, monkeypatch, case: str) -> tuple[launch.Outcome, floa
     outcome = launch.launch(job, runner("classification"), [sys.executable, str(script)])
     sender.join()
     took = time.time() - mark.stat().st_mtime
-    left = launch._processes_of(script)
+    left = processes.with_argument(script)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left  # also not what was forked to hold the connections

@@ -33,6 +33,7 @@ from amp_core.config import checks
 from amp_core.config.checks import IMAGE_ENDINGS, KINDS, check_data
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.options import choices, read_option
+from amp_core.config.processes import is_stopped
 from amp_core.config.schema import DataConfig
 from amp_core.data import Data, build_data
 from amp_core.data.base import evenly_spread, uniforms
@@ -52,7 +53,6 @@ from amp_core.data.loading import (
     Sampler,
     bounded_waits,
     eval_keys,
-    is_stopped,
     to_device,
 )
 from amp_core.vision import import_torchvision
