@@ -285,6 +285,25 @@ def test_cuts_make_the_costliest_part_as_cheap_as_can_be(num_parts: int) -> None
         assert all(a < b for a, b in found) and max(sum(costs[a:b]) for a, b in found) == best
 
 
+class Flattens(nn.Sequential):
+    """A chain as torchvision's: features are flattened before the classifier, if they are images."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self[0](x)
+        return self[1](x.flatten(1) if x.ndim == 4 else x)
+
+
+@pytest.mark.parametrize("shape, first", [((3, 4, 4), nn.Conv2d(3, 2, 1)), ((5, 32), nn.Linear(32, 32))])
+def test_images_are_flattened_before_a_linear_layer_and_sequences_are_not(shape: Any, first: nn.Module) -> None:
+    net, calls = Flattens(first, nn.Linear(32, 4)), list[int]()
+    stages = Stages(net, [CPU] * 2, Amp.named("fp32"), image_shape=shape, chunks=3)
+    first.register_forward_hook(lambda _, args, output: calls.append(len(args[0])))
+    x = torch.randn(6, *shape)
+    assert stages(x).equal(torch.cat([net(part) for part in x.chunk(3)])) and calls == [2] * 6
+    calls.clear()
+    assert stages.eval()(x).equal(net(x)) and calls == [6] * 2  # an evaluation is not split
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "vgg11", "mobilenet_v3_small"])
 def test_networks_of_torchvision_that_are_chains_are_cut_in_the_middle(name: str) -> None:
@@ -425,12 +444,13 @@ def test_a_process_of_model_parallel_has_consecutive_gpus_of_its_own() -> None:
     assert Placement(Environment(job, CPU, 0, 0, 1)).devices == [CPU] * 3
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp"])
-def test_a_network_of_one_process_goes_to_its_device_in_every_layout(layout: str) -> None:
-    cfg = build(compose([f"layout={layout}"]))
-    net, device = nn.Linear(2, 2), torch.device("meta")
-    Placement(Environment(Job(cfg, run_dir=None), device, 0, 0, 1)).wrap(net, Amp.named("bf16"), [])
-    assert net.weight.device == device
+@pytest.mark.parametrize("layout, device", [("single", "meta"), ("fsdp", "meta"), ("data_parallel", "cpu")])
+def test_a_network_of_one_process_goes_to_its_device_in_every_layout(layout: str, device: str) -> None:
+    cfg, notes = build(compose([f"layout={layout}"])), list[str]()
+    placement = Placement(Environment(Job(cfg, run_dir=None), torch.device(device), 0, 0, 1))
+    net = nn.Linear(2, 2)
+    assert placement.wrap(net, Amp.named("bf16"), notes) == [("", net)] and notes == []
+    assert net.weight.device == torch.device(device)
 
 
 REFUSED = {

@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from amp_core import Ema
 from amp_core.config.rules import amp_config
-from amp_core.layouts.memory_model import Weight, lay_out, memory, memory_of, traffic
+from amp_core.layouts.memory_model import Weight, lay_out, memory, memory_of, traffic, weights_of
+from amp_core.layouts.zero import bucket_size
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,3 +48,32 @@ def test_a_frozen_base_in_8_bits_counts_as_it_is_stored() -> None:
     held = sum(param.nbytes for param in net.parameters())
     assert (found.weights, found.gradients, found.moments) == (held, 4 * 128, 8 * 128)
     assert found.copies == 2 * 128  # autocast casts what is floating point
+
+
+def test_sharded_gradients_are_whole_until_the_last_micro_batch() -> None:
+    weights = lay_out([Weight((6, 10)), Weight((8,), moments=None)], "fsdp", 2)
+    found = [memory(weights, amp_config("fp32"), accumulation=count).unreduced for count in (1, 2, 3)]
+    assert found == [0, 4 * 60, 4 * 60]
+
+
+def test_averages_and_weights_outside_of_networks_count() -> None:
+    net, outside = nn.Linear(8, 4), nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([*net.parameters(), outside], lr=0.1, momentum=0.9)
+    found = memory_of([net], [optimizer], Ema(net, 0.9), amp_config("fp32"))
+    assert (found.averages, found.moments) == (4 * 36, 4 * 39)
+
+
+def test_a_block_is_gathered_alone() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    groups = [weight.group // 2 for weight in weights_of(net, amp_config("bf16"))]
+    assert groups == [0, 0, 1, 1, 1, 1]
+
+
+def test_only_sharded_state_gathers_weights_in_calls_of_32_mib_or_more() -> None:
+    amp, weights = amp_config("fp32"), [Weight((1 << 23, 2))]
+    for zero, expected in ((False, []), (True, [(4 << 24, 2)])):
+        sent = traffic(lay_out(weights, "ddp", 2, zero=zero), amp, 2)
+        assert [(each.payload, each.calls) for each in sent if each.kind == "all_gather"] == expected
+        assert [(each.payload, each.calls) for each in sent if each.payload == 4] == [(4, 1)]  # one check of finiteness
+    assert traffic(weights, amp, 1) == []
+    assert [bucket_size(ranks) for ranks in (2, 128, 1024)] == [1 << 23, 1 << 23, 1 << 26]

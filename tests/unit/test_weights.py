@@ -343,6 +343,7 @@ def test_a_sum_of_two_splits_into_the_same_two(dtype: torch.dtype) -> None:
     again, rest_again = split(whole, dtype)
     assert again.equal(low) and rest_again.equal(rest)
     assert (low.double() + rest.double()).equal(whole.double())  # nothing is lost in the sum
+    assert not split(torch.tensor([INF, -INF, torch.nan]), dtype)[1].any()
     relative, absolute = (2.0**-17, 2.0**-134) if dtype is BF16 else (2.0**-23, 2.0**-25)
     assert ((whole - values).double().abs() <= values.double().abs() * relative + absolute).all()
 
@@ -567,6 +568,29 @@ def test_inputs_are_cast_down_and_outputs_are_fp32(dtype: torch.dtype) -> None:
     assert (output.hidden - reference.hidden).norm() < 0.02 * reference.hidden.norm()
     output.hidden.sum().backward()
     assert all(p.grad is not None and p.grad.dtype is FP32 for p in master_params(net))
+
+
+def test_only_modules_with_16bit_weights_cast_and_load_them_once() -> None:
+    """The outermost one has a weight of its own, and its first part none: it gets its input in fp32."""
+
+    class Own(nn.Parameter):
+        """A user's class of weights stays."""
+
+    class Outer(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)))
+            self.gain = Own(torch.ones(4) / 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.ones(2, 4) / 3) * self.gain
+
+    net, seen = Outer(), list[torch.dtype]()
+    net[0][0].register_forward_hook(lambda _, args, output: seen.append(args[0].dtype))
+    LowPrecisionWeights(net, BF16, "master")
+    state = {name: value + 0.1 for name, value in net.state_dict().items()}
+    net.load_state_dict(state)
+    assert all(value.equal(state[name]) for name, value in net.state_dict().items() if value.is_floating_point())
+    assert net(torch.ones(2, 4)).dtype is FP32 and seen == [FP32] and type(net.gain) is Own
 
 
 @pytest.mark.parametrize("last", [[], [nn.ReLU(inplace=True)], [nn.ReLU(inplace=True), nn.Linear(16, 16)]])

@@ -180,6 +180,9 @@ def in_dtypes(rank: int) -> dict[str, list[Any]]:
                 assert bool(amp.step(optimizer).taken) == (i != 1)
                 amp.update()
             found[name] = [*found.get(name, []), [list(net.parameters()), whole_state(optimizer)["state"]]]
+        optimizer.param_groups[0]["params"].pop()
+        with pytest.raises(RuntimeError, match="changed after its state was sharded"):
+            amp.step(optimizer)
     return found
 
 
