@@ -317,8 +317,8 @@ def _to_island(module: nn.Module) -> nn.Module:
         return module
     if parametrize.is_parametrized(module):
         # torch takes the properties from the outermost class again, and returns to its base: the island lies below.
-        body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-        module.__class__ = type(cls)(cls.__name__, (_island_class(cls.__bases__[0]), *cls.__bases__[1:]), body)
+        bases = _island_class(cls.__bases__[0]), *cls.__bases__[1:]
+        module.__class__ = type(cls)(cls.__name__, bases, dict(vars(cls)))
     else:
         module.__class__ = _island_class(cls)
     return module
